@@ -1,0 +1,55 @@
+"""ludus trains language-model agents by reinforcement learning: many turns, tools, environments.
+
+The public names are loaded on first use, so that ``import ludus`` needs neither torch nor any
+other heavy package.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "Env": "ludus.envs.base",
+    "Group": "ludus.core.types",
+    "LudusError": "ludus.core.errors",
+    "Message": "ludus.core.types",
+    "Observation": "ludus.core.types",
+    "RunConfig": "ludus.core.schema",
+    "Segment": "ludus.core.types",
+    "Spec": "ludus.core.types",
+    "StepResult": "ludus.core.types",
+    "Task": "ludus.core.types",
+    "ToolCall": "ludus.core.types",
+    "ToolSpec": "ludus.core.types",
+    "Trajectory": "ludus.core.types",
+}
+
+if TYPE_CHECKING:
+    from ludus.core.errors import LudusError as LudusError
+    from ludus.core.schema import RunConfig as RunConfig
+    from ludus.core.types import Group as Group
+    from ludus.core.types import Message as Message
+    from ludus.core.types import Observation as Observation
+    from ludus.core.types import Segment as Segment
+    from ludus.core.types import Spec as Spec
+    from ludus.core.types import StepResult as StepResult
+    from ludus.core.types import Task as Task
+    from ludus.core.types import ToolCall as ToolCall
+    from ludus.core.types import ToolSpec as ToolSpec
+    from ludus.core.types import Trajectory as Trajectory
+    from ludus.envs.base import Env as Env
+
+__all__ = [*sorted(_EXPORTS), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module 'ludus' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""What samples and trains, behind one protocol."""

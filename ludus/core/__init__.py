@@ -1,0 +1,1 @@
+"""Carriers, errors, registry, configuration, metrics: what every other floor stands on."""

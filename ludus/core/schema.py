@@ -1,0 +1,237 @@
+"""Every key of a run's configuration: the sections, their defaults, their limits.
+
+This file is the reference: `ludus config` prints it. Loading, overrides and errors are in
+`core/config.py`. Plug-ins are never listed here: they are named by a `Spec` and validated by their
+owner.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ludus.core.types import Spec
+
+
+class Section(BaseModel):
+    """A part of the configuration: strict, and immutable once it is loaded."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class LoraConfig(Section):
+    """Train low-rank adapters (peft) in place of all parameters."""
+
+    rank: int = Field(8, ge=1, description="Rank of the adapters.")
+    alpha: float = Field(16.0, gt=0, description="Scale of the adapters: alpha / rank.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapters' input.")
+    targets: list[str] | Literal["all-linear"] = Field(
+        "all-linear", description="Names of the modules that get an adapter."
+    )
+
+
+class ModelConfig(Section):
+    """The policy: where its weights and its tokenizer come from."""
+
+    path: str | None = Field(
+        None, description="A Hugging Face folder or hub name. Excludes `architecture`."
+    )
+    architecture: Spec | None = Field(
+        None, description="A model initialised from scratch, e.g. {name: qwen3, args: {...}}."
+    )
+    tokenizer: str | Spec | None = Field(
+        None,
+        description="A tokenizer to load (folder or hub name), or to train on the recipe's own "
+        "texts, e.g. {name: words}. Default: the one in `path`.",
+    )
+    chat_template: str | None = Field(
+        None,
+        description="plain, qwen3, or the path of a Jinja file. Default: the tokenizer's own.",
+    )
+    thinking: Literal["keep", "strip", "forbid"] = Field(
+        "keep",
+        description="Thinking blocks of earlier turns: keep them in the context; strip them, which "
+        "starts a new branch; or forbid: a turn with one is told to be malformed.",
+    )
+    context_length: int = Field(
+        1024, ge=16, description="The most tokens of a whole episode: prompt, turns, observations."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the weights.")
+    device: str = Field("cpu", description="cpu, cuda, or cuda:N.")
+    lora: LoraConfig | None = Field(None, description="Train adapters only; null: all parameters.")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelConfig:
+        if (self.path is None) == (self.architecture is None):
+            raise ValueError("give exactly one of `path` and `architecture`")
+        if self.architecture is not None and self.tokenizer is None:
+            raise ValueError("a model from scratch needs a `tokenizer`, e.g. {name: words}")
+        return self
+
+
+class TasksConfig(Section):
+    """Where tasks come from. The two splits may not share a task."""
+
+    train: Spec = Field(description="Reader of the training tasks.")
+    heldout: Spec | None = Field(None, description="Reader of the tasks for evaluation.")
+    on_bad_line: Literal["refuse", "skip"] = Field(
+        "refuse", description="A malformed line: refuse the run, or skip the line and report it."
+    )
+    shuffle: bool = Field(True, description="Visit training tasks in a new seeded order each pass.")
+
+
+class RolloutConfig(Section):
+    """How episodes are played."""
+
+    format: Literal["plain", "react", "tools"] = Field(
+        "plain",
+        description="How a turn names its action: the whole text, the text after `Action:`, "
+        "or a tool call.",
+    )
+    system_prompt: str | None = Field(None, description="Put before the environment's messages.")
+    max_turns: int | None = Field(None, ge=1, description="Default: the environment's own.")
+    max_tokens_per_turn: int = Field(64, ge=1, description="Longest sampled turn.")
+    temperature: float = Field(1.0, ge=0, description="0 is greedy.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
+    top_k: int = Field(0, ge=0, description="Keep the k likeliest tokens; 0 is off.")
+    stop: list[str] = Field(default_factory=list, description="Strings that end a turn.")
+    concurrency: int = Field(64, ge=1, description="Episodes played at the same time.")
+    episode_deadline_s: float = Field(300.0, gt=0, description="Seconds that an episode may take.")
+    step_deadline_s: float = Field(
+        30.0, gt=0, description="Seconds that one reset or step of the environment may take."
+    )
+    max_retries: int = Field(
+        2, ge=0, description="Attempts after an infrastructure failure, before exclusion."
+    )
+    deterministic: bool = Field(
+        True,
+        description="Compute only when every open episode waits for the model, so that batches do "
+        "not depend on timing. Switch off for slow remote environments.",
+    )
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moments.")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decay, on matrices only.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this norm.")
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear growth to the peak.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="What follows the warm-up, until the stage's last step."
+    )
+
+
+class DemonstrationsConfig(Section):
+    """Episodes of the environment's expert, on the first training tasks."""
+
+    num_episodes: int = Field(1000, ge=1, description="Episodes to ask the expert for.")
+    num_workers: int = Field(2, ge=1, description="Processes that play them.")
+    timeout_s: float = Field(20.0, gt=0, description="Seconds after which an episode is given up.")
+    only_successful: bool = Field(True, description="Leave out episodes that the expert lost.")
+
+
+class SFTConfig(Section):
+    """Supervised fine-tuning on demonstrations, or on a file of them."""
+
+    data: str | None = Field(
+        None, description="A JSON-lines file of conversations; null: the demonstrations."
+    )
+    steps: int = Field(300, ge=1, description="Optimizer steps.")
+    episodes_per_step: int = Field(32, ge=1, description="Demonstrations in one optimizer step.")
+    tokens_per_batch: int = Field(8192, ge=1, description="Most tokens of one forward pass.")
+    optimizer: OptimizerConfig = Field(
+        default_factory=OptimizerConfig, description="The optimizer of this stage."
+    )
+
+
+class RLConfig(Section):
+    """Reinforcement learning: sample groups, score, assign advantages, train."""
+
+    algorithm: Spec = Field(
+        default_factory=lambda: Spec(name="grpo"), description="A row of the algorithm table."
+    )
+    steps: int = Field(100, ge=1, description="Policy iterations: rollouts, then training.")
+    groups_per_step: int = Field(16, ge=1, description="Tasks sampled in one step.")
+    group_size: int = Field(8, ge=1, description="Episodes of each task, compared to each other.")
+    epochs: int = Field(1, ge=1, description="Passes over a step's samples.")
+    minibatches: int = Field(1, ge=1, description="Optimizer steps in one pass.")
+    tokens_per_batch: int = Field(8192, ge=1, description="Most tokens of one forward pass.")
+    optimizer: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(lr=3e-4), description="The optimizer of this stage."
+    )
+    min_success_to_stop: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="End the stage when a periodic evaluation's success reaches this.",
+    )
+
+
+class EvaluateConfig(Section):
+    """Held-out evaluation: before and after each stage, and every so often in between."""
+
+    num_tasks: int | None = Field(None, ge=1, description="Held-out tasks used; null: all.")
+    samples_per_task: int = Field(1, ge=1, description="Episodes of each task; k of pass@k.")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy.")
+    every: int = Field(
+        0, ge=0, description="RL steps between evaluations; 0: before and after only."
+    )
+    confidence: float = Field(0.95, gt=0, lt=1, description="Level of the intervals.")
+
+
+class CheckpointConfig(Section):
+    """When state is saved, and what is kept."""
+
+    every: int = Field(10, ge=1, description="Steps between checkpoints, in each stage.")
+    keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    keep_best: int = Field(1, ge=0, description="Checkpoints kept for their metric.")
+    metric: str = Field(
+        "evaluate/success", description="What `keep_best` compares: higher is better."
+    )
+
+
+class RunConfig(Section):
+    """A whole training run: demonstrations, SFT, RL, evaluation; a null stage is left out."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="The run's name.")
+    seed: int = Field(0, ge=0, description="Everything random in the run derives from it.")
+    backend: Literal["local", "debug"] = Field(
+        "local", description="local trains in this process; debug shows N tasks and stops."
+    )
+    runs_dir: str = Field("runs", description="Folder of the runs and of the default store.")
+    store: str | None = Field(
+        None, description="URL of the run store; null: SQLite in `runs_dir`; postgresql://..."
+    )
+    model: ModelConfig = Field(description="The policy.")
+    env: Spec | None = Field(None, description="The environment that episodes are played in.")
+    judge: Spec | None = Field(
+        None, description="Scores episodes that the environment does not; null: the environment."
+    )
+    tasks: TasksConfig = Field(description="Training and held-out tasks.")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Playing episodes.")
+    demonstrations: DemonstrationsConfig | None = Field(None, description="Expert data, or null.")
+    sft: SFTConfig | None = Field(None, description="Supervised fine-tuning, or null.")
+    rl: RLConfig | None = Field(None, description="Reinforcement learning, or null.")
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="Evaluation.")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving.")
+    metrics: list[Spec] = Field(
+        default_factory=list, description="Sinks beside the JSON lines: tensorboard, wandb, ..."
+    )
+    threads: int = Field(0, ge=0, description="Threads of torch; 0: one per core.")
+    report: bool = Field(True, description="Write report.html at the end.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if self.sft and not self.sft.data and not self.demonstrations:
+            raise ValueError("`sft` needs `demonstrations`, or its own `data`")
+        if self.demonstrations and not self.env:
+            raise ValueError("`demonstrations` needs an `env`")
+        if self.rl and not (self.env or self.judge):
+            raise ValueError("`rl` needs an `env` or a `judge` to score episodes")
+        if self.rollout.max_tokens_per_turn >= self.model.context_length:
+            raise ValueError("`rollout.max_tokens_per_turn` must be below `model.context_length`")
+        return self

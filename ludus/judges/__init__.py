@@ -1,0 +1,1 @@
+"""What turns a trajectory into a score."""

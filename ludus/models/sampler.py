@@ -1,0 +1,70 @@
+"""The protocol between rollouts and whatever samples: token ids in, token ids out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one turn is sampled.
+
+    The distribution: logits / temperature, cut to `top_k` (0: all), then to the smallest set whose
+    probability reaches `top_p`, renormalised. Temperature 0 is greedy. `seed` fixes the turn's
+    random numbers: the same seed and the same logits give the same tokens, whatever else is in
+    the batch.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Completion:
+    """One sampled turn.
+
+    `logprobs` are under the exact sampling distribution (temperature, top-k and top-p applied).
+    A stop id is part of `token_ids` (it was sampled, and trains); so are a stop string's tokens.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"]
+    policy_version: int
+
+
+class Sampler(Protocol):
+    """Samples turns for many episodes at once.
+
+    A *session* is one episode: the sampler may keep its KV cache between turns, and (in
+    deterministic mode) waits for all open sessions before it computes, so that the composition of a
+    batch does not depend on timing.
+    """
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens that a prompt and its completion may have together."""
+        ...
+
+    def open(self, session: str) -> None:
+        """Announce an episode. Sessions are ordered by the order in which they were opened."""
+        ...
+
+    def close(self, session: str) -> None:
+        """Forget an episode; a turn of it that is still running is dropped. Idempotent."""
+        ...
+
+    async def sample(
+        self, prompt_ids: list[int], params: SamplingParams, *, session: str
+    ) -> Completion:
+        """Sample one turn after `prompt_ids`, the whole conversation so far.
+
+        Errors: ContextOverflow where prompt and max_tokens do not fit the context.
+        """
+        ...
