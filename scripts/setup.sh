@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Makes .venv with a Python of 3.11 to 3.13 and installs ludus into it. Safe to run again.
+#
+# PYTHON=/path/to/python chooses the interpreter; otherwise python3, if it is of the right version,
+# then python3.13, python3.12, python3.11.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+suits() { # whether the command runs, and is of a version that ludus supports
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+}
+
+find_python() {
+    if [[ -n "${PYTHON:-}" ]]; then
+        suits "$PYTHON" && echo "$PYTHON" && return
+        echo "PYTHON=$PYTHON is not a Python of 3.11 to 3.13" >&2
+        return 1
+    fi
+    local name
+    for name in python3 python3.13 python3.12 python3.11; do
+        suits "$name" && echo "$name" && return
+    done
+    echo "ludus needs Python 3.11, 3.12 or 3.13, and none was found: install one, or name it" \
+        "by 'make setup PYTHON=/path/to/python'" >&2
+    return 1
+}
+
+if ! suits .venv/bin/python; then
+    python=$(find_python)
+    echo "Making .venv with $("$python" --version)"
+    "$python" -m venv --clear .venv || {
+        echo "$python cannot make virtual environments (Debian: apt-get install python3-venv)" >&2
+        exit 1
+    }
+fi
+echo "Installing ludus and what it needs into .venv (the first time takes some minutes)"
+.venv/bin/python -m pip install --quiet --disable-pip-version-check \
+    -c constraints.txt -e '.[dev]'
+touch .venv/.ready
