@@ -1,0 +1,114 @@
+"""The expert of the BabyAI levels: minigrid's own bot, in lockstep with an episode.
+
+The bot plays on a copy of the level, regenerated from the seed, so nothing it does can touch the
+episode, and it can join an episode at any turn: it is shown the actions taken so far, and replans
+after each of them as the bot's authors meant for advising another agent.
+
+The bot asserts on some levels and plans for ever on some seeds (mostly of GoToImpUnlock and
+UnlockToUnlock): both become NoExpert; the latter after a fixed number of plans, not after a time,
+so that it happens always or never.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minigrid.utils.baby_ai_bot import (
+    BabyAIBot,
+    DisappearedBoxError,
+    GoNextToSubgoal,
+    OpenSubgoal,
+)
+
+from ludus.envs.babyai_world import Cell, make_level
+from ludus.envs.base import NoExpert
+
+MAX_PLANS = 500
+"""Subgoals that the bot may add before one action. Those that reach an action need a dozen."""
+
+UNSOLVED = ("KeyInBox", "PutNextS5N2Carrying", "PutNextS6N3Carrying", "PutNextS7N4Carrying")
+"""Levels that the bot cannot play, by its authors' word and by measurement."""
+
+
+class _EndlessPlanning(Exception):
+    """The bot adds subgoals and never comes to an action."""
+
+
+class _Plans(list[Any]):
+    """The bot's stack of subgoals, with a count of those added since the last action."""
+
+    added = 0
+
+    def append(self, plan: Any) -> None:
+        self.added += 1
+        if self.added > MAX_PLANS:
+            raise _EndlessPlanning
+        super().append(plan)
+
+
+class Expert:
+    """Advises one episode of a level.
+
+    expert = Expert("GoToLocal", seed=7)
+    expert.action([])            # the first action, of minigrid's Actions
+    expert.action([2, 2, 0])     # after the agent went forward twice and turned left
+    """
+
+    def __init__(self, level: str, seed: int) -> None:
+        if level in UNSOLVED:
+            raise NoExpert(f"babyai: minigrid's bot cannot play {level}")
+        self.level, self.seed = level, seed
+        self.world = make_level(level, seed)
+        self._bot = BabyAIBot(self.world)
+        self._bot.stack = _Plans(self._bot.stack)
+        self._num_followed = 0
+        self._advice: int | None = None
+        self._failure: str | None = None
+
+    def action(self, taken: list[int]) -> int:
+        """The bot's next action, after the episode's actions `taken` (all of them, from its start).
+
+        Errors: NoExpert where the bot gave up on this episode.
+        """
+        if self._advice is None:
+            self._replan(None)
+        while self._num_followed < len(taken):
+            action = taken[self._num_followed]
+            self._num_followed += 1
+            self.world.step(action)
+            self._replan(action)
+        if self._failure is not None or self._advice is None:
+            raise NoExpert(f"babyai: {self.level}, seed {self.seed}: the bot {self._failure}")
+        return self._advice
+
+    def _replan(self, action: int | None) -> None:
+        if self._failure is not None:
+            return
+        self._bot.stack.added = 0
+        try:
+            self._advice = int(self._bot.replan(action))
+        except _EndlessPlanning:
+            self._failure = "plans for ever"
+        except DisappearedBoxError:
+            self._failure = "cannot go on after a box was opened"
+        except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
+            # What its own checks and oversights end in; the bot has no other way to give up.
+            self._failure = f"gave up ({type(error).__name__}: {error})"
+
+    def target(self) -> Cell | None:
+        """The cell of the object that the bot is on its way to, if it is on its way to one."""
+        plan = self._bot.stack[-1] if self._bot.stack else None
+        if not isinstance(plan, GoNextToSubgoal) or plan.reason not in (None, "Open"):
+            return None
+        if hasattr(plan.datum, "obj_set"):
+            _, position = self._bot._find_obj_pos(plan.datum)
+        else:
+            position = getattr(plan.datum, "cur_pos", None)
+        return None if position is None else (int(position[0]), int(position[1]))
+
+    def passes_door(self) -> bool:
+        """Whether the bot is about to open a door in order to walk on through it."""
+        stack = self._bot.stack
+        if len(stack) < 2 or not isinstance(stack[-1], OpenSubgoal) or stack[-1].reason is not None:
+            return False
+        return isinstance(stack[-2], GoNextToSubgoal)

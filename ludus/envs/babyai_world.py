@@ -1,0 +1,191 @@
+"""minigrid's BabyAI levels: their names, their generation within bounds, and what an agent sees.
+
+Three things are done to a minigrid level, and none changes what it plays: its messages on standard
+output are silenced, its image observations (which nobody reads here) are not computed, and the
+random draws of its generation are counted, so that one that would go on for ever stops.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import minigrid  # noqa: F401 - importing it registers the levels
+from gymnasium.envs.registration import load_env_creator
+from minigrid.envs.babyai.core import roomgrid_level
+
+from ludus.core.errors import ConfigError, EnvError, did_you_mean
+
+VIEW = 7
+"""Cells that the agent sees ahead of it, its own row included, and from side to side."""
+
+MAX_DRAWS = 100_000
+"""Random numbers after which a level's generation is given up (the hungriest level: 3,000)."""
+
+MAX_ATTEMPTS = 20
+"""Derived seeds that are tried before a level is called broken."""
+
+Cell = tuple[int, int]
+
+# minigrid prints "Sampling rejected" from this module; the name shadows the builtin there only.
+vars(roomgrid_level)["print"] = lambda *_: None
+
+
+def _newest_versions() -> dict[str, str]:
+    found: dict[str, tuple[int, str]] = {}
+    for env_id in gymnasium.registry:
+        if match := re.fullmatch(r"BabyAI-(\w+)-v(\d+)", env_id):
+            level, version = match[1], int(match[2])
+            found[level] = max(found.get(level, (-1, "")), (version, env_id))
+    return {level: env_id for level, (_, env_id) in found.items()}
+
+
+LEVELS = _newest_versions()
+"""Short names of all BabyAI levels, and their Gymnasium ids: GoToLocal -> BabyAI-GoToLocal-v0."""
+
+
+def short_name(level: str) -> str:
+    """The level's short name, from itself or from a Gymnasium id; ConfigError if unknown."""
+    match = re.fullmatch(r"BabyAI-(\w+)-v\d+", level)
+    name = match[1] if match else level
+    if name not in LEVELS:
+        raise ConfigError(f"{level!r} is not a BabyAI level{did_you_mean(name, LEVELS)}")
+    return name
+
+
+class _EndlessGeneration(Exception):
+    """The level drew more random numbers than any that ends."""
+
+
+def make_level(level: str, seed: int) -> Any:
+    """A freshly generated minigrid level; the same level and seed always give the same one.
+
+    Where a seed's generation does not end, the seeds `seed + 2**32`, `seed + 2 * 2**32`, ... are
+    tried in turn. Errors: EnvError for a seed that is no natural number, or if all of them fail.
+    """
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise EnvError(f"babyai: seed must be a natural number, got {seed!r}")
+    spec = gymnasium.spec(LEVELS[level])
+    for attempt in range(MAX_ATTEMPTS):
+        # The class itself: gymnasium.make adds checks that double the cost of a step.
+        world = load_env_creator(spec.entry_point)(**spec.kwargs)
+        world.gen_obs = dict
+        _limit_draws(world)
+        try:
+            world.reset(seed=seed + attempt * 2**32)
+        except _EndlessGeneration:
+            continue
+        del world._rand_int
+        return world
+    raise EnvError(f"babyai: {level} cannot be generated from seed {seed}")
+
+
+def _limit_draws(world: Any) -> None:
+    draw, left = world._rand_int, MAX_DRAWS
+
+    def counted(low: int, high: int) -> int:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise _EndlessGeneration
+        return draw(low, high)  # type: ignore[no-any-return]
+
+    world._rand_int = counted
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A cell in view: `forward` steps ahead, `side` steps to the right (negative: to the left)."""
+
+    forward: int
+    side: int
+    position: Cell
+    content: Any
+
+    @property
+    def kind(self) -> str:
+        """wall, door, key, ball or box; empty for an empty cell."""
+        return self.content.type if self.content is not None else ""
+
+    @property
+    def place(self) -> str:
+        """Where it is: `2 forward 1 left`."""
+        parts = [f"{self.forward} forward"] if self.forward else []
+        if self.side:
+            parts.append(f"{abs(self.side)} {'right' if self.side > 0 else 'left'}")
+        return " ".join(parts) or "here"
+
+
+def cell_at(world: Any, position: Cell) -> Any:
+    """What stands in a cell of the grid: a minigrid object, or None."""
+    return world.grid.grid[position[1] * world.grid.width + position[0]]
+
+
+def heading(world: Any) -> Cell:
+    """The step that going forward takes."""
+    return ((1, 0), (0, 1), (-1, 0), (0, -1))[world.agent_dir]
+
+
+def look(world: Any) -> list[Seen]:
+    """The cells in view, nearest first, without the agent's own.
+
+    The same visibility as minigrid's `Grid.process_vis`, without its copies of the grid: row by row
+    away from the agent, sight spreads sideways and ahead through everything but walls and doors
+    that are not open.
+    """
+    return sorted(_visible(world), key=lambda c: (c.forward + abs(c.side), c.forward, c.side))
+
+
+def _visible(world: Any) -> Iterator[Seen]:
+    cells, width, height = world.grid.grid, world.grid.width, world.grid.height
+    ax, ay = int(world.agent_pos[0]), int(world.agent_pos[1])
+    (fx, fy), half = heading(world), VIEW // 2
+    rx, ry = -fy, fx
+    mask = [[False] * VIEW for _ in range(VIEW + 1)]
+    mask[0][half] = True
+    for k in range(VIEW):
+        row: list[Any] = []
+        inside: list[Cell | None] = []
+        for i in range(VIEW):
+            x, y = ax + fx * k + rx * (i - half), ay + fy * k + ry * (i - half)
+            within = 0 <= x < width and 0 <= y < height
+            inside.append((x, y) if within else None)
+            row.append(cells[y * width + x] if within else None)
+        clear = [
+            place is not None and (cell is None or cell.see_behind())
+            for place, cell in zip(inside, row, strict=True)
+        ]
+        _spread(mask[k], mask[k + 1], clear)
+        for i, place in enumerate(inside):
+            if mask[k][i] and place is not None and (k or i != half):
+                yield Seen(k, i - half, place, row[i])
+
+
+def _spread(here: list[bool], ahead: list[bool], clear: list[bool]) -> None:
+    for start, stop, step in ((0, VIEW - 1, 1), (VIEW - 1, 0, -1)):
+        for i in range(start, stop, step):
+            if here[i] and clear[i]:
+                here[i + step] = ahead[i + step] = ahead[i] = True
+
+
+def describe_object(content: Any) -> str:
+    """`red ball`, `closed red door`."""
+    if content.type != "door":
+        return f"{content.color} {content.type}"
+    state = "open" if content.is_open else "locked" if content.is_locked else "closed"
+    return f"{state} {content.color} door"
+
+
+def walls(cells: list[Seen]) -> list[Seen]:
+    """The nearest wall straight ahead, to the left and to the right, where one is in view."""
+    found = []
+    for matches in (
+        [c for c in cells if c.side == 0],
+        [c for c in cells if c.forward == 0 and c.side < 0],
+        [c for c in cells if c.forward == 0 and c.side > 0],
+    ):
+        found += [c for c in matches if c.kind == "wall"][:1]
+    return found
