@@ -175,6 +175,9 @@ class EvaluateConfig(Section):
     """Held-out evaluation: before and after each stage, and every so often in between."""
 
     num_tasks: int | None = Field(None, ge=1, description="Held-out tasks used; null: all.")
+    num_tasks_between: int | None = Field(
+        None, ge=1, description="Tasks of the evaluations between steps; null: `num_tasks`."
+    )
     samples_per_task: int = Field(1, ge=1, description="Episodes of each task; k of pass@k.")
     temperature: float = Field(0.0, ge=0, description="0 is greedy.")
     every: int = Field(

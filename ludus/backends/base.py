@@ -1,0 +1,46 @@
+"""What the loop asks of whatever samples and trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from ludus.core.schema import OptimizerConfig
+from ludus.models.sampler import Sampler
+from ludus.train.losses import LossFn
+from ludus.train.packing import Batch
+
+
+class Backend(Protocol):
+    """An engine under the loop: samples, trains, publishes, saves."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """Where rollouts get their turns from."""
+        ...
+
+    def begin_stage(self, optimizer: OptimizerConfig, num_steps: int, temperature: float) -> None:
+        """Start with a fresh optimizer. `num_steps` counts optimizer steps."""
+        ...
+
+    async def train_step(self, batch: Batch, loss: LossFn) -> dict[str, float]:
+        """One optimizer step. Errors: TrainingError."""
+        ...
+
+    async def publish_weights(self) -> int:
+        """Let the sampler see the current weights; returns their version."""
+        ...
+
+    def save(
+        self, stage: str, step: int, state: dict[str, Any], metric: float | None, *, pin: bool
+    ) -> Path:
+        """Write a checkpoint of everything, `state` included. `step` steps are complete."""
+        ...
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Restore a checkpoint; returns the state that was saved with it."""
+        ...
+
+    def close(self) -> None:
+        """Release what the back end holds."""
+        ...

@@ -1,0 +1,108 @@
+"""The local back end: sampler and learner in this process, on one set of weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ludus.core.schema import OptimizerConfig, RunConfig
+from ludus.models.engine import InProcessSampler
+from ludus.models.renderer import Renderer
+from ludus.train.checkpoint import CheckpointStore
+from ludus.train.learner import Learner
+from ludus.train.losses import LossFn
+from ludus.train.packing import Batch
+
+
+class LocalBackend:
+    """Samples with the module that it trains: nothing is copied, so no weights can be stale.
+
+    Args:
+        model: a Hugging Face causal LM.
+        renderer: decodes ids where stop strings are configured.
+        config: the run's configuration.
+        run_dir: holds `checkpoints/`, and batches that broke training.
+    """
+
+    def __init__(self, model: Any, renderer: Renderer, config: RunConfig, run_dir: Path) -> None:
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        torch.use_deterministic_algorithms(True)
+        self.model = model
+        self._run_dir = run_dir
+        self._engine = InProcessSampler(
+            model,
+            context_length=config.model.context_length,
+            decode=renderer.decode,
+            deterministic=config.rollout.deterministic,
+        )
+        self.checkpoints = CheckpointStore(
+            run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_best
+        )
+        self._learner: Learner | None = None
+
+    @property
+    def sampler(self) -> InProcessSampler:
+        return self._engine
+
+    @property
+    def learner(self) -> Learner:
+        """The learner of the stage under way."""
+        if self._learner is None:
+            raise RuntimeError("begin_stage has not been called")
+        return self._learner
+
+    def begin_stage(self, optimizer: OptimizerConfig, num_steps: int, temperature: float) -> None:
+        """Start a stage with a fresh optimizer."""
+        self._learner = Learner(
+            self.model,
+            optimizer,
+            num_steps,
+            temperature=temperature,
+            dump_dir=self._run_dir,
+        )
+
+    async def train_step(self, batch: Batch, loss: LossFn) -> dict[str, float]:
+        """One optimizer step."""
+        return self.learner.train_step(batch, loss)
+
+    async def publish_weights(self) -> int:
+        """Count the version up, and forget what was computed with the weights before."""
+        self._engine.policy_version += 1
+        self._engine.forget()
+        return self._engine.policy_version
+
+    def save(
+        self, stage: str, step: int, state: dict[str, Any], metric: float | None, *, pin: bool
+    ) -> Path:
+        """Write a checkpoint: weights, optimizer, counters, and the loop's own state."""
+        everything = {
+            "loop": state,
+            "optimizer_step": self.learner.step,
+            "policy_version": self._engine.policy_version,
+        }
+        return self.checkpoints.save(
+            stage,
+            step,
+            model=self.model,
+            optimizer=self.learner.optimizer,
+            state=everything,
+            metric=metric,
+            pin=pin,
+        )
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Restore a checkpoint of the stage that `begin_stage` started."""
+        everything = self.checkpoints.load(
+            path, model=self.model, optimizer=self.learner.optimizer
+        )
+        self.learner.step = everything["optimizer_step"]
+        self._engine.policy_version = everything["policy_version"]
+        self._engine.forget()
+        state: dict[str, Any] = everything["loop"]
+        return state
+
+    def close(self) -> None:
+        """Nothing to release: the model belongs to the caller."""

@@ -1,0 +1,147 @@
+"""THE loop: tasks -> rollouts -> judged groups -> samples -> batch -> train step -> weights.
+
+SFT runs through the same lines as reinforcement learning: its `collect` reads demonstrations where
+RL's plays episodes, and its algorithm's loss is the cross-entropy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ludus.backends.base import Backend
+from ludus.core.schema import OptimizerConfig
+from ludus.core.seeds import derive_seed
+from ludus.core.types import Group, Task, Trajectory
+from ludus.tasks.sampler import TaskSampler
+from ludus.train.algorithms import Algorithm
+from ludus.train.packing import pack
+from ludus.train.samples import split, to_samples
+
+
+class Recorder(Protocol):
+    """Where a step's results go: the run store, the metrics sinks, the progress display."""
+
+    def record(
+        self, stage: str, step: int, groups: Sequence[Group], metrics: dict[str, float]
+    ) -> None:
+        """Keep the results of a step that is complete. Steps are counted from 0."""
+        ...
+
+
+@dataclass(slots=True)
+class Stage:
+    """One use of the loop: where groups come from, and how they train the policy.
+
+    Args:
+        collect: plays (or reads) the groups of some tasks, given the step's number.
+        after_step: called when a step is recorded, with the number of steps that are complete;
+            evaluates and saves. Returning False ends the stage.
+    """
+
+    name: str
+    steps: int
+    tasks: TaskSampler
+    groups_per_step: int
+    collect: Callable[[Sequence[Task], int], Awaitable[list[Group]]]
+    algorithm: Algorithm
+    optimizer: OptimizerConfig
+    tokens_per_batch: int
+    pad_id: int
+    epochs: int = 1
+    minibatches: int = 1
+    temperature: float = 1.0
+    seed: int = 0
+    after_step: Callable[[int, dict[str, float]], Awaitable[bool]] | None = None
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.steps * self.epochs * self.minibatches
+
+
+async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: int = 0) -> None:
+    """Run the steps from `start` on. The back end has begun the stage, or loaded a checkpoint."""
+    for step in range(start, stage.steps):
+        clock = Clock()
+        tasks = [next(stage.tasks) for _ in range(stage.groups_per_step)]
+        groups = await stage.collect(tasks, step)
+        clock.lap("rollout")
+        stage.tasks.observe(groups)
+        samples = to_samples(groups, stage.algorithm)
+        metrics = group_metrics(groups)
+        for part in _parts(stage, samples, step):
+            weights = stage.algorithm.aggregate(part)
+            batch = pack(
+                part, weights, tokens_per_batch=stage.tokens_per_batch, pad_id=stage.pad_id
+            )
+            trained = await backend.train_step(batch, stage.algorithm.loss)
+            metrics |= {f"train/{name}": value for name, value in trained.items()}
+        metrics["train/policy_version"] = await backend.publish_weights()
+        clock.lap("train")
+        metrics |= clock.metrics(groups)
+        recorder.record(stage.name, step, groups, metrics)
+        if stage.after_step and not await stage.after_step(step + 1, metrics):
+            return
+
+
+def _parts(stage: Stage, samples: list[Any], step: int) -> list[list[Any]]:
+    """The samples of each optimizer step of one policy iteration; empty ones are left out."""
+    if not samples:
+        return []
+    parts: list[list[Any]] = []
+    for epoch in range(stage.epochs):
+        seed = derive_seed(stage.seed, stage.name, step, epoch)
+        parts += split(samples, stage.minibatches, seed)
+    return [part for part in parts if part]
+
+
+class Clock:
+    """Wall time of a step, part by part."""
+
+    def __init__(self) -> None:
+        self._started = self._last = time.perf_counter()
+        self._parts: dict[str, float] = {}
+
+    def lap(self, part: str) -> None:
+        """Give the time since the last lap to `part`."""
+        now = time.perf_counter()
+        self._parts[part] = self._parts.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Seconds a part, and tokens a second over the whole step."""
+        seconds = self._last - self._started
+        tokens = sum(t.num_tokens for group in groups for t in group.trajectories)
+        parts = {f"time/{name}_s": value for name, value in self._parts.items()}
+        return {**parts, "time/step_s": seconds, "time/tokens_per_s": tokens / max(seconds, 1e-9)}
+
+
+def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """What the rollouts of a step were like. Rates are over trainable episodes."""
+    everyone = [t for group in groups for t in group.trajectories]
+    counted = [t for t in everyone if t.status.trainable and t.reward is not None]
+    metrics = {
+        "rollout/episodes": float(len(everyone)),
+        "rollout/excluded": float(len(everyone) - len(counted)),
+        "rollout/retries": _total(everyone, "retries"),
+        "rollout/tokens": float(sum(t.num_tokens for t in everyone)),
+        "rollout/sampled_tokens": float(sum(t.num_sampled_tokens for t in everyone)),
+    }
+    if counted:
+        size = len(counted)
+        metrics |= {
+            "rollout/reward": sum(t.reward or 0.0 for t in counted) / size,
+            "rollout/success": _total(counted, "success") / size,
+            "rollout/turns": sum(t.num_turns for t in counted) / size,
+            "rollout/truncated": sum(t.status != "completed" for t in counted) / size,
+        }
+    mixed = [len({t.reward for t in group.trajectories}) > 1 for group in groups]
+    metrics["rollout/groups_with_signal"] = sum(mixed) / max(len(mixed), 1)
+    return metrics
+
+
+def _total(trajectories: Sequence[Trajectory], name: str) -> float:
+    return sum(t.metrics.get(name, 0.0) for t in trajectories)

@@ -1,0 +1,152 @@
+"""Playing groups: bounded concurrency, deadlines, retries, and every exclusion recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ludus.core.logs import get_logger
+from ludus.core.schema import RolloutConfig
+from ludus.core.seeds import derive_seed
+from ludus.core.types import Group, Spec, Status, Task, Trajectory
+from ludus.envs import ENVS
+from ludus.models.renderer import Renderer
+from ludus.models.sampler import Sampler
+from ludus.rollout.agent import Agent
+from ludus.rollout.host import HostedEnv, Seat
+
+if TYPE_CHECKING:
+    from ludus.judges.base import Judge
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Collector:
+    """Plays the episodes of many tasks, `config.concurrency` at a time.
+
+    Consumes tasks, waits for the sampler and the environments, is unblocked by whichever episode
+    ends first, produces groups in the order of their tasks. Ids and seeds of trajectories derive
+    from (`seed`, `stage`, step, group, member) alone.
+
+    Args:
+        on_episode: called with each finished trajectory, for progress displays.
+        inline: play in the calling thread, without deadlines: for debuggers.
+    """
+
+    sampler: Sampler
+    renderer: Renderer
+    config: RolloutConfig
+    env: Spec | None
+    judge: Judge | None = None
+    seed: int = 0
+    stage: str = "rl"
+    on_episode: Callable[[Trajectory], None] | None = None
+    inline: bool = False
+
+    async def collect(self, tasks: Sequence[Task], step: int, group_size: int) -> list[Group]:
+        """Play `group_size` episodes of each task.
+
+        Infrastructure failures are tried again up to `config.max_retries` times; an episode that
+        still failed stays in its group with its status and error, to be excluded later.
+        """
+        groups: list[Group] = []
+        episodes: deque[tuple[Task, Trajectory]] = deque()
+        for number, task in enumerate(tasks):
+            group_id = f"{self.stage}-{step:06d}/g{number:04d}"
+            members = [
+                Trajectory(f"{group_id}/e{member:03d}", group_id, task.id)
+                for member in range(group_size)
+            ]
+            groups.append(Group(group_id, task, members))
+            episodes.extend((task, trajectory) for trajectory in members)
+        num_seats = min(self.config.concurrency, len(episodes))
+        seats = [asyncio.create_task(self._seat(episodes)) for _ in range(num_seats)]
+        try:
+            await asyncio.gather(*seats)
+        finally:
+            for seat in seats:
+                seat.cancel()
+            await asyncio.gather(*seats, return_exceptions=True)
+        return groups
+
+    async def _seat(self, episodes: deque[tuple[Task, Trajectory]]) -> None:
+        """Play one episode after the other.
+
+        The next session opens in the same breath in which the last one closes, so that the sampler
+        never sees this seat empty while there is work left.
+        """
+        seat = Seat(inline=self.inline)
+        try:
+            while episodes:
+                task, trajectory = episodes.popleft()
+                self.sampler.open(trajectory.id)
+                try:
+                    await self._episode(seat, task, trajectory)
+                finally:
+                    self.sampler.close(trajectory.id)
+                if self.on_episode is not None:
+                    self.on_episode(trajectory)
+        finally:
+            seat.close()
+
+    async def _episode(self, seat: Seat, task: Task, trajectory: Trajectory) -> None:
+        for attempt in range(1 + self.config.max_retries):
+            if attempt:
+                log.warning(
+                    "episode tried again",
+                    trajectory=trajectory.id,
+                    attempt=attempt + 1,
+                    status=trajectory.status.value,
+                    error=trajectory.error,
+                )
+                self.sampler.close(trajectory.id)
+                self.sampler.open(trajectory.id)
+                trajectory.segments, trajectory.scores = [], {}
+                trajectory.error, trajectory.reward = None, None
+            started = time.monotonic()
+            await self._attempt(seat, task, trajectory)
+            trajectory.metrics["seconds"] = time.monotonic() - started
+            trajectory.metrics["retries"] = float(attempt)
+            if not trajectory.status.retryable:
+                return
+
+    async def _attempt(self, seat: Seat, task: Task, trajectory: Trajectory) -> None:
+        spec = _env_of(task, self.env)
+        env = (
+            HostedEnv(lambda: ENVS.build(spec, "env"), seat, self.config.step_deadline_s)
+            if spec is not None
+            else None
+        )
+        agent = Agent(self.sampler, self.renderer, self.config, self.judge)
+        seed = derive_seed(self.seed, trajectory.id)
+        try:
+            await asyncio.wait_for(
+                agent.play(task, env, trajectory, seed),
+                None if self.inline else self.config.episode_deadline_s,
+            )
+        except TimeoutError:
+            trajectory.status = Status.ERROR_TIMEOUT
+            trajectory.error = (
+                f"the episode took longer than rollout.episode_deadline_s = "
+                f"{self.config.episode_deadline_s:g} s"
+            )
+        finally:
+            if env is not None:
+                await env.close()
+
+    def with_config(self, stage: str, **changes: object) -> Collector:
+        """The same collector for another stage, with some rollout settings replaced."""
+        config = self.config.model_copy(update=changes)
+        return replace(self, stage=stage, config=config)
+
+
+def _env_of(task: Task, default: Spec | None) -> Spec | None:
+    """The task's own environment, with the configured one's arguments beneath its own."""
+    if task.env is None or default is None or task.env.name != default.name:
+        return task.env or default
+    return Spec(name=task.env.name, args={**default.args, **task.env.args})

@@ -1,0 +1,127 @@
+"""A run's folder: where its parts lie, how it is named, and that one process at a time owns it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from ludus.core.errors import ConfigError, LudusError, did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """`<runs_dir>/<id>/` and what lies in it.
+
+        config.yaml            the resolved configuration
+        versions.json          machine, Python, packages
+        demonstrations.jsonl   the expert's episodes
+        tokenizer/             as Hugging Face saves it
+        checkpoints/           one folder each
+        evaluations/           one JSON file each
+        metrics.jsonl, log.jsonl, report.html
+    """
+
+    path: Path
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def demonstrations(self) -> Path:
+        return self.path / "demonstrations.jsonl"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / "evaluations"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def lock(self) -> IO[str]:
+        """Own the run until the returned file is closed (or the process dies).
+
+        Errors: LudusError where another process owns it.
+        """
+        file = open(self.path / ".lock", "a+")  # noqa: SIM115 - held for the run's life
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            owner = file.read().strip() or "?"
+            file.close()
+            raise LudusError(f"run {self.id} is in use by process {owner}") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        return file
+
+
+def create_run(runs_dir: str | Path, name: str) -> RunFolder:
+    """A new folder `<name>-<n>`, with the first n that is free."""
+    parent = Path(runs_dir)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            folder = parent / f"{name}-{number}"
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                number += 1
+            else:
+                return RunFolder(folder)
+    except OSError as error:
+        raise ConfigError(f"runs_dir: cannot create a run in {parent}: {error.strerror}") from None
+
+
+def find_run(runs_dir: str | Path, run: str) -> RunFolder:
+    """An existing run, by id or by path. Errors: ConfigError with the nearest id."""
+    for folder in (Path(runs_dir) / run, Path(run)):
+        if (folder / "config.yaml").is_file():
+            return RunFolder(folder)
+    known = sorted(path.parent.name for path in Path(runs_dir).glob("*/config.yaml"))
+    if not known:
+        raise ConfigError(f"there is no run {run!r}: {runs_dir} holds no runs")
+    raise ConfigError(f"there is no run {run!r} in {runs_dir}{did_you_mean(run, known)}")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file aside, then rename it: readers see the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+    os.replace(aside, path)
+
+
+def write_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a folder aside, then rename it to `path`."""
+    aside = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    write(aside)
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(aside, path)

@@ -1,0 +1,182 @@
+"""One optimizer step: forward, loss, backward over micro-batches, clip, AdamW.
+
+Shape suffixes: R rows of a micro-batch, T positions, V vocabulary, N loss tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ludus.core.errors import TrainingError
+from ludus.core.schema import OptimizerConfig
+from ludus.train.losses import LossFn, LossInputs
+from ludus.train.packing import Batch, MicroBatch, attention_mask
+
+
+class Learner:
+    """Trains a Hugging Face causal LM in place.
+
+    Args:
+        model: the policy; its weights are shared with the in-process sampler.
+        config: AdamW and its schedule.
+        num_steps: optimizer steps of the stage, which the schedule ends with.
+        temperature: that of the rollouts; logits are divided by it, so that the learner's
+            log-probabilities are those of the distribution that was sampled from.
+        dump_dir: where a batch is saved whose loss is not finite.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: OptimizerConfig,
+        num_steps: int,
+        *,
+        temperature: float = 1.0,
+        dump_dir: Path | None = None,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.num_steps = num_steps
+        self.temperature = temperature or 1.0
+        self.dump_dir = dump_dir
+        self.step = 0
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        # Norms' gains and biases are vectors: decaying them only fights the optimizer.
+        groups = [
+            {"params": [p for p in self.parameters if p.ndim > 1]},
+            {"params": [p for p in self.parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+
+    def train_step(self, batch: Batch, loss: LossFn) -> dict[str, float]:
+        """One optimizer step over all micro-batches of `batch`.
+
+        The loss is the weighted sum over loss tokens, with weights that were set for the whole
+        batch: how it is cut into micro-batches does not change the gradient.
+
+        Errors: TrainingError where loss or gradient is not finite; the weights are untouched, the
+        batch is saved in `dump_dir`.
+        """
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        totals: dict[str, float] = {}
+        for micro_batch in batch.micro_batches:
+            value, metrics = self._backward(micro_batch, loss)
+            if not math.isfinite(value):
+                self._refuse(batch, f"the loss is {value}")
+            metrics["loss"] = value
+            for name, item in metrics.items():
+                totals[name] = totals.get(name, 0.0) + item
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
+        if not math.isfinite(norm):
+            self._refuse(batch, f"the gradient's norm is {norm}")
+        lr = learning_rate(self.config, self.step, self.num_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        num_loss_tokens = max(batch.num_loss_tokens, 1)
+        metrics = {
+            name: value if name == "loss" else value / num_loss_tokens
+            for name, value in totals.items()
+        }
+        return {**metrics, "grad_norm": norm, "lr": lr}
+
+    def logprobs(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The policy's log-probabilities and entropies [N] of the loss tokens, row by row."""
+        device = self.parameters[0].device
+        logits_RTV = self.model(
+            input_ids=micro_batch.token_ids_RT.to(device),
+            position_ids=micro_batch.positions_RT.to(device),
+            attention_mask=attention_mask(micro_batch).to(device),
+            use_cache=False,
+        ).logits
+        mask_RT = micro_batch.loss_mask_RT.to(device)
+        # The logits at t speak of the token at t + 1.
+        logits_NV = logits_RTV[:, :-1][mask_RT[:, 1:]].float() / self.temperature
+        target_N = micro_batch.token_ids_RT.to(device)[mask_RT]
+        log_total_N = logits_NV.logsumexp(-1)
+        logprobs_N = logits_NV.gather(-1, target_N[:, None]).squeeze(-1) - log_total_N
+        with torch.no_grad():
+            expected_N = (logits_NV.softmax(-1) * logits_NV).sum(-1)
+            entropy_N = log_total_N - expected_N
+        return logprobs_N, entropy_N
+
+    def _backward(self, micro_batch: MicroBatch, loss: LossFn) -> tuple[float, dict[str, float]]:
+        """Add the micro-batch's gradient; returns its loss and sums of its per-token metrics."""
+        device = self.parameters[0].device
+        logprobs_N, entropy_N = self.logprobs(micro_batch)
+        mask_RT = micro_batch.loss_mask_RT
+        reference_RT = micro_batch.ref_logprobs_RT
+        inputs = LossInputs(
+            logprobs_N=logprobs_N,
+            old_logprobs_N=micro_batch.old_logprobs_RT[mask_RT].to(device),
+            advantages_N=micro_batch.advantages_RT[mask_RT].to(device),
+            trajectory_N=micro_batch.trajectory_RT[mask_RT].to(device),
+            ref_logprobs_N=None if reference_RT is None else reference_RT[mask_RT].to(device),
+        )
+        output = loss(inputs)
+        total = (output.loss_N * micro_batch.weights_RT[mask_RT].to(device)).sum()
+        if torch.isfinite(total):
+            total.backward()
+        sums = {name: float(value.detach().sum()) for name, value in output.metrics.items()}
+        sums["entropy"] = float(entropy_N.sum())
+        return float(total.detach()), sums
+
+    def _refuse(self, batch: Batch, what: str) -> None:
+        """Save the batch that broke training, and stop."""
+        where = ""
+        if self.dump_dir is not None:
+            folder = self.dump_dir / f"failed-batch-{self.step:06d}"
+            save_batch(batch, folder)
+            where = f"; its batch is saved in {folder}"
+        self.optimizer.zero_grad(set_to_none=True)
+        raise TrainingError(
+            f"optimizer step {self.step}: {what}{where}. The weights are as they were before the "
+            "step; lower optimizer.lr and resume"
+        )
+
+
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """The rate of optimizer step `step` (from 0): linear warm-up, then the schedule."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    span = max(num_steps - config.warmup_steps, 1)
+    progress = min((step - config.warmup_steps) / span, 1.0)
+    if config.schedule == "linear":
+        return config.lr * (1 - progress)
+    if config.schedule == "cosine":
+        return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr
+
+
+def save_batch(batch: Batch, folder: Path) -> None:
+    """Write a batch's tensors (safetensors) and its counts (JSON), to look at what broke."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, micro_batch in enumerate(batch.micro_batches):
+        tensors = {
+            name: value.contiguous()
+            for name in MicroBatch.__slots__
+            if isinstance(value := getattr(micro_batch, name), Tensor)
+        }
+        save_file(tensors, folder / f"micro-batch-{number:03d}.safetensors")
+    counts = {
+        "num_micro_batches": len(batch.micro_batches),
+        "num_samples": batch.num_samples,
+        "num_loss_tokens": batch.num_loss_tokens,
+    }
+    (folder / "counts.json").write_text(json.dumps(counts))
