@@ -1,1 +1,9 @@
 """What turns a trajectory into a score."""
+
+from ludus.core.registry import Registry, Row
+from ludus.judges.base import Judge
+
+JUDGES: Registry[Judge] = Registry(
+    "judge",
+    {"answer": Row("ludus.judges.answer:AnswerJudge", "", "the final answer against the task's")},
+)

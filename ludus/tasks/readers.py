@@ -1,0 +1,334 @@
+"""Readers: JSON lines, Hugging Face data sets, and tasks that an environment makes from seeds.
+
+    tasks = read_tasks(Spec(name="json", args={"path": "gsm8k.jsonl"}), "tasks.train")
+    tasks[0].id        'gsm8k.jsonl:1'
+    tasks.skipped      the lines that were left out (`on_bad_line: skip`), each with its reason
+
+A row of a file or a data set becomes a task by the names of its fields; the fields that are not
+named go to `data`, where the environment finds them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from ludus.core.errors import ConfigError, DataError, MissingDependency, did_you_mean
+from ludus.core.types import Message, Spec, Task
+from ludus.tasks import READERS
+
+OnBadLine = Literal["refuse", "skip"]
+
+_MESSAGES = TypeAdapter(list[Message])
+_NUM_SHOWN = 5  # offenders that an error names
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A row that is no task: its number, from 1 on, and the reason."""
+
+    source: str
+    number: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.number}: {self.reason}"
+
+
+class TaskList(list[Task]):
+    """A list of tasks that also knows which lines were left out to make it."""
+
+    def __init__(self, tasks: Iterable[Task] = (), skipped: Iterable[BadLine] = ()) -> None:
+        super().__init__(tasks)
+        self.skipped = list(skipped)
+
+
+class MakesTasks(Protocol):
+    """What the reader `env` needs of an environment's class."""
+
+    @classmethod
+    def tiers(cls) -> Sequence[str]: ...
+
+    @classmethod
+    def task(cls, tier: str | None, seed: int) -> Task: ...
+
+
+def read_tasks(
+    spec: Spec,
+    where: str = "",
+    *,
+    env_class: type[MakesTasks] | None = None,
+    on_bad_line: OnBadLine = "refuse",
+) -> TaskList:
+    """Read the tasks that a config names. `where` is the config's path, for errors.
+
+    Errors: ConfigError for a wrong argument; DataError for a missing file, for malformed lines
+    (unless they are skipped), for two tasks of one id, and where there is no task at all.
+    """
+    read = READERS.build(spec, where, env_class=env_class, on_bad_line=on_bad_line)
+    tasks = read if isinstance(read, TaskList) else TaskList(read)
+    place = where or f"reader {spec.name!r}"
+    if not tasks:
+        reason = f": all {len(tasks.skipped)} lines are malformed" if tasks.skipped else ""
+        raise DataError(f"{place} gives no task{reason}")
+    twice = [id for id, count in Counter(task.id for task in tasks).items() if count > 1]
+    if twice:
+        raise DataError(
+            f"{place}: {len(twice)} ids belong to more than one task, which makes results "
+            f"ambiguous: {_listed(repr(id) for id in twice)}"
+        )
+    return tasks
+
+
+Path_ = Annotated[str, Field(min_length=1, description="The file.")]
+PromptField = Annotated[str, Field(description="Field with the prompt: a text, or messages.")]
+AnswerField = Annotated[str | None, Field(description="Field with the answer; null: none.")]
+IdField = Annotated[str | None, Field(description="Field with the id; null: source and number.")]
+TierField = Annotated[str | None, Field(description="Field with the tier; null: none.")]
+DataFields = Annotated[
+    list[str] | None, Field(description="Fields kept in the task's data; null: all the others.")
+]
+EnvSpec = Annotated[Spec | None, Field(description="Environment; null: the run's.")]
+JudgeSpec = Annotated[Spec | None, Field(description="Judge; null: the run's.")]
+Limit = Annotated[int | None, Field(ge=1, description="Read only the first rows; null: all.")]
+
+
+def read_json(
+    path: Path_,
+    prompt: PromptField = "prompt",
+    answer: AnswerField = "answer",
+    id: IdField = None,
+    tier: TierField = None,
+    data: DataFields = None,
+    env: EnvSpec = None,
+    judge: JudgeSpec = None,
+    limit: Limit = None,
+    on_bad_line: OnBadLine = "refuse",
+) -> TaskList:
+    """Read a file of JSON lines: one object a line, UTF-8; empty lines do not count."""
+    file = Path(path)
+    if not file.is_file():
+        what = "is a folder, not a file" if file.is_dir() else "does not exist"
+        raise DataError(f"{path} {what}")
+    mapping = _Mapping(path, prompt, answer, id, tier, data, env, judge)
+    collector = _Collector(path, on_bad_line, limit)
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if collector.full:
+                break
+            if line.strip():
+                collector.add(number, lambda raw=line, n=number: mapping.task(_parse(raw), n))
+    return collector.tasks()
+
+
+def read_hf(
+    path: Annotated[str, Field(min_length=1, description="Hub name, local folder, or file.")],
+    name: Annotated[str | None, Field(description="Configuration of the data set.")] = None,
+    split: Annotated[str, Field(description="Split, or a slice of one: train[:1000].")] = "train",
+    revision: Annotated[str | None, Field(description="Hub revision; pins the data.")] = None,
+    prompt: PromptField = "prompt",
+    answer: AnswerField = "answer",
+    id: IdField = None,
+    tier: TierField = None,
+    data: DataFields = None,
+    env: EnvSpec = None,
+    judge: JudgeSpec = None,
+    limit: Limit = None,
+    on_bad_line: OnBadLine = "refuse",
+) -> TaskList:
+    """Read a Hugging Face data set: a hub name, a saved data set, a folder or a file of data."""
+    rows = _load_hf(path, name, split, revision)
+    columns = list(rows.column_names)
+    for key, field in (("prompt", prompt), ("answer", answer), ("id", id), ("tier", tier)):
+        if field is not None and field not in columns:
+            raise DataError(
+                f"{path}, split {split}, has no column {field!r}{did_you_mean(field, columns)}: "
+                f"set the reader's `{key}`"
+            )
+    mapping = _Mapping(f"{path}/{split}", prompt, answer, id, tier, data, env, judge)
+    collector = _Collector(mapping.source, on_bad_line, limit)
+    for number, row in enumerate(rows, start=1):
+        if collector.full:
+            break
+        collector.add(number, lambda r=row, n=number: mapping.task(r, n))
+    return collector.tasks()
+
+
+def read_env(
+    num_tasks: Annotated[int, Field(ge=1, description="How many tasks.")],
+    tiers: Annotated[
+        list[str] | None, Field(min_length=1, description="Levels or depths; null: all.")
+    ] = None,
+    first_seed: Annotated[int, Field(ge=0, description="Seed of the first task.")] = 0,
+    env_class: type[MakesTasks] | None = None,
+) -> TaskList:
+    """Make tasks from seeds: task i is of tier i mod n and of seed first_seed + i div n.
+
+    Two readers of one environment share no task when their seed ranges do not touch; with n
+    tiers, `num_tasks` tasks use ceil(num_tasks / n) seeds.
+    """
+    if env_class is None:
+        raise ConfigError("the reader 'env' needs an environment: set the config's `env`")
+    known = list(env_class.tiers())
+    for tier in tiers or ():
+        if tier not in known:
+            raise ConfigError(
+                f"{tier!r} is not a tier of {env_class.__name__}{did_you_mean(tier, known)}"
+            )
+    chosen: list[str] | list[None] = tiers or known or [None]
+    num_tiers = len(chosen)
+    return TaskList(
+        env_class.task(chosen[i % num_tiers], first_seed + i // num_tiers) for i in range(num_tasks)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    """Which field of a row becomes what of a task."""
+
+    source: str
+    prompt: str
+    answer: str | None
+    id: str | None
+    tier: str | None
+    data: list[str] | None
+    env: Spec | None
+    judge: Spec | None
+
+    def task(self, row: dict[str, Any], number: int) -> Task:
+        """The task of a row; raises ValueError with the reason where there is none."""
+        tier = None if self.tier is None else self._text(row, self.tier)
+        return Task(
+            id=f"{self.source}:{number}" if self.id is None else self._text(row, self.id),
+            prompt=self._messages(self._field(row, self.prompt)),
+            answer=None if self.answer is None else self._field(row, self.answer),
+            tier=tier,
+            data=self._rest(row),
+            source=self.source,
+            env=self.env,
+            judge=self.judge,
+        )
+
+    def _field(self, row: dict[str, Any], name: str) -> Any:
+        if name not in row:
+            raise ValueError(f"has no field {name!r}{did_you_mean(name, row)}")
+        return row[name]
+
+    def _text(self, row: dict[str, Any], name: str) -> str:
+        value = self._field(row, name)
+        if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+            raise ValueError(f"field {name!r} must be a text or an integer, got {value!r:.80}")
+        return str(value)
+
+    def _messages(self, value: Any) -> list[Message]:
+        if isinstance(value, str):
+            if not value.strip():
+                raise ValueError(f"field {self.prompt!r} is empty")
+            return [Message(role="user", content=value)]
+        if not isinstance(value, list) or not value:
+            raise ValueError(
+                f"field {self.prompt!r} must be a text or a list of messages, got {value!r:.80}"
+            )
+        try:
+            return _MESSAGES.validate_python(value)
+        except ValidationError as error:
+            first = error.errors()[0]
+            path = ".".join(str(part) for part in first["loc"])
+            raise ValueError(f"field {self.prompt!r}, message {path}: {first['msg']}") from None
+
+    def _rest(self, row: dict[str, Any]) -> dict[str, Any]:
+        if self.data is not None:
+            return {name: self._field(row, name) for name in self.data}
+        named = {self.prompt, self.answer, self.id, self.tier}
+        return {name: value for name, value in row.items() if name not in named}
+
+
+class _Collector:
+    """Gathers tasks and bad lines; `tasks()` refuses or reports the bad ones."""
+
+    def __init__(self, source: str, on_bad_line: OnBadLine, limit: int | None) -> None:
+        self._source, self._on_bad_line, self._limit = source, on_bad_line, limit
+        self._tasks: list[Task] = []
+        self._bad: list[BadLine] = []
+
+    @property
+    def full(self) -> bool:
+        return self._limit is not None and len(self._tasks) >= self._limit
+
+    def add(self, number: int, make: Callable[[], Task]) -> None:
+        try:
+            self._tasks.append(make())
+        except ValueError as error:
+            self._bad.append(BadLine(self._source, number, str(error)))
+
+    def tasks(self) -> TaskList:
+        if self._bad and self._on_bad_line == "refuse":
+            count = len(self._bad)
+            raise DataError(
+                f"{self._source}: {count} malformed {'line' if count == 1 else 'lines'} "
+                "(`tasks.on_bad_line: skip` leaves such lines out): "
+                + _listed(f"line {bad.number} {bad.reason}" for bad in self._bad)
+            )
+        return TaskList(self._tasks, self._bad)
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8-sig"), parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 (byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"is not an object but {type(row).__name__}")
+    return row
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"has {name}, which is not JSON")
+
+
+def _load_hf(path: str, name: str | None, split: str, revision: str | None) -> Any:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise MissingDependency("datasets", "data", "the reader 'hf'") from error
+    local = Path(path)
+    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+    saved = any((local / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
+    try:
+        if saved:
+            return _saved_split(datasets.load_from_disk(path), path, split)
+        if local.is_file():
+            kind = kinds.get(local.suffix)
+            if kind is None:
+                raise DataError(f"{path} is none of {', '.join(kinds)}")
+            return datasets.load_dataset(kind, data_files={"train": path}, split=split)
+        return datasets.load_dataset(path, name, split=split, revision=revision)
+    except DataError:
+        raise
+    except Exception as error:  # the library raises many kinds, from httpx's to pyarrow's
+        raise DataError(f"cannot load the data set {path}, split {split}: {error}") from error
+
+
+def _saved_split(loaded: Any, path: str, split: str) -> Any:
+    if not isinstance(loaded, dict):
+        return loaded
+    if split not in loaded:
+        raise DataError(f"{path} has no split {split!r}{did_you_mean(split, loaded)}")
+    return loaded[split]
+
+
+def _listed(items: Iterable[str]) -> str:
+    """The first few items, and how many more there are."""
+    every = list(items)
+    more = len(every) - _NUM_SHOWN
+    return "; ".join(every[:_NUM_SHOWN]) + (f"; and {more} more" if more > 0 else "")

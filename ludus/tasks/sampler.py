@@ -1,0 +1,115 @@
+"""The order in which tasks are visited, with a state that resumes it exactly."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ludus.core.errors import CheckpointError, DataError
+from ludus.core.types import Group, Task
+from ludus.tasks.splits import fingerprint
+
+
+class Curriculum(Protocol):
+    """Decides which task comes next; may learn from the results."""
+
+    def __next__(self) -> Task: ...
+
+    def observe(self, groups: Sequence[Group]) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+
+class TaskSampler:
+    """Visits every task once a pass, in a new seeded order each pass, for ever.
+
+    The order of a pass sorts the tasks by a hash of (seed, pass, index): a uniform permutation
+    that depends on nothing else, the same on every platform and in every version of Python.
+    """
+
+    def __init__(self, tasks: Sequence[Task], seed: int = 0, shuffle: bool = True) -> None:
+        if not tasks:
+            raise DataError("a task sampler needs at least one task")
+        self.tasks = list(tasks)
+        self.seed, self.shuffle = seed, shuffle
+        self.epoch, self.index = 0, 0
+        self._order = self._permutation(0)
+        self._rewards: dict[str, float] = {}
+        listed = "".join(f"{len(task.id)}:{task.id}{fingerprint(task)}" for task in self.tasks)
+        self._fingerprint = hashlib.sha256(listed.encode()).hexdigest()[:32]
+
+    def __iter__(self) -> TaskSampler:
+        return self
+
+    def __next__(self) -> Task:
+        if self.index == len(self.tasks):
+            self.epoch, self.index = self.epoch + 1, 0
+            self._order = self._permutation(self.epoch)
+        task = self.tasks[self._order[self.index]]
+        self.index += 1
+        return task
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Note the mean reward of each tier among the groups just played."""
+        rewards: dict[str, list[float]] = defaultdict(list)
+        for group in groups:
+            for trajectory in group.trajectories:
+                if trajectory.status.trainable and trajectory.reward is not None:
+                    rewards[group.task.tier or "all"].append(trajectory.reward)
+        self._rewards = {tier: sum(got) / len(got) for tier, got in sorted(rewards.items())}
+
+    def metrics(self) -> dict[str, float]:
+        """`tasks/epoch`: passes over the tasks so far; `tasks/reward_TIER`: of the last groups."""
+        epoch = self.epoch + self.index / len(self.tasks)
+        return {
+            "tasks/epoch": epoch,
+            **{f"tasks/reward_{tier}": reward for tier, reward in self._rewards.items()},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state, ready for JSON."""
+        return {
+            "tasks": self._fingerprint,
+            "num_tasks": len(self.tasks),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "epoch": self.epoch,
+            "index": self.index,
+            "rewards": dict(self._rewards),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Errors: CheckpointError where it belongs to other tasks, another seed or another order.
+        """
+        mine = self.state_dict()
+        if state["tasks"] != mine["tasks"]:
+            raise CheckpointError(
+                f"the saved task order is of another task list ({state['num_tasks']} tasks; this "
+                f"run has {len(self.tasks)}): resume with the configuration of the saved run"
+            )
+        for key in ("seed", "shuffle"):
+            if state[key] != mine[key]:
+                raise CheckpointError(
+                    f"the saved task order has {key} {state[key]}, this run has {mine[key]}: "
+                    "resume with the configuration of the saved run"
+                )
+        self.epoch, self.index = int(state["epoch"]), int(state["index"])
+        self._order = self._permutation(self.epoch)
+        self._rewards = dict(state["rewards"])
+
+    def _permutation(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(len(self.tasks)))
+
+        def key(index: int) -> bytes:
+            return hashlib.sha256(f"{self.seed}:{epoch}:{index}".encode()).digest()
+
+        return sorted(range(len(self.tasks)), key=key)
