@@ -1,0 +1,223 @@
+"""Models: initialised from scratch, or loaded from a Hugging Face folder; LoRA on top."""
+
+from __future__ import annotations
+
+import copy
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+from ludus.core.errors import ConfigError, MissingDependency, did_you_mean
+from ludus.core.schema import LoraConfig, ModelConfig
+from ludus.models import ARCHITECTURES
+from ludus.models.tokenizers import unloadable
+
+Size = Annotated[int, Field(ge=1)]
+HiddenSize = Annotated[int, Field(ge=8, description="Width of the residual stream.")]
+NumLayers = Annotated[int, Field(ge=1, description="Transformer blocks.")]
+NumHeads = Annotated[int, Field(ge=1, description="Query heads.")]
+NumKVHeads = Annotated[int, Field(ge=1, description="Key and value heads; divides num_heads.")]
+HeadDim = Annotated[int, Field(ge=2, multiple_of=2, description="Width of a head.")]
+IntermediateSize = Annotated[int, Field(ge=8, description="Width of the gated MLP.")]
+TieEmbeddings = Annotated[bool, Field(description="One matrix for input and output tokens.")]
+RopeTheta = Annotated[float, Field(gt=0, description="Base of the rotary frequencies.")]
+InitRange = Annotated[float, Field(gt=0, description="Standard deviation of initial weights.")]
+
+
+def qwen3(
+    vocab_size: int,
+    context_length: int,
+    hidden_size: HiddenSize = 128,
+    num_layers: NumLayers = 4,
+    num_heads: NumHeads = 4,
+    num_kv_heads: NumKVHeads = 2,
+    head_dim: HeadDim = 32,
+    intermediate_size: IntermediateSize = 384,
+    tie_embeddings: TieEmbeddings = True,
+    rope_theta: RopeTheta = 10_000.0,
+    init_range: InitRange = 0.02,
+) -> PreTrainedConfig:
+    """Qwen3 (Yang et al. 2025, arXiv:2505.09388): the defaults make about 0.8 M parameters."""
+    return Qwen3Config(
+        vocab_size=vocab_size,
+        max_position_embeddings=context_length,
+        **_shape(locals()),
+    )
+
+
+def llama(
+    vocab_size: int,
+    context_length: int,
+    hidden_size: HiddenSize = 128,
+    num_layers: NumLayers = 4,
+    num_heads: NumHeads = 4,
+    num_kv_heads: NumKVHeads = 2,
+    head_dim: HeadDim = 32,
+    intermediate_size: IntermediateSize = 384,
+    tie_embeddings: TieEmbeddings = True,
+    rope_theta: RopeTheta = 10_000.0,
+    init_range: InitRange = 0.02,
+) -> PreTrainedConfig:
+    """Llama (Touvron et al. 2023, arXiv:2307.09288): the defaults make about 0.8 M parameters."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        max_position_embeddings=context_length,
+        **_shape(locals()),
+    )
+
+
+def build_model(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerFast, seed: int
+) -> PreTrainedModel:
+    """The policy, on `config.device` in `config.dtype`; with LoRA, wrapped by peft.
+
+    A model from scratch has one embedding a token and is a function of the configuration, the
+    vocabulary's size and `seed` alone: global random states are neither used nor changed. Dropout
+    is 0 everywhere (the learner and the sampler must agree) but for `config.lora.dropout`.
+
+    Errors: ConfigError for a folder or hub name that gives no model, a tokenizer with more tokens
+    than the model, a context longer than the model's, an absent device, a LoRA target that the
+    model does not have.
+    """
+    _check_device(config.device)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = _from_scratch(config, tokenizer) if config.path is None else _pretrained(config)
+        _check_fit(config, tokenizer, model)
+        model.config.pad_token_id = tokenizer.pad_token_id
+        model.config.eos_token_id = tokenizer.eos_token_id
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        if config.lora is not None:
+            model = _with_lora(model, config.lora)
+    return model.to(config.device)
+
+
+def merge_lora(model: Any) -> PreTrainedModel:
+    """A plain model with the adapters added into its weights; `model` itself is left as it is.
+
+    A model without adapters is returned unchanged.
+    """
+    if not hasattr(model, "merge_and_unload"):
+        return model
+    return copy.deepcopy(model).merge_and_unload()
+
+
+def _shape(args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an architecture under transformers' names."""
+    if args["num_heads"] % args["num_kv_heads"]:
+        raise ConfigError(
+            f"model.architecture.args.num_kv_heads: {args['num_kv_heads']} does not divide "
+            f"num_heads, {args['num_heads']}"
+        )
+    return {
+        "hidden_size": args["hidden_size"],
+        "num_hidden_layers": args["num_layers"],
+        "num_attention_heads": args["num_heads"],
+        "num_key_value_heads": args["num_kv_heads"],
+        "head_dim": args["head_dim"],
+        "intermediate_size": args["intermediate_size"],
+        "tie_word_embeddings": args["tie_embeddings"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": args["rope_theta"]},
+        "initializer_range": args["init_range"],
+        "attention_dropout": 0.0,
+    }
+
+
+def _from_scratch(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Initialised in float32 whatever the dtype, so that dtypes share their start."""
+    assert config.architecture is not None
+    shape = ARCHITECTURES.build(
+        config.architecture,
+        where="model.architecture",
+        vocab_size=len(tokenizer),
+        context_length=config.context_length,
+    )
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation="sdpa")
+    return model.to(getattr(torch, config.dtype))
+
+
+def _pretrained(config: ModelConfig) -> PreTrainedModel:
+    assert config.path is not None
+    try:
+        shape = AutoConfig.from_pretrained(config.path)
+        for key, value in shape.to_dict().items():
+            if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
+                setattr(shape, key, 0.0)
+        return AutoModelForCausalLM.from_pretrained(
+            config.path,
+            config=shape,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation="sdpa",
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(unloadable("model.path", config.path, error)) from error
+
+
+def _check_fit(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel
+) -> None:
+    embeddings = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > embeddings:
+        raise ConfigError(
+            f"model.tokenizer: it has {len(tokenizer)} tokens, more than the model's {embeddings} "
+            "embeddings; use the model's own tokenizer"
+        )
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and config.context_length > limit:
+        raise ConfigError(
+            f"model.context_length: {config.context_length} is beyond the {limit} positions of "
+            f"the model"
+        )
+
+
+def _check_device(name: str) -> None:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"model.device: {name!r} is no device; use cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"model.device: {name} is not there: torch sees {torch.cuda.device_count()} CUDA "
+            "devices; use cpu"
+        )
+
+
+def _with_lora(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise MissingDependency("peft", "train", "model.lora") from error
+    if lora.targets != "all-linear":
+        linear = {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        }
+        for i, target in enumerate(lora.targets):
+            if target.rpartition(".")[2] not in linear:
+                raise ConfigError(
+                    f"model.lora.targets[{i}]: the model has no linear module {target!r}"
+                    f"{did_you_mean(target, linear)}"
+                )
+    return peft.get_peft_model(
+        model,
+        peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=lora.targets,
+        ),
+    )

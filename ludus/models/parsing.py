@@ -1,0 +1,144 @@
+"""From a turn's text to its parts: thinking, tool calls, a ReAct action.
+
+Nothing here raises on what a model wrote: whatever is wrong comes back as an error text that can
+be told to the model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError, best_match
+
+from ludus.core.errors import ConfigError, did_you_mean
+from ludus.core.types import Message, ToolCall, ToolSpec
+
+Thinking = Literal["keep", "strip", "forbid"]
+"""What becomes of thinking blocks: see `ModelConfig.thinking`."""
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+CALL_FORM = f'{CALL_OPEN}{{"name": ..., "arguments": {{...}}}}{CALL_CLOSE}'
+
+_CALL = re.compile(f"{CALL_OPEN}(.*?){CALL_CLOSE}", re.DOTALL)
+_MAX_ERROR = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A turn in parts. With an `error` (told to the model), the message carries no tool calls."""
+
+    message: Message
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReAct:
+    """A ReAct turn in parts; with an `error` (told to the model), there is no action."""
+
+    thought: str = ""
+    action: str = ""
+    error: str | None = None
+
+
+def parse_react(text: str) -> ReAct:
+    """The action is what follows `Action:`, which must stand in the turn exactly once.
+
+    `Thought: the ball is left\\n\\nAction: turn left` gives ("the ball is left", "turn left").
+    """
+    before, *actions = text.split("Action:")
+    thought = before.strip().removeprefix("Thought:").strip()
+    if not actions:
+        return ReAct(thought, error="No action found: end your turn with `Action:` and one action.")
+    if len(actions) > 1:
+        return ReAct(thought, error=f"{len(actions)} actions found: give one `Action:` a turn.")
+    action = actions[0].strip()
+    if not action:
+        return ReAct(thought, error="Nothing follows `Action:`: write one action after it.")
+    return ReAct(thought, action)
+
+
+def split_thinking(text: str, *, opened: bool = False) -> tuple[str | None, str, bool]:
+    """(thinking or None, content, whether the block was closed).
+
+    `opened` says that the generation prompt itself opened the block. A block counts at the start
+    of the turn only; as in Qwen3's template, text before a lone `</think>` is thinking too.
+    """
+    head = text.lstrip()
+    started = head.startswith(THINK_OPEN)
+    body = head[len(THINK_OPEN) :] if started else text
+    thinking, marker, content = body.partition(THINK_CLOSE)
+    if marker:
+        return thinking.strip("\n"), content.lstrip("\n"), True
+    if started or opened:
+        return body.strip("\n"), "", False
+    return None, text, True
+
+
+class ToolParser:
+    """Reads tool calls in the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+    This is the form of Hermes and Qwen. Arguments are checked against the tool's JSON schema.
+    Errors: ConfigError at construction where a tool's `parameters` are no JSON schema.
+    """
+
+    def __init__(self, tools: Iterable[ToolSpec]) -> None:
+        self._validators: dict[str, Any] = {}
+        for tool in tools:
+            try:
+                Draft202012Validator.check_schema(tool.parameters)
+            except SchemaError as error:
+                raise ConfigError(
+                    f"tool {tool.name!r}: parameters are not a JSON schema: {error.message}"
+                ) from None
+            self._validators[tool.name] = Draft202012Validator(tool.parameters)
+
+    def parse(self, text: str) -> tuple[str, list[ToolCall], str | None]:
+        """(text around the calls, calls, error). One bad call spoils the turn: no calls then."""
+        calls: list[ToolCall] = []
+        for match in _CALL.finditer(text):
+            call = self._call(match.group(1))
+            if isinstance(call, str):
+                return text, [], call[:_MAX_ERROR]
+            calls.append(call)
+        rest = _CALL.sub("", text)
+        if CALL_OPEN in rest or CALL_CLOSE in rest:
+            return text, [], f"A tool call is not complete. Write {CALL_FORM}"
+        return (rest.strip() if calls else text), calls, None
+
+    def _call(self, text: str) -> ToolCall | str:
+        """One call, or what is wrong with it."""
+        try:
+            value = json.loads(text, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            reason = "nested too deeply" if isinstance(error, RecursionError) else error
+            return f"The tool call is not valid JSON ({reason}). Write {CALL_FORM}"
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return f"The tool call has no name. Write {CALL_FORM}"
+        if extra := sorted(set(value) - {"name", "arguments"}):
+            return f"The tool call has keys it may not have: {', '.join(extra)}. Write {CALL_FORM}"
+        name, arguments = value["name"], value.get("arguments", {})
+        if name not in self._validators:
+            return f"There is no tool {name!r}{did_you_mean(name, self._validators)}."
+        if not isinstance(arguments, dict):
+            return f"{name}: the arguments are not a JSON object. Write {CALL_FORM}"
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+            wrong = best_match(self._validators[name].iter_errors(arguments))
+        except UnicodeEncodeError:
+            return f"{name}: the arguments hold half a surrogate pair, which is no text."
+        except RecursionError:
+            return f"{name}: the arguments are nested too deeply."
+        if wrong is not None:
+            place = wrong.json_path.replace("$", "arguments", 1)
+            return f"{name}: wrong arguments: {place}: {wrong.message}"
+        return ToolCall(name=name, arguments=arguments)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON value")
