@@ -1,1 +1,1 @@
-"""The run store: runs, steps, trajectories, dropped rows."""
+"""The run store."""

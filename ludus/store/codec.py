@@ -1,0 +1,176 @@
+"""How values are written, exactly: what is read back equals what was recorded.
+
+JSON.  Strict and ASCII, so that every database and every parser takes it. A float that JSON cannot
+say becomes an object, and a key that could be mistaken for one gets a second dollar sign:
+
+    nan, inf, -inf     {"$float": "nan"}, {"$float": "inf"}, {"$float": "-inf"}
+    {"$float": "x"}    {"$$float": "x"}
+
+Text.  A NUL (PostgreSQL refuses it) and a lone surrogate (no UTF-8 has it) become `\\u0000` and
+`\\ud800`; a backslash becomes two.
+
+Trees.  A trajectory's segments are three zlib streams (`pack_tree`): the ids of all segments in
+order as little-endian int32, the logprobs of the sampled segments in order as little-endian
+float64, and JSON with one list a segment:
+
+    [parent, num_tokens, sampled, policy_version, reward, metrics, message]
+
+The loss mask is `sampled`, `num_tokens` times over: loss falls on whole segments or on none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ludus.core.errors import StoreError
+from ludus.core.types import Message, Segment
+
+_UNSAFE = re.compile("[\x00\\\\\ud800-\udfff]")
+_ESCAPED = re.compile(r"\\(\\|u[0-9a-f]{4})")
+_COMPRESSION = 1  # ids shrink about as well as at 9, in a fifth of the time
+
+
+def encode_json(value: Any, what: str = "the value") -> str:
+    """Strict JSON of a value. Errors: StoreError where something in it is no JSON at all."""
+    try:
+        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+        if '"$' not in text:
+            return text
+    except ValueError:  # a float that is not finite: the slow way says it
+        pass
+    except TypeError as error:
+        raise StoreError(f"{what} cannot be stored as JSON: {error}") from error
+    try:
+        return json.dumps(_escape(value), allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StoreError(f"{what} cannot be stored as JSON: {error}") from error
+
+
+def decode_json(text: str | bytes) -> Any:
+    """The value that `encode_json` wrote."""
+    value = json.loads(text)
+    marked = b'"$' in text if isinstance(text, bytes) else '"$' in text
+    return _unescape(value) if marked else value
+
+
+def _escape(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$float": repr(float(value))}
+    if isinstance(value, dict):
+        return {
+            f"${key}" if isinstance(key, str) and key.startswith("$") else key: _escape(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_escape(item) for item in value]
+    return value
+
+
+def _unescape(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {"$float"}:
+            return float(value["$float"])
+        return {key.removeprefix("$"): _unescape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_unescape(item) for item in value]
+    return value
+
+
+def escape_text(text: str) -> str:
+    """Text that every database takes; `unescape_text` gives the original back."""
+    return _UNSAFE.sub(lambda hit: "\\\\" if hit[0] == "\\" else f"\\u{ord(hit[0]):04x}", text)
+
+
+def unescape_text(text: str) -> str:
+    """The inverse of `escape_text`."""
+    if "\\" not in text:
+        return text
+    return _ESCAPED.sub(lambda hit: "\\" if hit[1] == "\\" else chr(int(hit[1][1:], 16)), text)
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A trajectory's segments as three byte strings; the module's docstring has the format."""
+
+    segments: bytes
+    token_ids: bytes
+    logprobs: bytes
+
+
+def pack_tree(segments: Sequence[Segment], what: str) -> Tree:
+    """The segments in their stored form. `what` names the trajectory in errors."""
+    heads = [
+        [
+            segment.parent,
+            len(segment.token_ids),
+            int(segment.sampled),
+            segment.policy_version,
+            segment.reward,
+            {name: float(value) for name, value in segment.metrics.items()},
+            segment.message and segment.message.model_dump(exclude_defaults=True),
+        ]
+        for segment in segments
+    ]
+    return Tree(
+        zlib.compress(encode_json(heads, what).encode(), _COMPRESSION),
+        _pack("i", (token for segment in segments for token in segment.token_ids), what),
+        _pack("d", (value for segment in segments for value in segment.logprobs or ()), what),
+    )
+
+
+def unpack_tree(tree: Tree, what: str) -> list[Segment]:
+    """The segments that `pack_tree` packed. Errors: StoreError where the bytes are damaged."""
+    try:
+        heads = decode_json(zlib.decompress(tree.segments))
+        token_ids = _unpack("i", tree.token_ids)
+        logprobs = _unpack("d", tree.logprobs)
+        segments: list[Segment] = []
+        token = logprob = 0
+        for parent, length, sampled, version, reward, metrics, message in heads:
+            segments.append(
+                Segment(
+                    parent,
+                    token_ids[token : token + length],
+                    logprobs[logprob : logprob + length] if sampled else None,
+                    Message.model_validate(message) if message is not None else None,
+                    version,
+                    reward,
+                    metrics,
+                )
+            )
+            token += length
+            logprob += length * sampled
+        if (token, logprob) != (len(token_ids), len(logprobs)):
+            raise ValueError(f"{len(token_ids)} ids and {len(logprobs)} logprobs stored")
+    except (ValueError, TypeError, zlib.error) as error:
+        raise StoreError(
+            f"{what} is damaged in the store ({error}): restore the database from a backup"
+        ) from error
+    return segments
+
+
+def _pack(kind: Literal["i", "d"], values: Iterable[float], what: str) -> bytes:
+    try:
+        numbers = array(kind, values)
+    except (OverflowError, TypeError) as error:
+        name = "token ids are 32-bit integers" if kind == "i" else "logprobs are floats"
+        raise StoreError(f"{what} cannot be stored: {name} ({error})") from error
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return zlib.compress(numbers.tobytes(), _COMPRESSION)
+
+
+def _unpack(kind: Literal["i", "d"], data: bytes) -> list[Any]:
+    numbers: array[Any] = array(kind)
+    numbers.frombytes(zlib.decompress(data))
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tolist()

@@ -1,0 +1,213 @@
+"""A database that is opened, retried and complained about in one place.
+
+SQLite: WAL (readers go on while a step is written), foreign keys, a busy timeout, and full
+synchronisation (a recorded step survives a power cut). Python's implicit transactions are off, for
+they would leave DDL outside; writers take the lock at BEGIN, so they wait rather than fail halfway.
+PostgreSQL: psycopg 3, with the same timeout on locks.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
+from sqlalchemy.pool import QueuePool
+
+from ludus.core.errors import ConfigError, MissingDependency, StoreError
+
+T = TypeVar("T")
+
+_BACKOFF_S = (0.05, 0.2, 0.8, 3.2)
+_CONNECT_TIMEOUT_S = 10
+_WRITE = "ludus_write"
+
+_SQLITE_ADVICE = {
+    sqlite3.SQLITE_BUSY: "another process holds it locked: wait for that process, or end it",
+    sqlite3.SQLITE_LOCKED: "another process holds it locked: wait for that process, or end it",
+    sqlite3.SQLITE_FULL: "the database or its disk is full: free some space, then resume the run",
+    sqlite3.SQLITE_CORRUPT: "the file is damaged: restore a backup, or move it away to start anew",
+    sqlite3.SQLITE_NOTADB: "the file is not an SQLite database: name another, or move it away",
+    sqlite3.SQLITE_READONLY: "it may not be written: check the rights on the file and its folder",
+    sqlite3.SQLITE_CANTOPEN: "it cannot be opened: check that the path is a file that you may read "
+    "and that its folder exists and may be written",
+    sqlite3.SQLITE_IOERR: "the disk failed or is full: check the disk, then resume the run",
+}
+_POSTGRES_ADVICE = {  # by SQLSTATE, or by its first two characters
+    "53100": "the server's disk is full: free some space, then resume the run",
+    "53300": "the server has no connection left: close some, or raise max_connections",
+    "55P03": "another session holds it locked: wait for that session, or end it",
+    "57P": "the server is shutting down or starting: try again when it is up",
+    "28": "the server refuses this user: check user and password",
+    "3D": "there is no such database: create it with createdb",
+    "42501": "this user may not do that: grant the rights on the database",
+    "25006": "the server takes no writes (a standby, perhaps): use the primary's address",
+    "40": "the server cannot settle it with other sessions: try again",
+    "XX": "the database is damaged: see the server's log, restore a backup",
+}
+_UNREACHABLE = "no server answers there: check that it runs, and the address"
+
+
+class Database:
+    """An engine and how to use it: `transact` is the only door.
+
+    Errors: ConfigError for a URL that is none, StoreError for everything a database can do.
+    """
+
+    def __init__(self, url: str, *, read_only: bool = False, timeout_s: float = 30.0) -> None:
+        parsed = _parse(url)
+        self.url = parsed.render_as_string(hide_password=True)
+        self.read_only = read_only
+        if parsed.drivername == "sqlite":
+            self.engine = _sqlite(parsed, read_only, timeout_s)
+        else:
+            self.engine = _postgres(parsed, read_only, timeout_s)
+        if self.engine.dialect.name == "sqlite" and not read_only:
+            self._use_wal(timeout_s)
+
+    def transact(self, work: Callable[[Connection], T], *, write: bool = False) -> T:
+        """What `work` returns, run in one transaction, again where the failure is passing.
+
+        A failed attempt leaves nothing behind, so `work` only has to stand being called again.
+        IntegrityError goes to the caller, every other database error is a StoreError.
+        """
+        if write and self.read_only:
+            raise StoreError(f"run store {self.url} was opened for reading only")
+        attempt = 0
+        while True:
+            try:
+                with self.engine.connect() as connection:
+                    connection.execution_options(**{_WRITE: write})
+                    with connection.begin():
+                        return work(connection)
+            except IntegrityError:
+                raise
+            except DBAPIError as error:
+                if attempt == len(_BACKOFF_S) or not _passing(error):
+                    raise self._explained(error) from error
+            time.sleep(_BACKOFF_S[attempt])
+            attempt += 1
+
+    def close(self) -> None:
+        """Close every connection. May be called more than once."""
+        self.engine.dispose()
+
+    def _use_wal(self, timeout_s: float) -> None:
+        """Switch to WAL. SQLite does not wait for the lock here, so we do."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                with self.engine.connect() as connection:
+                    raw = connection.connection.dbapi_connection
+                    assert raw is not None
+                    raw.cursor().execute("PRAGMA journal_mode=WAL")
+                return
+            except (sqlite3.Error, DBAPIError) as error:
+                origin = error.orig if isinstance(error, DBAPIError) else error
+                locked = _sqlite_code(origin) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+                if not locked or time.monotonic() > deadline:
+                    self.close()
+                    raise self._explained(error) from error
+                time.sleep(0.02)
+
+    def _explained(self, error: DBAPIError | sqlite3.Error) -> StoreError:
+        origin = error.orig if isinstance(error, DBAPIError) else error
+        if isinstance(origin, sqlite3.Error):
+            advice = _SQLITE_ADVICE.get(_sqlite_code(origin), "")
+        else:
+            state = getattr(origin, "sqlstate", None)
+            known = (state[:length] for length in (5, 3, 2)) if state else ()
+            advice = next((_POSTGRES_ADVICE[key] for key in known if key in _POSTGRES_ADVICE), "")
+            if state is None or state.startswith("08"):
+                advice = _UNREACHABLE
+        reason = " ".join(str(origin).split())
+        return StoreError(
+            f"run store {self.url}: {advice} ({reason})"
+            if advice
+            else f"run store {self.url}: {reason}"
+        )
+
+
+def _sqlite_code(error: BaseException | None) -> int:
+    """SQLite's primary result code; extended codes keep it in their low byte."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
+def _passing(error: DBAPIError) -> bool:
+    """Whether trying again makes sense: a connection lost, a deadlock, a server that starts.
+
+    A locked SQLite file is no such case: its busy timeout has already been waited for.
+    """
+    if isinstance(error.orig, sqlite3.Error):
+        return False
+    state = getattr(error.orig, "sqlstate", None) or ""
+    return error.connection_invalidated or state[:2] in ("08", "40") or state[:3] == "57P"
+
+
+def _parse(url: str) -> URL:
+    try:
+        parsed = make_url(url)
+    except ArgumentError as error:
+        raise ConfigError(
+            f"store: {url!r} is not a database URL: sqlite:///FOLDER/FILE.db, or "
+            "postgresql://USER:PASSWORD@HOST/DATABASE"
+        ) from error
+    kind = parsed.drivername.partition("+")[0]
+    if kind in ("postgresql", "postgres"):
+        if find_spec("psycopg") is None:
+            raise MissingDependency("psycopg", "postgres", "a run store on PostgreSQL")
+        return parsed.set(drivername="postgresql+psycopg")
+    if kind != "sqlite":
+        raise ConfigError(f"store: {kind} is not supported: use sqlite:///... or postgresql://...")
+    if parsed.database in (None, "", ":memory:"):
+        raise ConfigError("store: the run store must outlive the run: sqlite:///FOLDER/FILE.db")
+    return parsed.set(drivername="sqlite")
+
+
+def _sqlite(url: URL, read_only: bool, timeout_s: float) -> Engine:
+    path = Path(url.database or "").expanduser().absolute()
+    if read_only and not path.exists():
+        raise StoreError(f"there is no run store at {path}: a training run makes one")
+    if not read_only:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"run store {path}: its folder cannot be made ({error})") from error
+    address = f"file:{quote(str(path))}?mode={'ro' if read_only else 'rwc'}"
+
+    def connect() -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            address, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False
+        )
+        connection.execute("PRAGMA foreign_keys=ON")
+        connection.execute("PRAGMA synchronous=FULL")
+        return connection
+
+    engine = create_engine("sqlite://", creator=connect, poolclass=QueuePool)
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        write = connection.get_execution_options().get(_WRITE, False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+    return engine
+
+
+def _postgres(url: URL, read_only: bool, timeout_s: float) -> Engine:
+    query = {"connect_timeout": str(_CONNECT_TIMEOUT_S), "application_name": "ludus", **url.query}
+    engine = create_engine(
+        url.set(query=query), execution_options={"postgresql_readonly": True} if read_only else {}
+    )
+
+    @event.listens_for(engine, "connect")
+    def configure(connection: Any, _record: Any) -> None:
+        connection.execute(f"SET lock_timeout = {max(1, int(timeout_s * 1000))}")
+        connection.commit()
+
+    return engine

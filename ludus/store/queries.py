@@ -1,0 +1,168 @@
+"""What is asked of the tables, and how the answers become rows and carriers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, Row, Select, case, func, select
+
+from ludus.core.types import Status, Task, Trajectory
+from ludus.store import schema as db
+from ludus.store.codec import Tree, unpack_tree
+from ludus.store.rows import Record, RunRow, RunStatus, StageSummary, TrajectoryRow
+
+_NAN = float("nan")
+_TRAJECTORY_COLUMNS = (
+    "id",
+    "group_id",
+    "task_id",
+    "tier",
+    "role",
+    "policy",
+    "status",
+    "reward",
+    "num_turns",
+    "num_tokens",
+    "num_sampled_tokens",
+    "scores",
+    "metrics",
+    "error",
+    "dropped",
+)
+
+
+def runs(connection: Connection, key: int | None = None) -> list[RunRow]:
+    """All runs, or the one with this key, in the order of creation."""
+    r, s = db.runs.c, db.steps.c
+    heads = select(db.runs).order_by(r.key)
+    stages = (
+        select(s.run_key, s.stage, func.max(s.step).label("step"), func.max(s.started).label("at"))
+        .group_by(s.run_key, s.stage)
+        .order_by(func.min(s.key))
+    )
+    if key is not None:
+        heads, stages = heads.where(r.key == key), stages.where(s.run_key == key)
+    reached = connection.execute(stages).all()
+    found = []
+    for row in connection.execute(heads):
+        mine = [stage for stage in reached if stage.run_key == row.key]
+        found.append(
+            RunRow(
+                id=row.id,
+                name=row.name,
+                status=RunStatus(row.status),
+                created=row.created,
+                finished=row.finished,
+                config=row.config,
+                versions=row.versions,
+                error=row.error,
+                stages={stage.stage: stage.step for stage in mine},
+                last_step=max((stage.at for stage in mine), default=None),
+            )
+        )
+    return found
+
+
+def summary(connection: Connection, run_key: int) -> list[StageSummary]:
+    """The stages of a run, in the order in which they began."""
+    s, t = db.steps.c, db.trajectories.c
+    scored = case((t.reward != _NAN, t.reward))
+    stages = connection.execute(
+        select(s.stage, func.count().label("num_steps"), func.max(s.step).label("last"))
+        .where(s.run_key == run_key)
+        .group_by(s.stage)
+        .order_by(func.min(s.key))
+    ).all()
+    ends = connection.execute(
+        select(
+            s.stage,
+            t.status,
+            func.count().label("num"),
+            func.count(scored).label("num_scored"),
+            func.sum(scored).label("total"),
+        )
+        .join_from(db.trajectories, db.steps)
+        .where(s.run_key == run_key)
+        .group_by(s.stage, t.status)
+        .order_by(t.status)
+    ).all()
+    found = []
+    for stage in stages:
+        mine = [end for end in ends if end.stage == stage.stage]
+        num_scored = sum(end.num_scored for end in mine)
+        total = sum(end.total for end in mine if end.num_scored)
+        found.append(
+            StageSummary(
+                stage=stage.stage,
+                num_steps=stage.num_steps,
+                last_step=stage.last,
+                num_trajectories=sum(end.num for end in mine),
+                mean_reward=total / num_scored if num_scored else None,
+                statuses={Status(end.status): end.num for end in mine},
+            )
+        )
+    return found
+
+
+def trajectories(
+    run_key: int,
+    stage: str | None = None,
+    step: int | None = None,
+    status: Status | None = None,
+    min_reward: float | None = None,
+) -> Select[Any]:
+    """Trajectories without their trees; for `trajectory_row`."""
+    s, t = db.steps.c, db.trajectories.c
+    columns = (t[name] for name in _TRAJECTORY_COLUMNS)
+    query = (
+        select(t.key, t.group_key, s.stage, s.step, *columns)
+        .join_from(db.trajectories, db.steps)
+        .where(t.run_key == run_key)
+    )
+    if stage is not None:
+        query = query.where(s.stage == stage)
+    if step is not None:
+        query = query.where(s.step == step)
+    if status is not None:
+        query = query.where(t.status == status.value)
+    if min_reward is not None:
+        query = query.where(t.reward >= min_reward, t.reward != _NAN)
+    return query
+
+
+def with_trees(query: Select[Any]) -> Select[Any]:
+    """The query of `trajectories`, with what `record` needs besides."""
+    tree = db.trees.c
+    return (
+        query.join(db.groups, db.groups.c.key == db.trajectories.c.group_key)
+        .join(db.trees, tree.trajectory_key == db.trajectories.c.key)
+        .add_columns(db.groups.c.task, tree.segments, tree.token_ids, tree.logprobs)
+    )
+
+
+def trajectory_row(row: Row[Any]) -> TrajectoryRow:
+    """A row of `trajectories`."""
+    values = {name: getattr(row, name) for name in _TRAJECTORY_COLUMNS}
+    values["status"] = Status(row.status)
+    return TrajectoryRow(row.stage, row.step, **values)
+
+
+def record(row: Row[Any]) -> Record:
+    """A row of `with_trees`. Errors: StoreError where its bytes are damaged."""
+    head = trajectory_row(row)
+    tree = Tree(row.segments, row.token_ids, row.logprobs)
+    trajectory = Trajectory(
+        id=head.id,
+        group_id=head.group_id,
+        task_id=head.task_id,
+        segments=unpack_tree(tree, f"trajectory {head.id!r} of {head.stage} step {head.step}"),
+        role=head.role,
+        policy=head.policy,
+        status=head.status,
+        reward=head.reward,
+        scores=dict(head.scores),
+        error=head.error,
+        dropped=head.dropped,
+        metrics=dict(head.metrics),
+    )
+    return Record(head, Task.model_validate(row.task), trajectory)

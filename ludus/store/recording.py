@@ -1,0 +1,117 @@
+"""How a step becomes rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Table, and_, delete, insert
+
+from ludus.core.types import Group, Task, Trajectory
+from ludus.store import schema as db
+from ludus.store.codec import Tree, encode_json, pack_tree
+
+
+@dataclass(frozen=True, slots=True)
+class StepWriter:
+    """A step, encoded before its transaction begins: what cannot be stored fails while the database
+    is untouched, and the lock is held for the writing alone."""
+
+    head: Mapping[str, Any]
+    groups: list[dict[str, Any]]
+    trajectories: list[dict[str, Any]]
+    group_of: list[int]
+    trees: list[Tree]
+    dropped: list[tuple[str, str]]
+
+    @classmethod
+    def prepare(
+        cls,
+        where: str,
+        head: Mapping[str, Any],
+        groups: Sequence[Group],
+        dropped: Iterable[tuple[str, str]],
+    ) -> StepWriter:
+        """Encode a step; `where` names it in errors. Errors: StoreError."""
+        played = [(n, t, group.task) for n, group in enumerate(groups) for t in group.trajectories]
+        return cls(
+            head,
+            [_group_values(group, where) for group in groups],
+            [_trajectory_values(trajectory, task) for _, trajectory, task in played],
+            [n for n, _, _ in played],
+            [pack_tree(t.segments, f"{where}, trajectory {t.id!r}") for _, t, _ in played],
+            [(t.id, t.dropped) for _, t, _ in played if t.dropped is not None] + list(dropped),
+        )
+
+    def write(self, connection: Connection, run_key: int) -> None:
+        """Replace the step, inside the caller's transaction."""
+        s = db.steps.c
+        same = and_(
+            s.run_key == run_key, s.stage == self.head["stage"], s.step == self.head["step"]
+        )
+        connection.execute(delete(db.steps).where(same))
+        [step_key] = _insert(connection, db.steps, [{"run_key": run_key, **self.head}])
+        group_keys = _insert(
+            connection, db.groups, [{"step_key": step_key, **row} for row in self.groups]
+        )
+        above = ({"group_key": group_keys[n]} for n in self.group_of)
+        keys = _insert(
+            connection,
+            db.trajectories,
+            [
+                {"run_key": run_key, "step_key": step_key, **group, **row}
+                for group, row in zip(above, self.trajectories, strict=True)
+            ],
+        )
+        trees = [
+            {
+                "trajectory_key": key,
+                "segments": tree.segments,
+                "token_ids": tree.token_ids,
+                "logprobs": tree.logprobs,
+            }
+            for key, tree in zip(keys, self.trees, strict=True)
+        ]
+        if trees:
+            connection.execute(insert(db.trees), trees)
+        lost = [
+            {"step_key": step_key, "trajectory_id": id_, "reason": reason}
+            for id_, reason in self.dropped
+        ]
+        if lost:
+            connection.execute(insert(db.dropped), lost)
+
+
+def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> Sequence[int]:
+    """Insert the rows in batches; their keys, in the rows' order."""
+    if not rows:
+        return []
+    query = insert(table).returning(table.c.key, sort_by_parameter_order=True)
+    return connection.execute(query, rows).scalars().all()
+
+
+def _group_values(group: Group, where: str) -> dict[str, Any]:
+    task = group.task.model_dump(exclude_defaults=True)
+    encode_json(task, f"{where}, task {group.task.id!r}")
+    return {"id": group.id, "task": task}
+
+
+def _trajectory_values(trajectory: Trajectory, task: Task) -> dict[str, Any]:
+    return {
+        "id": trajectory.id,
+        "group_id": trajectory.group_id,
+        "task_id": trajectory.task_id,
+        "tier": task.tier,
+        "role": trajectory.role,
+        "policy": trajectory.policy,
+        "status": trajectory.status.value,
+        "reward": trajectory.reward,
+        "num_turns": trajectory.num_turns,
+        "num_tokens": trajectory.num_tokens,
+        "num_sampled_tokens": trajectory.num_sampled_tokens,
+        "scores": {name: float(value) for name, value in trajectory.scores.items()},
+        "metrics": {name: float(value) for name, value in trajectory.metrics.items()},
+        "error": trajectory.error,
+        "dropped": trajectory.dropped,
+    }

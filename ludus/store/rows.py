@@ -1,0 +1,103 @@
+"""What the store answers with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+from ludus.core.types import Status, Task, Trajectory
+
+
+class RunStatus(StrEnum):
+    """How a run stands. A run whose process was killed stays `running` until it is resumed."""
+
+    RUNNING = "running"
+    COMPLETED = "completed"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run. `stages` holds the last step of each stage, in the order in which they began;
+    `last_step` is the moment at which a step was last begun."""
+
+    id: str
+    name: str
+    status: RunStatus
+    created: datetime
+    finished: datetime | None
+    config: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    error: str | None
+    stages: Mapping[str, int]
+    last_step: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """A step of a stage. `seconds` is how long it took, `policy_version` what it published."""
+
+    stage: str
+    step: int
+    started: datetime
+    seconds: float | None
+    policy_version: int | None
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryRow:
+    """What is known of a trajectory without its tokens."""
+
+    stage: str
+    step: int
+    id: str
+    group_id: str
+    task_id: str
+    tier: str | None
+    role: str
+    policy: str
+    status: Status
+    reward: float | None
+    num_turns: int
+    num_tokens: int
+    num_sampled_tokens: int
+    scores: Mapping[str, float]
+    metrics: Mapping[str, float]
+    error: str | None
+    dropped: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A trajectory with its tokens, its task, and where it was recorded."""
+
+    row: TrajectoryRow
+    task: Task
+    trajectory: Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedRow:
+    """Something that gave no training row, and why."""
+
+    stage: str
+    step: int
+    trajectory_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StageSummary:
+    """A stage at a glance. `mean_reward` is over the trajectories that have a reward (not NaN)."""
+
+    stage: str
+    num_steps: int
+    last_step: int
+    num_trajectories: int
+    mean_reward: float | None
+    statuses: Mapping[Status, int]

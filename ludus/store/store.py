@@ -1,0 +1,368 @@
+"""The run store: runs, their steps, and every trajectory down to its tokens.
+
+    store = RunStore.open(None, "runs")               # runs/ludus.db
+    store.create_run("babyai-1", "babyai", config, versions)
+    store.record_step("babyai-1", "rl", 0, groups, metrics)
+    for row in store.trajectories("babyai-1", stage="rl", min_reward=1.0): ...
+    store.trajectory("babyai-1", row.id)              # equal to what was recorded
+
+A step is one transaction: it is there whole, or not at all. Recording it again replaces it, so a
+resumed run may repeat what it cannot be sure of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from sqlalchemy import URL, Connection, Row, Select, and_, delete, insert, or_, select, update
+from sqlalchemy.exc import IntegrityError
+
+from ludus.core.errors import StoreError, did_you_mean
+from ludus.core.types import Group, Status, Task, Trajectory
+from ludus.store import queries
+from ludus.store import schema as db
+from ludus.store.codec import encode_json
+from ludus.store.database import Database
+from ludus.store.migrate import migrate
+from ludus.store.recording import StepWriter
+from ludus.store.rows import (
+    DroppedRow,
+    Record,
+    RunRow,
+    RunStatus,
+    StageSummary,
+    StepRow,
+    TrajectoryRow,
+)
+
+T = TypeVar("T")
+
+_PAGE_ROWS, _PAGE_TREES = 2000, 100
+
+
+class RunStore:
+    """Reads and writes one database. Safe to use from several threads.
+
+    Errors: StoreError from every method, where the database is locked, full, damaged or out of
+    reach, or where a name is unknown (the nearest is suggested).
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.url = database.url
+
+    @classmethod
+    def open(
+        cls,
+        url: str | None = None,
+        runs_dir: str | Path = "runs",
+        *,
+        read_only: bool = False,
+        timeout_s: float = 30.0,
+    ) -> RunStore:
+        """Open the store, and make it or bring its schema up to date first.
+
+        `url`: sqlite:///... or postgresql://..., default `<runs_dir>/ludus.db`. `read_only` neither
+        makes nor changes anything. `timeout_s`: how long to wait for a lock that another holds.
+        Errors: ConfigError for a wrong URL, MissingDependency, StoreError.
+        """
+        if url is None:
+            path = str(Path(runs_dir) / "ludus.db")
+            url = URL.create("sqlite", database=path).render_as_string()
+        database = Database(url, read_only=read_only, timeout_s=timeout_s)
+        try:
+            migrate(database)
+        except BaseException:
+            database.close()
+            raise
+        return cls(database)
+
+    def close(self) -> None:
+        """Close every connection. May be called more than once."""
+        self._database.close()
+
+    def __enter__(self) -> RunStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Writing
+
+    def create_run(
+        self, run_id: str, name: str, config: Mapping[str, Any], versions: Mapping[str, Any]
+    ) -> None:
+        """Begin a run. Errors: StoreError where the id is taken."""
+        values = {
+            "id": run_id,
+            "name": name,
+            "created": datetime.now(UTC),
+            "status": RunStatus.RUNNING,
+            "config": dict(config),
+            "versions": dict(versions),
+        }
+        encode_json(values["config"], f"the config of run {run_id!r}")
+        encode_json(values["versions"], f"the versions of run {run_id!r}")
+        try:
+            self._write(lambda connection: connection.execute(insert(db.runs), values))
+        except IntegrityError as error:
+            raise StoreError(
+                f"run {run_id!r} exists already in {self.url}: resume it, or choose another name"
+            ) from error
+
+    def finish_run(self, run_id: str, status: str, error: str | None = None) -> None:
+        """End a run: completed, interrupted, or failed with an error."""
+        values = {"status": RunStatus(status), "finished": datetime.now(UTC), "error": error}
+        self._update_run(run_id, values)
+
+    def reopen_run(self, run_id: str) -> None:
+        """Mark a run as running again."""
+        self._update_run(run_id, {"status": RunStatus.RUNNING, "finished": None, "error": None})
+
+    def record_step(
+        self,
+        run_id: str,
+        stage: str,
+        step: int,
+        groups: Sequence[Group],
+        metrics: Mapping[str, float],
+        *,
+        seconds: float | None = None,
+        policy_version: int | None = None,
+        dropped: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        """Record a step with its groups, in place of whatever this step of the stage held.
+
+        `dropped` adds (trajectory id, reason) pairs to those that trajectories carry themselves: a
+        training row that did not fit, a trajectory that never got into a group.
+        Errors: StoreError; nothing is changed then.
+        """
+        writer = StepWriter.prepare(
+            f"run {run_id!r}, {stage} step {step}",
+            {
+                "stage": stage,
+                "step": step,
+                "started": datetime.now(UTC) - timedelta(seconds=seconds or 0.0),
+                "seconds": seconds,
+                "policy_version": policy_version,
+                "metrics": {name: float(value) for name, value in metrics.items()},
+            },
+            groups,
+            dropped,
+        )
+        self._write(lambda connection: writer.write(connection, _run_key(connection, run_id, True)))
+
+    def rewind(self, run_id: str, keep: Mapping[str, int]) -> None:
+        """Forget every step after `keep[stage]`, and every stage that `keep` does not name."""
+        kept = [
+            and_(db.steps.c.stage == stage, db.steps.c.step <= step) for stage, step in keep.items()
+        ]
+
+        def work(connection: Connection) -> None:
+            run = _run_key(connection, run_id, lock=True)
+            beyond = delete(db.steps).where(db.steps.c.run_key == run)
+            connection.execute(beyond.where(~or_(*kept)) if kept else beyond)
+
+        self._write(work)
+
+    # Reading
+
+    def runs(self) -> list[RunRow]:
+        """All runs, in the order in which they were created."""
+        return self._read(queries.runs)
+
+    def run(self, run_id: str) -> RunRow:
+        """One run."""
+
+        def work(connection: Connection) -> RunRow:
+            [row] = queries.runs(connection, _run_key(connection, run_id))
+            return row
+
+        return self._read(work)
+
+    def steps(self, run_id: str, stage: str | None = None) -> list[StepRow]:
+        """The steps of a run, or of one stage, in the order in which they were recorded."""
+        c = db.steps.c
+        query = select(c.stage, c.step, c.started, c.seconds, c.policy_version, c.metrics)
+
+        def work(connection: Connection) -> list[StepRow]:
+            found = query.where(c.run_key == _run_key(connection, run_id)).order_by(c.key)
+            found = found if stage is None else found.where(c.stage == stage)
+            return [StepRow(*row) for row in connection.execute(found)]
+
+        return self._read(work)
+
+    def trajectories(
+        self,
+        run_id: str,
+        stage: str | None = None,
+        step: int | None = None,
+        *,
+        status: Status | None = None,
+        min_reward: float | None = None,
+        limit: int | None = None,
+        newest_first: bool = False,
+    ) -> Iterator[TrajectoryRow]:
+        """The trajectories of a run without their tokens, in the order of recording, lazily.
+
+        They are read page by page, each in a transaction of its own, so that a long listing never
+        holds up a writer; a step that is replaced meanwhile may be seen in either state.
+        `min_reward` leaves out NaN and trajectories without a reward.
+        """
+        query = self._trajectories(run_id, stage, step, status, min_reward)
+        found = self._pages(query, _PAGE_ROWS, limit, newest_first)
+        return map(queries.trajectory_row, found)
+
+    def records(
+        self,
+        run_id: str,
+        stage: str | None = None,
+        step: int | None = None,
+        *,
+        status: Status | None = None,
+        min_reward: float | None = None,
+        limit: int | None = None,
+        newest_first: bool = False,
+    ) -> Iterator[Record]:
+        """`trajectories`, with their tokens and tasks."""
+        query = queries.with_trees(self._trajectories(run_id, stage, step, status, min_reward))
+        return map(queries.record, self._pages(query, _PAGE_TREES, limit, newest_first))
+
+    def record(
+        self, run_id: str, trajectory_id: str, stage: str | None = None, step: int | None = None
+    ) -> Record:
+        """One trajectory with its tokens and task. Where several steps hold the id: the latest."""
+        t = db.trajectories.c
+        query = queries.with_trees(self._trajectories(run_id, stage, step))
+        query = query.where(t.id == trajectory_id).order_by(t.key.desc()).limit(1)
+        found = next(iter(self._read(partial(_fetch, query))), None)
+        if found is None:
+            raise StoreError(
+                f"run {run_id!r} has no trajectory {trajectory_id!r}"
+                + did_you_mean(trajectory_id, self._similar_ids(run_id, trajectory_id))
+            )
+        return queries.record(found)
+
+    def trajectory(
+        self, run_id: str, trajectory_id: str, stage: str | None = None, step: int | None = None
+    ) -> Trajectory:
+        """One trajectory, equal to the one that was recorded."""
+        return self.record(run_id, trajectory_id, stage, step).trajectory
+
+    def groups(self, run_id: str, stage: str, step: int) -> list[Group]:
+        """The groups of a step, equal to those that were recorded."""
+        key = self._read(lambda connection: _run_key(connection, run_id))
+        at = (db.steps.c.run_key == key, db.steps.c.stage == stage, db.steps.c.step == step)
+        query = select(db.groups).join(db.steps).where(*at).order_by(db.groups.c.key)
+        played = queries.with_trees(self._trajectories(run_id, stage, step))
+        played = played.order_by(db.trajectories.c.key)
+
+        def work(connection: Connection) -> list[Group]:
+            groups = {
+                row.key: Group(row.id, Task.model_validate(row.task), [])
+                for row in connection.execute(query)
+            }
+            for row in connection.execute(played):
+                groups[row.group_key].trajectories.append(queries.record(row).trajectory)
+            return list(groups.values())
+
+        return self._read(work)
+
+    def dropped(self, run_id: str, stage: str | None = None) -> list[DroppedRow]:
+        """Everything that gave no training row, with the reason, in the order of recording."""
+        s, d = db.steps.c, db.dropped.c
+        query = select(s.stage, s.step, d.trajectory_id, d.reason).join(db.steps).order_by(d.key)
+        query = query if stage is None else query.where(s.stage == stage)
+
+        def work(connection: Connection) -> list[DroppedRow]:
+            found = query.where(s.run_key == _run_key(connection, run_id))
+            return [DroppedRow(*row) for row in connection.execute(found)]
+
+        return self._read(work)
+
+    def summary(self, run_id: str) -> list[StageSummary]:
+        """Each stage at a glance, in the order in which they began."""
+        return self._read(
+            lambda connection: queries.summary(connection, _run_key(connection, run_id))
+        )
+
+    # How
+
+    def _read(self, work: Callable[[Connection], T]) -> T:
+        return self._database.transact(work)
+
+    def _write(self, work: Callable[[Connection], object]) -> None:
+        self._database.transact(work, write=True)
+
+    def _update_run(self, run_id: str, values: Mapping[str, Any]) -> None:
+        def work(connection: Connection) -> None:
+            key = _run_key(connection, run_id, lock=True)
+            connection.execute(update(db.runs).where(db.runs.c.key == key).values(values))
+
+        self._write(work)
+
+    def _trajectories(
+        self,
+        run_id: str,
+        stage: str | None = None,
+        step: int | None = None,
+        status: Status | None = None,
+        min_reward: float | None = None,
+    ) -> Select[Any]:
+        key = self._read(lambda connection: _run_key(connection, run_id))
+        return queries.trajectories(key, stage, step, status, min_reward)
+
+    def _pages(
+        self, query: Select[Any], size: int, limit: int | None, newest_first: bool
+    ) -> Iterator[Row[Any]]:
+        key = db.trajectories.c.key
+        query = query.order_by(key.desc() if newest_first else key)
+        last: int | None = None
+        while limit is None or limit > 0:
+            page = query.limit(size if limit is None else min(size, limit))
+            if last is not None:
+                page = page.where(key < last if newest_first else key > last)
+            found = self._read(partial(_fetch, page))
+            yield from found
+            if len(found) < size:
+                return
+            last = found[-1].key
+            limit = None if limit is None else limit - len(found)
+
+    def _similar_ids(self, run_id: str, trajectory_id: str) -> list[str]:
+        """Ids to suggest from: those that begin alike where there are any, else the newest."""
+        t = db.trajectories.c
+        query = self._trajectories(run_id).with_only_columns(t.id).order_by(t.key.desc())
+        alike = query.where(t.id.startswith(trajectory_id[:4], autoescape=True))
+
+        def work(connection: Connection) -> list[str]:
+            for candidates in (alike, query):
+                if found := connection.execute(candidates.limit(_PAGE_ROWS)).scalars().all():
+                    return list(found)
+            return []
+
+        return self._read(work)
+
+
+def _fetch(query: Select[Any], connection: Connection) -> Sequence[Row[Any]]:
+    return connection.execute(query).all()
+
+
+def _run_key(connection: Connection, run_id: str, lock: bool = False) -> int:
+    """The key of a run; `lock` keeps others from writing to it until the transaction ends."""
+    query = select(db.runs.c.key).where(db.runs.c.id == run_id)
+    key: int | None = connection.scalar(query.with_for_update() if lock else query)
+    if key is None:
+        known = connection.execute(select(db.runs.c.id)).scalars().all()
+        raise StoreError(f"there is no run {run_id!r}{did_you_mean(run_id, known)}")
+    return key
