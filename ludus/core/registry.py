@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from ludus.core.errors import ConfigError, MissingDependency, did_you_mean
+from ludus.core.explain import explain
 from ludus.core.types import Spec
 
 T = TypeVar("T")
@@ -112,10 +113,8 @@ class Registry(Generic[T]):
         except ConfigError as error:
             raise ConfigError(f"{where}.name: {error}" if where else str(error)) from None
         except ValidationError as error:
-            known = list(schema.model_fields)
-            raise ConfigError(
-                "\n".join(_explain(item, place, known) for item in error.errors())
-            ) from None
+            lines = [text for _, text in explain(error, schema, place, noun="an argument")]
+            raise ConfigError("\n".join(lines)) from None
         return {key: getattr(parsed, key) for key in parsed.model_fields_set}
 
     def build(self, spec: Spec | str, where: str = "", **context: Any) -> T:
@@ -127,12 +126,3 @@ class Registry(Generic[T]):
         wanted = inspect.signature(target).parameters
         given = {key: value for key, value in context.items() if key in wanted}
         return target(**args, **given)
-
-
-def _explain(item: Any, place: str, known: list[str]) -> str:
-    path = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        return f"{place}.{path} is not an argument{did_you_mean(path, known)}"
-    if item["type"] == "missing":
-        return f"{place}.{path} is required"
-    return f"{place}.{path}: {item['msg']}, got {item['input']!r}"

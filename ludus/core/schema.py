@@ -17,7 +17,9 @@ from ludus.core.types import Spec
 class Section(BaseModel):
     """A part of the configuration: strict, and immutable once it is loaded."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class LoraConfig(Section):
@@ -125,6 +127,12 @@ class OptimizerConfig(Section):
     )
 
 
+class RLOptimizerConfig(OptimizerConfig):
+    """AdamW and its schedule, with a lower peak."""
+
+    lr: float = Field(3e-4, gt=0, description="Peak learning rate.")
+
+
 class DemonstrationsConfig(Section):
     """Episodes of the environment's expert, on the first training tasks."""
 
@@ -160,8 +168,8 @@ class RLConfig(Section):
     epochs: int = Field(1, ge=1, description="Passes over a step's samples.")
     minibatches: int = Field(1, ge=1, description="Optimizer steps in one pass.")
     tokens_per_batch: int = Field(8192, ge=1, description="Most tokens of one forward pass.")
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(lr=3e-4), description="The optimizer of this stage."
+    optimizer: RLOptimizerConfig = Field(
+        default_factory=RLOptimizerConfig, description="The optimizer of this stage."
     )
     min_success_to_stop: float | None = Field(
         None,

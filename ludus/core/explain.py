@@ -1,0 +1,262 @@
+"""Types in words, and validation errors as lines that say where, what, and what would be right.
+
+    rl.steps must be a whole number >= 1, got 'ten'
+    rollout.max_truns is not a key (did you mean rollout.max_turns?)
+
+Both are read off the pydantic models: the reference of the configuration (`core/reference.py`) and
+its errors (`core/config.py`, `core/registry.py`) therefore use the same words.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from ludus.core.errors import did_you_mean
+from ludus.core.types import Spec
+
+PathKey = tuple[str | int, ...]
+"""A place in a configuration: ("metrics", 0, "args", "port")."""
+
+_PLAIN = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+_LIMITS = {
+    "gt": "> {}",
+    "ge": ">= {}",
+    "lt": "< {}",
+    "le": "<= {}",
+    "multiple_of": "a multiple of {}",
+}
+_LENGTHS = {"min_length": "at least {} of them", "max_length": "at most {} of them"}
+
+
+@dataclass(frozen=True, slots=True)
+class Type:
+    """An annotation and the constraints beside it: what may stand at a place."""
+
+    annotation: Any
+    constraints: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, field: FieldInfo) -> Type:
+        """The type of a pydantic field."""
+        return cls(field.annotation, tuple(field.metadata))
+
+    def unwrapped(self) -> Type:
+        """The same without `Annotated`, whose parts become constraints."""
+        if get_origin(self.annotation) is not Annotated:
+            return self
+        inner, *extra = get_args(self.annotation)
+        found: list[Any] = []
+        for item in extra:
+            found += item.metadata if isinstance(item, FieldInfo) else [item]
+        return Type(inner, (*self.constraints, *found)).unwrapped()
+
+    def branches(self) -> list[Type]:
+        """The members of a union, None left out; a type that is no union is its only member."""
+        plain = self.unwrapped()
+        if get_origin(plain.annotation) not in (Union, UnionType):
+            return [] if plain.annotation in (None, NoneType) else [plain]
+        members = (Type(member, plain.constraints) for member in get_args(plain.annotation))
+        return [branch for member in members for branch in member.branches()]
+
+    @property
+    def nullable(self) -> bool:
+        """Whether null is allowed."""
+        plain = self.unwrapped().annotation
+        return plain in (None, NoneType) or NoneType in get_args(plain)
+
+    def model(self) -> type[BaseModel] | None:
+        """The section (or plug-in spec) that may stand here."""
+        for branch in self.branches():
+            if inspect.isclass(branch.annotation) and issubclass(branch.annotation, BaseModel):
+                return branch.annotation
+        return None
+
+    def admits(self, kind: type) -> bool:
+        """Whether a plain `kind` (str, list, dict, Spec) may stand here."""
+        found = (get_origin(branch.annotation) or branch.annotation for branch in self.branches())
+        return kind in found
+
+    def child(self, key: str | int) -> Type | None:
+        """The type one level further down; None where nothing of that name can stand."""
+        for branch in self.branches():
+            model, origin, args = branch.model(), get_origin(branch.annotation), branch._args()
+            if model is not None and key in model.model_fields:
+                return Type.of(model.model_fields[str(key)])
+            if origin is list and isinstance(key, int):
+                return Type(args[0])
+            if origin is tuple and isinstance(key, int):
+                position = 0 if args[-1] is Ellipsis else min(key, len(args) - 1)
+                return Type(args[position])
+            if origin in (dict, Mapping) and isinstance(key, str):
+                return Type(args[1])
+        return None
+
+    def _args(self) -> tuple[Any, ...]:
+        return get_args(self.annotation)
+
+    def words(self) -> str:
+        """The type as a user reads it: "a whole number >= 1, or null"."""
+        parts = [branch._words() for branch in self.branches()]
+        return ", or ".join([*parts, *(["null"] if self.nullable else [])])
+
+    def _words(self) -> str:
+        kind, origin, args = self.annotation, get_origin(self.annotation), self._args()
+        if origin is Literal:
+            shown = ", ".join(show(choice, bare=True) for choice in args)
+            return shown if len(args) == 1 else f"one of {shown}"
+        if kind in _PLAIN:
+            return " ".join([_PLAIN[kind], *_limits(self.constraints, _LIMITS)])
+        if origin is tuple and args[-1] is not Ellipsis:
+            return f"a list of {len(args)} ({', '.join(Type(arg).words() for arg in args)})"
+        if origin in (list, tuple, set, frozenset, Sequence):
+            words = f"a list (of {Type(args[0]).words()})"
+            return ", ".join([words, *_limits(self.constraints, _LENGTHS)])
+        if kind in (list, tuple):
+            return "a list"
+        if kind is Spec:
+            return "a plug-in (a name, or {name: ..., args: {...}})"
+        if origin in (dict, Mapping) or kind in (dict, Mapping):
+            return "a mapping"
+        if kind is Path:
+            return "a path"
+        if kind is Any or kind is object:
+            return "anything"
+        if self.model() is not None:
+            return "a section"
+        return getattr(kind, "__name__", str(kind))
+
+    def literals(self) -> list[str]:
+        """The words that may stand here."""
+        return [
+            choice
+            for branch in self.branches()
+            if get_origin(branch.annotation) is Literal
+            for choice in branch._args()
+            if isinstance(choice, str)
+        ]
+
+
+def _limits(constraints: Sequence[Any], names: Mapping[str, str]) -> list[str]:
+    """`>= 1 and < 5`, from annotated-types' and pydantic's constraint objects."""
+    found = [
+        text.format(show(getattr(item, name), bare=True))
+        for item in constraints
+        for name, text in names.items()
+        if getattr(item, name, None) is not None
+    ]
+    patterns = [p for item in constraints if (p := getattr(item, "pattern", None)) is not None]
+    words = [" and ".join(found)] if found else []
+    return words + ([f"that matches {patterns[0]}"] if patterns and names is _LIMITS else [])
+
+
+def show(value: Any, bare: bool = False, width: int = 60) -> str:
+    """A value as YAML spells it, shortened; `bare` leaves the quotes of a text out."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = value if bare and isinstance(value, str) else repr(value)
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def dotted(path: Sequence[str | int], place: str = "") -> str:
+    """`metrics.0.args`, behind the dotted `place` it lies in."""
+    return ".".join([*([place] if place else []), *(str(part) for part in path)])
+
+
+def explain(
+    error: ValidationError, model: type[BaseModel], place: str = "", noun: str = "a key"
+) -> list[tuple[PathKey, str]]:
+    """Each fault as its path in `model` and one line of text, in the order of the fields.
+
+    `place` is the dotted path of the model itself; `noun` is what an entry of it is called.
+    """
+    found: dict[PathKey, list[ErrorDetails]] = {}
+    for item in error.errors(include_url=False):
+        found.setdefault(_real_path(item, model), []).append(item)
+    lines: dict[tuple[PathKey, str], None] = {}
+    for path, items in found.items():
+        # One branch of a union looked inside the value: what the others say is beside the point.
+        if any(other[: len(path)] == path and other != path for other in found) and _in_union(
+            model, path
+        ):
+            continue
+        for item in items:
+            lines[path, _line(item, path, model, place, noun)] = None
+    return list(lines)
+
+
+def _real_path(item: ErrorDetails, model: type[BaseModel]) -> PathKey:
+    """The error's path without the tags that pydantic puts in for the branches of a union."""
+    path: list[str | int] = []
+    at: Type | None = Type(model)
+    for index, part in enumerate(item["loc"]):
+        below = at.child(part) if at else None
+        is_extra = item["type"] == "extra_forbidden" and index == len(item["loc"]) - 1
+        if below is None and at and len(at.branches()) > 1 and not is_extra:
+            continue
+        path.append(part)
+        at = below
+    return tuple(path)
+
+
+def type_at(model: type[BaseModel], path: PathKey) -> Type | None:
+    """What may stand at a path; None where the path leads nowhere."""
+    at: Type | None = Type(model)
+    for part in path:
+        at = at.child(part) if at else None
+    return at
+
+
+def _in_union(model: type[BaseModel], path: PathKey) -> bool:
+    at = type_at(model, path)
+    return at is not None and len(at.branches()) > 1
+
+
+def _line(item: ErrorDetails, path: PathKey, model: type[BaseModel], place: str, noun: str) -> str:
+    where, at = dotted(path, place), type_at(model, path)
+    if item["type"] == "extra_forbidden":
+        return f"{where} is not {noun}{_nearest_key(path, model, place)}"
+    if item["type"] == "missing":
+        return f"{where} is required" + (f": {at.words()}" if at else "")
+    if item["type"] in ("value_error", "assertion_error"):
+        text = str(item["ctx"]["error"])
+        return f"{where}: {text}" if where else text
+    value = item["input"]
+    got = f", got {show(value)}"
+    if at is None:
+        return f"{where}: {item['msg']}{got}"
+    near = did_you_mean(value, at.literals()) if isinstance(value, str) else ""
+    return f"{where} must be {at.words()}{got}{near if 'did you mean' in near else ''}"
+
+
+def _nearest_key(path: PathKey, model: type[BaseModel], place: str) -> str:
+    """The nearest key of the same section, or else the same key of another section."""
+    section = type_at(model, path[:-1])
+    owner = section.model() if section else None
+    known = list(owner.model_fields) if owner else []
+    name = str(path[-1])
+    parent = dotted(path[:-1], place)
+    hint = did_you_mean(name, known, f"{parent}.{{}}" if parent else "{}")
+    if "did you mean" in hint:
+        return hint
+    elsewhere = [key for key in walk(model) if key[-1] == name]
+    return f" (did you mean {dotted(elsewhere[0], place)}?)" if elsewhere else hint
+
+
+def walk(model: type[BaseModel], path: PathKey = ()) -> Iterator[PathKey]:
+    """The paths of all keys, depth first, in the order they are declared; specs are leaves."""
+    for name, field in model.model_fields.items():
+        yield (*path, name)
+        below = Type.of(field).model()
+        if below is not None and below is not Spec:
+            yield from walk(below, (*path, name))
