@@ -14,6 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -123,7 +124,7 @@ def read_json(
             if collector.full:
                 break
             if line.strip():
-                collector.add(number, lambda raw=line, n=number: mapping.task(_parse(raw), n))
+                collector.add(number, partial(mapping.task_of_line, line, number))
     return collector.tasks()
 
 
@@ -156,7 +157,7 @@ def read_hf(
     for number, row in enumerate(rows, start=1):
         if collector.full:
             break
-        collector.add(number, lambda r=row, n=number: mapping.task(r, n))
+        collector.add(number, partial(mapping.task, row, number))
     return collector.tasks()
 
 
@@ -200,6 +201,9 @@ class _Mapping:
     data: list[str] | None
     env: Spec | None
     judge: Spec | None
+
+    def task_of_line(self, line: bytes, number: int) -> Task:
+        return self.task(_parse(line), number)
 
     def task(self, row: dict[str, Any], number: int) -> Task:
         """The task of a row; raises ValueError with the reason where there is none."""

@@ -110,7 +110,7 @@ def test_files_that_hold_nothing_usable(lines, tmp_path):
         read(str(tmp_path / "absent.jsonl"))
     with pytest.raises(DataError, match="is a folder"):
         read(str(tmp_path))
-    with pytest.raises(DataError, match="tasks.train gives no task$"):
+    with pytest.raises(DataError, match=r"tasks.train gives no task$"):
         read(lines(b"", name="empty.jsonl"))
     with pytest.raises(DataError, match="all 1 lines are malformed"):
         read(lines(b"x", name="bad.jsonl"), on_bad_line="skip")

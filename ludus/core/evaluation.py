@@ -1,0 +1,105 @@
+"""What an evaluation says, and what a comparison of two says: carriers that cross a disk.
+
+`ludus.evaluate` computes them, the run store keeps them, the report shows them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Estimate(_Record):
+    """A mean over tasks and its interval; the ends are None where there is too little data."""
+
+    value: float
+    low: float | None
+    high: float | None
+    num_tasks: int
+
+
+class TaskOutcome(_Record):
+    """What became of one task's episodes: the rewards of the scored ones."""
+
+    task_id: str
+    fingerprint: str
+    tier: str | None
+    rewards: list[float]
+    num_excluded: int = 0
+
+
+class TierResult(_Record):
+    """The results of one tier's tasks."""
+
+    success: Estimate
+    score: Estimate
+    num_episodes: int
+    num_excluded: int
+
+
+class Exclusion(_Record):
+    """Episodes left out for one reason, with one of their messages."""
+
+    count: int
+    example: str = ""
+
+
+class Evaluation(_Record):
+    """How well one policy does on a list of tasks."""
+
+    label: str = ""
+    checkpoint: str | None = None
+    policy_version: int | None = None
+    temperature: float = 0.0
+    samples_per_task: int
+    success_at: float
+    confidence: float
+    success: Estimate
+    success_bounds: tuple[float, float]
+    score: Estimate
+    pass_at: dict[int, Estimate]
+    tiers: dict[str, TierResult]
+    num_tasks: int
+    num_episodes: int
+    num_excluded: int
+    excluded: dict[str, Exclusion]
+    mean_turns: float
+    mean_sampled_tokens: float
+    wall_s: float = 0.0
+    outcomes: list[TaskOutcome] = Field(repr=False)
+
+    @property
+    def sampling(self) -> Literal["greedy", "sampled"]:
+        return "greedy" if self.temperature == 0 else "sampled"
+
+
+class Difference(_Record):
+    """b minus a over the tasks that both scored, with its interval and p-value."""
+
+    a: float
+    b: float
+    value: float
+    low: float | None
+    high: float | None
+    p_value: float
+    test: Literal["McNemar exact", "Wilcoxon signed-rank"]
+    num_tasks: int
+
+
+class Comparison(_Record):
+    """Two evaluations on the same tasks. Tiers have no correction for multiple tests."""
+
+    a: str
+    b: str
+    confidence: float
+    success: Difference
+    score: Difference
+    num_better: int
+    num_worse: int
+    num_left_out: int
+    tiers: dict[str, Difference]
