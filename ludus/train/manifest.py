@@ -1,0 +1,102 @@
+"""The manifest of a checkpoint, and what it tells of the files beside it.
+
+{"format": 1, "sequence": 7, "stage": "rl", "step": 40, "metric": 0.81, "pinned": false,
+ "ludus": "0.1.0", "torch": "2.13.0", "model": {"class": ..., "tensors": {...}, ...},
+ "files": {"model.safetensors": {"size": 3230416, "sha256": "..."}, ...},
+ "sha256": "..."}          the manifest's own content, so that its damage is told from theirs
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ludus.core.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+Kind = Literal["missing", "truncated", "altered", "unreadable", "extra"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong with one file of a checkpoint."""
+
+    checkpoint: Path
+    file: str
+    kind: Kind
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.checkpoint / self.file} is {self.kind}: {self.detail}"
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | Problem:
+    """The manifest of a checkpoint, or why it cannot be used."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Problem(folder, MANIFEST, "missing", "without it nothing can be verified")
+    except (OSError, ValueError) as error:
+        return Problem(folder, MANIFEST, "unreadable", str(error))
+    if not isinstance(manifest, dict) or manifest.get("sha256") != manifest_sha256(manifest):
+        return Problem(folder, MANIFEST, "altered", "it does not match its own SHA-256")
+    if manifest["format"] != FORMAT:
+        detail = f"format {manifest['format']}, this ludus reads format {FORMAT}"
+        return Problem(folder, MANIFEST, "unreadable", detail)
+    return manifest
+
+
+def problems_of(folder: Path, *, hashes: bool = True) -> list[Problem]:
+    """What is wrong with one checkpoint; without `hashes`, only what sizes tell."""
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no checkpoint {folder}")
+    manifest = read_manifest(folder)
+    if isinstance(manifest, Problem):
+        return [manifest]
+    problems = []
+    for name, saved in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(Problem(folder, name, "missing", f"{saved['size']} bytes expected"))
+            continue
+        size = path.stat().st_size
+        if size != saved["size"]:
+            detail = f"{size} bytes, {saved['size']} expected"
+            kind: Kind = "truncated" if size < saved["size"] else "altered"
+            problems.append(Problem(folder, name, kind, detail))
+        elif hashes and file_sha256(path) != saved["sha256"]:
+            problems.append(Problem(folder, name, "altered", "its SHA-256 differs"))
+    known = {MANIFEST, *manifest["files"]}
+    problems += [
+        Problem(folder, path.name, "extra", "no file of the checkpoint")
+        for path in sorted(folder.iterdir())
+        if path.name not in known
+    ]
+    return problems
+
+
+def damage_of(folder: Path, *, hashes: bool = True) -> list[Problem]:
+    """The problems that forbid loading; a file too many does not."""
+    return [problem for problem in problems_of(folder, hashes=hashes) if problem.kind != "extra"]
+
+
+def require_intact(folder: Path) -> None:
+    """Errors: CheckpointError that names each damaged file, and how it is damaged."""
+    if damage := damage_of(folder):
+        raise CheckpointError("; ".join(map(str, damage)))
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def manifest_sha256(manifest: dict[str, Any]) -> str:
+    """Of the manifest's own content, so that an altered manifest is told from altered files."""
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
