@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ludus.core.types import Message, ToolCall
 from ludus.envs.base import Env
 
+JSON_NAMES: Mapping[type, str] = {str: "string", int: "integer", dict: "object"}
 LONGEST_ACTION = 500
 """Characters of an action that are looked at; no command of ours comes near it."""
 
@@ -14,10 +15,16 @@ LONGEST_ACTION = 500
 def action_text(env: Env, message: Message) -> str:
     """The action of an assistant's message, in lower case with single spaces.
 
-    A tool call counts before the text. Only the first call is taken: one turn, one action.
+    A tool call counts before the text, and only the first one: one turn, one action. A call that
+    fits no tool becomes a text that is no action, so that the environment's answer says so.
     """
-    text = env.text_of(message.tool_calls[0]) if message.tool_calls else message.content
-    return " ".join(text[: LONGEST_ACTION + 1].lower().split()).strip(" .`\"'")
+    text = message.content
+    if message.tool_calls:
+        try:
+            text = env.text_of(message.tool_calls[0])
+        except ValueError:
+            text = "?"
+    return " ".join(text[:LONGEST_ACTION].lower().split()).strip(" .`\"'")
 
 
 def answer(message: Message, text: str) -> list[Message]:
@@ -31,14 +38,16 @@ def answer(message: Message, text: str) -> list[Message]:
     ]
 
 
-def call_text(call: ToolCall, arguments: Mapping[str, type]) -> list[str] | None:
-    """The call's arguments in order, as text; None where they are not exactly those expected."""
-    if set(call.arguments) != set(arguments):
-        return None
-    values = [call.arguments[name] for name in arguments]
-    if any(type(value) is not kind for value, kind in zip(values, arguments.values(), strict=True)):
-        return None
-    return [str(value) for value in values]
+def call_text(call: ToolCall, arguments: Mapping[str, type]) -> list[str]:
+    """The call's arguments as text, in the order given. ValueError says what is wrong with them."""
+    if missing := sorted(set(arguments) - set(call.arguments)):
+        raise ValueError(f"the argument {missing[0]} is missing")
+    if unknown := sorted(set(call.arguments) - set(arguments)):
+        raise ValueError(f"there is no argument {unknown[0]}")
+    for name, kind in arguments.items():
+        if type(call.arguments[name]) is not kind:
+            raise ValueError(f"the argument {name} has to be of type {JSON_NAMES[kind]}")
+    return [str(call.arguments[name]) for name in arguments]
 
 
 def _tool_message(call: ToolCall, text: str) -> Message:

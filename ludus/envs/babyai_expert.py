@@ -4,9 +4,11 @@ The bot plays on a copy of the level, regenerated from the seed, so nothing it d
 episode, and it can join an episode at any turn: it is shown the actions taken so far, and replans
 after each of them as the bot's authors meant for advising another agent.
 
-The bot asserts on some levels and plans for ever on some seeds (mostly of GoToImpUnlock and
-UnlockToUnlock): both become NoExpert; the latter after a fixed number of plans, not after a time,
-so that it happens always or never.
+The bot gives up or plans for ever on some seeds (of GoToImpUnlock and UnlockToUnlock, mostly): both
+become NoExpert; the latter after a fixed number of plans, not after a time, so that it happens
+always or never. Two kinds of level that its authors say it cannot play need a word in its ear: that
+it already carries what it is to put down (PutNext...Carrying), and that the key is in the box
+(KeyInBox).
 """
 
 from __future__ import annotations
@@ -20,14 +22,11 @@ from minigrid.utils.baby_ai_bot import (
     OpenSubgoal,
 )
 
-from ludus.envs.babyai_world import Cell, make_level
+from ludus.envs.babyai_world import Cell, cell_at, make_level
 from ludus.envs.base import NoExpert
 
 MAX_PLANS = 500
 """Subgoals that the bot may add before one action. Those that reach an action need a dozen."""
-
-UNSOLVED = ("KeyInBox", "PutNextS5N2Carrying", "PutNextS6N3Carrying", "PutNextS7N4Carrying")
-"""Levels that the bot cannot play, by its authors' word and by measurement."""
 
 
 class _EndlessPlanning(Exception):
@@ -46,6 +45,21 @@ class _Plans(list[Any]):
         super().append(plan)
 
 
+class _OpenBox(GoNextToSubgoal):  # type: ignore[misc]
+    """Walk up to a box and open it, which puts what it holds in its place."""
+
+    def replan_before_action(self) -> Any:
+        if cell_at(self.bot.mission, self.datum.cur_pos) is not self.datum:
+            self.bot.stack.pop()
+            return None
+        if self.fwd_cell is self.datum:
+            return self.actions.toggle
+        return super().replan_before_action()
+
+    def replan_after_action(self, action_taken: Any) -> None:
+        pass  # nothing done on the way has to be undone
+
+
 class Expert:
     """Advises one episode of a level.
 
@@ -55,15 +69,23 @@ class Expert:
     """
 
     def __init__(self, level: str, seed: int) -> None:
-        if level in UNSOLVED:
-            raise NoExpert(f"babyai: minigrid's bot cannot play {level}")
         self.level, self.seed = level, seed
         self.world = make_level(level, seed)
         self._bot = BabyAIBot(self.world)
         self._bot.stack = _Plans(self._bot.stack)
+        self._prepare()
         self._num_followed = 0
         self._advice: int | None = None
         self._failure: str | None = None
+
+    def _prepare(self) -> None:
+        """Mend the first plan on the levels that start as no level of the bot's authors does."""
+        if self.world.carrying is not None:
+            del self._bot.stack[-2:]  # go to it, pick it up
+        boxes = [cell for cell in self.world.grid.grid if getattr(cell, "contains", None)]
+        if boxes:
+            self._bot.stack.append(_OpenBox(self._bot, boxes[0]))
+            self._bot._check_erroneous_box_opening = lambda action: None
 
     def action(self, taken: list[int]) -> int:
         """The bot's next action, after the episode's actions `taken` (all of them, from its start).
@@ -101,7 +123,10 @@ class Expert:
         if not isinstance(plan, GoNextToSubgoal) or plan.reason not in (None, "Open"):
             return None
         if hasattr(plan.datum, "obj_set"):
-            _, position = self._bot._find_obj_pos(plan.datum)
+            try:
+                _, position = self._bot._find_obj_pos(plan.datum)
+            except AssertionError:
+                return None
         else:
             position = getattr(plan.datum, "cur_pos", None)
         return None if position is None else (int(position[0]), int(position[1]))
