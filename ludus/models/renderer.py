@@ -114,18 +114,18 @@ class Renderer:
                 body = self._think_open + thought + self._think_close + body
             elif self._think_prompted:
                 body = self._think_close + body
-        return self._encoder.encode_after(self._end, body + self._closing + self._end)
+        text = self._lead + body + self._closing + self._end
+        return self._encoder.encode_after(self._end, text)
 
     def parse(self, token_ids: Sequence[int]) -> Parsed:
         """A sampled turn in parts; what is wrong with it is an error text, never an exception."""
         ids = list(token_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
-        text = self._decode(ids)
-        if self.thinking == "forbid":
-            if THINK_OPEN in text or THINK_CLOSE in text:
-                refusal = f"Thinking is not allowed: answer without {THINK_OPEN} blocks."
-                return Parsed(Message(role="assistant", content=text), refusal)
+        text = self._decode(ids).removeprefix(self._lead)
+        if self.thinking == "forbid" and (THINK_OPEN in text or THINK_CLOSE in text):
+            refusal = f"Thinking is not allowed: answer without {THINK_OPEN} blocks."
+            return Parsed(Message(role="assistant", content=text), refusal)
         thought, content, closed = split_thinking(text, opened=self._think_prompted)
         calls: list[ToolCall] = []
         error: str | None = (
@@ -200,6 +200,9 @@ class Renderer:
                 f"{text.count(SENTINEL)} times; it must be written once, as it is"
             )
         self._before, _, self._after = text.partition(SENTINEL)
+        prompt = self._template.render([_USER], prompt=True)
+        # Llama 2 and Mistral write a space between the prompt and the content: the turn's own.
+        self._lead = self._before.removeprefix(prompt) if self._before.startswith(prompt) else ""
         long = self._template.render([_USER, _TURN, _USER, _TURN, _USER], prompt=True)
         if long.rpartition(SENTINEL)[2] != self._after_turn([_USER]):
             raise ConfigError(
@@ -211,6 +214,11 @@ class Renderer:
         """How the template frames a thinking block, and whether its prompt opens one."""
         prompt = self._template.render([_USER], prompt=True)
         self._think_prompted = prompt.rstrip().endswith(THINK_OPEN)
+        if self._think_prompted and self.thinking == "forbid":
+            raise ConfigError(
+                f"model.thinking: forbid cannot work, for the template opens each turn with "
+                f"{THINK_OPEN} itself; use keep or strip, or another chat_template"
+            )
         self._think_open = "" if self._think_prompted else f"{THINK_OPEN}\n"
         self._think_close = f"\n{THINK_CLOSE}\n\n"
         text = self._template.render([_USER, {**_TURN, "reasoning_content": THOUGHT}])
