@@ -1,1 +1,31 @@
-"""The run store."""
+"""The run store: what every run did, down to the tokens and their logprobs.
+
+RunStore.open(url, runs_dir)     SQLite by default, PostgreSQL by URL, one schema
+export(store, run_id, path)      JSON lines, Parquet, SFT data
+render_runs / render_run / render_trajectory   for the terminal (ludus.store.show)
+"""
+
+from ludus.store.export import Exported, export
+from ludus.store.rows import (
+    DroppedRow,
+    Record,
+    RunRow,
+    RunStatus,
+    StageSummary,
+    StepRow,
+    TrajectoryRow,
+)
+from ludus.store.store import RunStore
+
+__all__ = [
+    "DroppedRow",
+    "Exported",
+    "Record",
+    "RunRow",
+    "RunStatus",
+    "RunStore",
+    "StageSummary",
+    "StepRow",
+    "TrajectoryRow",
+    "export",
+]

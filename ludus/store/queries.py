@@ -114,15 +114,15 @@ def trajectories(
     """Trajectories without their trees; for `trajectory_row`."""
     s, t = db.steps.c, db.trajectories.c
     columns = (t[name] for name in _TRAJECTORY_COLUMNS)
-    query = (
-        select(t.key, t.group_key, s.stage, s.step, *columns)
-        .join_from(db.trajectories, db.steps)
-        .where(t.run_key == run_key)
+    query = select(t.key, t.group_key, s.stage, s.step, *columns).join_from(
+        db.trajectories, db.steps
     )
+    if step is None:  # the run's own index has them in the order of their keys
+        query = query.where(t.run_key == run_key)
+    else:
+        query = query.where(s.run_key == run_key, s.step == step)
     if stage is not None:
         query = query.where(s.stage == stage)
-    if step is not None:
-        query = query.where(s.step == step)
     if status is not None:
         query = query.where(t.status == status.value)
     if min_reward is not None:

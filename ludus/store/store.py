@@ -340,18 +340,15 @@ class RunStore:
             limit = None if limit is None else limit - len(found)
 
     def _similar_ids(self, run_id: str, trajectory_id: str) -> list[str]:
-        """Ids to suggest from: those that begin alike where there are any, else the newest."""
+        """Ids to suggest from: those with the longest common beginning, or else the newest."""
         t = db.trajectories.c
         query = self._trajectories(run_id).with_only_columns(t.id).order_by(t.key.desc())
-        alike = query.where(t.id.startswith(trajectory_id[:4], autoescape=True))
-
-        def work(connection: Connection) -> list[str]:
-            for candidates in (alike, query):
-                if found := connection.execute(candidates.limit(_PAGE_ROWS)).scalars().all():
-                    return list(found)
-            return []
-
-        return self._read(work)
+        query = query.limit(_PAGE_ROWS)
+        for length in (len(trajectory_id) - 1, len(trajectory_id) // 2):
+            alike = query.where(t.id.startswith(trajectory_id[:length], autoescape=True))
+            if length > 0 and (found := self._read(partial(_fetch, alike))):
+                return [row.id for row in found]
+        return [row.id for row in self._read(partial(_fetch, query))]
 
 
 def _fetch(query: Select[Any], connection: Connection) -> Sequence[Row[Any]]:

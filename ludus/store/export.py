@@ -1,0 +1,283 @@
+"""A run as files: JSON lines or Parquet, and SFT data filtered by score.
+
+    what           a row is
+    trajectories   a trajectory: where it was recorded, how it ended, its segments with their tokens
+    steps          a step with its metrics
+    sft            {"messages": [...], "reward": 1.0, "task_id": "..."}: the chat format of ludus's
+                   own `sft.data` and of most trainers
+
+A float that is not finite is "NaN", "Infinity" or "-Infinity" in JSON lines, which have no such
+numbers, and itself in Parquet. Parquet keeps what has no fixed shape as JSON text: a segment's
+`message`, a tool call's `arguments`. A file is written aside and renamed: it is whole or absent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from ludus.core.errors import ConfigError, MissingDependency, StoreError, did_you_mean
+from ludus.core.types import Message, Segment, Status, Trajectory
+from ludus.store.rows import Record, StepRow
+from ludus.store.store import RunStore
+
+Format = Literal["jsonl", "parquet"]
+What = Literal["trajectories", "steps", "sft"]
+Decode = Callable[[list[int]], str]
+
+_ROW_GROUP = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export wrote, and the trajectories that it left out, counted by reason."""
+
+    path: Path
+    num_rows: int
+    skipped: Mapping[str, int]
+
+
+def export(
+    store: RunStore,
+    run_id: str,
+    path: str | Path,
+    *,
+    format: str = "jsonl",
+    what: str = "trajectories",
+    min_score: float | None = None,
+    stage: str | None = None,
+    step: int | None = None,
+    status: Status | None = None,
+    decode: Decode | None = None,
+) -> Exported:
+    """Write a run, or a stage or step of it, to `path`.
+
+    `min_score` keeps trajectories whose reward reaches it. `decode` turns token ids into text: it
+    gives segments a `text`, and sampled turns without a message one.
+    Errors: ConfigError for a wrong format or selection, MissingDependency for Parquet, StoreError
+    for an unknown run, a store that cannot be read, and a file that cannot be written.
+    """
+    for name, value, allowed in (("format", format, Format), ("what", what, What)):
+        if value not in get_args(allowed):
+            raise ConfigError(
+                f"export: {name} {value!r} is unknown{did_you_mean(value, get_args(allowed))}"
+            )
+    if what == "steps" and any(given is not None for given in (min_score, status, decode)):
+        raise ConfigError("export: steps have no score, no status and no tokens to choose by")
+    store.run(run_id)
+    skipped: Counter[str] = Counter()
+    rows: Iterator[dict[str, Any]]
+    if what == "steps":
+        recorded = store.steps(run_id, stage)
+        rows = (_step(row) for row in recorded if step is None or row.step == step)
+    else:
+        records = store.records(run_id, stage, step, status=status, min_reward=min_score)
+        if what == "sft":
+            rows = _sft(records, decode, skipped)
+        else:
+            rows = (_trajectory(record, decode) for record in records)
+    rows = ({"run": run_id, **row} if what != "sft" else row for row in rows)
+    write = _write_jsonl if format == "jsonl" else _write_parquet
+    path = Path(path)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        num_rows = write(rows, aside, cast(What, what))
+        os.replace(aside, path)
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        aside.unlink(missing_ok=True)
+    return Exported(path, num_rows, dict(skipped))
+
+
+def _step(row: StepRow) -> dict[str, Any]:
+    return {**asdict(row), "started": row.started.isoformat()}
+
+
+def _trajectory(record: Record, decode: Decode | None) -> dict[str, Any]:
+    return {
+        **asdict(record.row),
+        "status": record.row.status.value,
+        "segments": [_segment(segment, decode) for segment in record.trajectory.segments],
+    }
+
+
+def _segment(segment: Segment, decode: Decode | None) -> dict[str, Any]:
+    return {
+        "parent": segment.parent,
+        "sampled": segment.sampled,
+        "token_ids": segment.token_ids,
+        "logprobs": segment.logprobs,
+        "message": segment.message and _chat(segment.message),
+        "policy_version": segment.policy_version,
+        "reward": segment.reward,
+        "metrics": segment.metrics,
+        "text": decode(segment.token_ids) if decode else None,
+    }
+
+
+def _chat(message: Message) -> dict[str, Any]:
+    """A message with its content, and whatever else it has."""
+    return {"role": message.role, "content": "", **message.model_dump(exclude_defaults=True)}
+
+
+def _sft(
+    records: Iterable[Record], decode: Decode | None, skipped: Counter[str]
+) -> Iterator[dict[str, Any]]:
+    """One conversation a trajectory: the path to its last segment, the one that was scored."""
+    for record in records:
+        trajectory = record.trajectory
+        messages = _conversation(trajectory, decode)
+        if not trajectory.status.trainable:
+            skipped[f"status {trajectory.status.value}"] += 1
+        elif trajectory.reward is None or math.isnan(trajectory.reward):
+            skipped["no reward"] += 1
+        elif messages is None:
+            skipped["a sampled turn without a message (pass decode)"] += 1
+        elif not any(message.role == "assistant" for message in messages):
+            skipped["no assistant message"] += 1
+        elif messages[0].role == "assistant":
+            skipped["no message before the first assistant message"] += 1
+        else:
+            yield {
+                "messages": [_chat(message) for message in messages],
+                "reward": trajectory.reward,
+                "task_id": trajectory.task_id,
+            }
+
+
+def _conversation(trajectory: Trajectory, decode: Decode | None) -> list[Message] | None:
+    """The messages of the last path; None where a sampled turn has none and cannot be decoded.
+
+    Appended tokens without a message are a template's glue, and left out.
+    """
+    messages = []
+    for index in trajectory.path():
+        segment = trajectory.segments[index]
+        if segment.message is not None:
+            messages.append(segment.message)
+        elif segment.sampled:
+            if decode is None:
+                return None
+            messages.append(Message(role="assistant", content=decode(segment.token_ids)))
+    return messages
+
+
+def _write_jsonl(rows: Iterable[dict[str, Any]], path: Path, what: What) -> int:
+    num_rows = 0
+    # a lone surrogate has no UTF-8, but backslash and digits are just its JSON escape
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        for row in rows:
+            file.write(_json(row) + "\n")
+            num_rows += 1
+        file.flush()
+        os.fsync(file.fileno())
+    return num_rows
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_spelled(value), ensure_ascii=False, allow_nan=False)
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _spelled(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_spelled(item) for item in value]
+    return value
+
+
+def _write_parquet(rows: Iterable[dict[str, Any]], path: Path, what: What) -> int:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise MissingDependency("pyarrow", "data", "export to Parquet") from error
+    schema = _arrow_schema(what)
+    num_rows = 0
+    remaining = iter(rows)
+    with path.open("wb") as file:
+        with pyarrow.parquet.ParquetWriter(file, schema) as writer:
+            while batch := [_flat(row) for row in itertools.islice(remaining, _ROW_GROUP)]:
+                writer.write_table(pyarrow.Table.from_pylist(batch, schema))
+                num_rows += len(batch)
+        file.flush()
+        os.fsync(file.fileno())
+    return num_rows
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with its open-ended parts as JSON text, and text that UTF-8 can say."""
+    flat: dict[str, Any] = {
+        key: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+        for key, value in row.items()
+    }
+    if "segments" in flat:
+        flat["segments"] = [
+            {**segment, "message": segment["message"] and _json(segment["message"])}
+            for segment in flat["segments"]
+        ]
+    if "messages" in flat:
+        flat["messages"] = [
+            {
+                **message,
+                "tool_calls": [
+                    {**call, "arguments": _json(call.get("arguments", {}))}
+                    for call in message.get("tool_calls", [])
+                ],
+            }
+            for message in flat["messages"]
+        ]
+    return flat
+
+
+def _arrow_schema(what: What) -> Any:
+    import pyarrow as pa
+
+    text, whole, real = pa.string(), pa.int64(), pa.float64()
+    numbers = pa.map_(text, real)
+    place = {"run": text, "stage": text, "step": whole}
+    if what == "steps":
+        columns = {"started": text, "seconds": real, "policy_version": whole, "metrics": numbers}
+        return pa.schema({**place, **columns})
+    if what == "sft":
+        call = pa.struct({"name": text, "arguments": text, "id": text})
+        fields = dict.fromkeys(("role", "content", "thinking", "tool_call_id", "name"), text)
+        message = pa.struct({**fields, "tool_calls": pa.list_(call)})
+        return pa.schema({"messages": pa.list_(message), "reward": real, "task_id": text})
+    segment = {
+        "parent": whole,
+        "sampled": pa.bool_(),
+        "token_ids": pa.list_(pa.int32()),
+        "logprobs": pa.list_(real),
+        "message": text,
+        "policy_version": whole,
+        "reward": real,
+        "metrics": numbers,
+        "text": text,
+    }
+    texts = ("id", "group_id", "task_id", "tier", "role", "policy", "status")
+    columns = {
+        **dict.fromkeys(texts, text),
+        "reward": real,
+        **dict.fromkeys(("num_turns", "num_tokens", "num_sampled_tokens"), whole),
+        "scores": numbers,
+        "metrics": numbers,
+        "error": text,
+        "dropped": text,
+        "segments": pa.list_(pa.struct(segment)),
+    }
+    return pa.schema({**place, **columns})

@@ -1,0 +1,309 @@
+"""Runs and rollouts, readable in a terminal.
+
+Each function returns something that `rich.console.Console.print` takes. A rollout is shown turn by
+turn; what the policy sampled is green and every line of it begins with `+`, like an addition in a
+diff, so that it is told apart without colour too:
+
+    [1] user
+          go to the red ball
+    [2] assistant, turn 1: sampled 4 tokens, policy 3, logprob mean -0.31, least -0.92 ("left")
+        + turn left
+
+Text comes from models and tasks, so it is untrusted: control characters are spelled out, and
+nothing in it is taken for markup.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from ludus.core.types import Message, Segment, Trajectory
+from ludus.store.rows import RunRow, RunStatus, StageSummary, StepRow, TrajectoryRow
+from ludus.store.store import RunStore
+
+Decode = Callable[[list[int]], str]
+
+_NEWEST = 15
+_INDENT = 4
+_GIVEN, _SAMPLED = "dim", "green"
+_STATUS_STYLES = {
+    RunStatus.RUNNING: "cyan",
+    RunStatus.COMPLETED: "green",
+    RunStatus.INTERRUPTED: "yellow",
+    RunStatus.FAILED: "red",
+}
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def render_runs(store: RunStore) -> RenderableType:
+    """All runs, the newest last."""
+    runs = store.runs()
+    if not runs:
+        return Text(f"no runs in {store.url}: ludus train RECIPE makes one")
+    table = _table("run", "status", "started", "took", "stages", "error")
+    for run in runs:
+        table.add_row(
+            _plain(run.id),
+            Text(run.status.value, _STATUS_STYLES[run.status]),
+            _moment(run.created),
+            _took(run),
+            _plain(", ".join(f"{stage} {step}" for stage, step in run.stages.items())),
+            _plain((run.error or "").partition("\n")[0]),
+        )
+    return table
+
+
+def render_run(store: RunStore, run_id: str) -> RenderableType:
+    """One run: its stages, the last metrics of each, what was dropped, the newest trajectories."""
+    run = store.run(run_id)
+    facts = _facts(
+        {
+            "run": run.id,
+            "name": run.name,
+            "status": run.status.value,
+            "started": _moment(run.created).plain,
+            "took": _took(run).plain,
+            "versions": ", ".join(f"{name} {version}" for name, version in run.versions.items()),
+            "error": run.error,
+        }
+    )
+    parts: list[RenderableType] = [facts]
+    stages = store.summary(run_id)
+    if stages:
+        parts += [Rule("stages", align="left"), _stages(stages)]
+    for stage in stages:
+        steps = store.steps(run_id, stage.stage)
+        if steps and steps[-1].metrics:
+            parts += [Rule(f"{stage.stage}: step {steps[-1].step}", align="left"), _metrics(steps)]
+    reasons = Counter((row.stage, row.reason) for row in store.dropped(run_id))
+    if reasons:
+        table = _table("stage", "dropped because", "count")
+        for (name, reason), count in reasons.most_common():
+            table.add_row(_plain(name), _plain(reason), str(count))
+        parts += [Rule("dropped", align="left"), table]
+    newest = list(store.trajectories(run_id, limit=_NEWEST, newest_first=True))
+    if newest:
+        parts += [Rule("newest trajectories", align="left"), _trajectories(newest)]
+        parts.append(Text(f"ludus show {run_id} TRAJECTORY shows one, token by token", "dim"))
+    return Group(*parts)
+
+
+def render_trajectory(
+    store: RunStore,
+    run_id: str,
+    trajectory_id: str,
+    decode: Decode | None = None,
+    *,
+    stage: str | None = None,
+    step: int | None = None,
+) -> RenderableType:
+    """One rollout, turn by turn, branches included.
+
+    With `decode` (token ids to text) it shows the very tokens that the engine saw; without, the
+    messages they stand for.
+    """
+    found = store.record(run_id, trajectory_id, stage, step)
+    row, trajectory = found.row, found.trajectory
+    facts = {
+        "trajectory": row.id,
+        "recorded": f"{run_id}, {row.stage} step {row.step}",
+        "task": row.task_id + (f" (tier {row.tier})" if row.tier else ""),
+        "group": row.group_id,
+        "role": f"{row.role}, policy {row.policy}",
+        "status": row.status.value,
+        "reward": _number(row.reward),
+        "scores": _numbers(row.scores),
+        "metrics": _numbers(row.metrics),
+        "length": f"{row.num_turns} turns, {row.num_tokens} tokens, "
+        f"{row.num_sampled_tokens} of them sampled",
+        "error": row.error,
+        "dropped": row.dropped,
+    }
+    legend = "lines that begin with + were sampled by the policy: the loss falls on them alone"
+    if row.dropped is not None or not row.status.trainable:
+        why = row.dropped or f"status {row.status.value}"
+        legend = f"lines that begin with + were sampled by the policy; none trains ({_clean(why)})"
+    return Group(_facts(facts), Text(legend, "dim"), *_turns(trajectory, decode))
+
+
+# Parts of a rollout
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    """Text whose every line, wrapped ones too, begins with a mark."""
+
+    text: Text
+    mark: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        margin = Text(" " * _INDENT + self.mark, self.text.style)
+        for line in self.text.wrap(console, max(8, options.max_width - len(margin))):
+            yield Text.assemble(margin, line)
+
+
+def _turns(trajectory: Trajectory, decode: Decode | None) -> Iterator[RenderableType]:
+    shown: set[int] = set()
+    turns = 0
+    leaves = trajectory.leaves()
+    for number, leaf in enumerate(leaves, start=1):
+        fresh = [index for index in trajectory.path(leaf) if index not in shown]
+        if len(leaves) > 1:
+            parent = trajectory.segments[fresh[0]].parent
+            origin = "from the start" if parent < 0 else f"goes on after [{parent}]"
+            yield Rule(f"branch {number} of {len(leaves)}, {origin}", align="left")
+        for index in fresh:
+            segment = trajectory.segments[index]
+            turns += segment.sampled
+            yield _heading(index, segment, turns, decode)
+            style, mark = (_SAMPLED, "+ ") if segment.sampled else (_GIVEN, "  ")
+            yield _Marked(Text(_clean(_body(segment, decode)), style), mark)
+        shown.update(fresh)
+
+
+def _heading(index: int, segment: Segment, turn: int, decode: Decode | None) -> Text:
+    role = segment.message.role if segment.message else "assistant" if segment.sampled else "given"
+    title = Text(f"[{index}] {role}", "bold")
+    facts = [f"{len(segment.token_ids)} tokens"]
+    if segment.sampled:
+        title.append(f", turn {turn}")
+        facts = [f"sampled {facts[0]}"]
+        if segment.policy_version is not None:
+            facts.append(f"policy {segment.policy_version}")
+    if segment.logprobs:
+        least = min(range(len(segment.logprobs)), key=segment.logprobs.__getitem__)
+        mean = sum(segment.logprobs) / len(segment.logprobs)
+        token = segment.token_ids[least]
+        name = f'"{_clean(decode([token]))}"' if decode else f"id {token}"
+        facts.append(f"logprob mean {mean:.2f}, least {segment.logprobs[least]:.2f} ({name})")
+    if segment.reward is not None:
+        facts.append(f"reward {_number(segment.reward)}")
+    if segment.metrics:
+        facts.append(_numbers(segment.metrics))
+    return title.append(f": {', '.join(facts)}", "not bold dim")
+
+
+def _body(segment: Segment, decode: Decode | None) -> str:
+    if decode is not None:
+        return decode(segment.token_ids)
+    if segment.message is not None:
+        return _message(segment.message)
+    return " ".join(map(str, segment.token_ids))
+
+
+def _message(message: Message) -> str:
+    lines = [f"(thinking) {message.thinking}"] if message.thinking else []
+    lines += [message.content] if message.content else []
+    lines += [
+        f"(calls {call.name}: {', '.join(f'{k}={v!r}' for k, v in call.arguments.items())})"
+        for call in message.tool_calls
+    ]
+    return "\n".join(lines)
+
+
+# Parts of a run
+
+
+def _stages(stages: list[StageSummary]) -> Table:
+    table = _table("stage", "steps", "last", "trajectories", "mean reward", "ended")
+    for stage in stages:
+        table.add_row(
+            _plain(stage.stage),
+            str(stage.num_steps),
+            str(stage.last_step),
+            str(stage.num_trajectories),
+            _number(stage.mean_reward),
+            ", ".join(f"{status.value} {count}" for status, count in stage.statuses.items()),
+        )
+    return table
+
+
+def _metrics(steps: list[StepRow]) -> Table:
+    table = _table("metric", "first", "last")
+    for name, value in steps[-1].metrics.items():
+        table.add_row(_plain(name), _number(steps[0].metrics.get(name)), _number(value))
+    return table
+
+
+def _trajectories(rows: list[TrajectoryRow]) -> Table:
+    table = _table("trajectory", "stage", "step", "task", "status", "reward", "turns", "dropped")
+    for row in rows:
+        table.add_row(
+            _plain(row.id),
+            _plain(row.stage),
+            str(row.step),
+            _plain(row.task_id),
+            row.status.value,
+            _number(row.reward),
+            str(row.num_turns),
+            _plain(row.dropped or ""),
+        )
+    return table
+
+
+# Cells
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _facts(facts: Mapping[str, str | None]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        if value:
+            table.add_row(name, _plain(value))
+    return table
+
+
+def _clean(text: str) -> str:
+    """The text with everything that could steer a terminal spelled out."""
+    return _UNPRINTABLE.sub(lambda hit: hit[0].encode("unicode_escape").decode(), text)
+
+
+def _plain(text: str) -> Text:
+    return Text(_clean(text))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _numbers(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{_clean(name)} {_number(value)}" for name, value in values.items())
+
+
+def _moment(moment: datetime) -> Text:
+    return Text(f"{moment.astimezone():%Y-%m-%d %H:%M:%S}")
+
+
+def _took(run: RunRow) -> Text:
+    if run.finished is not None:
+        return Text(_span(run.finished - run.created))
+    if run.last_step is not None:
+        return Text(f"last step {_span(datetime.now(UTC) - run.last_step)} ago")
+    return Text("")
+
+
+def _span(span: timedelta) -> str:
+    seconds = max(0, round(span.total_seconds()))
+    hours, minutes = seconds // 3600, seconds // 60 % 60
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {seconds % 60:02} s" if minutes else f"{seconds} s"
