@@ -1,24 +1,27 @@
 """Plug-ins by name: one row each, loaded on first use.
 
 A row names its target as "module:attribute", so a registry costs nothing until a plug-in is built.
-Outsiders add rows by an entry point of the group `ludus.<kind>`, or write "module:Class" in place
-of a name. The target's signature is the schema of the plug-in's arguments: a parameter annotated
-`Annotated[int, Field(ge=1, description="...")]` is checked and documented as such.
+Outsiders add rows by an entry point of the group `ludus.<kind>`, or write "module:Class" or
+"path/file.py:Class" in place of a name. The target's signature is the schema of the plug-in's
+arguments: a parameter annotated `Annotated[int, Field(ge=1, description="...")]` is checked and
+documented as such.
 """
 
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from ludus.core.errors import ConfigError, MissingDependency, did_you_mean
+from ludus.core.errors import ConfigError, LudusError, MissingDependency, did_you_mean
 from ludus.core.explain import explain
+from ludus.core.modules import load_module
 from ludus.core.types import Spec
 
 T = TypeVar("T")
@@ -68,15 +71,23 @@ class Registry(Generic[T]):
     def load(self, name: str) -> Callable[..., T]:
         """The plug-in's class or factory."""
         row = self.row(name)
-        module_name, _, attribute = row.target.partition(":")
+        module_name, _, attribute = row.target.rpartition(":")
         try:
-            module = import_module(module_name)
+            module = load_module(module_name)
         except ModuleNotFoundError as error:
             missing = error.name or module_name
             if row.extra and not missing.startswith("ludus"):
                 raise MissingDependency(missing, row.extra, f"{self.kind} {name!r}") from error
             raise ConfigError(
                 f"{self.kind} {name!r}: cannot import {module_name} (no module named {missing!r})"
+            ) from error
+        except LudusError:
+            raise
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise ConfigError(
+                f"{self.kind} {name!r}: importing {module_name} raised {type(error).__name__}: "
+                f"{error} [{Path(place.filename).name}, line {place.lineno}]"
             ) from error
         if not hasattr(module, attribute):
             raise ConfigError(f"{self.kind} {name!r}: module {module_name} has no {attribute!r}")

@@ -1,0 +1,71 @@
+"""Plug-ins in files of one's own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludus.core.errors import ConfigError
+from ludus.core.modules import load_module
+from ludus.core.registry import Registry
+
+SOURCE = """
+from dataclasses import dataclass
+
+@dataclass
+class Own:
+    size: int = 3
+"""
+
+
+def registry() -> Registry[Any]:
+    return Registry("env", {})
+
+
+def test_a_file_is_loaded_once(tmp_path: Path):
+    file = tmp_path / "own_env.py"
+    file.write_text(SOURCE)
+    assert registry().build(f"{file}:Own").size == 3
+    assert load_module(str(file)) is load_module(str(file))
+
+
+def test_two_files_of_one_name_stay_apart(tmp_path: Path):
+    for folder, size in (("a", 1), ("b", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "env.py").write_text(SOURCE.replace("3", str(size)))
+    a, b = (registry().build(f"{tmp_path}/{folder}/env.py:Own") for folder in "ab")
+    assert (a.size, b.size) == (1, 2)
+
+
+def test_a_module_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "beside_the_recipe.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    path = list(sys.path)
+    try:
+        assert registry().build("beside_the_recipe:Own").size == 3
+    finally:
+        sys.modules.pop("beside_the_recipe", None)
+    assert sys.path == path
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        (None, r"env '.*env.py:Own': cannot import .*env.py \(no module named '.*env.py'\)"),
+        ("x = 1", r"module .*env.py has no 'Own'"),
+        ("import no_such_module", r"no module named 'no_such_module'"),
+        ("1 / 0", r"raised ZeroDivisionError: division by zero \[env.py, line 1\]"),
+        ("def (", r"raised SyntaxError"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_told(tmp_path: Path, source: str | None, complaint: str):
+    file = tmp_path / "env.py"
+    if source is not None:
+        file.write_text(source)
+    for _ in range(2):  # a failed import leaves nothing half-made behind
+        with pytest.raises(ConfigError, match=complaint):
+            registry().build(f"{file}:Own")
