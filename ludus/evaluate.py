@@ -29,10 +29,10 @@ from rich.table import Table
 
 from ludus.core.errors import DataError
 from ludus.core.evaluation import (
-    Comparison,
+    Comparison as Comparison,
     Difference,
     Estimate,
-    Evaluation,
+    Evaluation as Evaluation,
     Exclusion,
     TaskOutcome,
     TierResult,
@@ -52,7 +52,7 @@ def summarise(
     checkpoint: str | None = None,
     policy_version: int | None = None,
     temperature: float = 0.0,
-    wall_s: float = 0.0,
+    seconds: float = 0.0,
 ) -> Evaluation:
     """The evaluation of played and judged groups, one a task.
 
@@ -103,7 +103,7 @@ def summarise(
         excluded=_excluded(played),
         mean_turns=sum(t.num_turns for t in scored) / len(scored),
         mean_sampled_tokens=sum(t.num_sampled_tokens for t in scored) / len(scored),
-        wall_s=wall_s,
+        seconds=seconds,
         outcomes=outcomes,
     )
 
@@ -354,7 +354,7 @@ def render_evaluation(evaluation: Evaluation) -> RenderableType:
     ]
     lines.append(
         f"  {e.num_episodes} episodes, {e.mean_turns:.1f} turns and "
-        f"{e.mean_sampled_tokens:.0f} sampled tokens each, {e.wall_s:.1f} s"
+        f"{e.mean_sampled_tokens:.0f} sampled tokens each, {e.seconds:.1f} s"
     )
     if e.num_excluded:
         reasons = ", ".join(f"{x.count} {reason}" for reason, x in e.excluded.items())

@@ -48,6 +48,7 @@ def test_one_episode_a_task_gives_wilsons_interval():
     assert evaluation.success_bounds == (0.57, 0.57)
     assert (evaluation.mean_turns, evaluation.mean_sampled_tokens) == (1.0, 3.0)
     assert evaluation.sampling == "greedy"
+    assert str(evaluation) == "success 57.0 % (47.2 to 66.3) of 100 tasks"
 
 
 @pytest.mark.parametrize(("reward", "other"), [(1.0, 0), (0.0, 1)])
@@ -157,7 +158,7 @@ def test_tiers():
 
 
 def test_json_round_trip():
-    a = summarise(groups([[1, 0], [0, 0]], tier="x"), label="sft", policy_version=3, wall_s=1.5)
+    a = summarise(groups([[1, 0], [0, 0]], tier="x"), label="sft", policy_version=3, seconds=1.5)
     assert Evaluation.model_validate_json(a.model_dump_json()) == a
     comparison = compare(a, a)
     assert Comparison.model_validate_json(comparison.model_dump_json()) == comparison

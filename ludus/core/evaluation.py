@@ -22,6 +22,12 @@ class Estimate(_Record):
     high: float | None
     num_tasks: int
 
+    def __str__(self) -> str:
+        """As a percentage: `57.0 % (47.2 to 66.3)`."""
+        if self.low is None or self.high is None:
+            return f"{100 * self.value:.1f} %"
+        return f"{100 * self.value:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f})"
+
 
 class TaskOutcome(_Record):
     """What became of one task's episodes: the rewards of the scored ones."""
@@ -70,12 +76,16 @@ class Evaluation(_Record):
     excluded: dict[str, Exclusion]
     mean_turns: float
     mean_sampled_tokens: float
-    wall_s: float = 0.0
+    seconds: float = 0.0
     outcomes: list[TaskOutcome] = Field(repr=False)
 
     @property
     def sampling(self) -> Literal["greedy", "sampled"]:
         return "greedy" if self.temperature == 0 else "sampled"
+
+    def __str__(self) -> str:
+        left_out = f", {self.num_excluded} episodes left out" if self.num_excluded else ""
+        return f"success {self.success} of {self.num_tasks} tasks{left_out}"
 
 
 class Difference(_Record):
