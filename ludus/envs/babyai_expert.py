@@ -29,6 +29,13 @@ MAX_PLANS = 500
 """Subgoals that the bot may add before one action. Those that reach an action need a dozen."""
 
 
+MAX_BOTS = 3
+"""Plans from the start on before the bot's word that it is done is taken."""
+
+DONE = 6
+"""minigrid's action `done`, which changes nothing."""
+
+
 class _EndlessPlanning(Exception):
     """The bot adds subgoals and never comes to an action."""
 
@@ -71,14 +78,19 @@ class Expert:
     def __init__(self, level: str, seed: int) -> None:
         self.level, self.seed = level, seed
         self.world = make_level(level, seed)
-        self._bot = BabyAIBot(self.world)
-        self._bot.stack = _Plans(self._bot.stack)
-        self._prepare()
+        self._bot = self._new_bot()
+        self._num_bots = 1
+        self._mend_first_plan()
         self._num_followed = 0
         self._advice: int | None = None
         self._failure: str | None = None
 
-    def _prepare(self) -> None:
+    def _new_bot(self) -> Any:
+        bot = BabyAIBot(self.world)
+        bot.stack = _Plans(bot.stack)
+        return bot
+
+    def _mend_first_plan(self) -> None:
         """Mend the first plan on the levels that start as no level of the bot's authors does."""
         if self.world.carrying is not None:
             del self._bot.stack[-2:]  # go to it, pick it up
@@ -109,6 +121,9 @@ class Expert:
         self._bot.stack.added = 0
         try:
             self._advice = int(self._bot.replan(action))
+            while self._advice == DONE and self._num_bots < MAX_BOTS:
+                self._start_over()
+                self._advice = int(self._bot.replan(None))
         except _EndlessPlanning:
             self._failure = "plans for ever"
         except DisappearedBoxError:
@@ -116,6 +131,15 @@ class Expert:
         except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
             # What its own checks and oversights end in; the bot has no other way to give up.
             self._failure = f"gave up ({type(error).__name__}: {error})"
+
+    def _start_over(self) -> None:
+        """Plan anew, with what was seen: the bot finished its plan, and the mission goes on.
+
+        minigrid does not count what an episode's first action puts down, for one.
+        """
+        seen, self._bot = self._bot.vis_mask, self._new_bot()
+        self._bot.vis_mask = seen
+        self._num_bots += 1
 
     def target(self) -> Cell | None:
         """The cell of the object that the bot is on its way to, if it is on its way to one."""

@@ -1,0 +1,323 @@
+"""Demonstrations: episodes of an environment's expert, played in parallel worker processes.
+
+An episode that hangs is killed with its process; one that raises, dies or is lost is put on record
+with its reason; the others go on. The file is written aside and renamed when it is complete, and
+depends on the tasks alone, not on the number of workers or on timing (episodes that come close to
+the time limit excepted).
+
+A line of `demonstrations.jsonl` is a Demonstration; beside it, a line of
+`demonstrations.dropped.jsonl` is a Dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from ludus.core.errors import DataError, MissingDependency
+from ludus.core.types import Message, Spec, Task, Wire
+from ludus.envs import ENVS
+from ludus.envs.base import Env, NoExpert
+
+Format = Literal["plain", "react", "tools"]
+
+EPISODES_PER_JOB = 16
+"""Episodes sent to a worker at once: sending costs as much as playing a short one."""
+
+JOBS_PER_WORKER = 4
+"""Jobs handed out ahead of the one that is written next."""
+
+
+class Demonstration(Wire):
+    """An episode of the expert: what the environment said, and the expert's turns in between."""
+
+    task_id: str
+    tier: str | None
+    messages: list[Message]
+    reward: float
+    success: bool
+    num_turns: int
+
+
+class Dropped(Wire):
+    """An episode that gave no demonstration. `kind`: timeout, died, error, no expert, or lost."""
+
+    task_id: str
+    tier: str | None
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What `generate` did. `dropped` counts the episodes left out, by kind."""
+
+    path: Path
+    num_kept: int
+    seconds: float
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        text = f"{self.num_kept} demonstrations in {self.seconds:.1f} s"
+        if self.dropped:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.dropped.items()))
+            text += f"; dropped: {kinds}"
+        return text
+
+
+def generate(
+    env: Spec,
+    tasks: Sequence[Task],
+    path: Path | str,
+    *,
+    num_workers: int = 2,
+    timeout_s: float = 20.0,
+    only_successful: bool = True,
+    format: Format = "plain",
+    on_episode: Callable[[Demonstration | Dropped], object] | None = None,
+) -> Summary:
+    """Let the expert play `tasks` and write the episodes to `path`, in the order of the tasks.
+
+    Args:
+        env: the environment of tasks that name none.
+        timeout_s: seconds from an episode's start to its process being killed.
+        only_successful: put lost episodes among the dropped ones.
+        format: how a turn names its action: as its text, after `Action:`, or as a tool call.
+        on_episode: called after each episode, in the order of the tasks.
+
+    Errors: ConfigError for a wrong spec, DataError where the file cannot be written.
+    """
+    path = Path(path)
+    ENVS.check(env)
+    start = time.perf_counter()
+    dropped: Counter[str] = Counter()
+    num_kept = 0
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _Aside(dropped_path(path)) as dropped_file, _Aside(path) as kept_file:
+            for result in _play_all(env, tasks, num_workers, timeout_s, format):
+                if isinstance(result, Demonstration) and only_successful and not result.success:
+                    reason = f"the expert's reward was {result.reward:g}"
+                    result = Dropped(
+                        task_id=result.task_id, tier=result.tier, kind="lost", reason=reason
+                    )
+                if isinstance(result, Dropped):
+                    dropped[result.kind] += 1
+                    dropped_file.write(result)
+                else:
+                    num_kept += 1
+                    kept_file.write(result)
+                if on_episode is not None:
+                    on_episode(result)
+    except OSError as error:
+        raise DataError(f"{path}: cannot write demonstrations: {error}") from error
+    return Summary(path, num_kept, time.perf_counter() - start, dict(dropped))
+
+
+def dropped_path(path: Path) -> Path:
+    """The file of the episodes left out: `demonstrations.dropped.jsonl`, beside it."""
+    return path.with_name(f"{path.stem}.dropped.jsonl")
+
+
+def load(path: Path | str) -> Iterator[Demonstration]:
+    """The demonstrations of a file. Errors: DataError with the line's number and what is wrong."""
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _parse(line, f"{path}, line {number}")
+    except OSError as error:
+        raise DataError(f"{path}: cannot read demonstrations: {error.strerror}") from error
+
+
+def _parse(line: bytes, where: str) -> Demonstration:
+    try:
+        return Demonstration.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise DataError(f"{where}: {place + ': ' if place else ''}{first['msg']}") from None
+
+
+class _Aside:
+    """A file of JSON lines that gets its name when it is complete, and vanishes otherwise."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
+
+    def __enter__(self) -> _Aside:
+        self._file = self._aside.open("w", encoding="utf-8", newline="\n")
+        return self
+
+    def write(self, record: Wire) -> None:
+        self._file.write(record.model_dump_json(exclude_defaults=True) + "\n")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            with self._file:
+                if kind is None:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+            if kind is None:
+                self._aside.replace(self._path)
+        finally:
+            self._aside.unlink(missing_ok=True)
+
+
+def _play_all(
+    env: Spec, tasks: Sequence[Task], num_workers: int, timeout_s: float, format: Format
+) -> Iterator[Demonstration | Dropped]:
+    """The results of all tasks, in their order."""
+    try:
+        from pebble import ProcessPool
+    except ModuleNotFoundError as error:
+        raise MissingDependency("pebble", "envs", "generating demonstrations") from error
+    pool = ProcessPool(
+        max_workers=max(1, min(num_workers, len(tasks))),
+        initializer=_prepare_worker,
+        initargs=(env.model_dump_json(),),
+        context=multiprocessing.get_context("spawn"),
+    )
+    size = EPISODES_PER_JOB
+    waiting = (tasks[i : i + size] for i in range(0, len(tasks), size))
+    running: deque[tuple[Sequence[Task], Any]] = deque()
+
+    def start(job: Sequence[Task]) -> Any:
+        args = ([task.model_dump_json() for task in job], format)
+        return pool.schedule(_play_job, args=args, timeout=timeout_s)
+
+    def hand_out(count: int) -> None:
+        for job in islice(waiting, count):
+            running.append((job, start(job)))
+
+    try:
+        hand_out(JOBS_PER_WORKER * num_workers)
+        while running:
+            job, future = running.popleft()
+            outcomes = _outcomes(job, future, timeout_s)
+            hand_out(1)
+            if outcomes is not None:
+                yield from outcomes
+                continue
+            for task in job:  # one of them failed the others: each alone, with the whole time
+                yield from _outcomes([task], start([task]), timeout_s) or ()
+        pool.close()
+    finally:
+        pool.stop()  # ends at once what still runs; nothing does, unless we were interrupted
+        pool.join()
+
+
+def _outcomes(
+    job: Sequence[Task], future: Any, timeout_s: float
+) -> list[Demonstration | Dropped] | None:
+    """What became of a job; None where its process did not finish it and it had several tasks."""
+    from pebble import ProcessExpired
+
+    try:
+        results = future.result()
+    except FutureTimeout:
+        results = [("timeout", f"took longer than {timeout_s:g} s")]
+    except ProcessExpired as error:
+        results = [("died", f"the worker process died with exit code {error.exitcode}")]
+    if len(results) != len(job):
+        return None
+    return [
+        Demonstration.model_validate_json(text)
+        if kind == "played"
+        else Dropped(task_id=task.id, tier=task.tier, kind=kind, reason=text)
+        for task, (kind, text) in zip(job, results, strict=True)
+    ]
+
+
+# In the worker processes
+
+_make_env: Callable[[], Env]
+_runner: asyncio.Runner
+
+
+def _prepare_worker(spec_json: str) -> None:
+    """Import the environment once, outside of any episode's time limit."""
+    global _make_env, _runner
+    spec = Spec.model_validate_json(spec_json)
+    target, args = ENVS.load(spec.name), ENVS.check(spec)
+    _make_env = lambda: target(**args)  # noqa: E731 - nothing here is pickled
+    _runner = asyncio.Runner()
+
+
+def _play_job(tasks: list[str], format: Format) -> list[tuple[str, str]]:
+    return [_play_one(task, format) for task in tasks]
+
+
+def _play_one(task_json: str, format: Format) -> tuple[str, str]:
+    """("played", a Demonstration as JSON), or (kind, reason) of a Dropped."""
+    task = Task.model_validate_json(task_json)
+    try:
+        env = ENVS.build(task.env) if task.env is not None else _make_env()
+        return "played", _runner.run(play(env, task, format)).model_dump_json()
+    except NoExpert as error:
+        return "no expert", str(error)
+    except Exception as error:
+        return "error", f"{type(error).__name__}: {error}"
+
+
+async def play(env: Env, task: Task, format: Format = "plain") -> Demonstration:
+    """One episode of the environment's expert. Errors: NoExpert, and whatever the env raises."""
+    try:
+        messages = list((await env.reset(task)).messages)
+        reward, num_turns, success = 0.0, 0, None
+        while True:
+            action = _turn(env, env.expert_action(), num_turns, format)
+            result = await env.step(action)
+            messages += [_shown(action, format), *_replies(action, result.messages)]
+            reward += result.reward or 0.0
+            num_turns += 1
+            if result.done:
+                success = result.info.get("success", reward >= env.success_at)
+                break
+    finally:
+        await env.close()
+    return Demonstration(
+        task_id=task.id,
+        tier=task.tier,
+        messages=messages,
+        reward=reward,
+        success=bool(success),
+        num_turns=num_turns,
+    )
+
+
+def _turn(env: Env, action: str, turn: int, format: Format) -> Message:
+    """The message that the environment gets: the action's text, and its call if it is one."""
+    if format != "tools":
+        return Message(role="assistant", content=action)
+    call = env.call_of(action).model_copy(update={"id": f"call_{turn}"})
+    return Message(role="assistant", content=action, tool_calls=[call])
+
+
+def _shown(action: Message, format: Format) -> Message:
+    """The expert's turn as the model is to write it."""
+    if format == "react":
+        return Message(role="assistant", content=f"Action: {action.content}")
+    return action.model_copy(update={"content": ""}) if action.tool_calls else action
+
+
+def _replies(action: Message, messages: list[Message]) -> list[Message]:
+    """The environment's messages; the first answers the tool call, if there was one."""
+    if not action.tool_calls or not messages:
+        return messages
+    call = action.tool_calls[0]
+    answer = {"role": "tool", "name": call.name, "tool_call_id": call.id}
+    return [messages[0].model_copy(update=answer), *messages[1:]]
