@@ -29,16 +29,27 @@ from rich.table import Table
 
 from ludus.core.errors import DataError
 from ludus.core.evaluation import (
-    Comparison as Comparison,
+    Comparison,
     Difference,
     Estimate,
-    Evaluation as Evaluation,
+    Evaluation,
     Exclusion,
     TaskOutcome,
     TierResult,
 )
 from ludus.core.types import Group, Task, Trajectory
 from ludus.tasks.splits import fingerprint
+
+__all__ = [
+    "Comparison",
+    "Evaluation",
+    "compare",
+    "mean_score",
+    "pass_at_k",
+    "render_comparison",
+    "render_evaluation",
+    "summarise",
+]
 
 _NUM_SHOWN = 3
 

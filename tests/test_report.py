@@ -1,0 +1,336 @@
+import math
+import random
+import re
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+
+from ludus.core.types import Group, Message, Segment, Status, Task, Trajectory
+from ludus.evaluate import compare, summarise
+from ludus.report import MAX_TEXT, ReportData, Rollout, headline, write_report
+from ludus.report.charts import Curve, duration, make_chart, nice_ticks, show, smooth, thinned
+
+TIERS = ("GoToLocal", "PickupLoc", "UnlockLocal")
+EVIL = "<script>window.hacked = 1</script><img src=http://example.org/x.png onerror=hacked=1>"
+
+
+def evaluation(label, chances, seed):
+    draw = random.Random(seed)
+    groups = []
+    for i in range(300):
+        tier = TIERS[i % 3]
+        won = draw.random() < chances[i % 3]
+        trajectory = Trajectory("t", "g", str(i), reward=(0.7 + 0.3 * draw.random()) * won)
+        if i % 97 == 5:
+            trajectory.status, trajectory.error = Status.ERROR_TIMEOUT, "30 s passed"
+        task = Task(id=f"{tier}-{i}", tier=tier, data={"seed": i})
+        groups.append(Group(task.id, task, [trajectory]))
+    return summarise(groups, success_at=0.5, label=label, seconds=12.0)
+
+
+def rollout(label, reward, turns=4, **trajectory):
+    draw = random.Random(turns)
+    task = Task(id="GoToLocal-1042", tier="GoToLocal")
+    goal = "Mission: go to the red ball.\nYou see a grey wall 2 steps ahead, a red ball 1 left."
+    segments = [Segment(-1, list(range(24)), message=Message(role="user", content=goal))]
+    texts = [goal]
+    for turn in range(turns):
+        tokens = [*draw.choice([["turn", " left"], ["go", " to", " red", " ball"]]), "<end>"]
+        logprobs = [-draw.expovariate(2.0) for _ in tokens]
+        said = Message(role="assistant", content="".join(tokens[:-1]))
+        segments.append(Segment(2 * turn, [1] * len(tokens), logprobs, said, policy_version=40))
+        reply = "You see a wall ahead. Nothing happens." if turn else EVIL
+        told = Message(role="user", content=reply)
+        segments.append(Segment(2 * turn + 1, [2] * 9, message=told))
+        texts += [tokens, reply]
+    played = Trajectory("t1", "g1", task.id, segments, reward=reward, **trajectory)
+    return Rollout(label, task, played, texts)
+
+
+def records():
+    draw = random.Random(0)
+    made = []
+    for step in range(300):
+        loss = 2.2 * math.exp(-step / 60) + 0.21 + draw.gauss(0, 0.03)
+        made.append({"stage": "sft", "step": step, "time": 10 + step * 0.3, "train/loss": loss,
+                     "train/lr": 1e-3 * min(1, step / 20), "train/grad_norm": 1 + draw.random()})  # fmt: skip
+    for step in range(120):
+        success = 0.85 - 0.33 * math.exp(-step / 35) + draw.gauss(0, 0.035)
+        made.append(
+            {
+                "stage": "rl",
+                "step": step,
+                "time": 110 + step * 2.9,
+                "rollout/episodes": 128.0,
+                "rollout/sampled_tokens": 1900.0 + draw.random(),
+                "rollout/success": min(success, 1.0),
+                "rollout/reward": min(success, 1.0) * 0.88,
+                "train/loss": draw.gauss(0, 0.01),
+                "train/entropy": 0.9 * math.exp(-step / 80) + draw.gauss(0, 0.01),
+                "train/policy_version": float(step + 1),
+                "time/tokens_per_s": 5200 + draw.gauss(0, 200),
+            }
+        )
+        if (step + 1) % 30 == 0:
+            made.append({"stage": "evaluate/rl", "step": step + 1, "time": 112 + step * 2.9,
+                         "evaluate/success": min(success, 1.0) - 0.02})  # fmt: skip
+    return made
+
+
+@pytest.fixture(scope="module")
+def data():
+    before, after = (
+        evaluation("after SFT", (0.7, 0.55, 0.4), 1),
+        evaluation("after RL", (0.95, 0.9, 0.74), 2),
+    )
+    return ReportData(
+        name="babyai-tiny",
+        started="2025-03-01 10:00",
+        records=records(),
+        evaluations={
+            "untrained": evaluation("untrained", (0.09, 0.04, 0.0), 3),
+            "after SFT": before,
+            "after RL": after,
+        },
+        comparison=compare(before, after),
+        rollouts=[
+            rollout("First", 0.0, 6, status=Status.TRUNCATED_TURNS),
+            rollout("Best", 0.97, 2),
+            rollout("Worst", 0.0, 5, dropped="all rewards of the group are equal"),
+            rollout("Broken", None, 1, status=Status.ERROR_ENV, error=f"KeyError: {EVIL}"),
+        ],
+        settings={
+            "algorithm": "grpo (clip 0.2, normalised advantages)",
+            "model": "qwen3, 0.8 M parameters",
+            "episodes a step": "16 tasks x 8",
+            "learning rate": "3e-4",
+            "seed": 0,
+        },
+        config="name: babyai-tiny\nmodel:\n  architecture: {name: qwen3}\n" + EVIL,
+        versions={"ludus": "0.1.0", "torch": "2.13.0+cpu", "machine": "2 cores, x86_64"},
+        timings={
+            "demonstrations": 31.0,
+            "SFT": 92.4,
+            "RL": 348.1,
+            "evaluation": 41.0,
+            "report": 0.6,
+        },
+        dropped={"group without signal": 412, "error_timeout": 3},
+    )
+
+
+class Tags(HTMLParser):
+    """Collects the elements of a page, and complains about those that are not closed."""
+
+    VOID = frozenset({"meta", "link", "input", "br", "img", "path"})
+
+    def __init__(self, page):
+        super().__init__()
+        self.found, self.open = [], []
+        self.feed(page)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def page(data, tmp_path_factory):
+    path = write_report(tmp_path_factory.mktemp("run") / "new" / "report.html", data)
+    assert [file.name for file in path.parent.iterdir()] == ["report.html"]
+    return path
+
+
+def test_the_page_is_self_contained(page):
+    text = page.read_text(encoding="utf-8")
+    tags = Tags(text)
+    for tag, attributes in tags.found:
+        assert tag not in {"img", "iframe", "object", "embed", "video", "audio"}
+        assert "src" not in attributes
+        if "href" in attributes:
+            assert attributes["href"].startswith(("#", "data:"))
+    assert "url(" not in text
+    assert "@import" not in text
+    assert len(text) < 400_000
+
+
+def test_untrusted_text_stays_text(page):
+    text = page.read_text(encoding="utf-8")
+    assert sum(tag == "script" for tag, _ in Tags(text).found) == 1
+    assert "&lt;script&gt;window.hacked" in text
+    assert "<script>window.hacked" not in text
+
+
+def test_the_page_says_what_happened(page):
+    text = re.sub(r"\s+", " ", page.read_text(encoding="utf-8"))
+    for said in (
+        "Success on held-out tasks rose from",
+        "after SFT",
+        "UnlockLocal",
+        "could not be scored (4 error_timeout)",
+        "Left out of training: all rewards of the group are equal",
+        "group without signal",
+        "5 min 48 s",
+        "torch",
+        "Resolved configuration",
+        "grpo (clip 0.2, normalised advantages)",
+        "train/entropy",
+    ):
+        assert said in text, said
+
+
+def test_an_empty_run_still_gives_a_page(tmp_path):
+    text = write_report(tmp_path / "report.html", ReportData(name="x")).read_text(encoding="utf-8")
+    Tags(text)
+    assert "No held-out tasks were evaluated" in text
+    assert "Curves" not in text
+
+
+def test_the_headline_claims_only_what_the_interval_shows(data):
+    before, after = data.evaluations["after SFT"], data.evaluations["after RL"]
+
+    def said(a, b):
+        return headline(ReportData(name="x", comparison=compare(a, b)))
+
+    assert "rose from" in said(before, after)
+    assert "fell from" in said(after, before)
+    assert "did not change beyond chance" in said(before, before)
+    only = headline(ReportData(name="x", evaluations={"after": after}))
+    assert only.startswith("Success on held-out tasks: 8")
+
+
+def test_texts_beyond_reason_are_cut_and_counted(tmp_path):
+    task = Task(id="t")
+    segment = Segment(-1, [1], message=Message(role="user", content=""))
+    shown = Rollout(
+        "Long", task, Trajectory("a", "g", "t", [segment]), ["x" * (MAX_TEXT + 7) + "\ud800"]
+    )
+    path = write_report(tmp_path / "r.html", ReportData(name="x", rollouts=[shown]))
+    text = path.read_text(encoding="utf-8")
+    assert "8 more characters" in text
+    assert "x" * MAX_TEXT in text
+    assert "x" * (MAX_TEXT + 1) not in text
+
+
+def test_lone_surrogates_do_not_stop_the_report(tmp_path):
+    assert write_report(tmp_path / "r.html", ReportData(name="x\ud800")).exists()
+
+
+def test_a_failed_write_leaves_the_old_page(tmp_path, data, monkeypatch):
+    path = write_report(tmp_path / "report.html", ReportData(name="old"))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ludus.report.os.replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_report(path, data)
+    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
+    assert "<title>old" in path.read_text(encoding="utf-8")
+
+
+def test_ticks_cover_the_range_at_round_values():
+    assert nice_ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert nice_ticks(0.13, 2.31) == [0, 0.5, 1.0, 1.5, 2.0, 2.5]
+    assert nice_ticks(3, 3)[0] <= 3 <= nice_ticks(3, 3)[-1]
+    assert nice_ticks(0, 0) == [-0.6, -0.4, -0.2, 0.0, 0.2, 0.4, 0.6]
+    for low, high in [(-3e-7, 4e-7), (0, 119), (1e6, 7e6), (0.9999, 1.0)]:
+        ticks = nice_ticks(low, high)
+        assert ticks[0] <= low < high <= ticks[-1]
+        assert 3 <= len(ticks) <= 9
+
+
+def test_smoothing_is_a_centred_mean():
+    means, spreads = smooth([0, 0, 3, 0, 0], 3)
+    assert means == [0, 1, 1, 1, 0]
+    assert spreads == pytest.approx([0, math.sqrt(2), math.sqrt(2), math.sqrt(2), 0])
+    assert smooth([1, 2], 1) == ([1, 2], [0, 0])
+
+
+def test_long_curves_are_thinned_with_their_ends():
+    assert thinned(5, 400) == [0, 1, 2, 3, 4]
+    chosen = thinned(10_000, 400)
+    assert len(chosen) == 400
+    assert (chosen[0], chosen[-1]) == (0, 9999)
+
+
+def test_a_chart_has_each_axis_and_counts_episodes():
+    made = [
+        {"stage": "rl", "step": i, "time": 60.0 * i, "rollout/episodes": 10.0, "rollout/reward": i}
+        for i in range(4)
+    ]
+    made.insert(2, {"stage": "rl", "step": 9, "time": 1.0, "rollout/reward": math.nan})
+    chart = make_chart(made, Curve("Reward", "rl", "rollout/reward"))
+    assert [plot.axis for plot in chart.plots] == ["step", "episodes", "time"]
+    assert chart.plots[2].x_label == "wall time, minutes"
+    assert chart.labels[-1] == "3 (this step 3)\nstep 3, 40 episodes, 3 min"
+    assert len(chart.plots[0].pixels) == 4
+    assert make_chart(made[:1], Curve("Reward", "rl", "rollout/reward")) is None
+    assert make_chart(made, Curve("Loss", "sft", "train/loss")) is None
+
+
+def test_numbers_as_people_write_them():
+    assert [duration(s) for s in (0.42, 9.96, 59.7, 200, 7500)] == [
+        "0.4 s", "10 s", "1 min", "3 min 20 s", "2 h 5 min",
+    ]  # fmt: skip
+    assert [show(v) for v in (0.03124, 12345.6, 2.5e-5, 0.0)] == [
+        "0.0312",
+        "12,346",
+        "2.5e-05",
+        "0",
+    ]
+    assert show(0.5721, "%") == "57.2 %"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no chromium on this machine (apt-get install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(
+            executable_path=chromium,
+            args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"],
+        )
+        yield started
+        started.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_in_a_browser(browser, page, scheme, width):
+    tab = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    complaints, requests = [], []
+    tab.on("console", lambda message: complaints.append(message.text))
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.on("request", lambda request: requests.append(request.url))
+    tab.goto(page.as_uri())
+    assert tab.evaluate("window.hacked") is None
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.locator(".chart").count() == 3
+
+    for axis in ("step", "episodes", "time"):
+        tab.locator(f"label[for=over-{axis}]").click()
+        shown = tab.locator(".chart").first.locator(".plot:visible")
+        assert shown.count() == 1
+        assert f"over-{axis}" in shown.get_attribute("class")
+    tab.locator(".chart").first.locator(".plot:visible").hover()
+    assert "this step" in tab.locator("#tip").inner_text()
+
+    background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(255, 255, 255)") == (scheme == "light")
+    tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert tab.locator("details:not([open])").count() == 0
+    assert complaints == []
+    assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
+    tab.close()
