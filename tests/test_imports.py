@@ -24,7 +24,7 @@ FLOORS = (
     {"envs", "judges", "train"},
     {"rollout"},
     {"backends"},
-    {"assemble", "coevolve", "evaluate", "loop", "progress", "reporting", "runs"},
+    {"assemble", "coevolve", "evaluate", "loop", "progress", "report", "runs"},
     {"pipeline"},
     {"launch", "services"},
     {"cli"},
