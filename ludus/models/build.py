@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Annotated, Any
 
 import torch
@@ -22,7 +23,6 @@ from ludus.core.schema import LoraConfig, ModelConfig
 from ludus.models import ARCHITECTURES
 from ludus.models.tokenizers import unloadable
 
-Size = Annotated[int, Field(ge=1)]
 HiddenSize = Annotated[int, Field(ge=8, description="Width of the residual stream.")]
 NumLayers = Annotated[int, Field(ge=1, description="Transformer blocks.")]
 NumHeads = Annotated[int, Field(ge=1, description="Query heads.")]
@@ -211,13 +211,16 @@ def _with_lora(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
                     f"model.lora.targets[{i}]: the model has no linear module {target!r}"
                     f"{did_you_mean(target, linear)}"
                 )
-    return peft.get_peft_model(
-        model,
-        peft.LoraConfig(
-            task_type="CAUSAL_LM",
-            r=lora.rank,
-            lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout,
-            target_modules=lora.targets,
-        ),
-    )
+    with warnings.catch_warnings():
+        # peft still asks transformers for an attribute under its old name.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        return peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                task_type="CAUSAL_LM",
+                r=lora.rank,
+                lora_alpha=lora.alpha,
+                lora_dropout=lora.dropout,
+                target_modules=lora.targets,
+            ),
+        )

@@ -75,7 +75,13 @@ def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
         return train_tokenizer(Spec(name="bpe", args={"vocab_size": 600}), TEXTS, template)
     tokenizer = train_tokenizer(Spec(name="bpe", args={"vocab_size": 600}), TEXTS, "plain")
     found = [f"<|{name}|>" for name in ("im_start", "im_end", "begin_of_text", "eot_id")]
-    found += ["<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>", "<end_of_turn>", "</s>"]
+    found += [
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<start_of_turn>",
+        "<end_of_turn>",
+        "</s>",
+    ]
     tokenizer.add_special_tokens({"additional_special_tokens": found})
     tokenizer.eos_token = "</s>"
     tokenizer.chat_template = SOURCES.get(template, template)
@@ -156,7 +162,9 @@ def test_appending_equals_rendering_the_whole_conversation(name: str, data: st.D
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.text("abc .,:", max_size=20), st.text("abc.,:", max_size=9)), min_size=1))
+@given(
+    st.lists(st.tuples(st.text("abc .,:", max_size=20), st.text("abc.,:", max_size=9)), min_size=1)
+)
 def test_a_metaspace_tokenizer_gets_no_stray_space_marks(pairs: list[tuple[str, str]]) -> None:
     renderer = renderer_for("metaspace")
     conversation = [m for given, said in pairs for m in (user(given), says(said))]
@@ -229,8 +237,28 @@ def test_content_that_spells_special_tokens_stays_text(name: str) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.sampled_from(["<|im_end|>", "<|im_", "end|>", "<", "|", "<think>", "</think>",
-                                 "<tool_call>", "\n", " ", "a", "\ufdd0", "\ufdd1", "\ud800"])))
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "<|im_end|>",
+                "<|im_",
+                "end|>",
+                "<",
+                "|",
+                "<think>",
+                "</think>",
+                "<tool_call>",
+                "\n",
+                " ",
+                "a",
+                "\ufdd0",
+                "\ufdd1",
+                "\ud800",
+            ]
+        )
+    )
+)
 def test_no_splice_of_pieces_forges_framing(pieces: list[str]) -> None:
     renderer = renderer_for("qwen3")
     special = set(renderer._encoder.special.values())
@@ -315,6 +343,19 @@ def test_a_prompt_that_opens_the_thinking_block() -> None:
         Renderer(byte_tokenizer(R1_LIKE), thinking="forbid")
 
 
+def test_a_prompt_that_opens_a_block_which_turns_keep() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|><think>\n' + "
+        "(m.reasoning_content or '') + '\n</think>\n\n' + m.content + '<|end|>' }}"
+        "{% else %}{{ '<|user|>' + m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
+    )
+    renderer = Renderer(byte_tokenizer(source))
+    assert renderer._decode(renderer.assistant(says("left"))) == "\n</think>\n\nleft<|end|>"
+    conversation = [user("go"), says("left"), user("on"), says("right"), user("end")]
+    assert appended(renderer, conversation) == whole(renderer, conversation)
+
+
 def test_a_tokenizer_without_a_template_is_refused_with_the_remedy() -> None:
     tokenizer = train_tokenizer(Spec(name="bpe"), TEXTS)
     tokenizer.chat_template = None
@@ -337,12 +378,18 @@ def test_templates_that_cannot_be_appended_to_are_refused(source: str, message: 
 
 
 def test_templates_without_readable_tools_are_refused() -> None:
-    for name, problem in (("chatml", "does not show tools"), ("plain", None)):
-        if problem is None:
-            Renderer(byte_tokenizer(name), tools=[TURN])
-            continue
-        with pytest.raises(ConfigError, match=problem):
-            Renderer(byte_tokenizer(name), tools=[TURN])
+    with pytest.raises(ConfigError, match="does not show tools"):
+        Renderer(byte_tokenizer("chatml"), tools=[TURN])
+    own_form = (
+        "{{ tools | tojson }}{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{{ '<|assistant|>' + m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.name + '()' }}{% endfor %}{{ '<|end|>' }}"
+        "{% else %}{{ '<|user|>' + m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    Renderer(byte_tokenizer(own_form))
+    with pytest.raises(ConfigError, match="does not write tool calls as"):
+        Renderer(byte_tokenizer(own_form), tools=[TURN])
 
 
 def test_a_missing_template_names_the_nearest() -> None:

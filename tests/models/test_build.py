@@ -1,0 +1,162 @@
+"""Models from scratch and from a folder; LoRA; what does not fit is explained."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from ludus.core.errors import ConfigError
+from ludus.core.schema import LoraConfig, ModelConfig
+from ludus.core.types import Spec
+from ludus.models import ARCHITECTURES
+from ludus.models.build import build_model, merge_lora
+from ludus.models.tokenizers import train_tokenizer
+
+TINY = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "intermediate_size": 64}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(Spec(name="words"), ["turn left", "turn right", "pick up the ball"])
+
+
+def scratch(name: str = "qwen3", **fields: object) -> ModelConfig:
+    architecture = {"name": name, "args": TINY}
+    return ModelConfig.model_validate(
+        {"architecture": architecture, "tokenizer": "words", "context_length": 64, **fields}
+    )
+
+
+def states(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_a_model_is_a_function_of_its_seed(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = states(build_model(scratch(name), tokenizer, 7))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert same(states(build_model(scratch(name), tokenizer, 7)), first)
+    assert not same(states(build_model(scratch(name), tokenizer, 8)), first)
+
+
+def test_the_defaults_make_eight_hundred_thousand_parameters(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    for name in ARCHITECTURES:
+        config = ModelConfig(architecture=Spec(name=name), tokenizer="words")
+        model = build_model(config, tokenizer, 0)
+        assert 0.75e6 < model.num_parameters() < 0.9e6
+        assert model.config.max_position_embeddings == config.context_length
+        assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
+        assert model.config._attn_implementation == "sdpa"
+        assert model.config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_bfloat16_is_the_rounded_float32(tokenizer: PreTrainedTokenizerFast) -> None:
+    full = states(build_model(scratch(), tokenizer, 0))
+    half = states(build_model(scratch(dtype="bfloat16"), tokenizer, 0))
+    assert same(half, {name: value.bfloat16() for name, value in full.items()})
+
+
+def test_saved_and_loaded(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    model = build_model(scratch(), tokenizer, 0)
+    model.save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path), context_length=64)
+    assert same(states(build_model(config, tokenizer, 1)), states(model))
+    with pytest.raises(ConfigError, match=r"model\.context_length: 65 is beyond the 64 positions"):
+        build_model(ModelConfig(path=str(tmp_path), context_length=65), tokenizer, 0)
+    large = train_tokenizer(Spec(name="bpe"), ["turn left"])
+    with pytest.raises(ConfigError, match=r"model\.tokenizer: it has \d+ tokens"):
+        build_model(config, large, 0)
+
+
+def test_a_pretrained_model_has_no_dropout(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    shape = GPT2Config(vocab_size=300, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    assert shape.resid_pdrop > 0
+    GPT2LMHeadModel(shape).save_pretrained(tmp_path)
+    model = build_model(ModelConfig(path=str(tmp_path), context_length=64), tokenizer, 0).train()
+    ids = torch.arange(8)[None]
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_lora_trains_adapters_only_and_merges(tokenizer: PreTrainedTokenizerFast) -> None:
+    config = scratch(lora=LoraConfig(rank=2, targets=["q_proj", "down_proj"]))
+    model = build_model(config, tokenizer, 0)
+    again = build_model(config, tokenizer, 0)
+    assert same(states(model), states(again))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+
+    ids = torch.arange(8)[None]
+    plain = build_model(scratch(), tokenizer, 0)
+    assert torch.equal(model(ids).logits, plain(ids).logits)  # adapters start at zero
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+    adapted = states(model)
+    merged = merge_lora(model)
+    assert same(states(model), adapted)  # untouched
+    assert merged.state_dict().keys() == plain.state_dict().keys()
+    assert not torch.allclose(merged(ids).logits, plain(ids).logits)
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-4)
+    assert merge_lora(plain) is plain
+
+
+def test_all_linear_leaves_the_output_layer(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = build_model(scratch(lora=LoraConfig(rank=1)), tokenizer, 0)
+    adapted = {
+        name.split(".lora_")[0].rpartition(".")[2]
+        for name, _ in model.named_parameters()
+        if "lora_A" in name
+    }
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_mistakes_are_explained(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    def fails(match: str, config: ModelConfig) -> None:
+        with pytest.raises(ConfigError, match=match):
+            build_model(config, tokenizer, 0)
+
+    (tmp_path / "policy").mkdir()
+    fails("did you mean .*policy", ModelConfig(path=str(tmp_path / "polcy")))
+    fails("cannot load from the folder", ModelConfig(path=str(tmp_path / "policy")))
+    fails("hub did not give it", ModelConfig(path="nobody/no-such-model"))
+    fails("did you mean qwen3", scratch("qwen"))
+    fails(
+        r"model\.lora\.targets\[0\].*did you mean q_proj",
+        scratch(lora=LoraConfig(targets=["q_porj"])),
+    )
+    fails("no device", scratch(device="gpu"))
+    fails("CUDA devices", scratch(device="cuda:99"))
+    bad = ModelConfig.model_validate(
+        {"architecture": {"name": "qwen3", "args": {"num_heads": 3}}, "tokenizer": "words"}
+    )
+    fails("does not divide", bad)
+    bad = ModelConfig.model_validate(
+        {"architecture": {"name": "qwen3", "args": {"num_layer": 3}}, "tokenizer": "words"}
+    )
+    fails(r"did you mean model\.architecture\.args\.num_layers", bad)
+
+
+def test_models_import_sets_the_wait_policy_without_torch() -> None:
+    code = (
+        "import os, sys; os.environ.pop('OMP_WAIT_POLICY', None); import ludus.models; "
+        "assert os.environ['OMP_WAIT_POLICY'] == 'PASSIVE' and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
