@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.pool import QueuePool
 
 from ludus.core.errors import ConfigError, MissingDependency, StoreError
@@ -44,14 +44,12 @@ _POSTGRES_ADVICE = {  # by SQLSTATE, or by its first two characters
     "53300": "the server has no connection left: close some, or raise max_connections",
     "55P03": "another session holds it locked: wait for that session, or end it",
     "57P": "the server is shutting down or starting: try again when it is up",
-    "28": "the server refuses this user: check user and password",
-    "3D": "there is no such database: create it with createdb",
     "42501": "this user may not do that: grant the rights on the database",
     "25006": "the server takes no writes (a standby, perhaps): use the primary's address",
     "40": "the server cannot settle it with other sessions: try again",
     "XX": "the database is damaged: see the server's log, restore a backup",
 }
-_UNREACHABLE = "no server answers there: check that it runs, and the address"
+_UNREACHABLE = "no connection: check that the server runs, the address, the user and the database"
 
 
 class Database:
@@ -146,7 +144,9 @@ def _passing(error: DBAPIError) -> bool:
     """
     if isinstance(error.orig, sqlite3.Error):
         return False
-    state = getattr(error.orig, "sqlstate", None) or ""
+    state = getattr(error.orig, "sqlstate", None)
+    if state is None:  # a connection that could not be made, or that broke
+        return isinstance(error, OperationalError)
     return error.connection_invalidated or state[:2] in ("08", "40") or state[:3] == "57P"
 
 
