@@ -22,7 +22,7 @@ from minigrid.utils.baby_ai_bot import (
     OpenSubgoal,
 )
 
-from ludus.envs.babyai_world import Cell, cell_at, make_level
+from ludus.envs.babyai_world import Cell, cell_at, make_level, visible
 from ludus.envs.base import NoExpert
 
 MAX_PLANS = 500
@@ -88,7 +88,14 @@ class Expert:
     def _new_bot(self) -> Any:
         bot = BabyAIBot(self.world)
         bot.stack = _Plans(bot.stack)
+        bot._process_obs = self._remember_view  # the same, without minigrid's copies of the grid
         return bot
+
+    def _remember_view(self) -> None:
+        seen = self._bot.vis_mask
+        seen[tuple(self.world.agent_pos)] = True
+        for cell in visible(self.world):
+            seen[cell.position] = True
 
     def _mend_first_plan(self) -> None:
         """Mend the first plan on the levels that start as no level of the bot's authors does."""

@@ -130,16 +130,17 @@ def heading(world: Any) -> Cell:
 
 
 def look(world: Any) -> list[Seen]:
-    """The cells in view, nearest first, without the agent's own.
+    """The cells in view, nearest first, without the agent's own."""
+    return sorted(visible(world), key=lambda c: (c.forward + abs(c.side), c.forward, c.side))
+
+
+def visible(world: Any) -> Iterator[Seen]:
+    """The cells in view, in no particular order, without the agent's own.
 
     The same visibility as minigrid's `Grid.process_vis`, without its copies of the grid: row by row
     away from the agent, sight spreads sideways and ahead through everything but walls and doors
     that are not open.
     """
-    return sorted(_visible(world), key=lambda c: (c.forward + abs(c.side), c.forward, c.side))
-
-
-def _visible(world: Any) -> Iterator[Seen]:
     cells, width, height = world.grid.grid, world.grid.width, world.grid.height
     ax, ay = int(world.agent_pos[0]), int(world.agent_pos[1])
     (fx, fy), half = heading(world), VIEW // 2

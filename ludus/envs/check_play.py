@@ -1,0 +1,176 @@
+"""Playing an environment that cannot be trusted: with deadlines, and with its answers looked at."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import multiprocessing
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from ludus.core.errors import EnvError, EpisodeTimeout, MissingDependency
+from ludus.core.types import Message, Observation, Spec, StepResult, Task
+from ludus.envs import ENVS
+from ludus.envs.base import Env, NoExpert
+
+T = TypeVar("T")
+
+MOST_TURNS = 2000
+"""Turns after which an expert's episode is said not to end."""
+
+TURNS_WITHOUT_EXPERT = 5
+"""Turns played in an episode that no expert plays."""
+
+Turn = tuple[str, tuple[str, ...], float | None, bool, bool]
+"""An action and what came of it: messages as JSON, reward, terminated, truncated."""
+
+
+class Player:
+    """Plays episodes in a thread of its own, and reports answers that break the protocol.
+
+    `report(check, detail)` is called for each. Errors: EpisodeTimeout where a call takes longer
+    than `timeout_s`: its thread cannot be stopped, so the player must not be used any more.
+    """
+
+    def __init__(
+        self, make: Callable[[], Env], timeout_s: float, report: Callable[[str, str], None]
+    ) -> None:
+        self.make, self.timeout_s, self.report = make, timeout_s, report
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._hangs = False
+
+    def close(self) -> None:
+        """End the thread, unless it hangs."""
+        if not self._hangs:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def call(self, what: str, function: Callable[[], Awaitable[T]]) -> T:
+        """What the coroutine of `function` returns, within the time limit."""
+
+        async def run() -> T:
+            return await function()
+
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=self.timeout_s)
+        if not done:
+            self._hangs = True
+            raise EpisodeTimeout(f"{what} takes longer than {self.timeout_s:g} s")
+        return future.result()
+
+    async def reset(self, env: Env, task: Task) -> Observation:
+        """Reset and look at the answer. Errors: EnvError where it is no Observation."""
+        observation: Any = await self.call("reset", lambda: env.reset(task))
+        if not isinstance(observation, Observation):
+            raise EnvError(f"reset returned {kind(observation)}, not an Observation")
+        if not observation.messages:
+            self.report("opening", "reset returned no messages: the model would see nothing")
+        self._look_at("reset", observation.messages)
+        return observation
+
+    async def step(self, env: Env, action: Message) -> StepResult:
+        """Step and look at the answer. Errors: EnvError where it is no StepResult."""
+        result: Any = await self.call("step", lambda: env.step(action))
+        if not isinstance(result, StepResult):
+            raise EnvError(f"step returned {kind(result)}, not a StepResult")
+        if result.reward is not None and not math.isfinite(result.reward):
+            self.report("rewards", f"step returned the reward {result.reward}")
+        if not result.messages and not result.done:
+            self.report("answers", "step returned no messages, and the episode goes on")
+        self._look_at("step", result.messages)
+        return result
+
+    async def expert(self, env: Env) -> str:
+        """The expert's action. Errors: NoExpert."""
+
+        async def ask() -> str:
+            return env.expert_action()
+
+        return await self.call("expert_action", ask)
+
+    async def close_env(self, env: Env) -> None:
+        """Close an environment that no check is about; what it raises is found elsewhere."""
+        try:
+            await self.call("close", env.close)
+        except EpisodeTimeout:
+            raise
+        except Exception:
+            return
+
+    def _look_at(self, what: str, messages: Iterable[Any]) -> None:
+        for message in messages:
+            if not isinstance(message, Message):
+                self.report("messages", f"{what} returned {kind(message)} among its messages")
+            elif message.role == "assistant":
+                self.report("messages", f"{what} returned an assistant message: the model's own")
+
+    async def turns(
+        self, env: Env, task: Task, actions: Sequence[str] | None = None
+    ) -> AsyncIterator[Turn]:
+        """The opening (as a turn without an action), then a turn for each of the given actions.
+
+        Without actions the expert plays; where there is none, a few words do.
+        """
+        opening = await self.reset(env, task)
+        yield "", _dump(opening.messages), None, False, False
+        for number in range(MOST_TURNS if actions is None else len(actions)):
+            action = await self._words(env, number) if actions is None else actions[number]
+            if action is None:
+                return
+            result = await self.step(env, Message(role="assistant", content=action))
+            outcome = (result.reward, result.terminated, result.truncated)
+            yield action, _dump(result.messages), *outcome
+            if result.done:
+                return
+
+    async def _words(self, env: Env, turn: int) -> str | None:
+        try:
+            return await self.expert(env)
+        except NoExpert:
+            return f"look {turn}" if turn < TURNS_WITHOUT_EXPERT else None
+
+    async def episode(self, task: Task, actions: Sequence[str] | None = None) -> list[Turn]:
+        """All turns of an episode, in a new environment."""
+        env = self.make()
+        try:
+            return [turn async for turn in self.turns(env, task, actions)]
+        finally:
+            await self.close_env(env)
+
+
+def kind(value: object) -> str:
+    """What a wrong answer is, in words."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _dump(messages: Iterable[Message]) -> tuple[str, ...]:
+    return tuple(
+        m.model_dump_json() if isinstance(m, Message) else f"not a message: {kind(m)}"
+        for m in messages
+    )
+
+
+def play_elsewhere(spec: Spec, task: Task, actions: list[str], timeout_s: float) -> list[Turn]:
+    """The episode in a fresh process, which has another hash seed.
+
+    Errors: whatever the episode raises there, TimeoutError, MissingDependency (pebble).
+    """
+    try:
+        from pebble import ProcessPool
+    except ModuleNotFoundError as error:
+        raise MissingDependency("pebble", "envs", "playing in another process") from error
+    with ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn")) as pool:
+        args = (spec.model_dump_json(), task.model_dump_json(), actions)
+        turns: list[Turn] = pool.schedule(_play_here, args=args, timeout=timeout_s).result()
+        return turns
+
+
+def _play_here(spec_json: str, task_json: str, actions: list[str]) -> list[Turn]:
+    spec, task = Spec.model_validate_json(spec_json), Task.model_validate_json(task_json)
+    player = Player(lambda: ENVS.build(spec), math.inf, lambda *_: None)
+    player.timeout_s = 3600.0  # the pool's own limit comes first
+    return asyncio.run(player.episode(task, actions))
