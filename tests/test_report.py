@@ -53,8 +53,16 @@ def records():
     made = []
     for step in range(300):
         loss = 2.2 * math.exp(-step / 60) + 0.21 + draw.gauss(0, 0.03)
-        made.append({"stage": "sft", "step": step, "time": 10 + step * 0.3, "train/loss": loss,
-                     "train/lr": 1e-3 * min(1, step / 20), "train/grad_norm": 1 + draw.random()})  # fmt: skip
+        made.append(
+            {
+                "stage": "sft",
+                "step": step,
+                "time": 10 + step * 0.3,
+                "train/loss": loss,
+                "train/lr": 1e-3 * min(1, step / 20),
+                "train/grad_norm": 1 + draw.random(),
+            }
+        )
     for step in range(120):
         success = 0.85 - 0.33 * math.exp(-step / 35) + draw.gauss(0, 0.035)
         made.append(
@@ -66,6 +74,7 @@ def records():
                 "rollout/sampled_tokens": 1900.0 + draw.random(),
                 "rollout/success": min(success, 1.0),
                 "rollout/reward": min(success, 1.0) * 0.88,
+                "rollout/groups_with_signal": 0.45 + 0.1 * draw.random() - step / 400,
                 "train/loss": draw.gauss(0, 0.01),
                 "train/entropy": 0.9 * math.exp(-step / 80) + draw.gauss(0, 0.01),
                 "train/policy_version": float(step + 1),
@@ -253,6 +262,7 @@ def test_smoothing_is_a_centred_mean():
     means, spreads = smooth([0, 0, 3, 0, 0], 3)
     assert means == [0, 1, 1, 1, 0]
     assert spreads == pytest.approx([0, math.sqrt(2), math.sqrt(2), math.sqrt(2), 0])
+    assert smooth([4, 2, 0], 3)[0] == [3, 2, 1]
     assert smooth([1, 2], 1) == ([1, 2], [0, 0])
 
 
@@ -317,7 +327,7 @@ def test_in_a_browser(browser, page, scheme, width):
     tab.goto(page.as_uri())
     assert tab.evaluate("window.hacked") is None
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
-    assert tab.locator(".chart").count() == 3
+    assert tab.locator(".chart").count() == 4
 
     for axis in ("step", "episodes", "time"):
         tab.locator(f"label[for=over-{axis}]").click()

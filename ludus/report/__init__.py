@@ -152,12 +152,12 @@ def headline(data: ReportData) -> str:
 def key_figures(data: ReportData) -> list[tuple[str, str, str]]:
     """Name, value and remark of the few numbers at the top."""
     figures = []
-    for name, evaluation in _first_and_last(data.evaluations):
+    for name, evaluation in _compared(data):
         remark = _ends(evaluation.success).strip(" ()") + f" · {evaluation.sampling}"
         figures.append((f"Success, {name}", _share(evaluation.success.value), remark))
     if data.comparison is not None:
         d = data.comparison.success
-        p = "p < 0.001" if d.p_value < 0.001 else f"p = {d.p_value:.3f}"
+        p = "p\u00a0<\u00a00.001" if d.p_value < 0.001 else f"p\u00a0=\u00a0{d.p_value:.3f}"
         figures.append(("Difference", _points(d), f"{d.test}, {p}"))
     episodes = sum(
         record.get("rollout/episodes") or 0 for record in data.records if record["stage"] == "rl"
@@ -176,8 +176,13 @@ def key_figures(data: ReportData) -> list[tuple[str, str, str]]:
     return figures
 
 
-def _first_and_last(evaluations: Mapping[str, Evaluation]) -> list[tuple[str, Evaluation]]:
-    items = list(evaluations.items())
+def _compared(data: ReportData) -> list[tuple[str, Evaluation]]:
+    """The two evaluations that are compared; else the first and the last."""
+    items = list(data.evaluations.items())
+    if data.comparison is not None:
+        named = [item for item in items if item[0] in (data.comparison.a, data.comparison.b)]
+        if len(named) == 2:
+            return named
     return items[:1] + items[1:][-1:]
 
 

@@ -46,6 +46,13 @@ CURVES = (
         limits=(0.0, 1.0),
     ),
     Curve("Reward of training episodes", "rl", "rollout/reward"),
+    Curve(
+        "Groups with differing rewards",
+        "rl",
+        "rollout/groups_with_signal",
+        "%",
+        limits=(0.0, 1.0),
+    ),
     Curve("SFT loss", "sft", "train/loss"),
 )
 
@@ -140,11 +147,11 @@ def make_sparks(records: Sequence[Record], shown: Sequence[Curve]) -> dict[str, 
 
 
 def smooth(values: Sequence[float], window: int) -> tuple[list[float], list[float]]:
-    """Centred rolling mean and standard deviation, over fewer points at the ends."""
+    """Centred rolling mean and standard deviation; at the ends, of the half that exists."""
     means, spreads = [], []
+    half = window // 2
     for i in range(len(values)):
-        half = min(window // 2, i, len(values) - 1 - i)
-        near = values[i - half : i + half + 1]
+        near = values[max(0, i - half) : i + half + 1]
         mean = math.fsum(near) / len(near)
         means.append(mean)
         spreads.append(math.sqrt(math.fsum((v - mean) ** 2 for v in near) / len(near)))
