@@ -1,0 +1,67 @@
+"""Advantages: the rewards of one group's trajectories -> how much better each was than its group.
+
+The rollout is the unit: one number a trajectory, however many turns, tokens or branches it has.
+With rewards 1, 0, 0, 1:
+
+    group_normalised   0.866  -0.866  -0.866   0.866
+    group_centred      0.5    -0.5    -0.5     0.5
+    leave_one_out      0.667  -0.667  -0.667   0.667
+    ones               1       1       1       1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+AdvantageFn = Callable[[Sequence[float]], list[float]]
+"""Rewards of a group's trainable trajectories to their advantages, in the same order."""
+
+EPS = 1e-4
+"""Added to the standard deviation. Rewards that differ by a rounding error thus stay near 0."""
+
+
+def group_normalised(rewards: Sequence[float]) -> list[float]:
+    """(r_i - mean) / (std + 1e-4): GRPO, Shao et al. 2024 (arXiv:2402.03300), section 4.1.2.
+
+    The paper writes std(r) and leaves its convention open. This is the sample's (divided by G - 1)
+    with 1e-4 added, as in TRL, so that runs can be compared. A reward alone gets 0.
+    """
+    centred = group_centred(rewards)
+    std = math.sqrt(math.fsum(c * c for c in centred) / max(len(centred) - 1, 1))
+    return [c / (std + EPS) for c in centred]
+
+
+def group_centred(rewards: Sequence[float]) -> list[float]:
+    """r_i - mean: Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783).
+
+    Without the division, an easy or a hard question (a small std) does not outweigh the others.
+    """
+    mean = math.fsum(rewards) / max(len(rewards), 1)
+    return [reward - mean for reward in rewards]
+
+
+def leave_one_out(rewards: Sequence[float]) -> list[float]:
+    """r_i - mean of the others: RLOO, Kool et al. 2019; Ahmadian et al. 2024 (arXiv:2402.14740).
+
+    An unbiased baseline, for it does not depend on r_i. Equals `group_centred` times G / (G - 1).
+    A reward alone has no baseline and gets 0.
+    """
+    if len(rewards) < 2:
+        return [0.0 for _ in rewards]
+    total, others = math.fsum(rewards), len(rewards) - 1
+    return [reward - (total - reward) / others for reward in rewards]
+
+
+def ones(rewards: Sequence[float]) -> list[float]:
+    """1 for everyone: imitation does not compare."""
+    return [1.0 for _ in rewards]
+
+
+def has_signal(rewards: Sequence[float]) -> bool:
+    """Whether the group's rewards differ, so that its advantages are not all 0.
+
+    DAPO's condition for keeping a group (Yu et al. 2025, arXiv:2503.14476, the constraint of
+    equation 8: neither all right nor all wrong), for rewards of any value.
+    """
+    return bool(rewards) and max(rewards) - min(rewards) > 1e-8
