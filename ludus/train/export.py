@@ -96,14 +96,14 @@ def _require_target(target: Path, overwrite: bool) -> None:
 
 def _merged(model: PeftModel) -> Any:
     """A copy of the model whose adapters are folded into its weights."""
-    twin = copy.deepcopy(model)
-    _untie_adapted_embeddings(twin)
     with warnings.catch_warnings():
         # peft tells that it corrects `tie_word_embeddings`, which is what we want.
         warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
         try:
+            twin = copy.deepcopy(model)
+            _untie_adapted_embeddings(twin)
             return twin.merge_and_unload(safe_merge=True)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # not finite; tied adapters; out of memory
             raise CheckpointError(f"the adapters cannot be merged: {error}") from error
 
 
