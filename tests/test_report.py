@@ -197,6 +197,13 @@ def test_the_page_says_what_happened(page):
         assert said in text, said
 
 
+def test_tiers_show_the_two_evaluations_that_are_compared(page, data):
+    text = page.read_text(encoding="utf-8")
+    rows = text.count('<th scope="row">after RL')
+    assert rows == 1 + len(data.evaluations["after RL"].tiers)
+    assert text.count('<th scope="row">untrained') == 1
+
+
 def test_an_empty_run_still_gives_a_page(tmp_path):
     text = write_report(tmp_path / "report.html", ReportData(name="x")).read_text(encoding="utf-8")
     Tags(text)

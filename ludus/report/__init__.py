@@ -111,6 +111,7 @@ def render(data: ReportData) -> str:
         data=data,
         outcome=data.outcome or headline(data),
         figures=key_figures(data),
+        compared=_compared(data),
         charts=found,
         axes=[a for a in ("step", "episodes", "time") if _has_axis(found, a)],
         size={
@@ -180,7 +181,8 @@ def _compared(data: ReportData) -> list[tuple[str, Evaluation]]:
     """The two evaluations that are compared; else the first and the last."""
     items = list(data.evaluations.items())
     if data.comparison is not None:
-        named = [item for item in items if item[0] in (data.comparison.a, data.comparison.b)]
+        wanted = {data.comparison.a, data.comparison.b}
+        named = [(name, e) for name, e in items if name in wanted or e.label in wanted]
         if len(named) == 2:
             return named
     return items[:1] + items[1:][-1:]

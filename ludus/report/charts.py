@@ -132,7 +132,7 @@ def make_chart(records: Sequence[Record], curve: Curve) -> Chart | None:
 
 def make_sparks(records: Sequence[Record], shown: Sequence[Curve]) -> dict[str, list[Spark]]:
     """Every other metric that varies, by stage."""
-    taken = {(curve.stage, curve.metric) for curve in shown}
+    taken = {(curve.stage, curve.metric) for curve in shown} | {curve.dots for curve in shown}
     names: dict[tuple[str, str], None] = {}
     for record in records:
         for name in record:
