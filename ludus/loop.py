@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from ludus.backends.base import Backend
 from ludus.core.schema import OptimizerConfig
 from ludus.core.seeds import derive_seed
-from ludus.core.types import Group, Task, Trajectory
+from ludus.core.types import Group, Sample, Task, Trajectory
 from ludus.tasks.sampler import TaskSampler
 from ludus.train.algorithms import Algorithm
-from ludus.train.packing import pack
+from ludus.train.packing import Batch, pack
 from ludus.train.samples import split, to_samples
 
 
@@ -54,8 +54,7 @@ class Stage:
     minibatches: int = 1
     temperature: float = 1.0
     seed: int = 0
-    after_step: Callable[[int, dict[str, float]], Awaitable[bool]] | None = None
-    timings: dict[str, float] = field(default_factory=dict)
+    after_step: Callable[[int], Awaitable[bool]] | None = None
 
     @property
     def optimizer_steps(self) -> int:
@@ -73,29 +72,44 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
         samples = to_samples(groups, stage.algorithm)
         metrics = group_metrics(groups)
         for part in _parts(stage, samples, step):
-            weights = stage.algorithm.aggregate(part)
-            batch = pack(
-                part, weights, tokens_per_batch=stage.tokens_per_batch, pad_id=stage.pad_id
-            )
+            batch = _batch(stage, part)
             trained = await backend.train_step(batch, stage.algorithm.loss)
             metrics |= {f"train/{name}": value for name, value in trained.items()}
+            metrics["train/padding"] = batch.padding
         metrics["train/policy_version"] = await backend.publish_weights()
         clock.lap("train")
         metrics |= clock.metrics(groups)
         recorder.record(stage.name, step, groups, metrics)
-        if stage.after_step and not await stage.after_step(step + 1, metrics):
+        if stage.after_step and not await stage.after_step(step + 1):
             return
 
 
-def _parts(stage: Stage, samples: list[Any], step: int) -> list[list[Any]]:
-    """The samples of each optimizer step of one policy iteration; empty ones are left out."""
-    if not samples:
-        return []
-    parts: list[list[Any]] = []
+def _parts(stage: Stage, samples: list[Sample], step: int) -> list[list[Sample]]:
+    """The samples of each optimizer step of one policy iteration.
+
+    A part in which no token has an advantage has no gradient, and is left out.
+    """
+    parts: list[list[Sample]] = []
     for epoch in range(stage.epochs):
         seed = derive_seed(stage.seed, stage.name, step, epoch)
-        parts += split(samples, stage.minibatches, seed)
-    return [part for part in parts if part]
+        parts += split(samples, stage.minibatches, seed) if samples else []
+    return [part for part in parts if any(map(_has_gradient, part))]
+
+
+def _batch(stage: Stage, samples: list[Sample]) -> Batch:
+    """Weights over all samples; then those without a gradient need no computation."""
+    weights = stage.algorithm.aggregate(samples)
+    live = [(s, w) for s, w in zip(samples, weights, strict=True) if _has_gradient(s)]
+    return pack(
+        [sample for sample, _ in live],
+        [weight for _, weight in live],
+        tokens_per_batch=stage.tokens_per_batch,
+        pad_id=stage.pad_id,
+    )
+
+
+def _has_gradient(sample: Sample) -> bool:
+    return any(sample.advantages)
 
 
 class Clock:

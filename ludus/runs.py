@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from ludus.core.errors import ConfigError, LudusError, did_you_mean
 
@@ -18,13 +17,13 @@ from ludus.core.errors import ConfigError, LudusError, did_you_mean
 class RunFolder:
     """`<runs_dir>/<id>/` and what lies in it.
 
-        config.yaml            the resolved configuration
-        versions.json          machine, Python, packages
-        demonstrations.jsonl   the expert's episodes
-        tokenizer/             as Hugging Face saves it
-        checkpoints/           one folder each
-        evaluations/           one JSON file each
-        metrics.jsonl, log.jsonl, report.html
+    config.yaml            the resolved configuration
+    versions.json          machine, Python, packages
+    demonstrations.jsonl   the expert's episodes
+    tokenizer/             as Hugging Face saves it
+    checkpoints/           one folder each
+    evaluations/           one JSON file each
+    metrics.jsonl, log.jsonl, report.html
     """
 
     path: Path
@@ -109,11 +108,11 @@ def find_run(runs_dir: str | Path, run: str) -> RunFolder:
     raise ConfigError(f"there is no run {run!r} in {runs_dir}{did_you_mean(run, known)}")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file aside, then rename it: readers see the old one or the new one."""
+def write_text(path: Path, text: str) -> None:
+    """Write a file aside, then rename it: readers see the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+    aside.write_text(text)
     os.replace(aside, path)
 
 

@@ -20,13 +20,13 @@ PACKAGE = Path(ludus.__file__).parent
 
 FLOORS = (
     {"core"},
-    {"store", "tasks", "models", "tools"},
+    {"models", "runs", "store", "tasks", "tools"},
     {"envs", "judges", "train"},
-    {"rollout"},
+    {"registries", "rollout"},
     {"backends"},
-    {"assemble", "coevolve", "evaluate", "loop", "progress", "report", "runs"},
-    {"pipeline"},
-    {"launch", "services"},
+    {"assemble", "coevolve", "evaluate", "loop", "progress", "report"},
+    {"debug", "doctor", "pipeline", "reporting"},
+    {"evaluating", "launch", "services"},
     {"cli"},
 )
 """From the ground up. A file imports from its own folder and from the floors below its own."""

@@ -10,7 +10,7 @@ import torch
 from ludus.core.schema import OptimizerConfig, RunConfig
 from ludus.models.engine import InProcessSampler
 from ludus.models.renderer import Renderer
-from ludus.train.checkpoint import CheckpointStore
+from ludus.train.checkpoint import CheckpointStore, load
 from ludus.train.learner import Learner
 from ludus.train.losses import LossFn
 from ludus.train.packing import Batch
@@ -35,7 +35,7 @@ class LocalBackend:
         self._engine = InProcessSampler(
             model,
             context_length=config.model.context_length,
-            decode=renderer.decode,
+            decode=renderer.tokenizer.decode,
             deterministic=config.rollout.deterministic,
         )
         self.checkpoints = CheckpointStore(
@@ -95,9 +95,7 @@ class LocalBackend:
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint of the stage that `begin_stage` started."""
-        everything = self.checkpoints.load(
-            path, model=self.model, optimizer=self.learner.optimizer
-        )
+        everything = load(path, model=self.model, optimizer=self.learner.optimizer)
         self.learner.step = everything["optimizer_step"]
         self._engine.policy_version = everything["policy_version"]
         self._engine.forget()

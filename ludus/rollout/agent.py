@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ludus.core.errors import ContextOverflow, EpisodeError, EpisodeTimeout, ToolError, Unscorable
-from ludus.core.errors import EnvError as EnvError
+from ludus.core.errors import (
+    ContextOverflow,
+    EnvError,
+    EpisodeError,
+    EpisodeTimeout,
+    ToolError,
+    Unscorable,
+)
 from ludus.core.schema import RolloutConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Message, Status, StepResult, Task, Trajectory
@@ -44,7 +50,9 @@ class Agent:
     config: RolloutConfig
     judge: Judge | None = None
 
-    async def play(self, task: Task, env: HostedEnv | None, trajectory: Trajectory, seed: int) -> None:
+    async def play(
+        self, task: Task, env: HostedEnv | None, trajectory: Trajectory, seed: int
+    ) -> None:
         """Fill `trajectory`, whose id names the sampler's session (the caller opens and closes it).
 
         Whatever goes wrong inside the episode ends up as its status and error; errors that concern
@@ -80,9 +88,7 @@ class Agent:
                     f"model.context_length is {self.sampler.context_length}"
                 )
             params = self._params(min(config.max_tokens_per_turn, room), derive_seed(seed, turn))
-            completion = await self.sampler.sample(
-                prompt, params, session=builder.trajectory.id
-            )
+            completion = await self.sampler.sample(prompt, params, session=builder.trajectory.id)
             parsed = self.renderer.parse(completion.token_ids)
             segment = builder.sampled(completion, parsed.message)
             if completion.finish_reason == "length":
@@ -103,7 +109,7 @@ class Agent:
         action, problem = self._action(env, message) if error is None else (None, error)
         if action is None:
             role = "tool" if message.tool_calls else "user"
-            return StepResult(messages=[Message(role=role, content=f"Error: {problem}")])
+            return StepResult(messages=[Message(role=role, content=problem)])
         result = await env.step(action)
         if message.tool_calls:
             call = message.tool_calls[0]
@@ -113,15 +119,13 @@ class Agent:
 
     def _action(self, env: HostedEnv, message: Message) -> tuple[Message | None, str]:
         """The action that a turn names in the configured format, or what is wrong with the turn."""
-        if message.thinking and self.renderer.thinking == "forbid":
-            return None, "do not write thinking blocks."
         if self.config.format == "plain":
             return Message(role="assistant", content=message.content.strip()), ""
         if self.config.format == "react":
-            thought_action = parse_react(message.content)
-            if isinstance(thought_action, str):
-                return None, thought_action
-            return Message(role="assistant", content=thought_action[1]), ""
+            react = parse_react(message.content)
+            if react.error is not None:
+                return None, react.error
+            return Message(role="assistant", content=react.action or ""), ""
         if len(message.tool_calls) != 1:
             return None, f"make exactly one tool call a turn, not {len(message.tool_calls)}."
         try:

@@ -81,20 +81,20 @@ def render_run(store: RunStore, run_id: str) -> RenderableType:
     parts: list[RenderableType] = [facts]
     stages = store.summary(run_id)
     if stages:
-        parts += [Rule("stages", align="left"), _stages(stages)]
+        parts += [_rule("stages"), _stages(stages)]
     for stage in stages:
         steps = store.steps(run_id, stage.stage)
         if steps and steps[-1].metrics:
-            parts += [Rule(f"{stage.stage}: step {steps[-1].step}", align="left"), _metrics(steps)]
+            parts += [_rule(f"{stage.stage}: step {steps[-1].step}"), _metrics(steps)]
     reasons = Counter((row.stage, row.reason) for row in store.dropped(run_id))
     if reasons:
         table = _table("stage", "dropped because", "count")
         for (name, reason), count in reasons.most_common():
             table.add_row(_plain(name), _plain(reason), str(count))
-        parts += [Rule("dropped", align="left"), table]
+        parts += [_rule("dropped"), table]
     newest = list(store.trajectories(run_id, limit=_NEWEST, newest_first=True))
     if newest:
-        parts += [Rule("newest trajectories", align="left"), _trajectories(newest)]
+        parts += [_rule("newest trajectories"), _trajectories(newest)]
         parts.append(Text(f"ludus show {run_id} TRAJECTORY shows one, token by token", "dim"))
     return Group(*parts)
 
@@ -125,7 +125,7 @@ def render_trajectory(
         "reward": _number(row.reward),
         "scores": _numbers(row.scores),
         "metrics": _numbers(row.metrics),
-        "length": f"{row.num_turns} turns, {row.num_tokens} tokens, "
+        "length": f"{_count(row.num_turns, 'turn')}, {_count(row.num_tokens, 'token')}, "
         f"{row.num_sampled_tokens} of them sampled",
         "error": row.error,
         "dropped": row.dropped,
@@ -135,6 +135,11 @@ def render_trajectory(
         why = row.dropped or f"status {row.status.value}"
         legend = f"lines that begin with + were sampled by the policy; none trains ({_clean(why)})"
     return Group(_facts(facts), Text(legend, "dim"), *_turns(trajectory, decode))
+
+
+def render_turns(trajectory: Trajectory, decode: Decode | None = None) -> RenderableType:
+    """The turns of a rollout that no store holds."""
+    return Group(*_turns(trajectory, decode))
 
 
 # Parts of a rollout
@@ -162,7 +167,7 @@ def _turns(trajectory: Trajectory, decode: Decode | None) -> Iterator[Renderable
         if len(leaves) > 1:
             parent = trajectory.segments[fresh[0]].parent
             origin = "from the start" if parent < 0 else f"goes on after [{parent}]"
-            yield Rule(f"branch {number} of {len(leaves)}, {origin}", align="left")
+            yield _rule(f"branch {number} of {len(leaves)}, {origin}")
         for index in fresh:
             segment = trajectory.segments[index]
             turns += segment.sampled
@@ -175,7 +180,7 @@ def _turns(trajectory: Trajectory, decode: Decode | None) -> Iterator[Renderable
 def _heading(index: int, segment: Segment, turn: int, decode: Decode | None) -> Text:
     role = segment.message.role if segment.message else "assistant" if segment.sampled else "given"
     title = Text(f"[{index}] {role}", "bold")
-    facts = [f"{len(segment.token_ids)} tokens"]
+    facts = [_count(len(segment.token_ids), "token")]
     if segment.sampled:
         title.append(f", turn {turn}")
         facts = [f"sampled {facts[0]}"]
@@ -279,6 +284,14 @@ def _clean(text: str) -> str:
 
 def _plain(text: str) -> Text:
     return Text(_clean(text))
+
+
+def _rule(title: str) -> Rule:
+    return Rule(_plain(title), align="left", style="dim")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _number(value: float | None) -> str:

@@ -49,7 +49,7 @@ class Learner:
         self.step = 0
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         # Norms' gains and biases are vectors: decaying them only fights the optimizer.
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [p for p in self.parameters if p.ndim > 1]},
             {"params": [p for p in self.parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
@@ -132,7 +132,7 @@ class Learner:
         output = loss(inputs)
         total = (output.loss_N * micro_batch.weights_RT[mask_RT].to(device)).sum()
         if torch.isfinite(total):
-            total.backward()
+            total.backward()  # type: ignore[no-untyped-call]
         sums = {name: float(value.detach().sum()) for name, value in output.metrics.items()}
         sums["entropy"] = float(entropy_N.sum())
         return float(total.detach()), sums

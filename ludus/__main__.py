@@ -1,0 +1,5 @@
+"""`python -m ludus`."""
+
+from ludus.cli import main
+
+main()

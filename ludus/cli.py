@@ -1,0 +1,319 @@
+"""The command line: `ludus VERB`. Nothing heavy is imported before a verb needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ludus import __version__
+from ludus.core.errors import ConfigError, LudusError
+
+app = typer.Typer(
+    name="ludus",
+    help="Train language-model agents by reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+checkpoint_app = typer.Typer(help="Checkpoints: list, check, export.", no_args_is_help=True)
+app.add_typer(checkpoint_app, name="checkpoint")
+
+Recipe = Annotated[
+    str, typer.Argument(help="A YAML file, or `file.py:function` that returns a RunConfig.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings to change: dotted.key=value ...")
+]
+RunsDir = Annotated[str, typer.Option("--runs-dir", help="Folder of the runs.")]
+StoreUrl = Annotated[
+    str | None, typer.Option("--store", help="URL of the run store, if not SQLite in runs-dir.")
+]
+Run = Annotated[str, typer.Argument(help="A run's id (see `ludus runs`).")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if show_version:
+        typer.echo(f"ludus {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    recipe: Annotated[
+        str | None, typer.Argument(help="A YAML file, or `file.py:function`; not with --resume.")
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str | None, typer.Option("--resume", metavar="RUN", help="Go on with this run.")
+    ] = None,
+    skip_damaged: Annotated[
+        bool, typer.Option(help="Resume from an older checkpoint where the newest is damaged.")
+    ] = False,
+    runs_dir: RunsDir = "runs",
+) -> None:
+    """Train: demonstrations, SFT, RL, evaluation, report, as the recipe says."""
+    from ludus import launch
+    from ludus.core.config import dump_config
+    from ludus.progress import Display
+
+    if (recipe is None) == (resume is None) and not (resume and recipe and "=" in recipe):
+        raise ConfigError("give a recipe, or --resume RUN")
+    display = Display()
+    try:
+        if resume is not None:
+            changes = ([recipe] if recipe else []) + (overrides or [])
+            folder = launch.resume(resume, runs_dir, display, changes, skip_damaged=skip_damaged)
+        else:
+            config = _load(str(recipe), overrides, runs_dir)
+            typer.echo(dump_config(config), err=True)
+            folder = launch.train(config, display)
+    except launch.Stopped as stopped:
+        display.close()
+        typer.echo(str(stopped), err=True)
+        raise typer.Exit(130) from None
+    finally:
+        display.close()
+    typer.echo(f"run {folder.id} is complete: {folder.report}")
+
+
+@app.command()
+def debug(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    tasks: Annotated[int, typer.Option(help="Tasks to play.")] = 1,
+) -> None:
+    """Play a few tasks in this thread, show every turn and every training row, and stop."""
+    from ludus.debug import debug as run_debug
+
+    run_debug(_load(recipe, overrides), tasks)
+
+
+@app.command()
+def evaluate(
+    run: Run,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Checkpoint, e.g. sft-000300; default: the newest.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="A second checkpoint: compare on the same tasks.")
+    ] = None,
+    num_tasks: Annotated[int | None, typer.Option(help="Held-out tasks; default: all.")] = None,
+    samples: Annotated[int, typer.Option(help="Episodes of each task; k of pass@k.")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    runs_dir: RunsDir = "runs",
+) -> None:
+    """Evaluate a run's checkpoint on its held-out tasks, or compare two with a paired test."""
+    from ludus.evaluating import evaluate_checkpoints
+
+    names = [checkpoint, against] if against else [checkpoint]
+    evaluate_checkpoints(run, runs_dir, names, num_tasks, samples, temperature)
+
+
+@app.command()
+def report(run: Run, runs_dir: RunsDir = "runs", store: StoreUrl = None) -> None:
+    """Write a run's report again, from what is stored."""
+    from ludus import launch
+
+    typer.echo(launch.report_again(run, runs_dir, store))
+
+
+@app.command()
+def runs(runs_dir: RunsDir = "runs", store: StoreUrl = None) -> None:
+    """List the runs in the store."""
+    from ludus.launch import open_store
+    from ludus.store.show import render_runs
+
+    with open_store(runs_dir, store) as opened:
+        _print(render_runs(opened))
+
+
+@app.command()
+def show(
+    run: Run,
+    trajectory: Annotated[
+        str | None, typer.Argument(help="A trajectory's id: read its rollout.")
+    ] = None,
+    runs_dir: RunsDir = "runs",
+    store: StoreUrl = None,
+) -> None:
+    """Show a run, or one of its rollouts with trained tokens told apart."""
+    from ludus.launch import decoder, open_store
+    from ludus.store.show import render_run, render_trajectory
+
+    with open_store(runs_dir, store) as opened:
+        if trajectory is None:
+            _print(render_run(opened, run))
+        else:
+            decode = decoder(run, runs_dir)
+            _print(render_trajectory(opened, run, trajectory, decode))
+
+
+@app.command()
+def export(
+    run: Run,
+    path: Annotated[Path, typer.Argument(help="The file to write.")],
+    format: Annotated[str, typer.Option(help="jsonl or parquet.")] = "jsonl",
+    what: Annotated[str, typer.Option(help="trajectories, steps, or sft.")] = "trajectories",
+    min_score: Annotated[
+        float | None, typer.Option(help="Only episodes whose reward reaches this.")
+    ] = None,
+    runs_dir: RunsDir = "runs",
+    store: StoreUrl = None,
+) -> None:
+    """Write a run's trajectories, steps, or an SFT data set to a file."""
+    from ludus.launch import decoder, open_store
+    from ludus.store.export import export as write
+
+    with open_store(runs_dir, store) as opened:
+        count = write(
+            opened,
+            run,
+            path,
+            format=format,
+            what=what,
+            min_score=min_score,
+            decode=decoder(run, runs_dir),
+        )
+    typer.echo(f"{count} lines in {path}")
+
+
+@app.command()
+def config(
+    key: Annotated[
+        str | None, typer.Argument(help="A key, a section, or a plug-in's name; default: all.")
+    ] = None,
+    markdown: Annotated[bool, typer.Option(help="Print the page of the documentation.")] = False,
+) -> None:
+    """Print the reference of every key, and of every plug-in's arguments."""
+    from ludus.core.reference import config_reference, show_reference
+    from ludus.registries import REGISTRIES
+
+    if markdown:
+        sys.stdout.write(config_reference(REGISTRIES))
+    else:
+        _print(show_reference(key, REGISTRIES))
+
+
+@app.command("check-env")
+def check_env_command(
+    name: Annotated[str, typer.Argument(help="A registered environment, or module:Class.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments: key=value ...")] = None,
+    tasks: Annotated[int, typer.Option(help="Tasks to try.")] = 4,
+) -> None:
+    """Check that an environment keeps the protocol: deterministic, robust, quiet."""
+    from ludus.envs.check import check_env, render_findings
+
+    findings = asyncio.run(check_env(_spec(name, args), num_tasks=tasks))
+    _print(render_findings(findings))
+    if any(finding.failed for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(runs_dir: RunsDir = "runs") -> None:
+    """Check this machine, and say what to install."""
+    from ludus.doctor import render_checks, run_doctor
+
+    checks = run_doctor(runs_dir)
+    _print(render_checks(checks))
+    if any(check.essential and not check.ok for check in checks):
+        raise typer.Exit(1)
+
+
+@checkpoint_app.command("list")
+def checkpoint_list(run: Run, runs_dir: RunsDir = "runs") -> None:
+    """List a run's checkpoints."""
+    from ludus.runs import find_run
+    from ludus.train.checkpoint import CheckpointStore
+
+    for info in CheckpointStore(find_run(runs_dir, run).checkpoints).list():
+        typer.echo(info)
+
+
+@checkpoint_app.command("check")
+def checkpoint_check(
+    path: Annotated[str, typer.Argument(help="A run's id, or the path of a checkpoint.")],
+    runs_dir: RunsDir = "runs",
+) -> None:
+    """Find truncated, altered or missing files."""
+    from ludus.runs import find_run
+    from ludus.train.checkpoint import check
+
+    folder = Path(path) if Path(path).is_dir() else find_run(runs_dir, path).checkpoints
+    problems = check(folder)
+    for problem in problems:
+        typer.echo(problem)
+    if problems:
+        raise typer.Exit(1)
+    typer.echo("all files are as they were written")
+
+
+@checkpoint_app.command("export")
+def checkpoint_export(
+    run: Run,
+    path: Annotated[Path, typer.Argument(help="The Hugging Face folder to write.")],
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Checkpoint, e.g. rl-000100; default: the newest.")
+    ] = None,
+    merge: Annotated[bool, typer.Option(help="Merge LoRA adapters into the weights.")] = True,
+    overwrite: Annotated[bool, typer.Option(help="Replace what is in the folder.")] = False,
+    runs_dir: RunsDir = "runs",
+) -> None:
+    """Export a checkpoint as a Hugging Face folder that `from_pretrained` loads."""
+    from ludus.evaluating import export_checkpoint
+
+    export_checkpoint(run, runs_dir, checkpoint, path, merge=merge, overwrite=overwrite)
+    typer.echo(str(path))
+
+
+def _load(recipe: str, overrides: list[str] | None, runs_dir: str = "runs") -> Any:
+    from ludus.core.config import load_config
+
+    changes = list(overrides or [])
+    if runs_dir != "runs":
+        changes.append(f"runs_dir={runs_dir}")
+    return load_config(recipe, changes)
+
+
+def _spec(name: str, args: list[str] | None) -> Any:
+    import yaml
+
+    from ludus.core.types import Spec
+
+    pairs: dict[str, Any] = {}
+    for item in args or []:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError(f"{item!r}: arguments are given as key=value")
+        pairs[key] = yaml.safe_load(value)
+    return Spec(name=name, args=pairs)
+
+
+def _print(renderable: Any) -> None:
+    from rich.console import Console
+
+    Console().print(renderable)
+
+
+def main() -> None:
+    """Entry point: a user's mistake ends with one clear message and a non-zero exit code."""
+    try:
+        app()
+    except LudusError as error:
+        typer.echo(f"ludus: {error}", err=True)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        typer.echo("ludus: stopped", err=True)
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

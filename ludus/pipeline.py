@@ -1,0 +1,357 @@
+"""A training run, from its tasks to its report: what `ludus train` does.
+
+    tasks -> demonstrations -> tokenizer -> model -> SFT -> evaluation -> RL -> evaluation -> report
+
+Each part leaves its result in the run's folder, written aside and renamed; a resumed run takes up
+what is there. What is computed depends on the configuration and its seed alone, never on time or
+on what ran before: so a run that was killed and resumed ends with the same bits as one that was
+not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ludus.assemble import make_renderer, make_tokenizer, read_splits
+from ludus.backends.local import LocalBackend
+from ludus.core.errors import DataError
+from ludus.core.logs import get_logger
+from ludus.core.metrics import MetricsLog
+from ludus.core.schema import EvaluateConfig, RunConfig
+from ludus.core.seeds import derive_seed
+from ludus.core.types import Group, Task, Trajectory
+from ludus.envs import ENVS
+from ludus.envs.demonstrate import Demonstration, generate, load
+from ludus.evaluate import Evaluation, summarise
+from ludus.judges import JUDGES
+from ludus.loop import Stage, run_stage
+from ludus.models.build import build_model
+from ludus.models.tokenizers import load_tokenizer
+from ludus.progress import Observer
+from ludus.rollout.collect import Collector
+from ludus.rollout.replay import ReplayCollector, replay
+from ludus.runs import RunFolder, write_folder, write_text
+from ludus.store import RunStore
+from ludus.tasks.sampler import TaskSampler
+from ludus.train import ALGORITHMS
+from ludus.train.checkpoint import CheckpointInfo
+
+log = get_logger(__name__)
+
+
+class Interrupted(Exception):
+    """The user asked to stop; everything up to the last complete step is saved."""
+
+
+class TrainingRun:
+    """One run in one folder.
+
+    Args:
+        folder: where everything goes; its configuration is stored already.
+        store: the run store, in which the run exists already; None: for reading only.
+        metrics: the sinks; None: for reading only.
+        observer: told of progress.
+        skip_damaged: resume from an older checkpoint where the newest is damaged.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: RunConfig,
+        store: RunStore | None,
+        metrics: MetricsLog | None,
+        observer: Observer,
+        *,
+        skip_damaged: bool = False,
+    ) -> None:
+        self.folder = folder
+        self.config = config
+        self._store = store
+        self._metrics = metrics
+        self.observer = observer
+        self.stop_requested = False
+        self.in_stage = False
+        self.timings: dict[str, float] = {}
+        self.num_episodes = 0
+        self._skip_damaged = skip_damaged
+
+    async def run(self) -> None:
+        """Everything that is still to do. Errors: Interrupted, and whatever LudusError arises."""
+        train, demonstrations = self.build()
+        resumed = self.backend.checkpoints.latest(skip_damaged=self._skip_damaged)
+        self._rewind(resumed)
+        first = resumed.stage if resumed else None
+        if self.config.sft and first in (None, "sft"):
+            await self._run_stage(self._sft_stage(train, demonstrations), resumed)
+        if self.config.rl and first in (None, "sft"):
+            await self.evaluate("before", self.config.evaluate.num_tasks)
+        if self.config.rl:
+            await self._run_stage(self._rl_stage(train), resumed if first == "rl" else None)
+        await self.evaluate("after", self.config.evaluate.num_tasks)
+
+    @property
+    def store(self) -> RunStore:
+        """The run store. Errors: RuntimeError where the run was opened for reading."""
+        if self._store is None:
+            raise RuntimeError("this run was opened for reading")
+        return self._store
+
+    @property
+    def metrics(self) -> MetricsLog:
+        """The sinks. Errors: RuntimeError where the run was opened for reading."""
+        if self._metrics is None:
+            raise RuntimeError("this run was opened for reading")
+        return self._metrics
+
+    # Set-up
+
+    def _demonstrations(self, train: Sequence[Task]) -> list[Demonstration]:
+        """The expert's episodes: generated once, then read from the run's folder."""
+        settings = self.config.demonstrations
+        if settings is None or self.config.env is None:
+            return []
+        path = self.folder.demonstrations
+        if not path.exists():
+            tasks = train[: settings.num_episodes]
+            self.observer.stage("demonstrations", len(tasks))
+            with self.timed("demonstrations"):
+                summary = generate(
+                    self.config.env,
+                    tasks,
+                    path,
+                    num_workers=settings.num_workers,
+                    timeout_s=settings.timeout_s,
+                    only_successful=settings.only_successful,
+                    format=self.config.rollout.format,
+                    on_episode=lambda *_: self.observer.tick(),
+                )
+            self.observer.note(str(summary))
+        demonstrations = list(load(path))
+        if not demonstrations:
+            raise DataError(f"the expert left no demonstration: see {path.stem}.dropped.jsonl")
+        return demonstrations
+
+    def build(self) -> tuple[list[Task], list[Demonstration]]:
+        """Tasks, demonstrations, tokenizer, renderer, model, back end, collector.
+
+        Returns the training tasks and the demonstrations.
+        """
+        config = self.config
+        train, self.heldout = read_splits(config)
+        demonstrations = self._demonstrations(train)
+        if not self.folder.tokenizer.exists():
+            shown = [message for d in demonstrations for message in d.messages]
+            tokenizer = make_tokenizer(config, train, shown)
+            write_folder(self.folder.tokenizer, lambda path: tokenizer.save_pretrained(path))
+        self.tokenizer = load_tokenizer(str(self.folder.tokenizer))
+        self.renderer = make_renderer(config, self.tokenizer)
+        self.model = build_model(config.model, self.tokenizer, derive_seed(config.seed, "model"))
+        self.backend = LocalBackend(self.model, self.renderer, config, self.folder.path)
+        self.collector = Collector(
+            sampler=self.backend.sampler,
+            renderer=self.renderer,
+            config=config.rollout,
+            env=config.env,
+            judge=JUDGES.build(config.judge, "judge") if config.judge else None,
+            seed=config.seed,
+            on_episode=self.observer.episode,
+        )
+        return train, demonstrations
+
+    def _rewind(self, resumed: CheckpointInfo | None) -> None:
+        """Forget what came after the checkpoint: it will be done again, to the same bits."""
+        keep: dict[str, int] = {}
+        if resumed is not None:
+            keep = {resumed.stage: resumed.step - 1, f"evaluate/{resumed.stage}": resumed.step}
+            if resumed.stage == "rl":
+                keep |= {"sft": self.config.sft.steps if self.config.sft else 0}
+                keep |= {"evaluate/before": 0}
+            self.observer.note(
+                f"{self.folder.id}: going on after step {resumed.step} of {resumed.stage}"
+            )
+        self.metrics.rewind(keep)
+        self.store.rewind(self.folder.id, keep)
+        for path in self.folder.evaluations.glob("*.json"):
+            stage, _, step = path.stem.rpartition("-")
+            if int(step) > keep.get(f"evaluate/{stage}", -1):
+                path.unlink()
+
+    # Stages
+
+    def _sft_stage(self, train: Sequence[Task], demonstrations: Sequence[Demonstration]) -> Stage:
+        settings = self.config.sft
+        assert settings is not None
+        if settings.data:
+            demonstrations = list(load(Path(settings.data)))
+        known = {task.id: task for task in train}
+        played: list[Trajectory] = []
+        tasks: list[Task] = []
+        for number, shown in enumerate(demonstrations, start=1):
+            trajectory = Trajectory("", "", shown.task_id, reward=shown.reward)
+            trajectory.metrics["success"] = float(shown.success)
+            where = f"demonstration {number} ({shown.task_id}): "
+            replay(shown.messages, self.renderer, trajectory, where)
+            if trajectory.num_tokens > self.config.model.context_length:
+                log.warning("demonstration left out: longer than the context", task=shown.task_id)
+                continue
+            played.append(trajectory)
+            tasks.append(known.get(shown.task_id) or Task(id=shown.task_id, tier=shown.tier))
+        if not played:
+            raise DataError("sft: no demonstration fits model.context_length")
+        return Stage(
+            name="sft",
+            steps=settings.steps,
+            tasks=TaskSampler(tasks, derive_seed(self.config.seed, "sft"), shuffle=True),
+            groups_per_step=settings.episodes_per_step,
+            collect=ReplayCollector(played).collect,
+            algorithm=ALGORITHMS.build("sft"),
+            optimizer=settings.optimizer,
+            tokens_per_batch=settings.tokens_per_batch,
+            pad_id=self.tokenizer.pad_token_id or 0,
+            seed=self.config.seed,
+        )
+
+    def _rl_stage(self, train: Sequence[Task]) -> Stage:
+        settings = self.config.rl
+        assert settings is not None
+
+        async def collect(tasks: Sequence[Task], step: int) -> list[Group]:
+            return await self.collector.collect(tasks, step, settings.group_size)
+
+        seed = derive_seed(self.config.seed, "rl")
+        return Stage(
+            name="rl",
+            steps=settings.steps,
+            tasks=TaskSampler(train, seed, shuffle=self.config.tasks.shuffle),
+            groups_per_step=settings.groups_per_step,
+            collect=collect,
+            algorithm=ALGORITHMS.build(settings.algorithm, "rl.algorithm"),
+            optimizer=settings.optimizer,
+            tokens_per_batch=settings.tokens_per_batch,
+            pad_id=self.tokenizer.pad_token_id or 0,
+            epochs=settings.epochs,
+            minibatches=settings.minibatches,
+            temperature=self.config.rollout.temperature,
+            seed=self.config.seed,
+        )
+
+    async def _run_stage(self, stage: Stage, resumed: CheckpointInfo | None) -> None:
+        """Run a stage from its checkpoint on, or from its beginning."""
+        self.backend.begin_stage(stage.optimizer, stage.optimizer_steps, stage.temperature)
+        start = 0
+        if resumed is not None:
+            state = self.backend.load(resumed.path)
+            stage.tasks.load_state_dict(state["tasks"])
+            self.timings, self.num_episodes = dict(state["timings"]), int(state["episodes"])
+            start = resumed.step
+            if state["ended"]:
+                return
+        self.observer.stage(stage.name, stage.steps, start)
+
+        async def after_step(step: int) -> bool:
+            return await self._after_step(stage, step)
+
+        stage.after_step = after_step
+        self.in_stage = True
+        await run_stage(stage, self.backend, self, start)
+        self.in_stage = False
+
+    async def _after_step(self, stage: Stage, step: int) -> bool:
+        """Evaluate and save where it is due. Returns whether the stage goes on."""
+        success: float | None = None
+        ended = step == stage.steps
+        if stage.name == "rl" and self.config.rl:
+            every, wanted = self.config.evaluate.every, self.config.rl.min_success_to_stop
+            if every and step % every == 0 and not ended:
+                success = await self._evaluate_between(step)
+                ended = wanted is not None and success is not None and success >= wanted
+        if ended or self.stop_requested or step % self.config.checkpoint.every == 0:
+            with self.timed("checkpoints"):
+                state = {
+                    "tasks": stage.tasks.state_dict(),
+                    "timings": self.timings,
+                    "episodes": self.num_episodes,
+                    "ended": ended,
+                }
+                self.backend.save(stage.name, step, state, success, pin=ended)
+        if self.stop_requested and not ended:
+            raise Interrupted
+        return not ended
+
+    def record(
+        self, stage: str, step: int, groups: Sequence[Group], metrics: dict[str, float]
+    ) -> None:
+        """Keep a step's results: the store first, then the sinks, then the display."""
+        for name in ("rollout", "train"):
+            part = f"{stage}/{name}"
+            self.timings[part] = self.timings.get(part, 0.0) + metrics[f"time/{name}_s"]
+        self.num_episodes += sum(len(group.trajectories) for group in groups)
+        metrics["time/elapsed_s"] = sum(self.timings.values())
+        metrics["rollout/episodes_total"] = float(self.num_episodes)
+        self.store.record_step(
+            self.folder.id,
+            stage,
+            step,
+            groups,
+            metrics,
+            seconds=metrics["time/step_s"],
+            policy_version=int(metrics["train/policy_version"]),
+        )
+        self.metrics.log(stage, step, metrics)
+        self.observer.step(stage, step, metrics)
+
+    # Evaluation
+
+    async def _evaluate_between(self, step: int) -> float | None:
+        settings = self.config.evaluate
+        result = await self.evaluate("rl", settings.num_tasks_between or settings.num_tasks, step)
+        return result.success.value if result else None
+
+    async def evaluate(self, label: str, num_tasks: int | None, step: int = 0) -> Evaluation | None:
+        """Play held-out tasks and keep the result; None where there are no held-out tasks."""
+        if not self.heldout:
+            return None
+        settings = self.config.evaluate.model_copy(update={"num_tasks": num_tasks})
+        with self.timed("evaluation"):
+            groups, result = await self.play(label, step, settings)
+        stage = f"evaluate/{label}"
+        metrics = {"evaluate/success": result.success.value, "evaluate/score": result.score.value}
+        self.store.record_step(self.folder.id, stage, step, groups, metrics, seconds=result.seconds)
+        self.metrics.log(stage, step, {**metrics, "time/elapsed_s": sum(self.timings.values())})
+        write_text(self.folder.evaluations / f"{label}-{step:06d}.json", result.model_dump_json())
+        self.observer.note(str(result))
+        return result
+
+    async def play(
+        self, label: str, step: int, settings: EvaluateConfig
+    ) -> tuple[list[Group], Evaluation]:
+        """Play held-out tasks with the current weights; nothing is recorded."""
+        env_class = ENVS.load(self.config.env.name) if self.config.env else None
+        collector = self.collector.with_config(
+            f"evaluate/{label}", temperature=settings.temperature, top_p=1.0, top_k=0
+        )
+        started = time.perf_counter()
+        tasks = self.heldout[: settings.num_tasks]
+        groups = await collector.collect(tasks, step, settings.samples_per_task)
+        result = summarise(
+            groups,
+            success_at=getattr(env_class, "success_at", 1.0),
+            confidence=settings.confidence,
+            label=f"{label} {step}" if step else label,
+            policy_version=self.backend.sampler.policy_version,
+            temperature=settings.temperature,
+            seconds=time.perf_counter() - started,
+        )
+        return groups, result
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the wall time of a block to a part of the run."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timings[part] = self.timings.get(part, 0.0) + time.perf_counter() - started

@@ -1,0 +1,138 @@
+"""What a run tells its user while it goes on."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from ludus.core.types import Trajectory
+
+
+class Observer(Protocol):
+    """Told of a run's progress, in its thread."""
+
+    def stage(self, name: str, total: int, start: int = 0) -> None:
+        """A stage of `total` steps begins at step `start`."""
+
+    def tick(self) -> None:
+        """One step of a stage without metrics is done."""
+
+    def episode(self, trajectory: Trajectory) -> None:
+        """An episode has ended."""
+
+    def step(self, stage: str, step: int, metrics: dict[str, float]) -> None:
+        """A training step (counted from 0) has been recorded."""
+
+    def note(self, text: str) -> None:
+        """Something that the user should read."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class Display:
+    """Live progress on a terminal; elsewhere one line every few seconds.
+
+    Shows the stage, the step, success, reward, loss, tokens a second, and the time left in the
+    stage, extrapolated from its steps so far.
+    """
+
+    def __init__(self, console: Console | None = None, *, every_s: float = 10.0) -> None:
+        self.console = console or Console(stderr=True)
+        self._every_s = every_s
+        self._name = ""
+        self._total = self._done = self._start = self._episodes = 0
+        self._began = self._spoke = time.monotonic()
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        if self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[info]}"),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[left]}"),
+                console=self.console,
+            )
+            self._bar.start()
+
+    def stage(self, name: str, total: int, start: int = 0) -> None:
+        """Begin a bar of its own for the stage."""
+        self._name, self._total, self._start = name, total, start
+        self._done, self._episodes = start, 0
+        self._began = time.monotonic()
+        if self._bar is not None:
+            if self._task is not None:
+                self._bar.update(self._task, left="")
+            self._task = self._bar.add_task(name, total=total, completed=start, info="", left="")
+        else:
+            self._say(f"{name}: {total} steps" + (f", from step {start}" if start else ""))
+
+    def tick(self) -> None:
+        """Advance by one."""
+        self._advance(self._done + 1, "")
+
+    def episode(self, trajectory: Trajectory) -> None:
+        """Count an episode of the step under way."""
+        self._episodes += 1
+        if self._bar is not None and self._task is not None and self._episodes % 16 == 0:
+            self._bar.update(self._task, left=f"[dim]{self._episodes} episodes in this step")
+
+    def step(self, stage: str, step: int, metrics: dict[str, float]) -> None:
+        """Show the step's numbers."""
+        self._episodes = 0
+        self._advance(step + 1, summary(metrics))
+
+    def note(self, text: str) -> None:
+        """Print a line above the bars."""
+        self.console.print(text, highlight=False)
+
+    def close(self) -> None:
+        """Leave the bars as they are."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _advance(self, done: int, info: str) -> None:
+        self._done = done
+        left = self._left()
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done, info=info, left=left)
+        elif time.monotonic() - self._spoke > self._every_s or done == self._total:
+            self._say(f"{self._name} {done}/{self._total} {info} {left}".rstrip())
+
+    def _left(self) -> str:
+        gone = self._done - self._start
+        if gone <= 0 or self._done >= self._total:
+            return ""
+        seconds = (time.monotonic() - self._began) / gone * (self._total - self._done)
+        return f"{int(seconds // 60)}:{int(seconds % 60):02d} left"
+
+    def _say(self, text: str) -> None:
+        self._spoke = time.monotonic()
+        self.console.print(text, highlight=False)
+
+
+def summary(metrics: dict[str, float]) -> str:
+    """A step's most telling numbers in one short line."""
+    shown = [
+        ("success", "rollout/success", "{:.0%}"),
+        ("reward", "rollout/reward", "{:.2f}"),
+        ("loss", "train/loss", "{:.3f}"),
+        ("tok/s", "time/tokens_per_s", "{:,.0f}"),
+    ]
+    sft = "rollout/groups_with_signal" in metrics and metrics.get("train/clip_fraction") is None
+    keep = shown[2:] if sft else [shown[0], shown[1], shown[3]]
+    return "  ".join(
+        f"{label} {form.format(metrics[name])}" for label, name, form in keep if name in metrics
+    )
