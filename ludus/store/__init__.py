@@ -5,7 +5,6 @@ export(store, run_id, path)      JSON lines, Parquet, SFT data
 render_runs / render_run / render_trajectory   for the terminal (ludus.store.show)
 """
 
-from ludus.store.export import Exported, export
 from ludus.store.rows import (
     DroppedRow,
     Record,
@@ -19,7 +18,6 @@ from ludus.store.store import RunStore
 
 __all__ = [
     "DroppedRow",
-    "Exported",
     "Record",
     "RunRow",
     "RunStatus",
@@ -27,5 +25,4 @@ __all__ = [
     "StageSummary",
     "StepRow",
     "TrajectoryRow",
-    "export",
 ]

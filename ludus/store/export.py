@@ -13,6 +13,7 @@ numbers, and itself in Parquet. Parquet keeps what has no fixed shape as JSON te
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -94,7 +95,8 @@ def export(
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink()
     return Exported(path, num_rows, dict(skipped))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -11,16 +13,19 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ludus.store import RunStore
 
-UNPRIVILEGED = "nobody"  # PostgreSQL refuses to run as root
 
-
-def _as_user(command: list[str]) -> list[str]:
-    return ["runuser", "-u", UNPRIVILEGED, "--", *command] if os.geteuid() == 0 else command
+def _unprivileged() -> dict[str, Any]:
+    """How to start a process that PostgreSQL agrees to: it refuses to run as root."""
+    if os.geteuid() != 0:
+        return {}
+    nobody = pwd.getpwnam("nobody")
+    return {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
 
 
 def _free_port() -> int:
@@ -33,24 +38,25 @@ def _free_port() -> int:
 def postgres_server() -> Iterator[str]:
     """The URL of a fresh server, without a database name."""
     psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed")
-    for program in ("initdb", "postgres", *(["runuser"] if os.geteuid() == 0 else [])):
+    for program in ("initdb", "postgres"):
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not on PATH: no PostgreSQL server to test against")
-    folder = Path(tempfile.mkdtemp(prefix="ludus-pg-"))
-    if os.geteuid() == 0:
-        shutil.chown(folder, UNPRIVILEGED)
+    folder, user = Path(tempfile.mkdtemp(prefix="ludus-pg-")), _unprivileged()
+    if user:
+        os.chown(folder, user["user"], user["group"])
     data, port = folder / "data", _free_port()
     init = ["initdb", "-D", str(data), "-U", "ludus", "-A", "trust", "-E", "UTF8", "--no-sync"]
-    made = subprocess.run(_as_user(init), cwd=folder, capture_output=True, text=True)
+    made = subprocess.run(init, cwd=folder, capture_output=True, text=True, **user)
     assert made.returncode == 0, made.stderr
     options = ["-c", "fsync=off", "-c", "full_page_writes=off", "-c", "max_connections=40"]
     options += ["-c", "listen_addresses=127.0.0.1", "-c", f"unix_socket_directories={folder}"]
     with (folder / "log").open("w") as log:
         server = subprocess.Popen(
-            _as_user(["postgres", "-D", str(data), "-p", str(port), *options]),
+            ["postgres", "-D", str(data), "-p", str(port), *options],
             cwd=folder,
             stdout=log,
             stderr=log,
+            **user,
         )
     url = f"postgresql://ludus@127.0.0.1:{port}"
     try:
@@ -65,20 +71,20 @@ def postgres_server() -> Iterator[str]:
                 time.sleep(0.05)
         yield url
     finally:
-        server.terminate()
+        server.send_signal(signal.SIGINT)  # a fast shutdown: it does not wait for clients
         server.wait(timeout=30)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
 def postgres_url(postgres_server: str) -> str:
-    """The URL of an empty database."""
+    """The URL of an empty schema (much faster to make than a database)."""
     import psycopg
 
     name = f"t{uuid.uuid4().hex}"
     with psycopg.connect(f"{postgres_server}/postgres", autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name}")  # type: ignore[call-overload]
-    return f"{postgres_server}/{name}"
+        connection.execute(f"CREATE SCHEMA {name}")  # type: ignore[call-overload]
+    return f"{postgres_server}/postgres?options=-csearch_path%3D{name}"
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -1,0 +1,207 @@
+"""Exports, read back by other eyes: json, pyarrow, the carriers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_examples import branched, make_groups
+
+from ludus.core.errors import ConfigError, MissingDependency, StoreError
+from ludus.core.types import Group, Message, Segment, Status, Task, Trajectory
+from ludus.store import RunStore
+from ludus.store.export import export
+
+
+def strictly(constant: str) -> Any:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    texts = path.read_text(encoding="utf-8").split("\n")
+    assert texts.pop() == ""
+    return [json.loads(text, parse_constant=strictly) for text in texts]
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Iterator[RunStore]:
+    with RunStore.open(None, tmp_path) as store:
+        store.create_run("run-1", "demo", {}, {})
+        store.record_step("run-1", "sft", 0, [], {"sft/loss": math.nan})
+        for step in range(2):
+            metrics = {"rl/reward": 0.1 * step, "rl/kl": math.inf}
+            groups = make_groups(step)
+            store.record_step(
+                "run-1", "rl", step, groups, metrics, seconds=0.5, policy_version=step
+            )
+        yield store
+
+
+def test_trajectories_as_json_lines(filled: RunStore, tmp_path: Path) -> None:
+    done = export(filled, "run-1", tmp_path / "deep" / "out.jsonl")
+    assert (done.num_rows, done.skipped) == (12, {})
+    rows = lines(done.path)
+    for row, record in zip(rows, filled.records("run-1"), strict=True):
+        trajectory = record.trajectory
+        assert (row["run"], row["stage"], row["step"]) == ("run-1", "rl", record.row.step)
+        for name in ("id", "task_id", "reward", "scores", "error", "dropped", "metrics"):
+            assert row[name] == getattr(trajectory, name)
+        segments = [
+            Segment(
+                part["parent"],
+                part["token_ids"],
+                part["logprobs"],
+                part["message"] and Message.model_validate(part["message"]),
+                part["policy_version"],
+                part["reward"],
+                part["metrics"],
+            )
+            for part in row["segments"]
+        ]
+        assert segments == trajectory.segments
+        assert [part["sampled"] for part in row["segments"]] == [s.sampled for s in segments]
+
+
+def test_trajectories_as_parquet(filled: RunStore, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    done = export(filled, "run-1", tmp_path / "out.parquet", format="parquet", decode=str)
+    rows = parquet.read_table(done.path).to_pylist()
+    assert done.num_rows == len(rows) == 12
+    for row, record in zip(rows, filled.records("run-1"), strict=True):
+        trajectory = record.trajectory
+        assert (row["id"], row["reward"]) == (trajectory.id, trajectory.reward)
+        assert (row["status"], row["tier"]) == (trajectory.status.value, record.row.tier)
+        assert dict(row["scores"]) == trajectory.scores
+        assert len(row["segments"]) == len(trajectory.segments)
+        for part, segment in zip(row["segments"], trajectory.segments, strict=True):
+            assert part["token_ids"] == segment.token_ids
+            assert part["logprobs"] == segment.logprobs
+            assert (part["parent"], part["sampled"]) == (segment.parent, segment.sampled)
+            assert part["text"] == str(segment.token_ids)
+            message = part["message"] and Message.model_validate_json(part["message"])
+            assert message == segment.message
+    assert rows[2]["error"] == 'the environment raised C:\\new "\x00?"'
+
+
+def test_many_row_groups(filled: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr("ludus.store.export._ROW_GROUP", 5)
+    path = export(filled, "run-1", tmp_path / "out.parquet", format="parquet").path
+    assert parquet.ParquetFile(path).num_row_groups == 3
+    ids = [row.id for row in filled.trajectories("run-1")]
+    assert parquet.read_table(path).column("id").to_pylist() == ids
+
+
+def test_steps(filled: RunStore, tmp_path: Path) -> None:
+    rows = lines(export(filled, "run-1", tmp_path / "steps.jsonl", what="steps").path)
+    assert [(row["stage"], row["step"]) for row in rows] == [("sft", 0), ("rl", 0), ("rl", 1)]
+    assert rows[0]["metrics"] == {"sft/loss": "NaN"}, "honest, and still JSON"
+    assert rows[2]["metrics"] == {"rl/reward": 0.1, "rl/kl": "Infinity"}
+    assert (rows[2]["policy_version"], rows[2]["seconds"]) == (1, 0.5)
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "steps.parquet"
+    export(filled, "run-1", path, what="steps", format="parquet", stage="rl", step=1)
+    [row] = parquet.read_table(path).to_pylist()
+    assert dict(row["metrics"]) == {"rl/reward": 0.1, "rl/kl": math.inf}
+
+
+def test_sft_data_filtered_by_score(filled: RunStore, tmp_path: Path) -> None:
+    path = tmp_path / "sft.jsonl"
+    done = export(filled, "run-1", path, what="sft", min_score=0.5, decode=lambda ids: f"<{ids}>")
+    assert (done.num_rows, done.skipped) == (4, {})
+    for row in lines(path):
+        assert row.keys() == {"messages", "reward", "task_id"}
+        assert row["reward"] >= 0.5
+        messages = [Message.model_validate(message) for message in row["messages"]]
+        assert [(m.role, m.content) for m in messages] == [
+            ("user", "go to the red ball"),
+            ("assistant", "<[4, 1]>"),  # the last path, which was scored; decoded
+        ]
+    done = export(filled, "run-1", path, what="sft", decode=str)
+    assert (done.num_rows, done.skipped) == (8, {"status error_env": 4})
+
+
+def test_sft_data_leaves_out_what_is_no_conversation(filled: RunStore, tmp_path: Path) -> None:
+    question = Segment(-1, [1], None, Message(role="user", content="?"))
+    answer = Segment(0, [2], [-0.1], Message(role="assistant", content="!"))
+    unsaid = Segment(0, [2], [-0.1])
+    alone = Segment(-1, [2], [-0.1], Message(role="assistant", content="!"))
+    glue = Segment(0, [9], None)
+    whole = Trajectory("whole", "g", "t", [question, glue, Segment(1, [2], [0.0], answer.message)])
+    whole.reward = 1.0
+    group = [
+        whole,
+        Trajectory("unscored", "g", "t", [question, answer]),
+        Trajectory("nan", "g", "t", [question, answer], reward=math.nan),
+        Trajectory("unsaid", "g", "t", [question, unsaid], reward=1.0),
+        Trajectory("alone", "g", "t", [alone], reward=1.0),
+        Trajectory("silent", "g", "t", [question], reward=1.0),
+        Trajectory("broken", "g", "t", [question, answer], status=Status.ERROR_TOOL, reward=1.0),
+    ]
+    filled.record_step("run-1", "x", 0, [Group("g", Task(id="t"), group)], {})
+    done = export(filled, "run-1", tmp_path / "sft.jsonl", what="sft", stage="x")
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    assert lines(done.path) == [{"messages": chat, "reward": 1.0, "task_id": "t"}]
+    assert done.skipped == {
+        "no reward": 2,
+        "a sampled turn without a message (pass decode)": 1,
+        "no message before the first assistant message": 1,
+        "no assistant message": 1,
+        "status error_tool": 1,
+    }
+
+
+def test_sft_data_as_parquet_keeps_tool_calls(filled: RunStore, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    whole = branched("t", "g")
+    whole.segments = whole.segments[:4]
+    filled.record_step("run-1", "x", 0, [Group("g", Task(id="t"), [whole])], {})
+    path = tmp_path / "sft.parquet"
+    export(filled, "run-1", path, what="sft", stage="x", format="parquet")
+    [row] = parquet.read_table(path).to_pylist()
+    for message in row["messages"]:
+        for call in message["tool_calls"]:
+            call["arguments"] = json.loads(call["arguments"])
+    messages = [Message.model_validate(message) for message in row["messages"]]
+    assert messages == [segment.message for segment in whole.segments]
+
+
+def test_a_wrong_choice_is_refused(filled: RunStore, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"format 'parket' is unknown \(did you mean parquet\?\)"):
+        export(filled, "run-1", path, format="parket")
+    with pytest.raises(ConfigError, match=r"what 'step' is unknown \(did you mean steps\?\)"):
+        export(filled, "run-1", path, what="step")
+    with pytest.raises(ConfigError, match="steps have no score"):
+        export(filled, "run-1", path, what="steps", min_score=1.0)
+    with pytest.raises(StoreError, match=r"did you mean run-1\?"):
+        export(filled, "run1", path)
+    assert not path.exists()
+
+
+def test_a_failed_export_leaves_the_old_file(
+    filled: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.jsonl"
+    export(filled, "run-1", path)
+    before = path.read_bytes()
+
+    def interrupted(ids: list[int]) -> str:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(filled, "run-1", path, decode=interrupted)
+    assert path.read_bytes() == before
+    assert {name for name in os.listdir(tmp_path) if "out" in name} == {"out.jsonl"}
+    with pytest.raises(StoreError, match="cannot write"):
+        export(filled, "run-1", path / "inside" / "a-file.jsonl")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingDependency, match=r"pip install 'ludus-rl\[data\]'"):
+        export(filled, "run-1", path, format="parquet")
+    assert path.read_bytes() == before

@@ -1,0 +1,143 @@
+"""What the terminal shows of runs and rollouts."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console, RenderableType
+from store_examples import branched, make_groups
+
+from ludus.core.errors import StoreError
+from ludus.core.types import Group, Message, Segment, Task, Trajectory
+from ludus.store import RunStore
+from ludus.store.show import render_run, render_runs, render_trajectory
+
+
+def text_of(shown: RenderableType, width: int = 100, color: bool = False) -> str:
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        force_terminal=color,
+        color_system="standard" if color else None,
+    )
+    console.print(shown)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[RunStore]:
+    with RunStore.open(None, tmp_path) as store:
+        store.create_run("run-1", "demo", {}, {"torch": "2"})
+        yield store
+
+
+def test_a_rollout_turn_by_turn_without_colour(local: RunStore) -> None:
+    group = Group("g", Task(id="task-g", tier="easy"), [branched("t", "g", 0.5)])
+    local.record_step("run-1", "rl", 3, [group], {})
+    shown = text_of(render_trajectory(local, "run-1", "t"), width=140)
+    head, _, turns = shown.partition("the loss falls on them alone\n")
+    for fact in ("run-1, rl step 3", "task-g (tier easy)", "completed", "success 1, speed 0.125"):
+        assert fact in head
+    assert "solver, policy small" in head
+    assert [line for line in turns.splitlines() if not line.startswith(("branch", "["))] == [
+        "      go to the red ball",
+        "    + (thinking) hm",
+        "    + look",
+        "    + (calls look: at='door', deep=[1, None, {'a': 2.5}])",
+        "      a door",
+        "    + open",
+        "    +",
+        "    + 4 1",
+    ]
+    assert "[0] user: 3 tokens" in turns
+    assert (
+        "[1] assistant, turn 1: sampled 2 tokens, policy 3, logprob mean -0.40, least -0.70 (id 9)"
+    ) in turns
+    assert "[2] tool: 1 token\n" in turns
+    branches = [line.rstrip(" ─") for line in turns.splitlines() if line.startswith("branch")]
+    assert branches == [
+        "branch 1 of 3, from the start",
+        "branch 2 of 3, goes on after [1]",
+        "branch 3 of 3, goes on after [0]",
+    ]
+
+
+def test_decoded_tokens_wrap_with_their_mark(local: RunStore) -> None:
+    segments = [Segment(-1, [1] * 30, None), Segment(0, [2] * 30, [-0.5] * 30)]
+    group = Group("g", Task(id="x"), [Trajectory("t", "g", "x", segments, reward=1.0)])
+    local.record_step("run-1", "rl", 0, [group], {})
+    words = {1: "given ", 2: "taken "}
+    shown = render_trajectory(
+        local, "run-1", "t", decode=lambda ids: "".join(words[i] for i in ids)
+    )
+    lines = text_of(shown, width=40).splitlines()
+    given = [line for line in lines if "given given" in line]
+    taken = [line for line in lines if "taken taken" in line]
+    assert len(given) > 3
+    assert len(taken) > 3
+    assert all(line.startswith("    + taken") for line in taken)
+    assert all(line.startswith("      given") for line in given)
+    coloured = text_of(shown, width=40, color=True)
+    assert "\x1b[32mtaken taken" in coloured, "sampled text is green"
+    assert "\x1b[32mgiven" not in coloured
+
+
+def test_a_failed_rollout_says_why(local: RunStore) -> None:
+    local.record_step("run-1", "rl", 0, make_groups(0), {})
+    shown = text_of(render_trajectory(local, "run-1", "s0-g0-2"))
+    assert "error_env" in shown
+    assert 'the environment raised C:\\new "\\x00\\ud800"' in shown
+    assert "none trains (error_env)" in shown
+
+
+def test_text_cannot_steer_the_terminal(local: RunStore) -> None:
+    evil = "\x1b[2J\x1b]0;owned\x07 \u202e [red]not markup[/red] [/] :boom:"
+    message = Message(role="user", content=evil)
+    trajectory = Trajectory("t", "g", evil, [Segment(-1, [1], None, message)], error=evil)
+    trajectory.dropped, trajectory.scores = evil, {evil: 1.0}
+    group = Group("g", Task(id=evil), [trajectory])
+    local.record_step("run-1", evil, 0, [group], {evil: 1.0}, dropped=[(evil, evil)])
+    local.finish_run("run-1", "failed", error=evil)
+    for part in (
+        render_trajectory(local, "run-1", "t"),
+        render_run(local, "run-1"),
+        render_runs(local),
+    ):
+        shown = text_of(part, width=400)
+        assert not set(shown) & set("\x1b\x07\u202e")
+        assert "\\x1b[2J\\x1b]0;owned\\x07 \\u202e [red]not markup[/red] [/] :boom:" in shown
+
+
+def test_a_run_at_a_glance(local: RunStore) -> None:
+    assert "running" in text_of(render_run(local, "run-1")), "an empty run shows too"
+    local.record_step("run-1", "sft", 0, [], {"sft/loss": 2.0})
+    local.record_step("run-1", "sft", 1, [], {"sft/loss": 0.25})
+    local.record_step("run-1", "rl", 0, make_groups(0), {"rl/reward": float("nan")})
+    local.finish_run("run-1", "interrupted")
+    shown = " ".join(text_of(render_run(local, "run-1"), width=140).split())
+    assert "sft 2 1 0" in shown  # stage, steps, last, trajectories
+    assert "rl 1 0 6 0.25 completed 4, error_env 2" in shown
+    assert "sft/loss 2 0.25" in shown
+    assert "rl/reward nan nan" in shown
+    assert "rl error_env 2" in shown
+    assert "s0-g1-1 rl 0 task-s0-g1 completed 0.5 4" in shown
+    runs = " ".join(text_of(render_runs(local), width=140).split())
+    assert "run-1 interrupted" in runs
+    assert "sft 1, rl 0" in runs
+
+
+def test_an_empty_store_says_what_to_do(tmp_path: Path) -> None:
+    with RunStore.open(None, tmp_path) as store:
+        assert "ludus train" in text_of(render_runs(store), width=300)
+
+
+def test_unknown_names(local: RunStore) -> None:
+    local.record_step("run-1", "rl", 0, make_groups(0), {})
+    with pytest.raises(StoreError, match=r"did you mean run-1\?"):
+        render_run(local, "runn-1")
+    with pytest.raises(StoreError, match=r"did you mean s0-g0-\d\?"):
+        render_trajectory(local, "run-1", "s0-g0-O")
