@@ -257,7 +257,11 @@ def test_fingerprint_follows_content_alone() -> None:
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nextafter(model.model.norm.weight[0], torch.tensor(9.0))
     assert fingerprint(model) != before
-    assert fingerprint(nn.Linear(2, 3, bias=False)) != fingerprint(nn.Linear(3, 2, bias=False))
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> str:
+        return fingerprint(nn.ParameterList([nn.Parameter(torch.zeros(shape, dtype=dtype))]))
+
+    assert len({zeros(2, 3), zeros(3, 2), zeros(6), zeros(12, dtype=torch.bfloat16)}) == 4
 
 
 def test_fingerprint_of_a_large_model_does_not_depend_on_threads(
