@@ -2,15 +2,103 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from ludus.assemble import REGISTRIES
-from ludus.core.reference import config_reference
+import typer
+
+from ludus.cli import app
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+CLI_HEAD = """\
+# Command line
+
+A user's mistake ends with one message that says where, what, and what would be right; the exit code
+is 2 for a wrong configuration or call, 1 for all else, 130 for Ctrl-C. Settings are changed by
+`dotted.key=value`, with a YAML value:
+
+```sh
+ludus train recipes/babyai-tiny.yaml rl.steps=50 'env.args={level: GoToObj}'
+```
+"""
+
+
+def configuration() -> str:
+    """The configuration page: what `ludus config --markdown` prints."""
+    command = [sys.executable, "-m", "ludus.cli", "config", "--markdown"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def command_line() -> str:
+    """The page of the command line: every command, with its arguments and options."""
+    parts = [CLI_HEAD]
+    for path, command in commands():
+        if getattr(command, "commands", None):
+            continue
+        rows = [_row(parameter) for parameter in command.params if parameter.name != "help"]
+        usage = " ".join(filter(None, [path, *map(_usage, command.params)]))
+        lines = [f"## `{path}`", "", command.help or "", "", "```text", usage, "```", ""]
+        if rows:
+            lines += ["| | | default |", "|---|---|---|", *rows, ""]
+        parts.append("\n".join(lines))
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def decisions() -> str:
+    """The index of the decisions: what stands above its list stays, the list is made anew."""
+    head, _, _ = (DOCS / "decisions" / "README.md").read_text(encoding="utf-8").partition("## All")
+    lines = []
+    for page in sorted((DOCS / "decisions").glob("[0-9]*.md")):
+        title = page.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+        lines.append(f"- [{title}]({page.name})")
+    return "\n".join([f"{head}## All", "", *lines]) + "\n"
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """The path and the command of every command and group, the root first."""
+
+    def walk(path: str, command: Any) -> Iterator[tuple[str, Any]]:
+        yield path, command
+        for name, child in getattr(command, "commands", {}).items():
+            yield from walk(f"{path} {name}", child)
+
+    yield from walk("ludus", typer.main.get_command(app))
+
+
+def _usage(parameter: Any) -> str:
+    if parameter.param_type_name == "option":
+        return ""
+    name = (parameter.metavar or parameter.name).upper() + "..." * (parameter.nargs == -1)
+    return name if parameter.required else f"[{name}]"
+
+
+def _row(parameter: Any) -> str:
+    if parameter.param_type_name == "option":
+        name = ", ".join([*parameter.opts, *parameter.secondary_opts])
+        if not parameter.is_flag:
+            name += f" {parameter.metavar or parameter.name.upper()}"
+    else:
+        name = (parameter.metavar or parameter.name).upper()
+    flag_off = parameter.default is False or parameter.default is None
+    shown = "required" if parameter.required else "" if flag_off else f"`{parameter.default}`"
+    cells = [f"`{name}`", parameter.help or "", shown]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+PAGES = {
+    "configuration.md": configuration,
+    "cli.md": command_line,
+    "decisions/README.md": decisions,
+}
 
 
 def main() -> None:
-    page = Path(__file__).parents[1] / "docs" / "configuration.md"
-    page.write_text(config_reference(REGISTRIES), encoding="utf-8")
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")
 
 
 if __name__ == "__main__":
