@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from ludus.envs import ENVS
 from ludus.models.renderer import Renderer
 from ludus.models.tokenizers import load_tokenizer, train_tokenizer
 from ludus.registries import REGISTRIES
-from ludus.tasks import READERS
+from ludus.tasks.readers import read_tasks
 from ludus.tasks.splits import check_disjoint
 
 NUM_SAMPLE_TEXTS = 512  # opening observations that a tokenizer is trained on without an expert
@@ -27,15 +28,15 @@ def check(config: RunConfig) -> None:
 
 def read_splits(config: RunConfig) -> tuple[list[Task], list[Task]]:
     """Training and held-out tasks, which share none."""
-    env_class = ENVS.load(config.env.name) if config.env else None
-    context = {"env_class": env_class, "on_bad_line": config.tasks.on_bad_line}
-    train = READERS.build(config.tasks.train, "tasks.train", **context)
-    heldout: list[Task] = []
-    if config.tasks.heldout is not None:
-        heldout = READERS.build(config.tasks.heldout, "tasks.heldout", **context)
-        check_disjoint(train, heldout)
-    if not train:
-        raise ConfigError("tasks.train: the reader found no task")
+    env_class: Any = ENVS.load(config.env.name) if config.env else None
+    lines = config.tasks.on_bad_line
+    train = read_tasks(config.tasks.train, "tasks.train", env_class=env_class, on_bad_line=lines)
+    if config.tasks.heldout is None:
+        return train, []
+    heldout = read_tasks(
+        config.tasks.heldout, "tasks.heldout", env_class=env_class, on_bad_line=lines
+    )
+    check_disjoint(train, heldout)
     return train, heldout
 
 
@@ -47,12 +48,18 @@ def make_tokenizer(config: RunConfig, tasks: Sequence[Task], shown: Iterable[Mes
     model = config.model
     if isinstance(model.tokenizer, Spec):
         messages = list(shown) or opening_messages(config, tasks[:NUM_SAMPLE_TEXTS])
-        texts = [message.content for message in messages]
+        texts = [text for message in messages for text in _texts(message)]
         if config.rollout.system_prompt:
             texts.append(config.rollout.system_prompt)
         template = model.chat_template or "plain"
         return train_tokenizer(model.tokenizer, texts, template, tools_of(config))
     return load_tokenizer(model.tokenizer or str(model.path))
+
+
+def _texts(message: Message) -> list[str]:
+    """What a model may have to write or read of a message, tool calls included."""
+    calls = [json.dumps(call.arguments) for call in message.tool_calls]
+    return [message.content, *calls, *([message.thinking] if message.thinking else [])]
 
 
 def make_renderer(config: RunConfig, tokenizer: Any) -> Renderer:

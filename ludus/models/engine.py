@@ -125,9 +125,10 @@ class InProcessSampler:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         uniforms = np.random.Generator(np.random.Philox(params.seed))
         self._waiting.append(_Turn(session, list(prompt_ids), params, future, uniforms))
-        self._changed.set()
         if self._rounds is None or self._rounds.done():
+            self._changed = asyncio.Event()  # events belong to a loop; each call may bring its own
             self._rounds = asyncio.create_task(self._run_rounds())
+        self._changed.set()
         return await future
 
     def forget(self) -> None:
