@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError
+from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.pool import QueuePool
 
 from ludus.core.errors import ConfigError, MissingDependency, StoreError
@@ -73,7 +73,7 @@ class Database:
         """What `work` returns, run in one transaction, again where the failure is passing.
 
         A failed attempt leaves nothing behind, so `work` only has to stand being called again.
-        IntegrityError goes to the caller, every other database error is a StoreError.
+        Errors: StoreError, with the database's own error as its cause.
         """
         if write and self.read_only:
             raise StoreError(f"run store {self.url} was opened for reading only")
@@ -84,8 +84,6 @@ class Database:
                     connection.execution_options(**{_WRITE: write})
                     with connection.begin():
                         return work(connection)
-            except IntegrityError:
-                raise
             except DBAPIError as error:
                 if attempt == len(_BACKOFF_S) or not _passing(error):
                     raise self._explained(error) from error
@@ -153,10 +151,10 @@ def _passing(error: DBAPIError) -> bool:
 def _parse(url: str) -> URL:
     try:
         parsed = make_url(url)
-    except ArgumentError as error:
+    except (ArgumentError, ValueError) as error:  # not shown: it may hold a password
         raise ConfigError(
-            f"store: {url!r} is not a database URL: sqlite:///FOLDER/FILE.db, or "
-            "postgresql://USER:PASSWORD@HOST/DATABASE"
+            "store: this is not a database URL: write sqlite:///FOLDER/FILE.db, or "
+            "postgresql://USER:PASSWORD@HOST:PORT/DATABASE"
         ) from error
     kind = parsed.drivername.partition("+")[0]
     if kind in ("postgresql", "postgres"):

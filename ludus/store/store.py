@@ -115,7 +115,9 @@ class RunStore:
         encode_json(values["versions"], f"the versions of run {run_id!r}")
         try:
             self._write(lambda connection: connection.execute(insert(db.runs), values))
-        except IntegrityError as error:
+        except StoreError as error:
+            if not isinstance(error.__cause__, IntegrityError):
+                raise
             raise StoreError(
                 f"run {run_id!r} exists already in {self.url}: resume it, or choose another name"
             ) from error

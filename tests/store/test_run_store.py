@@ -266,6 +266,7 @@ def test_a_reader_changes_nothing(store: RunStore, open_store: Open) -> None:
     ("wrong", "right"),
     [
         ("nonsense", "sqlite:///FOLDER/FILE.db"),
+        ("postgresql://host:port/db", "HOST:PORT/DATABASE"),
         ("mysql://host/db", "mysql is not supported"),
         ("sqlite://", "must outlive the run"),
     ],
@@ -349,7 +350,7 @@ trajectories = st.builds(
 
 
 @settings(
-    max_examples=60,
+    max_examples=30,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

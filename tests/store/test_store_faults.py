@@ -209,7 +209,7 @@ def test_killed_while_recording(
 def test_killed_at_random_moments(store: RunStore, url: str) -> None:
     """Every step that is there is whole, and it is the last or the one being written."""
     chance = random.Random(0)
-    for _ in range(4):
+    for _ in range(3):
         process = child(url, "loop")
         assert process.stdout is not None
         for _ in range(chance.randrange(3, 9)):
