@@ -28,6 +28,7 @@ from ludus.envs.babyai_macros import Macros
 from ludus.envs.babyai_world import (
     LEVELS,
     Seen,
+    can_toggle,
     cell_at,
     describe_object,
     heading,
@@ -158,7 +159,7 @@ class BabyAI(Env):
             reward, changed = self._primitive(primitive)
             if self._done or not changed:
                 break
-        return reward, "" if changed else "nothing changed. "
+        return reward, "" if changed else "stopped on the way. "
 
     def _primitive(self, primitive: int) -> tuple[float, bool]:
         """One minigrid step: its reward, and whether it changed anything."""
@@ -207,7 +208,7 @@ class BabyAI(Env):
             "go forward": content is None or content.can_overlap(),
             "pick up": content is not None and content.can_pickup() and not hands,
             "drop": content is None and hands,
-            "toggle": content is not None and content.type in ("door", "box"),
+            "toggle": can_toggle(self._world, content),
         }
         return [name for name, yes in possible.items() if yes] + self._macros.available(cells)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
-from ludus.envs.babyai_world import Cell, Seen, cell_at, describe_object
+from ludus.envs.babyai_world import Cell, Seen, can_toggle, cell_at, describe_object
 
 if TYPE_CHECKING:
     from ludus.envs.babyai_expert import Expert
@@ -94,9 +94,7 @@ class Macros:
             return [*way, FORWARD, FORWARD] if content.is_open else "the door is not open. "
         if content.is_open:
             return "the door is open. "
-        carried = self._world.carrying
-        key = carried is not None and (carried.type, carried.color) == ("key", content.color)
-        if content.is_locked and not key:
+        if not can_toggle(self._world, content):
             return "the door is locked. "
         return [*way, TOGGLE, FORWARD, FORWARD]
 

@@ -180,6 +180,16 @@ def describe_object(content: Any) -> str:
     return f"{state} {content.color} door"
 
 
+def can_toggle(world: Any, content: Any) -> bool:
+    """Whether toggling does something: to a box, and to a door unless it is locked and the agent
+    does not carry its key."""
+    if content is None or content.type not in ("door", "box"):
+        return False
+    key = world.carrying
+    fits = key is not None and (key.type, key.color) == ("key", content.color)
+    return content.type == "box" or not content.is_locked or fits
+
+
 def walls(cells: list[Seen]) -> list[Seen]:
     """The nearest wall straight ahead, to the left and to the right, where one is in view."""
     found = []

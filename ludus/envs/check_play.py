@@ -16,7 +16,7 @@ from ludus.envs.base import Env, NoExpert
 
 T = TypeVar("T")
 
-MOST_TURNS = 2000
+MOST_TURNS = 1000
 """Turns after which an expert's episode is said not to end."""
 
 TURNS_WITHOUT_EXPERT = 5
@@ -40,11 +40,11 @@ class Player:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._hangs = False
+        self._hang: EpisodeTimeout | None = None
 
     def close(self) -> None:
         """End the thread, unless it hangs."""
-        if not self._hangs:
+        if self._hang is None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -52,14 +52,17 @@ class Player:
     async def call(self, what: str, function: Callable[[], Awaitable[T]]) -> T:
         """What the coroutine of `function` returns, within the time limit."""
 
+        if self._hang is not None:
+            raise self._hang
+
         async def run() -> T:
             return await function()
 
-        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
-        done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=self.timeout_s)
+        future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._loop))
+        done, _ = await asyncio.wait([future], timeout=self.timeout_s)
         if not done:
-            self._hangs = True
-            raise EpisodeTimeout(f"{what} takes longer than {self.timeout_s:g} s")
+            self._hang = EpisodeTimeout(f"{what} takes longer than {self.timeout_s:g} s")
+            raise self._hang
         return future.result()
 
     async def reset(self, env: Env, task: Task) -> Observation:

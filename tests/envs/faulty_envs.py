@@ -1,0 +1,156 @@
+"""Environments with one fault each, for the checker and the demonstrations to find."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+from ludus.core.errors import EnvError
+from ludus.core.types import Message, Observation, StepResult, Task
+from ludus.envs.base import Env, NoExpert
+
+
+def user(text: str) -> list[Message]:
+    return [Message(role="user", content=text)]
+
+
+class Digit(Env):
+    """Guess a digit: without fault. The other classes are this one with one thing changed."""
+
+    secret: int | None = None
+
+    async def reset(self, task: Task) -> Observation:
+        self.secret, self.tries = task.data["seed"] % 10, 0
+        return Observation(messages=user("guess a digit"))
+
+    async def step(self, action: Message) -> StepResult:
+        if self.secret is None:
+            raise EnvError("call reset first")
+        self.tries += 1
+        hit = action.content == str(self.secret)
+        reply = user("right" if hit else "wrong")
+        if hit:
+            self.secret = None
+        return StepResult(messages=reply, reward=float(hit), terminated=hit)
+
+    async def close(self) -> None:
+        self.secret = None
+
+    def expert_action(self) -> str:
+        return str(self.secret) if self.tries else "0"
+
+    @classmethod
+    def task(cls, tier: str | None, seed: int) -> Task:
+        return Task(id=f"digit/{seed}", data={"seed": seed})
+
+
+class Hangs(Digit):
+    async def step(self, action: Message) -> StepResult:
+        while True:
+            time.sleep(0.01)
+
+
+class RaisesOnRubbish(Digit):
+    async def step(self, action: Message) -> StepResult:
+        int(action.content)
+        return await super().step(action)
+
+
+class ReturnsRubbish(Digit):
+    async def step(self, action: Message) -> Any:
+        return "wrong"
+
+
+class AnswersAsAssistant(Digit):
+    async def reset(self, task: Task) -> Observation:
+        await super().reset(task)
+        return Observation(messages=[Message(role="assistant", content="guess")])
+
+
+class Prints(Digit):
+    async def step(self, action: Message) -> StepResult:
+        print("a step")
+        return await super().step(action)
+
+
+class NotDeterministic(Digit):
+    async def reset(self, task: Task) -> Observation:
+        await super().reset(task)
+        return Observation(messages=user(f"guess a digit {os.urandom(8).hex()}"))
+
+
+class HashDependent(Digit):
+    async def reset(self, task: Task) -> Observation:
+        await super().reset(task)
+        return Observation(messages=user(f"guess a digit {hash('digit')}"))
+
+
+class SeedsTheWorld(Digit):
+    async def reset(self, task: Task) -> Observation:
+        random.seed(task.data["seed"])
+        return await super().reset(task)
+
+
+class Shares(Digit):
+    guessed: int = 0
+
+    async def reset(self, task: Task) -> Observation:
+        Shares.guessed = 0
+        return await super().reset(task)
+
+    async def step(self, action: Message) -> StepResult:
+        Shares.guessed += 1
+        result = await super().step(action)
+        return result.model_copy(update={"messages": user(f"guess {Shares.guessed}")})
+
+
+class GoesOn(Digit):
+    async def step(self, action: Message) -> StepResult:
+        return StepResult(messages=user("wrong"), reward=0.0)
+
+
+class PaysTooMuch(Digit):
+    async def step(self, action: Message) -> StepResult:
+        result = await super().step(action)
+        return result.model_copy(update={"reward": 3.0})
+
+
+class ClosesOnce(Digit):
+    closed = False
+
+    async def close(self) -> None:
+        if self.closed:
+            raise RuntimeError("closed already")
+        self.closed = True
+
+
+class Silent(Digit):
+    async def step(self, action: Message) -> StepResult:
+        result = await super().step(action)
+        return result if result.done else result.model_copy(update={"messages": []})
+
+
+class Moody(Digit):
+    """The fault is the task's: hang, raise, exit, lose, no expert, or none."""
+
+    async def reset(self, task: Task) -> Observation:
+        self.fault = task.data.get("fault")
+        return await super().reset(task)
+
+    async def step(self, action: Message) -> StepResult:
+        while self.fault == "hang":
+            pass
+        if self.fault == "raise":
+            raise RuntimeError("the disk is full of eels")
+        if self.fault == "exit":
+            os._exit(3)
+        if self.fault == "lose":
+            return StepResult(messages=user("lost"), reward=0.0, terminated=True)
+        return await super().step(action)
+
+    def expert_action(self) -> str:
+        if self.fault == "no expert":
+            raise NoExpert("nobody knows")
+        return super().expert_action()
