@@ -13,6 +13,7 @@ from random import Random
 from typing import ClassVar
 
 from ludus import Env, Message, Observation, StepResult, Task
+from ludus.core.errors import EnvError
 
 SIZES = {"small": 7, "medium": 31, "large": 127}
 """Tier to the highest number: 3, 5 and 7 questions suffice."""
@@ -22,6 +23,7 @@ class HigherOrLower(Env):
     """The environment thinks of a number; the agent has seven guesses. Reward 1 for a hit."""
 
     max_turns: ClassVar[int] = 7
+    secret: int | None = None  # None: no episode is under way
 
     async def reset(self, task: Task) -> Observation:
         self.low, self.high = 1, SIZES[task.tier or "small"]
@@ -29,11 +31,14 @@ class HigherOrLower(Env):
         return Observation(messages=[say(f"guess a number from 1 to {self.high} .")])
 
     async def step(self, action: Message) -> StepResult:
+        if self.secret is None:
+            raise EnvError("call reset first")
         text = action.content.strip()
         if not re.fullmatch("[0-9]{1,4}", text):  # the model's mistake: the model is told
             return StepResult(messages=[say("answer with a number .")], reward=0.0)
         guess = int(text)
         if guess == self.secret:
+            self.secret = None
             return StepResult(messages=[say("right .")], reward=1.0, terminated=True)
         if guess < self.secret:
             self.low = max(self.low, guess + 1)

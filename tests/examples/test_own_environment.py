@@ -12,6 +12,7 @@ from ludus import Message, Task
 from ludus.core.config import load_config
 from ludus.envs import ENVS
 from ludus.envs.base import Env
+from ludus.envs.check import check_env
 from ludus.tasks.readers import read_tasks
 from ludus.tasks.splits import check_disjoint
 
@@ -62,6 +63,10 @@ async def test_a_guess_out_of_range_leaves_the_expert_sane():
     for guess in ("0", "9999"):
         await env.step(Message(role="assistant", content=guess))
     assert 1 <= int(env.expert_action()) <= 7
+
+
+async def test_it_conforms():
+    assert [finding for finding in await check_env(NAME) if finding.severity == "error"] == []
 
 
 def test_the_recipe_is_valid(monkeypatch: pytest.MonkeyPatch):
