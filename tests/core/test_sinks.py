@@ -24,7 +24,7 @@ def run_with(tmp_path: Path, *sinks: Any) -> MetricsLog:
         {"model": {"path": "x"}, "tasks": {"train": "x"}, "metrics": list(sinks), "seed": 7}
     )
     run_dir = tmp_path / "run-1"
-    run_dir.mkdir(exist_ok=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
     check_specs(config, {"metrics": SINKS})
     return MetricsLog(run_dir / "metrics.jsonl", build_sinks(config, run_dir))
 
@@ -100,7 +100,7 @@ def test_wandb_keeps_an_offline_run(tmp_path):
         metrics.log("rl", 0, {"rollout/success": 0.25})
         metrics.log("rl", 1, {"rollout/success": 0.5, "train/loss": math.inf})
         assert [sink.error for sink in metrics.sinks] == [None]
-    (file,) = (tmp_path / "run-1" / "wandb").glob("offline-run-*-run-1/run-run-1.wandb")
+    (file,) = (tmp_path / "run-1" / "wandb").glob("offline-run-*/run-*.wandb")
     found = finished(file)
     history = [
         {
@@ -120,6 +120,19 @@ def test_wandb_keeps_an_offline_run(tmp_path):
     assert config["seed"] == 7
     axes = {r.metric.name: r.metric.step_metric for r in found if r.HasField("metric")}
     assert axes["rl/rollout/success"] == "rl/step"
+
+
+def test_wandb_goes_on_under_the_same_id(tmp_path):
+    for step in range(2):
+        with run_with(tmp_path, "wandb") as metrics:
+            metrics.log("rl", step, {"x/y": 0})
+    with run_with(tmp_path / "elsewhere", "wandb"):
+        pass
+    files = (tmp_path / "run-1" / "wandb").glob("offline-run-*/run-*.wandb")
+    (other,) = (tmp_path / "elsewhere" / "run-1" / "wandb").glob("offline-run-*/run-*.wandb")
+    ids = {file.stem for file in files}
+    assert len(ids) == 1
+    assert other.stem not in ids
 
 
 # Prometheus

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +15,8 @@ class Wandb:
     """Logs to a run of Weights & Biases, kept in `run_dir/wandb`.
 
     Metrics are named `<stage>/<name>` and drawn over `<stage>/step`. A resumed run goes on under
-    the same id; what was logged before the rewind stays there, under the same steps.
+    the same id; what was logged before the rewind stays there, under the same steps. The file of
+    an offline run is whole when the process has ended, not before.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class Wandb:
             group=group,
             tags=tags,
             dir=run_dir,
-            id=run_name,
+            id=_run_id(run_dir),
             name=run_name,
             config=dict(config),
             resume="allow",
@@ -63,3 +65,12 @@ class Wandb:
     def close(self) -> None:
         """Finish the run: write, or upload, what is left."""
         self._run.finish()
+
+
+def _run_id(run_dir: Path) -> str:
+    """The run's id, drawn once: a folder's name may be used again in another place."""
+    file = run_dir / "wandb" / "run-id"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(secrets.token_hex(4))
+    return file.read_text()

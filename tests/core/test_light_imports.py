@@ -1,0 +1,28 @@
+"""What `import ludus` and the core cost: none of the heavy packages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "numpy", "sqlalchemy", "transformers", "ray", "vllm", "wandb", "tensorboard")
+
+
+@pytest.mark.parametrize(
+    ("module", "also_without"),
+    [
+        ("ludus", ("pydantic", "yaml", "rich")),
+        ("ludus.core.config", ("rich",)),
+        ("ludus.core.logs", ("rich", "pydantic", "yaml")),
+        ("ludus.core.metrics", ("rich",)),
+        ("ludus.core.reference", ()),
+        ("ludus.doctor", ()),
+    ],
+)
+def test_an_import_is_light(module, also_without):
+    names = (*HEAVY, *also_without)
+    code = f"import sys, {module}; print([name for name in {names!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
