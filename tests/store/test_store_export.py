@@ -99,7 +99,7 @@ def test_many_row_groups(filled: RunStore, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_steps(filled: RunStore, tmp_path: Path) -> None:
-    rows = lines(export(filled, "run-1", tmp_path / "steps.jsonl", what="steps").path)
+    rows = lines(export(filled, "run-1", tmp_path / "steps.jsonl", what="steps", decode=str).path)
     assert [(row["stage"], row["step"]) for row in rows] == [("sft", 0), ("rl", 0), ("rl", 1)]
     assert rows[0]["metrics"] == {"sft/loss": "NaN"}, "honest, and still JSON"
     assert rows[2]["metrics"] == {"rl/reward": 0.1, "rl/kl": "Infinity"}
