@@ -206,26 +206,27 @@ def config(
 def check_env_command(
     name: Annotated[str, typer.Argument(help="A registered environment, or module:Class.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments: key=value ...")] = None,
-    tasks: Annotated[int, typer.Option(help="Tasks to try.")] = 4,
+    tasks: Annotated[int, typer.Option(help="Tasks to try.")] = 6,
 ) -> None:
     """Check that an environment keeps the protocol: deterministic, robust, quiet."""
-    from ludus.envs.check import check_env, render_findings
+    from ludus.envs.check import check_env
 
     findings = asyncio.run(check_env(_spec(name, args), num_tasks=tasks))
-    _print(render_findings(findings))
-    if any(finding.failed for finding in findings):
+    for finding in findings:
+        typer.echo(finding)
+    if any(finding.severity == "error" for finding in findings):
         raise typer.Exit(1)
+    typer.echo(f"{name} keeps the protocol")
 
 
 @app.command()
 def doctor(runs_dir: RunsDir = "runs") -> None:
     """Check this machine, and say what to install."""
-    from ludus.doctor import render_checks, run_doctor
+    from ludus.doctor import exit_code, render_checks, run_doctor
 
     checks = run_doctor(runs_dir)
     _print(render_checks(checks))
-    if any(check.essential and not check.ok for check in checks):
-        raise typer.Exit(1)
+    raise typer.Exit(exit_code(checks))
 
 
 @checkpoint_app.command("list")

@@ -92,7 +92,7 @@ class Display:
     def step(self, stage: str, step: int, metrics: dict[str, float]) -> None:
         """Show the step's numbers."""
         self._episodes = 0
-        self._advance(step + 1, summary(metrics))
+        self._advance(step + 1, summary(stage, metrics))
 
     def note(self, text: str) -> None:
         """Print a line above the bars."""
@@ -123,16 +123,11 @@ class Display:
         self.console.print(text, highlight=False)
 
 
-def summary(metrics: dict[str, float]) -> str:
+def summary(stage: str, metrics: dict[str, float]) -> str:
     """A step's most telling numbers in one short line."""
-    shown = [
-        ("success", "rollout/success", "{:.0%}"),
-        ("reward", "rollout/reward", "{:.2f}"),
-        ("loss", "train/loss", "{:.3f}"),
-        ("tok/s", "time/tokens_per_s", "{:,.0f}"),
-    ]
-    sft = "rollout/groups_with_signal" in metrics and metrics.get("train/clip_fraction") is None
-    keep = shown[2:] if sft else [shown[0], shown[1], shown[3]]
+    loss = [("loss", "train/loss", "{:.3f}")]
+    outcome = [("success", "rollout/success", "{:.0%}"), ("reward", "rollout/reward", "{:.2f}")]
+    shown = [*(loss if stage == "sft" else outcome), ("tok/s", "time/tokens_per_s", "{:,.0f}")]
     return "  ".join(
-        f"{label} {form.format(metrics[name])}" for label, name, form in keep if name in metrics
+        f"{label} {form.format(metrics[name])}" for label, name, form in shown if name in metrics
     )
