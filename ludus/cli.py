@@ -173,7 +173,7 @@ def export(
     from ludus.store.export import export as write
 
     with open_store(runs_dir, store) as opened:
-        count = write(
+        written = write(
             opened,
             run,
             path,
@@ -182,7 +182,9 @@ def export(
             min_score=min_score,
             decode=decoder(run, runs_dir),
         )
-    typer.echo(f"{count} lines in {path}")
+    typer.echo(f"{written.num_rows} lines in {written.path}")
+    for reason, count in written.skipped.items():
+        typer.echo(f"left out: {count} ({reason})", err=True)
 
 
 @app.command()

@@ -10,7 +10,7 @@ import torch
 from ludus.core.schema import OptimizerConfig, RunConfig
 from ludus.models.engine import InProcessSampler
 from ludus.models.renderer import Renderer
-from ludus.train.checkpoint import CheckpointStore, load
+from ludus.train.checkpoint import CheckpointStore, load, random_state, set_random_state
 from ludus.train.learner import Learner
 from ludus.train.losses import LossFn
 from ludus.train.packing import Batch
@@ -82,6 +82,7 @@ class LocalBackend:
             "loop": state,
             "optimizer_step": self.learner.step,
             "policy_version": self._engine.policy_version,
+            "random": random_state(),
         }
         return self.checkpoints.save(
             stage,
@@ -99,6 +100,7 @@ class LocalBackend:
         self.learner.step = everything["optimizer_step"]
         self._engine.policy_version = everything["policy_version"]
         self._engine.forget()
+        set_random_state(everything["random"])
         state: dict[str, Any] = everything["loop"]
         return state
 
