@@ -14,8 +14,8 @@
 
 The commands are those that the goal needs, and some that it does not. `oak logs` is a tag: any of
 its items will do (the oak log, stripped oak wood, ...). Only what cannot be crafted can be got.
-The recipes are Minecraft 1.16's; upstream's count of goals by depth (125, 291, 117, 11) is ours but
-for details of how its tags were read.
+The recipes are Minecraft 1.16's: 549 goals, of depth 1 to 4 (144, 278, 116, 11; the original
+TextCraft has 544: 125, 291, 117, 11).
 """
 
 from __future__ import annotations
