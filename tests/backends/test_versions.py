@@ -1,0 +1,99 @@
+"""Weights carry a version, and what is sampled carries the version that sampled it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ludus.backends.local import LocalBackend
+from ludus.core.schema import ModelConfig, OptimizerConfig, RunConfig, TasksConfig
+from ludus.core.types import Group, Message, Spec, Task, Trajectory
+from ludus.models.build import build_model
+from ludus.models.renderer import Renderer
+from ludus.models.sampler import Completion, SamplingParams
+from ludus.models.tokenizers import train_tokenizer
+from ludus.rollout.tree import TreeBuilder
+from ludus.train import ALGORITHMS
+from ludus.train.packing import pack
+from ludus.train.samples import to_samples
+
+SHAPE = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> LocalBackend:
+    config = RunConfig(
+        model=ModelConfig(
+            architecture=Spec(name="qwen3", args=SHAPE),
+            tokenizer=Spec(name="words"),
+            chat_template="plain",
+            context_length=32,
+        ),
+        tasks=TasksConfig(train=Spec(name="env", args={"num_tasks": 1})),
+        env=Spec(name="textcraft"),
+        rollout={"max_tokens_per_turn": 4},
+    )
+    tokenizer = train_tokenizer(Spec(name="words"), ["turn left", "go forward"])
+    renderer = Renderer(tokenizer)
+    model = build_model(config.model, tokenizer, seed=0)
+    made = LocalBackend(model, renderer, config, tmp_path)
+    made.begin_stage(OptimizerConfig(lr=1e-2), num_steps=10, temperature=1.0)
+    return made
+
+
+async def sample(backend: LocalBackend, seed: int = 0) -> Completion:
+    backend.sampler.open("s")
+    try:
+        params = SamplingParams(max_tokens=4, seed=seed)
+        return await backend.sampler.sample([5, 6, 7], params, session="s")
+    finally:
+        backend.sampler.close("s")
+
+
+async def train(backend: LocalBackend) -> None:
+    """One step on the policy's own turn, which is pushed towards or away from."""
+    completions = [await sample(backend, seed) for seed in (1, 2)]
+    members = []
+    for number, completion in enumerate(completions):
+        trajectory = Trajectory(f"t{number}", "g", "task", reward=float(number))
+        builder = TreeBuilder(trajectory)
+        builder.given([Message(role="user", content="go")], [5, 6, 7])
+        builder.sampled(completion, Message(role="assistant"))
+        members.append(trajectory)
+    algorithm = ALGORITHMS.build("grpo")
+    samples = to_samples([Group("g", Task(id="task"), members)], algorithm)
+    assert {s.policy_version for s in samples} == {completions[0].policy_version}
+    batch = pack(samples, algorithm.aggregate(samples), tokens_per_batch=64, pad_id=0)
+    await backend.train_step(batch, algorithm.loss)
+
+
+async def test_each_publication_counts_up_and_is_what_turns_carry(backend: LocalBackend):
+    assert (await sample(backend)).policy_version == 0
+    for version in (1, 2, 3):
+        await train(backend)
+        assert await backend.publish_weights() == version
+        assert (await sample(backend)).policy_version == version
+
+
+async def test_published_weights_are_those_that_sample(backend: LocalBackend):
+    before = await sample(backend)
+    await train(backend)
+    await backend.publish_weights()
+    after = await sample(backend)
+    ids = torch.tensor([[5, 6, 7, *after.token_ids]])
+    with torch.no_grad():
+        logits = backend.model(input_ids=ids).logits[0, 2:-1].float()
+    expected = logits.log_softmax(-1).gather(-1, ids[0, 3:, None])[:, 0]
+    assert after.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+    assert after.logprobs != pytest.approx(before.logprobs, abs=1e-4)
+
+
+async def test_a_checkpoint_keeps_the_version(backend: LocalBackend):
+    await train(backend)
+    await backend.publish_weights()
+    path = backend.save("rl", 1, {}, None, pin=False)
+    await backend.publish_weights()
+    backend.load(path)
+    assert (await sample(backend)).policy_version == 1
