@@ -4,9 +4,6 @@ Which token weighs how much is not decided here (see `aggregates`). Shape suffix
 tokens of a micro-batch.
 """
 
-# ruff: noqa: N803, N815
-# Shape suffixes are capitals.
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,17 +1,14 @@
 """Packing: samples of many lengths -> few rectangles with little padding.
 
-Samples 5 6 7 8 and 1 2, and 3 4 9, in rows of 6:
+Samples 5 6 7 8 9 2 and 1 2 3 and 4 5, in two rows:
 
-    token_ids    5 6 7 8 1 2        3 4 9 0 0 0
-    positions    0 1 2 3 0 1        0 1 2 0 0 0
-    segments     1 1 1 1 2 2        1 1 1 0 0 0      0 is padding
+    token_ids    5 6 7 8 9 2      1 2 3 4 5 0
+    positions    0 1 2 3 4 5      0 1 2 0 1 0
+    segments     1 1 1 1 1 1      1 1 1 2 2 0      0 is padding
 
 A token attends to its own segment only, so a packed sample computes what it computes alone. Shape
 suffixes: R rows of a micro-batch, T positions.
 """
-
-# ruff: noqa: N815
-# Shape suffixes are capitals.
 
 from __future__ import annotations
 

@@ -1,0 +1,274 @@
+"""Packing changes no token, no loss, no gradient. Suffixes: R rows, T positions, N loss tokens."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from ludus.core.errors import ConfigError, TrainingError
+from ludus.core.types import Sample
+from ludus.train.aggregates import trajectory_mean
+from ludus.train.losses import LossInputs, clipped
+from ludus.train.packing import Batch, MicroBatch, arrange, attention_mask, pack
+
+VOCABULARY = 32
+
+
+def make_sample(ids: list[int], name: str = "t") -> Sample:
+    length = len(ids)
+    mask = [False, *([True] * (length - 1))]
+    return Sample(ids, mask, [-float(m) for m in mask], [2.0 * m for m in mask], name)
+
+
+def make_samples(lengths: list[int], seed: int = 0) -> list[Sample]:
+    """Samples with random contents, two rows a trajectory."""
+    rng = random.Random(seed)
+    samples = []
+    for number, length in enumerate(lengths):
+        mask = [i > 0 and rng.random() < 0.6 for i in range(length)]
+        samples.append(
+            Sample(
+                [rng.randrange(VOCABULARY) for _ in range(length)],
+                mask,
+                [rng.uniform(-4, -3) * m for m in mask],
+                [rng.uniform(-1, 1) * m for m in mask],
+                f"t{number // 2}",
+            )
+        )
+    return samples
+
+
+def packed(samples: list[Sample], tokens_per_batch: int = 64) -> Batch:
+    weights = trajectory_mean(samples)
+    return pack(samples, weights, tokens_per_batch=tokens_per_batch, pad_id=0)
+
+
+def test_two_rows_by_hand() -> None:
+    samples = [
+        make_sample([1, 2, 3], "b"),
+        make_sample([5, 6, 7, 8, 9, 2], "a"),
+        make_sample([4, 5], "b"),
+    ]
+    weights = [[0, 0.1, 0.2], [0, 1, 2, 3, 4, 5], [0, 0.3]]
+    batch = pack(samples, weights, tokens_per_batch=12, pad_id=31)
+    (micro,) = batch.micro_batches
+    assert micro.token_ids_RT.tolist() == [[5, 6, 7, 8, 9, 2], [1, 2, 3, 4, 5, 31]]
+    assert micro.positions_RT.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 0]]
+    assert micro.segments_RT.tolist() == [[1, 1, 1, 1, 1, 1], [1, 1, 1, 2, 2, 0]]
+    assert micro.loss_mask_RT.int().tolist() == [[0, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1, 0]]
+    assert micro.old_logprobs_RT.tolist() == [[0, -1, -1, -1, -1, -1], [0, -1, -1, 0, -1, 0]]
+    assert micro.advantages_RT.tolist() == [[0, 2, 2, 2, 2, 2], [0, 2, 2, 0, 2, 0]]
+    assert micro.trajectory_RT.tolist() == [[1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, -1]]
+    torch.testing.assert_close(
+        micro.weights_RT, torch.tensor([[0, 1, 2, 3, 4, 5], [0, 0.1, 0.2, 0, 0.3, 0]])
+    )
+    assert micro.ref_logprobs_RT is None
+    assert (batch.num_samples, batch.num_loss_tokens, batch.num_tokens) == (3, 8, 11)
+    assert batch.padding == pytest.approx(1 / 12)
+
+
+def test_types() -> None:
+    (micro,) = packed(make_samples([5, 4])).micro_batches
+    types = {name: getattr(micro, name).dtype for name in MicroBatch.__slots__[:-1]}
+    assert {name for name, kind in types.items() if kind == torch.int64} == {
+        "token_ids_RT",
+        "positions_RT",
+        "segments_RT",
+        "trajectory_RT",
+    }
+    assert types.pop("loss_mask_RT") == torch.bool
+    assert set(types.values()) == {torch.int64, torch.float32}
+
+
+def test_the_mask_by_hand() -> None:
+    segments_RT = torch.tensor([[1, 1, 2, 0, 0]])
+    (micro,) = packed(make_samples([5])).micro_batches
+    mask = attention_mask(replace(micro, segments_RT=segments_RT))
+    assert mask.shape == (1, 1, 5, 5)
+    assert mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 0, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
+
+
+# Arrangement
+
+
+@given(st.lists(st.integers(1, 60), max_size=60), st.integers(60, 300))
+def test_everyone_has_one_place_within_the_budget(lengths: list[int], budget: int) -> None:
+    plan = arrange(lengths, budget)
+    assert sorted(i for rows in plan for row in rows for i in row) == list(range(len(lengths)))
+    longest = []
+    for rows in plan:
+        width = max(sum(lengths[i] for i in row) for row in rows)
+        assert width * len(rows) <= budget
+        assert width == max(lengths[i] for row in rows for i in row)
+        longest.append(width)
+    assert longest == sorted(longest, reverse=True)
+    assert plan == arrange(lengths, budget)
+
+
+def test_equal_lengths_keep_their_order() -> None:
+    assert arrange([4, 4, 4, 4, 4], 8) == [[[0], [1]], [[2], [3]], [[4]]]
+
+
+def test_short_samples_fill_gaps_but_open_no_long_rows() -> None:
+    # 2 fills the gap beside 8; the other two would leave a row of 10 mostly empty.
+    assert arrange([10, 8, 2, 2, 2], 100) == [[[0], [1, 2]], [[3], [4]]]
+
+
+def test_padding_is_small() -> None:
+    rng = random.Random(0)
+    uniform = [rng.randint(20, 400) for _ in range(256)]
+    alike = [rng.randint(180, 220) for _ in range(256)]
+    heavy_tailed = [min(20 + int(rng.expovariate(0.01)), 900) for _ in range(256)]
+    assert packed(make_samples(uniform), tokens_per_batch=8192).padding < 0.10
+    assert packed(make_samples(alike), tokens_per_batch=8192).padding < 0.05
+    assert packed(make_samples(heavy_tailed), tokens_per_batch=8192).padding < 0.05
+
+
+# Bad input
+
+
+def test_a_sample_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rl\.tokens_per_batch .*'t0' has 65 tokens"):
+        packed(make_samples([65]))
+    assert packed(make_samples([64])).padding == 0
+
+
+def test_a_loss_on_the_first_token_is_refused() -> None:
+    sample = make_sample([1, 2])
+    sample.loss_mask[0] = True
+    with pytest.raises(TrainingError, match="loss on its first token"):
+        packed([sample])
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "logprobs", "advantages"])
+def test_lists_of_different_lengths_are_refused(name: str) -> None:
+    sample = make_sample([1, 2, 3])
+    getattr(sample, name).pop()
+    with pytest.raises(TrainingError, match="one entry a token"):
+        pack([sample], [[0.0, 1.0, 1.0]], tokens_per_batch=8, pad_id=0)
+
+
+def test_an_empty_sample_and_short_weights_are_refused() -> None:
+    with pytest.raises(TrainingError, match="one entry a token"):
+        pack([make_sample([])], [[]], tokens_per_batch=8, pad_id=0)
+    with pytest.raises(TrainingError, match="one entry a token"):
+        pack([make_sample([1, 2])], [[0.0]], tokens_per_batch=8, pad_id=0)
+
+
+def test_reference_logprobs_are_all_or_none() -> None:
+    first, second = make_sample([1, 2]), make_sample([3, 4])
+    first.ref_logprobs = [0.0, -2.0]
+    with pytest.raises(TrainingError, match="reference log-probabilities"):
+        packed([first, second])
+    second.ref_logprobs = [0.0, -3.0]
+    (micro,) = packed([first, second]).micro_batches
+    assert micro.ref_logprobs_RT is not None
+    assert micro.ref_logprobs_RT.tolist() == [[0, -2], [0, -3]]
+
+
+def test_nothing_packs_to_nothing() -> None:
+    batch = pack([], [], tokens_per_batch=8, pad_id=0)
+    assert (batch.micro_batches, batch.num_tokens, batch.padding) == ([], 0, 0.0)
+
+
+# On a real model
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+    )
+    config._attn_implementation = "sdpa"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Qwen3ForCausalLM(config)
+
+
+def step(model: Any, batch: Batch) -> tuple[dict[tuple[int, ...], Tensor], float]:
+    """Log-probabilities by sample (its ids are the key), and the loss, with its gradient taken."""
+    model.zero_grad()
+    loss = 0.0
+    by_sample: dict[tuple[int, ...], Tensor] = {}
+    for micro in batch.micro_batches:
+        logits_RTV = model(
+            input_ids=micro.token_ids_RT,
+            position_ids=micro.positions_RT,
+            attention_mask=attention_mask(micro),
+        ).logits
+        mask_RT = micro.loss_mask_RT
+        scores_RTV = logits_RTV[:, :-1].log_softmax(-1)
+        logprobs_RT = scores_RTV.gather(-1, micro.token_ids_RT[:, 1:, None])[..., 0]
+        logprobs_RT = torch.nn.functional.pad(logprobs_RT, (1, 0))
+        output = clipped(0.2, 0.2)(
+            LossInputs(
+                logprobs_RT[mask_RT],
+                micro.old_logprobs_RT[mask_RT],
+                micro.advantages_RT[mask_RT],
+                micro.trajectory_RT[mask_RT],
+            )
+        )
+        total = (output.loss_N * micro.weights_RT[mask_RT]).sum()
+        total.backward()
+        loss += total.item()
+        for row, segments in enumerate(micro.segments_RT):
+            for segment in range(1, int(segments.max()) + 1):
+                here = segments == segment
+                key = tuple(micro.token_ids_RT[row, here].tolist())
+                by_sample[key] = logprobs_RT[row, here][1:].detach()
+    return by_sample, loss
+
+
+@pytest.mark.parametrize("tokens_per_batch", [40, 64, 1000])
+def test_packed_equals_unpacked(model: Any, tokens_per_batch: int) -> None:
+    samples = make_samples([3, 9, 25, 14, 6, 2, 40, 11, 5, 18, 7, 33])
+    weights = trajectory_mean(samples)
+    alone = [
+        pack([s], [w], tokens_per_batch=1000, pad_id=0)
+        for s, w in zip(samples, weights, strict=True)
+    ]
+    unpacked = Batch([b.micro_batches[0] for b in alone], len(samples), 0, 0)
+    expected, expected_loss = step(model, unpacked)
+    expected_gradient = [p.grad.clone() for p in model.parameters()]
+
+    batch = packed(samples, tokens_per_batch)
+    assert max(int(m.segments_RT.max()) for m in batch.micro_batches) > 1
+    found, loss = step(model, batch)
+
+    assert found.keys() == expected.keys()
+    for key, logprobs in found.items():
+        torch.testing.assert_close(logprobs, expected[key], atol=1e-5, rtol=0)
+    assert loss == pytest.approx(expected_loss, abs=1e-6)
+    assert any(g.abs().max() > 1e-2 for g in expected_gradient)
+    for parameter, gradient in zip(model.parameters(), expected_gradient, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_a_sample_does_not_see_its_neighbour(model: Any) -> None:
+    first, second = make_samples([20, 10])
+    other = replace(second, token_ids=[(t + 1) % VOCABULARY for t in second.token_ids])
+    long = make_samples([30], seed=5)[0]
+    results = [step(model, packed([long, first, x], 1000))[0] for x in (second, other)]
+    key = tuple(first.token_ids)
+    torch.testing.assert_close(results[0][key], results[1][key], atol=0, rtol=0)

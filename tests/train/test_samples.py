@@ -1,0 +1,154 @@
+"""From trajectory trees to training rows, and their split into optimizer steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ludus.core.types import Group, Sample, Segment, Task, Trajectory
+from ludus.train.algorithms import DR_GRPO, SFT
+from ludus.train.samples import rows, split, to_samples
+
+P0 = Segment(-1, [5, 6, 7])
+
+
+def sampled(parent: int, ids: list[int], version: int = 0) -> Segment:
+    return Segment(parent, ids, logprobs=[-i / 10 for i in ids], policy_version=version)
+
+
+def trajectory(*segments: Segment, name: str = "t", reward: float | None = 1.0) -> Trajectory:
+    return Trajectory(name, "g", "task", segments=list(segments), reward=reward)
+
+
+def test_a_chain_by_hand() -> None:
+    chain = trajectory(P0, sampled(0, [8, 9], 4), Segment(1, [3]), sampled(2, [2], 5))
+    (row,) = rows(chain, 0.5)
+    assert row.token_ids == [5, 6, 7, 8, 9, 3, 2] == chain.token_ids()
+    assert row.loss_mask == [False, False, False, True, True, False, True]
+    assert row.logprobs == [0, 0, 0, -0.8, -0.9, 0, -0.2]
+    assert row.advantages == [0, 0, 0, 0.5, 0.5, 0, 0.5]
+    assert (row.trajectory_id, row.group_id, row.policy_version) == ("t", "g", 4)
+    assert row.num_loss_tokens == 3
+
+
+def test_what_follows_the_last_sampled_token_is_left_out() -> None:
+    (row,) = rows(trajectory(P0, sampled(0, [8, 9]), Segment(1, [3, 3, 3])), 1.0)
+    assert row.token_ids == [5, 6, 7, 8, 9]
+
+
+def test_a_shared_turn_trains_in_its_first_row_only() -> None:
+    # P0 - A0 - E0 - A1
+    #          \- E1 - A2
+    tree = trajectory(
+        P0,
+        sampled(0, [8, 9], 1),
+        Segment(1, [3]),
+        sampled(2, [2], 2),
+        Segment(1, [4]),
+        sampled(4, [1, 1], 3),
+    )
+    first, second = rows(tree, 2.0)
+    assert first.token_ids == [5, 6, 7, 8, 9, 3, 2]
+    assert first.loss_mask == [False, False, False, True, True, False, True]
+    assert second.token_ids == [5, 6, 7, 8, 9, 4, 1, 1]
+    assert second.loss_mask == [False] * 6 + [True] * 2
+    assert second.logprobs == [0.0] * 6 + [-0.1] * 2
+    assert (first.policy_version, second.policy_version) == (1, 3)
+
+
+def test_a_replaced_turn_trains_as_its_own_row() -> None:
+    # The sampled A0 was replaced by the given A0': both hang on P0.
+    first, second = rows(trajectory(P0, sampled(0, [8, 9]), Segment(0, [8]), sampled(2, [2])), 1.0)
+    assert (first.token_ids, second.token_ids) == ([5, 6, 7, 8, 9], [5, 6, 7, 8, 2])
+    assert second.loss_mask == [False, False, False, False, True]
+
+
+def test_a_branch_without_sampled_tokens_gives_no_row() -> None:
+    tree = trajectory(P0, sampled(0, [8]), Segment(1, [3]), Segment(1, [4]), sampled(0, []))
+    assert len(rows(tree, 1.0)) == 1
+
+
+def test_a_demonstration_has_no_version() -> None:
+    (row,) = rows(trajectory(P0, Segment(0, [8], logprobs=[0.0])), 1.0)
+    assert row.policy_version is None
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Trajectory:
+    """Any tree that opens with given tokens."""
+    segments = [Segment(-1, [1])]
+    for index in range(1, draw(st.integers(1, 10)) + 1):
+        ids = draw(st.lists(st.integers(1, 99), max_size=4))
+        logprobs = [-0.5] * len(ids) if draw(st.booleans()) else None
+        segments.append(Segment(draw(st.integers(0, index - 1)), ids, logprobs))
+    return trajectory(*segments)
+
+
+@given(trees())
+def test_every_sampled_token_trains_exactly_once(tree: Trajectory) -> None:
+    found = rows(tree, 1.0)
+    assert sum(row.num_loss_tokens for row in found) == tree.num_sampled_tokens
+    paths = [tree.token_ids(leaf) for leaf in tree.leaves()]
+    for row in found:
+        assert row.loss_mask[-1]
+        assert not row.loss_mask[0]
+        assert any(path[: len(row.token_ids)] == row.token_ids for path in paths)
+        lengths = {
+            len(row.token_ids),
+            len(row.loss_mask),
+            len(row.logprobs),
+            len(row.advantages),
+        }
+        assert len(lengths) == 1
+
+
+def test_to_samples_keeps_the_order_and_skips_what_is_dropped() -> None:
+    group = Group(
+        "g",
+        Task(id="task"),
+        [
+            trajectory(P0, sampled(0, [8]), name="a", reward=1.0),
+            trajectory(P0, sampled(0, [9]), name="b", reward=None),
+            trajectory(P0, sampled(0, [7]), name="c", reward=0.0),
+        ],
+    )
+    found = to_samples([group], DR_GRPO)
+    assert [(s.trajectory_id, s.advantages[-1]) for s in found] == [("a", 0.5), ("c", -0.5)]
+    assert [t.dropped for t in group.trajectories] == [None, "no reward", None]
+
+
+def test_demonstrations_need_no_reward_and_no_companion() -> None:
+    group = Group("g", Task(id="task"), [trajectory(P0, sampled(0, [8]), reward=None)])
+    (sample,) = to_samples([group], SFT)
+    assert sample.advantages == [0, 0, 0, 1]
+
+
+def named(*names: str) -> list[Sample]:
+    return [Sample([1, 2], [False, True], [0, -1], [0, 1], name) for name in names]
+
+
+def test_split_keeps_a_trajectory_together_and_the_order() -> None:
+    samples = named("a", "b", "b", "c", "d", "b", "e")
+    parts = split(samples, 2, seed=3)
+    assert sorted(len({s.trajectory_id for s in part}) for part in parts) == [2, 3]
+    homes = Counter(name for part in parts for name in {s.trajectory_id for s in part})
+    assert set(homes.values()) == {1}
+    for part in parts:
+        places = [next(i for i, other in enumerate(samples) if other is s) for s in part]
+        assert places == sorted(places)
+
+
+def test_split_depends_on_the_seed_alone() -> None:
+    samples = named(*"abcdefgh")
+    assert split(samples, 3, seed=1) == split(samples, 3, seed=1)
+    assert split(samples, 3, seed=1) != split(samples, 3, seed=2)
+
+
+@pytest.mark.parametrize(("num_minibatches", "expected"), [(1, [3]), (2, [2, 1]), (5, [1, 1, 1])])
+def test_split_gives_no_empty_part(num_minibatches: int, expected: list[int]) -> None:
+    parts = split(named("a", "b", "c"), num_minibatches, seed=0)
+    assert [len(part) for part in parts] == expected
+    assert split([], num_minibatches, seed=0) == []
