@@ -78,7 +78,7 @@ def test_the_recipe_is_valid(monkeypatch: pytest.MonkeyPatch):
     assert config.tasks.heldout is not None
     heldout = read_tasks(config.tasks.heldout, "tasks.heldout", env_class=env_class)
     check_disjoint(train, heldout)
-    assert (len(train), len(heldout)) == (600, 60)
+    assert (len(train), len(heldout)) == (1200, 60)
 
 
 def test_it_has_no_more_than_sixty_lines_of_code():
