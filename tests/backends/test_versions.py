@@ -1,4 +1,4 @@
-"""Weights carry a version, and what is sampled carries the version that sampled it."""
+"""Weights carry a version, turns the version that sampled them, and a step moves the right way."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ async def sample(backend: LocalBackend, seed: int = 0) -> Completion:
         backend.sampler.close("s")
 
 
-async def train(backend: LocalBackend) -> None:
-    """One step on the policy's own turn, which is pushed towards or away from."""
-    completions = [await sample(backend, seed) for seed in (1, 2)]
+async def train(backend: LocalBackend, completions: list[Completion] | None = None) -> None:
+    """One step on two of the policy's turns, of which the second has the higher reward."""
+    completions = completions or [await sample(backend, seed) for seed in (1, 2)]
     members = []
     for number, completion in enumerate(completions):
         trajectory = Trajectory(f"t{number}", "g", "task", reward=float(number))
@@ -97,3 +97,25 @@ async def test_a_checkpoint_keeps_the_version(backend: LocalBackend):
     await backend.publish_weights()
     backend.load(path)
     assert (await sample(backend)).policy_version == 1
+
+
+async def test_a_step_makes_the_better_turn_likelier_than_the_worse(backend: LocalBackend):
+    def gap(completions: list[Completion]) -> float:
+        worse, better = (logprob(backend, completion.token_ids) for completion in completions)
+        return better - worse
+
+    completions = [await sample(backend, seed) for seed in (1, 2)]
+    assert completions[0].token_ids != completions[1].token_ids
+    gaps = [gap(completions)]
+    for _ in range(3):
+        await train(backend, completions)
+        gaps.append(gap(completions))
+    assert gaps == sorted(gaps)
+    assert gaps[-1] > gaps[0] + 0.1
+
+
+def logprob(backend: LocalBackend, token_ids: list[int]) -> float:
+    ids = torch.tensor([[5, 6, 7, *token_ids]])
+    with torch.no_grad():
+        logits = backend.model(input_ids=ids).logits[0, 2:-1].float()
+    return float(logits.log_softmax(-1).gather(-1, ids[0, 3:, None]).sum())
