@@ -9,8 +9,8 @@ tokens (the sampled ones, which train, in brackets):
 
     goal 4 at 2 [what? end] what? [right end] at 3 [right goal] at 4
 
-With seeds 0, 1 and 2, the mean reward goes from 0.2 to 0.85 (0.9 is the most that there is), and
-the greedy agent then takes the shortest way in all 20 tasks.
+With seeds 0, 1 and 2, the mean reward goes from 0.30 in the first ten steps to 0.85 or more in the
+last ten (0.9 is the most that there is); the greedy agent then walks straight in all 20 tasks.
 
 What it shows, from top to bottom: an environment, an episode as token ids with a mask that is known
 by construction, sampling many episodes at once, advantages within groups, the clipped loss, the
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-# Shape suffixes: B episodes, T positions, V vocabulary, N loss tokens.
+# Shape suffixes: B episodes, T positions, V vocabulary, G attempts at one task.
 
 # --------------------------------------------------------------------------------------------------
 # The environment: a street of five houses
@@ -65,10 +65,12 @@ def step(house: int, turn: list[int]) -> tuple[int, list[int]]:
 
 @dataclass
 class Episode:
-    """One attempt. Tokens are only ever appended, so the mask is never searched for.
+    """One attempt at a task. Tokens are only ever appended:
 
-    append([GOAL, 10, AT, 8])           given by the environment: no loss
-    append([RIGHT, END], [-1.9, -2.6])  sampled, with its log-probabilities: loss
+        append([GOAL, 10, AT, 8])           given by the environment: no loss
+        append([RIGHT, END], [-1.9, -2.6])  sampled, with its log-probabilities: loss
+
+    So the mask is right by construction, and what trains is what was sampled.
     """
 
     house: int
