@@ -49,6 +49,7 @@ class Registry(Generic[T]):
         self.kind = kind
         self.context = context
         self._rows = dict(rows)
+        self._schemas: dict[Callable[..., T], type[BaseModel]] = {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
@@ -97,6 +98,8 @@ class Registry(Generic[T]):
     def arguments(self, name: str) -> type[BaseModel]:
         """A model of the arguments that a config may give, made from the target's signature."""
         target = self.load(name)
+        if target in self._schemas:
+            return self._schemas[target]
         function = target.__init__ if inspect.isclass(target) else target
         hints = get_type_hints(function, include_extras=True)
         fields: dict[str, Any] = {}
@@ -113,6 +116,7 @@ class Registry(Generic[T]):
         model: type[BaseModel] = create_model(
             f"{name.replace(':', '_')}_args", __config__=config, **fields
         )
+        self._schemas[target] = model
         return model
 
     def check(self, spec: Spec, where: str = "") -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bdb import BdbQuit
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,12 +12,13 @@ from ludus.core.errors import (
     EnvError,
     EpisodeError,
     EpisodeTimeout,
+    LudusError,
     ToolError,
     Unscorable,
 )
 from ludus.core.schema import RolloutConfig
 from ludus.core.seeds import derive_seed
-from ludus.core.types import Message, Status, StepResult, Task, Trajectory
+from ludus.core.types import Message, Score, Status, StepResult, Task, Trajectory
 from ludus.models.parsing import parse_react
 from ludus.models.renderer import Renderer
 from ludus.models.sampler import Sampler, SamplingParams
@@ -25,13 +28,17 @@ from ludus.rollout.tree import TreeBuilder
 if TYPE_CHECKING:
     from ludus.judges.base import Judge
 
-STATUS_OF: dict[type[EpisodeError], Status] = {
-    ContextOverflow: Status.TRUNCATED_LENGTH,
-    EnvError: Status.ERROR_ENV,
+_STATUS_OF: dict[type[EpisodeError], Status] = {
     ToolError: Status.ERROR_TOOL,
     EpisodeTimeout: Status.ERROR_TIMEOUT,
     Unscorable: Status.UNSCORABLE,
 }
+
+
+def status_of(error: EpisodeError) -> Status:
+    """The status of an episode that an error ended; what has no other is the environment's."""
+    kinds = (status for kind, status in _STATUS_OF.items() if isinstance(error, kind))
+    return next(kinds, Status.ERROR_ENV)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +67,16 @@ class Agent:
         """
         builder = TreeBuilder(trajectory)
         try:
-            trajectory.status = await self._turns(task, env, builder, seed)
-            await self._score(task, env, trajectory)
-        except EpisodeError as error:
-            trajectory.status = STATUS_OF[type(error)]
-            trajectory.error = str(error)
-            if trajectory.status.trainable:  # cut by the context: what it earned so far counts
+            try:
+                trajectory.status = await self._turns(task, env, builder, seed)
+            except ContextOverflow as error:  # an end like any other: what it earned so far counts
+                trajectory.status, trajectory.error = Status.TRUNCATED_LENGTH, str(error)
+            if trajectory.num_turns:
                 await self._score(task, env, trajectory)
+            else:  # the policy had no say in it, so nothing of it may count against the policy
+                trajectory.dropped = f"nothing was sampled: {trajectory.error}"
+        except EpisodeError as error:
+            trajectory.status, trajectory.error = status_of(error), str(error)
 
     async def _turns(
         self, task: Task, env: HostedEnv | None, builder: TreeBuilder, seed: int
@@ -77,6 +87,8 @@ class Agent:
             messages.insert(0, Message(role="system", content=config.system_prompt))
         if env is not None:
             messages += (await env.reset(task)).messages
+            if not messages:
+                raise EnvError("reset returned no messages, and the task has no prompt")
         builder.given(messages, self.renderer.open(messages))
         max_turns = config.max_turns or (env.env.max_turns if env else 1)
         for turn in range(max_turns):
@@ -101,48 +113,24 @@ class Agent:
                 builder.given(result.messages, [])  # said by the environment, seen by nobody
                 return Status.COMPLETED
             if turn + 1 < max_turns:
-                self._observe(builder, parsed.message, completion.token_ids, result.messages)
+                builder.answered(parsed.message, result.messages, self.renderer)
         return Status.TRUNCATED_TURNS
 
-    async def _act(self, env: HostedEnv, message: Message, error: str | None) -> StepResult:
+    async def _act(self, env: HostedEnv, turn: Message, error: str | None) -> StepResult:
         """Step the environment; a turn that names no action is answered with what is wrong."""
-        action, problem = self._action(env, message) if error is None else (None, error)
-        if action is None:
-            role = "tool" if message.tool_calls else "user"
-            return StepResult(messages=[Message(role=role, content=problem)])
-        result = await env.step(action)
-        if message.tool_calls:
-            call = message.tool_calls[0]
-            for reply in result.messages[:1]:
-                reply.role, reply.name, reply.tool_call_id = "tool", call.name, call.id
-        return result
-
-    def _action(self, env: HostedEnv, message: Message) -> tuple[Message | None, str]:
-        """The action that a turn names in the configured format, or what is wrong with the turn."""
-        if self.config.format == "plain":
-            return Message(role="assistant", content=message.content.strip()), ""
-        if self.config.format == "react":
-            react = parse_react(message.content)
-            if react.error is not None:
-                return None, react.error
-            return Message(role="assistant", content=react.action or ""), ""
-        if len(message.tool_calls) != 1:
-            return None, f"make exactly one tool call a turn, not {len(message.tool_calls)}."
-        try:
-            text = env.env.text_of(message.tool_calls[0])
-        except (KeyError, TypeError, ValueError) as error:
-            return None, f"{message.tool_calls[0].name}: {error}"
-        return Message(role="assistant", content=text, tool_calls=message.tool_calls), ""
-
-    def _observe(
-        self, builder: TreeBuilder, turn: Message, sampled: list[int], replies: list[Message]
-    ) -> None:
-        """Append the environment's replies; under `strip`, in a branch without the thinking."""
-        after = sampled
-        if turn.thinking and self.renderer.thinking == "strip":
-            after = self.renderer.strip_thinking(sampled)
-            builder.replaced(turn.model_copy(update={"thinking": None}), after)
-        builder.given(replies, self.renderer.extend(replies, after))
+        form = self.config.format
+        if error is None and form == "tools":
+            if len(turn.tool_calls) == 1:
+                return await env.call(turn.tool_calls[0])
+            error = f"make exactly one tool call a turn, not {len(turn.tool_calls)}."
+        action = turn.content.strip()
+        if error is None and form == "react":
+            react = parse_react(turn.content)
+            action, error = react.action, react.error
+        if error is not None:
+            role = "tool" if turn.tool_calls else "user"
+            return StepResult(messages=[Message(role=role, content=error)])
+        return await env.step(Message(role="assistant", content=action))
 
     def _params(self, max_tokens: int, seed: int) -> SamplingParams:
         config = self.config
@@ -159,7 +147,7 @@ class Agent:
     async def _score(self, task: Task, env: HostedEnv | None, trajectory: Trajectory) -> None:
         """Set the reward: the judge's verdict, or the sum of what the steps earned."""
         if self.judge is not None:
-            score = await self.judge(task, trajectory)
+            score = await _verdict(self.judge, task, trajectory)
             trajectory.reward, trajectory.scores = score.value, dict(score.parts)
             threshold = 1.0
         else:
@@ -171,3 +159,16 @@ class Agent:
             trajectory.reward = sum(earned)
             threshold = env.env.success_at
         trajectory.metrics["success"] = float(trajectory.reward >= threshold)
+
+
+async def _verdict(judge: Judge, task: Task, trajectory: Trajectory) -> Score:
+    """The judge's score. Errors: Unscorable where it breaks or gives none."""
+    try:
+        score = await judge(task, trajectory)
+    except (LudusError, BdbQuit):
+        raise
+    except Exception as error:
+        raise Unscorable(f"the judge raised {type(error).__name__}: {error}") from error
+    if not isinstance(score, Score) or not math.isfinite(score.value):
+        raise Unscorable(f"the judge returned {score!r:.80}; it has to return a finite Score")
+    return score

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ludus.core.errors import EnvError, LudusError
 from ludus.core.logs import get_logger
 from ludus.core.schema import RolloutConfig
 from ludus.core.seeds import derive_seed
@@ -106,7 +107,7 @@ class Collector:
                 )
                 self.sampler.close(trajectory.id)
                 self.sampler.open(trajectory.id)
-                trajectory.segments, trajectory.scores = [], {}
+                trajectory.segments, trajectory.scores, trajectory.metrics = [], {}, {}
                 trajectory.error, trajectory.reward = None, None
             started = time.monotonic()
             await self._attempt(seat, task, trajectory)
@@ -116,28 +117,50 @@ class Collector:
                 return
 
     async def _attempt(self, seat: Seat, task: Task, trajectory: Trajectory) -> None:
-        spec = _env_of(task, self.env)
-        env = (
-            HostedEnv(lambda: ENVS.build(spec, "env"), seat, self.config.step_deadline_s)
-            if spec is not None
-            else None
-        )
-        agent = Agent(self.sampler, self.renderer, self.config, self.judge)
-        seed = derive_seed(self.seed, trajectory.id)
+        deadline = None if self.inline else self.config.episode_deadline_s
+        env: HostedEnv | None = None
         try:
-            await asyncio.wait_for(
-                agent.play(task, env, trajectory, seed),
-                None if self.inline else self.config.episode_deadline_s,
-            )
+            env = self._host(task, seat)
+            agent = Agent(self.sampler, self.renderer, self.config, self.judge)
+            async with asyncio.timeout(deadline) as timer:
+                await agent.play(task, env, trajectory, derive_seed(self.seed, trajectory.id))
+        except EnvError as error:
+            trajectory.status, trajectory.error = Status.ERROR_ENV, str(error)
         except TimeoutError:
+            if not timer.expired():
+                raise
             trajectory.status = Status.ERROR_TIMEOUT
             trajectory.error = (
-                f"the episode took longer than rollout.episode_deadline_s = "
-                f"{self.config.episode_deadline_s:g} s"
+                f"the episode took longer than rollout.episode_deadline_s = {deadline:g} s"
             )
+        except asyncio.CancelledError:
+            trajectory.status, trajectory.error = Status.ABORTED, "the run was stopped"
+            raise
         finally:
             if env is not None:
                 await env.close()
+
+    def _host(self, task: Task, seat: Seat) -> HostedEnv | None:
+        """The task's environment, not yet made. Errors: EnvError where the task names a wrong one.
+
+        Plug-ins are imported and their arguments checked here, in one thread, for each episode: no
+        two episodes share an argument that they might change.
+        """
+        spec = _env_of(task, self.env)
+        if spec is None:
+            return None
+        try:
+            target, args = ENVS.load(spec.name), ENVS.check(spec, "env")
+        except LudusError as error:
+            if spec is self.env:
+                raise
+            raise EnvError(f"task {task.id}: {error}") from error
+        return HostedEnv(
+            lambda: target(**args),
+            seat,
+            self.config.step_deadline_s,
+            blocking=getattr(target, "blocking", True),
+        )
 
     def with_config(self, stage: str, **changes: object) -> Collector:
         """The same collector for another stage, with some rollout settings replaced."""

@@ -2,7 +2,7 @@
 
 A seat is one of the episodes played at the same time. It owns a worker thread, in which blocking
 environments compute. When an environment hangs, its thread is left behind (Python cannot stop it)
-and the seat starts another: the other episodes go on. Code that may hang and burn a core for ever
+and the seat takes another: the other episodes go on. Code that may hang and burn a core for ever
 belongs in a process of its own.
 """
 
@@ -10,51 +10,105 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import queue
 import threading
-from collections.abc import Callable, Coroutine
+from bdb import BdbQuit
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from ludus.core.errors import EnvError, EpisodeError, EpisodeTimeout
-from ludus.core.types import Message, Observation, StepResult, Task
+from ludus.core.errors import EnvError, EpisodeTimeout, ToolError, Unscorable
+from ludus.core.types import Message, Observation, StepResult, Task, ToolCall
 from ludus.envs.base import Env
 
 T = TypeVar("T")
-_Job = tuple[Callable[[], Coroutine[Any, Any, Any]], asyncio.AbstractEventLoop, asyncio.Future[Any]]
+Act = Callable[[], Coroutine[Any, Any, T]]
+
+IDLE_S = 30.0
+"""Seconds that a worker thread waits for a new seat before it ends."""
+
+
+class Overdue(Exception):
+    """A coroutine took longer than it was given."""
 
 
 class WorkerThread:
-    """A daemon thread that runs coroutines in its own event loop, one after the other."""
+    """A daemon thread that runs coroutines in its own event loop, one after the other.
+
+    Threads that are given back wait for the next seat, for starting one costs as much as several
+    steps of an environment.
+    """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[asyncio.AbstractEventLoop], bool]]
+        self._jobs = queue.SimpleQueue()
         threading.Thread(target=self._work, name="ludus-env", daemon=True).start()
 
-    async def run(self, make: Callable[[], Coroutine[Any, Any, T]], timeout: float) -> T:
-        """The coroutine's result. Errors: TimeoutError; then this thread must not be used again."""
+    @classmethod
+    def take(cls) -> WorkerThread:
+        """One that waits, or a new one."""
+        try:
+            return _idle.pop()
+        except IndexError:
+            return cls()
+
+    def give_back(self) -> None:
+        """Wait for the next seat. The thread may have no job left."""
+        _idle.append(self)
+
+    def retire(self, last: Act[None] | None) -> None:
+        """End after the job under way, if that ever ends; run `last` before."""
+
+        def leave(own: asyncio.AbstractEventLoop) -> bool:
+            if last is not None:
+                with suppress(BaseException):
+                    own.run_until_complete(last())
+            return False
+
+        self._jobs.put(leave)
+
+    async def run(self, act: Act[T]) -> T:
+        """The coroutine's result. Where the caller is cancelled, the thread still runs it."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._jobs.put((make, loop, future))
-        return await asyncio.wait_for(future, timeout)
 
-    def stop(self) -> None:
-        """End the thread after the jobs it has."""
-        self._jobs.put(None)
-
-    def _work(self) -> None:
-        own = asyncio.new_event_loop()
-        while (job := self._jobs.get()) is not None:
-            make, loop, future = job
+        def work(own: asyncio.AbstractEventLoop) -> bool:
+            outcome: Any = None
+            failure: BaseException | None = None
             try:
-                outcome: Any = own.run_until_complete(make())
-                failure: BaseException | None = None
+                outcome = own.run_until_complete(act())
             except BaseException as error:
-                outcome, failure = None, error
+                failure = error
             try:
                 loop.call_soon_threadsafe(_settle, future, outcome, failure)
             except RuntimeError:  # the caller's loop has closed: nobody waits any more
-                break
-        own.close()
+                return False
+            return True
+
+        self._jobs.put(work)
+        return await future
+
+    def _work(self) -> None:
+        with asyncio.Runner() as runner:
+            own = runner.get_loop()
+            while True:
+                try:
+                    job = self._jobs.get(timeout=IDLE_S)
+                except queue.Empty:
+                    try:
+                        _idle.remove(self)
+                    except ValueError:  # a seat has this thread: its next job will come
+                        continue
+                    return
+                if not job(own):
+                    return
+                del job  # holds the environment
+
+
+_idle: deque[WorkerThread] = deque()
+os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of these threads
 
 
 def _settle(future: asyncio.Future[Any], outcome: Any, failure: BaseException | None) -> None:
@@ -65,21 +119,32 @@ def _settle(future: asyncio.Future[Any], outcome: Any, failure: BaseException | 
     elif isinstance(failure, Exception):
         future.set_exception(failure)
     else:
-        future.set_exception(EnvError(f"the environment called for exit: {failure!r}"))
+        future.set_exception(_exit(failure))
+
+
+def _exit(failure: BaseException) -> EnvError:
+    return EnvError(f"the environment called for exit: {failure!r}")
 
 
 class HostedEnv:
     """One episode's environment, with deadlines, and with its answers checked.
 
+    A blocking environment lives in its seat's thread from its making to its end, any other in the
+    event loop of the rollouts.
+
     Errors: EnvError where the environment raises or returns rubbish, EpisodeTimeout where it takes
-    longer than `step_deadline` seconds.
+    longer than `step_deadline` seconds; an environment may raise ToolError or Unscorable itself.
     """
 
-    def __init__(self, make: Callable[[], Env], seat: Seat, step_deadline: float) -> None:
+    def __init__(
+        self, make: Callable[[], Env], seat: Seat, step_deadline: float, *, blocking: bool = True
+    ) -> None:
         self._make = make
         self._seat = seat
         self._deadline = step_deadline
+        self._blocking = blocking
         self._env: Env | None = None
+        self._left_behind = False
 
     @property
     def env(self) -> Env:
@@ -89,13 +154,14 @@ class HostedEnv:
         return self._env
 
     async def reset(self, task: Task) -> Observation:
-        """Build the environment and start the task's episode."""
+        """Build the environment and start the episode, on a copy of the task."""
+        own_task = task.model_copy(deep=True)
 
-        async def build_and_reset() -> Observation:
+        async def act() -> Observation:
             self._env = self._make()
-            return await self._env.reset(task)
+            return await self._env.reset(own_task)
 
-        result = await self._call("reset", build_and_reset)
+        result = await self._call("reset", act)
         if not isinstance(result, Observation):
             raise EnvError(f"reset returned {_kind(result)}; it has to return an Observation")
         _check_messages("reset", result.messages)
@@ -103,34 +169,56 @@ class HostedEnv:
 
     async def step(self, action: Message) -> StepResult:
         """Take one action."""
-        result = await self._call("step", lambda: self.env.step(action))
-        if not isinstance(result, StepResult):
-            raise EnvError(f"step returned {_kind(result)}; it has to return a StepResult")
-        if result.reward is not None and not math.isfinite(result.reward):
-            raise EnvError(f"step returned the reward {result.reward}; it has to be finite")
-        _check_messages("step", result.messages)
-        return result
+
+        async def act() -> StepResult:
+            return await self.env.step(action)
+
+        return _checked(await self._call("step", act))
+
+    async def call(self, call: ToolCall) -> StepResult:
+        """Take the action that a tool call stands for, and answer as the tool.
+
+        A call that the environment cannot read is answered with what is wrong.
+        """
+
+        async def act() -> StepResult:
+            try:
+                text = self.env.text_of(call)
+            except (KeyError, TypeError, ValueError) as error:
+                return StepResult(messages=[Message(role="user", content=f"{call.name}: {error}")])
+            action = Message(role="assistant", content=text, tool_calls=[call])
+            return await self.env.step(action)
+
+        result = _checked(await self._call("step", act))
+        answer = {"role": "tool", "name": call.name, "tool_call_id": call.id}
+        first = [message.model_copy(update=answer) for message in result.messages[:1]]
+        return result.model_copy(update={"messages": first + result.messages[1:]})
 
     async def close(self) -> None:
         """Close the environment; what goes wrong there is not the episode's fault any more."""
+        if self._env is not None and not self._left_behind:
+            with suppress(Exception):
+                await self._seat.run(self._release, self._deadline, blocking=self._blocking)
+
+    async def _release(self) -> None:
         env, self._env = self._env, None
         if env is not None:
-            try:
-                await self._seat.run(env.close, self._deadline, blocking=env.blocking)
-            except Exception:
-                return
+            await env.close()
 
-    async def _call(self, what: str, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        blocking = self._env is None or self._env.blocking
+    async def _call(self, what: str, act: Act[T]) -> T:
+        run = self._seat.run(act, self._deadline, blocking=self._blocking, last=self._release)
         try:
-            return await self._seat.run(make, self._deadline, blocking=blocking)
-        except TimeoutError:
-            self._env = None  # it still runs in the thread that was left behind
+            return await run
+        except Overdue:
+            self._left_behind = self._blocking
             raise EpisodeTimeout(
                 f"the environment's {what} took longer than rollout.step_deadline_s = "
                 f"{self._deadline:g} s"
             ) from None
-        except EpisodeError:
+        except asyncio.CancelledError:
+            self._left_behind = self._blocking and not self._seat.inline
+            raise
+        except (EnvError, ToolError, EpisodeTimeout, Unscorable, BdbQuit):
             raise
         except Exception as error:
             raise EnvError(
@@ -146,35 +234,79 @@ class Seat:
     """
 
     def __init__(self, *, inline: bool = False) -> None:
-        self._inline = inline
+        self.inline = inline
         self._thread: WorkerThread | None = None
 
     async def run(
-        self, make: Callable[[], Coroutine[Any, Any, T]], timeout: float, *, blocking: bool
+        self, act: Act[T], deadline: float, *, blocking: bool, last: Act[None] | None = None
     ) -> T:
-        """Run a coroutine, in the worker thread if it blocks. Errors: TimeoutError."""
-        if self._inline:
-            return await make()
+        """Run a coroutine, in the worker thread if it blocks.
+
+        A thread in which it takes longer than `deadline` seconds, or whose caller is cancelled, is
+        left behind: should the coroutine come to its end after all, `last` runs there.
+
+        Errors: Overdue; whatever the coroutine raises.
+        """
+        if self.inline:
+            return await act()
         if not blocking:
-            return await asyncio.wait_for(make(), timeout)
-        self._thread = self._thread or WorkerThread()
+            return await _within(deadline, _contained(act))
+        self._thread = thread = self._thread or WorkerThread.take()
         try:
-            return await self._thread.run(make, timeout)
-        except (TimeoutError, asyncio.CancelledError):
-            self._thread.stop()
+            return await _within(deadline, thread.run(act))
+        except (Overdue, asyncio.CancelledError):
+            thread.retire(last)
             self._thread = None
             raise
 
     def close(self) -> None:
-        """End the worker thread."""
+        """Give the worker thread back."""
         if self._thread is not None:
-            self._thread.stop()
+            self._thread.give_back()
             self._thread = None
 
 
+async def _within(deadline: float, work: Awaitable[T]) -> T:
+    """The result of `work`. Errors: Overdue; a TimeoutError of its own passes as it is."""
+    try:
+        async with asyncio.timeout(deadline) as timer:
+            return await work
+    except TimeoutError:
+        if timer.expired():
+            raise Overdue from None
+        raise
+
+
+async def _contained(act: Act[T]) -> T:
+    """Run it in this loop, where an exit or cancellation of its own making would end the run."""
+    try:
+        return await act()
+    except SystemExit as failure:
+        raise _exit(failure) from None
+    except asyncio.CancelledError as failure:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise _exit(failure) from None
+
+
+def _checked(result: StepResult) -> StepResult:
+    """The answer to a step. Errors: EnvError where it is rubbish."""
+    if not isinstance(result, StepResult):
+        raise EnvError(f"step returned {_kind(result)}; it has to return a StepResult")
+    reward = result.reward
+    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+        raise EnvError(f"step returned the reward {reward!r}; it has to be a finite number or None")
+    _check_messages("step", result.messages)
+    return result
+
+
 def _check_messages(what: str, messages: list[Message]) -> None:
-    if not all(isinstance(message, Message) for message in messages):
-        raise EnvError(f"{what} returned something else than Message among its messages")
+    if not isinstance(messages, list):
+        raise EnvError(f"{what} returned {_kind(messages)} for messages; it has to be a list")
+    for message in messages:
+        if not isinstance(message, Message) or not isinstance(message.content, str):
+            raise EnvError(f"{what} returned {_kind(message)} among its messages, not a Message")
 
 
 def _kind(value: object) -> str:

@@ -4,48 +4,69 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ludus.core.errors import DataError
-from ludus.core.types import Group, Message, Segment, Task, Trajectory
+from ludus.core.errors import ConfigError, DataError
+from ludus.core.types import Group, Message, Task, Trajectory
 from ludus.models.renderer import Renderer
 from ludus.models.sampler import Completion
 from ludus.rollout.tree import TreeBuilder
 
 
 def replay(
-    messages: Sequence[Message], renderer: Renderer, trajectory: Trajectory, where: str = ""
+    messages: Sequence[Message],
+    renderer: Renderer,
+    trajectory: Trajectory,
+    where: str = "",
+    system_prompt: str | None = None,
 ) -> Trajectory:
     """Render a conversation the way a rollout would have built it, turn by turn.
 
     The assistant's turns become sampled segments with log-probability 0: whoever wrote them chose
-    them with certainty.
+    them with certainty. `system_prompt` is put first, as in rollouts, where it does not stand there
+    already; `where` begins the error messages.
 
-    Errors: DataError where the conversation has no assistant turn, or opens with one.
+    Errors: DataError where the conversation has no assistant turn, opens with one, or is one that
+    the chat template refuses.
     """
-    builder = TreeBuilder(trajectory)
     first = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
     if first in (0, len(messages)):
         raise DataError(
             f"{where}a conversation needs messages before its first assistant turn, and at least "
             "one assistant turn"
         )
+    try:
+        _render(messages, first, renderer, TreeBuilder(trajectory), system_prompt)
+    except ConfigError as error:
+        raise DataError(f"{where}{error}") from error
+    return trajectory
+
+
+def _render(
+    messages: Sequence[Message],
+    first: int,
+    renderer: Renderer,
+    builder: TreeBuilder,
+    system_prompt: str | None,
+) -> None:
     opening = list(messages[:first])
+    system = Message(role="system", content=system_prompt or "")
+    if system_prompt and opening[0] != system:
+        opening.insert(0, system)
     builder.given(opening, renderer.open(opening))
-    pending: list[Message] = []
-    previous: list[int] = []
+    turn: Message | None = None
+    replies: list[Message] = []
     for message in messages[first:]:
         if message.role != "assistant":
-            pending.append(message)
+            replies.append(message)
             continue
-        if previous:
-            builder.given(pending, renderer.extend(pending, previous))
-        pending = []
-        previous = renderer.assistant(message)
-        segment = builder.sampled(Completion(previous, [0.0] * len(previous), "stop", 0), message)
-        segment.policy_version = None
-    for message in pending:  # said after the last turn: nobody answers it, so it has no ids
-        builder.trajectory.segments.append(Segment(builder.head, [], message=message))
-        builder.head += 1
-    return trajectory
+        if turn is not None:
+            builder.answered(turn, replies, renderer)
+        turn, replies = message, []
+        if renderer.thinking == "forbid":
+            turn = turn.model_copy(update={"thinking": None})
+        token_ids = renderer.assistant(turn)
+        written = Completion(token_ids, [0.0] * len(token_ids), "stop", 0)
+        builder.sampled(written, turn).policy_version = None
+    builder.given(replies, [])  # said after the last turn: seen by nobody
 
 
 class ReplayCollector:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ludus.core.types import Message, Segment, Trajectory
+from ludus.models.renderer import Renderer
 from ludus.models.sampler import Completion
 
 
@@ -13,9 +14,9 @@ class TreeBuilder:
 
     P0, A0, E0 in chat form:
 
-        builder.given([system, question], ids)     two segments: the ids of both stand in the second
-        builder.sampled(completion, message)       A0
-        builder.given([result], ids)               E0
+        builder.given([system, question], ids)          two segments; the second has all their ids
+        builder.sampled(completion, message)            A0
+        builder.answered(message, [result], renderer)   E0
 
     Messages that are rendered in one piece share one run of ids, which the last of them carries;
     the others carry none.
@@ -50,13 +51,18 @@ class TreeBuilder:
         self._append(segment)
         return segment
 
-    def replaced(self, message: Message, token_ids: list[int]) -> None:
-        """Branch: go on as if the turn at the head had read `token_ids`.
+    def answered(self, turn: Message, replies: Sequence[Message], renderer: Renderer) -> None:
+        """Append what answers the turn sampled last, up to where the next one begins.
 
-        The sampled turn stays in the tree, as the leaf of its own branch, and trains there.
+        Under `strip` a turn that thought stays in the tree as the leaf of its own branch, and
+        trains there; the conversation goes on in another, in which it reads without its thinking.
         """
-        self.head = self.trajectory.segments[self.head].parent
-        self.given([message], token_ids)
+        after = self.trajectory.segments[self.head].token_ids
+        if turn.thinking and renderer.thinking == "strip":
+            after = renderer.strip_thinking(after)
+            self.head = self.trajectory.segments[self.head].parent
+            self.given([turn.model_copy(update={"thinking": None})], after)
+        self.given(replies, renderer.extend(replies, after))
 
     def _append(self, segment: Segment) -> None:
         self.trajectory.segments.append(segment)
