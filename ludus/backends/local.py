@@ -29,7 +29,8 @@ class LocalBackend:
     def __init__(self, model: Any, renderer: Renderer, config: RunConfig, run_dir: Path) -> None:
         if config.threads:
             torch.set_num_threads(config.threads)
-        torch.use_deterministic_algorithms(True)
+        # On CUDA torch has no deterministic cumulative sum, which sampling needs.
+        torch.use_deterministic_algorithms(config.model.device == "cpu")
         self.model = model
         self._run_dir = run_dir
         self._engine = InProcessSampler(

@@ -23,7 +23,8 @@ def log_distribution(logits_BV: Tensor, params: list[SamplingParams]) -> Tensor:
     temperature_B = torch.tensor(
         [p.temperature or 1.0 for p in params], device=logits_BV.device, dtype=torch.float32
     )
-    logits_BV = logits_BV / temperature_B[:, None]
+    # From the maximum down, so that no temperature, however low, makes logits overflow.
+    logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / temperature_B[:, None]
     cut = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1)]
     if cut:
         index = torch.tensor(cut, device=logits_BV.device)
@@ -38,10 +39,15 @@ def _truncated(logits_BV: Tensor, params: list[SamplingParams]) -> Tensor:
     ordered_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
     size = logits_BV.shape[-1]
     top_k_B = torch.tensor([p.top_k or size for p in params], device=logits_BV.device)
-    top_p_B = torch.tensor([p.top_p for p in params], device=logits_BV.device)
+    # In float64: rounding must not cut the tail of a large vocabulary, least of all at top_p = 1.
+    top_p_B = torch.tensor(
+        [p.top_p if p.top_p < 1 else torch.inf for p in params],
+        device=logits_BV.device,
+        dtype=torch.float64,
+    )
     rank_V = torch.arange(size, device=logits_BV.device)
     ordered_BV = ordered_BV.masked_fill(rank_V >= top_k_B[:, None], -torch.inf)
-    before_BV = ordered_BV.softmax(-1).cumsum(-1).roll(1, dims=-1)
+    before_BV = ordered_BV.double().softmax(-1).cumsum(-1).roll(1, dims=-1)
     before_BV[:, 0] = 0.0
     # A token stays while the tokens before it have not yet reached top_p; the first always does.
     ordered_BV = ordered_BV.masked_fill(before_BV >= top_p_B[:, None], -torch.inf)

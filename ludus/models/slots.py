@@ -7,6 +7,7 @@ left), T cached positions, H key-value heads, D head size, N the valid new token
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class _Plan:
 
     slots_R: Tensor
     contiguous: bool  # the rows are slots 0..R-1, in order: read a view, not a copy
-    valid_RL: Tensor
+    valid_RL: Tensor | None  # None: no row is padded
     slot_N: Tensor
     position_N: Tensor
     length: int  # cached positions that attention reads
@@ -47,12 +48,18 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         """Store the new keys and values [R, H, L, D]; return those of all positions so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        plan = self.cache.plan
         self.keys = self._grown(self.keys)
         self.values = self._grown(self.values)
-        self.keys[plan.slot_N, :, plan.position_N] = key_states.transpose(1, 2)[plan.valid_RL]
-        self.values[plan.slot_N, :, plan.position_N] = value_states.transpose(1, 2)[plan.valid_RL]
+        self._write(self.keys, key_states)
+        self._write(self.values, value_states)
         return self._read(self.keys), self._read(self.values)
+
+    def _write(self, stored: Tensor, states: Tensor) -> None:
+        plan = self.cache.plan
+        states_RLHD = states.transpose(1, 2)
+        stored[plan.slot_N, :, plan.position_N] = (
+            states_RLHD.flatten(0, 1) if plan.valid_RL is None else states_RLHD[plan.valid_RL]
+        )
 
     def _read(self, stored: Tensor) -> Tensor:
         plan = self.cache.plan
@@ -105,20 +112,51 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.num_slots = max(self.num_slots, max(slots) + 1)
         self.capacity = max(self.capacity, -(-length // GROWTH) * GROWTH)
         slots_R = torch.tensor(slots, device=device)
-        first_R = torch.tensor(
-            [s - (width - c) for s, c in zip(starts, counts, strict=True)], device=device
-        )
         starts_R = torch.tensor(starts, device=device)
-        raw_RL = first_R[:, None] + torch.arange(width, device=device)
-        valid_RL = raw_RL >= starts_R[:, None]
-        positions_RL = torch.where(valid_RL, raw_RL, 0)
+        slots_RL = slots_R[:, None].expand(-1, width)
+        padding = [width - count for count in counts]
+        positions_RL = starts_R[:, None] + torch.arange(width, device=device)
+        valid_RL = None
+        if any(padding):
+            positions_RL -= torch.tensor(padding, device=device)[:, None]
+            valid_RL = positions_RL >= starts_R[:, None]
+            positions_RL = torch.where(valid_RL, positions_RL, 0)
         self.plan = _Plan(
             slots_R=slots_R,
             contiguous=slots == list(range(len(slots))),
             valid_RL=valid_RL,
-            slot_N=slots_R[:, None].expand(-1, width)[valid_RL],
-            position_N=positions_RL[valid_RL],
+            slot_N=slots_RL.flatten() if valid_RL is None else slots_RL[valid_RL],
+            position_N=positions_RL.flatten() if valid_RL is None else positions_RL[valid_RL],
             length=length,
         )
         mask_R1LT = torch.arange(length, device=device) <= positions_RL[:, None, :, None]
         return positions_RL, mask_R1LT
+
+
+def cached_logits(
+    model: Any,
+    cache: SlotCache,
+    slots: list[int],
+    starts: list[int],
+    new_tokens: list[list[int]],
+    device: torch.device,
+) -> Tensor:
+    """Logits [R, 1, V] after the last new token of each row; the cache holds the new tokens too.
+
+    Args:
+        slots: the cache's slot of each row.
+        starts: how many tokens of each row the cache holds already.
+    """
+    counts = [len(ids) for ids in new_tokens]
+    width = max(counts)
+    positions_RL, mask_R1LT = cache.prepare(slots, starts, counts, device)
+    ids_RL = torch.tensor([[0] * (width - len(ids)) + ids for ids in new_tokens], device=device)
+    logits_R1V: Tensor = model(
+        input_ids=ids_RL,
+        attention_mask=mask_R1LT,
+        position_ids=positions_RL,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits
+    return logits_R1V

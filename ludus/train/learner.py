@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -142,8 +143,11 @@ class Learner:
         where = ""
         if self.dump_dir is not None:
             folder = self.dump_dir / f"failed-batch-{self.step:06d}"
-            save_batch(batch, folder)
-            where = f"; its batch is saved in {folder}"
+            try:
+                save_batch(batch, folder)
+                where = f"; its batch is saved in {folder}"
+            except (OSError, SafetensorError) as error:
+                where = f"; its batch could not be saved in {folder} ({error})"
         self.optimizer.zero_grad(set_to_none=True)
         raise TrainingError(
             f"optimizer step {self.step}: {what}{where}. The weights are as they were before the "
@@ -165,7 +169,10 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
 
 
 def save_batch(batch: Batch, folder: Path) -> None:
-    """Write a batch's tensors (safetensors) and its counts (JSON), to look at what broke."""
+    """Write a batch, to look at what broke: its counts, and a file of tensors a micro-batch.
+
+    `MicroBatch(**safetensors.torch.load_file(path))` reads one back.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for number, micro_batch in enumerate(batch.micro_batches):
         tensors = {
