@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ludus.core.config import check_specs
-from ludus.core.errors import ConfigError
+from ludus.core.errors import ConfigError, EnvError
 from ludus.core.schema import RunConfig
-from ludus.core.types import Message, Spec, Task, ToolSpec
+from ludus.core.types import Message, Spec, Task, ToolSpec, Trajectory
 from ludus.envs import ENVS
+from ludus.envs.demonstrate import Demonstration
 from ludus.models.renderer import Renderer
 from ludus.models.tokenizers import load_tokenizer, train_tokenizer
 from ludus.registries import REGISTRIES
-from ludus.tasks.readers import read_tasks
+from ludus.rollout.replay import replay
+from ludus.tasks.readers import TaskList, read_json, read_tasks
 from ludus.tasks.splits import check_disjoint
 
 NUM_SAMPLE_TEXTS = 512  # opening observations that a tokenizer is trained on without an expert
@@ -26,18 +29,91 @@ def check(config: RunConfig) -> None:
     check_specs(config, REGISTRIES)
 
 
-def read_splits(config: RunConfig) -> tuple[list[Task], list[Task]]:
+def read_splits(config: RunConfig) -> tuple[TaskList, TaskList]:
     """Training and held-out tasks, which share none."""
     env_class: Any = ENVS.load(config.env.name) if config.env else None
     lines = config.tasks.on_bad_line
     train = read_tasks(config.tasks.train, "tasks.train", env_class=env_class, on_bad_line=lines)
     if config.tasks.heldout is None:
-        return train, []
+        return train, TaskList()
     heldout = read_tasks(
         config.tasks.heldout, "tasks.heldout", env_class=env_class, on_bad_line=lines
     )
     check_disjoint(train, heldout)
     return train, heldout
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What SFT learns from: the assistant's turns of `messages`."""
+
+    task: Task
+    messages: Sequence[Message]
+    reward: float | None
+    success: bool | None
+
+
+def read_conversations(
+    config: RunConfig, demonstrations: Iterable[Demonstration], train: Iterable[Task]
+) -> tuple[list[Conversation], list[str]]:
+    """The conversations of `sft.data`, or else the demonstrations; and the lines left out.
+
+    A line of the file is an object with `messages`; `reward` and `success` may stand beside them.
+    That is what `ludus export --what sft` writes, and what most trainers read.
+    """
+    if config.sft is None or config.sft.data is None:
+        known = {task.id: task for task in train}
+        return [
+            Conversation(
+                known.get(shown.task_id) or Task(id=shown.task_id, tier=shown.tier),
+                shown.messages,
+                shown.reward,
+                shown.success,
+            )
+            for shown in demonstrations
+        ], []
+    lines = read_json(
+        config.sft.data, "messages", answer=None, on_bad_line=config.tasks.on_bad_line
+    )
+    conversations = [
+        Conversation(
+            Task(id=line.id, source=line.source),
+            line.prompt,
+            _number(line.data.get("reward")),
+            _truth(line.data.get("success")),
+        )
+        for line in lines
+    ]
+    return conversations, [str(line) for line in lines.skipped]
+
+
+def replay_all(
+    conversations: Iterable[Conversation], renderer: Renderer, context_length: int
+) -> tuple[list[Task], list[Trajectory], list[tuple[str, str]]]:
+    """Tasks and trajectories of the conversations that fit; (task id, reason) of the others."""
+    tasks: list[Task] = []
+    played: list[Trajectory] = []
+    left_out: list[tuple[str, str]] = []
+    for known in conversations:
+        trajectory = Trajectory("", "", known.task.id, reward=known.reward)
+        if known.success is not None:
+            trajectory.metrics["success"] = float(known.success)
+        replay(known.messages, renderer, trajectory, f"{known.task.id}: ")
+        if (length := trajectory.num_tokens) > context_length:
+            reason = f"{length} tokens exceed model.context_length = {context_length}"
+            left_out.append((known.task.id, reason))
+        else:
+            tasks.append(known.task)
+            played.append(trajectory)
+    return tasks, played, left_out
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _truth(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
 
 
 def make_tokenizer(config: RunConfig, tasks: Sequence[Task], shown: Iterable[Message]) -> Any:
@@ -92,8 +168,15 @@ def opening_messages(config: RunConfig, tasks: Sequence[Task]) -> list[Message]:
         seen: list[Message] = []
         for task in tasks:
             env = ENVS.build(spec, "env")
-            seen += (await env.reset(task)).messages
-            await env.close()
+            try:
+                seen += (await env.reset(task)).messages
+            except Exception as error:
+                raise EnvError(
+                    f"environment {spec.name!r}: reset of task {task.id!r} raised "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            finally:
+                await env.close()
         return seen
 
     return messages + asyncio.run(look())

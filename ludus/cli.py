@@ -74,6 +74,9 @@ def train(
         else:
             config = _load(str(recipe), overrides, runs_dir)
             typer.echo(dump_config(config), err=True)
+            if config.backend == "debug":
+                debug(str(recipe), overrides)
+                return
             folder = launch.train(config, display)
     except launch.Stopped as stopped:
         display.close()

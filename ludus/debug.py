@@ -37,7 +37,7 @@ def debug(config: RunConfig, num_tasks: int = 1, console: Console | None = None)
     """Show demonstrations and rollouts of the first tasks: every turn, and every training row."""
     console = console or Console()
     check(config)
-    tasks, _ = read_splits(config)
+    tasks: Sequence[Task] = read_splits(config)[0]
     shown = _demonstrations(config, tasks)
     tokenizer = make_tokenizer(config, tasks, [m for d in shown for m in d.messages])
     renderer = make_renderer(config, tokenizer)

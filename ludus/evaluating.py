@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ludus.assemble import read_splits
 from ludus.core.config import load_config
 from ludus.core.errors import ConfigError, did_you_mean
 from ludus.core.evaluation import Evaluation
@@ -75,8 +76,9 @@ def _open(folder: RunFolder) -> TrainingRun:
     """The run's objects, built for reading."""
     if not folder.tokenizer.exists():
         raise ConfigError(f"run {folder.id} stopped before it had a tokenizer: resume it first")
-    prepared = TrainingRun(folder, load_config(folder.config), None, None, Display())
-    prepared.build()
+    config = load_config(folder.config)
+    prepared = TrainingRun(folder, config, None, None, Display())
+    prepared.build(read_splits(config)[1])
     return prepared
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import errno
 import json
 import os
 import platform
@@ -15,7 +15,7 @@ from types import FrameType
 
 from ludus import __version__
 from ludus.assemble import check
-from ludus.core.config import diff, dump_config, load_config
+from ludus.core.config import diff, dump_config, load_config, lookup
 from ludus.core.errors import ConfigError, LudusError
 from ludus.core.logs import get_logger, setup_logging
 from ludus.core.metrics import MetricsLog
@@ -31,13 +31,22 @@ from ludus.store import RunStore
 log = get_logger(__name__)
 
 PACKAGES = ("torch", "transformers", "tokenizers", "peft", "numpy", "minigrid", "sqlalchemy")
+DISK_FAULTS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO
+}  # fmt: skip
 
 
 class Stopped(Exception):
     """The user stopped the run; it can be resumed."""
 
-    def __init__(self, run_id: str) -> None:
-        super().__init__(f"stopped; go on with: ludus train --resume {run_id}")
+    def __init__(self, folder: RunFolder) -> None:
+        super().__init__(f"stopped; go on with: {resume_command(folder)}")
+
+
+def resume_command(folder: RunFolder) -> str:
+    """What to type to go on with a run."""
+    elsewhere = "" if str(folder.path.parent) == "runs" else f" --runs-dir {folder.path.parent}"
+    return f"ludus train --resume {folder.id}{elsewhere}"
 
 
 def train(config: RunConfig, observer: Observer) -> RunFolder:
@@ -46,12 +55,15 @@ def train(config: RunConfig, observer: Observer) -> RunFolder:
     Errors: Stopped after Ctrl-C; whatever LudusError ends the run.
     """
     check(config)
-    folder = create_run(config.runs_dir, config.name)
-    write_text(folder.config, dump_config(config))
-    store = RunStore.open(config.store, config.runs_dir)
-    store.create_run(folder.id, config.name, config.model_dump(mode="json"), versions())
-    observer.note(f"run {folder.id} in {folder.path}")
-    return _run(folder, config, store, observer)
+    with RunStore.open(config.store, config.runs_dir) as store:
+        folder = create_run(config.runs_dir, config.name)
+        with folder.lock():
+            with disk_faults(folder):
+                write_text(folder.config, dump_config(config))
+            _create(store, folder, config)
+            observer.note(f"run {folder.id} in {folder.path}")
+            _run(folder, config, store, observer)
+    return folder
 
 
 def resume(
@@ -62,23 +74,35 @@ def resume(
     *,
     skip_damaged: bool = False,
 ) -> RunFolder:
-    """Go on with a run where its last checkpoint stands.
+    """Go on with a run where its last checkpoint stands; a complete one is left as it is.
 
     `overrides` change its configuration from here on (more steps, say); without any, the run ends
     with the same bits as if it had never stopped.
     """
     folder = find_run(runs_dir, run)
-    before = load_config(folder.config)
-    config = load_config(folder.config, overrides)
-    check(config)
-    for change in diff(before, config):
-        observer.note(f"changed: {change}")
-    store = RunStore.open(config.store, config.runs_dir)
-    if folder.id not in {row.id for row in store.runs()}:
-        store.create_run(folder.id, config.name, config.model_dump(mode="json"), versions())
-    store.reopen_run(folder.id)
-    write_text(folder.config, dump_config(config))
-    return _run(folder, config, store, observer, skip_damaged=skip_damaged)
+    with folder.lock():
+        before = load_config(folder.config)
+        config = load_config(folder.config, overrides)
+        check(config)
+        changes = diff(before, config)
+        for key in changes:
+            observer.note(f"changed: {key} from {lookup(before, key)} to {lookup(config, key)}")
+        with RunStore.open(config.store, folder.path.parent) as store:
+            known = {row.id: row for row in store.runs()}
+            if folder.id not in known:
+                _create(store, folder, config)
+            elif known[folder.id].status == "completed" and not changes:
+                observer.note(f"run {folder.id} was complete already: nothing is left to do")
+                return folder
+            store.reopen_run(folder.id)
+            with disk_faults(folder):
+                write_text(folder.config, dump_config(config))
+            _run(folder, config, store, observer, skip_damaged=skip_damaged)
+    return folder
+
+
+def _create(store: RunStore, folder: RunFolder, config: RunConfig) -> None:
+    store.create_run(folder.id, config.name, config.model_dump(mode="json"), versions())
 
 
 def _run(
@@ -88,42 +112,56 @@ def _run(
     observer: Observer,
     *,
     skip_damaged: bool = False,
-) -> RunFolder:
-    """Run, and leave the run's status true whatever happens."""
-    with folder.lock():
-        setup_logging(folder.path)
-        metrics = MetricsLog(folder.metrics, build_sinks(config, folder.path))
-        run = TrainingRun(folder, config, store, metrics, observer, skip_damaged=skip_damaged)
-        try:
+) -> None:
+    """Run in a folder that this process has locked; the run's status is true whatever happens."""
+    setup_logging(folder.path)
+    try:
+        with disk_faults(folder), MetricsLog(folder.metrics, build_sinks(config, folder.path)) as m:
+            run = TrainingRun(folder, config, store, m, observer, skip_damaged=skip_damaged)
             with _interruptible(run, observer):
-                asyncio.run(run.run())
+                run.run()
             write_text(folder.path / "timings.json", json.dumps(run.timings))
-            store.finish_run(folder.id, "completed")
             if config.report:
                 report(folder, store)
-        except (KeyboardInterrupt, Interrupted):
-            store.finish_run(folder.id, "interrupted")
-            raise Stopped(folder.id) from None
-        except LudusError as error:
-            _fail(store, folder, str(error))
-            raise
-        except Exception as error:
-            _fail(store, folder, f"{type(error).__name__}: {error}")
-            log.exception("the run failed")
-            raise
-        finally:
-            metrics.close()
-            store.close()
-            observer.close()
-    return folder
-
-
-def _fail(store: RunStore, folder: RunFolder, message: str) -> None:
-    """Note the failure in the store, unless the store is what failed."""
-    try:
-        store.finish_run(folder.id, "failed", message)
+            store.finish_run(folder.id, "completed")
+    except (KeyboardInterrupt, Interrupted):
+        _finish(store, folder, "interrupted")
+        raise Stopped(folder) from None
     except LudusError as error:
-        log.error("the run's failure could not be stored", error=str(error))
+        _finish(store, folder, "failed", str(error))
+        observer.note(f"run {folder.id} failed; once that is mended: {resume_command(folder)}")
+        raise
+    except Exception as error:
+        _finish(store, folder, "failed", f"{type(error).__name__}: {error}")
+        log.exception("the run failed")
+        raise
+    finally:
+        observer.close()
+
+
+def _finish(store: RunStore, folder: RunFolder, status: str, message: str | None = None) -> None:
+    """Note how the run ended in the store, unless the store is what failed."""
+    try:
+        store.finish_run(folder.id, status, message)
+    except LudusError as error:
+        log.error("the end of the run could not be stored", status=status, error=str(error))
+
+
+@contextmanager
+def disk_faults(folder: RunFolder) -> Iterator[None]:
+    """What the disk refuses is the user's to mend, not a bug of ours.
+
+    Errors: LudusError in place of an OSError that says so.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FAULTS:
+            raise
+        raise LudusError(
+            f"{error.filename or folder.path}: {error.strerror}. What was saved before is intact: "
+            "make room, or mend the rights, and resume the run"
+        ) from error
 
 
 @contextmanager
@@ -185,7 +223,11 @@ def report_again(run: str, runs_dir: str, store: str | None) -> Path:
     """Write a run's report from what is stored."""
     folder = find_run(runs_dir, run)
     config = load_config(folder.config)
-    with RunStore.open(store or config.store, runs_dir, read_only=True) as opened:
+    url = store or config.store
+    with (
+        RunStore.open(url, folder.path.parent, read_only=True) as opened,
+        disk_faults(folder),
+    ):
         return report(folder, opened)
 
 

@@ -10,21 +10,28 @@ not.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
-from ludus.assemble import make_renderer, make_tokenizer, read_splits
+from ludus.assemble import (
+    Conversation,
+    make_renderer,
+    make_tokenizer,
+    read_conversations,
+    read_splits,
+    replay_all,
+)
 from ludus.backends.local import LocalBackend
-from ludus.core.errors import DataError
+from ludus.core.errors import ConfigError, DataError
 from ludus.core.logs import get_logger
 from ludus.core.metrics import MetricsLog
 from ludus.core.schema import EvaluateConfig, RunConfig
 from ludus.core.seeds import derive_seed
-from ludus.core.types import Group, Task, Trajectory
+from ludus.core.types import Group, Task
 from ludus.envs import ENVS
-from ludus.envs.demonstrate import Demonstration, generate, load
+from ludus.envs.demonstrate import Demonstration, dropped_path, generate, load
 from ludus.evaluate import Evaluation, summarise
 from ludus.judges import JUDGES
 from ludus.loop import Stage, run_stage
@@ -32,12 +39,14 @@ from ludus.models.build import build_model
 from ludus.models.tokenizers import load_tokenizer
 from ludus.progress import Observer
 from ludus.rollout.collect import Collector
-from ludus.rollout.replay import ReplayCollector, replay
+from ludus.rollout.replay import ReplayCollector
 from ludus.runs import RunFolder, write_folder, write_text
 from ludus.store import RunStore
 from ludus.tasks.sampler import TaskSampler
 from ludus.train import ALGORITHMS
 from ludus.train.checkpoint import CheckpointInfo
+from ludus.train.state import seed_random
+from ludus.watch import Watch, none_began
 
 log = get_logger(__name__)
 
@@ -76,16 +85,34 @@ class TrainingRun:
         self.in_stage = False
         self.timings: dict[str, float] = {}
         self.num_episodes = 0
+        self._latest: dict[str, float] = {}
+        self._left_out: list[tuple[str, str]] = []
+        self._watch = Watch(observer.note)
         self._skip_damaged = skip_damaged
 
-    async def run(self) -> None:
+    def run(self) -> None:
         """Everything that is still to do. Errors: Interrupted, and whatever LudusError arises."""
-        train, demonstrations = self.build()
+        train, heldout = read_splits(self.config)
+        self._tell_skipped("tasks.train", [str(line) for line in train.skipped])
+        self._tell_skipped("tasks.heldout", [str(line) for line in heldout.skipped])
+        conversations = self._conversations(train)
+        if not self.folder.tokenizer.exists():
+            shown = [message for known in conversations for message in known.messages]
+            tokenizer = make_tokenizer(self.config, train, shown)
+            write_folder(self.folder.tokenizer, lambda path: tokenizer.save_pretrained(path))
+        self.build(heldout)
+        asyncio.run(self._stages(train, conversations))
+
+    async def _stages(self, train: Sequence[Task], conversations: Sequence[Conversation]) -> None:
         resumed = self.backend.checkpoints.latest(skip_damaged=self._skip_damaged)
         self._rewind(resumed)
         first = resumed.stage if resumed else None
+        if resumed and getattr(self.config, resumed.stage) is None:
+            raise ConfigError(
+                f"{first}: null, but the newest checkpoint, {resumed.path.name}, is of that stage"
+            )
         if self.config.sft and first in (None, "sft"):
-            await self._run_stage(self._sft_stage(train, demonstrations), resumed)
+            await self._run_stage(self._sft_stage(conversations), resumed)
         if self.config.rl and first in (None, "sft"):
             await self.evaluate("before", self.config.evaluate.num_tasks)
         if self.config.rl:
@@ -107,6 +134,13 @@ class TrainingRun:
         return self._metrics
 
     # Set-up
+
+    def _conversations(self, train: Sequence[Task]) -> list[Conversation]:
+        """What SFT learns from, or a tokenizer alone: demonstrations, or `sft.data`."""
+        demonstrations = self._demonstrations(train)
+        conversations, skipped = read_conversations(self.config, demonstrations, train)
+        self._tell_skipped("sft.data", skipped)
+        return conversations
 
     def _demonstrations(self, train: Sequence[Task]) -> list[Demonstration]:
         """The expert's episodes: generated once, then read from the run's folder."""
@@ -131,21 +165,20 @@ class TrainingRun:
             self.observer.note(str(summary))
         demonstrations = list(load(path))
         if not demonstrations:
-            raise DataError(f"the expert left no demonstration: see {path.stem}.dropped.jsonl")
+            raise DataError(f"the expert left no demonstration: see {dropped_path(path)}")
         return demonstrations
 
-    def build(self) -> tuple[list[Task], list[Demonstration]]:
-        """Tasks, demonstrations, tokenizer, renderer, model, back end, collector.
+    def _tell_skipped(self, what: str, skipped: Sequence[str]) -> None:
+        """Report malformed lines that were left out, as `tasks.on_bad_line: skip` asks."""
+        for line in skipped:
+            log.info("malformed line left out", source=what, line=line)
+        if skipped:
+            self.observer.note(f"{what}: {len(skipped)} malformed lines left out")
 
-        Returns the training tasks and the demonstrations.
-        """
+    def build(self, heldout: Sequence[Task]) -> None:
+        """Tokenizer, renderer, model, back end, collector: from the run's folder, for any use."""
         config = self.config
-        train, self.heldout = read_splits(config)
-        demonstrations = self._demonstrations(train)
-        if not self.folder.tokenizer.exists():
-            shown = [message for d in demonstrations for message in d.messages]
-            tokenizer = make_tokenizer(config, train, shown)
-            write_folder(self.folder.tokenizer, lambda path: tokenizer.save_pretrained(path))
+        self.heldout = heldout
         self.tokenizer = load_tokenizer(str(self.folder.tokenizer))
         self.renderer = make_renderer(config, self.tokenizer)
         self.model = build_model(config.model, self.tokenizer, derive_seed(config.seed, "model"))
@@ -159,7 +192,6 @@ class TrainingRun:
             seed=config.seed,
             on_episode=self.observer.episode,
         )
-        return train, demonstrations
 
     def _rewind(self, resumed: CheckpointInfo | None) -> None:
         """Forget what came after the checkpoint: it will be done again, to the same bits."""
@@ -181,26 +213,19 @@ class TrainingRun:
 
     # Stages
 
-    def _sft_stage(self, train: Sequence[Task], demonstrations: Sequence[Demonstration]) -> Stage:
+    def _sft_stage(self, conversations: Sequence[Conversation]) -> Stage:
         settings = self.config.sft
         assert settings is not None
-        if settings.data:
-            demonstrations = list(load(Path(settings.data)))
-        known = {task.id: task for task in train}
-        played: list[Trajectory] = []
-        tasks: list[Task] = []
-        for number, shown in enumerate(demonstrations, start=1):
-            trajectory = Trajectory("", "", shown.task_id, reward=shown.reward)
-            trajectory.metrics["success"] = float(shown.success)
-            where = f"demonstration {number} ({shown.task_id}): "
-            replay(shown.messages, self.renderer, trajectory, where)
-            if trajectory.num_tokens > self.config.model.context_length:
-                log.warning("demonstration left out: longer than the context", task=shown.task_id)
-                continue
-            played.append(trajectory)
-            tasks.append(known.get(shown.task_id) or Task(id=shown.task_id, tier=shown.tier))
-        if not played:
-            raise DataError("sft: no demonstration fits model.context_length")
+        limit = self.config.model.context_length
+        tasks, played, self._left_out = replay_all(conversations, self.renderer, limit)
+        if self._left_out:
+            told = (
+                f"{len(self._left_out)} of {len(conversations)} conversations left out, the first"
+            )
+            told = "sft: {} ({}): {}".format(told, *self._left_out[0])
+            if not played:
+                raise DataError(told)
+            self.observer.note(told)
         return Stage(
             name="sft",
             steps=settings.steps,
@@ -241,13 +266,14 @@ class TrainingRun:
     async def _run_stage(self, stage: Stage, resumed: CheckpointInfo | None) -> None:
         """Run a stage from its checkpoint on, or from its beginning."""
         self.backend.begin_stage(stage.optimizer, stage.optimizer_steps, stage.temperature)
+        seed_random(derive_seed(self.config.seed, "stage", stage.name))  # LoRA's dropout, say
         start = 0
         if resumed is not None:
             state = self.backend.load(resumed.path)
             stage.tasks.load_state_dict(state["tasks"])
             self.timings, self.num_episodes = dict(state["timings"]), int(state["episodes"])
             start = resumed.step
-            if state["ended"]:
+            if start >= stage.steps or self._suffices(stage, state["success"]):
                 return
         self.observer.stage(stage.name, stage.steps, start)
 
@@ -262,24 +288,30 @@ class TrainingRun:
     async def _after_step(self, stage: Stage, step: int) -> bool:
         """Evaluate and save where it is due. Returns whether the stage goes on."""
         success: float | None = None
-        ended = step == stage.steps
-        if stage.name == "rl" and self.config.rl:
-            every, wanted = self.config.evaluate.every, self.config.rl.min_success_to_stop
-            if every and step % every == 0 and not ended:
-                success = await self._evaluate_between(step)
-                ended = wanted is not None and success is not None and success >= wanted
+        every = self.config.evaluate.every
+        if stage.name == "rl" and every and step % every == 0 and step < stage.steps:
+            success = await self._evaluate_between(step)
+        ended = step == stage.steps or self._suffices(stage, success)
         if ended or self.stop_requested or step % self.config.checkpoint.every == 0:
             with self.timed("checkpoints"):
                 state = {
                     "tasks": stage.tasks.state_dict(),
                     "timings": self.timings,
                     "episodes": self.num_episodes,
-                    "ended": ended,
+                    "success": success,
                 }
-                self.backend.save(stage.name, step, state, success, pin=ended)
+                metric = self._latest.get(self.config.checkpoint.metric)
+                self.backend.save(stage.name, step, state, metric, pin=ended)
         if self.stop_requested and not ended:
             raise Interrupted
         return not ended
+
+    def _suffices(self, stage: Stage, success: float | None) -> bool:
+        """Whether an evaluation between steps was good enough to end the stage."""
+        if stage.name != "rl" or success is None or self.config.rl is None:
+            return False
+        wanted = self.config.rl.min_success_to_stop
+        return wanted is not None and success >= wanted
 
     def record(
         self, stage: str, step: int, groups: Sequence[Group], metrics: dict[str, float]
@@ -291,6 +323,11 @@ class TrainingRun:
         self.num_episodes += sum(len(group.trajectories) for group in groups)
         metrics["time/elapsed_s"] = sum(self.timings.values())
         metrics["rollout/episodes_total"] = float(self.num_episodes)
+        metrics["rollout/dropped"] = float(
+            sum(t.dropped is not None for group in groups for t in group.trajectories)
+        )
+        metrics["train/updates"] = float("train/loss" in metrics)
+        self._latest = metrics
         self.store.record_step(
             self.folder.id,
             stage,
@@ -299,9 +336,11 @@ class TrainingRun:
             metrics,
             seconds=metrics["time/step_s"],
             policy_version=int(metrics["train/policy_version"]),
+            dropped=self._left_out if (stage, step) == ("sft", 0) else (),
         )
         self.metrics.log(stage, step, metrics)
         self.observer.step(stage, step, metrics)
+        self._watch.step(stage, groups, bool(metrics["train/updates"]))
 
     # Evaluation
 
@@ -319,10 +358,13 @@ class TrainingRun:
             groups, result = await self.play(label, step, settings)
         stage = f"evaluate/{label}"
         metrics = {"evaluate/success": result.success.value, "evaluate/score": result.score.value}
+        self._latest |= metrics
         self.store.record_step(self.folder.id, stage, step, groups, metrics, seconds=result.seconds)
         self.metrics.log(stage, step, {**metrics, "time/elapsed_s": sum(self.timings.values())})
         write_text(self.folder.evaluations / f"{label}-{step:06d}.json", result.model_dump_json())
         self.observer.note(str(result))
+        if unplayable := none_began(groups):
+            raise DataError(f"{stage}: {unplayable}")
         return result
 
     async def play(

@@ -118,9 +118,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         shown["SFT"] = f"{config.sft.steps} steps of {config.sft.episodes_per_step} episodes"
     if config.rl:
         shown["algorithm"] = config.rl.algorithm.name
-        shown["RL"] = (
-            f"{config.rl.steps} steps of {config.rl.groups_per_step} x {config.rl.group_size} episodes"
-        )
+        episodes = f"{config.rl.groups_per_step} x {config.rl.group_size} episodes"
+        shown["RL"] = f"{config.rl.steps} steps of {episodes}"
         shown["learning rate"] = f"{config.rl.optimizer.lr:g}"
     return shown
 

@@ -24,7 +24,7 @@ FLOORS = (
     {"envs", "judges", "train"},
     {"registries", "rollout"},
     {"backends"},
-    {"assemble", "coevolve", "evaluate", "loop", "progress", "report"},
+    {"assemble", "coevolve", "evaluate", "loop", "progress", "report", "watch"},
     {"debug", "doctor", "pipeline", "reporting"},
     {"evaluating", "launch", "services"},
     {"cli"},

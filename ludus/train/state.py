@@ -189,6 +189,13 @@ def random_state() -> dict[str, Any]:
     }
 
 
+def seed_random(seed: int) -> None:
+    """Start the global random generators of Python, NumPy and torch from a seed."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def set_random_state(state: dict[str, Any]) -> None:
     """Put the global random generators where `random_state` found them.
 

@@ -1,0 +1,102 @@
+"""Forks `ludus` commands from a process that has done the imports already.
+
+A command imports for seconds (torch, transformers) and these tests need a hundred of them. What is
+forked is the command itself: a session and a folder of its own, its own files for stdin, stdout and
+stderr, `ludus.cli.main`, and Python's ordinary end. Requests and answers are JSON lines.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+PRELOADED = (
+    "ludus.cli", "ludus.launch", "ludus.evaluating", "ludus.doctor", "ludus.debug",
+    "ludus.store.show", "ludus.store.export", "ludus.envs.babyai", "ludus.envs.babyai_expert",
+    "ludus.envs.textcraft", "ludus.envs.check", "ludus.core.reference", "alembic.command",
+    "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.modeling_auto",
+    "statsmodels.api", "scipy.stats", "torch.optim", "sqlalchemy.dialects.sqlite",
+    "rich.progress", "pebble", "peft",
+)  # fmt: skip
+
+
+def strike(target: str, nth: int, how: str) -> None:
+    """Make the n-th call of `module:attribute` the last: SIGKILL, SIGINT, or an exception."""
+    module, _, path = target.partition(":")
+    owner: Any = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original, calls = getattr(owner, name), 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == nth and how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if calls == nth and how == "kill after":
+            result = original(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
+            return result
+        if (calls == nth and how.startswith("interrupt")) or (
+            calls == nth + 1 and how == "interrupt twice"
+        ):
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+def serve() -> dict[str, Any]:
+    """Answer requests until stdin closes; returns a request in the child that is to run it."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            answer = wait(request["wait"], request["timeout_s"])
+        elif child := os.fork():
+            answer = {"pid": child}
+        else:
+            return dict(request)
+        print(json.dumps(answer), flush=True)
+    os._exit(0)
+
+
+def wait(pid: int, timeout_s: float) -> dict[str, Any]:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return {"code": os.waitstatus_to_exitcode(status)}
+        time.sleep(0.005)
+    return {"code": None}
+
+
+def become(request: dict[str, Any]) -> None:
+    """The rest of the process is the command."""
+    os.setsid()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(os.open(request["stdout"], flags), 1)
+    os.dup2(os.open(request["stderr"], flags), 2)
+    sys.stdin = os.fdopen(0, closefd=False)
+    os.chdir(request["cwd"])
+    os.environ.update(request["env"])
+    sys.path.insert(0, "")
+    sys.argv = ["ludus", *request["argv"]]
+    if request["setup"]:
+        exec(request["setup"], {"strike": strike})
+
+
+if __name__ == "__main__":
+    for name in PRELOADED:
+        importlib.import_module(name)
+    print(json.dumps({"ready": True}), flush=True)
+    become(serve())
+    from ludus.cli import main
+
+    main()
