@@ -1,0 +1,101 @@
+"""Samples, a small model, and a step whose every bit is to be repeated.
+
+    python tests/train/learner_helpers.py NUM_THREADS...
+
+prints the digest of the weights after three steps, for each number of threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from ludus.core.schema import OptimizerConfig
+from ludus.core.types import Sample
+from ludus.train.aggregates import token_mean
+from ludus.train.learner import Learner
+from ludus.train.losses import clipped
+from ludus.train.packing import Batch, pack
+
+VOCAB = 40
+
+
+def policy(seed: int = 0, hidden: int = 32) -> Any:
+    """A random model with weights wide enough that every token's context matters."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=VOCAB,
+                hidden_size=hidden,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=8,
+                max_position_embeddings=64,
+                initializer_range=0.2,
+                attn_implementation="sdpa",
+            )
+        )
+
+
+def make_samples(num: int = 12, seed: int = 0) -> list[Sample]:
+    """Rows of 2 to 30 tokens in alternating spans of given and sampled ones."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, count: int) -> list[int]:
+        return torch.randint(low, high, (count,), generator=generator).tolist()
+
+    samples = []
+    for number in range(num):
+        [length] = integers(2, 31, 1)
+        mask = [False] + [bool(i // 3 % 2) or i == length - 1 for i in range(1, length)]
+        noise = torch.randn(length, generator=generator)
+        advantage = float(torch.randn(1, generator=generator))
+        samples.append(
+            Sample(
+                token_ids=integers(0, VOCAB, length),
+                loss_mask=mask,
+                logprobs=[float(-3.7 + 0.3 * n) if m else 0.0 for n, m in zip(noise, mask)],  # noqa: B905
+                advantages=[advantage if m else 0.0 for m in mask],
+                trajectory_id=f"t{number}",
+            )
+        )
+    return samples
+
+
+def make_batch(samples: list[Sample], tokens_per_batch: int = 64) -> Batch:
+    return pack(samples, token_mean(samples), tokens_per_batch=tokens_per_batch, pad_id=0)
+
+
+def digest(model: Any) -> str:
+    total = hashlib.sha256()
+    for parameter in model.parameters():
+        total.update(parameter.detach().numpy().tobytes())
+    return total.hexdigest()
+
+
+def three_steps(num_threads: int) -> str:
+    """The digest of the weights after three optimizer steps."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    torch.use_deterministic_algorithms(True)
+    try:
+        model = policy(hidden=128)
+        learner = Learner(model, OptimizerConfig(), num_steps=3)
+        for seed in range(3):
+            learner.train_step(make_batch(make_samples(24, seed), 256), clipped(0.2, 0.2))
+        return digest(model)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(before)
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        print(three_steps(int(argument)))

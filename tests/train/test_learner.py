@@ -1,0 +1,329 @@
+"""One optimizer step: its gradient, its schedule, what it refuses, and that it repeats itself."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from learner_helpers import digest, make_batch, make_samples, policy, three_steps
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ludus.core.errors import TrainingError
+from ludus.core.schema import LoraConfig, OptimizerConfig
+from ludus.core.types import Sample
+from ludus.models.build import _with_lora
+from ludus.models.engine import InProcessSampler
+from ludus.models.sampler import SamplingParams
+from ludus.train.aggregates import trajectory_mean
+from ludus.train.learner import Learner, learning_rate
+from ludus.train.losses import LossFn, LossInputs, LossOutput, clipped, cross_entropy
+from ludus.train.packing import Batch, MicroBatch, pack
+
+SURROGATE = clipped(0.2, 0.28)
+
+
+def make_learner(model: Any, temperature: float = 1.0, **options: Any) -> Learner:
+    config = OptimizerConfig(**{"lr": 1e-2, "max_grad_norm": 1e9, **options})
+    return Learner(model, config, num_steps=10, temperature=temperature)
+
+
+def step_gradients(
+    learner: Learner, batch: Batch, loss: LossFn
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The gradients that the optimizer sees, and the step's metrics."""
+    seen: dict[str, Tensor] = {}
+
+    def look(*_: Any) -> None:
+        for name, parameter in learner.model.named_parameters():
+            if parameter.grad is not None:
+                seen[name] = parameter.grad.clone()
+
+    handle = learner.optimizer.register_step_pre_hook(look)
+    metrics = learner.train_step(batch, loss)
+    handle.remove()
+    return seen, metrics
+
+
+def plain_loop(
+    model: Any, samples: list[Sample], weights: list[list[float]], temperature: float
+) -> tuple[dict[str, Tensor], float]:
+    """DAPO's surrogate, one sample at a time: no packing, no mask, no library of losses."""
+    model.zero_grad()
+    total = 0.0
+    for sample, weight in zip(samples, weights, strict=True):
+        logits = model(torch.tensor([sample.token_ids]), use_cache=False).logits[0]
+        logprobs = (logits / temperature).log_softmax(-1)
+        loss = torch.zeros(())
+        for i in range(1, len(sample.token_ids)):
+            if sample.loss_mask[i]:
+                ratio = (logprobs[i - 1, sample.token_ids[i]] - sample.logprobs[i]).exp()
+                gain = torch.minimum(
+                    ratio * sample.advantages[i],
+                    ratio.clamp(0.8, 1.28) * sample.advantages[i],
+                )
+                loss = loss - weight[i] * gain
+        loss.backward()
+        total += float(loss.detach())
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, total
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_gradient_is_that_of_a_plain_loop(temperature: float) -> None:
+    samples = make_samples(14)
+    weights = trajectory_mean(samples)
+    model = policy()
+    expected, loss = plain_loop(copy.deepcopy(model), samples, weights, temperature)
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in expected.values()))
+    counts: list[int] = []
+    packed = False
+    for tokens_per_batch in (30, 64, 10_000):
+        batch = pack(samples, weights, tokens_per_batch=tokens_per_batch, pad_id=0)
+        counts.append(len(batch.micro_batches))
+        packed = packed or any((m.segments_RT > 1).any() for m in batch.micro_batches)
+        learner = make_learner(copy.deepcopy(model), temperature)
+        gradients, metrics = step_gradients(learner, batch, SURROGATE)
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], atol=1e-6, rtol=1e-5)
+        assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert packed
+    assert counts[0] > counts[1] > counts[2]
+
+
+def test_metrics_do_not_depend_on_the_cut() -> None:
+    """Means over all loss tokens, entropy by hand."""
+    samples = make_samples(9)
+    model = policy()
+    entropies = []
+    for sample in samples:
+        logprobs = model(torch.tensor([sample.token_ids])).logits[0].detach().log_softmax(-1)
+        at = [i - 1 for i, trains in enumerate(sample.loss_mask) if trains]
+        entropies += (-(logprobs.exp() * logprobs).sum(-1))[at].tolist()
+    results = []
+    for tokens_per_batch in (30, 10_000):
+        learner = make_learner(copy.deepcopy(model))
+        results.append(learner.train_step(make_batch(samples, tokens_per_batch), SURROGATE))
+    assert results[0] == pytest.approx(results[1], rel=1e-4)
+    names = {"loss", "entropy", "ratio", "kl", "clip_fraction", "grad_norm", "lr"}
+    assert results[0].keys() == names
+    assert results[0]["entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+async def test_log_probabilities_are_the_samplers(temperature: float) -> None:
+    """What the sampler recorded over several turns, the learner finds again in packed rows."""
+    model = policy()
+    engine = InProcessSampler(model, context_length=64)
+    samples = []
+    for number in range(12):
+        engine.open(f"{number}")
+        row = Sample([], [], [], [], f"{number}")
+
+        def add(ids: list[int], logprobs: list[float] | None, row: Sample = row) -> None:
+            row.token_ids += ids
+            row.loss_mask += [logprobs is not None] * len(ids)
+            row.logprobs += logprobs or [0.0] * len(ids)
+            row.advantages += [1.0] * len(ids)
+
+        add(list(range(1, 3 + 6 * (number % 4))), None)
+        for turn in range(1 + number % 3):
+            params = SamplingParams(
+                max_tokens=3 + (number + turn) % 4, temperature=temperature, seed=9 * number + turn
+            )
+            completion = await engine.sample(row.token_ids, params, session=f"{number}")
+            add(completion.token_ids, completion.logprobs)
+            add([20 + number] * (1 + 2 * turn), None)
+        engine.close(f"{number}")
+        samples.append(row)
+    batch = make_batch(samples, 150)
+    assert len(batch.micro_batches) > 1
+    assert max(int(m.segments_RT.max()) for m in batch.micro_batches) > 1, "nothing was packed"
+    learner = make_learner(model, temperature)
+    for micro_batch in batch.micro_batches:
+        with torch.no_grad():
+            logprobs_N, _ = learner.logprobs(micro_batch)
+        recorded_N = micro_batch.old_logprobs_RT[micro_batch.loss_mask_RT]
+        torch.testing.assert_close(logprobs_N, recorded_N, atol=1e-4, rtol=0)
+    metrics = learner.train_step(batch, SURROGATE)
+    assert metrics["ratio"] == pytest.approx(1, abs=1e-4)
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6)
+
+
+# The optimizer
+
+
+def test_the_rate_of_each_step() -> None:
+    def rates(schedule: str, num_steps: int = 6) -> list[float]:
+        config = OptimizerConfig.model_validate(
+            {"lr": 0.8, "warmup_steps": 2, "schedule": schedule}
+        )
+        return [learning_rate(config, step, num_steps) for step in range(num_steps + 2)]
+
+    assert rates("constant") == pytest.approx([0.4, *[0.8] * 7])
+    assert rates("linear") == pytest.approx([0.4, 0.8, 0.8, 0.6, 0.4, 0.2, 0, 0])
+    half = 0.4 * math.cos(math.pi / 4)
+    assert rates("cosine") == pytest.approx([0.4, 0.8, 0.8, 0.4 + half, 0.4, 0.4 - half, 0, 0])
+    assert rates("linear", 2) == pytest.approx([0.4, 0.8, 0.8, 0])  # warm-up is all there is
+
+
+def test_a_step_uses_its_rate() -> None:
+    learner = make_learner(policy(), warmup_steps=4, schedule="linear")
+    batch = make_batch(make_samples(3))
+    used = [learner.train_step(batch, SURROGATE)["lr"] for _ in range(6)]
+    assert used == [learning_rate(learner.config, step, 10) for step in range(6)]
+    assert learner.step == 6
+    assert {group["lr"] for group in learner.optimizer.param_groups} == {used[-1]}
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    """With gradients of zero, decay is all that moves a weight."""
+    model = policy()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    learner = make_learner(model, lr=0.1, weight_decay=0.5)
+    samples = make_samples(3)
+    still = pack(
+        samples, [[0.0] * len(s.token_ids) for s in samples], tokens_per_batch=64, pad_id=0
+    )
+    learner.train_step(still, SURROGATE)
+    kinds = {p.ndim for p in model.parameters()}
+    assert kinds == {1, 2}
+    for name, parameter in model.named_parameters():
+        scale = 0.95 if parameter.ndim == 2 else 1.0
+        torch.testing.assert_close(parameter.detach(), before[name] * scale)
+
+
+def test_a_step_is_adamws() -> None:
+    """First step: lr * g / (|g| + eps), and the gradient is cut to its greatest norm first."""
+    model = policy()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    config = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.05)
+    learner = Learner(model, config, num_steps=1)
+    gradients, metrics = step_gradients(learner, make_batch(make_samples(6)), SURROGATE)
+    assert metrics["grad_norm"] > 0.05
+    total = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+    assert total == pytest.approx(0.05, rel=1e-4)
+    for name, parameter in model.named_parameters():
+        expected = before[name] - 1e-2 * gradients[name] / (gradients[name].abs() + 1e-3)
+        torch.testing.assert_close(parameter.detach(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_supervised_learning_learns() -> None:
+    learner = make_learner(policy(), max_grad_norm=1.0)
+    batch = make_batch(make_samples(4))
+    losses = [learner.train_step(batch, cross_entropy)["loss"] for _ in range(40)]
+    assert losses[-1] < 0.1 < 3 < losses[0]
+
+
+def test_adapters_alone_are_trained() -> None:
+    model = _with_lora(policy(), LoraConfig(rank=2))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    learner = make_learner(model)
+    held = sum(p.numel() for group in learner.optimizer.param_groups for p in group["params"])
+    assert held == model.get_nb_trainable_parameters()[0]
+    for _ in range(2):  # the first step moves B alone, for A's gradient passes through B = 0
+        learner.train_step(make_batch(make_samples(4)), SURROGATE)
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p.detach(), before[n])}
+    assert moved == {name for name in before if "lora_" in name}
+    assert all(p.grad is None for p in model.parameters())
+
+
+# Faults
+
+
+def spoiled(samples: list[Sample], value: float) -> list[Sample]:
+    """The last, shortest sample gets an advantage that breaks the loss of the last micro-batch."""
+    shortest = min(samples, key=lambda sample: len(sample.token_ids))
+    shortest.advantages = [value] * len(shortest.token_ids)
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [(float("nan"), "the loss is nan"), (1e30, "the gradient's norm is inf")],
+)
+def test_a_loss_that_is_not_finite(tmp_path: Path, value: float, reason: str) -> None:
+    model = policy()
+    learner = Learner(model, OptimizerConfig(), num_steps=3, dump_dir=tmp_path)
+    learner.train_step(make_batch(make_samples(5)), SURROGATE)
+    before, moments = digest(model), copy.deepcopy(learner.optimizer.state_dict())
+    batch = make_batch(spoiled(make_samples(12), value), 40)
+    assert len(batch.micro_batches) > 2
+    with pytest.raises(TrainingError) as caught:
+        learner.train_step(batch, SURROGATE)
+    folder = tmp_path / "failed-batch-000001"
+    assert str(caught.value) == (
+        f"optimizer step 1: {reason}; its batch is saved in {folder}. The weights are as they "
+        "were before the step; lower optimizer.lr and resume"
+    )
+    assert digest(model) == before
+    after = learner.optimizer.state_dict()
+    for index, state in moments["state"].items():
+        assert all(torch.equal(state[key], after["state"][index][key]) for key in state)
+    assert all(p.grad is None for p in model.parameters())
+
+    counts = json.loads((folder / "counts.json").read_text())
+    assert counts["num_loss_tokens"] == batch.num_loss_tokens
+    assert counts["num_micro_batches"] == len(batch.micro_batches)
+    for number, micro_batch in enumerate(batch.micro_batches):
+        read = MicroBatch(**load_file(folder / f"micro-batch-{number:03d}.safetensors"))
+        for name in MicroBatch.__slots__:
+            expected = getattr(micro_batch, name)
+            if expected is None:
+                assert getattr(read, name) is None
+            else:
+                torch.testing.assert_close(
+                    getattr(read, name), expected, atol=0, rtol=0, equal_nan=True
+                )
+    assert math.isfinite(learner.train_step(make_batch(make_samples(5)), SURROGATE)["loss"])
+
+
+def test_a_batch_that_cannot_be_saved(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    learner = Learner(policy(), OptimizerConfig(), num_steps=1, dump_dir=tmp_path / "file")
+    batch = make_batch(spoiled(make_samples(3), float("nan")))
+    with pytest.raises(TrainingError, match=r"the loss is nan; its batch could not be saved in"):
+        learner.train_step(batch, SURROGATE)
+
+
+def test_no_loss_beyond_the_sampled_tokens() -> None:
+    """The loss function sees the loss tokens in the order of their rows, and nothing else."""
+    samples = make_samples(6)
+    seen: list[LossInputs] = []
+
+    def looking(inputs: LossInputs) -> LossOutput:
+        seen.append(inputs)
+        return LossOutput(inputs.logprobs_N)
+
+    make_learner(policy()).train_step(make_batch(samples, 10_000), looking)
+    [inputs] = seen
+    expected = sorted(
+        (logprob, advantage)
+        for s in samples
+        for logprob, advantage, trains in zip(s.logprobs, s.advantages, s.loss_mask, strict=True)
+        if trains
+    )
+    got = sorted(zip(inputs.old_logprobs_N.tolist(), inputs.advantages_N.tolist(), strict=True))
+    assert got == [pytest.approx(pair) for pair in expected]
+    assert inputs.ref_logprobs_N is None
+
+
+# Repetition
+
+
+def test_a_fresh_process_repeats_every_bit() -> None:
+    script = Path(__file__).with_name("learner_helpers.py")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    there = subprocess.run(
+        [sys.executable, str(script), "1", "2"], env=env, capture_output=True, text=True, check=True
+    )
+    assert there.stdout.split() == [three_steps(1), three_steps(2)]
