@@ -83,12 +83,12 @@ class Agent:
     ) -> Status:
         config = self.config
         messages = list(task.prompt)
-        if config.system_prompt:
-            messages.insert(0, Message(role="system", content=config.system_prompt))
         if env is not None:
             messages += (await env.reset(task)).messages
             if not messages:
                 raise EnvError("reset returned no messages, and the task has no prompt")
+        if config.system_prompt:
+            messages.insert(0, Message(role="system", content=config.system_prompt))
         builder.given(messages, self.renderer.open(messages))
         max_turns = config.max_turns or (env.env.max_turns if env else 1)
         for turn in range(max_turns):

@@ -149,7 +149,8 @@ async def _sleeps() -> Any:
 
 
 async def _for_ever() -> Any:
-    await asyncio.Event().wait()
+    while not RELEASE.is_set():
+        await asyncio.sleep(0.005)
 
 
 async def _give(value: Any) -> Any:

@@ -1,0 +1,255 @@
+"""Threads, seats and hosted environments, at bad moments."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import played_envs
+import pytest
+from played_envs import Say, task_of
+
+from ludus.core.errors import EnvError, EpisodeTimeout
+from ludus.core.types import Message, Observation, StepResult, Task
+from ludus.envs.base import Env
+from ludus.rollout import host
+from ludus.rollout.host import HostedEnv, Overdue, Seat, WorkerThread
+
+ACT = Message(role="assistant", content="red")
+
+
+async def until(condition: Any) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+class Gate(Env):
+    """Waits in its thread until the test opens the gate."""
+
+    def __init__(self, where: str = "step") -> None:
+        self.where = where
+        self.inside, self.open = threading.Event(), threading.Event()
+        self.log: list[str] = []
+        if where == "init":
+            self._wait()
+
+    def _wait(self) -> None:
+        MADE.append(self)
+        self.inside.set()
+        self.open.wait()
+
+    async def reset(self, task: Task) -> Observation:
+        if self.where == "reset":
+            self._wait()
+        return Observation(messages=[Message(role="user", content="x")])
+
+    async def step(self, action: Message) -> StepResult:
+        if self.where == "step":
+            self._wait()
+        self.log.append("step ended")
+        return StepResult(messages=[Message(role="user", content="x")])
+
+    async def close(self) -> None:
+        self.log.append(f"closed in {threading.current_thread().name}")
+
+
+MADE: list[Gate] = []
+
+
+@pytest.fixture(autouse=True)
+def gates() -> Any:
+    MADE.clear()
+    yield
+    for gate in MADE:
+        gate.open.set()
+
+
+@pytest.mark.parametrize("where", ["init", "reset", "step"])
+@pytest.mark.parametrize("how", ["deadline", "cancel"])
+async def test_what_is_left_behind_is_closed_in_its_own_thread(where: str, how: str):
+    seat = Seat()
+    env = HostedEnv(lambda: Gate(where), seat, 0.1 if how == "deadline" else 60.0)
+
+    async def play() -> None:
+        await env.reset(task_of(0))
+        await env.step(ACT)
+
+    playing = asyncio.create_task(play())
+    await until(lambda: MADE)
+    if how == "cancel":
+        playing.cancel()
+    with pytest.raises(EpisodeTimeout if how == "deadline" else asyncio.CancelledError):
+        await playing
+    await env.close()
+    (gate,) = MADE
+    assert gate.log == []
+    gate.open.set()
+    await until(lambda: gate.log)
+    await until(lambda: len(gate.log) == (2 if where == "step" else 1))
+    assert gate.log[-1] == "closed in ludus-env"
+    # The seat goes on with another thread.
+    other = HostedEnv(Say, seat, 60.0)
+    await other.reset(task_of(0))
+    await other.close()
+    seat.close()
+
+
+async def test_a_close_that_hangs_is_left_behind():
+    class Clings(Say):
+        async def close(self) -> None:
+            played_envs.RELEASE.wait()
+
+    seat = Seat()
+    env = HostedEnv(Clings, seat, 0.1)
+    await env.reset(task_of(0))
+    await env.close()
+    await env.close()
+    other = HostedEnv(Say, seat, 60.0)
+    await other.reset(task_of(0))
+    seat.close()
+
+
+async def test_closing_twice_closes_once():
+    seat = Seat()
+    env = HostedEnv(Say, seat, 60.0)
+    await env.close()
+    await env.reset(task_of(0))
+    await env.close()
+    await env.close()
+    assert played_envs.CLOSED == ["say/0"]
+    with pytest.raises(EnvError, match="before reset"):
+        env.env  # noqa: B018
+    seat.close()
+
+
+async def test_results_and_deadlines_that_meet():
+    """Whichever wins, the outcome is one of the two, and the seat goes on."""
+    seat, outcomes = Seat(), set()
+    for _ in range(60):
+        try:
+            outcomes.add(
+                await seat.run(lambda: asyncio.sleep(0.001, "in time"), 0.001, blocking=True)
+            )
+        except Overdue:
+            outcomes.add("overdue")
+    assert outcomes <= {"in time", "overdue"}
+    assert await seat.run(lambda: asyncio.sleep(0, "still here"), 60.0, blocking=True)
+    seat.close()
+
+
+async def test_a_cancellation_is_never_lost():
+    """Cancelled in the very moment in which the result arrives, too."""
+    for turns in range(60):
+        seat = Seat()
+
+        async def endless(seat: Seat = seat) -> None:
+            while True:
+                await seat.run(lambda: asyncio.sleep(0), 60.0, blocking=True)
+
+        task = asyncio.create_task(endless())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        seat.close()
+
+
+async def test_a_blocking_environment_keeps_its_thread_and_loop():
+    seen = set()
+
+    class Looks(Say):
+        async def reset(self, task: Task) -> Observation:
+            seen.add((threading.get_ident(), asyncio.get_running_loop()))
+            self.lock = asyncio.Lock()
+            return await super().reset(task)
+
+        async def step(self, action: Message) -> StepResult:
+            seen.add((threading.get_ident(), asyncio.get_running_loop()))
+            async with self.lock:
+                return await super().step(action)
+
+        async def close(self) -> None:
+            seen.add((threading.get_ident(), asyncio.get_running_loop()))
+
+    seat = Seat()
+    env = HostedEnv(Looks, seat, 60.0)
+    await env.reset(task_of(0))
+    await env.step(ACT)
+    await env.close()
+    seat.close()
+    assert len(seen) == 1
+    (only,) = seen
+    assert only[0] != threading.get_ident()
+
+
+async def test_an_awaiting_environment_lives_in_the_loop_of_the_rollouts():
+    loops = set()
+
+    class Looks(Say):
+        blocking = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            loops.add(asyncio.get_running_loop())
+
+        async def step(self, action: Message) -> StepResult:
+            loops.add(asyncio.get_running_loop())
+            return await super().step(action)
+
+    env = HostedEnv(Looks, Seat(), 60.0, blocking=False)
+    await env.reset(task_of(0))
+    await env.step(ACT)
+    await env.close()
+    assert loops == {asyncio.get_running_loop()}
+
+
+async def test_step_that_is_no_coroutine():
+    class Plain(Say):
+        def step(self, action: Message) -> StepResult:  # type: ignore[override]
+            return StepResult()
+
+    env = HostedEnv(Plain, Seat(), 60.0)
+    await env.reset(task_of(0))
+    with pytest.raises(EnvError, match="step raised TypeError: object StepResult can't be used"):
+        await env.step(ACT)
+
+
+def test_threads_end_when_they_are_idle(monkeypatch: pytest.MonkeyPatch):
+    """And none is lost or handed out dead, however the end and the taking fall together."""
+    monkeypatch.setattr(host, "IDLE_S", 0.002)
+    monkeypatch.setattr(host, "_idle", type(host._idle)())
+    before = {t.ident for t in threading.enumerate()}
+
+    async def use() -> None:
+        for n in range(150):
+            seat = Seat()
+            assert await seat.run(lambda n=n: asyncio.sleep(0, n), 60.0, blocking=True) == n
+            seat.close()
+            await asyncio.sleep(0.0015 + 0.001 * (n % 3) / 3)
+        await until(lambda: not host._idle)
+
+    asyncio.run(use())
+    for thread in threading.enumerate():
+        if thread.ident not in before and thread.name == "ludus-env":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def test_a_thread_outlives_the_loop_of_its_caller():
+    """A job whose caller's loop has closed ends its thread, and nothing else."""
+    gate = threading.Event()
+    thread = WorkerThread()
+
+    async def wait() -> None:
+        gate.wait()
+
+    async def start() -> None:
+        asyncio.get_running_loop().create_task(thread.run(wait))
+        await asyncio.sleep(0.01)
+
+    asyncio.run(start())
+    gate.set()
+    workers = [t for t in threading.enumerate() if t.name == "ludus-env"]
+    assert all(t.daemon for t in workers)
