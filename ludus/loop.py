@@ -70,12 +70,12 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
         clock.lap("rollout")
         stage.tasks.observe(groups)
         samples = to_samples(groups, stage.algorithm)
-        metrics = group_metrics(groups)
+        trained: list[dict[str, float]] = []
         for part in _parts(stage, samples, step):
             batch = _batch(stage, part)
-            trained = await backend.train_step(batch, stage.algorithm.loss)
-            metrics |= {f"train/{name}": value for name, value in trained.items()}
-            metrics["train/padding"] = batch.padding
+            done = await backend.train_step(batch, stage.algorithm.loss)
+            trained.append({**done, "padding": batch.padding})
+        metrics = group_metrics(groups) | train_metrics(trained)
         metrics["train/policy_version"] = await backend.publish_weights()
         clock.lap("train")
         metrics |= clock.metrics(groups)
@@ -155,6 +155,15 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     mixed = [len({t.reward for t in group.trajectories}) > 1 for group in groups]
     metrics["rollout/groups_with_signal"] = sum(mixed) / max(len(mixed), 1)
     return metrics
+
+
+def train_metrics(trained: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The means over a step's optimizer steps, and how many there were."""
+    names = dict.fromkeys(name for metrics in trained for name in metrics)
+    means = {
+        f"train/{name}": sum(metrics[name] for metrics in trained) / len(trained) for name in names
+    }
+    return {**means, "train/optimizer_steps": float(len(trained))}
 
 
 def _total(trajectories: Sequence[Trajectory], name: str) -> float:
