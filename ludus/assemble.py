@@ -18,6 +18,7 @@ from ludus.models.renderer import Renderer
 from ludus.models.tokenizers import load_tokenizer, train_tokenizer
 from ludus.registries import REGISTRIES
 from ludus.rollout.replay import replay
+from ludus.rollout.tree import opened
 from ludus.tasks.readers import TaskList, read_json, read_tasks
 from ludus.tasks.splits import check_disjoint
 
@@ -45,7 +46,7 @@ def read_splits(config: RunConfig) -> tuple[TaskList, TaskList]:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What SFT learns from: the assistant's turns of `messages`."""
+    """What SFT learns from: the assistant's turns of `messages`, which open as rollouts do."""
 
     task: Task
     messages: Sequence[Message]
@@ -61,24 +62,22 @@ def read_conversations(
     A line of the file is an object with `messages`; `reward` and `success` may stand beside them.
     That is what `ludus export --what sft` writes, and what most trainers read.
     """
+    system_prompt = config.rollout.system_prompt
     if config.sft is None or config.sft.data is None:
         known = {task.id: task for task in train}
-        return [
-            Conversation(
-                known.get(shown.task_id) or Task(id=shown.task_id, tier=shown.tier),
-                shown.messages,
-                shown.reward,
-                shown.success,
-            )
-            for shown in demonstrations
-        ], []
+        conversations = []
+        for shown in demonstrations:
+            task = known.get(shown.task_id) or Task(id=shown.task_id, tier=shown.tier)
+            messages = opened([*task.prompt, *shown.messages], system_prompt)
+            conversations.append(Conversation(task, messages, shown.reward, shown.success))
+        return conversations, []
     lines = read_json(
         config.sft.data, "messages", answer=None, on_bad_line=config.tasks.on_bad_line
     )
     conversations = [
         Conversation(
             Task(id=line.id, source=line.source),
-            line.prompt,
+            opened(line.prompt, system_prompt),
             _number(line.data.get("reward")),
             _truth(line.data.get("success")),
         )

@@ -23,7 +23,7 @@ from ludus.models.parsing import parse_react
 from ludus.models.renderer import Renderer
 from ludus.models.sampler import Sampler, SamplingParams
 from ludus.rollout.host import HostedEnv
-from ludus.rollout.tree import TreeBuilder
+from ludus.rollout.tree import TreeBuilder, opened
 
 if TYPE_CHECKING:
     from ludus.judges.base import Judge
@@ -87,8 +87,7 @@ class Agent:
             messages += (await env.reset(task)).messages
             if not messages:
                 raise EnvError("reset returned no messages, and the task has no prompt")
-        if config.system_prompt:
-            messages.insert(0, Message(role="system", content=config.system_prompt))
+        messages = opened(messages, config.system_prompt)
         builder.given(messages, self.renderer.open(messages))
         max_turns = config.max_turns or (env.env.max_turns if env else 1)
         for turn in range(max_turns):

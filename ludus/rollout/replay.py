@@ -12,17 +12,12 @@ from ludus.rollout.tree import TreeBuilder
 
 
 def replay(
-    messages: Sequence[Message],
-    renderer: Renderer,
-    trajectory: Trajectory,
-    where: str = "",
-    system_prompt: str | None = None,
+    messages: Sequence[Message], renderer: Renderer, trajectory: Trajectory, where: str = ""
 ) -> Trajectory:
     """Render a conversation the way a rollout would have built it, turn by turn.
 
     The assistant's turns become sampled segments with log-probability 0: whoever wrote them chose
-    them with certainty. `system_prompt` is put first, as in rollouts, where it does not stand there
-    already; `where` begins the error messages.
+    them with certainty. `where` begins the error messages.
 
     Errors: DataError where the conversation has no assistant turn, opens with one, or is one that
     the chat template refuses.
@@ -34,23 +29,16 @@ def replay(
             "one assistant turn"
         )
     try:
-        _render(messages, first, renderer, TreeBuilder(trajectory), system_prompt)
+        _render(messages, first, renderer, TreeBuilder(trajectory))
     except ConfigError as error:
         raise DataError(f"{where}{error}") from error
     return trajectory
 
 
 def _render(
-    messages: Sequence[Message],
-    first: int,
-    renderer: Renderer,
-    builder: TreeBuilder,
-    system_prompt: str | None,
+    messages: Sequence[Message], first: int, renderer: Renderer, builder: TreeBuilder
 ) -> None:
     opening = list(messages[:first])
-    system = Message(role="system", content=system_prompt or "")
-    if system_prompt and opening[0] != system:
-        opening.insert(0, system)
     builder.given(opening, renderer.open(opening))
     turn: Message | None = None
     replies: list[Message] = []

@@ -9,6 +9,12 @@ from ludus.models.renderer import Renderer
 from ludus.models.sampler import Completion
 
 
+def opened(messages: Sequence[Message], system_prompt: str | None) -> list[Message]:
+    """A conversation as rollouts open it: the system prompt first, where it is not there yet."""
+    system = Message(role="system", content=system_prompt or "")
+    return [system, *messages] if system_prompt and system not in messages[:1] else list(messages)
+
+
 class TreeBuilder:
     """Appends to one trajectory; `head` is the segment that the next one extends.
 

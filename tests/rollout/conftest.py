@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import played_envs
@@ -17,7 +18,7 @@ def world() -> World:
 @pytest.fixture(autouse=True)
 def released() -> Iterator[None]:
     """Let what hangs end when its test does."""
-    played_envs.RELEASE.clear()
+    played_envs.RELEASE = threading.Event()
     played_envs.CLOSED.clear()
     played_envs.ATTEMPTS.clear()
     played_envs.THREADS.clear()

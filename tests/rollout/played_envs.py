@@ -26,7 +26,7 @@ SAY = ToolSpec(
 )
 
 RELEASE = threading.Event()
-"""Set when a test is over: environments that hang end then, so that no thread burns on."""
+"""Set when a test is over, when the next gets another: what hangs ends then, and burns no core."""
 
 CLOSED: list[str] = []
 ATTEMPTS: Counter[str] = Counter()
@@ -139,17 +139,20 @@ async def _none() -> Any:
 
 
 async def _busy() -> Any:
-    while not RELEASE.is_set():
+    release = RELEASE
+    while not release.is_set():
         pass
 
 
 async def _sleeps() -> Any:
-    while not RELEASE.is_set():
+    release = RELEASE
+    while not release.is_set():
         time.sleep(0.005)
 
 
 async def _for_ever() -> Any:
-    while not RELEASE.is_set():
+    release = RELEASE
+    while not release.is_set():
         await asyncio.sleep(0.005)
 
 

@@ -19,6 +19,7 @@ from ludus.models.sampler import Completion, SamplingParams
 from ludus.models.tokenizers import train_tokenizer
 from ludus.rollout.collect import Collector
 from ludus.rollout.replay import replay
+from ludus.rollout.tree import opened
 from ludus.train.samples import rows
 
 CONTEXT = 256
@@ -184,7 +185,7 @@ def _teach(world: World, conversations: dict[str, list[list[Message]]]) -> None:
     for style, messages in conversations.items():
         renderer = world.renderer(style)
         for conversation in messages:
-            trajectory = replay(conversation, renderer, Trajectory("", "", ""), system_prompt=style)
+            trajectory = replay(opened(conversation, style), renderer, Trajectory("", "", ""))
             found += rows(trajectory, 1.0)
     found.sort(key=lambda row: len(row.token_ids))
     optimizer = torch.optim.AdamW(world.model.parameters(), lr=1e-2)

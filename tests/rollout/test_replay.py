@@ -12,6 +12,7 @@ from ludus.core.errors import DataError
 from ludus.core.types import Message, Task, Trajectory
 from ludus.models.renderer import Renderer
 from ludus.rollout.replay import ReplayCollector, replay
+from ludus.rollout.tree import opened
 from ludus.train import ALGORITHMS
 from ludus.train.samples import rows, to_samples
 
@@ -37,7 +38,7 @@ async def test_a_demonstration_is_what_the_rollout_would_have_built(
     (group,) = await collector.collect([task_of(seed)], 0, 1)
     (played,) = group.trajectories
     assert played.reward == 3.0
-    replayed = replay(messages, renderer, Trajectory("", "", ""), system_prompt=style)
+    replayed = replay(opened(messages, style), renderer, Trajectory("", "", ""))
     assert shape(replayed) == shape(played)
     assert [r.loss_mask for r in rows(replayed, 1.0)] == [r.loss_mask for r in rows(played, 1.0)]
     assert {s.policy_version for s in replayed.segments} == {None}
@@ -84,19 +85,14 @@ def test_a_turn_that_nothing_answers_is_as_in_a_silent_environment(world: World)
     assert [m for r in rows(trajectory, 1.0) for m in r.loss_mask].count(True) == 4
 
 
-def test_the_system_prompt_stands_first_and_once(world: World):
-    renderer = world.renderer()
-    plain = [user("say red ."), said("red")]
-    with_prompt = [Message(role="system", content="plain"), *plain]
-    a, b = (
-        replay(m, renderer, Trajectory("", "", ""), system_prompt="plain")
-        for m in (plain, with_prompt)
-    )
-    assert shape(a) == shape(b)
-    assert world.tokenizer.decode(a.token_ids()).startswith("<|system|>plain<|user|>say red .")
-    assert "system" not in world.tokenizer.decode(
-        replay(plain, renderer, Trajectory("", "", "")).token_ids()
-    )
+def test_the_system_prompt_stands_first_and_once():
+    system, asked = Message(role="system", content="be brief"), user("say red .")
+    assert opened([asked], "be brief") == [system, asked]
+    assert opened([system, asked], "be brief") == [system, asked]
+    assert opened([asked], None) == opened([asked], "") == [asked]
+    other = Message(role="system", content="be long")
+    assert opened([other, asked], "be brief") == [system, other, asked]
+    assert opened([], "be brief") == [system]
 
 
 @pytest.mark.parametrize(
