@@ -204,6 +204,7 @@ class TrainingRun:
             self.observer.note(
                 f"{self.folder.id}: going on after step {resumed.step} of {resumed.stage}"
             )
+        self.backend.checkpoints.forget_after(resumed)
         self.metrics.rewind(keep)
         self.store.rewind(self.folder.id, keep)
         for path in self.folder.evaluations.glob("*.json"):

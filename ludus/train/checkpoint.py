@@ -11,8 +11,8 @@ A checkpoint is written aside, flushed, read back, and only then renamed to its 
 killed at any moment leaves each checkpoint whole or absent. Loading verifies every file first.
 
 A damaged newest checkpoint is refused, not passed over: to fall back costs the work since the one
-before, so that is the user's decision (`skip_damaged`). The next save then sets it aside, under
-the name `.damaged-<name>`.
+before, so that is the user's decision (`skip_damaged`). It is then set aside, under the name
+`.damaged-<name>`.
 """
 
 from __future__ import annotations
@@ -214,6 +214,14 @@ class CheckpointStore:
         for problem in damage:
             _log.warning("skipped a damaged checkpoint: %s", problem)
         return intact
+
+    def forget_after(self, resumed: CheckpointInfo | None) -> None:
+        """Set aside what a run that resumes from an older checkpoint has turned its back on."""
+        last = resumed.sequence if resumed else 0
+        known = {info.path for info in self.list() if info.sequence <= last}
+        for folder in _checkpoint_folders(self.folder):
+            if folder not in known:
+                self._try(_set_aside, folder)
 
     def best(self) -> CheckpointInfo | None:
         """The checkpoint with the highest metric, of equal ones the newest; None without any."""

@@ -27,7 +27,7 @@ TIMEOUT_S = 120  # a guard against a hang
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """How a command ended."""
+    """How a command ended. `err` is without the configuration that `train` prints first."""
 
     code: int
     out: str
@@ -35,7 +35,7 @@ class Done:
 
     @property
     def all(self) -> str:
-        return self.out + self.err
+        return f"exit {self.code}\n{self.out}{self.err}"
 
     def ok(self) -> Done:
         assert self.code == 0, self.all
@@ -78,7 +78,10 @@ class Process:
         if code is None:
             self.signal(signal.SIGKILL)
             raise AssertionError(f"it hangs:\n{self.stderr.read_text()}")
-        return Done(code, self.stdout.read_text(), self.stderr.read_text())
+        err = self.stderr.read_text()
+        if err.startswith("name: "):
+            err = err.partition("\nreport: ")[2]
+        return Done(code, self.stdout.read_text(), err)
 
 
 class Zygote:

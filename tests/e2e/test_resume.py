@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import time
 from typing import Any
@@ -105,3 +106,137 @@ def test_killed_at_random_times(ludus: Ludus, reference: Ludus) -> None:
         process.wait()
     go_on(ludus).ok()
     assert_same(ludus, reference)
+
+
+def test_interrupted_once_it_saves_twice_it_stops_at_once(ludus: Ludus, reference: Ludus) -> None:
+    """Ctrl-C everywhere: outside of stages, in SFT, in a rollout, twice, in an evaluation."""
+    again = "ludus train --resume tiny-1"
+    process = ludus.start("train", BABYAI)
+    process.until("demonstrations: 40 steps")
+    process.signal(signal.SIGINT)
+    process.wait().refused(130, f"stopped; go on with: {again}")
+    assert ludus.status() == "interrupted"
+
+    interrupt = "strike('ludus.train.learner:Learner.train_step', 3, 'interrupt')"
+    go_on(ludus, setup=interrupt).refused(130, "finishing this step, then saving", again)
+    assert ludus.status() == "interrupted"
+    assert [path.name for path in (ludus.run() / "checkpoints").iterdir()] == ["sft-000003"]
+
+    twice = "strike('ludus.train.learner:Learner.train_step', 3, 'interrupt twice')"
+    go_on(ludus, setup=twice).refused(130, "finishing this step", again)
+    assert ludus.metrics()[-1]["step"] == 4, "it stopped inside of step 5"
+
+    rollout = "strike('ludus.rollout.agent:Agent.play', 10, 'interrupt')"
+    go_on(ludus, setup=rollout).refused(130, again)
+    rollout = "strike('ludus.rollout.agent:Agent.play', 20, 'interrupt')"
+    go_on(ludus, setup=rollout).refused(130, "finishing this step", again)
+    go_on(ludus).ok()
+    assert_same(ludus, reference)
+    assert ludus.status() == "completed"
+
+
+def test_a_complete_run_is_left_alone_and_may_be_given_more_steps(
+    ludus: Ludus, reference: Ludus
+) -> None:
+    shutil.copytree(reference.cwd / "runs", ludus.cwd / "runs")
+    files = {path: path.stat().st_mtime_ns for path in ludus.run().rglob("*") if path.is_file()}
+    done = ludus("train", "--resume", "tiny-1").ok()
+    assert "was complete already" in done.err
+    after = {path: path.stat().st_mtime_ns for path in ludus.run().rglob("*") if path.is_file()}
+    assert {path for path in files if files[path] != after[path]} <= {ludus.run() / ".lock"}
+    assert_same(ludus, reference)
+
+    done = ludus("train", "--resume", "tiny-1", "rl.steps=7", "rollout.top_k=5").ok()
+    assert "changed: rl.steps from 5 to 7" in done.err
+    assert "changed: rollout.top_k from 0 to 5" in done.err
+    assert "going on after step 5 of rl" in done.err
+    rl = [line["step"] for line in ludus.metrics() if line["stage"] == "rl"]
+    assert rl == list(range(7))
+    assert ludus.state()["steps"][:29] == reference.state()["steps"][:29]
+    with ludus.store() as store:
+        assert store.run("tiny-1").status == "completed"
+
+    ludus("train", "--resume", "tiny-1", "rl=null").refused(2, "rl", "rl-000007")
+
+
+def test_what_cannot_be_resumed_is_refused(ludus: Ludus, reference: Ludus) -> None:
+    shutil.copytree(reference.cwd / "runs", ludus.cwd / "runs")
+    before = (ludus.run() / "config.yaml").read_text()
+    wrong = ludus("train", "--resume", "tinny-1").refused(2, "tinny-1", "did you mean tiny-1?")
+    assert "config" not in wrong.out
+    ludus("train", "--resume", "tiny-1", "rl.stepz=8").refused(2, "rl.stepz", "rl.steps")
+    ludus("train", "--resume", "tiny-1", "--runs-dir", "nowhere").refused(2, "nowhere")
+    ludus("train").refused(2, "give a recipe, or --resume RUN")
+    ludus("train", BABYAI, "--resume", "tiny-1").refused(2, "give a recipe, or --resume RUN")
+    assert (ludus.run() / "config.yaml").read_text() == before
+
+    more = ("train", "--resume", "tiny-1", "rl.steps=6")
+    ludus(*more, "model.architecture.args.hidden_size=48").refused(
+        1, "is a checkpoint of another model", "[54, 32]", "[54, 48]"
+    )
+    assert ludus.status() == "failed"
+    ludus(*more, "tasks.train.args.num_tasks=65", "model.architecture.args.hidden_size=32").refused(
+        1, "another task list"
+    )
+
+
+def test_one_process_owns_a_run(ludus: Ludus) -> None:
+    """The second is refused and changes nothing; readers are not disturbed, nor disturb."""
+    first = ludus.start("train", BABYAI, "rl.steps=500")
+    first.until("rl: 500 steps")
+    config = (ludus.run() / "config.yaml").read_text()
+    second = ludus("train", "--resume", "tiny-1", "rl.steps=2")
+    second.refused(1, f"run tiny-1 is in use by process {first.pid}")
+    assert (ludus.run() / "config.yaml").read_text() == config
+    assert ludus.status() == "running"
+    for reader in (
+        ("runs",),
+        ("show", "tiny-1"),
+        ("evaluate", "tiny-1", "--num-tasks", "4"),
+        ("export", "tiny-1", "all.jsonl"),
+        ("checkpoint", "list", "tiny-1"),
+        ("checkpoint", "export", "tiny-1", "hf", "--checkpoint", "sft-000024"),
+    ):
+        ludus(*reader).ok()
+    first.signal(signal.SIGINT)
+    first.wait().refused(130)
+    steps = [line["step"] for line in ludus.metrics() if line["stage"] == "rl"]
+    assert steps == list(range(len(steps)))
+    assert len(steps) > 1
+
+
+def test_damaged_checkpoints(ludus: Ludus, reference: Ludus) -> None:
+    shutil.copytree(reference.cwd / "runs", ludus.cwd / "runs")
+    weights = ludus.run() / "checkpoints" / "rl-000005" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+    found = ludus("checkpoint", "check", "tiny-1")
+    assert found.code == 1
+    assert "rl-000005/model.safetensors" in found.out
+
+    more = ("train", "--resume", "tiny-1", "rl.steps=6")
+    ludus(*more).refused(1, "rl-000005", "model.safetensors", "rl-000004", "--skip-damaged")
+    assert weights.read_bytes() == content
+    done = ludus(*more, "--skip-damaged").ok()
+    assert "going on after step 4 of rl" in done.err
+    ludus("checkpoint", "check", "tiny-1").ok()
+    rl = [step for step in ludus.state()["steps"] if step["at"][0] == "rl"]
+    mine = [step for step in reference.state()["steps"] if step["at"][0] == "rl"]
+    assert rl[:5] == mine, "falling back does step 5 again, to the same bits"
+
+
+def test_adapters_with_dropout_resume_too(
+    ludus: Ludus, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Dropout draws from torch's global generator, whose state has to come back as well."""
+    undisturbed = Ludus(zygote, tmp_path_factory.mktemp("lora"))
+    undisturbed("train", BABYAI, *LORA).ok()
+    for target, nth in (("ludus.train.learner:Learner.train_step", 7), ("ludus.launch:report", 1)):
+        done = go_on(ludus, *LORA, setup=f"strike({target!r}, {nth}, 'kill')")
+        assert done.code == -signal.SIGKILL, done.all
+    go_on(ludus).ok()
+    assert_same(ludus, undisturbed)
+    tensors = ludus.state()["checkpoints"]["rl-000005/model.safetensors"]
+    assert tensors
+    assert all("lora_" in name for name in tensors)

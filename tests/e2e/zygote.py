@@ -7,6 +7,7 @@ stderr, `ludus.cli.main`, and Python's ordinary end. Requests and answers are JS
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -26,7 +27,7 @@ PRELOADED = (
 
 
 def strike(target: str, nth: int, how: str) -> None:
-    """Make the n-th call of `module:attribute` the last: SIGKILL, SIGINT, or an exception."""
+    """SIGKILL before or after the n-th call of `module:attribute`, or Ctrl-C once or twice."""
     module, _, path = target.partition(":")
     owner: Any = importlib.import_module(module)
     *parents, name = path.split(".")
@@ -43,10 +44,9 @@ def strike(target: str, nth: int, how: str) -> None:
             result = original(*args, **kwargs)
             os.kill(os.getpid(), signal.SIGKILL)
             return result
-        if (calls == nth and how.startswith("interrupt")) or (
-            calls == nth + 1 and how == "interrupt twice"
-        ):
-            os.kill(os.getpid(), signal.SIGINT)
+        if calls == nth and how.startswith("interrupt"):
+            for _ in range(2 if how == "interrupt twice" else 1):
+                os.kill(os.getpid(), signal.SIGINT)
         return original(*args, **kwargs)
 
     setattr(owner, name, counted)
@@ -96,6 +96,7 @@ if __name__ == "__main__":
     for name in PRELOADED:
         importlib.import_module(name)
     print(json.dumps({"ready": True}), flush=True)
+    gc.freeze()  # or each child walks, and so copies, all that was imported when it ends
     become(serve())
     from ludus.cli import main
 
