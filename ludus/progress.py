@@ -14,6 +14,7 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.text import Text
 
 from ludus.core.types import Trajectory
 
@@ -55,24 +56,16 @@ class Display:
         self._began = self._spoke = time.monotonic()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        if self.console.is_terminal:
-            self._bar = Progress(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[info]}"),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[left]}"),
-                console=self.console,
-            )
-            self._bar.start()
 
     def stage(self, name: str, total: int, start: int = 0) -> None:
         """Begin a bar of its own for the stage."""
         self._name, self._total, self._start = name, total, start
         self._done, self._episodes = start, 0
         self._began = time.monotonic()
-        if self._bar is not None:
+        if self.console.is_terminal:
+            if self._bar is None:  # not before a stage begins: a prompt may come first
+                self._bar = _bar(self.console)
+                self._bar.start()
             if self._task is not None:
                 self._bar.update(self._task, left="")
             self._task = self._bar.add_task(name, total=total, completed=start, info="", left="")
@@ -96,12 +89,13 @@ class Display:
 
     def note(self, text: str) -> None:
         """Print a line above the bars."""
-        self.console.print(text, highlight=False)
+        self._print(text)
 
     def close(self) -> None:
         """Leave the bars as they are."""
         if self._bar is not None:
             self._bar.stop()
+        self._bar = self._task = None
 
     def _advance(self, done: int, info: str) -> None:
         self._done = done
@@ -115,12 +109,34 @@ class Display:
         gone = self._done - self._start
         if gone <= 0 or self._done >= self._total:
             return ""
-        seconds = (time.monotonic() - self._began) / gone * (self._total - self._done)
-        return f"{int(seconds // 60)}:{int(seconds % 60):02d} left"
+        seconds = round((time.monotonic() - self._began) / gone * (self._total - self._done))
+        minutes, seconds = divmod(seconds, 60)
+        if minutes >= 60:
+            return f"{minutes // 60} h {minutes % 60:02d} min left"
+        return f"{minutes}:{seconds:02d} left"
 
     def _say(self, text: str) -> None:
         self._spoke = time.monotonic()
-        self.console.print(text, highlight=False)
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        """As it is: nothing in it is mark-up, and no line of a log is broken in two."""
+        wrap = self.console.is_terminal
+        self.console.print(Text(text), highlight=False, soft_wrap=not wrap)
+
+
+def _bar(console: Console) -> Progress:
+    """One line a stage; where the terminal is narrow, the bar gives way to the numbers."""
+    wide = console.width >= 100
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        *([BarColumn(bar_width=24)] if wide else []),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[info]}"),
+        *([TimeElapsedColumn()] if wide else []),
+        TextColumn("{task.fields[left]}"),
+        console=console,
+    )
 
 
 def summary(stage: str, metrics: dict[str, float]) -> str:

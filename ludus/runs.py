@@ -63,16 +63,21 @@ class RunFolder:
     def lock(self) -> IO[str]:
         """Own the run until the returned file is closed (or the process dies).
 
-        Errors: LudusError where another process owns it.
+        Errors: LudusError where another process owns it, or the folder cannot be locked.
         """
-        file = open(self.path / ".lock", "a+")  # noqa: SIM115 - held for the run's life
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            owner = file.read().strip() or "?"
-            file.close()
+            file = open(self.path / ".lock", "a+")  # noqa: SIM115 - held for the run's life
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                owner = file.read().strip() or "?"
+                file.close()
+                raise
+        except BlockingIOError:
             raise LudusError(f"run {self.id} is in use by process {owner}") from None
+        except OSError as error:
+            raise LudusError(f"{self.path}: cannot lock the run: {error.strerror}") from None
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
@@ -100,8 +105,8 @@ def create_run(runs_dir: str | Path, name: str) -> RunFolder:
 def find_run(runs_dir: str | Path, run: str) -> RunFolder:
     """An existing run, by id or by path. Errors: ConfigError with the nearest id."""
     for folder in (Path(runs_dir) / run, Path(run)):
-        if (folder / "config.yaml").is_file():
-            return RunFolder(folder)
+        if run and (folder / "config.yaml").is_file():
+            return RunFolder(folder if folder.name else folder.resolve())
     known = sorted(path.parent.name for path in Path(runs_dir).glob("*/config.yaml"))
     if not known:
         raise ConfigError(f"there is no run {run!r}: {runs_dir} holds no runs")
