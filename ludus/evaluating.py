@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,18 +35,19 @@ def evaluate_checkpoints(
     """
     folder = find_run(runs_dir, run)
     infos = [_checkpoint(folder, name) for name in checkpoints]
-    prepared = _open(folder)
+    changes = {"num_tasks": num_tasks, "samples_per_task": samples, "temperature": temperature}
+    prepared = _open(folder, [f"evaluate.{key}={json.dumps(changes[key])}" for key in changes])
     if not prepared.heldout:
         raise ConfigError(f"run {folder.id} has no held-out tasks: tasks.heldout is null")
-    changes = {"num_tasks": num_tasks, "samples_per_task": samples, "temperature": temperature}
-    settings = prepared.config.evaluate.model_copy(update=changes)
+    settings = prepared.config.evaluate
     console = Console()
     results: list[Evaluation] = []
     for info in infos:
-        load(info.path, model=prepared.model)
+        state = load(info.path, model=prepared.model)
+        prepared.backend.sampler.policy_version = state["policy_version"]
         prepared.backend.sampler.forget()
         _, result = asyncio.run(prepared.play("evaluate", 0, settings))
-        result = result.model_copy(update={"label": info.path.name, "checkpoint": info.path.name})
+        result = result.model_copy(update={"label": info.path.name})
         console.print(render_evaluation(result))
         results.append(result)
     if len(results) == 2:
@@ -72,11 +74,11 @@ def export_checkpoint(
     )
 
 
-def _open(folder: RunFolder) -> TrainingRun:
+def _open(folder: RunFolder, overrides: Sequence[str] = ()) -> TrainingRun:
     """The run's objects, built for reading."""
     if not folder.tokenizer.exists():
         raise ConfigError(f"run {folder.id} stopped before it had a tokenizer: resume it first")
-    config = load_config(folder.config)
+    config = load_config(folder.config, overrides)
     prepared = TrainingRun(folder, config, None, None, Display())
     prepared.build(read_splits(config)[1])
     return prepared

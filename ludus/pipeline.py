@@ -301,7 +301,8 @@ class TrainingRun:
                     "episodes": self.num_episodes,
                     "success": success,
                 }
-                metric = self._latest.get(self.config.checkpoint.metric)
+                last = stage.name == "rl" or self.config.rl is None
+                metric = self._latest.get(self.config.checkpoint.metric) if last else None
                 self.backend.save(stage.name, step, state, metric, pin=ended)
         if self.stop_requested and not ended:
             raise Interrupted
@@ -327,7 +328,6 @@ class TrainingRun:
         metrics["rollout/dropped"] = float(
             sum(t.dropped is not None for group in groups for t in group.trajectories)
         )
-        metrics["train/updates"] = float("train/loss" in metrics)
         self._latest = metrics
         self.store.record_step(
             self.folder.id,
@@ -341,7 +341,7 @@ class TrainingRun:
         )
         self.metrics.log(stage, step, metrics)
         self.observer.step(stage, step, metrics)
-        self._watch.step(stage, groups, bool(metrics["train/updates"]))
+        self._watch.step(stage, groups, bool(metrics["train/optimizer_steps"]))
 
     # Evaluation
 

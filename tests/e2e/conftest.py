@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import Ludus, Zygote
+from harness import BABYAI, Ludus, Zygote
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +18,11 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 def ludus(zygote: Zygote, tmp_path: Path) -> Ludus:
     """The command line in an empty folder."""
     return Ludus(zygote, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def reference(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Ludus:
+    """A whole run that nothing disturbed; to be read, not changed."""
+    ludus = Ludus(zygote, tmp_path_factory.mktemp("reference"))
+    ludus("train", BABYAI).ok()
+    return ludus

@@ -1,0 +1,192 @@
+"""Runs of other kinds than the reference: single stages, other tasks, models and sinks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import BABYAI, TEXTCRAFT, Ludus
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ONE_TURN = """\
+name: sums
+model:
+  architecture:
+    name: llama
+    args: {{hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 8}}
+  tokenizer: {{name: words}}
+  chat_template: plain
+  context_length: 64
+judge: answer
+tasks:
+  train: {{name: json, args: {{path: {path}, tier: kind}}}}
+rollout: {{max_tokens_per_turn: 2, temperature: 1.0}}
+rl: {{algorithm: rloo, steps: 3, groups_per_step: 6, group_size: 8, optimizer: {{lr: 1.0e-2}}}}
+threads: 1
+"""
+
+
+def stages(ludus: Ludus, name: str = "tiny-1") -> list[str]:
+    return list(dict.fromkeys(line["stage"] for line in ludus.metrics(name)))
+
+
+def test_sft_alone_then_rl_on_top_of_it(ludus: Ludus) -> None:
+    """A stage that is added on resume starts from what was trained."""
+    ludus("train", BABYAI, "rl=null", "sft.steps=6").ok()
+    assert stages(ludus) == ["sft", "evaluate/after"]
+    done = ludus("train", "--resume", "tiny-1", "rl={steps: 2, groups_per_step: 2, group_size: 2}")
+    assert "changed: rl" in done.ok().err
+    assert stages(ludus) == ["sft", "evaluate/before", "rl", "evaluate/after"]
+    versions = [line["train/policy_version"] for line in ludus.metrics() if line["stage"] == "rl"]
+    assert versions == [7, 8]
+
+
+def test_rl_alone_needs_no_expert(ludus: Ludus) -> None:
+    """Its tokenizer is trained on what the environment says first."""
+    alone = ["demonstrations=null", "sft=null", "rl.steps=2", "evaluate.every=0"]
+    ludus("train", BABYAI, *alone).ok()
+    assert stages(ludus) == ["evaluate/before", "rl", "evaluate/after"]
+    assert not (ludus.run() / "demonstrations.jsonl").exists()
+    assert "mission" in (ludus.run() / "tokenizer" / "tokenizer.json").read_text()
+
+
+def test_textcraft_with_tool_calls(ludus: Ludus) -> None:
+    ludus("train", TEXTCRAFT).ok()
+    assert stages(ludus, "craft-1") == ["sft", "evaluate/before", "rl", "evaluate/after"]
+    with ludus.store() as store:
+        shown = next(iter(store.records("craft-1", "sft", 0))).trajectory
+        assert shown.segments[1].message is not None
+        assert shown.segments[1].message.tool_calls
+    found = json.loads((ludus.run("craft-1") / "evaluations" / "after-000000.json").read_text())
+    assert set(found["tiers"]) == {"depth-1"}
+
+
+def test_a_hugging_face_folder_and_its_own_rollouts_as_sft_data(
+    reference: Ludus, ludus: Ludus, tmp_path: Path
+) -> None:
+    """What was exported trains on: the policy as `model.path`, its best episodes as `sft.data`."""
+    reference("checkpoint", "export", "tiny-1", tmp_path / "policy").ok()
+    best = ("--what", "sft", "--min-score", "0.8")
+    reference("export", "tiny-1", tmp_path / "best.jsonl", *best).ok()
+    lines = (tmp_path / "best.jsonl").read_text().splitlines()
+    assert len({json.loads(line)["task_id"] for line in lines}) < len(lines), "episodes of one task"
+
+    model = "model={path: policy, context_length: 256}"
+    sft = "sft={data: best.jsonl, steps: 3, episodes_per_step: 64, optimizer: {lr: 0.01}}"
+    ludus("train", BABYAI, model, sft, "demonstrations=null", "rl=null").ok()
+    with ludus.store() as store:
+        first = list(store.records("tiny-1", "sft", 0))
+    assert len({record.row.task_id for record in first}) == 64, "each line is visited"
+    assert first[0].row.task_id.startswith("best.jsonl:")
+    before = reference("evaluate", "tiny-1").ok()
+    assert "rl-000005" in before.out
+    losses = [line["train/loss"] for line in ludus.metrics() if line["stage"] == "sft"]
+    fresh = [line["train/loss"] for line in reference.metrics() if line["stage"] == "sft"]
+    assert losses[0] < fresh[0] / 3, "it starts from what had been trained"
+    start = load_file(tmp_path / "policy" / "model.safetensors")
+    end = load_file(ludus.run() / "checkpoints" / "sft-000003" / "model.safetensors")
+    assert start.keys() == end.keys()
+
+
+def test_single_turns_with_a_judge_and_no_environment(ludus: Ludus) -> None:
+    words = ["one", "two", "three"]
+    rows = [
+        {"prompt": f"say {word}", "answer": word, "kind": word, "id": n}
+        for n, word in enumerate(words * 4)
+    ]
+    tasks = ludus.cwd / "tasks.jsonl"
+    tasks.write_text("\n".join(map(json.dumps, rows)))
+    (ludus.cwd / "sums.yaml").write_text(ONE_TURN.format(path="tasks.jsonl"))
+    ludus("train", "sums.yaml").ok()
+    assert stages(ludus, "sums-1") == ["rl"]
+    with ludus.store() as store:
+        rows_ = list(store.trajectories("sums-1", "rl"))
+        assert {row.tier for row in rows_} == set(words)
+        assert all(row.num_turns == 1 for row in rows_)
+        assert {"correct", "found"} <= rows_[0].scores.keys()
+    shown = ludus("show", "sums-1", rows_[0].id).ok().out
+    assert "say " in shown
+
+
+def test_all_sinks_together(ludus: Ludus) -> None:
+    wandb, prometheus = (
+        "{name: wandb, args: {mode: offline}}",
+        "{name: prometheus, args: {port: 0}}",
+    )
+    sinks = f"metrics=[tensorboard, {wandb}, {prometheus}]"
+    ludus("train", BABYAI, sinks, "sft.steps=3", "rl.steps=1", "tasks.heldout=null").ok()
+    log = (ludus.run() / "log.jsonl").read_text()
+    assert "error" not in log.lower(), log
+    folders = {path.parent for path in ludus.run().rglob("events.out.tfevents*")}
+    found = {folder.name: EventAccumulator(str(folder)).Reload().Tags() for folder in folders}
+    assert "train/loss" in found["sft"]["scalars"]
+    assert "rollout/reward" in found["rl"]["scalars"]
+    assert list(ludus.run().rglob("*.wandb"))
+
+
+def test_two_runs_share_a_store_by_url(ludus: Ludus) -> None:
+    quick = ["rl=null", "sft.steps=1", "tasks.heldout=null", "demonstrations.num_episodes=4"]
+    url = f"sqlite:///{ludus.cwd}/other/all.db"
+    ludus("train", BABYAI, *quick, f"store={url}").ok()
+    assert not (ludus.cwd / "runs" / "ludus.db").exists()
+    assert "tiny-1" in ludus("runs", "--store", url).ok().out
+    ludus("report", "tiny-1").ok()
+    assert "complete already" in ludus("train", "--resume", "tiny-1").ok().err
+
+
+def test_another_runs_folder_and_a_recipe_in_python(ludus: Ludus) -> None:
+    """A run is found by its path too, from wherever it is resumed."""
+    (ludus.cwd / "recipe.py").write_text(
+        "from ludus.core.config import load_config\n"
+        f"def tiny():\n    return load_config({BABYAI!r}, ['rl=null', 'sft.steps=2'])\n"
+    )
+    (ludus.cwd / "deep").mkdir()
+    ludus("train", "recipe.py:tiny", "--runs-dir", "deep/runs").ok()
+    assert "tiny-1" in ludus("runs", "--runs-dir", "deep/runs").ok().out
+    inside = Ludus(ludus.zygote, ludus.cwd / "deep")
+    assert "complete already" in inside("train", "--resume", "tiny-1").ok().err
+    done = ludus("train", "--resume", "deep/runs/tiny-1", "sft.steps=3").ok()
+    assert "going on after step 2 of sft" in done.err
+    assert not (ludus.cwd / "runs").exists()
+    interrupt = "strike('ludus.train.learner:Learner.train_step', 1, 'interrupt')"
+    done = ludus("train", "--resume", "deep/runs/tiny-1", "sft.steps=9", setup=interrupt)
+    done.refused(130, "ludus train --resume tiny-1 --runs-dir deep/runs")
+
+
+def test_a_good_evaluation_ends_the_stage_and_stays_its_end(ludus: Ludus) -> None:
+    enough = ["rl.min_success_to_stop=0.01", "rl.steps=9"]
+    ludus("train", BABYAI, *enough).ok()
+    rl = [line["step"] for line in ludus.metrics() if line["stage"] == "rl"]
+    assert rl == [0, 1]
+    ludus("train", "--resume", "tiny-1", "rl.steps=8").ok()
+    assert [line["step"] for line in ludus.metrics() if line["stage"] == "rl"] == rl
+    ludus("train", "--resume", "tiny-1", "rl.min_success_to_stop=null", "rl.steps=3").ok()
+    assert [line["step"] for line in ludus.metrics() if line["stage"] == "rl"] == [0, 1, 2]
+
+
+def test_the_best_checkpoint_is_kept_by_the_metric_that_is_asked_for(ludus: Ludus) -> None:
+    keep = ["checkpoint.metric=rollout/reward", "checkpoint.every=1", "checkpoint.keep_last=1"]
+    ludus("train", BABYAI, *keep, "rl.steps=6", "evaluate.every=0").ok()
+    rewards = {
+        line["step"] + 1: line["rollout/reward"]
+        for line in ludus.metrics()
+        if line["stage"] == "rl"
+    }
+    best = max(rewards, key=lambda step: (rewards[step], step))
+    names = {path.name for path in (ludus.run() / "checkpoints").iterdir()}
+    assert {f"rl-{best:06d}", "rl-000006", "sft-000024"} >= {
+        name for name in names if name.startswith("rl")
+    }
+    assert f"rl-{best:06d}" in names
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "dapo", "rloo"])
+def test_every_algorithm_trains(ludus: Ludus, algorithm: str) -> None:
+    short = ["sft.steps=14", "rl.steps=2", "evaluate.every=0", "tasks.heldout=null"]
+    more = [f"rl.algorithm={algorithm}", "rl.epochs=2", "rl.minibatches=2", "report=false"]
+    ludus("train", BABYAI, *short, *more).ok()
+    lines = [line for line in ludus.metrics() if line["stage"] == "rl"]
+    assert max(line["train/optimizer_steps"] for line in lines) == 4
+    assert not (ludus.run() / "report.html").exists()
