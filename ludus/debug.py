@@ -1,23 +1,34 @@
 """The `debug` back end: the same configuration, a few tasks, one thread, no optimizer step.
 
 Everything runs where the debugger is: environments, judges and readers are called in this thread,
-one episode at a time and without deadlines, so that a breakpoint in any of them just works.
+one episode at a time and without deadlines, so that a breakpoint in any of them just works. Nothing
+is written to disk.
 """
 
 from __future__ import annotations
 
 import asyncio
+from bdb import BdbQuit
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
+from rich.traceback import Traceback
 
-from ludus.assemble import check, make_renderer, make_tokenizer, read_splits
+from ludus.assemble import (
+    check,
+    make_renderer,
+    make_tokenizer,
+    read_conversations,
+    read_splits,
+    replay_all,
+)
+from ludus.core.errors import EpisodeError
 from ludus.core.schema import RunConfig
 from ludus.core.seeds import derive_seed
-from ludus.core.types import Sample, Task, Trajectory
+from ludus.core.types import Group, Sample, Task
 from ludus.envs import ENVS
 from ludus.envs.base import NoExpert
 from ludus.envs.demonstrate import Demonstration, play
@@ -25,48 +36,59 @@ from ludus.judges import JUDGES
 from ludus.models.build import build_model
 from ludus.models.engine import InProcessSampler
 from ludus.rollout.collect import Collector
-from ludus.rollout.replay import ReplayCollector, replay
+from ludus.rollout.replay import ReplayCollector
 from ludus.store.show import render_turns
 from ludus.train import ALGORITHMS
 from ludus.train.samples import to_samples
 
 NUM_EXPERT_EPISODES = 16  # what a tokenizer is trained on here: enough to read its output
+NUM_MEMBERS = 2  # episodes of a group: the least that can be compared
 
 
 def debug(config: RunConfig, num_tasks: int = 1, console: Console | None = None) -> None:
-    """Show demonstrations and rollouts of the first tasks: every turn, and every training row."""
-    console = console or Console()
+    """Show demonstrations and rollouts of the first tasks: every turn, and every training row.
+
+    Errors: KeyboardInterrupt where the user quits the debugger.
+    """
+    try:
+        _debug(config, num_tasks, console or Console())
+    except BdbQuit:
+        raise KeyboardInterrupt from None
+
+
+def _debug(config: RunConfig, num_tasks: int, console: Console) -> None:
     check(config)
-    tasks: Sequence[Task] = read_splits(config)[0]
-    shown = _demonstrations(config, tasks)
-    tokenizer = make_tokenizer(config, tasks, [m for d in shown for m in d.messages])
-    renderer = make_renderer(config, tokenizer)
-    model = build_model(config.model, tokenizer, derive_seed(config.seed, "model"))
-    sampler = InProcessSampler(
-        model, context_length=config.model.context_length, decode=tokenizer.decode
+    train: Sequence[Task] = read_splits(config)[0]
+    conversations, _ = read_conversations(config, _demonstrations(config, train), train)
+    tokenizer = make_tokenizer(
+        config, train, [m for known in conversations for m in known.messages]
     )
-    tasks = tasks[:num_tasks]
-    if config.sft and shown:
-        trajectories = [Trajectory("", "", d.task_id, reward=d.reward) for d in shown[:num_tasks]]
-        for demonstration, trajectory in zip(shown, trajectories, strict=False):
-            replay(demonstration.messages, renderer, trajectory)
-        groups = asyncio.run(ReplayCollector(trajectories).collect(tasks[: len(shown)], 0))
-        played = [trajectory for group in groups for trajectory in group.trajectories]
-        _show(console, "SFT", played, to_samples(groups, ALGORITHMS.build("sft")), tokenizer)
+    renderer = make_renderer(config, tokenizer)
+    if config.sft:
+        limit = config.model.context_length
+        shown, replayed, left_out = replay_all(conversations[:num_tasks], renderer, limit)
+        groups = asyncio.run(ReplayCollector(replayed).collect(shown, 0))
+        _show(console, "SFT", groups, to_samples(groups, ALGORITHMS.build("sft")), tokenizer)
+        for task_id, reason in left_out:
+            console.print(Text(f"SFT: {task_id} left out: {reason}", "yellow"))
     if config.rl:
+        model = build_model(config.model, tokenizer, derive_seed(config.seed, "model"))
         collector = Collector(
-            sampler=sampler,
+            sampler=InProcessSampler(
+                model, context_length=config.model.context_length, decode=tokenizer.decode
+            ),
             renderer=renderer,
             config=config.rollout.model_copy(update={"concurrency": 1, "max_retries": 0}),
             env=config.env,
             judge=JUDGES.build(config.judge, "judge") if config.judge else None,
             seed=config.seed,
+            on_error=lambda error: _show_cause(console, error),
             inline=True,
         )
         algorithm = ALGORITHMS.build(config.rl.algorithm, "rl.algorithm")
-        groups = asyncio.run(collector.collect(tasks, 0, min(config.rl.group_size, 2)))
-        played = [trajectory for group in groups for trajectory in group.trajectories]
-        _show(console, "RL", played, to_samples(groups, algorithm), tokenizer)
+        members = min(config.rl.group_size, NUM_MEMBERS)
+        groups = asyncio.run(collector.collect(train[:num_tasks], 0, members))
+        _show(console, "RL", groups, to_samples(groups, algorithm), tokenizer)
     console.print("debug: nothing was trained, nothing was saved")
 
 
@@ -90,29 +112,35 @@ def _demonstrations(config: RunConfig, tasks: Sequence[Task]) -> list[Demonstrat
 
 
 def _show(
-    console: Console,
-    stage: str,
-    trajectories: Sequence[Trajectory],
-    samples: Sequence[Sample],
-    tokenizer: Any,
+    console: Console, stage: str, groups: Sequence[Group], samples: Sequence[Sample], tokenizer: Any
 ) -> None:
     """Each trajectory's turns, then its training rows token by token."""
     rows: dict[str, list[Sample]] = {}
     for sample in samples:
         rows.setdefault(sample.trajectory_id, []).append(sample)
-    for trajectory in trajectories:
+    for trajectory in (t for group in groups for t in group.trajectories):
         reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
-        console.print(Rule(f"{stage} {trajectory.id}  task {trajectory.task_id}"))
-        console.print(
-            Text(f"status {trajectory.status.value}, reward {reward}, error {trajectory.error}")
-        )
+        outcome = f"status {trajectory.status.value}, reward {reward}"
+        console.print(Rule(Text(f"{stage} {trajectory.id}  task {trajectory.task_id}")))
+        console.print(Text(outcome + (f": {trajectory.error}" if trajectory.error else "")))
         console.print(render_turns(trajectory, tokenizer.decode))
         if trajectory.dropped:
             console.print(Text(f"no training row: {trajectory.dropped}", "yellow"))
-        for number, sample in enumerate(rows.get(trajectory.id, [])):
-            console.print(Text(f"training row {number}: position id mask logprob advantage token"))
+        for number, sample in enumerate(rows.get(trajectory.id, []), start=1):
+            length = f"{len(sample.token_ids)} tokens, {sample.num_loss_tokens} with a loss"
+            console.print(Text(f"training row {number}: {length}", "bold"))
+            console.print(Text(ROW_HEADER, "bold"))
             for line, trains in zip(row_lines(sample, tokenizer), sample.loss_mask, strict=True):
-                console.print(Text(line, "bold green" if trains else "dim"))
+                console.print(Text(line, "green" if trains else "dim"), no_wrap=True)
+
+
+def _show_cause(console: Console, error: EpisodeError) -> None:
+    """Where in the user's code an episode failed."""
+    if (cause := error.__cause__) is not None:
+        console.print(Traceback.from_exception(type(cause), cause, cause.__traceback__))
+
+
+ROW_HEADER = f"{'pos':>5} {'id':>7} {'mask':>4} {'logprob':>9} {'advantage':>9}  token"
 
 
 def row_lines(sample: Sample, tokenizer: Any) -> list[str]:

@@ -54,6 +54,7 @@ def train(config: RunConfig, observer: Observer) -> RunFolder:
 
     Errors: Stopped after Ctrl-C; whatever LudusError ends the run.
     """
+    _refuse_debug(config)
     check(config)
     with RunStore.open(config.store, config.runs_dir) as store:
         folder = create_run(config.runs_dir, config.name)
@@ -83,6 +84,7 @@ def resume(
     with folder.lock():
         before = load_config(folder.config)
         config = load_config(folder.config, overrides)
+        _refuse_debug(config)
         check(config)
         changes = diff(before, config)
         for key in changes:
@@ -99,6 +101,11 @@ def resume(
                 write_text(folder.config, dump_config(config))
             _run(folder, config, store, observer, skip_damaged=skip_damaged)
     return folder
+
+
+def _refuse_debug(config: RunConfig) -> None:
+    if config.backend == "debug":
+        raise ConfigError("backend: debug trains nothing and leaves no run; use `ludus debug`")
 
 
 def _create(store: RunStore, folder: RunFolder, config: RunConfig) -> None:

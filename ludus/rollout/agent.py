@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bdb import BdbQuit
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,12 +51,14 @@ class Agent:
         renderer: messages to ids and back.
         config: format, limits, sampling.
         judge: scores the episode where the environment does not; None: the sum of step rewards.
+        on_error: called with the error that ended an episode; its cause is what went wrong.
     """
 
     sampler: Sampler
     renderer: Renderer
     config: RolloutConfig
     judge: Judge | None = None
+    on_error: Callable[[EpisodeError], object] | None = None
 
     async def play(
         self, task: Task, env: HostedEnv | None, trajectory: Trajectory, seed: int
@@ -77,6 +80,8 @@ class Agent:
                 trajectory.dropped = f"nothing was sampled: {trajectory.error}"
         except EpisodeError as error:
             trajectory.status, trajectory.error = status_of(error), str(error)
+            if self.on_error is not None:
+                self.on_error(error)
 
     async def _turns(
         self, task: Task, env: HostedEnv | None, builder: TreeBuilder, seed: int

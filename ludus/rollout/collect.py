@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ludus.core.errors import EnvError, LudusError
+from ludus.core.errors import EnvError, EpisodeError, LudusError
 from ludus.core.logs import get_logger
 from ludus.core.schema import RolloutConfig
 from ludus.core.seeds import derive_seed
@@ -36,6 +36,7 @@ class Collector:
 
     Args:
         on_episode: called with each finished trajectory, for progress displays.
+        on_error: called with the error that ended an attempt, for debugging.
         inline: play in the calling thread, without deadlines: for debuggers.
     """
 
@@ -47,6 +48,7 @@ class Collector:
     seed: int = 0
     stage: str = "rl"
     on_episode: Callable[[Trajectory], None] | None = None
+    on_error: Callable[[EpisodeError], object] | None = None
     inline: bool = False
 
     async def collect(self, tasks: Sequence[Task], step: int, group_size: int) -> list[Group]:
@@ -121,7 +123,7 @@ class Collector:
         env: HostedEnv | None = None
         try:
             env = self._host(task, seat)
-            agent = Agent(self.sampler, self.renderer, self.config, self.judge)
+            agent = Agent(self.sampler, self.renderer, self.config, self.judge, self.on_error)
             async with asyncio.timeout(deadline) as timer:
                 await agent.play(task, env, trajectory, derive_seed(self.seed, trajectory.id))
         except EnvError as error:

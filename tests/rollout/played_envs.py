@@ -6,8 +6,9 @@ import asyncio
 import random
 import threading
 import time
+from bdb import BdbQuit
 from collections import Counter
-from typing import Any, ClassVar
+from typing import Any
 
 from ludus.core.errors import EnvError, ToolError
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
@@ -173,6 +174,7 @@ FAULTS: dict[str, Any] = {
     "stop iteration": lambda: _raise(StopIteration()),
     "exit": lambda: _raise(SystemExit(3)),
     "cancel": _cancel_itself,
+    "quit": lambda: _raise(BdbQuit()),
     "busy": _busy,
     "sleep": _sleeps,
     "await": _for_ever,
@@ -226,35 +228,3 @@ class Spoils(Say):
 class BrokenCalls(Say):
     def text_of(self, call: ToolCall) -> str:
         raise ZeroDivisionError("calls are broken")
-
-
-class Debugged(Say):
-    """Stops in the debugger at its first step."""
-
-    async def step(self, action: Message) -> StepResult:
-        if self.turn == 0 and threading.current_thread() is threading.main_thread():
-            here = "in the step"  # noqa: F841 - to be looked at from the debugger
-            breakpoint()
-        return await super().step(action)
-
-    @classmethod
-    def task(cls, tier: str | None, seed: int) -> Task:
-        return task_of(seed)
-
-
-class OnlyMain(Say):
-    """Notes the threads that it is called in."""
-
-    seen: ClassVar[set[str]] = set()
-
-    async def reset(self, task: Task) -> Observation:
-        self.seen.add(threading.current_thread().name)
-        return await super().reset(task)
-
-    async def step(self, action: Message) -> StepResult:
-        self.seen.add(threading.current_thread().name)
-        return await super().step(action)
-
-    @classmethod
-    def task(cls, tier: str | None, seed: int) -> Task:
-        return task_of(seed)

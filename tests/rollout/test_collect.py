@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from bdb import BdbQuit
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from played_envs import task_of
 from rollout_world import Recording, World
 
 import ludus
-from ludus.core.errors import ConfigError, TrainingError
+from ludus.core.errors import ConfigError, EpisodeError, TrainingError
 from ludus.core.types import Group, Message, Spec, Status, Task, Trajectory
 from ludus.train import ALGORITHMS
 from ludus.train.samples import to_samples
@@ -431,6 +432,23 @@ async def test_inline_plays_in_the_calling_thread(world: World):
     inline = await collect(world, tasks, 2, env="Faulty", inline=True, concurrency=1)
     assert {threading.main_thread().name} == played_envs.THREADS
     assert tokens(inline) == tokens(await collect(world, tasks, 2, env="Faulty", concurrency=1))
+
+
+async def test_quitting_the_debugger_ends_the_run(world: World):
+    sampler = world.sampler()
+    collector = world.collector(env="Faulty", sampler=sampler, inline=True, concurrency=1)
+    with pytest.raises(BdbQuit):
+        await collector.collect([task_of(0, fault="quit"), task_of(1)], 0, 2)
+    assert sampler.open_sessions == []
+    assert played_envs.CLOSED == ["say/0"]
+
+
+async def test_errors_are_told_with_their_cause(world: World):
+    found: list[EpisodeError] = []
+    collector = world.collector(env="Faulty", max_retries=1)
+    collector.on_error = found.append
+    await collector.collect([task_of(0, fault="raise"), task_of(1)], 0, 1)
+    assert [type(error.__cause__) for error in found] == [RuntimeError, RuntimeError]
 
 
 def test_another_stage_has_its_own_settings(world: World):
