@@ -53,7 +53,7 @@ class Sampler(Protocol):
         ...
 
     def open(self, session: str) -> None:
-        """Announce an episode. Sessions are ordered by the order in which they were opened."""
+        """Announce an episode. Its name, not the time, decides its place among the others."""
         ...
 
     def close(self, session: str) -> None:

@@ -13,9 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from learner_helpers import digest, make_batch, make_samples, policy, three_steps
+from learner_helpers import VOCAB, digest, make_batch, make_samples, policy, three_steps
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+)
 
 from ludus.core.errors import TrainingError
 from ludus.core.schema import LoraConfig, OptimizerConfig
@@ -28,6 +35,14 @@ from ludus.train.learner import Learner, learning_rate
 from ludus.train.losses import LossFn, LossInputs, LossOutput, clipped, cross_entropy
 from ludus.train.packing import Batch, MicroBatch, pack
 
+COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+COMMON |= {"intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.2}
+FAMILIES = {
+    "llama": LlamaConfig(**COMMON, num_key_value_heads=2),
+    "gemma": GemmaConfig(**COMMON, num_key_value_heads=1, head_dim=8),
+    "gpt_neox": GPTNeoXConfig(**COMMON),
+    "gpt2": GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4),
+}
 SURROGATE = clipped(0.2, 0.28)
 
 
@@ -157,6 +172,37 @@ async def test_log_probabilities_are_the_samplers(temperature: float) -> None:
     metrics = learner.train_step(batch, SURROGATE)
     assert metrics["ratio"] == pytest.approx(1, abs=1e-4)
     assert metrics["kl"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_are_plain_ones_in_other_families(family: str) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation="sdpa")
+    model.eval()
+    samples = make_samples(14)
+    expected = {}
+    for sample in samples:
+        logprobs = model(torch.tensor([sample.token_ids])).logits[0].detach().log_softmax(-1)
+        for i, trains in enumerate(sample.loss_mask):
+            if trains:
+                expected[sample.trajectory_id, i] = float(logprobs[i - 1, sample.token_ids[i]])
+    learner = make_learner(model)
+    num_packed = 0
+    for tokens_per_batch in (30, 100):  # one sample a row without a mask; several with one
+        got = {}
+        for m in make_batch(samples, tokens_per_batch).micro_batches:
+            num_packed += int(m.segments_RT.max() > 1)
+            with torch.no_grad():
+                logprobs_N, _ = learner.logprobs(m)
+            places = zip(
+                m.trajectory_RT[m.loss_mask_RT], m.positions_RT[m.loss_mask_RT], strict=True
+            )
+            for (trajectory, position), logprob in zip(places, logprobs_N, strict=True):
+                got[f"t{int(trajectory)}", int(position)] = float(logprob)
+        assert got.keys() == expected.keys()
+        assert got == pytest.approx(expected, abs=1e-4)
+    assert num_packed
 
 
 # The optimizer
