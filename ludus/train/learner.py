@@ -111,11 +111,10 @@ class Learner:
         if self.temperature != 1:
             logits_NV = logits_NV / self.temperature
         target_N = micro_batch.token_ids_RT.to(device)[mask_RT]
-        log_total_N = logits_NV.logsumexp(-1)
-        logprobs_N = logits_NV.gather(-1, target_N[:, None]).squeeze(-1) - log_total_N
+        logprobs_NV = logits_NV.log_softmax(-1)
+        logprobs_N = logprobs_NV.gather(-1, target_N[:, None]).squeeze(-1)
         with torch.no_grad():
-            expected_N = torch.linalg.vecdot(logits_NV.softmax(-1), logits_NV)
-            entropy_N = log_total_N - expected_N
+            entropy_N = -torch.linalg.vecdot(logprobs_NV.exp(), logprobs_NV)
         return logprobs_N, entropy_N
 
     def _backward(self, micro_batch: MicroBatch, loss: LossFn) -> tuple[float, dict[str, float]]:
