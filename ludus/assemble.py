@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.core.config import check_specs
-from ludus.core.errors import ConfigError, EnvError
+from ludus.core.errors import ConfigError, EnvError, EpisodeError, LudusError
 from ludus.core.schema import RunConfig
 from ludus.core.types import Message, Spec, Task, ToolSpec, Trajectory
 from ludus.envs import ENVS
@@ -17,6 +17,7 @@ from ludus.envs.demonstrate import Demonstration
 from ludus.models.renderer import Renderer
 from ludus.models.tokenizers import load_tokenizer, train_tokenizer
 from ludus.registries import REGISTRIES
+from ludus.rollout.host import HostedEnv, Seat
 from ludus.rollout.replay import replay
 from ludus.rollout.tree import opened
 from ludus.tasks.readers import TaskList, read_json, read_tasks
@@ -26,8 +27,19 @@ NUM_SAMPLE_TEXTS = 512  # opening observations that a tokenizer is trained on wi
 
 
 def check(config: RunConfig) -> None:
-    """Refuse plug-ins that do not exist and arguments that they do not take, all at once."""
+    """Refuse plug-ins that do not exist and arguments that they do not take, all at once.
+
+    An environment is built on trial, for it may refuse values that fit its signature.
+    """
     check_specs(config, REGISTRIES)
+    if config.env is not None:
+        try:
+            ENVS.build(config.env, "env")
+        except LudusError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"env: {config.env.name!r} cannot be built: {what}") from error
 
 
 def read_splits(config: RunConfig) -> tuple[TaskList, TaskList]:
@@ -161,21 +173,23 @@ def opening_messages(config: RunConfig, tasks: Sequence[Task]) -> list[Message]:
     messages = [message for task in tasks for message in task.prompt]
     if config.env is None:
         return messages
-    spec = config.env
+    spec, faults = config.env, []
 
     async def look() -> list[Message]:
         seen: list[Message] = []
+        seat = Seat()
         for task in tasks:
-            env = ENVS.build(spec, "env")
+            env = HostedEnv(lambda: ENVS.build(spec, "env"), seat, config.rollout.step_deadline_s)
             try:
                 seen += (await env.reset(task)).messages
-            except Exception as error:
-                raise EnvError(
-                    f"environment {spec.name!r}: reset of task {task.id!r} raised "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-            finally:
-                await env.close()
+            except EpisodeError as error:  # such a task will be put on record when it is played
+                faults.append(f"task {task.id}: {error}")
+            await env.close()
+        seat.close()
         return seen
 
-    return messages + asyncio.run(look())
+    seen = asyncio.run(look())
+    if not seen:
+        why = faults[0] if faults else "its opening observations are empty"
+        raise EnvError(f"environment {spec.name!r} opens no episode: {why}")
+    return messages + seen

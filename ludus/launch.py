@@ -8,13 +8,13 @@ import os
 import platform
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 
 from ludus import __version__
-from ludus.assemble import check
+from ludus.assemble import check, read_splits
 from ludus.core.config import diff, dump_config, load_config, lookup
 from ludus.core.errors import ConfigError, LudusError
 from ludus.core.logs import get_logger, setup_logging
@@ -27,6 +27,7 @@ from ludus.progress import Observer
 from ludus.reporting import report
 from ludus.runs import RunFolder, create_run, find_run, write_text
 from ludus.store import RunStore
+from ludus.tasks.readers import TaskList
 
 log = get_logger(__name__)
 
@@ -56,6 +57,7 @@ def train(config: RunConfig, observer: Observer) -> RunFolder:
     """
     _refuse_debug(config)
     check(config)
+    splits = read_splits(config)
     with RunStore.open(config.store, config.runs_dir) as store:
         folder = create_run(config.runs_dir, config.name)
         with folder.lock():
@@ -63,7 +65,7 @@ def train(config: RunConfig, observer: Observer) -> RunFolder:
                 write_text(folder.config, dump_config(config))
             _create(store, folder, config)
             observer.note(f"run {folder.id} in {folder.path}")
-            _run(folder, config, store, observer)
+            _run(folder, config, splits, store, observer)
     return folder
 
 
@@ -96,10 +98,11 @@ def resume(
             elif known[folder.id].status == "completed" and not changes:
                 observer.note(f"run {folder.id} was complete already: nothing is left to do")
                 return folder
+            splits = read_splits(config)
             store.reopen_run(folder.id)
             with disk_faults(folder):
                 write_text(folder.config, dump_config(config))
-            _run(folder, config, store, observer, skip_damaged=skip_damaged)
+            _run(folder, config, splits, store, observer, before=before, skip_damaged=skip_damaged)
     return folder
 
 
@@ -115,18 +118,24 @@ def _create(store: RunStore, folder: RunFolder, config: RunConfig) -> None:
 def _run(
     folder: RunFolder,
     config: RunConfig,
+    splits: tuple[TaskList, TaskList],
     store: RunStore,
     observer: Observer,
     *,
+    before: RunConfig | None = None,
     skip_damaged: bool = False,
 ) -> None:
-    """Run in a folder that this process has locked; the run's status is true whatever happens."""
+    """Run in a folder that this process has locked; the run's status is true whatever happens.
+
+    `before`: the configuration that stays the run's if it fails before a step of the new one.
+    """
     setup_logging(folder.path)
+    run: TrainingRun | None = None
     try:
         with disk_faults(folder), MetricsLog(folder.metrics, build_sinks(config, folder.path)) as m:
             run = TrainingRun(folder, config, store, m, observer, skip_damaged=skip_damaged)
             with _interruptible(run, observer):
-                run.run()
+                run.run(*splits)
             write_text(folder.path / "timings.json", json.dumps(run.timings))
             if config.report:
                 report(folder, store)
@@ -136,6 +145,9 @@ def _run(
         raise Stopped(folder) from None
     except LudusError as error:
         _finish(store, folder, "failed", str(error))
+        if before is not None and (run is None or not run.started):
+            with suppress(OSError):
+                write_text(folder.config, dump_config(before))
         observer.note(f"run {folder.id} failed; once that is mended: {resume_command(folder)}")
         raise
     except Exception as error:

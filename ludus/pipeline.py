@@ -20,7 +20,6 @@ from ludus.assemble import (
     make_renderer,
     make_tokenizer,
     read_conversations,
-    read_splits,
     replay_all,
 )
 from ludus.backends.local import LocalBackend
@@ -42,11 +41,12 @@ from ludus.rollout.collect import Collector
 from ludus.rollout.replay import ReplayCollector
 from ludus.runs import RunFolder, write_folder, write_text
 from ludus.store import RunStore
+from ludus.tasks.readers import TaskList
 from ludus.tasks.sampler import TaskSampler
 from ludus.train import ALGORITHMS
 from ludus.train.checkpoint import CheckpointInfo
 from ludus.train.state import seed_random
-from ludus.watch import Watch, none_began
+from ludus.watch import Watch
 
 log = get_logger(__name__)
 
@@ -82,7 +82,7 @@ class TrainingRun:
         self._metrics = metrics
         self.observer = observer
         self.stop_requested = False
-        self.in_stage = False
+        self.started = self.in_stage = False
         self.timings: dict[str, float] = {}
         self.num_episodes = 0
         self._latest: dict[str, float] = {}
@@ -90,9 +90,8 @@ class TrainingRun:
         self._watch = Watch(observer.note)
         self._skip_damaged = skip_damaged
 
-    def run(self) -> None:
+    def run(self, train: TaskList, heldout: TaskList) -> None:
         """Everything that is still to do. Errors: Interrupted, and whatever LudusError arises."""
-        train, heldout = read_splits(self.config)
         self._tell_skipped("tasks.train", [str(line) for line in train.skipped])
         self._tell_skipped("tasks.heldout", [str(line) for line in heldout.skipped])
         conversations = self._conversations(train)
@@ -163,10 +162,12 @@ class TrainingRun:
                     on_episode=lambda *_: self.observer.tick(),
                 )
             self.observer.note(str(summary))
-        demonstrations = list(load(path))
-        if not demonstrations:
-            raise DataError(f"the expert left no demonstration: see {dropped_path(path)}")
-        return demonstrations
+        if demonstrations := list(load(path)):
+            return demonstrations
+        first = dropped_path(path).read_text(encoding="utf-8").partition("\n")[0]
+        raise DataError(
+            f"the expert left no demonstration; {dropped_path(path)} has the reasons: {first}"
+        )
 
     def _tell_skipped(self, what: str, skipped: Sequence[str]) -> None:
         """Report malformed lines that were left out, as `tasks.on_bad_line: skip` asks."""
@@ -282,7 +283,7 @@ class TrainingRun:
             return await self._after_step(stage, step)
 
         stage.after_step = after_step
-        self.in_stage = True
+        self.started = self.in_stage = True
         await run_stage(stage, self.backend, self, start)
         self.in_stage = False
 
@@ -364,8 +365,6 @@ class TrainingRun:
         self.metrics.log(stage, step, {**metrics, "time/elapsed_s": sum(self.timings.values())})
         write_text(self.folder.evaluations / f"{label}-{step:06d}.json", result.model_dump_json())
         self.observer.note(str(result))
-        if unplayable := none_began(groups):
-            raise DataError(f"{stage}: {unplayable}")
         return result
 
     async def play(

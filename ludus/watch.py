@@ -27,16 +27,22 @@ class Watch:
         """Count steps in a row. Errors: DataError where no episode of them could begin."""
         self._num_idle = 0 if trained else self._num_idle + 1
         if self._num_idle == NUM_IDLE_STEPS:
-            reasons = Counter(t.dropped or "no advantage" for g in groups for t in g.trajectories)
-            told = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
-            self._tell(f"{stage}: {NUM_IDLE_STEPS} steps in a row trained nothing: {told}")
-        unplayable = none_began(groups)
+            self._tell(f"{stage}: {NUM_IDLE_STEPS} steps in a row trained nothing: {_why(groups)}")
+        unplayable = _none_began(groups)
         self._num_unplayable = self._num_unplayable + 1 if unplayable else 0
         if unplayable and self._num_unplayable == NUM_IDLE_STEPS:
             raise DataError(f"{stage}: {NUM_IDLE_STEPS} steps in a row: {unplayable}")
 
 
-def none_began(groups: Sequence[Group]) -> str | None:
+def _why(groups: Sequence[Group]) -> str:
+    """The reasons that a step trained nothing, each with its count and an example."""
+    reasons = [t.dropped or "no advantage" for group in groups for t in group.trajectories]
+    kinds = Counter(reason.partition(":")[0] for reason in reasons)
+    examples = {reason.partition(":")[0]: reason for reason in reversed(reasons)}
+    return ", ".join(f"{count} x {examples[kind]}" for kind, count in kinds.most_common(3))
+
+
+def _none_began(groups: Sequence[Group]) -> str | None:
     """What to say where the context left no room for a single turn in any episode."""
     played: list[Trajectory] = [t for group in groups for t in group.trajectories]
     if any(t.status is not Status.TRUNCATED_LENGTH or t.num_sampled_tokens for t in played):

@@ -150,12 +150,20 @@ def _screen(style: str, console: Console | None) -> logging.Handler:
 def _file(path: Path) -> logging.Handler:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, encoding="utf-8")
+        handler = _RunLog(path, encoding="utf-8")
     except OSError as error:
         raise LudusError(f"{path}: the log cannot be opened: {error.strerror}") from error
     handler.setFormatter(JsonFormatter())
     handler.setLevel(logging.DEBUG)
     return handler
+
+
+class _RunLog(logging.FileHandler):
+    """The run's log file. What a full disk keeps out of it is on the screen, and on it alone."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 def _hush_transformers() -> None:

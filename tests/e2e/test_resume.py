@@ -169,9 +169,8 @@ def test_what_cannot_be_resumed_is_refused(ludus: Ludus, reference: Ludus) -> No
         1, "is a checkpoint of another model", "[54, 32]", "[54, 48]"
     )
     assert ludus.status() == "failed"
-    ludus(*more, "tasks.train.args.num_tasks=65", "model.architecture.args.hidden_size=32").refused(
-        1, "another task list"
-    )
+    ludus(*more, "tasks.train.args.num_tasks=65").refused(1, "another task list")
+    assert (ludus.run() / "config.yaml").read_text() == before, "what failed at once is not kept"
 
 
 def test_one_process_owns_a_run(ludus: Ludus) -> None:

@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -27,7 +28,10 @@ PRELOADED = (
 
 
 def strike(target: str, nth: int, how: str) -> None:
-    """SIGKILL before or after the n-th call of `module:attribute`, or Ctrl-C once or twice."""
+    """What happens at the n-th call of `module:attribute`.
+
+    `how`: kill, kill after (it), interrupt, interrupt twice, or full (the disk, from there on).
+    """
     module, _, path = target.partition(":")
     owner: Any = importlib.import_module(module)
     *parents, name = path.split(".")
@@ -44,12 +48,27 @@ def strike(target: str, nth: int, how: str) -> None:
             result = original(*args, **kwargs)
             os.kill(os.getpid(), signal.SIGKILL)
             return result
+        if calls == nth and how == "full":
+            fill_disk()
         if calls == nth and how.startswith("interrupt"):
             for _ in range(2 if how == "interrupt twice" else 1):
                 os.kill(os.getpid(), signal.SIGINT)
         return original(*args, **kwargs)
 
     setattr(owner, name, counted)
+
+
+def fill_disk() -> None:
+    """Leave no room in `runs`: by a file where it is a disk of its own, else by a limit."""
+    if not os.path.ismount("runs"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        return
+    with open("runs/filler", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            return
 
 
 def serve() -> dict[str, Any]:

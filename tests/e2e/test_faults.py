@@ -1,0 +1,343 @@
+"""What goes wrong ends in clear words, a non-zero exit code, and a run that can be resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import BABYAI, Ludus
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+BROKEN = Path(__file__).with_name("broken_envs.py")
+
+ECHO = """\
+name: echo
+model:
+  architecture:
+    name: qwen3
+    args: {{hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 8}}
+  tokenizer: {{name: words}}
+  chat_template: plain
+  context_length: 32
+env: {{name: "{broken}:{env}"}}
+tasks: {{train: {{name: env, args: {{num_tasks: 8}}}}}}
+rollout:
+  {{max_tokens_per_turn: 4, step_deadline_s: 2.0, max_retries: 0, concurrency: 16}}
+rl: {{steps: 6, groups_per_step: 8, group_size: 3}}
+checkpoint: {{every: 3}}
+threads: 1
+"""
+
+ONE_TURN = """\
+name: sums
+model:
+  architecture:
+    name: qwen3
+    args: {hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 8}
+  tokenizer: {name: words}
+  chat_template: plain
+  context_length: 64
+judge: answer
+tasks: {train: {name: json, args: {path: tasks.jsonl}}}
+rollout: {max_tokens_per_turn: 4}
+rl: {steps: 1, groups_per_step: 2, group_size: 2}
+threads: 1
+"""
+
+
+def echo(ludus: Ludus, env: str) -> str:
+    recipe = ludus.cwd / "echo.yaml"
+    recipe.write_text(ECHO.format(broken=BROKEN, env=env))
+    return recipe.name
+
+
+# What the user wrote
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        (["rollout.max_truns=3"], 2, ["rollout.max_truns", "did you mean rollout.max_turns?"]),
+        (["rl.steps=many"], 2, ["rl.steps must be a whole number", "'many'"]),
+        (["rl.steps=0"], 2, ["rl.steps", ">= 1", "got 0"]),
+        (["rl.stepz=3", "sft.steps=no"], 2, ["rl.stepz", "sft.steps"]),
+        (["env=null"], 2, ["`demonstrations` needs an `env`"]),
+        (["model.path=somewhere"], 2, ["exactly one of `path` and `architecture`"]),
+        (["demonstrations=null"], 2, ["`sft` needs `demonstrations`"]),
+        (["rollout.max_tokens_per_turn=256"], 2, ["must be below `model.context_length`"]),
+        (["env.name=babyay"], 2, ["babyay", "did you mean babyai?"]),
+        (["env.args.levle=GoToObj"], 2, ["levle", "did you mean"]),
+        (["env.args.level=GoToNowhere"], 2, ["GoToNowhere"]),
+        (["rl.algorithm=grop"], 2, ["grop", "did you mean grpo?"]),
+        (["metrics=[tensorbord]"], 2, ["tensorbord", "did you mean tensorboard?"]),
+        (["tasks.train.args.tiers=[GoToLokal]"], 2, ["GoToLokal"]),
+        (["tasks.heldout.args.first_seed=10"], 1, ["8 of 8 held-out tasks are training tasks"]),
+        (["model.architecture.args.num_kv_heads=3"], 2, ["num_kv_heads", "does not divide"]),
+        (["model.device=gpu"], 2, ["model.device", "'gpu'"]),
+        (["model.tokenizer=nowhere/at-all"], 2, ["model.tokenizer", "nowhere/at-all"]),
+        (["model.chat_template=nowhere.jinja"], 2, ["nowhere.jinja"]),
+        (["store=mysql://x/y"], 2, ["mysql is not supported"]),
+        (["runs_dir=/proc/nowhere"], 1, ["/proc/nowhere"]),
+        (["sft.data=nowhere.jsonl"], 1, ["nowhere.jsonl does not exist"]),
+        (["rl"], 2, ["rl"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_a_wrong_configuration(
+    ludus: Ludus, changes: list[str], code: int, said: list[str]
+) -> None:
+    # Not the expert's episodes: where a fault shows only after them, this is faster.
+    ludus("train", BABYAI, "demonstrations.num_episodes=2", *changes).refused(code, *said)
+
+
+def test_a_wrong_recipe(ludus: Ludus) -> None:
+    recipe = ludus.cwd / "recipe.yaml"
+    recipe.write_text("name: [tiny\n")
+    ludus("train", "recipe.yaml").refused(2, "recipe.yaml", "line 2")
+    recipe.write_text(Path(BABYAI).read_text().replace("max_turns", "max_truns"))
+    ludus("train", "recipe.yaml").refused(
+        2, "recipe.yaml: rollout.max_truns is not a key (did you mean rollout.max_turns?)"
+    )
+    (ludus.cwd / "recipe.py").write_text("def tiny():\n    return 3\n")
+    ludus("train", "recipe.py:tiny").refused(2, "recipe.py:tiny")
+    ludus("train", "recipe.py:tinny").refused(2, "tinny", "tiny")
+    assert not (ludus.cwd / "runs").exists(), "no run was begun"
+
+
+def test_malformed_lines(ludus: Ludus) -> None:
+    good = [{"prompt": f"say {n}", "answer": str(n)} for n in range(3)]
+    lines = [*map(json.dumps, good), '{"prompt": "say', '{"prompt": 3, "answer": "x"}']
+    (ludus.cwd / "tasks.jsonl").write_text("\n".join(lines))
+    (ludus.cwd / "sums.yaml").write_text(ONE_TURN)
+    refused = ludus("train", "sums.yaml").refused(1, "line 4 is not JSON", "line 5 field 'prompt'")
+    assert "tasks.on_bad_line: skip" in refused.err
+    done = ludus("train", "sums.yaml", "tasks.on_bad_line=skip").ok()
+    assert "tasks.train: 2 malformed lines left out" in done.err
+    log = (ludus.run("sums-1") / "log.jsonl").read_text()
+    assert "tasks.jsonl:4: is not JSON" in log
+    assert "tasks.jsonl:5: field 'prompt'" in log
+    (ludus.cwd / "tasks.jsonl").unlink()
+    ludus("train", "sums.yaml").refused(1, "tasks.jsonl does not exist")
+
+
+def test_malformed_conversations(ludus: Ludus) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    lines = [json.dumps({"messages": turns}), "{", json.dumps({"messages": turns[:1]})]
+    (ludus.cwd / "chats.jsonl").write_text("\n".join(lines))
+    alone = ["sft.data=chats.jsonl", "sft.steps=1", "rl=null", "tasks.heldout=null"]
+    alone += ["demonstrations=null", "sft.episodes_per_step=1"]
+    ludus("train", BABYAI, *alone).refused(1, "chats.jsonl", "line 2 is not JSON")
+    skip = "tasks.on_bad_line=skip"
+    ludus("train", BABYAI, *alone, skip).refused(1, "chats.jsonl:3", "one assistant turn")
+    (ludus.cwd / "chats.jsonl").write_text("\n".join(lines[:2]))
+    done = ludus("train", BABYAI, *alone, skip).ok()
+    assert "sft.data: 1 malformed lines left out" in done.err
+
+
+def test_a_tokenizer_without_a_chat_template(reference: Ludus, ludus: Ludus) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(reference.run() / "tokenizer")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(ludus.cwd / "plain")
+    without = ["model.tokenizer=plain", "model.chat_template=null"]
+    ludus("train", BABYAI, *without).refused(2, "chat template", "model.chat_template")
+
+
+# What does not fit
+
+
+def test_prompts_that_never_fit_stop_the_run(ludus: Ludus) -> None:
+    done = ludus("train", echo(ludus, "TooLong"))
+    done.refused(1, "no episode had room for a turn", "model.context_length is 32")
+    with ludus.store() as store:
+        [reason] = {row.reason for row in store.dropped("echo-1", "rl")}
+        assert "model.context_length is 32" in reason
+        assert store.run("echo-1").status == "failed"
+    assert ludus.metrics("echo-1")[-1]["train/optimizer_steps"] == 0
+
+
+def test_heldout_prompts_that_never_fit_stop_the_run_before_it_trains(ludus: Ludus) -> None:
+    heldout = "tasks.heldout={name: env, args: {num_tasks: 3, first_seed: 100}}"
+    done = ludus("train", echo(ludus, "TooLong"), heldout)
+    done.refused(1, "nothing to evaluate", "none of them scored", "context_length is 32")
+
+
+def test_training_on_nothing_is_told(ludus: Ludus) -> None:
+    """Greedy rollouts are all alike, so no group has a signal."""
+    done = ludus("train", echo(ludus, "Echo"), "rollout.temperature=0").ok()
+    assert "rl: 5 steps in a row trained nothing: 24 x no advantage" in done.err
+    assert all(line["train/optimizer_steps"] == 0 for line in ludus.metrics("echo-1"))
+    done = ludus("train", echo(ludus, "Echo")).ok()
+    assert "trained nothing" not in done.err
+    assert any(line["train/optimizer_steps"] for line in ludus.metrics("echo-2"))
+
+
+def test_conversations_too_long_for_the_context(ludus: Ludus) -> None:
+    short = ["model.context_length=72", "rl=null", "sft.steps=2", "tasks.heldout=null"]
+    done = ludus("train", BABYAI, *short).ok()
+    assert "of 40 conversations left out, the first (babyai/" in done.err
+    assert "tokens exceed model.context_length = 72" in done.err
+    with ludus.store() as store:
+        dropped = store.dropped("tiny-1", "sft")
+        assert f"sft: {len(dropped)} of 40" in done.err
+        assert all("tokens exceed" in row.reason for row in dropped)
+    short[0] = "model.context_length=24"
+    ludus("train", BABYAI, *short).refused(1, "sft: 40 of 40 conversations left out")
+
+
+# What breaks
+
+
+def test_an_environment_that_breaks_for_some_tasks(ludus: Ludus) -> None:
+    """It raises, hangs, returns rubbish: these episodes are put on record, the others train."""
+    ludus("train", echo(ludus, "Moody"), "rl.steps=1").ok()
+    with ludus.store() as store:
+        rows = list(store.trajectories("echo-1", "rl", 0))
+        ended = Counter(row.status.value for row in rows)
+        assert (ended["error_env"], ended["error_timeout"]) == (6, 3)
+        assert ended["completed"] + ended["truncated_length"] == 15
+        reasons = [row.reason for row in store.dropped("echo-1", "rl") if row.step == 0]
+    for words, count in {
+        "error_env: the environment's reset raised RuntimeError: the level file is gone": 3,
+        "error_env: reset returned a dict; it has to return an Observation": 3,
+        "error_timeout: the environment's reset took longer than rollout.step_deadline_s": 3,
+        "nothing was sampled: the conversation has 203 tokens before turn 1": 3,
+    }.items():
+        assert sum(reason.startswith(words) for reason in reasons) == count, (words, reasons)
+    line = ludus.metrics("echo-1")[0]
+    assert line["rollout/dropped"] >= 12
+    assert "the level file is gone" in ludus("show", "echo-1").ok().out
+    page = (ludus.run("echo-1") / "report.html").read_text()
+    assert "error_env" in page
+
+
+def test_an_environment_without_tools(ludus: Ludus) -> None:
+    done = ludus("train", echo(ludus, "Echo"), "rollout.format=tools")
+    done.refused(2, "rollout.format: environment", "has no tools; use plain or react")
+
+
+def test_an_environment_that_is_gone(ludus: Ludus) -> None:
+    """Before anything trains, where it has to speak; else the run goes on, and says so."""
+    recipe = echo(ludus, "Gone")
+    done = ludus("train", recipe).refused(1, "opens no episode", "the level file is gone")
+    plain = ["model.tokenizer=tokenizer", "model.chat_template=null"]
+    ludus("train", echo(ludus, "Echo"), "rl.steps=1").ok()
+    shutil.copytree(ludus.run("echo-2") / "tokenizer", ludus.cwd / "tokenizer")
+    done = ludus("train", echo(ludus, "Gone"), *plain).ok()
+    assert "5 steps in a row trained nothing: 24 x error_env" in done.err
+    heldout = "tasks.heldout={name: env, args: {num_tasks: 3, first_seed: 100}}"
+    ludus("train", echo(ludus, "Gone"), *plain, heldout).refused(
+        1, "nothing to evaluate", "the level file is gone"
+    )
+
+
+def test_a_loss_that_is_not_finite(ludus: Ludus) -> None:
+    """The batch is saved, the weights of the last checkpoint are whole, a lower rate goes on."""
+    done = ludus("train", BABYAI, "sft.optimizer.lr=1e30", "checkpoint.every=1", "rl=null")
+    done.refused(1, "nan", "its batch is saved in runs/tiny-1/failed-batch-", "lower optimizer.lr")
+    assert "ludus train --resume tiny-1" in done.err
+    assert ludus.status() == "failed"
+    [folder] = (ludus.run()).glob("failed-batch-*")
+    assert load_file(folder / "micro-batch-000.safetensors")
+    ludus("checkpoint", "check", "tiny-1").ok()
+
+
+# The disk and the store
+
+
+@pytest.fixture
+def small_disk(ludus: Ludus) -> Iterator[Ludus]:
+    """`runs` on a disk of a few megabytes, where one may be mounted."""
+    runs = ludus.cwd / "runs"
+    runs.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(runs)]
+    mounted = shutil.which("mount") and not subprocess.run(command, capture_output=True).returncode
+    yield ludus
+    if mounted:
+        subprocess.run(["umount", str(runs)], check=True)
+
+
+FULL = {
+    "demonstrations": ("ludus.pipeline:generate", 1),
+    "the tokenizer": ("ludus.pipeline:write_folder", 1),
+    "the store": ("ludus.store.store:RunStore.record_step", 3),
+    "the metrics": ("ludus.core.metrics:MetricsLog.log", 1),
+    "a checkpoint": ("ludus.backends.local:LocalBackend.save", 2),
+    "rewinding": ("ludus.core.metrics:MetricsLog.rewind", 1),
+    "an evaluation": ("ludus.pipeline:write_text", 1),
+    "the RL checkpoint": ("ludus.backends.local:LocalBackend.save", 1),
+    "timings": ("ludus.launch:write_text", 2),
+    "the report": ("ludus.launch:report", 1),
+}
+
+
+def test_a_full_disk_wherever_it_strikes(small_disk: Ludus, reference: Ludus) -> None:
+    """Each time: clear words, nothing lost; once there is room, the same bits as ever."""
+    argv: tuple[str, ...] = ("train", BABYAI)
+    for place, (target, nth) in FULL.items():
+        done = small_disk(*argv, setup=f"strike({target!r}, {nth}, 'full')")
+        assert done.code == 1, f"{place}: {done.all}"
+        done.refused(1)
+        assert any(
+            words in done.err for words in ("No space left", "File too large", "disk is full")
+        ), f"{place}: {done.err}"
+        (small_disk.run().parent / "filler").unlink(missing_ok=True)
+        if (small_disk.run() / "checkpoints").exists():
+            assert "as they were" in small_disk("checkpoint", "check", "tiny-1").ok().out
+        argv = ("train", "--resume", "tiny-1")
+    small_disk(*argv).ok()
+    mine, other = small_disk.state(), reference.state()
+    for part in other:
+        assert mine[part] == other[part], f"{part} differ"
+
+
+IMPATIENT = (
+    "from ludus.store import RunStore\nRunStore.open.__func__.__kwdefaults__['timeout_s'] = 0.2"
+)
+
+
+def test_a_locked_store(ludus: Ludus, reference: Ludus) -> None:
+    """At the start, and in the middle of a run; once it is free, the run goes on."""
+    (ludus.cwd / "runs").mkdir()
+    database = sqlite3.connect(ludus.cwd / "runs" / "ludus.db", isolation_level=None)
+    database.execute("BEGIN EXCLUSIVE")
+    refused = ludus("train", BABYAI, setup=IMPATIENT)
+    refused.refused(1, "ludus.db", "another process holds it locked")
+    database.execute("ROLLBACK")
+
+    process = ludus.start("train", BABYAI, "rl.steps=400", setup=IMPATIENT)
+    process.until("rl: 400 steps")
+    database.execute("BEGIN IMMEDIATE")
+    process.wait().refused(1, "another process holds it locked", "ludus train --resume tiny-1")
+    database.execute("ROLLBACK")
+    database.close()
+    ludus("train", "--resume", "tiny-1", "rl.steps=5").ok()
+    assert ludus.state()["steps"][:24] == reference.state()["steps"][:24]
+
+
+def test_a_store_that_is_none(ludus: Ludus) -> None:
+    (ludus.cwd / "runs").mkdir()
+    (ludus.cwd / "runs" / "ludus.db").write_bytes(b"this is no database, and never was one" * 99)
+    for command in (("train", BABYAI), ("runs",), ("show", "tiny-1")):
+        ludus(*command).refused(1, "ludus.db", "not an SQLite database")
+
+
+def test_a_run_that_was_tampered_with(ludus: Ludus, reference: Ludus) -> None:
+    shutil.copytree(reference.cwd / "runs", ludus.cwd / "runs")
+    config = ludus.run() / "config.yaml"
+    told = config.read_text()
+    config.write_text(told.replace("max_turns", "max_truns"))
+    ludus("train", "--resume", "tiny-1").refused(2, "config.yaml: rollout.max_truns is not a key")
+    config.write_text(told)
+    shutil.rmtree(ludus.run() / "tokenizer")
+    ludus("evaluate", "tiny-1").refused(2, "stopped before it had a tokenizer")
+    shutil.rmtree(ludus.run() / "checkpoints")
+    ludus("evaluate", "tiny-1").refused(2, "has no checkpoint yet")
+    (ludus.run() / "metrics.jsonl").write_text("{}\n")
+    ludus("report", "tiny-1").refused(1, "metrics.jsonl: line 1 is no line of metrics")
