@@ -1,8 +1,9 @@
 """What side-by-side measurements share: the machine, alternating repeats, the page of results.
 
-Two programs are measured in turn, again and again, in one process on pinned threads, so that other
-load on the machine meets both. A figure is a median over the repeats, with the quartiles; a ratio
-is the median of the ratios of neighbouring runs.
+Programs are measured in turn, again and again, in one process on pinned threads, so that other load
+on the machine meets all of them. A figure is a median over the repeats, with the quartiles; a ratio
+is the median of the ratios of neighbouring runs. On one thread the time is the processor's, which
+is the wall's where the machine does nothing else; on several it is the wall's.
 """
 
 from __future__ import annotations
@@ -95,13 +96,14 @@ def arguments(description: str) -> argparse.Namespace:
 def alternate(programs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each run, after one run of each that is not counted. Every other round runs in
     reverse order."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for number in range(-1, repeats):
         order = list(programs) if number % 2 else list(programs)[::-1]
         for name in order:
-            start = time.perf_counter()
+            start = clock()
             programs[name]()
-            elapsed = time.perf_counter() - start
+            elapsed = clock() - start
             if number >= 0:
                 seconds[name].append(elapsed)
     return seconds
@@ -131,7 +133,9 @@ def machine(threads: int) -> dict[str, Any]:
 
 def write(name: str, text: str, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """`docs/benchmarks/<name>.md` and `.json`."""
+    clock = "processor" if facts["threads"] == 1 else "wall"
     told = (
+        f"Seconds of {clock} time. "
         f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} thread(s) used, pinned; load "
         f"{facts['load']} before and {facts['load_after']} after (the benchmark's own share "
         f"included); Python {facts['python']}, torch {facts['torch']}, transformers "
