@@ -2,20 +2,22 @@
 
 A command imports for seconds (torch, transformers) and these tests need a hundred of them. What is
 forked is the command itself: a session and a folder of its own, its own files for stdin, stdout and
-stderr, `ludus.cli.main`, and Python's ordinary end. Requests and answers are JSON lines.
+stderr, `ludus.cli.main`, exit handlers. Requests and answers are JSON lines.
 """
 
 from __future__ import annotations
 
-import gc
+import atexit
 import importlib
 import json
 import os
 import resource
 import signal
 import sys
+import threading
 import time
-from typing import Any
+import traceback
+from typing import Any, NoReturn
 
 PRELOADED = (
     "ludus.cli", "ludus.launch", "ludus.evaluating", "ludus.doctor", "ludus.debug",
@@ -111,12 +113,35 @@ def become(request: dict[str, Any]) -> None:
         exec(request["setup"], {"strike": strike})
 
 
+def run() -> int:
+    """The command's exit code, as Python would make it."""
+    from ludus.cli import main
+
+    try:
+        main()
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def end(code: int) -> NoReturn:
+    """Python's end, threads and exit handlers included, but for the freeing of what was imported.
+
+    That would walk, and so copy, all the memory that the child shares with its parent.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
     for name in PRELOADED:
         importlib.import_module(name)
     print(json.dumps({"ready": True}), flush=True)
-    gc.freeze()  # or each child walks, and so copies, all that was imported when it ends
     become(serve())
-    from ludus.cli import main
-
-    main()
+    end(run())
