@@ -14,6 +14,7 @@ from ludus.core.schema import RunConfig
 from ludus.core.types import Message, Spec, Task, ToolSpec, Trajectory
 from ludus.envs import ENVS
 from ludus.envs.demonstrate import Demonstration
+from ludus.judges import JUDGES
 from ludus.models.renderer import Renderer
 from ludus.models.tokenizers import load_tokenizer, train_tokenizer
 from ludus.registries import REGISTRIES
@@ -43,17 +44,28 @@ def check(config: RunConfig) -> None:
 
 
 def read_splits(config: RunConfig) -> tuple[TaskList, TaskList]:
-    """Training and held-out tasks, which share none."""
+    """Training and held-out tasks, which share none.
+
+    Errors: DataError for files and lines, ConfigError for a judge that a task names wrongly.
+    """
     env_class: Any = ENVS.load(config.env.name) if config.env else None
     lines = config.tasks.on_bad_line
     train = read_tasks(config.tasks.train, "tasks.train", env_class=env_class, on_bad_line=lines)
+    _check_judges(train, "tasks.train")
     if config.tasks.heldout is None:
         return train, TaskList()
     heldout = read_tasks(
         config.tasks.heldout, "tasks.heldout", env_class=env_class, on_bad_line=lines
     )
+    _check_judges(heldout, "tasks.heldout")
     check_disjoint(train, heldout)
     return train, heldout
+
+
+def _check_judges(tasks: Iterable[Task], where: str) -> None:
+    judges = {task.judge.model_dump_json(): task.judge for task in tasks if task.judge}
+    for spec in judges.values():
+        JUDGES.check(spec, f"{where}: judge")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ludus.core.errors import EnvError, EpisodeError, LudusError
@@ -15,6 +15,7 @@ from ludus.core.schema import RolloutConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Spec, Status, Task, Trajectory
 from ludus.envs import ENVS
+from ludus.judges import JUDGES
 from ludus.models.renderer import Renderer
 from ludus.models.sampler import Sampler
 from ludus.rollout.agent import Agent
@@ -50,6 +51,7 @@ class Collector:
     on_episode: Callable[[Trajectory], None] | None = None
     on_error: Callable[[EpisodeError], object] | None = None
     inline: bool = False
+    _judges: dict[str, Judge] = field(default_factory=dict, repr=False)
 
     async def collect(self, tasks: Sequence[Task], step: int, group_size: int) -> list[Group]:
         """Play `group_size` episodes of each task.
@@ -123,7 +125,9 @@ class Collector:
         env: HostedEnv | None = None
         try:
             env = self._host(task, seat)
-            agent = Agent(self.sampler, self.renderer, self.config, self.judge, self.on_error)
+            agent = Agent(
+                self.sampler, self.renderer, self.config, self._judge_of(task), self.on_error
+            )
             async with asyncio.timeout(deadline) as timer:
                 await agent.play(task, env, trajectory, derive_seed(self.seed, trajectory.id))
         except EnvError as error:
@@ -141,6 +145,15 @@ class Collector:
         finally:
             if env is not None:
                 await env.close()
+
+    def _judge_of(self, task: Task) -> Judge | None:
+        """The task's own judge, or else the run's."""
+        if task.judge is None:
+            return self.judge
+        name = task.judge.model_dump_json()
+        if name not in self._judges:
+            self._judges[name] = JUDGES.build(task.judge, f"the judge of task {task.id}")
+        return self._judges[name]
 
     def _host(self, task: Task, seat: Seat) -> HostedEnv | None:
         """The task's environment, not yet made. Errors: EnvError where the task names a wrong one.

@@ -110,6 +110,20 @@ def test_single_turns_with_a_judge_and_no_environment(ludus: Ludus) -> None:
     assert "say " in shown
 
 
+def test_a_task_s_own_judge_comes_before_the_run_s(ludus: Ludus) -> None:
+    rows = [{"prompt": "say one", "answer": "one"}]
+    (ludus.cwd / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (ludus.cwd / "sums.yaml").write_text(ONE_TURN.format(path="tasks.jsonl").replace("kind", "id"))
+    own = "tasks.train.args={path: tasks.jsonl, judge: {name: answer, args: {extract: boxed}}}"
+    ludus("train", "sums.yaml", "judge={name: answer, args: {extract: whole}}", own).ok()
+    with ludus.store() as store:
+        found = {row.scores["found"] for row in store.trajectories("sums-1", "rl")}
+    assert found == {0.0}, "nothing is boxed; the run's judge would have taken the whole text"
+    ludus("train", "sums.yaml", own.replace("boxed", "bocksed")).refused(
+        2, "tasks.train: judge", "bocksed"
+    )
+
+
 def test_all_sinks_together(ludus: Ludus) -> None:
     wandb, prometheus = (
         "{name: wandb, args: {mode: offline}}",
