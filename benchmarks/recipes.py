@@ -1,0 +1,179 @@
+"""Several seeds of a recipe: held-out success before and after RL, and the curves in between.
+
+    python benchmarks/recipes.py recipes/babyai-tiny.yaml --seeds 0 1 2
+
+trains one run a seed (or takes up finished ones, named `<recipe>-seed<seed>`), and writes
+`docs/benchmarks/<recipe>.md` and `.svg`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("svg")
+import matplotlib.pyplot as plt
+from common import RESULTS
+
+from ludus.core.config import load_config
+from ludus.core.evaluation import Evaluation
+from ludus.core.metrics import Line, MetricsLog
+from ludus.evaluate import compare
+from ludus.launch import open_store, train
+from ludus.progress import Display
+from ludus.reporting import read_evaluations
+from ludus.runs import RunFolder
+
+WINDOW = 5  # steps that a point of the smoothed curve averages over
+
+
+def run_of(recipe: str, seed: int, overrides: list[str], runs_dir: Path) -> RunFolder:
+    """The finished run of a seed, trained now if there is none."""
+    name = f"{Path(recipe).stem}-seed{seed}"
+    folder = RunFolder(runs_dir / f"{name}-1")
+    if not folder.report.exists():
+        config = load_config(
+            recipe, [*overrides, f"name={name}", f"seed={seed}", f"runs_dir={runs_dir}"]
+        )
+        folder = train(config, Display())
+    return folder
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Trailing means over WINDOW steps."""
+    windows = (values[max(0, i - WINDOW + 1) : i + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def interval(evaluation: Evaluation) -> str:
+    success = evaluation.success
+    return f"{success.value:.1%} ({success.low or 0:.1%} to {success.high or 0:.1%})"
+
+
+def draw(path: Path, folders: dict[int, RunFolder]) -> None:
+    """Success of training episodes and of held-out tasks, over episodes and over time."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    for color, (seed, folder) in zip(("C0", "C1", "C2", "C3", "C4"), folders.items(), strict=False):
+        lines = MetricsLog.read(folder.metrics)
+        steps = [line for line in lines if line.stage == "rl"]
+        played = [line for line in lines if line.stage.startswith("evaluate/")]
+        success = smoothed([line.metrics["rollout/success"] for line in steps])
+        first = steps[0].metrics["rollout/episodes_total"] - steps[0].metrics["rollout/episodes"]
+        episodes = [line.metrics["rollout/episodes_total"] - first for line in steps]
+        minutes = [line.metrics["time/elapsed_s"] / 60 for line in steps]
+        for axis, xs in zip(axes, (episodes, minutes), strict=True):
+            axis.plot(xs, success, color=color, label=f"seed {seed}")
+        axes[0].plot(
+            [episodes_at(line, steps, episodes) for line in played],
+            [line.metrics["evaluate/success"] for line in played],
+            "o",
+            color=color,
+            markersize=4,
+        )
+        axes[1].plot(
+            [line.metrics["time/elapsed_s"] / 60 for line in played],
+            [line.metrics["evaluate/success"] for line in played],
+            "o",
+            color=color,
+            markersize=4,
+        )
+    axes[0].set(xlabel="RL episodes", ylabel="success", ylim=(0, 1))
+    axes[1].set(xlabel="minutes since the start, SFT included")
+    axes[0].legend(loc="lower right", frameon=False)
+    for axis in axes:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def episodes_at(played: Line, steps: list[Line], episodes: list[float]) -> float:
+    """RL episodes that had been played when an evaluation was made."""
+    if played.stage == "evaluate/before":
+        return 0.0
+    if played.stage == "evaluate/after":
+        return episodes[-1]
+    return episodes[min(played.step, len(steps)) - 1]
+
+
+def table(folders: dict[int, RunFolder]) -> list[str]:
+    rows = [
+        "| seed | after SFT | after RL | gain, points | p, paired | minutes | RL episodes |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for seed, folder in folders.items():
+        evaluations = read_evaluations(folder)
+        before, after = evaluations["before RL"], evaluations["after RL"]
+        gain = compare(before, after).success
+        lines = MetricsLog.read(folder.metrics)
+        last = next(line for line in reversed(lines) if line.stage == "rl")
+        sft = max(
+            (n.metrics["rollout/episodes_total"] for n in lines if n.stage == "sft"), default=0
+        )
+        rows.append(
+            f"| {seed} | {interval(before)} | {interval(after)} | {100 * gain.value:+.1f} "
+            f"({100 * (gain.low or 0):+.1f} to {100 * (gain.high or 0):+.1f}) | {gain.p_value:.2g} "
+            f"| {lines[-1].metrics['time/elapsed_s'] / 60:.1f} "
+            f"| {last.metrics['rollout/episodes_total'] - sft:,.0f} |"
+        )
+    return rows
+
+
+def tiers(folders: dict[int, RunFolder]) -> list[str]:
+    """Mean over seeds of each tier's success."""
+    ends = [read_evaluations(folder) for folder in folders.values()]
+    rows = ["| tier | after SFT | after RL |", "| --- | --- | --- |"]
+    for tier in ends[0]["after RL"].tiers:
+        means = [
+            sum(end[when].tiers[tier].success.value for end in ends) / len(ends)
+            for when in ("before RL", "after RL")
+        ]
+        rows.append(f"| {tier} | {means[0]:.1%} | {means[1]:.1%} |")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipe")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    parser.add_argument("--note", default="")
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    folders = {s: run_of(args.recipe, s, args.overrides, args.runs_dir) for s in args.seeds}
+    name, seeds = Path(args.recipe).stem, " ".join(map(str, args.seeds))
+    draw(RESULTS / f"{name}.svg", folders)
+    first = folders[args.seeds[0]]
+    evaluations = read_evaluations(first)
+    with open_store(str(args.runs_dir), None) as store:
+        versions = store.run(first.id).versions
+    text = [
+        f"# The recipe {name}, {len(folders)} seeds",
+        "",
+        f"Held-out tasks: {evaluations['after RL'].num_tasks}, played greedily, with Wilson",
+        "intervals (95 %); p is McNemar's exact test on the same tasks.",
+        "",
+        *table(folders),
+        "",
+        *tiers(folders),
+        "",
+        f"![Success over RL episodes and over time]({name}.svg)",
+        "",
+        f"Lines: success of training episodes (sampled), means over {WINDOW} steps. Dots: held-out",
+        "tasks.",
+        "",
+        *([args.note, ""] if args.note else []),
+        f"    python benchmarks/recipes.py recipes/{name}.yaml --seeds {seeds}",
+        "",
+        "## Machine",
+        "",
+        ", ".join(f"{name} {value}" for name, value in versions.items()),
+        "",
+    ]
+    (RESULTS / f"{name}.md").write_text("\n".join(text))
+    print("\n".join(text))
+
+
+if __name__ == "__main__":
+    main()
