@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ludus.core.config import check_specs
@@ -15,6 +16,7 @@ from ludus.core.types import Message, Spec, Task, ToolSpec, Trajectory
 from ludus.envs import ENVS
 from ludus.envs.demonstrate import Demonstration
 from ludus.judges import JUDGES
+from ludus.models import TOKENIZERS
 from ludus.models.renderer import Renderer
 from ludus.models.tokenizers import load_tokenizer, train_tokenizer
 from ludus.registries import REGISTRIES
@@ -24,7 +26,7 @@ from ludus.rollout.tree import opened
 from ludus.tasks.readers import TaskList, read_json, read_tasks
 from ludus.tasks.splits import check_disjoint
 
-NUM_SAMPLE_TEXTS = 512  # opening observations that a tokenizer is trained on without an expert
+NUM_SAMPLE_TEXTS = 512  # tasks whose opening a tokenizer is trained on
 
 
 def check(config: RunConfig) -> None:
@@ -142,17 +144,21 @@ def _truth(value: Any) -> bool | None:
 def make_tokenizer(config: RunConfig, tasks: Sequence[Task], shown: Iterable[Message]) -> Any:
     """The tokenizer that the configuration names, loaded or trained on the recipe's own texts.
 
-    Those are the demonstrations; without any, the tasks' prompts and opening observations.
+    Those are the demonstrations, and the prompts and opening observations of the first tasks.
     """
     model = config.model
-    if isinstance(model.tokenizer, Spec):
-        messages = list(shown) or opening_messages(config, tasks[:NUM_SAMPLE_TEXTS])
+    spec = model.tokenizer
+    if isinstance(spec, str) and spec in TOKENIZERS.names() and not Path(spec).is_dir():
+        spec = Spec(name=spec)
+    if isinstance(spec, Spec):
+        # The openings, because a task without a demonstration may have words of its own.
+        messages = [*shown, *opening_messages(config, tasks[:NUM_SAMPLE_TEXTS])]
         texts = [text for message in messages for text in _texts(message)]
         if config.rollout.system_prompt:
             texts.append(config.rollout.system_prompt)
         template = model.chat_template or "plain"
-        return train_tokenizer(model.tokenizer, texts, template, tools_of(config))
-    return load_tokenizer(model.tokenizer or str(model.path))
+        return train_tokenizer(spec, texts, template, tools_of(config))
+    return load_tokenizer(spec or str(model.path))
 
 
 def _texts(message: Message) -> list[str]:

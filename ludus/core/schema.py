@@ -44,8 +44,8 @@ class ModelConfig(Section):
     )
     tokenizer: str | Spec | None = Field(
         None,
-        description="A tokenizer to load (folder or hub name), or to train on the recipe's own "
-        "texts, e.g. {name: words}. Default: the one in `path`.",
+        description="A tokenizer to train on the recipe's own texts (words, or {name: words, "
+        "args: {...}}), or to load (folder or hub name). Default: the one in `path`.",
     )
     chat_template: str | None = Field(
         None,
@@ -243,6 +243,16 @@ class RunConfig(Section):
             raise ValueError("`demonstrations` needs an `env`")
         if self.rl and not (self.env or self.judge):
             raise ValueError("`rl` needs an `env` or a `judge` to score episodes")
+        for name, stage in {"sft": self.sft, "rl": self.rl}.items():
+            if stage and stage.tokens_per_batch < self.model.context_length:
+                raise ValueError(
+                    f"`{name}.tokens_per_batch` must be at least `model.context_length`: one "
+                    "episode has to fit into a forward pass"
+                )
+        if self.rl and self.rl.group_size < 2 and self.rl.algorithm.name != "sft":
+            raise ValueError(
+                "`rl.group_size` must be at least 2: episodes are compared within their group"
+            )
         if self.rollout.max_tokens_per_turn >= self.model.context_length:
             raise ValueError("`rollout.max_tokens_per_turn` must be below `model.context_length`")
         return self

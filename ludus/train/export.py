@@ -89,7 +89,9 @@ def _require_target(target: Path, overwrite: bool) -> None:
     if not names:
         return
     if not overwrite:
-        raise ConfigError(f"{target} is not empty: name another folder, or overwrite it with --overwrite")
+        raise ConfigError(
+            f"{target} is not empty: name another folder, or overwrite it with --overwrite"
+        )
     if not names & {"config.json", "adapter_config.json"}:
         raise ConfigError(f"{target} holds something else than a model: it is not overwritten")
 

@@ -324,7 +324,8 @@ async def test_cancelling_leaves_nothing_open(world: World, env: str, fault: str
     if env == "Awaiting" and fault in ("busy", "sleep"):
         pytest.skip("it says that it never blocks")
     sampler = world.sampler(deterministic=False)
-    tasks = [task_of(i, fault=fault, turn=i % 2) for i in range(6)]
+    # Far more episodes than can be over before the cancellation comes.
+    tasks = [task_of(i, fault=fault, turn=i % 2) for i in range(200)]
     collector = world.collector(env=env, sampler=sampler, concurrency=4, max_turns=50)
     for waits in (0, 1, 5, 30):
         running = asyncio.create_task(collector.collect(tasks, 0, 4))
