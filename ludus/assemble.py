@@ -152,7 +152,9 @@ def make_tokenizer(config: RunConfig, tasks: Sequence[Task], shown: Iterable[Mes
         spec = Spec(name=spec)
     if isinstance(spec, Spec):
         # The openings, because a task without a demonstration may have words of its own.
-        messages = [*shown, *opening_messages(config, tasks[:NUM_SAMPLE_TEXTS])]
+        messages = list(shown)
+        if tasks:
+            messages += opening_messages(config, tasks[:NUM_SAMPLE_TEXTS])
         texts = [text for message in messages for text in _texts(message)]
         if config.rollout.system_prompt:
             texts.append(config.rollout.system_prompt)

@@ -92,7 +92,7 @@ def test_a_tokenizer_knows_what_it_will_read(load: Any):
 def test_an_environment_that_breaks_at_its_first_look(load: Any):
     config = load()
     tasks = [Task(id="x", data={})]
-    with pytest.raises(EnvError, match=r"Count.*: reset of task 'x' raised KeyError: 'seed'"):
+    with pytest.raises(EnvError, match=r"Count.* opens no episode: task x: .*KeyError: 'seed'"):
         opening_messages(config, tasks)
     assert [m.content for m in opening_messages(config, read_splits(config)[0][:2])] == [
         "count : 0",
