@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ludus.backends.base import Backend
+from ludus.core.errors import TrainingError
 from ludus.core.schema import OptimizerConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Sample, Task, Trajectory
@@ -67,6 +68,7 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
         clock = Clock()
         tasks = [next(stage.tasks) for _ in range(stage.groups_per_step)]
         groups = await stage.collect(tasks, step)
+        _require_current(groups, backend.policy_version)
         clock.lap("rollout")
         stage.tasks.observe(groups)
         samples = to_samples(groups, stage.algorithm)
@@ -82,6 +84,22 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
         recorder.record(stage.name, step, groups, metrics)
         if stage.after_step and not await stage.after_step(step + 1):
             return
+
+
+def _require_current(groups: Sequence[Group], version: int) -> None:
+    """Refuse turns that other weights sampled than those that were published last.
+
+    Errors: TrainingError. Demonstrations carry no version, and pass.
+    """
+    for group in groups:
+        for trajectory in group.trajectories:
+            for segment in trajectory.segments:
+                if segment.policy_version not in (None, version):
+                    raise TrainingError(
+                        f"trajectory {trajectory.id} was sampled by version "
+                        f"{segment.policy_version} of the weights, but version {version} was "
+                        "published: the sampler is stale"
+                    )
 
 
 def _parts(stage: Stage, samples: list[Sample], step: int) -> list[list[Sample]]:

@@ -19,6 +19,11 @@ class Backend(Protocol):
         """Where rollouts get their turns from."""
         ...
 
+    @property
+    def policy_version(self) -> int:
+        """The version that `publish_weights` last returned; that of a loaded checkpoint; or 0."""
+        ...
+
     def begin_stage(self, optimizer: OptimizerConfig, num_steps: int, temperature: float) -> None:
         """Start with a fresh optimizer. `num_steps` counts optimizer steps."""
         ...

@@ -43,10 +43,16 @@ class LocalBackend:
             run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_best
         )
         self._learner: Learner | None = None
+        self._published = 0
 
     @property
     def sampler(self) -> InProcessSampler:
         return self._engine
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights that were last published."""
+        return self._published
 
     @property
     def learner(self) -> Learner:
@@ -71,9 +77,8 @@ class LocalBackend:
 
     async def publish_weights(self) -> int:
         """Count the version up, and forget what was computed with the weights before."""
-        self._engine.policy_version += 1
-        self._engine.forget()
-        return self._engine.policy_version
+        self._publish(self._published + 1)
+        return self._published
 
     def save(
         self, stage: str, step: int, state: dict[str, Any], metric: float | None, *, pin: bool
@@ -82,7 +87,7 @@ class LocalBackend:
         everything = {
             "loop": state,
             "optimizer_step": self.learner.step,
-            "policy_version": self._engine.policy_version,
+            "policy_version": self._published,
             "random": random_state(),
         }
         return self.checkpoints.save(
@@ -99,11 +104,14 @@ class LocalBackend:
         """Restore a checkpoint of the stage that `begin_stage` started."""
         everything = load(path, model=self.model, optimizer=self.learner.optimizer)
         self.learner.step = everything["optimizer_step"]
-        self._engine.policy_version = everything["policy_version"]
-        self._engine.forget()
+        self._publish(everything["policy_version"])
         set_random_state(everything["random"])
         state: dict[str, Any] = everything["loop"]
         return state
+
+    def _publish(self, version: int) -> None:
+        self._published = self._engine.policy_version = version
+        self._engine.forget()
 
     def close(self) -> None:
         """Nothing to release: the model belongs to the caller."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from ludus.backends.local import LocalBackend
+from ludus.core.errors import TrainingError
 from ludus.core.schema import ModelConfig, OptimizerConfig, RunConfig, TasksConfig
 from ludus.core.types import Group, Message, Spec, Task, Trajectory
+from ludus.loop import Stage, run_stage
 from ludus.models.build import build_model
 from ludus.models.renderer import Renderer
 from ludus.models.sampler import Completion, SamplingParams
 from ludus.models.tokenizers import train_tokenizer
 from ludus.rollout.tree import TreeBuilder
+from ludus.tasks.sampler import TaskSampler
 from ludus.train import ALGORITHMS
 from ludus.train.packing import pack
 from ludus.train.samples import to_samples
@@ -119,3 +123,27 @@ def logprob(backend: LocalBackend, token_ids: list[int]) -> float:
     with torch.no_grad():
         logits = backend.model(input_ids=ids).logits[0, 2:-1].float()
     return float(logits.log_softmax(-1).gather(-1, ids[0, 3:, None]).sum())
+
+
+async def test_turns_of_other_weights_than_the_published_ones_are_refused(backend: LocalBackend):
+    async def collect(tasks: Sequence[Task], step: int) -> list[Group]:
+        trajectory = Trajectory("stale", "g", "task", reward=1.0)
+        builder = TreeBuilder(trajectory)
+        builder.given([Message(role="user", content="go")], [5, 6, 7])
+        builder.sampled(Completion([8], [-0.1], "stop", 0), Message(role="assistant"))
+        return [Group("g", Task(id="task"), [trajectory])]
+
+    stage = Stage(
+        name="rl",
+        steps=1,
+        tasks=TaskSampler([Task(id="task")]),
+        groups_per_step=1,
+        collect=collect,
+        algorithm=ALGORITHMS.build("grpo"),
+        optimizer=OptimizerConfig(),
+        tokens_per_batch=64,
+        pad_id=0,
+    )
+    await backend.publish_weights()
+    with pytest.raises(TrainingError, match=r"stale was sampled by version 0 .* version 1 was"):
+        await run_stage(stage, backend, recorder=None)  # type: ignore[arg-type]

@@ -1,0 +1,13 @@
+"""The expert plays one episode of TextCraft, as it does for demonstrations."""
+
+import asyncio
+
+from ludus import Spec
+from ludus.envs import ENVS
+from ludus.envs.demonstrate import play
+
+env = ENVS.build(Spec(name="textcraft", args={"num_distractors": 1}))
+episode = asyncio.run(play(env, env.task("depth-2", seed=3)))
+for message in episode.messages:
+    print(f"{message.role}: {message.content}")
+print(f"reward {episode.reward}")
