@@ -105,19 +105,23 @@ def _require_current(groups: Sequence[Group], version: int) -> None:
 def _parts(stage: Stage, samples: list[Sample], step: int) -> list[list[Sample]]:
     """The samples of each optimizer step of one policy iteration.
 
-    A part in which no token has an advantage has no gradient, and is left out.
+    A part in which no token has an advantage has no gradient, and is left out; but for algorithms
+    with a term that needs no advantage.
     """
     parts: list[list[Sample]] = []
     for epoch in range(stage.epochs):
         seed = derive_seed(stage.seed, stage.name, step, epoch)
         parts += split(samples, stage.minibatches, seed) if samples else []
+    if stage.algorithm.regularised:
+        return parts
     return [part for part in parts if any(map(_has_gradient, part))]
 
 
 def _batch(stage: Stage, samples: list[Sample]) -> Batch:
     """Weights over all samples; then those without a gradient need no computation."""
     weights = stage.algorithm.aggregate(samples)
-    live = [(s, w) for s, w in zip(samples, weights, strict=True) if _has_gradient(s)]
+    every = stage.algorithm.regularised
+    live = [(s, w) for s, w in zip(samples, weights, strict=True) if every or _has_gradient(s)]
     return pack(
         [sample for sample, _ in live],
         [weight for _, weight in live],

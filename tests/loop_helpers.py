@@ -111,7 +111,7 @@ class World:
         return self._stage("sft", tasks, collect, steps, 0.01, groups_per_step=8, **options)
 
     def rl(
-        self, tasks: Sequence[Task], steps: int, algorithm: str = "grpo", **options: Any
+        self, tasks: Sequence[Task], steps: int, algorithm: str | Spec = "grpo", **options: Any
     ) -> Stage:
         """Groups of eight."""
         collector = self.collector()
@@ -129,7 +129,7 @@ class World:
         collect: Any,
         steps: int,
         lr: float,
-        algorithm: str = "sft",
+        algorithm: str | Spec = "sft",
         **options: Any,
     ) -> Stage:
         stage = Stage(

@@ -10,7 +10,7 @@ import torch
 from loop_helpers import LEVERS, PLACES, Recording, World, task
 
 from ludus.core.errors import TrainingError
-from ludus.core.types import Trajectory
+from ludus.core.types import Spec, Trajectory
 from ludus.loop import group_metrics, run_stage, train_metrics
 
 EVERYTHING = [(place, lever) for place in PLACES for lever in LEVERS]
@@ -119,6 +119,16 @@ async def test_a_step_without_a_gradient(tmp_path: Path, algorithm: str, pays: s
         assert reasons == {f"no signal: all rewards of the group are {float(pays == 'all')}"}
     else:
         assert reasons == {None}
+
+
+async def test_an_entropy_bonus_trains_where_rewards_are_equal(tmp_path: Path) -> None:
+    world, kept = await taught(tmp_path), Recording()
+    row = Spec(name="grpo", args={"entropy_bonus": 0.1})
+    stage = world.rl([task(place, pays="all") for place in PLACES], 4, row)
+    await run_stage(stage, world.backend, kept)
+    assert kept.metric("train/optimizer_steps") == [1] * 4
+    entropies = kept.metric("train/entropy")
+    assert entropies[-1] > entropies[0] + 0.01
 
 
 async def test_a_group_without_signal_does_not_hold_back_the_others(tmp_path: Path) -> None:

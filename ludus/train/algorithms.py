@@ -29,7 +29,7 @@ from ludus.train.aggregates import (
     trajectory_mean,
     trajectory_sum,
 )
-from ludus.train.losses import LossFn, clipped, cross_entropy, reinforce
+from ludus.train.losses import LossFn, clipped, cross_entropy, reinforce, with_entropy_bonus
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ class Algorithm:
         keep: whether a group is worth training on, by its rewards; None: every group.
         compares: whether advantages compare rewards, so that a trajectory needs a reward and a
             companion in its group. False: it needs neither.
+        regularised: whether the loss has a term that needs no advantage, so that a token whose
+            advantage is 0 trains too.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Algorithm:
     source: str
     keep: Callable[[Sequence[float]], bool] | None = None
     compares: bool = True
+    regularised: bool = False
 
     def assign(self, groups: Sequence[Group]) -> list[tuple[Trajectory, float]]:
         """The trajectories that train, each with its advantage, in order.
@@ -156,32 +159,53 @@ ClipHigh = Annotated[float, Field(gt=0, description="The ratio is clipped above 
 Length = Annotated[
     float, Field(gt=0, description="The constant: the most tokens that an episode may sample.")
 ]
+Entropy = Annotated[
+    float,
+    Field(ge=0, description="Weight of the entropy bonus; with one, every token sampled trains."),
+]
 
 
-def grpo(clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2) -> Algorithm:
+def grpo(
+    clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2, entropy_bonus: Entropy = 0.0
+) -> Algorithm:
     """GRPO, without the KL term: group-normalised advantages, clipped loss, trajectory mean."""
-    return replace(GRPO, loss=clipped(clip_low, clip_high))
+    return _regularised(replace(GRPO, loss=clipped(clip_low, clip_high)), entropy_bonus)
 
 
-def dr_grpo(clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2, length: Length = 1024) -> Algorithm:
+def dr_grpo(
+    clip_low: ClipLow = 0.2,
+    clip_high: ClipHigh = 0.2,
+    length: Length = 1024,
+    entropy_bonus: Entropy = 0.0,
+) -> Algorithm:
     """Dr. GRPO: GRPO that divides neither by the std nor by a trajectory's own length."""
-    return replace(DR_GRPO, loss=clipped(clip_low, clip_high), aggregate=constant_length(length))
+    row = replace(DR_GRPO, loss=clipped(clip_low, clip_high), aggregate=constant_length(length))
+    return _regularised(row, entropy_bonus)
 
 
-def dapo(clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.28) -> Algorithm:
+def dapo(
+    clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.28, entropy_bonus: Entropy = 0.0
+) -> Algorithm:
     """DAPO: a higher upper clip, token mean, groups whose rewards are all equal left out.
 
     The paper samples until the batch is full again; here the step trains on the groups it has.
     Its penalty for overlong answers is a matter of the reward.
     """
-    return replace(DAPO, loss=clipped(clip_low, clip_high))
+    return _regularised(replace(DAPO, loss=clipped(clip_low, clip_high)), entropy_bonus)
 
 
-def rloo() -> Algorithm:
+def rloo(entropy_bonus: Entropy = 0.0) -> Algorithm:
     """RLOO: REINFORCE on whole trajectories, each against the mean of the others."""
-    return RLOO
+    return _regularised(RLOO, entropy_bonus)
 
 
 def sft() -> Algorithm:
     """Cross-entropy on demonstrations, averaged over tokens."""
     return SFT
+
+
+def _regularised(row: Algorithm, entropy_bonus: float) -> Algorithm:
+    """`row` with the terms asked for."""
+    if not entropy_bonus:
+        return row
+    return replace(row, loss=with_entropy_bonus(row.loss, entropy_bonus), regularised=True)

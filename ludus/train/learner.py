@@ -113,8 +113,7 @@ class Learner:
         target_N = micro_batch.token_ids_RT.to(device)[mask_RT]
         logprobs_NV = logits_NV.log_softmax(-1)
         logprobs_N = logprobs_NV.gather(-1, target_N[:, None]).squeeze(-1)
-        with torch.no_grad():
-            entropy_N = -torch.linalg.vecdot(logprobs_NV.exp(), logprobs_NV)
+        entropy_N = -torch.linalg.vecdot(logprobs_NV.exp(), logprobs_NV)
         return logprobs_N, entropy_N
 
     def _backward(self, micro_batch: MicroBatch, loss: LossFn) -> tuple[float, dict[str, float]]:
@@ -129,13 +128,14 @@ class Learner:
             advantages_N=micro_batch.advantages_RT[mask_RT].to(device),
             trajectory_N=micro_batch.trajectory_RT[mask_RT].to(device),
             ref_logprobs_N=None if reference_RT is None else reference_RT[mask_RT].to(device),
+            entropy_N=entropy_N,
         )
         output = loss(inputs)
         total = (output.loss_N * micro_batch.weights_RT[mask_RT].to(device)).sum()
         if torch.isfinite(total):
             total.backward()  # type: ignore[no-untyped-call]
         sums = {name: float(value.detach().sum()) for name, value in output.metrics.items()}
-        sums["entropy"] = float(entropy_N.sum())
+        sums["entropy"] = float(entropy_N.detach().sum())
         return float(total.detach()), sums
 
     def _refuse(self, batch: Batch, what: str) -> None:

@@ -29,6 +29,7 @@ class LossInputs:
         advantages_N: of each token's trajectory.
         trajectory_N: int64, which trajectory of the batch a token belongs to.
         ref_logprobs_N: log-probabilities under a reference model, where one is kept.
+        entropy_N: entropy of the policy where each token was chosen, in nats; carries the gradient.
     """
 
     logprobs_N: Tensor
@@ -36,6 +37,7 @@ class LossInputs:
     advantages_N: Tensor
     trajectory_N: Tensor
     ref_logprobs_N: Tensor | None = None
+    entropy_N: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,23 @@ def reinforce(inputs: LossInputs) -> LossOutput:
 def cross_entropy(inputs: LossInputs) -> LossOutput:
     """-log pi of the demonstrated tokens: maximum likelihood. Advantages play no part."""
     return LossOutput(-inputs.logprobs_N)
+
+
+def with_entropy_bonus(loss: LossFn, coefficient: float) -> LossFn:
+    """`loss` minus coefficient x entropy: the policy stays undecided for longer.
+
+    Williams and Peng 1991, "Function optimization using connectionist reinforcement learning
+    algorithms"; Mnih et al. 2016, arXiv:1602.01783, section 4. The entropy is the exact one of each
+    token's distribution, not an estimate from the token that was sampled.
+    """
+    return partial(_with_entropy_bonus, loss=loss, coefficient=coefficient)
+
+
+def _with_entropy_bonus(inputs: LossInputs, loss: LossFn, coefficient: float) -> LossOutput:
+    if inputs.entropy_N is None:
+        raise ValueError("an entropy bonus needs the entropy of each token's distribution")
+    output = loss(inputs)
+    return LossOutput(output.loss_N - coefficient * inputs.entropy_N, output.metrics)
 
 
 def _log_ratio(inputs: LossInputs) -> Tensor:

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ludus.train.losses import LossFn, LossInputs, LossOutput, clipped, cross_entropy, reinforce
+from ludus.train.losses import (
+    LossFn,
+    LossInputs,
+    LossOutput,
+    clipped,
+    cross_entropy,
+    reinforce,
+    with_entropy_bonus,
+)
 
 
 def run(
@@ -111,3 +119,24 @@ def test_metrics_carry_no_gradient() -> None:
         output, _ = run(loss, [1.1], [1])
         assert not any(value.requires_grad for value in output.metrics.values())
         assert all(value.shape == (1,) for value in output.metrics.values())
+
+
+def test_the_entropy_bonus_by_hand() -> None:
+    # Distribution (1/2, 1/4, 1/4): entropy 1.5 ln 2 = 1.0397208 nats. Its gradient in the logits is
+    # -p (log p + H): -1/2 (-0.6931472 + 1.0397208) = -0.1732868, twice -1/4 (-1.3862944 + 1.0397208)
+    # = 0.0866434. The loss takes 0.1 of it off: the gradient's sign turns, and the likeliest falls.
+    logits_V = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64).log().requires_grad_()
+    logprobs_V = logits_V.log_softmax(-1)
+    entropy_N = -(logprobs_V.exp() * logprobs_V).sum()[None]
+    inputs = LossInputs(
+        logprobs_N=logprobs_V[:1].detach(),
+        old_logprobs_N=logprobs_V[:1].detach(),
+        advantages_N=torch.tensor([2.0]),
+        trajectory_N=torch.zeros(1, dtype=torch.int64),
+        entropy_N=entropy_N,
+    )
+    output = with_entropy_bonus(clipped(0.2, 0.2), 0.1)(inputs)
+    output.loss_N.sum().backward()
+    assert output.loss_N.item() == pytest.approx(-2 - 0.1 * 1.0397208, abs=1e-7)
+    assert logits_V.grad is not None
+    assert logits_V.grad.tolist() == pytest.approx([0.01732868, -0.00866434, -0.00866434], abs=1e-8)
