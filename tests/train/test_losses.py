@@ -123,7 +123,7 @@ def test_metrics_carry_no_gradient() -> None:
 
 def test_the_entropy_bonus_by_hand() -> None:
     # Distribution (1/2, 1/4, 1/4): entropy 1.5 ln 2 = 1.0397208 nats. Its gradient in the logits is
-    # -p (log p + H): -1/2 (-0.6931472 + 1.0397208) = -0.1732868, twice -1/4 (-1.3862944 + 1.0397208)
+    # -p (log p + H): -1/2 (-0.6931472 + 1.0397208) = -0.1732868; 2 x -1/4 (-1.3862944 + 1.0397208)
     # = 0.0866434. The loss takes 0.1 of it off: the gradient's sign turns, and the likeliest falls.
     logits_V = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64).log().requires_grad_()
     logprobs_V = logits_V.log_softmax(-1)
