@@ -10,17 +10,12 @@ Every fault is found at once and told with its place, and with what would be rig
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import json
-import os
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -28,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 from ludus.core import yaml12
 from ludus.core.errors import ConfigError, LudusError, MissingDependency, did_you_mean
 from ludus.core.explain import PathKey, Type, dotted, explain, show
+from ludus.core.modules import load_module
 from ludus.core.overrides import apply_override
 from ludus.core.registry import Registry
 from ludus.core.schema import RunConfig
@@ -209,11 +205,17 @@ def _why_not(path: Path) -> str:
 def _import(target: str) -> Callable[[], Any]:
     """The function of "module:function" or "path.py:function"."""
     module_name, _, name = target.rpartition(":")
-    module = (
-        _import_file(Path(module_name), target)
-        if module_name.endswith(".py")
-        else _import_module(module_name, target)
-    )
+    is_file = module_name.endswith(".py")
+    if is_file and not Path(module_name).expanduser().is_file():
+        raise ConfigError(f"{target}: no such file")
+    try:
+        module = load_module(module_name)
+    except LudusError:
+        raise
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and not is_file:
+            raise ConfigError(f"{target}: no module named {error.name!r}") from None
+        raise ConfigError(f"{target}: {_raised(error, module_name)}") from error
     function = getattr(module, name, None)
     if function is None or not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
@@ -222,36 +224,6 @@ def _import(target: str) -> Callable[[], Any]:
             f"{target}: {module_name} {problem} {name!r}{did_you_mean(name, functions)}"
         )
     return function  # type: ignore[no-any-return]
-
-
-def _import_module(name: str, target: str) -> ModuleType:
-    here = os.getcwd()
-    added = here not in sys.path and "" not in sys.path
-    if added:
-        sys.path.insert(0, here)
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{target}: no module named {error.name!r}") from None
-    except Exception as error:
-        raise ConfigError(f"{target}: {_raised(error, name)}") from error
-    finally:
-        if added:
-            sys.path.remove(here)
-
-
-def _import_file(path: Path, target: str) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"{target}: no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None  # the name ends in .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"{target}: {_raised(error, str(path))}") from error
-    return module
 
 
 def _call(function: Callable[[], Any], name: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ludus.core.config import load_config
 from ludus.core.errors import ConfigError
 from ludus.core.modules import load_module
 from ludus.core.registry import Registry
@@ -69,3 +70,16 @@ def test_what_is_wrong_with_a_file_is_told(tmp_path: Path, source: str | None, c
     for _ in range(2):  # a failed import leaves nothing half-made behind
         with pytest.raises(ConfigError, match=complaint):
             registry().build(f"{file}:Own")
+
+
+def test_a_recipe_in_a_file_and_its_plug_ins_share_one_module(tmp_path: Path):
+    file = tmp_path / "recipe.py"
+    file.write_text(
+        SOURCE + "loads = []\n"
+        "def config():\n"
+        "    loads.append(1)\n"
+        "    return {'model': {'path': 'x'}, 'tasks': {'train': {'name': 'json'}}}\n"
+    )
+    for _ in range(2):
+        load_config(f"{file}:config")
+    assert load_module(str(file)).loads == [1, 1]
