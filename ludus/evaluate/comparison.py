@@ -1,0 +1,139 @@
+"""Comparison of two evaluations of the same tasks, task by task, with paired tests."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from ludus.core.errors import DataError
+from ludus.core.evaluation import Comparison, Difference, Evaluation, TaskOutcome
+from ludus.evaluate.estimates import num_successes, t_interval
+
+_NUM_SHOWN = 3
+
+
+def compare(a: Evaluation, b: Evaluation) -> Comparison:
+    """Compare two evaluations of the same tasks, task by task.
+
+    Success, one episode a task: McNemar's exact test. Otherwise, and for scores: Wilcoxon's
+    signed-rank test on the tasks' means (Pratt's handling of ties). Tasks that one of them could
+    not score are left out and counted. Interval of a success difference: Bonett and Price 2012
+    (doi:10.3102/1076998611411915), which adds one task that won and one that lost; of a score
+    difference: Student's t on the tasks' differences.
+
+    Errors: DataError for different tasks, success thresholds or levels of confidence.
+    """
+    _check_comparable(a, b)
+    others = {outcome.task_id: outcome for outcome in b.outcomes}
+    pairs = [(outcome, others[outcome.task_id]) for outcome in a.outcomes]
+    both = [(x, y) for x, y in pairs if x.rewards and y.rewards]
+    if not both:
+        raise DataError("no task was scored in both evaluations")
+    at, level = a.success_at, a.confidence
+    gains = [_success(y, at) - _success(x, at) for x, y in both]
+    tiers = sorted({x.tier for x, _ in both if x.tier is not None})
+    return Comparison(
+        a=a.label or "a",
+        b=b.label or "b",
+        confidence=level,
+        success=_success_difference(both, at, level),
+        score=_score_difference(both, level),
+        num_better=sum(gain > 0 for gain in gains),
+        num_worse=sum(gain < 0 for gain in gains),
+        num_left_out=len(pairs) - len(both),
+        tiers={
+            tier: _success_difference([(x, y) for x, y in both if x.tier == tier], at, level)
+            for tier in tiers
+        },
+    )
+
+
+_Pairs = Sequence[tuple[TaskOutcome, TaskOutcome]]
+
+
+def _success_difference(pairs: _Pairs, success_at: float, confidence: float) -> Difference:
+    from scipy.stats import norm
+    from statsmodels.stats.contingency_tables import mcnemar
+
+    before = [_success(x, success_at) for x, _ in pairs]
+    after = [_success(y, success_at) for _, y in pairs]
+    gains = [y - x for x, y in zip(before, after, strict=True)]
+    binary = all(len(x.rewards) == len(y.rewards) == 1 for x, y in pairs)
+    if binary:
+        counts = Counter(zip(before, after, strict=True))
+        cells = [[counts[1.0, 1.0], counts[1.0, 0.0]], [counts[0.0, 1.0], counts[0.0, 0.0]]]
+        p_value = float(mcnemar(cells, exact=True).pvalue)
+    else:
+        p_value = _wilcoxon(gains)
+    padded = [*gains, 1.0, -1.0]
+    centre = math.fsum(padded) / len(padded)
+    variance = math.fsum((gain - centre) ** 2 for gain in padded) / len(padded)
+    half = float(norm.ppf((1.0 + confidence) / 2.0)) * math.sqrt(variance / len(padded))
+    value = math.fsum(gains) / len(gains)
+    return Difference(
+        a=math.fsum(before) / len(before),
+        b=math.fsum(after) / len(after),
+        value=value,
+        low=max(min(centre - half, value), -1.0),
+        high=min(max(centre + half, value), 1.0),
+        p_value=min(p_value, 1.0),
+        test="McNemar exact" if binary else "Wilcoxon signed-rank",
+        num_tasks=len(pairs),
+    )
+
+
+def _score_difference(pairs: _Pairs, confidence: float) -> Difference:
+    before = [math.fsum(x.rewards) / len(x.rewards) for x, _ in pairs]
+    after = [math.fsum(y.rewards) / len(y.rewards) for _, y in pairs]
+    gains = [y - x for x, y in zip(before, after, strict=True)]
+    value, low, high = t_interval(gains, confidence)
+    return Difference(
+        a=math.fsum(before) / len(before),
+        b=math.fsum(after) / len(after),
+        value=value,
+        low=low,
+        high=high,
+        p_value=_wilcoxon(gains),
+        test="Wilcoxon signed-rank",
+        num_tasks=len(pairs),
+    )
+
+
+def _wilcoxon(gains: Sequence[float]) -> float:
+    """Two-sided p-value that gains are symmetric about 0; 1 where all of them are 0."""
+    from scipy.stats import wilcoxon
+
+    if not any(gains):
+        return 1.0
+    return float(wilcoxon(gains, zero_method="pratt").pvalue)
+
+
+def _check_comparable(a: Evaluation, b: Evaluation) -> None:
+    for name in ("success_at", "confidence"):
+        if getattr(a, name) != getattr(b, name):
+            raise DataError(
+                f"the evaluations have another {name}: {getattr(a, name)} and {getattr(b, name)}"
+            )
+    ours, theirs = ({o.task_id: o.fingerprint for o in e.outcomes} for e in (a, b))
+    only_a = [task_id for task_id in ours if task_id not in theirs]
+    only_b = [task_id for task_id in theirs if task_id not in ours]
+    changed = [id for id in ours if id in theirs and ours[id] != theirs[id]]
+    found = [
+        f"{len(ids)} {what} ({', '.join(ids[:_NUM_SHOWN])}{', ...' * (len(ids) > _NUM_SHOWN)})"
+        for ids, what in (
+            (only_a, f"only in {a.label or 'the first'}"),
+            (only_b, f"only in {b.label or 'the second'}"),
+            (changed, "of the same id but another content"),
+        )
+        if ids
+    ]
+    if found:
+        raise DataError(
+            f"the evaluations are not of the same tasks: {'; '.join(found)}. "
+            "Evaluate both on the same held-out tasks."
+        )
+
+
+def _success(outcome: TaskOutcome, success_at: float) -> float:
+    return num_successes(outcome, success_at) / len(outcome.rewards)

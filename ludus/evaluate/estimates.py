@@ -1,0 +1,195 @@
+"""Success, mean score and pass@k of played episodes, with confidence intervals.
+
+The unit of all statistics is the *task*: its episodes are samples of one cluster, so intervals are
+over tasks, never over episodes as if they were independent. A task's values are
+
+    success   share of its scored episodes whose reward reaches `success_at`
+    score     mean reward of its scored episodes
+    pass@k    1 - C(n-c, k) / C(n, k) for c successes among n scored episodes: the unbiased
+              estimate that at least one of k succeeds (Chen et al. 2021, arXiv:2107.03374, eq. 1)
+
+and an estimate is their mean over the tasks; hence pass@1 is the success rate.
+
+Episodes that broke (an environment's error, a deadline, nothing to score with) are left out, with
+their number and reasons; `success_bounds` says what the success rate would be had all of them
+failed, and had all of them succeeded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from ludus.core.errors import DataError
+from ludus.core.evaluation import Estimate, Evaluation, Exclusion, TaskOutcome, TierResult
+from ludus.core.types import Group, Task, Trajectory
+from ludus.tasks.splits import fingerprint
+
+
+def summarise(
+    groups: Sequence[Group],
+    *,
+    success_at: float = 1.0,
+    confidence: float = 0.95,
+    label: str = "",
+    checkpoint: str | None = None,
+    policy_version: int | None = None,
+    temperature: float = 0.0,
+    seconds: float = 0.0,
+) -> Evaluation:
+    """The evaluation of played and judged groups, one a task.
+
+    Errors: DataError where there is no group, or where no episode was scored.
+    """
+    outcomes = [_outcome(group) for group in groups]
+    played = [t for group in groups for t in group.trajectories]
+    scored = [t for t in played if _scored(t)]
+    if not scored:
+        raise DataError(
+            f"nothing to evaluate: {len(groups)} tasks, {len(played)} episodes, none of them scored"
+            f" ({_reasons(played)})"
+        )
+    samples_per_task = max(len(group.trajectories) for group in groups)
+    tiers = sorted({outcome.tier for outcome in outcomes if outcome.tier is not None})
+    by_tier = {tier: [o for o in outcomes if o.tier == tier] for tier in tiers}
+    successes = sum(reward >= success_at for o in outcomes for reward in o.rewards)
+    num_excluded = len(played) - len(scored)
+    return Evaluation(
+        label=label,
+        checkpoint=checkpoint,
+        policy_version=policy_version,
+        temperature=temperature,
+        samples_per_task=samples_per_task,
+        success_at=success_at,
+        confidence=confidence,
+        success=pass_at_k(outcomes, 1, success_at, confidence),
+        success_bounds=(successes / len(played), (successes + num_excluded) / len(played)),
+        score=mean_score(outcomes, confidence),
+        pass_at={
+            k: pass_at_k(outcomes, k, success_at, confidence)
+            for k in range(1, samples_per_task + 1)
+            if any(len(outcome.rewards) >= k for outcome in outcomes)
+        },
+        tiers={
+            tier: TierResult(
+                success=pass_at_k(some, 1, success_at, confidence),
+                score=mean_score(some, confidence),
+                num_episodes=sum(len(o.rewards) + o.num_excluded for o in some),
+                num_excluded=sum(o.num_excluded for o in some),
+            )
+            for tier, some in by_tier.items()
+            if any(outcome.rewards for outcome in some)
+        },
+        num_tasks=len(outcomes),
+        num_episodes=len(played),
+        num_excluded=num_excluded,
+        excluded=_excluded(played),
+        mean_turns=sum(t.num_turns for t in scored) / len(scored),
+        mean_sampled_tokens=sum(t.num_sampled_tokens for t in scored) / len(scored),
+        seconds=seconds,
+        outcomes=outcomes,
+    )
+
+
+def pass_at_k(
+    outcomes: Iterable[TaskOutcome], k: int, success_at: float, confidence: float
+) -> Estimate:
+    """pass@k over the tasks with at least k scored episodes, with a Wilson interval.
+
+    With one episode a task this is Wilson's score interval for a proportion. With several, the
+    same interval with the *effective* number of observations in place of their number: p(1-p) / v,
+    where v is the variance of the mean over tasks (Korn and Graubard 1998; compared with others in
+    Dean and Pagano 2015, doi:10.1093/jssam/smv024). It lies between the number of tasks (episodes
+    of a task always agree) and the number of disjoint k-subsets of episodes (they are independent).
+    """
+    from statsmodels.stats.proportion import proportion_confint
+
+    values, most = [], 0
+    for outcome in outcomes:
+        n, c = len(outcome.rewards), num_successes(outcome, success_at)
+        if n >= k:
+            values.append(1.0 - math.comb(n - c, k) / math.comb(n, k))
+            most += n // k
+    num_tasks = len(values)
+    if not num_tasks:
+        raise DataError(f"no task has {k} scored episodes")
+    mean = math.fsum(values) / num_tasks
+    size = float(num_tasks)
+    if 0.0 < mean < 1.0 and num_tasks > 1:
+        spread = math.fsum((value - mean) ** 2 for value in values) / (num_tasks - 1)
+        ratio = mean * (1.0 - mean) / spread if spread > 0 else math.inf
+        size = min(max(ratio * num_tasks, float(num_tasks)), float(most))
+    low, high = proportion_confint(mean * size, size, alpha=1.0 - confidence, method="wilson")
+    # Rounding may put an end a hair on the wrong side of a mean of 0 or 1.
+    return Estimate(
+        value=mean,
+        low=min(max(float(low), 0.0), mean),
+        high=max(min(float(high), 1.0), mean),
+        num_tasks=num_tasks,
+    )
+
+
+def mean_score(outcomes: Iterable[TaskOutcome], confidence: float) -> Estimate:
+    """The mean reward over tasks, with Student's t interval on the tasks' means."""
+    means = [math.fsum(o.rewards) / len(o.rewards) for o in outcomes if o.rewards]
+    if not means:
+        raise DataError("no task has a scored episode")
+    value, low, high = t_interval(means, confidence)
+    return Estimate(value=value, low=low, high=high, num_tasks=len(means))
+
+
+def t_interval(
+    values: Sequence[float], confidence: float
+) -> tuple[float, float | None, float | None]:
+    """The mean of the values, with Student's t interval; no interval for a single value."""
+    from statsmodels.stats.weightstats import DescrStatsW
+
+    mean = math.fsum(values) / len(values)
+    if len(values) < 2:
+        return mean, None, None
+    low, high = DescrStatsW(values).tconfint_mean(alpha=1.0 - confidence)
+    return mean, float(low), float(high)
+
+
+def _outcome(group: Group) -> TaskOutcome:
+    rewards = [float(t.reward) for t in group.trajectories if _scored(t) and t.reward is not None]
+    task: Task = group.task
+    return TaskOutcome(
+        task_id=task.id,
+        fingerprint=fingerprint(task),
+        tier=task.tier,
+        rewards=rewards,
+        num_excluded=len(group.trajectories) - len(rewards),
+    )
+
+
+def _scored(trajectory: Trajectory) -> bool:
+    reward = trajectory.reward
+    return trajectory.status.trainable and reward is not None and math.isfinite(reward)
+
+
+def _reason(trajectory: Trajectory) -> str:
+    if not trajectory.status.trainable:
+        return str(trajectory.status)
+    return "no reward" if trajectory.reward is None else "reward is not finite"
+
+
+def _excluded(played: Iterable[Trajectory]) -> dict[str, Exclusion]:
+    left_out = [t for t in played if not _scored(t)]
+    counts = Counter(_reason(t) for t in left_out)
+    examples = {_reason(t): t.error for t in reversed(left_out) if t.error}
+    return {
+        reason: Exclusion(count=count, example=examples.get(reason, ""))
+        for reason, count in counts.most_common()
+    }
+
+
+def _reasons(played: Iterable[Trajectory]) -> str:
+    parts = [f"{x.count} {reason}: {x.example}" for reason, x in _excluded(played).items()]
+    return "; ".join(parts) or "no episode was played"
+
+
+def num_successes(outcome: TaskOutcome, success_at: float) -> int:
+    """How many of a task's scored episodes reach `success_at`."""
+    return sum(reward >= success_at for reward in outcome.rewards)
