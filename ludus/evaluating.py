@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
@@ -42,14 +43,14 @@ def evaluate_checkpoints(
     settings = prepared.config.evaluate
     console = Console()
     results: list[Evaluation] = []
-    for info in infos:
-        state = load(info.path, model=prepared.model)
-        prepared.backend.sampler.policy_version = state["policy_version"]
-        prepared.backend.sampler.forget()
-        _, result = asyncio.run(prepared.play("evaluate", 0, settings))
-        result = result.model_copy(update={"label": info.path.name})
-        console.print(render_evaluation(result))
-        results.append(result)
+    with closing(prepared.backend):
+        for info in infos:
+            state = load(info.path, model=prepared.model)
+            prepared.backend.sampler.publish(state["policy_version"])
+            _, result = asyncio.run(prepared.play("evaluate", 0, settings))
+            result = result.model_copy(update={"label": info.path.name})
+            console.print(render_evaluation(result))
+            results.append(result)
     if len(results) == 2:
         console.print(render_comparison(compare(*results)))
     return results

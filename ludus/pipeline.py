@@ -100,7 +100,10 @@ class TrainingRun:
             tokenizer = make_tokenizer(self.config, train, shown)
             write_folder(self.folder.tokenizer, lambda path: tokenizer.save_pretrained(path))
         self.build(heldout)
-        asyncio.run(self._stages(train, conversations))
+        try:
+            asyncio.run(self._stages(train, conversations))
+        finally:
+            self.backend.close()
 
     async def _stages(self, train: Sequence[Task], conversations: Sequence[Conversation]) -> None:
         resumed = self.backend.checkpoints.latest(skip_damaged=self._skip_damaged)

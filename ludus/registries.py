@@ -8,7 +8,7 @@ from ludus.core.registry import Registry
 from ludus.core.sinks import SINKS
 from ludus.envs import ENVS
 from ludus.judges import JUDGES
-from ludus.models import ARCHITECTURES, TOKENIZERS
+from ludus.models import ARCHITECTURES, SAMPLERS, TOKENIZERS
 from ludus.tasks import READERS
 from ludus.train import ALGORITHMS
 
@@ -20,5 +20,6 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "model.architecture": ARCHITECTURES,
     "model.tokenizer": TOKENIZERS,
     "rl.algorithm": ALGORITHMS,
+    "sampler": SAMPLERS,
     "metrics": SINKS,
 }

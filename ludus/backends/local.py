@@ -1,4 +1,4 @@
-"""The local back end: sampler and learner in this process, on one set of weights."""
+"""The local back end: the learner in this process, and a sampler on the same machine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ludus.core.schema import OptimizerConfig, RunConfig
-from ludus.models.engine import InProcessSampler
+from ludus.models import SAMPLERS
 from ludus.models.renderer import Renderer
+from ludus.models.sampler import PolicySampler
 from ludus.train.checkpoint import CheckpointStore, load, random_state, set_random_state
 from ludus.train.learner import Learner
 from ludus.train.losses import LossFn
@@ -17,7 +18,10 @@ from ludus.train.packing import Batch
 
 
 class LocalBackend:
-    """Samples with the module that it trains: nothing is copied, so no weights can be stale.
+    """Trains in this process, and samples with what `config.sampler` names.
+
+    By default that is the very module that is trained: nothing is copied, so no weights can be
+    stale.
 
     Args:
         model: a Hugging Face causal LM.
@@ -33,11 +37,15 @@ class LocalBackend:
         torch.use_deterministic_algorithms(config.model.device == "cpu")
         self.model = model
         self._run_dir = run_dir
-        self._engine = InProcessSampler(
-            model,
+        self._sampler: PolicySampler = SAMPLERS.build(
+            config.sampler,
+            "sampler",
+            model=model,
             context_length=config.model.context_length,
             decode=renderer.tokenizer.decode,
             deterministic=config.rollout.deterministic,
+            tokenizer=renderer.tokenizer,
+            folder=run_dir / "sampler",
         )
         self.checkpoints = CheckpointStore(
             run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_best
@@ -46,8 +54,8 @@ class LocalBackend:
         self._published = 0
 
     @property
-    def sampler(self) -> InProcessSampler:
-        return self._engine
+    def sampler(self) -> PolicySampler:
+        return self._sampler
 
     @property
     def policy_version(self) -> int:
@@ -76,7 +84,7 @@ class LocalBackend:
         return self.learner.train_step(batch, loss)
 
     async def publish_weights(self) -> int:
-        """Count the version up, and forget what was computed with the weights before."""
+        """Count the version up, and have the sampler take the weights."""
         self._publish(self._published + 1)
         return self._published
 
@@ -110,8 +118,9 @@ class LocalBackend:
         return state
 
     def _publish(self, version: int) -> None:
-        self._published = self._engine.policy_version = version
-        self._engine.forget()
+        self._sampler.publish(version)
+        self._published = version
 
     def close(self) -> None:
-        """Nothing to release: the model belongs to the caller."""
+        """End the sampler; the model belongs to the caller."""
+        self._sampler.shutdown()

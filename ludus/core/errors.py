@@ -7,6 +7,7 @@
     ├── EpisodeError           ends one episode, never the run
     │   ├── EnvError           the environment raised or returned rubbish (status error_env)
     │   ├── ToolError          a tool broke                             (status error_tool)
+    │   ├── SamplerError       what samples broke down                  (status error_sampler)
     │   ├── EpisodeTimeout     a deadline passed                        (status error_timeout)
     │   ├── ContextOverflow    the prompt does not fit the context     (status truncated_length)
     │   └── Unscorable         nothing could give a reward              (status unscorable)
@@ -61,6 +62,10 @@ class EnvError(EpisodeError):
 
 class ToolError(EpisodeError):
     """A tool broke: not the model's fault, so never a reward of 0."""
+
+
+class SamplerError(EpisodeError):
+    """What samples broke down in the midst of a turn: not the model's fault."""
 
 
 class EpisodeTimeout(EpisodeError):

@@ -218,6 +218,10 @@ class RunConfig(Section):
         None, description="URL of the run store; null: SQLite in `runs_dir`; postgresql://..."
     )
     model: ModelConfig = Field(description="The policy.")
+    sampler: Spec = Field(
+        default_factory=lambda: Spec(name="in_process"),
+        description="What samples turns: the learner's own weights in this process, or a server.",
+    )
     env: Spec | None = Field(None, description="The environment that episodes are played in.")
     judge: Spec | None = Field(
         None, description="Scores episodes that the environment does not; null: the environment."

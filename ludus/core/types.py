@@ -121,7 +121,7 @@ class Score(Wire):
 
 
 class Status(StrEnum):
-    """How a trajectory ended. The last five are excluded from training, with a reason."""
+    """How a trajectory ended. The last six are excluded from training, with a reason."""
 
     COMPLETED = "completed"
     TRUNCATED_LENGTH = "truncated_length"  # the context or a turn's token limit was reached
@@ -129,6 +129,7 @@ class Status(StrEnum):
     UNSCORABLE = "unscorable"  # no judge and no environment could give a reward
     ERROR_ENV = "error_env"
     ERROR_TOOL = "error_tool"
+    ERROR_SAMPLER = "error_sampler"
     ERROR_TIMEOUT = "error_timeout"
     ABORTED = "aborted"
 
@@ -140,7 +141,12 @@ class Status(StrEnum):
     @property
     def retryable(self) -> bool:
         """Whether the failure lies in the infrastructure, so that trying again makes sense."""
-        return self in (Status.ERROR_ENV, Status.ERROR_TOOL, Status.ERROR_TIMEOUT)
+        return self in (
+            Status.ERROR_ENV,
+            Status.ERROR_TOOL,
+            Status.ERROR_SAMPLER,
+            Status.ERROR_TIMEOUT,
+        )
 
 
 @dataclass(slots=True)

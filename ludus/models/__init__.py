@@ -1,6 +1,7 @@
 """Models, tokenizers, renderers, samplers."""
 
 import os
+from typing import Any
 
 from ludus.core.registry import Registry, Row
 
@@ -27,3 +28,18 @@ TOKENIZERS: Registry[object] = Registry(
     context=frozenset({"texts", "framing", "special_tokens"}),
 )
 """Tokenizers that can be trained on a recipe's own texts."""
+
+SAMPLERS: Registry[Any] = Registry(
+    "sampler",
+    {
+        "in_process": Row(
+            "ludus.models.engine:InProcessSampler",
+            "train",
+            "in this process, on the learner's weights",
+        ),
+    },
+    context=frozenset(
+        {"model", "context_length", "decode", "deterministic", "tokenizer", "folder"}
+    ),
+)
+"""What samples turns with the policy that is trained: each is a `PolicySampler`."""

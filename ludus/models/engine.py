@@ -155,6 +155,14 @@ class InProcessSampler:
         for state in self._sessions.values():
             state.cached = []
 
+    def publish(self, version: int) -> None:
+        """The weights have changed: forget what was computed with those before."""
+        self.policy_version = version
+        self.forget()
+
+    def shutdown(self) -> None:
+        """Nothing to end: everything is in this process."""
+
     def _session(self, session: str, prompt_ids: list[int], params: SamplingParams) -> _Session:
         """The session that may sample this turn now."""
         if len(prompt_ids) + params.max_tokens > self._context_length:

@@ -68,3 +68,23 @@ class Sampler(Protocol):
         Errors: ContextOverflow where prompt and max_tokens do not fit the context.
         """
         ...
+
+
+class PolicySampler(Sampler, Protocol):
+    """A sampler of the policy under training, on this machine."""
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights that new turns are sampled with."""
+        ...
+
+    def publish(self, version: int) -> None:
+        """Sample with the model's weights as they are now, under this version.
+
+        Errors: TrainingError where the sampler cannot take them, or samples from others.
+        """
+        ...
+
+    def shutdown(self) -> None:
+        """End what the sampler started. Idempotent."""
+        ...

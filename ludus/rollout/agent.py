@@ -14,6 +14,7 @@ from ludus.core.errors import (
     EpisodeError,
     EpisodeTimeout,
     LudusError,
+    SamplerError,
     ToolError,
     Unscorable,
 )
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _STATUS_OF: dict[type[EpisodeError], Status] = {
     ToolError: Status.ERROR_TOOL,
+    SamplerError: Status.ERROR_SAMPLER,
     EpisodeTimeout: Status.ERROR_TIMEOUT,
     Unscorable: Status.UNSCORABLE,
 }

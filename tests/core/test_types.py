@@ -88,6 +88,7 @@ def test_wire_carriers_refuse_unknown_fields():
         (Status.UNSCORABLE, False, False),
         (Status.ERROR_ENV, False, True),
         (Status.ERROR_TOOL, False, True),
+        (Status.ERROR_SAMPLER, False, True),
         (Status.ERROR_TIMEOUT, False, True),
         (Status.ABORTED, False, False),
     ],
@@ -97,7 +98,7 @@ def test_statuses(status, trainable, retryable):
 
 
 def test_all_statuses_are_tested():
-    assert len(Status) == 8
+    assert len(Status) == 9
 
 
 def test_done_means_terminated_or_truncated():
