@@ -1,6 +1,6 @@
 """One optimizer step: forward, loss, backward over micro-batches, clip, AdamW.
 
-Shape suffixes: R rows of a micro-batch, T positions, V vocabulary, N loss tokens.
+Shape suffix: N, the loss tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ludus.core.errors import TrainingError
 from ludus.core.schema import OptimizerConfig
+from ludus.train.forward import Forward
 from ludus.train.losses import LossFn, LossInputs
-from ludus.train.packing import Batch, MicroBatch, attention_mask
+from ludus.train.packing import Batch, MicroBatch
 
 
 class Learner:
@@ -30,6 +31,7 @@ class Learner:
         num_steps: optimizer steps of the stage, which the schedule ends with.
         temperature: that of the rollouts; logits are divided by it, so that the learner's
             log-probabilities are those of the distribution that was sampled from.
+        context_length: the most tokens of a sample, where that is known.
         dump_dir: where a batch is saved whose loss is not finite.
     """
 
@@ -40,12 +42,13 @@ class Learner:
         num_steps: int,
         *,
         temperature: float = 1.0,
+        context_length: int | None = None,
         dump_dir: Path | None = None,
     ) -> None:
         self.model = model
         self.config = config
         self.num_steps = num_steps
-        self.temperature = temperature or 1.0
+        self.forward = Forward(model, temperature=temperature or 1.0, context_length=context_length)
         self.dump_dir = dump_dir
         self.step = 0
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -98,42 +101,28 @@ class Learner:
         return {**metrics, "grad_norm": norm, "lr": lr}
 
     def logprobs(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The policy's log-probabilities and entropies [N] of the loss tokens, row by row."""
-        device = self.parameters[0].device
-        logits_RTV = self.model(
-            input_ids=micro_batch.token_ids_RT.to(device),
-            use_cache=False,
-            **_attention(micro_batch, device),
-        ).logits
-        mask_RT = micro_batch.loss_mask_RT.to(device)
-        # The logits at t speak of the token at t + 1.
-        logits_NV = logits_RTV[:, :-1][mask_RT[:, 1:]].float()
-        if self.temperature != 1:
-            logits_NV = logits_NV / self.temperature
-        target_N = micro_batch.token_ids_RT.to(device)[mask_RT]
-        logprobs_NV = logits_NV.log_softmax(-1)
-        logprobs_N = logprobs_NV.gather(-1, target_N[:, None]).squeeze(-1)
-        entropy_N = -torch.linalg.vecdot(logprobs_NV.exp(), logprobs_NV)
-        return logprobs_N, entropy_N
+        """The policy's log-probabilities and entropies [N] of the loss tokens, with gradient."""
+        with self.forward.passes(micro_batch):
+            return self.forward.logprobs(micro_batch)
 
     def _backward(self, micro_batch: MicroBatch, loss: LossFn) -> tuple[float, dict[str, float]]:
         """Add the micro-batch's gradient; returns its loss and sums of its per-token metrics."""
-        device = self.parameters[0].device
-        logprobs_N, entropy_N = self.logprobs(micro_batch)
-        mask_RT = micro_batch.loss_mask_RT
-        reference_RT = micro_batch.ref_logprobs_RT
-        inputs = LossInputs(
-            logprobs_N=logprobs_N,
-            old_logprobs_N=micro_batch.old_logprobs_RT[mask_RT].to(device),
-            advantages_N=micro_batch.advantages_RT[mask_RT].to(device),
-            trajectory_N=micro_batch.trajectory_RT[mask_RT].to(device),
-            ref_logprobs_N=None if reference_RT is None else reference_RT[mask_RT].to(device),
-            entropy_N=entropy_N,
-        )
-        output = loss(inputs)
-        total = (output.loss_N * micro_batch.weights_RT[mask_RT].to(device)).sum()
-        if torch.isfinite(total):
-            total.backward()  # type: ignore[no-untyped-call]
+        device = self.forward.device
+        reference_N = micro_batch.ref_logprobs_N
+        with self.forward.passes(micro_batch):
+            logprobs_N, entropy_N = self.forward.logprobs(micro_batch)
+            inputs = LossInputs(
+                logprobs_N=logprobs_N,
+                old_logprobs_N=micro_batch.old_logprobs_N.to(device),
+                advantages_N=micro_batch.advantages_N.to(device),
+                trajectory_N=micro_batch.trajectory_N.to(device),
+                ref_logprobs_N=None if reference_N is None else reference_N.to(device),
+                entropy_N=entropy_N,
+            )
+            output = loss(inputs)
+            total = (output.loss_N * micro_batch.weights_N.to(device)).sum()
+            if torch.isfinite(total):
+                total.backward()  # type: ignore[no-untyped-call]
         sums = {name: float(value.detach().sum()) for name, value in output.metrics.items()}
         sums["entropy"] = float(entropy_N.detach().sum())
         return float(total.detach()), sums
@@ -153,21 +142,6 @@ class Learner:
             f"optimizer step {self.step}: {what}{where}. The weights are as they were before the "
             "step; lower optimizer.lr and resume"
         )
-
-
-def _attention(micro_batch: MicroBatch, device: torch.device) -> dict[str, Tensor | None]:
-    """Positions and mask of the rows.
-
-    Where each row is one sample, causal attention never looks at the padding behind it: it needs no
-    mask, and torch has faster kernels for it.
-    """
-    if micro_batch.segments_RT.max() > 1:
-        return {
-            "position_ids": micro_batch.positions_RT.to(device),
-            "attention_mask": attention_mask(micro_batch).to(device),
-        }
-    length = micro_batch.token_ids_RT.shape[1]
-    return {"position_ids": torch.arange(length, device=device)[None], "attention_mask": None}
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -200,5 +174,7 @@ def save_batch(batch: Batch, folder: Path) -> None:
         "num_micro_batches": len(batch.micro_batches),
         "num_samples": batch.num_samples,
         "num_loss_tokens": batch.num_loss_tokens,
+        "num_tokens": batch.num_tokens,
+        "num_unique_tokens": batch.num_unique_tokens,
     }
     (folder / "counts.json").write_text(json.dumps(counts))

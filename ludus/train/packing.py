@@ -1,25 +1,42 @@
 """Packing: samples of many lengths -> few rectangles with little padding.
 
-Samples 5 6 7 8 9 2 and 1 2 3 and 4 5, in two rows:
+Samples 5 6 7 8 9 2 and 1 2 3 and 4 5, in two rows ("packed"):
 
     token_ids    5 6 7 8 9 2      1 2 3 4 5 0
     positions    0 1 2 3 4 5      0 1 2 0 1 0
-    segments     1 1 1 1 1 1      1 1 1 2 2 0      0 is padding
+    ends         6 6 6 6 6 6      3 3 3 5 5 6      a token is seen by what follows, up to its end
 
-A token attends to its own segment only, so a packed sample computes what it computes alone. Shape
-suffixes: R rows of a micro-batch, T positions.
+Samples 5 6 7 8 9 and 5 6 7 1 2 share a prefix; as one tree in one row ("tree"):
+
+    token_ids    5 6 7 8 9 1 2
+    positions    0 1 2 3 4 3 4
+    ends         7 7 7 5 5 7 7                     1 follows 7: it sees 5 6 7, not 8 9
+
+A token attends to its own past only, so a packed sample computes what it computes alone, and what
+samples share is computed once, forward and backward. Loss tokens are listed apart, each with the
+place whose hidden state predicts it: in a tree, one place may predict several. Shape suffixes: R
+rows of a micro-batch, T positions, N loss tokens, P places that predict one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ludus.core.errors import ConfigError, TrainingError
 from ludus.core.types import Sample
+from ludus.train.tree import grow
+
+Layout = Literal["tree", "packed", "single"]
+"""Rows of token trees; several samples a row; one sample a row, for models that can do no more."""
+
+Row = list[tuple[int, int]]
+"""Samples side by side: the index of each, and how many tokens it shares with the one before."""
 
 NEW_ROW = 0.5
 """A sample opens a row when it fills at least this share of it, else it waits for shorter rows:
@@ -28,45 +45,85 @@ attention costs T for each token of a row, however short the samples in it are."
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The rows of one forward pass, on the CPU. Entries speak of the token at their position.
+    """The rows of one forward pass, and its loss tokens, on the CPU.
 
     Args:
         token_ids_RT: int64, padded with the pad id.
-        positions_RT: int64, from 0 in each sample.
-        segments_RT: int64, 1, 2, ... for the samples of a row; 0 is padding.
-        loss_mask_RT: bool; never set at a sample's first token, which nothing predicts.
-        old_logprobs_RT: float32, recorded when the token was sampled.
-        advantages_RT: float32.
-        weights_RT: float32, each token's share in the step's loss.
-        trajectory_RT: int64, number of the trajectory within the batch; -1 for padding.
-        ref_logprobs_RT: float32, where a reference model is kept.
+        positions_RT: int64, from 0 in each sample; 0 for padding.
+        ends_RT: int64; the token at t is seen by the row's positions from t to here, exclusive.
+            Padding sees itself alone.
+        places_P: int64, ascending indices into the flattened rows: where a loss token is predicted.
+        place_N: int64, which of these predicts a loss token.
+        target_N: int64, the loss token's id.
+        sample_N: int64, the loss token's sample, as an index into those of the batch.
+        index_N: int64, where it stands in its sample.
+        trajectory_N: int64, number of its trajectory within the batch.
+        old_logprobs_N: float32, recorded when it was sampled.
+        advantages_N: float32.
+        weights_N: float32, its share in the step's loss.
+        ref_logprobs_N: float32, where a reference model is kept.
     """
 
     token_ids_RT: Tensor
     positions_RT: Tensor
-    segments_RT: Tensor
-    loss_mask_RT: Tensor
-    old_logprobs_RT: Tensor
-    advantages_RT: Tensor
-    weights_RT: Tensor
-    trajectory_RT: Tensor
-    ref_logprobs_RT: Tensor | None = None
+    ends_RT: Tensor
+    places_P: Tensor
+    place_N: Tensor
+    target_N: Tensor
+    sample_N: Tensor
+    index_N: Tensor
+    trajectory_N: Tensor
+    old_logprobs_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+    ref_logprobs_N: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """All micro-batches of one optimizer step."""
+    """All micro-batches of one optimizer step, and the samples that they were made of.
+
+    Args:
+        num_unique_tokens: those computed: a prefix that samples share counts once a micro-batch.
+    """
 
     micro_batches: list[MicroBatch]
-    num_samples: int
-    num_loss_tokens: int
-    num_tokens: int
+    samples: Sequence[Sample]
+    weights: Sequence[Sequence[float]]
+    num_unique_tokens: int
+    layout: Layout = "packed"
+    pad_id: int = 0
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.samples)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(len(m.target_N) for m in self.micro_batches)
+
+    @property
+    def num_tokens(self) -> int:
+        """Logical tokens: those of all samples."""
+        return sum(len(sample.token_ids) for sample in self.samples)
 
     @property
     def padding(self) -> float:
         """Share of the positions that hold no token."""
         positions = sum(m.token_ids_RT.numel() for m in self.micro_batches)
-        return 1 - self.num_tokens / positions if positions else 0.0
+        return 1 - self.num_unique_tokens / positions if positions else 0.0
+
+    def halves(self, micro_batch: MicroBatch) -> list[MicroBatch]:
+        """The same loss tokens in two parts of about half the memory; none for a single sample."""
+        chosen = list(dict.fromkeys(micro_batch.sample_N.tolist()))
+        if len(chosen) < 2:
+            return []
+        middle, budget = len(chosen) // 2, micro_batch.token_ids_RT.numel()
+        return [
+            _fill(rows, self.samples, self.weights, self.pad_id)
+            for part in (chosen[:middle], chosen[middle:])
+            for rows in _plan(part, self.samples, budget, self.layout)
+        ]
 
 
 def pack(
@@ -75,10 +132,12 @@ def pack(
     *,
     tokens_per_batch: int,
     pad_id: int,
+    layout: Layout = "packed",
 ) -> Batch:
     """Pack samples into micro-batches of at most `tokens_per_batch` positions, padding included.
 
-    The result depends on the samples and their order alone. `weights` are an aggregate's.
+    The result depends on the samples and their order alone. `weights` are an aggregate's. A tree
+    that is larger than the budget is cut, and its parts repeat the prefix that they need.
 
     Errors: ConfigError for a sample that is longer than `tokens_per_batch`; TrainingError for one
     that contradicts itself.
@@ -88,48 +147,57 @@ def pack(
     references = {sample.ref_logprobs is not None for sample in samples}
     if len(references) > 1:
         raise TrainingError("some samples have reference log-probabilities and others have none")
-    names = dict.fromkeys(sample.trajectory_id for sample in samples)
-    numbers = {name: number for number, name in enumerate(names)}
-    plan = arrange([len(sample.token_ids) for sample in samples], tokens_per_batch)
+    plan = _plan(range(len(samples)), samples, tokens_per_batch, layout)
     return Batch(
-        [_fill(rows, samples, weights, numbers, pad_id) for rows in plan],
-        num_samples=len(samples),
-        num_loss_tokens=sum(sample.num_loss_tokens for sample in samples),
-        num_tokens=sum(len(sample.token_ids) for sample in samples),
+        [_fill(rows, samples, weights, pad_id) for rows in plan],
+        samples,
+        weights,
+        num_unique_tokens=sum(
+            len(samples[index].token_ids) - shared
+            for rows in plan
+            for row in rows
+            for index, shared in row
+        ),
+        layout=layout,
+        pad_id=pad_id,
     )
 
 
 def attention_mask(micro_batch: MicroBatch) -> Tensor:
     """Bool [R, 1, T, T], True where the query (third axis) may look at the key (fourth).
 
-    That is: in its own segment, at itself and before. Padding looks at padding, so that no row of
-    the mask is empty (a softmax over nothing is NaN). This is the meaning that
-    `scaled_dot_product_attention` gives to a boolean mask: use it with transformers' "sdpa".
+    That is: at itself and at its past. Padding looks at itself, so that no row of the mask is empty
+    (a softmax over nothing is NaN). This is the meaning that `scaled_dot_product_attention` gives
+    to a boolean mask: use it with transformers' "sdpa".
     """
-    segments_RT = micro_batch.segments_RT
-    same_RTT = segments_RT[:, :, None] == segments_RT[:, None, :]
-    return same_RTT.tril()[:, None]
+    ends_RT = micro_batch.ends_RT
+    every_T = torch.arange(ends_RT.shape[1])
+    seen_RTT = every_T[:, None] < ends_RT[:, None, :]
+    return seen_RTT.tril()[:, None]
 
 
-def arrange(lengths: Sequence[int], tokens_per_batch: int) -> list[list[list[int]]]:
+def arrange(
+    lengths: Sequence[int], tokens_per_batch: int, *, several: bool = True
+) -> list[list[list[int]]]:
     """Which samples go where: micro-batches of rows of sample indices.
 
     First-fit decreasing. The longest sample left sets a micro-batch's row length T; samples that
     fill at least half of it open rows while R * T stays in the budget, shorter ones only fill what
     room is left. So rows have similar lengths, and R * T * T, the cost of attention, stays small.
+    With `several` off, a row holds one sample.
     """
     left = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     plan: list[list[list[int]]] = []
     while left:
         longest = lengths[left[0]]
         max_rows = max(tokens_per_batch // max(longest, 1), 1)
-        rows, left = _first_fit(left, lengths, longest, max_rows)
+        rows, left = _first_fit(left, lengths, longest, max_rows, several)
         plan.append(rows)
     return plan
 
 
 def _first_fit(
-    order: Sequence[int], lengths: Sequence[int], row_length: int, max_rows: int
+    order: Sequence[int], lengths: Sequence[int], row_length: int, max_rows: int, several: bool
 ) -> tuple[list[list[int]], list[int]]:
     """Fill at most `max_rows` rows; returns them, and the samples that found no place."""
     rows: list[list[int]] = []
@@ -143,7 +211,7 @@ def _first_fit(
         elif len(rows) < max_rows and length >= NEW_ROW * row_length:
             row = len(rows)
             rows.append([])
-            room.append(row_length)
+            room.append(row_length if several else length)
         else:
             left.append(index)
             continue
@@ -177,42 +245,71 @@ def _check(sample: Sample, weights: Sequence[float], tokens_per_batch: int) -> N
         raise TrainingError(f"{where} has a loss on its first token, which nothing predicts")
 
 
+def _plan(
+    chosen: Sequence[int], samples: Sequence[Sample], tokens_per_batch: int, layout: Layout
+) -> list[list[Row]]:
+    """Which of the chosen samples go where: micro-batches of rows."""
+    ids = [samples[index].token_ids for index in chosen]
+    if layout == "tree":
+        plan = [[row] for row in grow(ids, tokens_per_batch)]
+    else:
+        places = arrange(list(map(len, ids)), tokens_per_batch, several=layout == "packed")
+        plan = [[[(i, 0) for i in row] for row in rows] for rows in places]
+    return [[[(chosen[i], shared) for i, shared in row] for row in rows] for rows in plan]
+
+
 def _fill(
-    rows: Sequence[Sequence[int]],
+    rows: Sequence[Row],
     samples: Sequence[Sample],
     weights: Sequence[Sequence[float]],
-    numbers: dict[str, int],
     pad_id: int,
 ) -> MicroBatch:
     """Write samples into tensors, row by row."""
-    shape = len(rows), max(sum(len(samples[i].token_ids) for i in row) for row in rows)
-    has_reference = samples[rows[0][0]].ref_logprobs is not None
-    batch = MicroBatch(
-        token_ids_RT=torch.full(shape, pad_id),
-        positions_RT=torch.zeros(shape, dtype=torch.int64),
-        segments_RT=torch.zeros(shape, dtype=torch.int64),
-        loss_mask_RT=torch.zeros(shape, dtype=torch.bool),
-        old_logprobs_RT=torch.zeros(shape),
-        advantages_RT=torch.zeros(shape),
-        weights_RT=torch.zeros(shape),
-        trajectory_RT=torch.full(shape, -1),
-        ref_logprobs_RT=torch.zeros(shape) if has_reference else None,
-    )
+    names = dict.fromkeys(sample.trajectory_id for sample in samples)
+    numbers = {name: number for number, name in enumerate(names)}
+    width = max(sum(len(samples[i].token_ids) - shared for i, shared in row) for row in rows)
+    ids_RT = np.full((len(rows), width), pad_id)
+    positions_RT = np.zeros_like(ids_RT)
+    ends_RT = np.tile(np.arange(1, width + 1), (len(rows), 1))
+    parts: dict[str, list[Any]] = {name: [] for name in _PER_LOSS_TOKEN}
     for r, row in enumerate(rows):
-        start = 0
-        for segment, index in enumerate(row, 1):
-            sample = samples[index]
+        path, stop = np.zeros(0, dtype=np.int64), 0
+        for number, shared in row:
+            sample = samples[number]
             length = len(sample.token_ids)
-            span = r, slice(start, start + length)
-            batch.token_ids_RT[span] = torch.tensor(sample.token_ids)
-            batch.positions_RT[span] = torch.arange(length)
-            batch.segments_RT[span] = segment
-            batch.loss_mask_RT[span] = torch.tensor(sample.loss_mask)
-            batch.old_logprobs_RT[span] = torch.tensor(sample.logprobs)
-            batch.advantages_RT[span] = torch.tensor(sample.advantages)
-            batch.weights_RT[span] = torch.tensor(weights[index])
-            batch.trajectory_RT[span] = numbers[sample.trajectory_id]
-            if batch.ref_logprobs_RT is not None and sample.ref_logprobs is not None:
-                batch.ref_logprobs_RT[span] = torch.tensor(sample.ref_logprobs)
-            start += length
-    return batch
+            start, stop = stop, stop + length - shared
+            path = np.concatenate([path[:shared], np.arange(start, stop)])
+            ids_RT[r, start:stop] = sample.token_ids[shared:]
+            positions_RT[r, start:stop] = np.arange(shared, length)
+            ends_RT[r, path] = stop
+            index_N = np.flatnonzero(sample.loss_mask)
+            count = len(index_N)
+            parts["place"].append(r * width + path[index_N - 1])
+            parts["target"].append(np.asarray(sample.token_ids)[index_N])
+            parts["sample"].append(np.full(count, number))
+            parts["index"].append(index_N)
+            parts["trajectory"].append(np.full(count, numbers[sample.trajectory_id]))
+            parts["old_logprobs"].append(np.asarray(sample.logprobs)[index_N])
+            parts["advantages"].append(np.asarray(sample.advantages)[index_N])
+            parts["weights"].append(np.asarray(weights[number])[index_N])
+            if sample.ref_logprobs is not None:
+                parts["ref_logprobs"].append(np.asarray(sample.ref_logprobs)[index_N])
+    tensors = {
+        f"{name}_N": torch.from_numpy(np.concatenate(found).astype(_PER_LOSS_TOKEN[name]))
+        for name, found in parts.items()
+        if found
+    }
+    places_P, tensors["place_N"] = torch.unique(tensors["place_N"], return_inverse=True)
+    return MicroBatch(
+        token_ids_RT=torch.from_numpy(ids_RT),
+        positions_RT=torch.from_numpy(positions_RT),
+        ends_RT=torch.from_numpy(ends_RT),
+        places_P=places_P,
+        **tensors,
+    )
+
+
+_PER_LOSS_TOKEN: dict[str, Any] = {
+    **dict.fromkeys(("place", "target", "sample", "index", "trajectory"), np.int64),
+    **dict.fromkeys(("old_logprobs", "advantages", "weights", "ref_logprobs"), np.float32),
+}

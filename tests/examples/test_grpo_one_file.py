@@ -14,6 +14,7 @@ import torch
 
 from ludus.core.schema import OptimizerConfig
 from ludus.core.types import Group, Segment, Task, Trajectory
+from ludus.train.advantages import group_normalised
 from ludus.train.algorithms import GRPO
 from ludus.train.learner import Learner
 from ludus.train.losses import LossInputs
@@ -86,7 +87,7 @@ def test_the_groups_have_signal(groups: list[list[Any]]) -> None:
 def test_advantages_agree(example: ModuleType, groups: list[list[Any]]) -> None:
     for group in groups:
         rewards = [episode.reward for episode in group]
-        assert GRPO.advantages(rewards) == pytest.approx(
+        assert group_normalised(rewards) == pytest.approx(
             example.group_advantages(rewards), abs=1e-9
         )
 
@@ -117,16 +118,15 @@ def test_loss_and_gradient_agree(
     assert len(batch.micro_batches) > 1
     for micro in batch.micro_batches:
         logprobs_N, _ = learner.logprobs(micro)
-        mask_RT = micro.loss_mask_RT
         output = GRPO.loss(
             LossInputs(
                 logprobs_N,
-                micro.old_logprobs_RT[mask_RT],
-                micro.advantages_RT[mask_RT],
-                micro.trajectory_RT[mask_RT],
+                micro.old_logprobs_N,
+                micro.advantages_N,
+                micro.trajectory_N,
             )
         )
-        total = (output.loss_N * micro.weights_RT[mask_RT]).sum()
+        total = (output.loss_N * micro.weights_N).sum()
         total.backward()
         loss += total.detach()
         clip_fraction += float(output.metrics["clip_fraction"].sum())

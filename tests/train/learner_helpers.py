@@ -19,7 +19,7 @@ from ludus.core.types import Sample
 from ludus.train.aggregates import token_mean
 from ludus.train.learner import Learner
 from ludus.train.losses import clipped
-from ludus.train.packing import Batch, pack
+from ludus.train.packing import Batch, MicroBatch, pack
 
 VOCAB = 40
 
@@ -71,6 +71,13 @@ def make_samples(num: int = 12, seed: int = 0) -> list[Sample]:
 
 def make_batch(samples: list[Sample], tokens_per_batch: int = 64) -> Batch:
     return pack(samples, token_mean(samples), tokens_per_batch=tokens_per_batch, pad_id=0)
+
+
+def starts(micro_batch: MicroBatch) -> int:
+    """Samples, or trees, in the rows of a micro-batch: their first tokens, padding aside."""
+    every_T = torch.arange(micro_batch.ends_RT.shape[1])
+    seen_RT = micro_batch.ends_RT > every_T + 1  # samples here have two tokens at least
+    return int(((micro_batch.positions_RT == 0) & seen_RT).sum())
 
 
 def digest(model: Any) -> str:

@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from learner_helpers import VOCAB, digest, make_batch, make_samples, policy, three_steps
+from learner_helpers import (
+    VOCAB,
+    digest,
+    make_batch,
+    make_samples,
+    policy,
+    starts,
+    three_steps,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -103,7 +111,7 @@ def test_the_gradient_is_that_of_a_plain_loop(temperature: float) -> None:
     for tokens_per_batch in (30, 64, 10_000):
         batch = pack(samples, weights, tokens_per_batch=tokens_per_batch, pad_id=0)
         counts.append(len(batch.micro_batches))
-        packed = packed or any((m.segments_RT > 1).any() for m in batch.micro_batches)
+        packed = packed or any(starts(m) > len(m.token_ids_RT) for m in batch.micro_batches)
         learner = make_learner(copy.deepcopy(model), temperature)
         gradients, metrics = step_gradients(learner, batch, SURROGATE)
         assert gradients.keys() == expected.keys()
@@ -162,12 +170,12 @@ async def test_log_probabilities_are_the_samplers(temperature: float) -> None:
         samples.append(row)
     batch = make_batch(samples, 150)
     assert len(batch.micro_batches) > 1
-    assert max(int(m.segments_RT.max()) for m in batch.micro_batches) > 1, "nothing was packed"
+    assert any(starts(m) > len(m.token_ids_RT) for m in batch.micro_batches), "nothing was packed"
     learner = make_learner(model, temperature)
     for micro_batch in batch.micro_batches:
         with torch.no_grad():
             logprobs_N, _ = learner.logprobs(micro_batch)
-        recorded_N = micro_batch.old_logprobs_RT[micro_batch.loss_mask_RT]
+        recorded_N = micro_batch.old_logprobs_N
         torch.testing.assert_close(logprobs_N, recorded_N, atol=1e-4, rtol=0)
     metrics = learner.train_step(batch, SURROGATE)
     assert metrics["ratio"] == pytest.approx(1, abs=1e-4)
@@ -192,12 +200,10 @@ def test_packed_rows_are_plain_ones_in_other_families(family: str) -> None:
     for tokens_per_batch in (30, 100):  # one sample a row without a mask; several with one
         got = {}
         for m in make_batch(samples, tokens_per_batch).micro_batches:
-            num_packed += int(m.segments_RT.max() > 1)
+            num_packed += int(starts(m) > len(m.token_ids_RT))
             with torch.no_grad():
                 logprobs_N, _ = learner.logprobs(m)
-            places = zip(
-                m.trajectory_RT[m.loss_mask_RT], m.positions_RT[m.loss_mask_RT], strict=True
-            )
+            places = zip(m.trajectory_N, m.index_N, strict=True)
             for (trajectory, position), logprob in zip(places, logprobs_N, strict=True):
                 got[f"t{int(trajectory)}", int(position)] = float(logprob)
         assert got.keys() == expected.keys()

@@ -62,15 +62,17 @@ def test_two_rows_by_hand() -> None:
     (micro,) = batch.micro_batches
     assert micro.token_ids_RT.tolist() == [[5, 6, 7, 8, 9, 2], [1, 2, 3, 4, 5, 31]]
     assert micro.positions_RT.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 0]]
-    assert micro.segments_RT.tolist() == [[1, 1, 1, 1, 1, 1], [1, 1, 1, 2, 2, 0]]
-    assert micro.loss_mask_RT.int().tolist() == [[0, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1, 0]]
-    assert micro.old_logprobs_RT.tolist() == [[0, -1, -1, -1, -1, -1], [0, -1, -1, 0, -1, 0]]
-    assert micro.advantages_RT.tolist() == [[0, 2, 2, 2, 2, 2], [0, 2, 2, 0, 2, 0]]
-    assert micro.trajectory_RT.tolist() == [[1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, -1]]
-    torch.testing.assert_close(
-        micro.weights_RT, torch.tensor([[0, 1, 2, 3, 4, 5], [0, 0.1, 0.2, 0, 0.3, 0]])
-    )
-    assert micro.ref_logprobs_RT is None
+    assert micro.ends_RT.tolist() == [[6, 6, 6, 6, 6, 6], [3, 3, 3, 5, 5, 6]]
+    assert micro.places_P.tolist() == [0, 1, 2, 3, 4, 6, 7, 9]
+    assert micro.place_N.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert micro.target_N.tolist() == [6, 7, 8, 9, 2, 2, 3, 5]
+    assert micro.sample_N.tolist() == [1, 1, 1, 1, 1, 0, 0, 2]
+    assert micro.index_N.tolist() == [1, 2, 3, 4, 5, 1, 2, 1]
+    assert micro.trajectory_N.tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+    assert micro.old_logprobs_N.tolist() == [-1.0] * 8
+    assert micro.advantages_N.tolist() == [2.0] * 8
+    torch.testing.assert_close(micro.weights_N, torch.tensor([1, 2, 3, 4, 5, 0.1, 0.2, 0.3]))
+    assert micro.ref_logprobs_N is None
     assert (batch.num_samples, batch.num_loss_tokens, batch.num_tokens) == (3, 8, 11)
     assert batch.padding == pytest.approx(1 / 12)
 
@@ -78,27 +80,22 @@ def test_two_rows_by_hand() -> None:
 def test_types() -> None:
     (micro,) = packed(make_samples([5, 4])).micro_batches
     types = {name: getattr(micro, name).dtype for name in MicroBatch.__slots__[:-1]}
-    assert {name for name, kind in types.items() if kind == torch.int64} == {
-        "token_ids_RT",
-        "positions_RT",
-        "segments_RT",
-        "trajectory_RT",
-    }
-    assert types.pop("loss_mask_RT") == torch.bool
-    assert set(types.values()) == {torch.int64, torch.float32}
+    floats = {"old_logprobs_N", "advantages_N", "weights_N"}
+    assert {name for name, kind in types.items() if kind == torch.float32} == floats
+    assert {kind for name, kind in types.items() if name not in floats} == {torch.int64}
 
 
 def test_the_mask_by_hand() -> None:
-    segments_RT = torch.tensor([[1, 1, 2, 0, 0]])
+    ends_RT = torch.tensor([[2, 2, 3, 4, 5]])
     (micro,) = packed(make_samples([5])).micro_batches
-    mask = attention_mask(replace(micro, segments_RT=segments_RT))
+    mask = attention_mask(replace(micro, ends_RT=ends_RT))
     assert mask.shape == (1, 1, 5, 5)
     assert mask[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
         [0, 0, 1, 0, 0],
         [0, 0, 0, 1, 0],
-        [0, 0, 0, 1, 1],
+        [0, 0, 0, 0, 1],
     ]
 
 
@@ -176,8 +173,8 @@ def test_reference_logprobs_are_all_or_none() -> None:
         packed([first, second])
     second.ref_logprobs = [0.0, -3.0]
     (micro,) = packed([first, second]).micro_batches
-    assert micro.ref_logprobs_RT is not None
-    assert micro.ref_logprobs_RT.tolist() == [[0, -2], [0, -3]]
+    assert micro.ref_logprobs_N is not None
+    assert micro.ref_logprobs_N.tolist() == [-2, -3]
 
 
 def test_nothing_packs_to_nothing() -> None:
@@ -217,26 +214,17 @@ def step(model: Any, batch: Batch) -> tuple[dict[tuple[int, ...], Tensor], float
             position_ids=micro.positions_RT,
             attention_mask=attention_mask(micro),
         ).logits
-        mask_RT = micro.loss_mask_RT
-        scores_RTV = logits_RTV[:, :-1].log_softmax(-1)
-        logprobs_RT = scores_RTV.gather(-1, micro.token_ids_RT[:, 1:, None])[..., 0]
-        logprobs_RT = torch.nn.functional.pad(logprobs_RT, (1, 0))
+        scores_PV = logits_RTV.flatten(0, 1)[micro.places_P].log_softmax(-1)
+        logprobs_N = scores_PV[micro.place_N, micro.target_N]
         output = clipped(0.2, 0.2)(
-            LossInputs(
-                logprobs_RT[mask_RT],
-                micro.old_logprobs_RT[mask_RT],
-                micro.advantages_RT[mask_RT],
-                micro.trajectory_RT[mask_RT],
-            )
+            LossInputs(logprobs_N, micro.old_logprobs_N, micro.advantages_N, micro.trajectory_N)
         )
-        total = (output.loss_N * micro.weights_RT[mask_RT]).sum()
+        total = (output.loss_N * micro.weights_N).sum()
         total.backward()
         loss += total.item()
-        for row, segments in enumerate(micro.segments_RT):
-            for segment in range(1, int(segments.max()) + 1):
-                here = segments == segment
-                key = tuple(micro.token_ids_RT[row, here].tolist())
-                by_sample[key] = logprobs_RT[row, here][1:].detach()
+        for index in micro.sample_N.unique().tolist():
+            key = tuple(batch.samples[index].token_ids)
+            by_sample[key] = logprobs_N[micro.sample_N == index].detach()
     return by_sample, loss
 
 
@@ -244,16 +232,12 @@ def step(model: Any, batch: Batch) -> tuple[dict[tuple[int, ...], Tensor], float
 def test_packed_equals_unpacked(model: Any, tokens_per_batch: int) -> None:
     samples = make_samples([3, 9, 25, 14, 6, 2, 40, 11, 5, 18, 7, 33])
     weights = trajectory_mean(samples)
-    alone = [
-        pack([s], [w], tokens_per_batch=1000, pad_id=0)
-        for s, w in zip(samples, weights, strict=True)
-    ]
-    unpacked = Batch([b.micro_batches[0] for b in alone], len(samples), 0, 0)
+    unpacked = pack(samples, weights, tokens_per_batch=1000, pad_id=0, layout="single")
     expected, expected_loss = step(model, unpacked)
     expected_gradient = [p.grad.clone() for p in model.parameters()]
 
     batch = packed(samples, tokens_per_batch)
-    assert max(int(m.segments_RT.max()) for m in batch.micro_batches) > 1
+    assert sum(len(m.token_ids_RT) for m in batch.micro_batches) < len(samples)
     found, loss = step(model, batch)
 
     assert found.keys() == expected.keys()

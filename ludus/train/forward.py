@@ -1,0 +1,183 @@
+"""The policy's forward pass over packed rows: hidden states, then log-probabilities and entropies.
+
+What a model can do is tried, not assumed, when the pass is made:
+
+    tiles   token trees and packed rows through our attention; the model takes it from transformers'
+            attention interface
+    dense   the same rows under a dense mask, where the model asks for an attention of its own
+    none    one sample a row, causal: sliding windows, recurrent layers, positions of its own making
+
+Shape suffixes: R rows, T positions, P places that predict a loss token, N loss tokens, E hidden
+size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ludus.core.types import Sample
+from ludus.train.attention import attending, tiles
+from ludus.train.logprobs import Head, backbone, find_head, score_logits
+from ludus.train.packing import Layout, MicroBatch, attention_mask, pack
+
+Attention = Literal["tiles", "dense", "none"]
+
+TOLERANCE = 1e-4
+"""Of the largest hidden state; rounding in float32 leaves about 1e-6."""
+
+
+class Forward:
+    """Passes of micro-batches through a Hugging Face causal LM.
+
+    Args:
+        model: the policy.
+        temperature: that of the rollouts; logits are divided by it.
+        context_length: the longest sample; None: unknown, then no sliding window is wide enough.
+    """
+
+    def __init__(
+        self, model: Any, *, temperature: float = 1.0, context_length: int | None = None
+    ) -> None:
+        self.model = model
+        self.temperature = temperature
+        self.device = next(model.parameters()).device
+        self.head: Head | None = find_head(model)
+        self.attention: Attention = self._find_attention(context_length)
+
+    @property
+    def layout(self) -> Layout:
+        """How samples are best laid out for this model."""
+        return "single" if self.attention == "none" else "tree"
+
+    @contextmanager
+    def passes(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Around a forward pass and its backward: the attention that its rows need."""
+        if not self._tiled(micro_batch):
+            yield
+            return
+        with attending(self.model, tiles(micro_batch.ends_RT[0])):
+            yield
+
+    def hidden_states(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """The last hidden states [P, E] of the places that predict loss tokens, after the final
+        norm; and their logits [P, V], where the model's head is not one that `Head` describes.
+
+        `hidden[micro_batch.place_N]` has one row a loss token: the state before it is chosen.
+        """
+        inputs = self._inputs(micro_batch)
+        places_P = micro_batch.places_P.to(self.device)
+        if self.head is not None:
+            hidden_RTE = backbone(self.model)(**inputs, use_cache=False).last_hidden_state
+            return hidden_RTE.flatten(0, 1)[places_P], None
+        output = self.model(**inputs, use_cache=False, output_hidden_states=True)
+        hidden_PE = output.hidden_states[-1].flatten(0, 1)[places_P]
+        return hidden_PE, output.logits.flatten(0, 1)[places_P]
+
+    def score(
+        self, hidden_PE: Tensor, logits_PV: Tensor | None, micro_batch: MicroBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies [N] of the loss tokens."""
+        place_N = micro_batch.place_N.to(self.device)
+        target_N = micro_batch.target_N.to(self.device)
+        if self.head is None:
+            assert logits_PV is not None
+            return score_logits(logits_PV, place_N, target_N, self.temperature)
+        return self.head.score(hidden_PE, place_N, target_N, self.temperature)
+
+    def logprobs(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The policy's log-probabilities and entropies [N] of the loss tokens, in their order.
+
+        Call it, and the backward pass, within `passes(micro_batch)`.
+        """
+        return self.score(*self.hidden_states(micro_batch), micro_batch)
+
+    def _inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor | None]:
+        """Ids, positions and mask of the rows.
+
+        Where each row is one sample, causal attention never looks at the padding behind it: it
+        needs no mask, and torch has faster kernels for it.
+        """
+        ids_RT = micro_batch.token_ids_RT.to(self.device)
+        positions_RT, mask = micro_batch.positions_RT.to(self.device), None
+        if not self._tiled(micro_batch):
+            if _branches(micro_batch):
+                mask = attention_mask(micro_batch).to(self.device)
+            else:
+                positions_RT = torch.arange(ids_RT.shape[1], device=self.device)[None]
+        return {"input_ids": ids_RT, "position_ids": positions_RT, "attention_mask": mask}
+
+    def _tiled(self, micro_batch: MicroBatch) -> bool:
+        return self.attention == "tiles" and len(micro_batch.token_ids_RT) == 1
+
+    def _find_attention(self, context_length: int | None) -> Attention:
+        if not _attends_to_everything(self.model.config.get_text_config(), context_length):
+            return "none"
+        choices: tuple[Attention, ...] = ("tiles", "dense")
+        # Tiles are many small products: for a GPU, too small.
+        for choice in choices if self.device.type == "cpu" else choices[1:]:
+            self.attention = choice
+            if self._is_exact():
+                return choice
+        return "none"
+
+    @torch.no_grad()
+    def _is_exact(self) -> bool:
+        """Whether two branching samples and a stranger, in one row, give what each gives alone."""
+        size = self.model.config.get_text_config().vocab_size
+        rows = [[3, 1, 4, 1, 5], [3, 1, 4, 2], [2, 7, 1]]
+        samples = [
+            Sample(
+                token_ids=[token % size for token in ids],
+                loss_mask=[False] + [True] * (len(ids) - 1),
+                logprobs=[0.0] * len(ids),
+                advantages=[0.0] * len(ids),
+                trajectory_id="",
+            )
+            for ids in rows
+        ]
+        weights = [s.logprobs for s in samples]
+        training = self.model.training
+        self.model.eval()
+        try:
+            results: dict[Layout, Tensor] = {}
+            for layout in ("tree", "single"):
+                found: dict[tuple[int, int], Tensor] = {}
+                for m in pack(
+                    samples, weights, tokens_per_batch=64, pad_id=0, layout=layout
+                ).micro_batches:
+                    with self.passes(m):
+                        hidden_NE = self.hidden_states(m)[0][m.place_N.to(self.device)].float()
+                    keys = zip(m.sample_N.tolist(), m.index_N.tolist(), strict=True)
+                    found |= dict(zip(keys, hidden_NE, strict=True))
+                results[layout] = torch.stack([found[key] for key in sorted(found)])
+        except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
+            return False
+        finally:
+            self.model.train(training)
+        single = results["single"]
+        half = next(self.model.parameters()).dtype.itemsize < 4
+        bound = (0.05 if half else TOLERANCE) * float(single.abs().max())
+        return bool((results["tree"] - single).abs().max() <= bound)
+
+
+def _branches(micro_batch: MicroBatch) -> bool:
+    """Whether some position does not see all before it, padding aside."""
+    positions_RT, ends_RT = micro_batch.positions_RT, micro_batch.ends_RT
+    every_T = torch.arange(ends_RT.shape[1])
+    padding_RT = (ends_RT == every_T + 1) & (positions_RT == 0)
+    return bool(((positions_RT != every_T) & ~padding_RT).any())
+
+
+def _attends_to_everything(config: Any, context_length: int | None) -> bool:
+    """Whether each layer sees all positions, as far as the model says."""
+    kinds = set(getattr(config, "layer_types", None) or [])
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in kinds if kinds else window is not None
+    if kinds - {"full_attention", "sliding_attention"}:
+        return False
+    return not slides or (context_length is not None and (window or 0) >= context_length)
