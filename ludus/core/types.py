@@ -165,6 +165,11 @@ class Segment:
 
     `logprobs is None` means *appended, not sampled*: no loss. A demonstration's turns carry zeros,
     for the expert that wrote them chose them with probability 1; their `policy_version` is None.
+
+    What an algorithm asks of other models is filled in after the episode, one number a token:
+    `learner_logprobs`, those of the policy that sampled, computed by the learner;
+    `ref_logprobs`, those of the reference model; `values`, what the critic expects before each
+    token, and, as one more number, after the last.
     """
 
     parent: int
@@ -174,6 +179,9 @@ class Segment:
     policy_version: int | None = None
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    learner_logprobs: list[float] | None = None
+    ref_logprobs: list[float] | None = None
+    values: list[float] | None = None
 
     def __post_init__(self) -> None:
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
@@ -264,6 +272,9 @@ class Sample:
 
     A token's entry speaks of the token itself (not of the one after it). A segment that several
     paths share has its loss in the first of them only: a sampled token trains once.
+
+    With a critic, `values` are what it expected before each token, and `returns` what it should
+    have expected.
     """
 
     token_ids: list[int]
@@ -275,6 +286,8 @@ class Sample:
     role: str = "agent"
     policy_version: int | None = None
     ref_logprobs: list[float] | None = None
+    values: list[float] | None = None
+    returns: list[float] | None = None
 
     @property
     def num_loss_tokens(self) -> int:

@@ -7,6 +7,8 @@ With rewards 1, 0, 0, 1:
     group_centred      0.5    -0.5    -0.5     0.5
     leave_one_out      0.667  -0.667  -0.667   0.667
     ones               1       1       1       1
+
+Advantages that differ from token to token, or compare across groups, are in `credit`.
 """
 
 from __future__ import annotations

@@ -6,11 +6,12 @@ P0 - A0 - E0 - A1        rows   P0 A0 E0 A1   loss on A0 and A1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 from ludus.core.types import Group, Sample, Trajectory
-from ludus.train.algorithms import Algorithm
+from ludus.train.algorithm import Algorithm
+from ludus.train.credit import Advantage, Credit, spread
 
 
 def to_samples(groups: Sequence[Group], algorithm: Algorithm) -> list[Sample]:
@@ -25,21 +26,25 @@ def to_samples(groups: Sequence[Group], algorithm: Algorithm) -> list[Sample]:
     ]
 
 
-def rows(trajectory: Trajectory, advantage: float) -> list[Sample]:
+def rows(trajectory: Trajectory, advantage: Advantage) -> list[Sample]:
     """The rows of one trajectory: each sampled token has its loss in exactly one of them.
 
     A row ends with its last loss token, for nothing is learned from what follows. A path without a
     loss of its own gives no row. `policy_version` is the oldest that sampled a row's loss tokens.
     """
+    return [_row(trajectory, path, fresh, advantage) for path, fresh in paths(trajectory)]
+
+
+def paths(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
+    """The segments of each row, and those of them whose loss is in this row."""
     trained: set[int] = set()
-    found: list[Sample] = []
+    found: list[tuple[list[int], list[int]]] = []
     for leaf in trajectory.leaves():
         path = trajectory.path(leaf)
         fresh = [i for i in path if i not in trained and _trains(trajectory, i)]
         if fresh:
             trained.update(fresh)
-            path = path[: path.index(fresh[-1]) + 1]
-            found.append(_row(trajectory, path, set(fresh), advantage))
+            found.append((path[: path.index(fresh[-1]) + 1], fresh))
     return found
 
 
@@ -48,22 +53,37 @@ def _trains(trajectory: Trajectory, index: int) -> bool:
     return segment.sampled and bool(segment.token_ids)
 
 
-def _row(trajectory: Trajectory, path: list[int], fresh: set[int], advantage: float) -> Sample:
-    row = Sample([], [], [], [], trajectory.id, trajectory.group_id, trajectory.role)
-    versions: list[int] = []
-    for index in path:
-        segment = trajectory.segments[index]
-        length, has_loss = len(segment.token_ids), index in fresh
-        row.token_ids += segment.token_ids
-        row.loss_mask += [has_loss] * length
-        row.advantages += [advantage if has_loss else 0.0] * length
-        if has_loss and segment.logprobs is not None:
-            row.logprobs += segment.logprobs
-            versions += [] if segment.policy_version is None else [segment.policy_version]
-        else:
-            row.logprobs += [0.0] * length
-    row.policy_version = min(versions, default=None)
-    return row
+def _row(trajectory: Trajectory, path: list[int], fresh: list[int], advantage: Advantage) -> Sample:
+    """The learner's own log-probabilities are the old ones, where it computed them."""
+    segments = trajectory.segments
+    returns = advantage.returns if isinstance(advantage, Credit) else None
+    advantages = spread(trajectory, advantage)
+
+    def laid(of_segment: Callable[[int], Sequence[float] | None]) -> list[float]:
+        """One number a token of the row: those of the segments with a loss, 0 elsewhere."""
+        found: list[float] = []
+        for i in path:
+            length = len(segments[i].token_ids)
+            found += (of_segment(i) if i in fresh else None) or [0.0] * length
+        return found
+
+    versions = [v for i in fresh if (v := segments[i].policy_version) is not None]
+    first = segments[fresh[0]]
+    return Sample(
+        token_ids=[t for i in path for t in segments[i].token_ids],
+        loss_mask=[i in fresh for i in path for _ in segments[i].token_ids],
+        logprobs=laid(lambda i: segments[i].learner_logprobs or segments[i].logprobs),
+        advantages=laid(advantages.__getitem__),
+        trajectory_id=trajectory.id,
+        group_id=trajectory.group_id,
+        role=trajectory.role,
+        policy_version=min(versions, default=None),
+        ref_logprobs=None
+        if first.ref_logprobs is None
+        else laid(lambda i: segments[i].ref_logprobs),
+        values=None if returns is None else laid(lambda i: (segments[i].values or [])[:-1]),
+        returns=None if returns is None else laid(returns.__getitem__),
+    )
 
 
 def split(samples: Sequence[Sample], num_minibatches: int, seed: int) -> list[list[Sample]]:

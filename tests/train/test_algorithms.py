@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,17 +25,31 @@ from ludus.train.aggregates import (
     trajectory_mean,
     trajectory_sum,
 )
-from ludus.train.algorithms import DAPO, DR_GRPO, GRPO, RLOO, SFT, Algorithm
+from ludus.train.algorithms import (
+    CISPO,
+    DAPO,
+    DR_GRPO,
+    GRPO,
+    GSPO,
+    PPO,
+    REINFORCE_PP,
+    REINFORCE_PP_BASELINE,
+    RLOO,
+    ROWS,
+    SFT,
+    TURN_GRPO,
+    Algorithm,
+)
 from ludus.train.losses import LossInputs
 from ludus.train.samples import to_samples
 
-ALL = [GRPO, DR_GRPO, DAPO, RLOO, SFT]
-RELATIVE = [GRPO, DR_GRPO, DAPO, RLOO]
+RELATIVE = [row for row in ROWS if row.compares]
 RATIOS = [1.5, 1.1, 0.5, 1.5]
 
 
 def episode(name: str, reward: float | None, num_sampled: int = 1, **more: object) -> Trajectory:
     turn = Segment(0, [9] * num_sampled, logprobs=[-1.0] * num_sampled)
+    turn.values = [0.25] * (num_sampled + 1)
     made = Trajectory(name, "g", "task", segments=[Segment(-1, [1, 2]), turn], reward=reward)
     for key, value in more.items():
         setattr(made, key, value)
@@ -60,7 +75,14 @@ def step(algorithm: Algorithm) -> tuple[float, list[float]]:
     weights_N = masked(samples, algorithm.aggregate(samples))
     logprobs_N = torch.tensor([-1 + math.log(r) for r in RATIOS], dtype=torch.float64)
     logprobs_N.requires_grad_()
-    output = algorithm.loss(LossInputs(logprobs_N, old_N, advantages_N, torch.tensor([0, 1, 1, 1])))
+    inputs = LossInputs(logprobs_N, old_N, advantages_N, torch.tensor([0, 1, 1, 1]))
+    if algorithm.critic:
+        returns_N = masked(samples, [s.returns or [] for s in samples])
+        old_values_N = masked(samples, [s.values or [] for s in samples])
+        inputs = replace(
+            inputs, values_N=old_values_N + 0.5, old_values_N=old_values_N, returns_N=returns_N
+        )
+    output = algorithm.loss(inputs)
     total = (output.loss_N * weights_N).sum()
     total.backward()
     assert logprobs_N.grad is not None
@@ -104,6 +126,86 @@ def test_rloo_by_hand() -> None:
     loss, gradient = step(RLOO)
     assert loss == pytest.approx(-0.5 * (2 + math.log(1.5) - math.log(0.825)))
     assert gradient == pytest.approx([-0.5, 0.5, 0.5, 0.5])
+
+
+def test_gspo_by_hand() -> None:
+    # GSPO (2507.18071), equations 5 to 7: s = geometric mean of the ratios, clip 3e-4 and 4e-4.
+    # X: s = 1.5, A = a > 0: clipped to 1.0004. Y: s = 0.825^(1/3) < 1 - 3e-4, A = -a: clipped.
+    a = 0.5 / (math.sqrt(0.5) + 1e-4)
+    loss, gradient = step(GSPO)
+    assert loss == pytest.approx(-0.5 * (1.0004 - (1 - 3e-4)) * a)
+    assert gradient == [0] * 4
+    # Wide clips: loss = -1/2 (1.5 a - s a); each token of Y has 1/3 of its trajectory's gradient.
+    s = 0.825 ** (1 / 3)
+    loss, gradient = step(ALGORITHMS.build(wide("gspo")))
+    assert loss == pytest.approx(-0.5 * (1.5 - s) * a)
+    assert gradient == pytest.approx([-0.75 * a] + [s * a / 6] * 3)
+
+
+def test_gspo_token_by_hand() -> None:
+    # One turn a trajectory, so that GSPO and GSPO-token are the same (section 4.3).
+    of_turns, whole = (step(ALGORITHMS.build(wide(name))) for name in ("gspo_token", "gspo"))
+    assert [of_turns[0], *of_turns[1]] == pytest.approx([whole[0], *whole[1]])
+
+
+def wide(name: str) -> Spec:
+    return Spec(name=name, args={"clip_low": 0.9, "clip_high": 9.0})
+
+
+def test_cispo_by_hand() -> None:
+    # CISPO (2506.13585): -min(r, 5) A log pi, mean over the 4 tokens; the ratio has no gradient.
+    # With the cap at 1.2: weights 1.2 | 1.1 0.5 1.2.
+    a = 0.5 / (math.sqrt(0.5) + 1e-4)
+    _, gradient = step(CISPO)
+    assert gradient == pytest.approx([-1.5 * a / 4, 1.1 * a / 4, 0.5 * a / 4, 1.5 * a / 4])
+    loss, gradient = step(ALGORITHMS.build(Spec(name="cispo", args={"cap": 1.2})))
+    assert gradient == pytest.approx([-1.2 * a / 4, 1.1 * a / 4, 0.5 * a / 4, 1.2 * a / 4])
+    logprobs = [-1 + math.log(r) for r in RATIOS]
+    assert loss == pytest.approx(sum(g * p for g, p in zip(gradient, logprobs, strict=True)))
+
+
+def test_turn_grpo_by_hand() -> None:
+    # One turn each: GRPO's advantages, DAPO's clips, trajectory mean.
+    # loss = -[1/2 * 1.28 a + 1/2 * 1/3 * (-3.4 a)]
+    a = 0.5 / (math.sqrt(0.5) + 1e-4)
+    assert step(TURN_GRPO)[0] == pytest.approx(-0.64 * a + 3.4 / 6 * a)
+
+
+def test_reinforce_pp_by_hand() -> None:
+    # REINFORCE++ (2501.03262): returns 1 | 0 0 0 over 4 tokens: mean 1/4, variance 3/16.
+    # A: sqrt(3) | -1/sqrt(3) three times. Clip 0.2, token mean.
+    # loss = -1/4 [1.2 sqrt(3) - (1.1 + 0.8 + 1.5) / sqrt(3)]
+    loss, gradient = step(REINFORCE_PP)
+    b = math.sqrt(3)
+    assert loss == pytest.approx(-(1.2 * b - 3.4 / b) / 4)
+    assert gradient == pytest.approx([0, 1.1 / b / 4, 0, 1.5 / b / 4])
+    # Each rollout the same: mean 1/2, variance 1/4, A = 1 | -1.
+    even = ALGORITHMS.build(Spec(name="reinforce_pp", args={"whiten_over": "rollout"}))
+    assert step(even)[0] == pytest.approx(-(1.2 - 3.4) / 4)
+
+
+def test_reinforce_pp_baseline_by_hand() -> None:
+    # Rewards minus their group's mean: 0.5 | -0.5 three times; over tokens mean -0.25, variance
+    # 3/16: the same as without the baseline, for there is one group.
+    based, plain = step(REINFORCE_PP_BASELINE), step(REINFORCE_PP)
+    assert [based[0], *based[1]] == pytest.approx([plain[0], *plain[1]])
+
+
+def test_ppo_by_hand() -> None:
+    # Values 0.25, gamma 1, lambda 0.95, both trajectories ended.
+    # X: delta 1 - 0.25 = 0.75. Y: deltas 0, 0, -0.25, so A = -0.25 (0.9025 0.95 1).
+    # Returns: 1 | 0.024375 0.0125 0. A is whitened over its 4 values; the critic now says 0.75,
+    # clipped to 0.45: its loss is the larger of the two squared errors, halved.
+    raw = [0.75, -0.225625, -0.2375, -0.25]
+    mean = sum(raw) / 4
+    std = math.sqrt(sum((x - mean) ** 2 for x in raw) / 4)
+    white = [(x - mean) / std for x in raw]
+    policy = -(1.2 * white[0] + 1.1 * white[1] + 0.8 * white[2] + 1.5 * white[3]) / 4
+    returns = [1, 0.024375, 0.0125, 0]
+    critic = sum(max((0.75 - r) ** 2, (0.45 - r) ** 2) / 2 for r in returns) / 4
+    loss, gradient = step(PPO)
+    assert loss == pytest.approx(policy + 0.5 * critic)
+    assert gradient == pytest.approx([0, -1.1 * white[1] / 4, 0, -1.5 * white[3] / 4])
 
 
 def test_sft_by_hand() -> None:
@@ -157,7 +259,7 @@ def test_a_trajectory_alone_is_dropped(algorithm: Algorithm) -> None:
 
 
 def test_only_dapo_drops_groups_without_signal() -> None:
-    for algorithm in ALL:
+    for algorithm in ROWS:
         same = group(episode("a", 0.0), episode("b", 0.0))
         kept = algorithm.assign([same])
         assert len(kept) == (0 if algorithm is DAPO else 2)
@@ -225,15 +327,12 @@ def test_means_weigh_one_in_all(aggregate: Aggregate) -> None:
 # The table
 
 
-@pytest.mark.parametrize("row", ALL, ids=lambda a: a.name)
+@pytest.mark.parametrize("row", ROWS, ids=lambda a: a.name)
 def test_the_registry_builds_every_row(row: Algorithm) -> None:
     built = ALGORITHMS.build(row.name)
     assert built.name == row.name in ALGORITHMS.names()
-    assert (built.advantages, built.keep, built.compares) == (
-        row.advantages,
-        row.keep,
-        row.compares,
-    )
+    for name in ("advantages", "keep", "compares", "scored", "regularised", "max_rounds", "critic"):
+        assert getattr(built, name) == getattr(row, name), name
     assert step(built) == step(row)
 
 
