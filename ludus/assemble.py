@@ -35,6 +35,7 @@ def check(config: RunConfig) -> None:
     An environment is built on trial, for it may refuse values that fit its signature.
     """
     check_specs(config, REGISTRIES)
+    _check_distribution(config)
     if config.env is not None:
         try:
             ENVS.build(config.env, "env")
@@ -43,6 +44,26 @@ def check(config: RunConfig) -> None:
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise ConfigError(f"env: {config.env.name!r} cannot be built: {what}") from error
+
+
+def _check_distribution(config: RunConfig) -> None:
+    """RL compares the learner's log-probabilities with the sampler's: of the same distribution.
+
+    Not in the schema, because a run of old has to stay readable.
+    """
+    if config.rl is None or config.rl.algorithm.name == "sft":
+        return
+    off = {"top_p": 1.0, "top_k": 0}
+    given = {key: getattr(config.rollout, key) for key in off}
+    faults = [
+        f"rollout.{key} must be {off[key]:g} where `rl` trains, got {given[key]:g}: the sampler's "
+        "log-probabilities would be those of the cut distribution, the learner's of the whole one"
+        for key in off
+        if given[key] != off[key]
+    ]
+    if faults:
+        remedy = "leave it out, or lower rollout.temperature for fewer unlikely tokens"
+        raise ConfigError("\n".join(f"{fault} ({remedy})" for fault in faults))
 
 
 def read_splits(config: RunConfig) -> tuple[TaskList, TaskList]:

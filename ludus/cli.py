@@ -12,8 +12,21 @@ import typer
 from ludus import __version__
 from ludus.core.errors import ConfigError, LudusError
 
+
+class _Verbs(typer.core.TyperGroup):
+    """Ctrl-C ends any verb with a word; typer's own end is silent."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("ludus: stopped", err=True)
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
     name="ludus",
+    cls=_Verbs,
     help="Train language-model agents by reinforcement learning.",
     no_args_is_help=True,
     add_completion=False,
@@ -316,9 +329,6 @@ def main() -> None:
     except LudusError as error:
         typer.echo(f"ludus: {error}", err=True)
         raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        typer.echo("ludus: stopped", err=True)
-        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

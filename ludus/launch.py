@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import platform
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +27,7 @@ from ludus.pipeline import Interrupted, TrainingRun
 from ludus.progress import Observer
 from ludus.reporting import report
 from ludus.runs import RunFolder, create_run, find_run, write_text
-from ludus.store import RunStore
+from ludus.store import RunExists, RunStore
 from ludus.tasks.readers import TaskList
 
 log = get_logger(__name__)
@@ -59,11 +60,8 @@ def train(config: RunConfig, observer: Observer) -> RunFolder:
     check(config)
     splits = read_splits(config)
     with RunStore.open(config.store, config.runs_dir) as store:
-        folder = create_run(config.runs_dir, config.name)
+        folder = _begin(config, store)
         with folder.lock():
-            with disk_faults(folder):
-                write_text(folder.config, dump_config(config))
-            _create(store, folder, config)
             observer.note(f"run {folder.id} in {folder.path}")
             _run(folder, config, splits, store, observer)
     return folder
@@ -109,6 +107,20 @@ def resume(
 def _refuse_debug(config: RunConfig) -> None:
     if config.backend == "debug":
         raise ConfigError("backend: debug trains nothing and leaves no run; use `ludus debug`")
+
+
+def _begin(config: RunConfig, store: RunStore) -> RunFolder:
+    """A folder and a row of the first number that is free in both: a store may be shared."""
+    while True:
+        folder = create_run(config.runs_dir, config.name, store.run_ids())
+        with disk_faults(folder):
+            write_text(folder.config, dump_config(config))
+        try:
+            _create(store, folder, config)
+        except RunExists:  # from another runs_dir, a moment ago
+            shutil.rmtree(folder.path)
+        else:
+            return folder
 
 
 def _create(store: RunStore, folder: RunFolder, config: RunConfig) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import IO
 
@@ -84,20 +86,19 @@ class RunFolder:
         return file
 
 
-def create_run(runs_dir: str | Path, name: str) -> RunFolder:
-    """A new folder `<name>-<n>`, with the first n that is free."""
+def create_run(runs_dir: str | Path, name: str, taken: Collection[str] = ()) -> RunFolder:
+    """A new folder `<name>-<n>`, with the first n that is free; the ids in `taken` are not."""
     parent = Path(runs_dir)
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        number = 1
-        while True:
+        for number in count(1):
             folder = parent / f"{name}-{number}"
-            try:
+            if folder.name in taken:
+                continue
+            with suppress(FileExistsError):
                 folder.mkdir()
-            except FileExistsError:
-                number += 1
-            else:
-                return RunFolder(folder)
+                break
+        return RunFolder(folder)
     except OSError as error:
         raise ConfigError(f"runs_dir: cannot create a run in {parent}: {error.strerror}") from None
 

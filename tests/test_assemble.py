@@ -64,9 +64,20 @@ def shown(task_id: str, *messages: Message) -> Demonstration:
 def test_all_wrong_plug_ins_are_told_at_once(load: Any):
     check(load())
     with pytest.raises(ConfigError) as error:
-        check(load("rl.algorithm=gpro", "judge=anser", "tasks.train.args.num_taks=3"))
+        check(load("rl.algorithm=grpoo", "judge=anser", "tasks.train.args.num_taks=3"))
     for told in ("rl.algorithm", "did you mean grpo?", "judge", "answer", "num_taks"):
         assert told in str(error.value)
+
+
+def test_rl_samples_from_the_whole_distribution(load: Any):
+    with pytest.raises(ConfigError) as error:
+        check(load("rollout.top_p=0.9", "rollout.top_k=20"))
+    first, second = str(error.value).splitlines()
+    assert first.startswith("rollout.top_p must be 1 where `rl` trains, got 0.9: the sampler's")
+    assert second.startswith("rollout.top_k must be 0 where `rl` trains, got 20: the sampler's")
+    assert "leave it out" in first
+    check(load("rollout.top_p=0.9", "rollout.top_k=20", "rl=null"))
+    check(load("rollout.top_p=0.9", "rl.algorithm=sft"))
 
 
 def test_the_splits(load: Any):

@@ -27,6 +27,13 @@ def test_runs_are_numbered(tmp_path: Path):
     assert create_run(runs, "demo").id == "demo-2", "the first number that is free"
 
 
+def test_a_number_that_a_shared_store_holds_is_left_out(tmp_path: Path):
+    taken = {"demo-1", "demo-3", "other-2"}
+    made = [create_run(tmp_path, "demo", taken).id for _ in range(2)]
+    assert made == ["demo-2", "demo-4"]
+    assert not (tmp_path / "demo-1").exists()
+
+
 def test_runs_made_at_once_have_folders_of_their_own(tmp_path: Path):
     ids: list[str] = []
     threads = [

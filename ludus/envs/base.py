@@ -4,11 +4,15 @@ One Env object plays one trajectory at a time. It knows nothing of tokens, model
 A whole environment:
 
     class Guess(Env):
+        secret = None
+
         async def reset(self, task):
             self.secret = task.data["seed"] % 10
             return Observation(messages=[Message(role="user", content="Guess a digit.")])
 
         async def step(self, action):
+            if self.secret is None:
+                raise EnvError("call reset first")
             hit = action.content.strip() == str(self.secret)
             reply = Message(role="user", content="right" if hit else "wrong")
             return StepResult(messages=[reply], reward=float(hit), terminated=hit)

@@ -14,11 +14,12 @@ from ludus.store.rows import (
     StepRow,
     TrajectoryRow,
 )
-from ludus.store.store import RunStore
+from ludus.store.store import RunExists, RunStore
 
 __all__ = [
     "DroppedRow",
     "Record",
+    "RunExists",
     "RunRow",
     "RunStatus",
     "RunStore",

@@ -200,7 +200,7 @@ def _heading(index: int, segment: Segment, turn: int, decode: Decode | None) -> 
 
 
 def _body(segment: Segment, decode: Decode | None) -> str:
-    if decode is not None:
+    if decode is not None and (segment.token_ids or segment.message is None):
         return decode(segment.token_ids)
     if segment.message is not None:
         return _message(segment.message)

@@ -45,6 +45,10 @@ T = TypeVar("T")
 _PAGE_ROWS, _PAGE_TREES = 2000, 100
 
 
+class RunExists(StoreError):
+    """The id of a new run is taken."""
+
+
 class RunStore:
     """Reads and writes one database. Safe to use from several threads.
 
@@ -102,7 +106,7 @@ class RunStore:
     def create_run(
         self, run_id: str, name: str, config: Mapping[str, Any], versions: Mapping[str, Any]
     ) -> None:
-        """Begin a run. Errors: StoreError where the id is taken."""
+        """Begin a run. Errors: RunExists where the id is taken."""
         values = {
             "id": run_id,
             "name": name,
@@ -118,7 +122,7 @@ class RunStore:
         except StoreError as error:
             if not isinstance(error.__cause__, IntegrityError):
                 raise
-            raise StoreError(
+            raise RunExists(
                 f"run {run_id!r} exists already in {self.url}: resume it, or choose another name"
             ) from error
 
@@ -182,6 +186,11 @@ class RunStore:
     def runs(self) -> list[RunRow]:
         """All runs, in the order in which they were created."""
         return self._read(queries.runs)
+
+    def run_ids(self) -> set[str]:
+        """The ids that are taken."""
+        query = select(db.runs.c.id)
+        return self._read(lambda connection: set(connection.scalars(query)))
 
     def run(self, run_id: str) -> RunRow:
         """One run."""

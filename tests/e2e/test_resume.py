@@ -140,9 +140,9 @@ def test_a_complete_run_is_left_alone_and_may_be_given_more_steps(
     assert {path for path in files if files[path] != after[path]} <= {ludus.run() / ".lock"}
     assert_same(ludus, reference)
 
-    done = ludus("train", "--resume", "tiny-1", "rl.steps=7", "rollout.top_k=5").ok()
+    done = ludus("train", "--resume", "tiny-1", "rl.steps=7", "rollout.temperature=0.9").ok()
     assert "changed: rl.steps from 5 to 7" in done.err
-    assert "changed: rollout.top_k from 0 to 5" in done.err
+    assert "changed: rollout.temperature from 1.0 to 0.9" in done.err
     assert "going on after step 5 of rl" in done.err
     rl = [line["step"] for line in ludus.metrics() if line["stage"] == "rl"]
     assert rl == list(range(7))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
+
 import faulty_envs as faulty
 import pytest
 
-from ludus.core.errors import ConfigError
-from ludus.core.types import Spec, Task
+from ludus.core.errors import ConfigError, EnvError
+from ludus.core.types import Message, Spec, Task
+from ludus.envs import base
 from ludus.envs.base import Env
 from ludus.envs.check import check_env
 
@@ -22,6 +26,16 @@ from ludus.envs.check import check_env
 )
 async def test_own_environments_conform(spec: Spec) -> None:
     assert await check_env(spec, num_tasks=5) == []
+
+
+async def test_the_environment_of_the_protocol_s_page_conforms() -> None:
+    """The example in the docstring of `ludus.envs.base`, as it stands there."""
+    text = inspect.getdoc(base) or ""
+    names = dict(vars(base)) | {"Message": Message, "EnvError": EnvError}
+    exec(textwrap.dedent(text[text.index("    class Guess") :]), names)
+    tasks = [Task(id=str(seed), data={"seed": seed}) for seed in range(4)]
+    findings = await check_env(names["Guess"], tasks=tasks)
+    assert [finding.severity for finding in findings] == ["note"], "it has no expert"
 
 
 async def test_a_faultless_environment_has_no_findings() -> None:

@@ -14,7 +14,7 @@ from store_examples import branched, make_groups
 
 from ludus.core.errors import ConfigError, StoreError
 from ludus.core.types import Group, Message, Segment, Status, Task, ToolCall, Trajectory
-from ludus.store import RunStatus, RunStore
+from ludus.store import RunExists, RunStatus, RunStore
 from ludus.store.codec import decode_json, encode_json, escape_text, unescape_text
 
 Open = Callable[..., RunStore]
@@ -64,7 +64,8 @@ def test_runs(store: RunStore) -> None:
     store.reopen_run("run-2")
     again = store.run("run-2")
     assert (again.status, again.finished, again.error) == (RunStatus.RUNNING, None, None)
-    with pytest.raises(StoreError, match="'run-2' exists already"):
+    assert store.run_ids() == {"run-1", "run-2"}
+    with pytest.raises(RunExists, match="'run-2' exists already"):
         store.create_run("run-2", "x", {}, {})
 
 

@@ -13,7 +13,7 @@ from store_examples import branched, make_groups
 from ludus.core.errors import StoreError
 from ludus.core.types import Group, Message, Segment, Task, Trajectory
 from ludus.store import RunStore
-from ludus.store.show import render_run, render_runs, render_trajectory
+from ludus.store.show import render_run, render_runs, render_trajectory, render_turns
 
 
 def text_of(shown: RenderableType, width: int = 100, color: bool = False) -> str:
@@ -141,3 +141,15 @@ def test_unknown_names(local: RunStore) -> None:
         render_run(local, "runn-1")
     with pytest.raises(StoreError, match=r"did you mean s0-g0-\d\?"):
         render_trajectory(local, "run-1", "s0-g0-O")
+
+
+def test_a_turn_without_tokens_shows_its_message() -> None:
+    turns = [
+        Segment(-1, [], None, Message(role="user", content="go to the ball")),
+        Segment(0, [7], None, Message(role="user", content="told by its tokens")),
+        Segment(1, [], None),
+    ]
+    shown = text_of(render_turns(Trajectory("t", "g", "k", turns), lambda ids: f"<{ids}>"))
+    assert "      go to the ball\n" in shown
+    assert "      <[7]>\n" in shown
+    assert "told by its tokens" not in shown

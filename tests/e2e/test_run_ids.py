@@ -1,0 +1,55 @@
+"""Ids of runs where folders and store disagree, and Ctrl-C before there is a run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from harness import BABYAI, Ludus
+
+SHORT = ["rl=null", "sft.steps=1", "demonstrations.num_episodes=6", "tasks.heldout=null"]
+
+
+def test_two_folders_of_runs_share_a_store(ludus: Ludus) -> None:
+    url = f"store=sqlite:///{ludus.cwd}/shared.db"
+    first = ludus("train", BABYAI, *SHORT, url, "--runs-dir", "a").ok()
+    second = ludus("train", BABYAI, *SHORT, url, "--runs-dir", "b").ok()
+    assert "run tiny-1 is complete: a/tiny-1/" in first.out
+    assert "run tiny-2 is complete: b/tiny-2/" in second.out
+    shutil.rmtree(ludus.cwd / "a" / "tiny-1")  # its row is still in the store
+    third = ludus("train", BABYAI, *SHORT, url, "--runs-dir", "a").ok()
+    assert "run tiny-3 is complete: a/tiny-3/" in third.out
+
+
+def test_a_number_that_another_takes_meanwhile(ludus: Ludus) -> None:
+    faster = (
+        "from ludus import launch\n"
+        "from ludus.store import RunStore\n"
+        "make = launch.create_run\n"
+        "def late(*args):\n"
+        "    folder = make(*args)\n"
+        "    if folder.id == 'tiny-1':\n"
+        "        with RunStore.open(None, 'runs') as store:\n"
+        "            store.create_run('tiny-1', 'tiny', {}, {})\n"
+        "    return folder\n"
+        "launch.create_run = late\n"
+    )
+    done = ludus("train", BABYAI, *SHORT, setup=faster).ok()
+    assert "run tiny-2 is complete" in done.out
+    assert [path.name for path in sorted(ludus.run().parent.glob("tiny-*"))] == ["tiny-2"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "target"),
+    [
+        (["train", BABYAI], "ludus.core.config:load_config"),
+        (["train", BABYAI], "ludus.launch:read_splits"),
+        (["runs"], "ludus.launch:open_store"),
+        (["checkpoint", "list", "x"], "ludus.runs:find_run"),
+    ],
+)
+def test_ctrl_c_before_a_run_begins(ludus: Ludus, argv: list[str], target: str) -> None:
+    done = ludus(*argv, setup=f"strike({target!r}, 1, 'interrupt')")
+    assert done.refused(130, "ludus: stopped").err.count("stopped") == 1
+    assert not Path(ludus.cwd / "runs" / "tiny-1").exists()
