@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ludus.backends.base import Backend
 from ludus.core.errors import TrainingError
+from ludus.core.occupancy import Split, busy
 from ludus.core.schema import OptimizerConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Sample, Task, Trajectory
@@ -64,23 +65,25 @@ class Stage:
 
 async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: int = 0) -> None:
     """Run the steps from `start` on. The back end has begun the stage, or loaded a checkpoint."""
+    split = Split()
     for step in range(start, stage.steps):
         clock = Clock()
         tasks = [next(stage.tasks) for _ in range(stage.groups_per_step)]
         groups = await stage.collect(tasks, step)
         _require_current(groups, backend.policy_version)
         clock.lap("rollout")
-        stage.tasks.observe(groups)
-        samples = to_samples(groups, stage.algorithm)
-        trained: list[dict[str, float]] = []
-        for part in _parts(stage, samples, step):
-            batch = _batch(stage, part)
-            done = await backend.train_step(batch, stage.algorithm.loss)
-            trained.append({**done, "padding": batch.padding})
-        metrics = group_metrics(groups) | train_metrics(trained)
-        metrics["train/policy_version"] = await backend.publish_weights()
+        with busy("train"):
+            stage.tasks.observe(groups)
+            samples = to_samples(groups, stage.algorithm)
+            trained: list[dict[str, float]] = []
+            for part in _parts(stage, samples, step):
+                batch = _batch(stage, part)
+                done = await backend.train_step(batch, stage.algorithm.loss)
+                trained.append({**done, "padding": batch.padding})
+            metrics = group_metrics(groups) | train_metrics(trained)
+            metrics["train/policy_version"] = await backend.publish_weights()
         clock.lap("train")
-        metrics |= clock.metrics(groups)
+        metrics |= clock.metrics(groups) | split.metrics()
         recorder.record(stage.name, step, groups, metrics)
         if stage.after_step and not await stage.after_step(step + 1):
             return

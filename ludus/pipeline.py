@@ -26,6 +26,7 @@ from ludus.backends.local import LocalBackend
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.logs import get_logger
 from ludus.core.metrics import MetricsLog
+from ludus.core.occupancy import busy
 from ludus.core.schema import EvaluateConfig, RunConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Task
@@ -298,7 +299,7 @@ class TrainingRun:
             success = await self._evaluate_between(step)
         ended = step == stage.steps or self._suffices(stage, success)
         if ended or self.stop_requested or step % self.config.checkpoint.every == 0:
-            with self.timed("checkpoints"):
+            with busy("checkpoint"), self.timed("checkpoints"):
                 state = {
                     "tasks": stage.tasks.state_dict(),
                     "timings": self.timings,
@@ -359,7 +360,7 @@ class TrainingRun:
         if not self.heldout:
             return None
         settings = self.config.evaluate.model_copy(update={"num_tasks": num_tasks})
-        with self.timed("evaluation"):
+        with busy("evaluate"), self.timed("evaluation"):
             groups, result = await self.play(label, step, settings)
         stage = f"evaluate/{label}"
         metrics = {"evaluate/success": result.success.value, "evaluate/score": result.score.value}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,17 @@ class Bandit(Env):
     async def step(self, action: Message) -> StepResult:
         won = self.pays == "all" or action.content == self.pays
         return StepResult(reward=float(won), terminated=True)
+
+
+class SleepyBandit(Bandit):
+    """A lever that takes its time, in a thread of its own."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def step(self, action: Message) -> StepResult:
+        time.sleep(self.seconds)
+        return await super().step(action)
 
 
 @dataclass

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,8 @@ import torch
 from loop_helpers import LEVERS, PLACES, Recording, World, task
 
 from ludus.core.errors import TrainingError
-from ludus.core.types import Spec, Trajectory
+from ludus.core.occupancy import PARTS
+from ludus.core.types import Group, Score, Spec, Task, Trajectory
 from ludus.loop import group_metrics, run_stage, train_metrics
 
 EVERYTHING = [(place, lever) for place in PLACES for lever in LEVERS]
@@ -26,7 +30,9 @@ ALWAYS = {
     "time/rollout_s",
     "time/train_s",
     "time/step_s",
+    "time/wall_s",
     "time/tokens_per_s",
+    *(f"time/{part}_s" for part in PARTS),
 }
 SCORED = {"rollout/reward", "rollout/success", "rollout/turns", "rollout/truncated"}
 TRAINED = {
@@ -229,3 +235,32 @@ def test_metrics_of_nothing() -> None:
         "train/optimizer_steps": 2,
     }
     assert group_metrics([])["rollout/groups_with_signal"] == 0
+
+
+async def test_the_time_of_a_step_is_split(tmp_path: Path) -> None:
+    """An environment and a judge that sleep while nobody computes: their time is told apart."""
+    world, kept = World(tmp_path), Recording()
+    stage = world.rl([task("hall")], steps=2, groups_per_step=1)
+    collector = replace(
+        world.collector(),
+        env=Spec(name="loop_helpers:SleepyBandit", args={"seconds": 0.05}),
+        judge=sleepy_judge,
+    )
+
+    async def collect(tasks: Sequence[Task], step: int) -> list[Group]:
+        return await collector.collect(tasks, step, 1)
+
+    stage.collect = collect
+    await run_stage(stage, world.backend, kept)
+    for _, _, _, metrics in kept.steps:
+        assert metrics["time/env_wait_s"] >= 0.05
+        assert metrics["time/judge_s"] >= 0.05
+        assert metrics["time/sample_s"] > 0
+        parts = [metrics[f"time/{part}_s"] for part in PARTS]
+        assert sum(parts) == pytest.approx(metrics["time/wall_s"])
+        assert metrics["time/wall_s"] >= metrics["time/step_s"]
+
+
+async def sleepy_judge(task: Task, trajectory: Trajectory) -> Score:
+    await asyncio.sleep(0.05)
+    return Score(value=float(len(trajectory.segments)))

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ludus.core.errors import ConfigError, ContextOverflow
+from ludus.core.occupancy import busy
 from ludus.models.probe import require_servable
 from ludus.models.sampler import Completion, SamplingParams
 from ludus.models.sampling import choose
@@ -197,9 +198,11 @@ class InProcessSampler:
             while self._waiting or self._running:
                 await self._settled()
                 if self._waiting and len(self._waiting) >= len(self._running):
-                    self._advance(self._admitted())
+                    with busy("sample"):
+                        self._advance(self._admitted())
                 elif self._running:
-                    self._advance(self._running)
+                    with busy("sample"):
+                        self._advance(self._running)
         except Exception as error:
             turns, self._waiting, self._running = [*self._waiting, *self._running], [], []
             for turn in turns:

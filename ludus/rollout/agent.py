@@ -18,6 +18,7 @@ from ludus.core.errors import (
     ToolError,
     Unscorable,
 )
+from ludus.core.occupancy import busy
 from ludus.core.schema import RolloutConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Message, Score, Status, StepResult, Task, Trajectory
@@ -170,7 +171,8 @@ class Agent:
 async def _verdict(judge: Judge, task: Task, trajectory: Trajectory) -> Score:
     """The judge's score. Errors: Unscorable where it breaks or gives none."""
     try:
-        score = await judge(task, trajectory)
+        with busy("judge"):
+            score = await judge(task, trajectory)
     except (LudusError, BdbQuit):
         raise
     except Exception as error:

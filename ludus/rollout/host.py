@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from ludus.core.errors import EnvError, EpisodeTimeout, ToolError, Unscorable
+from ludus.core.occupancy import busy
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall
 from ludus.envs.base import Env
 
@@ -197,7 +198,7 @@ class HostedEnv:
     async def close(self) -> None:
         """Close the environment; what goes wrong there is not the episode's fault any more."""
         if self._env is not None and not self._left_behind:
-            with suppress(Exception):
+            with suppress(Exception), busy("env_wait"):
                 await self._seat.run(self._release, self._deadline, blocking=self._blocking)
 
     async def _release(self) -> None:
@@ -208,7 +209,8 @@ class HostedEnv:
     async def _call(self, what: str, act: Act[T]) -> T:
         run = self._seat.run(act, self._deadline, blocking=self._blocking, last=self._release)
         try:
-            return await run
+            with busy("env_wait"):
+                return await run
         except Overdue:
             self._left_behind = self._blocking
             raise EpisodeTimeout(

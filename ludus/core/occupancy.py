@@ -1,0 +1,107 @@
+"""Where the wall time goes: each moment belongs to one part, so that the parts add up to the whole.
+
+    with busy("sample"):        # the sampler computes
+        ...
+
+Parts may overlap: a hundred environments work at once, some while the model computes. A moment goes
+to the first of these that is busy in it, and to none of the others:
+
+    train        an optimizer step, and publishing the weights
+    evaluate     held-out evaluation, whatever happens in it
+    checkpoint   saving
+    sample       the sampler computes
+    judge        at least one episode waits for its judge
+    env_wait     at least one episode waits for its environment
+    idle         the rest: the rollouts' own bookkeeping
+
+So `env_wait` is the time in which the processor's time is truly lost to environments: nothing
+computes with the model, and somebody waits for an environment.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Literal, get_args
+
+Part = Literal["train", "evaluate", "checkpoint", "sample", "judge", "env_wait", "idle"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+class Occupancy:
+    """Counts who is busy, and gives each moment to the first part of `PARTS` that is.
+
+    Safe to use from several threads; a change costs about a microsecond.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._busy = dict.fromkeys(PARTS, 0)
+        self._busy["idle"] = 1  # always, and last
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._current: Part = "idle"
+        self._since = clock()
+
+    def change(self, part: Part, by: int) -> None:
+        """So many more (or fewer) are busy with a part from now on."""
+        with self._lock:
+            self._busy[part] += by
+            self._settle()
+
+    def seconds(self) -> dict[Part, float]:
+        """Seconds that each part has had so far."""
+        with self._lock:
+            self._settle()
+            return dict(self._seconds)
+
+    def _settle(self) -> None:
+        now = self._clock()
+        self._seconds[self._current] += now - self._since
+        self._since = now
+        for part, count in self._busy.items():
+            if count > 0:
+                self._current = part
+                return
+
+
+OCCUPANCY = Occupancy()
+"""That of this process."""
+
+
+class busy:  # noqa: N801 - reads as a statement
+    """Within the block, one more is busy with `part`."""
+
+    __slots__ = ("_part",)
+
+    def __init__(self, part: Part) -> None:
+        self._part: Part = part
+
+    def __enter__(self) -> None:
+        OCCUPANCY.change(self._part, 1)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        OCCUPANCY.change(self._part, -1)
+
+
+class Split:
+    """The parts since the last look."""
+
+    def __init__(self, occupancy: Occupancy = OCCUPANCY) -> None:
+        self._occupancy = occupancy
+        self._last = occupancy.seconds()
+
+    def metrics(self) -> dict[str, float]:
+        """`time/<part>_s` since the last call, and their sum, `time/wall_s`."""
+        now = self._occupancy.seconds()
+        spent: Mapping[Part, float] = {part: now[part] - self._last[part] for part in PARTS}
+        self._last = now
+        parts = {f"time/{part}_s": seconds for part, seconds in spent.items()}
+        return {**parts, "time/wall_s": sum(spent.values())}
