@@ -24,7 +24,7 @@ from ludus.core.schema import RunConfig
 from ludus.core.sinks import build_sinks
 from ludus.models.tokenizers import load_tokenizer
 from ludus.pipeline import Interrupted, TrainingRun
-from ludus.progress import Observer
+from ludus.progress import Display, Observer
 from ludus.reporting import report
 from ludus.runs import RunFolder, create_run, find_run, write_text
 from ludus.store import RunExists, RunStore
@@ -141,7 +141,7 @@ def _run(
 
     `before`: the configuration that stays the run's if it fails before a step of the new one.
     """
-    setup_logging(folder.path)
+    setup_logging(folder.path, observer.console if isinstance(observer, Display) else None)
     run: TrainingRun | None = None
     try:
         with disk_faults(folder), MetricsLog(folder.metrics, build_sinks(config, folder.path)) as m:

@@ -128,9 +128,11 @@ def _choice(variable: str, allowed: tuple[str, ...], default: str) -> str:
 def _screen(style: str, console: Console | None) -> logging.Handler:
     """To stderr: JSON, or coloured lines on a terminal, or plain dated lines elsewhere."""
     handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    live = console is not None and console.is_terminal
     if style == "json":
+        handler = _AboveDisplay(console) if console is not None and live else handler
         handler.setFormatter(JsonFormatter())
-    elif console is not None or sys.stderr.isatty():
+    elif live or (console is None and sys.stderr.isatty()):
         from rich.console import Console
         from rich.logging import RichHandler
 
@@ -156,6 +158,22 @@ def _file(path: Path) -> logging.Handler:
     handler.setFormatter(JsonFormatter())
     handler.setLevel(logging.DEBUG)
     return handler
+
+
+class _AboveDisplay(logging.Handler):
+    """Whole lines on a console that redraws what it shows live below them."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from rich.text import Text
+
+        try:
+            self._console.print(Text(self.format(record)), soft_wrap=True)
+        except Exception:
+            self.handleError(record)
 
 
 class _RunLog(logging.FileHandler):

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.live import Live
 
 from ludus.core import logs
 from ludus.core.errors import ConfigError, LudusError
@@ -106,6 +107,23 @@ def test_a_terminal_gets_no_markup_from_events():
     text = screen.getvalue()
     assert "said [bold]this[/bold] answer='\\x1b[31mred' step=3" in text
     assert "\x1b[31m" not in text
+
+
+@pytest.mark.parametrize("style", ["human", "json"])
+def test_a_live_display_is_not_torn(style, monkeypatch):
+    monkeypatch.setenv("LOG_FORMAT", style)
+    screen = io.StringIO()
+    console = Console(file=screen, width=60, force_terminal=True, color_system=None)
+    setup_logging(console=console)
+    with Live("BAR", console=console, auto_refresh=False) as live:
+        live.refresh()
+        log.warning("an episode was tried again", task="x" * 80)
+    before = screen.getvalue().partition("an episode was tried again")[0]
+    assert before.count("BAR") > 0
+    assert before.rfind("\x1b[2K") > before.rfind("BAR"), "the bar is erased first"
+    if style == "json":
+        line = next(line for line in screen.getvalue().splitlines() if "tried again" in line)
+        assert json.loads(line[line.index("{") :])["task"] == "x" * 80, "nothing breaks a line"
 
 
 def test_log_level_rules_the_screen_and_info_the_file(tmp_path, capsys, monkeypatch):

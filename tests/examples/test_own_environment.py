@@ -97,3 +97,10 @@ def test_the_guide_shows_the_example():
         "class WithTasks(HigherOrLower):",
         "    def tiers(cls) -> tuple[str, ...]:",
     ]
+
+
+async def test_what_the_guide_shows_conforms(tmp_path: Path):
+    page = (ROOT / "docs" / "your-own-environment.md").read_text(encoding="utf-8")
+    file = tmp_path / "guide.py"
+    file.write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
+    assert await check_env(f"{file}:WithTasks") == []

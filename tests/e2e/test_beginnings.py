@@ -1,7 +1,8 @@
-"""Ids of runs where folders and store disagree, and Ctrl-C before there is a run."""
+"""A run's beginning and its screen: its id, Ctrl-C before there is a run, logs beside progress."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -53,3 +54,20 @@ def test_ctrl_c_before_a_run_begins(ludus: Ludus, argv: list[str], target: str) 
     done = ludus(*argv, setup=f"strike({target!r}, 1, 'interrupt')")
     assert done.refused(130, "ludus: stopped").err.count("stopped") == 1
     assert not Path(ludus.cwd / "runs" / "tiny-1").exists()
+
+
+def test_log_lines_stand_above_the_progress(ludus: Ludus) -> None:
+    warn = (
+        "from ludus.core.logs import get_logger\n"
+        "from ludus.train.learner import Learner\n"
+        "step = Learner.train_step\n"
+        "def told(*args, **kwargs):\n"
+        "    get_logger('ludus.test').warning('beside the bar')\n"
+        "    return step(*args, **kwargs)\n"
+        "Learner.train_step = told\n"
+    )
+    terminal = {"FORCE_COLOR": "1", "COLUMNS": "120"}  # stderr counts as a terminal
+    shown = ludus("train", BABYAI, *SHORT, setup=warn, env=terminal).ok().err
+    assert "\x1b[2K" in shown, "there is a live display"
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert re.search(r"\x1b\[2K *[\d:]+ +WARNING +beside the bar", plain)
