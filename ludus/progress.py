@@ -16,7 +16,11 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from ludus.core.occupancy import PARTS
 from ludus.core.types import Trajectory
+
+WIDE = 132
+"""Columns from which a terminal has room for the parts of a step's time."""
 
 
 class Observer(Protocol):
@@ -44,8 +48,8 @@ class Observer(Protocol):
 class Display:
     """Live progress on a terminal; elsewhere one line every few seconds.
 
-    Shows the stage, the step, success, reward, loss, tokens a second, and the time left in the
-    stage, extrapolated from its steps so far.
+    Shows the stage, the step, success, reward, loss, tokens a second, where there is room the parts
+    of the step's time, and the time left in the stage, extrapolated from its steps so far.
     """
 
     def __init__(self, console: Console | None = None, *, every_s: float = 10.0) -> None:
@@ -85,7 +89,9 @@ class Display:
     def step(self, stage: str, step: int, metrics: dict[str, float]) -> None:
         """Show the step's numbers."""
         self._episodes = 0
-        self._advance(step + 1, summary(stage, metrics))
+        wide = not self.console.is_terminal or self.console.width >= WIDE
+        split = time_split(metrics) if wide else ""
+        self._advance(step + 1, f"{summary(stage, metrics)}  {split}".rstrip())
 
     def note(self, text: str) -> None:
         """Print a line above the bars."""
@@ -146,4 +152,16 @@ def summary(stage: str, metrics: dict[str, float]) -> str:
     shown = [*(loss if stage == "sft" else outcome), ("tok/s", "time/tokens_per_s", "{:,.0f}")]
     return "  ".join(
         f"{label} {form.format(metrics[name])}" for label, name, form in shown if name in metrics
+    )
+
+
+def time_split(metrics: dict[str, float]) -> str:
+    """`sample 55% train 38% env 3%`: parts of the step's wall time, the largest first, from 1 %."""
+    wall = metrics.get("time/wall_s", 0.0)
+    if wall <= 0:
+        return ""
+    shares = {part: metrics.get(f"time/{part}_s", 0.0) / wall for part in PARTS}
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    return " ".join(
+        f"{part.removesuffix('_wait')} {share:.0%}" for part, share in ordered if share >= 0.01
     )

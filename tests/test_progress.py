@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ludus import progress
 from ludus.core.types import Trajectory
-from ludus.progress import Display, summary
+from ludus.progress import Display, summary, time_split
 
 METRICS = {
     "rollout/success": 0.456,
@@ -170,3 +170,26 @@ def test_episodes_of_a_long_step_are_counted():
 def test_a_terminal_is_left_alone_until_a_stage_begins():
     assert played(lambda display: None, terminal=True) == ""
     assert played(lambda display: display.note("hello"), terminal=True) == "hello\n"
+
+
+SPLIT = {"time/wall_s": 2.0, "time/sample_s": 1.1, "time/train_s": 0.8, "time/env_wait_s": 0.09}
+
+
+@pytest.mark.parametrize(("terminal", "width"), [(True, 80), (True, 140), (False, 80)])
+def test_the_split_of_a_step_is_shown_where_there_is_room(
+    terminal: bool, width: int, clock: Clock
+) -> None:
+    def run(display: Display) -> None:
+        display.stage("rl", 2)
+        clock.now += 20
+        display.step("rl", 0, METRICS | SPLIT)
+
+    shown = "sample 55% train 40% env 4%" in played(run, terminal, width)
+    assert shown is (width == 140 or not terminal)
+
+
+def test_parts_of_less_than_a_percent_are_left_out() -> None:
+    assert time_split({"time/wall_s": 10.0, "time/sample_s": 9.95, "time/judge_s": 0.05}) == (
+        "sample 100%"
+    )
+    assert time_split({}) == ""

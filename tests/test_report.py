@@ -8,8 +8,9 @@ import pytest
 
 from ludus.core.types import Group, Message, Segment, Status, Task, Trajectory
 from ludus.evaluate import compare, summarise
-from ludus.report import MAX_TEXT, ReportData, Rollout, headline, write_report
+from ludus.report import MAX_TEXT, ReportData, Rollout, headline, render, write_report
 from ludus.report.charts import Curve, duration, make_chart, nice_ticks, show, smooth, thinned
+from ludus.report.stacked import MAX_COLUMNS, make_stacked
 
 TIERS = ("GoToLocal", "PickupLoc", "UnlockLocal")
 EVIL = "<script>window.hacked = 1</script><img src=http://example.org/x.png onerror=hacked=1>"
@@ -48,6 +49,29 @@ def rollout(label, reward, turns=4, **trajectory):
     return Rollout(label, task, played, texts)
 
 
+def parts(draw):
+    """A step of about 2.9 seconds, split, with its tokens, utilisation and memory."""
+    seconds = {"sample": 1.6, "train": 0.9, "env_wait": 0.2, "judge": 0.0, "checkpoint": 0.1}
+    seconds |= {"evaluate": 0.0, "idle": 0.1}
+    split = {
+        f"time/{name}_s": value * (0.8 + 0.4 * draw.random()) for name, value in seconds.items()
+    }
+    return {
+        **split,
+        "time/wall_s": sum(split.values()),
+        "rollout/tokens": 15000.0,
+        "rollout/unique_tokens": 9000.0,
+        "train/tokens": 15000.0,
+        "train/unique_tokens": 9000.0,
+        "train/optimizer_steps": 1.0,
+        "time/mfu": 0.21,
+        "time/train_mfu": 0.4,
+        "time/sample_mfu": 0.18,
+        "time/peak_gflops": 121.0,
+        "memory/rss_peak_gb": 0.83,
+    }
+
+
 def records():
     draw = random.Random(0)
     made = []
@@ -79,6 +103,7 @@ def records():
                 "train/entropy": 0.9 * math.exp(-step / 80) + draw.gauss(0, 0.01),
                 "train/policy_version": float(step + 1),
                 "time/tokens_per_s": 5200 + draw.gauss(0, 200),
+                **parts(draw),
             }
         )
         if (step + 1) % 30 == 0:
@@ -351,3 +376,35 @@ def test_in_a_browser(browser, page, scheme, width):
     assert complaints == []
     assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
     tab.close()
+
+
+def test_the_parts_of_a_step_are_stacked(data):
+    chart = make_stacked(data.records, "rl")
+    assert chart is not None
+    assert [part.name for part in chart.parts] == [
+        "sampling", "training", "waiting for environments", "checkpoints", "bookkeeping and idle",
+    ]  # fmt: skip
+    assert sum(part.seconds for part in chart.parts) == pytest.approx(chart.seconds)
+    assert sum(part.share for part in chart.parts) == pytest.approx(1)
+    assert chart.steps == 120
+    facts = dict(chart.facts)
+    assert facts["tokens trained"] == "1,800,000; computed: 1,080,000"
+    assert facts["most memory, resident"] == "0.83 GB"
+    below = [0.0] * MAX_COLUMNS
+    for part in chart.parts:  # each band stands on the one before
+        points = [tuple(map(float, point.split(","))) for point in part.points.split()]
+        assert len(points) == 4 * MAX_COLUMNS
+        bottom = [y for _, y in points[2 * MAX_COLUMNS :][::-1]]
+        if part is not chart.parts[0]:
+            assert bottom == below
+        below = [y for _, y in points[: 2 * MAX_COLUMNS]]
+    page = render(data)
+    assert "Seconds a step" in page
+    assert "waiting for environments" in page
+
+
+def test_a_run_of_one_step_has_its_parts():
+    chart = make_stacked([{**records()[-2], "stage": "rl", "step": 7}], "rl")
+    assert chart is not None
+    assert [text for _, text in chart.x_ticks] == ["7"]
+    assert make_stacked([{"stage": "rl", "step": 0, "time": 0.0}], "rl") is None

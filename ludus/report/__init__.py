@@ -25,6 +25,7 @@ from ludus.core.evaluation import Comparison, Difference, Estimate, Evaluation
 from ludus.core.types import Segment, Task, Trajectory
 from ludus.report import charts
 from ludus.report.charts import CURVES, Curve, Record
+from ludus.report.stacked import make_stacked
 
 MAX_TEXT = 20_000  # characters of one segment; what is beyond is cut, and said to be
 
@@ -105,6 +106,7 @@ def render(data: ReportData) -> str:
     loader = environment.loader
     assert loader is not None
     style, script = (loader.get_source(environment, name)[0] for name in ("page.css", "page.js"))
+    stacked = [make_stacked(data.records, stage) for stage in ("rl", "sft")]
     drawn = [charts.make_chart(data.records, curve) for curve in data.curves]
     found = [chart for chart in drawn if chart is not None]
     return environment.get_template("page.html").render(
@@ -123,6 +125,7 @@ def render(data: ReportData) -> str:
             "bottom": charts.HEIGHT - charts.BOTTOM,
         },
         sparks=charts.make_sparks(data.records, [chart.curve for chart in found]),
+        stacked=[chart for chart in stacked if chart is not None],
         rollouts=[view(rollout) for rollout in data.rollouts],
         total=math.fsum(data.timings.values()),
         style=Markup(style),

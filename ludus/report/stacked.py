@@ -1,0 +1,170 @@
+"""Where each step's time went: parts stacked over the steps, and a table of their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ludus.core.occupancy import PARTS
+from ludus.report import charts
+from ludus.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Record
+
+MAX_COLUMNS = 80
+
+NAMES = {
+    "train": "training",
+    "evaluate": "evaluation",
+    "checkpoint": "checkpoints",
+    "sample": "sampling",
+    "judge": "waiting for the judge",
+    "env_wait": "waiting for environments",
+    "idle": "bookkeeping and idle",
+}
+ORDER = ("sample", "train", "env_wait", "judge", "evaluate", "checkpoint", "idle")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a stage's time. `color` numbers the page's palette."""
+
+    name: str
+    color: int
+    points: str
+    seconds: float
+    share: float
+    per_step: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """A stage's chart, in SVG units, and what stands beside it."""
+
+    stage: str
+    steps: int
+    parts: list[Part]
+    seconds: float
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    unit: str
+    facts: list[tuple[str, str]]
+
+
+def make_stacked(records: Sequence[Record], stage: str) -> Stacked | None:
+    """The chart of a stage, or None where no step of it tells its parts.
+
+    With more steps than columns, a column is the mean of neighbouring steps.
+    """
+    rows = [r for r in records if r["stage"] == stage and (r.get("time/wall_s") or 0) > 0]
+    if not rows:
+        return None
+    shown = [part for part in ORDER if any(r.get(f"time/{part}_s") for r in rows)]
+    columns = _columns(rows, shown)
+    highest = max(sum(column) for column in columns)
+    scale, unit = (1e3, "milliseconds") if highest < 0.5 else (1.0, "seconds")
+    y_ticks = charts.nice_ticks(0, highest * scale, 4)
+    seconds = sum(r["time/wall_s"] for r in rows)
+    first, last = rows[0]["step"], rows[-1]["step"]
+    parts, below = [], [0.0] * len(columns)
+    for number, part in enumerate(shown):
+        above = [low + column[number] for low, column in zip(below, columns, strict=True)]
+        total = sum(r.get(f"time/{part}_s") or 0.0 for r in rows)
+        top = y_ticks[-1] / scale
+        parts.append(
+            Part(
+                NAMES[part],
+                number,
+                _area(below, above, top),
+                total,
+                total / seconds,
+                total / len(rows),
+            )
+        )
+        below = above
+    return Stacked(
+        stage,
+        len(rows),
+        parts,
+        seconds,
+        _x_ticks(first, last),
+        [(_y(tick, y_ticks[-1]), charts.show(tick)) for tick in y_ticks],
+        unit,
+        _facts(rows),
+    )
+
+
+def _columns(rows: Sequence[Record], parts: Sequence[str]) -> list[list[float]]:
+    """Seconds of each part in each column."""
+    count = min(len(rows), MAX_COLUMNS)
+    edges = [round(i * len(rows) / count) for i in range(count + 1)]
+    return [
+        [
+            sum(r.get(f"time/{part}_s") or 0.0 for r in rows[low:high]) / (high - low)
+            for part in parts
+        ]
+        for low, high in pairwise(edges)
+    ]
+
+
+def _area(below: Sequence[float], above: Sequence[float], top: float) -> str:
+    """A band of steps from `below` to `above`, as the points of a polygon."""
+    width = (WIDTH - LEFT - RIGHT) / len(above)
+    upper, lower = [], []
+    for i, (low, high) in enumerate(zip(below, above, strict=True)):
+        left, right = LEFT + i * width, LEFT + (i + 1) * width
+        upper += [f"{left:.1f},{_y(high, top):.1f}", f"{right:.1f},{_y(high, top):.1f}"]
+        lower += [f"{left:.1f},{_y(low, top):.1f}", f"{right:.1f},{_y(low, top):.1f}"]
+    return " ".join(upper + lower[::-1])
+
+
+def _y(value: float, top: float) -> float:
+    return round(HEIGHT - BOTTOM - value / top * (HEIGHT - TOP - BOTTOM), 1)
+
+
+def _x_ticks(first: int, last: int) -> list[tuple[float, str]]:
+    """Ticks at the middle of their steps' columns."""
+    width = (WIDTH - LEFT - RIGHT) / (last - first + 1)
+    ticks = charts.nice_ticks(first, last, 6) if last > first else [float(first)]
+    whole = sorted({round(tick) for tick in ticks if first <= round(tick) <= last})
+    return [(round(LEFT + (tick - first + 0.5) * width, 1), f"{tick:,}") for tick in whole]
+
+
+def _facts(rows: Sequence[Record]) -> list[tuple[str, str]]:
+    """Tokens, utilisation and memory over the stage."""
+
+    def values(name: str) -> list[float]:
+        return [float(r[name]) for r in rows if isinstance(r.get(name), int | float)]
+
+    def total(name: str, times: str | None = None) -> float:
+        return sum(
+            float(r.get(name) or 0.0) * (float(r.get(times) or 0.0) if times else 1.0) for r in rows
+        )
+
+    facts = []
+    for what, unique, logical, times in (
+        ("tokens of episodes", "rollout/unique_tokens", "rollout/tokens", None),
+        ("tokens trained", "train/unique_tokens", "train/tokens", "train/optimizer_steps"),
+    ):
+        if counted := total(logical, times):
+            computed = total(unique, times)
+            ratio = f"; computed: {computed:,.0f}" if computed else ""
+            facts.append((what, f"{counted:,.0f}{ratio}"))
+    for what, name in (
+        ("utilisation of the machine, whole step", "time/mfu"),
+        ("while sampling", "time/sample_mfu"),
+        ("while training", "time/train_mfu"),
+    ):
+        if found := values(name):
+            facts.append((what, f"{100 * sum(found) / len(found):.1f}\u202f%"))
+    if peak := values("time/peak_gflops"):
+        facts.append(("of the peak, as measured", f"{peak[-1]:,.0f} GFLOP/s"))
+    for what, name in (
+        ("most memory, resident", "memory/rss_peak_gb"),
+        ("most memory, CUDA", "memory/cuda_peak_gb"),
+    ):
+        if found := values(name):
+            facts.append((what, f"{max(found):.2f} GB"))
+    return facts
+
+
+assert set(ORDER) == set(NAMES) == set(PARTS)

@@ -1,0 +1,109 @@
+"""What a step computed, how near that came to the machine's limit, and the memory it took."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ludus.core.types import Group, Trajectory
+from ludus.models.flops import Shape, peak_flops
+
+GB = 1e9
+
+
+class Meter:
+    """Adds tokens, model-FLOP utilisation and memory to a step's metrics.
+
+    Model FLOPs count what the mathematics asks for, not what a kernel does: each token once, its
+    forward pass in the rollout, three times that in training. Where a prefix is computed once for
+    several episodes, it counts once.
+    """
+
+    def __init__(self, model: Any, sampler: Any = None) -> None:
+        self._sampler = sampler
+        self._shape = Shape.of(model)
+        parameter = next(model.parameters())
+        self._device, self._dtype = parameter.device, parameter.dtype
+        self._computed: float | None = None
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """Within, the sampler's tokens are those of the step, which may have several rounds."""
+        before = self._count()
+        yield
+        after = self._count()
+        if before is not None and after is not None:
+            self._computed = (self._computed or 0.0) + after - before
+
+    def _count(self) -> int | None:
+        """Tokens that the sampler has computed so far; None where it does not say."""
+        try:
+            return int(self._sampler.num_prefill_tokens + self._sampler.num_decode_tokens)
+        except AttributeError:
+            return None
+
+    def metrics(self, groups: Sequence[Group], metrics: Mapping[str, float]) -> dict[str, float]:
+        """More metrics of a step, from its groups and those that it has."""
+        played = [t for group in groups for t in group.trajectories]
+        extents = [extent(trajectory) for trajectory in played]
+        tokens, context = (sum(part) for part in zip(*extents, strict=True)) if played else (0, 0)
+        known: dict[str, float] = {}
+        mean_context = context / max(tokens, 1)
+        peak = peak_flops(self._device, self._dtype)
+        sampled = 0.0
+        if self._computed is not None:
+            known["rollout/unique_tokens"] = self._computed
+            sampled = self._shape.forward(
+                self._computed,
+                sum(t.num_sampled_tokens for t in played),
+                self._computed * mean_context,
+            )
+            self._computed = None
+        steps = metrics.get("train/optimizer_steps", 0.0)
+        unique = metrics.get("train/unique_tokens", metrics.get("train/tokens", 0.0)) * steps
+        predictions = metrics.get("train/loss_tokens", 0.0) * steps
+        trained = 3 * self._shape.forward(unique, predictions, unique * mean_context)
+        for name, flops, seconds in (
+            ("time/sample_mfu", sampled, metrics["time/sample_s"]),
+            ("time/train_mfu", trained, metrics["time/train_s"]),
+            ("time/mfu", sampled + trained, metrics["time/wall_s"]),
+        ):
+            if flops and seconds > 0:
+                known[name] = flops / seconds / peak
+        return {**known, "time/peak_gflops": peak / 1e9, **memory(self._device)}
+
+
+def extent(trajectory: Trajectory) -> tuple[int, int]:
+    """Tokens of a trajectory, and the positions they attend to, themselves included, in sum."""
+    depths: list[int] = []
+    tokens = context = 0
+    for segment in trajectory.segments:
+        size = len(segment.token_ids)
+        before = depths[segment.parent] if segment.parent >= 0 else 0
+        depths.append(before + size)
+        tokens += size
+        context += size * before + size * (size + 1) // 2
+    return tokens, context
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Gigabytes (1e9 bytes): resident now and at most so far; on CUDA, at most since the last call,
+    without what the caching allocator holds unused."""
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    known = {"memory/rss_peak_gb": peak / GB}
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        resident = int(statm.read_text().split()[1]) * resource.getpagesize()
+        # The kernel notes a new peak a little late.
+        known = {"memory/rss_gb": resident / GB, "memory/rss_peak_gb": max(resident, peak) / GB}
+    if device.type == "cuda":
+        known["memory/cuda_peak_gb"] = torch.cuda.max_memory_allocated(device) / GB
+        torch.cuda.reset_peak_memory_stats(device)
+    return known
