@@ -13,14 +13,18 @@ from typing import Protocol
 
 from ludus.backends.base import Backend
 from ludus.core.errors import TrainingError
+from ludus.core.logs import get_logger
 from ludus.core.occupancy import Split, busy
 from ludus.core.schema import OptimizerConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Sample, Task, Trajectory
 from ludus.tasks.sampler import TaskSampler
-from ludus.train.algorithms import Algorithm
+from ludus.train.algorithm import Algorithm
+from ludus.train.losses import needs_whole_trajectories
 from ludus.train.packing import Batch, pack
 from ludus.train.samples import split, to_samples
+
+log = get_logger(__name__)
 
 
 class Recorder(Protocol):
@@ -38,7 +42,8 @@ class Stage:
     """One use of the loop: where groups come from, and how they train the policy.
 
     Args:
-        collect: plays (or reads) the groups of some tasks, given the step's number.
+        collect: plays (or reads) the groups of some tasks, given the step's number and that of
+            the first group.
         after_step: called when a step is recorded, with the number of steps that are complete;
             evaluates and saves. Returning False ends the stage.
     """
@@ -47,7 +52,7 @@ class Stage:
     steps: int
     tasks: TaskSampler
     groups_per_step: int
-    collect: Callable[[Sequence[Task], int], Awaitable[list[Group]]]
+    collect: Callable[[Sequence[Task], int, int], Awaitable[list[Group]]]
     algorithm: Algorithm
     optimizer: OptimizerConfig
     tokens_per_batch: int
@@ -68,25 +73,49 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
     split = Split()
     for step in range(start, stage.steps):
         clock = Clock()
-        tasks = [next(stage.tasks) for _ in range(stage.groups_per_step)]
-        groups = await stage.collect(tasks, step)
+        groups, rounds = await _sample(stage, step)
         _require_current(groups, backend.policy_version)
         clock.lap("rollout")
         with busy("train"):
-            stage.tasks.observe(groups)
+            if stage.algorithm.asks_models:
+                kept = [t for group in stage.algorithm.screen(groups) for t in group]
+                await backend.score(kept, stage.tokens_per_batch, stage.pad_id)
             samples = to_samples(groups, stage.algorithm)
             trained: list[dict[str, float]] = []
             for part in _parts(stage, samples, step):
                 batch = _batch(stage, part)
                 done = await backend.train_step(batch, stage.algorithm.loss)
-                trained.append({**done, "padding": batch.padding})
+                trained.append({**done, **_sizes(batch)})
             metrics = group_metrics(groups) | train_metrics(trained)
+            metrics["rollout/rounds"] = float(rounds)
             metrics["train/policy_version"] = await backend.publish_weights()
         clock.lap("train")
         metrics |= clock.metrics(groups) | split.metrics()
         recorder.record(stage.name, step, groups, metrics)
         if stage.after_step and not await stage.after_step(step + 1):
             return
+
+
+async def _sample(stage: Stage, step: int) -> tuple[list[Group], int]:
+    """The groups of a step, and in how many rounds they were sampled.
+
+    An algorithm that leaves out groups may sample on in their place (DAPO's dynamic sampling, Yu et
+    al. 2025, arXiv:2503.14476, section 3.2), up to its `max_rounds`. What was left out is returned,
+    too: it was played, and the curriculum sees it.
+    """
+    algorithm, wanted = stage.algorithm, stage.groups_per_step
+    groups: list[Group] = []
+    rounds, missing = 0, wanted
+    while missing > 0 and rounds < algorithm.max_rounds:
+        tasks = [next(stage.tasks) for _ in range(missing)]
+        fresh = await stage.collect(tasks, step, len(groups))
+        stage.tasks.observe(fresh)
+        groups += fresh
+        rounds += 1
+        missing -= sum(bool(kept) for kept in algorithm.screen(fresh))
+    if algorithm.max_rounds > 1 and missing > 0:
+        log.info("too few groups with signal", step=step, rounds=rounds, missing=missing)
+    return groups, rounds
 
 
 def _require_current(groups: Sequence[Group], version: int) -> None:
@@ -123,7 +152,8 @@ def _parts(stage: Stage, samples: list[Sample], step: int) -> list[list[Sample]]
 def _batch(stage: Stage, samples: list[Sample]) -> Batch:
     """Weights over all samples; then those without a gradient need no computation."""
     weights = stage.algorithm.aggregate(samples)
-    every = stage.algorithm.regularised
+    algorithm = stage.algorithm
+    every = algorithm.regularised or needs_whole_trajectories(algorithm.loss)
     live = [(s, w) for s, w in zip(samples, weights, strict=True) if every or _has_gradient(s)]
     return pack(
         [sample for sample, _ in live],
@@ -131,6 +161,16 @@ def _batch(stage: Stage, samples: list[Sample]) -> Batch:
         tokens_per_batch=stage.tokens_per_batch,
         pad_id=stage.pad_id,
     )
+
+
+def _sizes(batch: Batch) -> dict[str, float]:
+    """Logical tokens are those of all samples; unique ones are computed."""
+    return {
+        "padding": batch.padding,
+        "tokens": float(batch.num_tokens),
+        "unique_tokens": float(getattr(batch, "num_unique_tokens", batch.num_tokens)),
+        "loss_tokens": float(batch.num_loss_tokens),
+    }
 
 
 def _has_gradient(sample: Sample) -> bool:

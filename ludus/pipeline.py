@@ -46,6 +46,8 @@ from ludus.tasks.readers import TaskList
 from ludus.tasks.sampler import TaskSampler
 from ludus.train import ALGORITHMS
 from ludus.train.checkpoint import CheckpointInfo
+from ludus.train.meter import Meter
+from ludus.train.schedule import horizon
 from ludus.train.state import seed_random
 from ludus.watch import Watch
 
@@ -188,6 +190,7 @@ class TrainingRun:
         self.renderer = make_renderer(config, self.tokenizer)
         self.model = build_model(config.model, self.tokenizer, derive_seed(config.seed, "model"))
         self.backend = LocalBackend(self.model, self.renderer, config, self.folder.path)
+        self.meter = Meter(self.model, self.backend.sampler)
         self.collector = Collector(
             sampler=self.backend.sampler,
             renderer=self.renderer,
@@ -249,8 +252,12 @@ class TrainingRun:
         settings = self.config.rl
         assert settings is not None
 
-        async def collect(tasks: Sequence[Task], step: int) -> list[Group]:
-            return await self.collector.collect(tasks, step, settings.group_size)
+        async def collect(tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
+            collector = self.collector
+            if settings.horizon:
+                collector = collector.with_config("rl", max_turns=horizon(settings.horizon, step))
+            with self.meter.rollout():
+                return await collector.collect(tasks, step, settings.group_size, first_group)
 
         seed = derive_seed(self.config.seed, "rl")
         return Stage(
@@ -271,7 +278,9 @@ class TrainingRun:
 
     async def _run_stage(self, stage: Stage, resumed: CheckpointInfo | None) -> None:
         """Run a stage from its checkpoint on, or from its beginning."""
-        self.backend.begin_stage(stage.optimizer, stage.optimizer_steps, stage.temperature)
+        self.backend.begin_stage(
+            stage.optimizer, stage.optimizer_steps, stage.temperature, stage.algorithm
+        )
         seed_random(derive_seed(self.config.seed, "stage", stage.name))  # LoRA's dropout, say
         start = 0
         if resumed is not None:
@@ -333,6 +342,7 @@ class TrainingRun:
         metrics["rollout/dropped"] = float(
             sum(t.dropped is not None for group in groups for t in group.trajectories)
         )
+        metrics |= self.meter.metrics(groups, metrics)
         self._latest = metrics
         self.store.record_step(
             self.folder.id,

@@ -128,8 +128,8 @@ class World:
         """Groups of eight."""
         collector = self.collector()
 
-        async def collect(tasks: Sequence[Task], step: int) -> list[Group]:
-            return await collector.collect(tasks, step, 8)
+        async def collect(tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
+            return await collector.collect(tasks, step, 8, first_group)
 
         options = {"groups_per_step": 3, "algorithm": algorithm, **options}
         return self._stage("rl", tasks, collect, steps, 0.003, **options)
@@ -155,5 +155,7 @@ class World:
             pad_id=self.renderer.tokenizer.pad_token_id,
             **options,
         )
-        self.backend.begin_stage(stage.optimizer, stage.optimizer_steps, stage.temperature)
+        self.backend.begin_stage(
+            stage.optimizer, stage.optimizer_steps, stage.temperature, stage.algorithm
+        )
         return stage

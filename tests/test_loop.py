@@ -25,6 +25,7 @@ ALWAYS = {
     "rollout/tokens",
     "rollout/sampled_tokens",
     "rollout/groups_with_signal",
+    "rollout/rounds",
     "train/optimizer_steps",
     "train/policy_version",
     "time/rollout_s",
@@ -38,7 +39,7 @@ SCORED = {"rollout/reward", "rollout/success", "rollout/turns", "rollout/truncat
 TRAINED = {
     f"train/{name}"
     for name in ("loss", "entropy", "ratio", "kl", "clip_fraction", "grad_norm", "lr", "padding")
-}
+} | {"train/tokens", "train/unique_tokens", "train/loss_tokens"}
 
 
 def weights(world: World) -> list[torch.Tensor]:
@@ -115,7 +116,10 @@ async def test_a_step_without_a_gradient(tmp_path: Path, algorithm: str, pays: s
     assert [metrics.keys() for _, _, _, metrics in kept.steps] == [names] * 2
     assert kept.metric("train/optimizer_steps") == [0, 0]
     assert kept.metric("train/policy_version") == [31, 32]
-    excluded = 24 if pays == "broken" else 0
+    rounds = 4 if algorithm == "dapo" else 1  # DAPO samples on in search of a signal
+    assert kept.metric("rollout/rounds") == [rounds] * 2
+    assert kept.metric("rollout/episodes") == [24 * rounds] * 2
+    excluded = 24 * rounds if pays == "broken" else 0
     assert kept.metric("rollout/excluded") == [excluded] * 2
     reasons = {t.dropped for _, _, gs, _ in kept.steps for g in gs for t in g.trajectories}
     if pays == "broken":
@@ -247,8 +251,8 @@ async def test_the_time_of_a_step_is_split(tmp_path: Path) -> None:
         judge=sleepy_judge,
     )
 
-    async def collect(tasks: Sequence[Task], step: int) -> list[Group]:
-        return await collector.collect(tasks, step, 1)
+    async def collect(tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
+        return await collector.collect(tasks, step, 1, first_group)
 
     stage.collect = collect
     await run_stage(stage, world.backend, kept)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from ludus.core.schema import OptimizerConfig
+from ludus.core.types import Trajectory
 from ludus.models.sampler import Sampler
+from ludus.train.algorithm import Algorithm
 from ludus.train.losses import LossFn
 from ludus.train.packing import Batch
 
@@ -24,8 +27,25 @@ class Backend(Protocol):
         """The version that `publish_weights` last returned; that of a loaded checkpoint; or 0."""
         ...
 
-    def begin_stage(self, optimizer: OptimizerConfig, num_steps: int, temperature: float) -> None:
-        """Start with a fresh optimizer. `num_steps` counts optimizer steps."""
+    def begin_stage(
+        self,
+        optimizer: OptimizerConfig,
+        num_steps: int,
+        temperature: float,
+        algorithm: Algorithm | None = None,
+    ) -> None:
+        """Start with a fresh optimizer, and with the critic and the reference model that
+        `algorithm` asks for. `num_steps` counts optimizer steps.
+
+        Errors: ConfigError for a reference model that cannot serve.
+        """
+        ...
+
+    async def score(
+        self, trajectories: Sequence[Trajectory], tokens_per_batch: int, pad_id: int
+    ) -> None:
+        """Fill in what the stage's algorithm asks of models: the segments' `learner_logprobs`,
+        `ref_logprobs`, `values`."""
         ...
 
     async def train_step(self, batch: Batch, loss: LossFn) -> dict[str, float]:

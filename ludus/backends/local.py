@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ludus.core.schema import OptimizerConfig, RunConfig
+from ludus.core.errors import ConfigError
+from ludus.core.schema import ModelConfig, OptimizerConfig, RunConfig
+from ludus.core.types import Trajectory
 from ludus.models import SAMPLERS
+from ludus.models.build import build_model
 from ludus.models.renderer import Renderer
 from ludus.models.sampler import PolicySampler
+from ludus.train.algorithm import Algorithm
 from ludus.train.checkpoint import CheckpointStore, load, random_state, set_random_state
 from ludus.train.learner import Learner
 from ludus.train.losses import LossFn
 from ludus.train.packing import Batch
+from ludus.train.reference import Reference
+from ludus.train.scoring import Scorer
 
 
 class LocalBackend:
@@ -27,7 +34,8 @@ class LocalBackend:
         model: a Hugging Face causal LM.
         renderer: decodes ids where stop strings are configured.
         config: the run's configuration.
-        run_dir: holds `checkpoints/`, and batches that broke training.
+        run_dir: holds `checkpoints/`, `reference/` where the policy was copied as a reference
+            model, and batches that broke training.
     """
 
     def __init__(self, model: Any, renderer: Renderer, config: RunConfig, run_dir: Path) -> None:
@@ -36,6 +44,7 @@ class LocalBackend:
         # On CUDA torch has no deterministic cumulative sum, which sampling needs.
         torch.use_deterministic_algorithms(config.model.device == "cpu")
         self.model = model
+        self._config, self._tokenizer = config, renderer.tokenizer
         self._run_dir = run_dir
         self._sampler: PolicySampler = SAMPLERS.build(
             config.sampler,
@@ -51,6 +60,8 @@ class LocalBackend:
             run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_best
         )
         self._learner: Learner | None = None
+        self._algorithm: Algorithm | None = None
+        self._reference: Reference | None = None
         self._published = 0
 
     @property
@@ -69,15 +80,60 @@ class LocalBackend:
             raise RuntimeError("begin_stage has not been called")
         return self._learner
 
-    def begin_stage(self, optimizer: OptimizerConfig, num_steps: int, temperature: float) -> None:
-        """Start a stage with a fresh optimizer."""
+    def begin_stage(
+        self,
+        optimizer: OptimizerConfig,
+        num_steps: int,
+        temperature: float,
+        algorithm: Algorithm | None = None,
+    ) -> None:
+        """Start a stage with a fresh optimizer, critic and reference.
+
+        Errors: ConfigError for a reference model that cannot be loaded, or has other tokens.
+        """
+        self._algorithm = algorithm
         self._learner = Learner(
             self.model,
             optimizer,
             num_steps,
             temperature=temperature,
+            context_length=self._config.model.context_length,
             dump_dir=self._run_dir,
+            critic_lr=algorithm.critic_lr if algorithm else None,
         )
+        self._reference = None
+        if algorithm is not None and algorithm.reference is not None:
+            self._reference = self._make_reference(algorithm.reference.model, temperature)
+
+    def _make_reference(self, path: str | None, temperature: float) -> Reference:
+        model, config = None, self._config.model
+        if path is not None:
+            named = ModelConfig(
+                path=path,
+                context_length=config.context_length,
+                dtype=config.dtype,
+                device=config.device,
+            )
+            try:
+                model = build_model(named, self._tokenizer, seed=0)
+            except ConfigError as error:
+                raise ConfigError(f"rl.algorithm.args.kl_reference: {error}") from error
+        return Reference(
+            self.model, model, temperature=temperature, context_length=config.context_length
+        )
+
+    async def score(
+        self, trajectories: Sequence[Trajectory], tokens_per_batch: int, pad_id: int
+    ) -> None:
+        """Ask the learner, its critic and the reference about the sampled tokens."""
+        learner, algorithm = self.learner, self._algorithm
+        if algorithm is not None and (algorithm.importance or learner.critic):
+            own = "learner_logprobs" if algorithm.importance else None
+            Scorer(learner.forward, tokens_per_batch, pad_id, learner.critic)(trajectories, own)
+        if self._reference is not None:
+            with self._reference.active():
+                scorer = Scorer(self._reference.forward, tokens_per_batch, pad_id)
+                scorer(trajectories, "ref_logprobs")
 
     async def train_step(self, batch: Batch, loss: LossFn) -> dict[str, float]:
         """One optimizer step."""
@@ -98,6 +154,10 @@ class LocalBackend:
             "policy_version": self._published,
             "random": random_state(),
         }
+        if self.learner.critic is not None:
+            everything["critic"] = self.learner.critic.state_dict()
+        if self._reference is not None:
+            everything["reference"] = self._reference.save(self._run_dir / "reference")
         return self.checkpoints.save(
             stage,
             step,
@@ -112,6 +172,10 @@ class LocalBackend:
         """Restore a checkpoint of the stage that `begin_stage` started."""
         everything = load(path, model=self.model, optimizer=self.learner.optimizer)
         self.learner.step = everything["optimizer_step"]
+        if self.learner.critic is not None and "critic" in everything:
+            self.learner.critic.load_state_dict(everything["critic"])
+        if self._reference is not None:
+            self._reference.load(self._run_dir / "reference", everything.get("reference"))
         self._publish(everything["policy_version"])
         set_random_state(everything["random"])
         state: dict[str, Any] = everything["loop"]

@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ludus.core.types import Spec
 
+ALONE = {"sft", "ppo", "reinforce_pp"}
+"""Algorithms that compare no episodes of a group with each other: it may be one alone."""
+
 
 class Section(BaseModel):
     """A part of the configuration: strict, and immutable once it is loaded."""
@@ -165,6 +168,11 @@ class RLConfig(Section):
     steps: int = Field(100, ge=1, description="Policy iterations: rollouts, then training.")
     groups_per_step: int = Field(16, ge=1, description="Tasks sampled in one step.")
     group_size: int = Field(8, ge=1, description="Episodes of each task, compared to each other.")
+    horizon: list[tuple[int, int]] | None = Field(
+        None,
+        description="Turns that episodes may have, growing over the steps: [[0, 5], [100, 10]] is "
+        "5 turns, and 10 from step 100 on. Null: rollout.max_turns throughout.",
+    )
     epochs: int = Field(1, ge=1, description="Passes over a step's samples.")
     minibatches: int = Field(1, ge=1, description="Optimizer steps in one pass.")
     tokens_per_batch: int = Field(8192, ge=1, description="Most tokens of one forward pass.")
@@ -177,6 +185,18 @@ class RLConfig(Section):
         le=1,
         description="End the stage when a periodic evaluation's success reaches this.",
     )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RLConfig:
+        if self.horizon is None:
+            return self
+        steps = [step for step, _ in self.horizon]
+        if steps[:1] != [0] or steps != sorted(set(steps)) or min(t for _, t in self.horizon) < 1:
+            raise ValueError(
+                "`horizon` is a list of [first step, turns] that begins with step 0 and has its "
+                "steps in ascending order, with at least 1 turn: [[0, 5], [100, 10]]"
+            )
+        return self
 
 
 class EvaluateConfig(Section):
@@ -253,7 +273,7 @@ class RunConfig(Section):
                     f"`{name}.tokens_per_batch` must be at least `model.context_length`: one "
                     "episode has to fit into a forward pass"
                 )
-        if self.rl and self.rl.group_size < 2 and self.rl.algorithm.name != "sft":
+        if self.rl and self.rl.group_size < 2 and self.rl.algorithm.name not in ALONE:
             raise ValueError(
                 "`rl.group_size` must be at least 2: episodes are compared within their group"
             )

@@ -53,15 +53,17 @@ class Collector:
     inline: bool = False
     _judges: dict[str, Judge] = field(default_factory=dict, repr=False)
 
-    async def collect(self, tasks: Sequence[Task], step: int, group_size: int) -> list[Group]:
-        """Play `group_size` episodes of each task.
+    async def collect(
+        self, tasks: Sequence[Task], step: int, group_size: int, first_group: int = 0
+    ) -> list[Group]:
+        """Play `group_size` episodes of each task. Groups are numbered from `first_group` on.
 
         Infrastructure failures are tried again up to `config.max_retries` times; an episode that
         still failed stays in its group with its status and error, to be excluded later.
         """
         groups: list[Group] = []
         episodes: deque[tuple[Task, Trajectory]] = deque()
-        for number, task in enumerate(tasks):
+        for number, task in enumerate(tasks, first_group):
             group_id = f"{self.stage}-{step:06d}/g{number:04d}"
             members = [
                 Trajectory(f"{group_id}/e{member:03d}", group_id, task.id)

@@ -63,10 +63,10 @@ class ReplayCollector:
     def __init__(self, demonstrations: Iterable[Trajectory]) -> None:
         self._by_task = {trajectory.task_id: trajectory for trajectory in demonstrations}
 
-    async def collect(self, tasks: Sequence[Task], step: int) -> list[Group]:
+    async def collect(self, tasks: Sequence[Task], step: int, first_group: int = 0) -> list[Group]:
         """One group of one demonstration for each task, with ids of this step."""
         groups: list[Group] = []
-        for number, task in enumerate(tasks):
+        for number, task in enumerate(tasks, first_group):
             known = self._by_task[task.id]
             group_id = f"sft-{step:06d}/g{number:04d}"
             copy = Trajectory(

@@ -97,7 +97,7 @@ class Algorithm:
         max_rounds: how often a step may sample until it has its number of groups worth keeping.
         overlong: a punishment that is added to the reward, behind `keep`'s back.
         reference: the divergence from a reference model, where one is kept.
-        critic: whether advantages need a critic's values.
+        critic_lr: learning rate of the critic, where advantages need its values.
         importance: corrects for a sampler that differs from the learner.
     """
 
@@ -113,8 +113,13 @@ class Algorithm:
     max_rounds: int = 1
     overlong: Overlong | None = None
     reference: ReferenceKl | None = None
-    critic: bool = False
+    critic_lr: float | None = None
     importance: Importance | None = None
+
+    @property
+    def asks_models(self) -> bool:
+        """Whether advantages or loss need what a model says of the sampled tokens."""
+        return bool(self.reference or self.importance or self.critic_lr)
 
     def assign(self, groups: Sequence[Group]) -> list[tuple[Trajectory, Advantage]]:
         """The trajectories that train, each with its advantage, in order.

@@ -125,7 +125,7 @@ PPO = Algorithm(
     aggregate=token_mean,
     compares=False,
     regularised=True,  # by the critic's loss
-    critic=True,
+    critic_lr=1e-3,
     source="PPO, Schulman et al. 2017, arXiv:1707.06347; GAE, 2016, arXiv:1506.02438",
 )
 
@@ -286,6 +286,7 @@ def ppo(
     value_coefficient: Annotated[
         float, Field(gt=0, description="Weight of the critic's loss.")
     ] = 0.5,
+    critic_lr: Annotated[float, Field(gt=0, description="Learning rate of the critic.")] = 1e-3,
     value_clip: Annotated[
         float, Field(gt=0, description="How far an update may take the critic's values.")
     ] = 0.2,
@@ -296,6 +297,7 @@ def ppo(
         PPO,
         advantages=Whitened(Gae(gamma, lam, level), whiten_over),
         loss=with_value_loss(clipped(clip_low, clip_high), value_coefficient, value_clip),
+        critic_lr=critic_lr,
     )
 
 

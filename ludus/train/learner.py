@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ludus.core.errors import TrainingError
 from ludus.core.schema import OptimizerConfig
+from ludus.train.critic import Critic
 from ludus.train.forward import Forward
-from ludus.train.losses import LossFn, LossInputs
+from ludus.train.losses import LossFn, LossInputs, needs_whole_trajectories, trajectory_means
 from ludus.train.packing import Batch, MicroBatch
 
 
@@ -33,6 +34,7 @@ class Learner:
             log-probabilities are those of the distribution that was sampled from.
         context_length: the most tokens of a sample, where that is known.
         dump_dir: where a batch is saved whose loss is not finite.
+        critic_lr: learning rate of a critic on the policy's hidden states; None: no critic.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class Learner:
         temperature: float = 1.0,
         context_length: int | None = None,
         dump_dir: Path | None = None,
+        critic_lr: float | None = None,
     ) -> None:
         self.model = model
         self.config = config
         self.num_steps = num_steps
-        self.forward = Forward(model, temperature=temperature or 1.0, context_length=context_length)
+        self.temperature = temperature or 1.0
+        self.forward = Forward(model, temperature=self.temperature, context_length=context_length)
         self.dump_dir = dump_dir
         self.step = 0
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -64,6 +68,10 @@ class Learner:
             eps=config.eps,
             weight_decay=config.weight_decay,
         )
+        self.critic: Critic | None = None
+        if critic_lr is not None:
+            hidden_size = model.config.get_text_config().hidden_size
+            self.critic = Critic(hidden_size, critic_lr, self.forward.device)
 
     def train_step(self, batch: Batch, loss: LossFn) -> dict[str, float]:
         """One optimizer step over all micro-batches of `batch`.
@@ -77,14 +85,16 @@ class Learner:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         totals: dict[str, float] = {}
+        ratios = self._trajectory_log_ratios(batch) if needs_whole_trajectories(loss) else None
         for micro_batch in batch.micro_batches:
-            value, metrics = self._backward(micro_batch, loss)
+            value, metrics = self._backward(micro_batch, loss, ratios)
             if not math.isfinite(value):
                 self._refuse(batch, f"the loss is {value}")
             metrics["loss"] = value
             for name, item in metrics.items():
                 totals[name] = totals.get(name, 0.0) + item
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
+        clipped = self.parameters + (self.critic.parameters if self.critic else [])
+        norm = float(torch.nn.utils.clip_grad_norm_(clipped, self.config.max_grad_norm))
         if not math.isfinite(norm):
             self._refuse(batch, f"the gradient's norm is {norm}")
         lr = learning_rate(self.config, self.step, self.num_steps)
@@ -92,6 +102,8 @@ class Learner:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.critic is not None:
+            self.critic.step()
         self.step += 1
         num_loss_tokens = max(batch.num_loss_tokens, 1)
         metrics = {
@@ -105,19 +117,46 @@ class Learner:
         with self.forward.passes(micro_batch):
             return self.forward.logprobs(micro_batch)
 
-    def _backward(self, micro_batch: MicroBatch, loss: LossFn) -> tuple[float, dict[str, float]]:
+    @torch.no_grad()
+    def _trajectory_log_ratios(self, batch: Batch) -> Tensor | None:
+        """Mean log-ratio of each trajectory [number of trajectories]; None where each lies in one
+        micro-batch as a whole, whose loss then finds it by itself."""
+        parts = [set(micro_batch.trajectory_N.tolist()) for micro_batch in batch.micro_batches]
+        if sum(map(len, parts)) == len(set().union(*parts)):
+            return None
+        gaps: list[Tensor] = []
+        for micro_batch in batch.micro_batches:
+            logprobs_N, _ = self.logprobs(micro_batch)
+            gaps.append(logprobs_N - micro_batch.old_logprobs_N.to(logprobs_N.device))
+        trajectory_N = torch.cat([m.trajectory_N for m in batch.micro_batches])
+        return trajectory_means(torch.cat(gaps), trajectory_N.to(self.forward.device))
+
+    def _backward(
+        self, micro_batch: MicroBatch, loss: LossFn, ratios: Tensor | None = None
+    ) -> tuple[float, dict[str, float]]:
         """Add the micro-batch's gradient; returns its loss and sums of its per-token metrics."""
         device = self.forward.device
-        reference_N = micro_batch.ref_logprobs_N
+
+        def there(values_N: Tensor | None) -> Tensor | None:
+            return None if values_N is None else values_N.to(device)
+
         with self.forward.passes(micro_batch):
-            logprobs_N, entropy_N = self.forward.logprobs(micro_batch)
+            hidden_PE, logits_PV = self.forward.hidden_states(micro_batch)
+            logprobs_N, entropy_N = self.forward.score(hidden_PE, logits_PV, micro_batch)
+            values_P = self.critic(hidden_PE) if self.critic else None
             inputs = LossInputs(
                 logprobs_N=logprobs_N,
                 old_logprobs_N=micro_batch.old_logprobs_N.to(device),
                 advantages_N=micro_batch.advantages_N.to(device),
                 trajectory_N=micro_batch.trajectory_N.to(device),
-                ref_logprobs_N=None if reference_N is None else reference_N.to(device),
+                ref_logprobs_N=there(micro_batch.ref_logprobs_N),
                 entropy_N=entropy_N,
+                values_N=None if values_P is None else values_P[micro_batch.place_N.to(device)],
+                old_values_N=there(micro_batch.values_N),
+                returns_N=there(micro_batch.returns_N),
+                trajectory_log_ratio_N=None
+                if ratios is None
+                else ratios[micro_batch.trajectory_N.to(device)],
             )
             output = loss(inputs)
             total = (output.loss_N * micro_batch.weights_N.to(device)).sum()

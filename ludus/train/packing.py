@@ -62,6 +62,8 @@ class MicroBatch:
         advantages_N: float32.
         weights_N: float32, its share in the step's loss.
         ref_logprobs_N: float32, where a reference model is kept.
+        values_N: float32, what the critic expected before the token, where there is one.
+        returns_N: float32, what it should have expected.
     """
 
     token_ids_RT: Tensor
@@ -77,6 +79,8 @@ class MicroBatch:
     advantages_N: Tensor
     weights_N: Tensor
     ref_logprobs_N: Tensor | None = None
+    values_N: Tensor | None = None
+    returns_N: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +148,9 @@ def pack(
     """
     for sample, weight in zip(samples, weights, strict=True):
         _check(sample, weight, tokens_per_batch)
-    references = {sample.ref_logprobs is not None for sample in samples}
-    if len(references) > 1:
-        raise TrainingError("some samples have reference log-probabilities and others have none")
+    for name in _OPTIONAL:
+        if len({getattr(sample, name) is not None for sample in samples}) > 1:
+            raise TrainingError(f"some samples have {name} and others have none")
     plan = _plan(range(len(samples)), samples, tokens_per_batch, layout)
     return Batch(
         [_fill(rows, samples, weights, pad_id) for rows in plan],
@@ -235,7 +239,7 @@ def _check(sample: Sample, weights: Sequence[float], tokens_per_batch: int) -> N
         sample.advantages,
         weights,
     ]
-    parts += [] if sample.ref_logprobs is None else [sample.ref_logprobs]
+    parts += [part for name in _OPTIONAL if (part := getattr(sample, name)) is not None]
     if length == 0 or any(len(part) != length for part in parts):
         raise TrainingError(
             f"{where} needs one entry a token in each of its lists: {length} tokens, "
@@ -292,8 +296,9 @@ def _fill(
             parts["old_logprobs"].append(np.asarray(sample.logprobs)[index_N])
             parts["advantages"].append(np.asarray(sample.advantages)[index_N])
             parts["weights"].append(np.asarray(weights[number])[index_N])
-            if sample.ref_logprobs is not None:
-                parts["ref_logprobs"].append(np.asarray(sample.ref_logprobs)[index_N])
+            for name in _OPTIONAL:
+                if (part := getattr(sample, name)) is not None:
+                    parts[name].append(np.asarray(part)[index_N])
     tensors = {
         f"{name}_N": torch.from_numpy(np.concatenate(found).astype(_PER_LOSS_TOKEN[name]))
         for name, found in parts.items()
@@ -309,7 +314,8 @@ def _fill(
     )
 
 
+_OPTIONAL = ("ref_logprobs", "values", "returns")
 _PER_LOSS_TOKEN: dict[str, Any] = {
     **dict.fromkeys(("place", "target", "sample", "index", "trajectory"), np.int64),
-    **dict.fromkeys(("old_logprobs", "advantages", "weights", "ref_logprobs"), np.float32),
+    **dict.fromkeys(("old_logprobs", "advantages", "weights", *_OPTIONAL), np.float32),
 }

@@ -76,7 +76,7 @@ def step(algorithm: Algorithm) -> tuple[float, list[float]]:
     logprobs_N = torch.tensor([-1 + math.log(r) for r in RATIOS], dtype=torch.float64)
     logprobs_N.requires_grad_()
     inputs = LossInputs(logprobs_N, old_N, advantages_N, torch.tensor([0, 1, 1, 1]))
-    if algorithm.critic:
+    if algorithm.critic_lr:
         returns_N = masked(samples, [s.returns or [] for s in samples])
         old_values_N = masked(samples, [s.values or [] for s in samples])
         inputs = replace(
@@ -331,7 +331,7 @@ def test_means_weigh_one_in_all(aggregate: Aggregate) -> None:
 def test_the_registry_builds_every_row(row: Algorithm) -> None:
     built = ALGORITHMS.build(row.name)
     assert built.name == row.name in ALGORITHMS.names()
-    for name in ("advantages", "keep", "compares", "scored", "regularised", "max_rounds", "critic"):
+    for name in ("advantages", "keep", "compares", "scored", "regularised", "max_rounds", "critic_lr"):
         assert getattr(built, name) == getattr(row, name), name
     assert step(built) == step(row)
 

@@ -79,7 +79,7 @@ def test_two_rows_by_hand() -> None:
 
 def test_types() -> None:
     (micro,) = packed(make_samples([5, 4])).micro_batches
-    types = {name: getattr(micro, name).dtype for name in MicroBatch.__slots__[:-1]}
+    types = {name: getattr(micro, name).dtype for name in MicroBatch.__slots__[:-3]}
     floats = {"old_logprobs_N", "advantages_N", "weights_N"}
     assert {name for name, kind in types.items() if kind == torch.float32} == floats
     assert {kind for name, kind in types.items() if name not in floats} == {torch.int64}
@@ -166,15 +166,18 @@ def test_an_empty_sample_and_short_weights_are_refused() -> None:
         pack([make_sample([1, 2])], [[0.0]], tokens_per_batch=8, pad_id=0)
 
 
-def test_reference_logprobs_are_all_or_none() -> None:
+@pytest.mark.parametrize("name", ["ref_logprobs", "values", "returns"])
+def test_what_other_models_say_is_there_for_all_or_none(name: str) -> None:
     first, second = make_sample([1, 2]), make_sample([3, 4])
-    first.ref_logprobs = [0.0, -2.0]
-    with pytest.raises(TrainingError, match="reference log-probabilities"):
+    setattr(first, name, [0.0, -2.0])
+    with pytest.raises(TrainingError, match=f"some samples have {name} and others have none"):
         packed([first, second])
-    second.ref_logprobs = [0.0, -3.0]
+    setattr(second, name, [0.0, -3.0])
     (micro,) = packed([first, second]).micro_batches
-    assert micro.ref_logprobs_N is not None
-    assert micro.ref_logprobs_N.tolist() == [-2, -3]
+    assert getattr(micro, f"{name}_N").tolist() == [-2, -3]
+    setattr(second, name, [0.0])
+    with pytest.raises(TrainingError, match="one entry a token"):
+        packed([first, second])
 
 
 def test_nothing_packs_to_nothing() -> None:

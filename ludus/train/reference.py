@@ -1,0 +1,109 @@
+"""The frozen model that a divergence is measured from.
+
+kl_reference: PATH    that model
+a LoRA policy         the policy with its adapters switched off
+else                  a copy of the policy, as the stage began
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ludus.core.errors import CheckpointError, ConfigError
+from ludus.train.checkpoint import CheckpointStore, load, read_state
+from ludus.train.forward import Forward
+from ludus.train.state import fingerprint
+
+
+class Reference:
+    """A reference for one stage.
+
+    Args:
+        policy: the model that trains; it is copied where nothing else serves.
+        model: the reference itself, where it is another model.
+        temperature: that of the rollouts.
+        context_length: the most tokens of a sample.
+
+    Errors: ConfigError where the reference has another vocabulary.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        model: Any | None = None,
+        *,
+        temperature: float = 1.0,
+        context_length: int | None = None,
+    ) -> None:
+        self.adapters_off = model is None and hasattr(policy, "disable_adapter")
+        self.copied = model is None and not self.adapters_off
+        if model is not None:
+            _require_same_vocabulary(policy, model)
+        elif self.copied:
+            model = copy.deepcopy(policy)
+        else:
+            model = policy
+        self.model = model
+        if not self.adapters_off:
+            model.requires_grad_(False)
+            model.eval()
+        with self.active():
+            self.forward = Forward(model, temperature=temperature, context_length=context_length)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """While the model is the reference."""
+        if not self.adapters_off:
+            yield
+            return
+        with self.model.disable_adapter():
+            yield
+
+    def save(self, folder: Path) -> str | None:
+        """Write a copied policy into `folder`, once; returns its fingerprint. None: nothing to
+        keep, for the others can be had again."""
+        if not self.copied:
+            return None
+        content = fingerprint(self.model)
+        if _saved(folder) != content:
+            store = CheckpointStore(folder, keep_last=1, keep_best=0)
+            store.save("reference", 0, model=self.model, state={"fingerprint": content})
+        return content
+
+    def load(self, folder: Path, content: str | None) -> None:
+        """Take up a copy that `save` wrote. Errors: CheckpointError where it is another."""
+        if not self.copied:
+            return
+        if content is None:
+            raise CheckpointError(
+                "the checkpoint was written without a reference model, which the run's algorithm "
+                "now needs: start the stage anew, or name a model in rl.algorithm.args.kl_reference"
+            )
+        path = folder / "reference-000000"
+        if not path.exists():
+            raise CheckpointError(f"{path}, the reference model of this stage, is missing")
+        load(path, model=self.model)
+        if fingerprint(self.model) != content:
+            raise CheckpointError(f"{path} holds another reference model than the run trained with")
+
+
+def _saved(folder: Path) -> str | None:
+    store = CheckpointStore(folder, keep_last=1, keep_best=0)
+    latest = store.latest(skip_damaged=True) if store.list() else None
+    if latest is None:
+        return None
+    return str(read_state(latest.path)["fingerprint"])
+
+
+def _require_same_vocabulary(policy: Any, reference: Any) -> None:
+    sizes = [m.config.get_text_config().vocab_size for m in (policy, reference)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"rl.algorithm.args.kl_reference: that model has a vocabulary of {sizes[1]} tokens, "
+            f"the policy's has {sizes[0]}: its ids would be other tokens. Name a model with the "
+            "policy's tokenizer, or leave it out: then the policy as the stage begins is meant"
+        )

@@ -1,0 +1,15 @@
+"""Schedules over the steps of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def horizon(schedule: Sequence[tuple[int, int]], step: int) -> int:
+    """The turns that an episode may have in `step`: those of the last entry that has begun.
+
+    ScalingInter-RL, Xi et al. 2025 (AgentGym-RL, arXiv:2509.08755), section 4.3: short episodes
+    first, to learn what single actions do; longer ones later, to explore. A function of the step
+    alone, so a resumed run goes on with the same.
+    """
+    return [turns for first, turns in schedule if first <= step][-1]
