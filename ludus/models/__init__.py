@@ -37,6 +37,11 @@ SAMPLERS: Registry[Any] = Registry(
             "train",
             "in this process, on the learner's weights",
         ),
+        "vllm": Row(
+            "ludus.models.vllm:VllmSampler",
+            "vllm",
+            "a vLLM server, weights swapped while it serves",
+        ),
     },
     context=frozenset(
         {"model", "context_length", "decode", "deterministic", "tokenizer", "folder"}
