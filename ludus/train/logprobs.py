@@ -24,6 +24,7 @@ CHUNK = 1 << 20
 KEEP = 1 << 24
 """Logits kept for the backward pass (64 MB); those beyond are computed twice. A constant, so that
 memory does not grow with vocabulary times length."""
+TINY = torch.finfo(torch.float32).tiny
 TOLERANCE = 1e-4
 """Of the largest logit; rounding in float32 leaves about 1e-6."""
 
@@ -44,7 +45,8 @@ class Head:
 
     def logits(self, hidden_PE: Tensor) -> Tensor:
         """All logits at once [P, V]."""
-        logits_PV = self.linear(hidden_PE) * self.scale
+        linear = nn.functional.linear(hidden_PE, self.linear.weight, self.linear.bias)
+        logits_PV = linear * self.scale
         return logits_PV if self.cap is None else torch.tanh(logits_PV / self.cap) * self.cap
 
     def score(
@@ -158,19 +160,21 @@ class _Scores(torch.autograd.Function):
         total_P = hidden_PE.new_empty(num, dtype=torch.float32)
         entropy_P = torch.empty_like(total_P)
         kept: list[Tensor] = []
+        needs_gradient = any(ctx.needs_input_grad)
         for number, start in enumerate(starts):
             chunk = slice(start, start + step)
             z_CV = _logits(hidden_PE[chunk], weight_VE, bias_V, scale, cap, temperature)
+            p_CV = z_CV.softmax(-1)
+            # The likeliest token's probability gives the sum without another pass of exp.
+            top_C, top_at_C = z_CV.max(-1, keepdim=True)
+            total_P[chunk] = (top_C - p_CV.gather(-1, top_at_C).log_()).squeeze(-1)
+            entropy_P[chunk] = total_P[chunk] - torch.linalg.vecdot(p_CV, z_CV)
             mine = slice(bounds[number], bounds[number + 1])
             picked_N[mine] = z_CV[places_N[mine] - start, targets_N[mine]]
-            total_P[chunk] = z_CV.logsumexp(-1)
-            p_CV = (z_CV - total_P[chunk, None]).exp_()
-            # H = logsumexp - sum p z
-            entropy_P[chunk] = total_P[chunk] - torch.linalg.vecdot(p_CV, z_CV)
-            if (number + 1) * step * vocab_size <= KEEP and any(ctx.needs_input_grad):
-                kept.append(z_CV)
+            if (number + 1) * step * vocab_size <= KEEP and cap is None and needs_gradient:
+                kept.append(p_CV)
         ctx.save_for_backward(
-            hidden_PE, weight_VE, bias_V, order_N, places_N, targets_N, total_P, entropy_P, *kept
+            hidden_PE, weight_VE, bias_V, order_N, places_N, targets_N, entropy_P, *kept
         )
         ctx.layout = step, bounds, scale, cap, temperature
         logprobs_N = torch.empty_like(picked_N)
@@ -181,36 +185,36 @@ class _Scores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        hidden_PE, weight_VE, bias_V, order_N, places_N, targets_N, total_P, entropy_P = saved[:8]
-        kept = saved[8:]
+        hidden_PE, weight_VE, bias_V, order_N, places_N, targets_N, entropy_P, *kept = saved
         step, bounds, scale, cap, temperature = ctx.layout
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grads_N = grad_logprobs_N[order_N]
-        sum_P = torch.zeros_like(total_P).index_add_(0, places_N, grads_N)
-        heat_P = torch.zeros_like(total_P).index_add_(0, places_N, grad_entropy_N[order_N])
+        sum_P = torch.zeros_like(entropy_P).index_add_(0, places_N, grads_N)
+        heat_P = torch.zeros_like(entropy_P).index_add_(0, places_N, grad_entropy_N[order_N])
+        heated = bool(heat_P.any())
         grad_hidden_PE = torch.empty_like(hidden_PE) if needs_hidden else None
         grad_weight_VE = torch.zeros_like(weight_VE, dtype=torch.float32) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
         for number, start in enumerate(range(0, hidden_PE.shape[0], step)):
             chunk = slice(start, start + step)
             if number < len(kept):
-                z_CV = kept[number]
+                p_CV, slope = kept[number], 1.0
             else:
                 z_CV = _logits(hidden_PE[chunk], weight_VE, bias_V, scale, cap, temperature)
-            logp_CV = z_CV - total_P[chunk, None]
-            grad_CV = logp_CV.exp()
+                p_CV = z_CV.softmax(-1)
+                slope = 1.0 if cap is None else 1 - (z_CV * (temperature / cap)).square_()
             # -p (G + heat (log p + H)), and the targets' own share G of one token each.
-            if bool(heat_P[chunk].any()):
-                logp_CV.add_(entropy_P[chunk, None]).mul_(heat_P[chunk, None])
-                grad_CV.mul_(logp_CV.add_(sum_P[chunk, None])).neg_()
-            else:
-                grad_CV.mul_(-sum_P[chunk, None])
+            factor = sum_P[chunk, None]
+            if heated:
+                logp_CV = p_CV.clamp_min(TINY).log_().add_(entropy_P[chunk, None])
+                factor = logp_CV.mul_(heat_P[chunk, None]).add_(factor)
+            grad_CV = (p_CV * factor).neg_() if heated else p_CV * -factor
             mine = slice(bounds[number], bounds[number + 1])
             at = places_N[mine] - start, targets_N[mine]
             grad_CV.index_put_(at, grads_N[mine], accumulate=True)
             if cap is not None:
-                grad_CV.mul_(1 - (z_CV * (temperature / cap)).square_())
-            grad_CV = grad_CV.mul_(scale / temperature).to(weight_VE.dtype)
+                grad_CV.mul_(slope)
+            grad_CV = _scaled(grad_CV, scale / temperature).to(weight_VE.dtype)
             if grad_hidden_PE is not None:
                 grad_hidden_PE[chunk] = grad_CV @ weight_VE
             if grad_weight_VE is not None:
@@ -237,6 +241,9 @@ def _logits(
     bias = None if bias_V is None else bias_V.to(weight_VE.dtype)
     z_CV = nn.functional.linear(hidden_CE, weight_VE, bias).float()
     if cap is None:
-        factor = scale / temperature
-        return z_CV if factor == 1 else z_CV.mul_(factor)
+        return _scaled(z_CV, scale / temperature)
     return z_CV.mul_(scale / cap).tanh_().mul_(cap / temperature)
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x.mul_(factor)
