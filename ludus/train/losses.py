@@ -60,7 +60,7 @@ class LossOutput:
 
 
 LossFn = Callable[[LossInputs], LossOutput]
-KlKind = Literal["k1", "k2", "k3"]
+KlKind = Literal["k1", "k2", "k3", "k3_corrected"]
 
 
 def clipped(low: float, high: float) -> LossFn:
@@ -177,7 +177,9 @@ def _with_entropy_bonus(inputs: LossInputs, loss: LossFn, coefficient: float) ->
 def with_reference_kl(loss: LossFn, coefficient: float, kind: KlKind) -> LossFn:
     """`loss` plus coefficient x an estimate of KL(policy || reference), a token at a time.
 
-    GRPO's term (Shao et al. 2024, arXiv:2402.03300, equation 4) is k3. See `kl_estimate`.
+    GRPO's term (Shao et al. 2024, arXiv:2402.03300, equation 4) is k3. `k3_corrected` is k3 times
+    the ratio of policy and sampler, whose gradient is the divergence's (DeepSeek-V3.2 2025,
+    arXiv:2512.02556, section 3.1). See `kl_estimate`.
     """
     return partial(_with_reference_kl, loss=loss, coefficient=coefficient, kind=kind)
 
@@ -189,6 +191,8 @@ def _with_reference_kl(
         raise ValueError("a divergence from the reference needs the reference's log-probabilities")
     output = loss(inputs)
     kl_N = kl_estimate(inputs.logprobs_N, inputs.ref_logprobs_N, kind)
+    if kind == "k3_corrected":
+        kl_N = kl_N * _log_ratio(inputs).exp()
     metrics = {**output.metrics, "reference_kl": kl_N.detach()}
     return LossOutput(output.loss_N + coefficient * kl_N, metrics)
 
