@@ -113,6 +113,37 @@ def debug(
 
 
 @app.command()
+def profile(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the last stage to profile.")] = 5,
+    out: Annotated[
+        Path, typer.Option(help="What to write: .html, .json (for speedscope) or .txt (folded).")
+    ] = Path("profile.html"),
+) -> None:
+    """Show where a run's steps spend their time: the parts of a step, and a flame graph."""
+    import tempfile
+
+    from ludus import launch, profiling
+    from ludus.progress import Display
+
+    profiling.check_out(out)
+    config = _load(recipe, overrides)
+    if config.rl is None and config.sft is None:
+        raise ConfigError(f"{recipe}: it has no `sft` and no `rl`: there is no step to profile")
+    profiler = profiling.Profiler("rl" if config.rl else "sft", Display())
+    with tempfile.TemporaryDirectory(prefix="ludus-profile-") as folder:
+        try:
+            launch.train(profiling.short_run(config, steps, Path(folder)), profiler)
+        finally:
+            profiler.close()
+    profiler.write(out, f"{config.name}: {steps} steps")
+    for part, seconds, share in profiler.table():
+        typer.echo(f"{part:10} {seconds:8.3f} s a step  {share:6.1%}")
+    typer.echo(f"{out}  ({profiler.how})")
+
+
+@app.command()
 def evaluate(
     run: Run,
     checkpoint: Annotated[

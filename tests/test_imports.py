@@ -25,7 +25,7 @@ FLOORS = (
     {"registries", "rollout"},
     {"backends"},
     {"assemble", "coevolve", "evaluate", "loop", "progress", "report", "watch"},
-    {"debug", "doctor", "pipeline", "reporting"},
+    {"debug", "doctor", "pipeline", "profiling", "reporting"},
     {"evaluating", "launch", "services"},
     {"cli"},
 )
