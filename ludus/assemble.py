@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 from ludus.core.config import check_specs
-from ludus.core.errors import ConfigError, EnvError, EpisodeError, LudusError
+from ludus.core.errors import ConfigError, DataError, EnvError, EpisodeError, LudusError
 from ludus.core.schema import RunConfig
 from ludus.core.types import Message, Spec, Task, ToolSpec, Trajectory
 from ludus.envs import ENVS
@@ -27,6 +29,7 @@ from ludus.tasks.readers import TaskList, read_json, read_tasks
 from ludus.tasks.splits import check_disjoint
 
 NUM_SAMPLE_TEXTS = 512  # tasks whose opening a tokenizer is trained on
+MISPLACED = 6  # mistakes made on each of them, to hear what is answered
 
 
 def check(config: RunConfig) -> None:
@@ -121,6 +124,8 @@ def read_conversations(
     lines = read_json(
         config.sft.data, "messages", answer=None, on_bad_line=config.tasks.on_bad_line
     )
+    if not lines:
+        raise DataError(f"sft.data: {config.sft.data} holds no conversation")
     conversations = [
         Conversation(
             Task(id=line.id, source=line.source),
@@ -165,7 +170,8 @@ def _truth(value: Any) -> bool | None:
 def make_tokenizer(config: RunConfig, tasks: Sequence[Task], shown: Iterable[Message]) -> Any:
     """The tokenizer that the configuration names, loaded or trained on the recipe's own texts.
 
-    Those are the demonstrations, and the prompts and opening observations of the first tasks.
+    Those are the demonstrations, the prompts and opening observations of the first tasks, and what
+    the environment answers there to actions out of place: an expert hears no error message.
     """
     model = config.model
     spec = model.tokenizer
@@ -175,13 +181,25 @@ def make_tokenizer(config: RunConfig, tasks: Sequence[Task], shown: Iterable[Mes
         # The openings, because a task without a demonstration may have words of its own.
         messages = list(shown)
         if tasks:
-            messages += opening_messages(config, tasks[:NUM_SAMPLE_TEXTS])
+            actions = mistakes([m for m in messages if m.role == "assistant"])
+            messages += opening_messages(config, tasks[:NUM_SAMPLE_TEXTS], actions)
         texts = [text for message in messages for text in _texts(message)]
         if config.rollout.system_prompt:
             texts.append(config.rollout.system_prompt)
         template = model.chat_template or "plain"
         return train_tokenizer(spec, texts, template, tools_of(config))
     return load_tokenizer(spec or str(model.path))
+
+
+def mistakes(actions: Sequence[Message]) -> list[Message]:
+    """The actions in another order, and between them halves of two put together."""
+    shuffled = random.Random(0).sample(actions, len(actions))
+    made: list[Message] = []
+    for action, other in pairwise(shuffled):
+        head, tail = action.content.split(" "), other.content.split(" ")
+        words = head[: len(head) // 2 + 1] + tail[len(tail) // 2 :]
+        made += [action, Message(role="assistant", content=" ".join(words))]
+    return made
 
 
 def _texts(message: Message) -> list[str]:
@@ -209,8 +227,13 @@ def tools_of(config: RunConfig) -> Sequence[ToolSpec]:
     return tools
 
 
-def opening_messages(config: RunConfig, tasks: Sequence[Task]) -> list[Message]:
-    """The tasks' prompts, and what the environment says first."""
+def opening_messages(
+    config: RunConfig, tasks: Sequence[Task], actions: Sequence[Message] = ()
+) -> list[Message]:
+    """The tasks' prompts, what the environment says first, and its answers to `actions`.
+
+    Those are tried one after another, MISPLACED of them on each task, whether they suit it or not.
+    """
     messages = [message for task in tasks for message in task.prompt]
     if config.env is None:
         return messages
@@ -218,13 +241,20 @@ def opening_messages(config: RunConfig, tasks: Sequence[Task]) -> list[Message]:
 
     async def look() -> list[Message]:
         seen: list[Message] = []
+        tried = cycle(actions)
         seat = Seat()
         for task in tasks:
             env = HostedEnv(lambda: ENVS.build(spec, "env"), seat, config.rollout.step_deadline_s)
             try:
                 seen += (await env.reset(task)).messages
+                for action in islice(tried, MISPLACED):
+                    result = await env.step(action)
+                    seen += result.messages
+                    if result.done:
+                        break
             except EpisodeError as error:  # such a task will be put on record when it is played
                 faults.append(f"task {task.id}: {error}")
+                tried = cycle(())  # one that fails may also hang: it is not provoked any further
             await env.close()
         seat.close()
         return seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from ludus.assemble import (
 from ludus.core.config import load_config
 from ludus.core.errors import ConfigError, DataError, EnvError
 from ludus.core.schema import RunConfig
-from ludus.core.types import Message, Task
-from ludus.envs.demonstrate import Demonstration
+from ludus.core.types import Message, Spec, Task
+from ludus.envs import ENVS as ENVIRONMENTS
+from ludus.envs.demonstrate import Demonstration, play
 
 ENVS = f"{Path(ludus.__file__).parents[1]}/tests/debugged_envs.py"
 RECIPE = f"""
@@ -169,3 +171,28 @@ def test_conversations_that_do_not_fit_are_left_out_with_the_reason(load: Any):
     bad, _ = read_conversations(config, [shown("bad", said("2"))], [])
     with pytest.raises(DataError, match=r"^bad: a conversation needs"):
         replay_all(bad, make_renderer(config, tokenizer), 64)
+
+
+def test_a_tokenizer_knows_what_an_environment_answers_to_mistakes():
+    """An expert makes none, so its demonstrations never show the words of an error message."""
+    spec = Spec(name="textcraft", args={"num_distractors": 1})
+    config = RunConfig.model_validate(
+        {
+            "name": "craft",
+            "model": {"architecture": "qwen3", "tokenizer": "words", "chat_template": "plain"},
+            "env": spec,
+            "tasks": {"train": {"name": "env", "args": {"tiers": ["depth-1"], "num_tasks": 20}}},
+        }
+    )
+    train, _ = read_splits(config)
+    shown = [
+        m for task in train for m in asyncio.run(play(ENVIRONMENTS.build(spec), task)).messages
+    ]
+    errors = [
+        "there is no such recipe for cauldron",
+        "no such action. use get, craft or inventory",
+        "not enough. you have",
+    ]
+    tokenizer = make_tokenizer(config, train, shown)
+    for error in errors:
+        assert tokenizer.unk_token_id not in tokenizer.encode(error, add_special_tokens=False)
