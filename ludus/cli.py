@@ -104,7 +104,7 @@ def train(
 def debug(
     recipe: Recipe,
     overrides: Overrides = None,
-    tasks: Annotated[int, typer.Option(help="Tasks to play.")] = 1,
+    tasks: Annotated[int, typer.Option(min=1, help="Tasks to play.")] = 1,
 ) -> None:
     """Play a few tasks in this thread, show every turn and every training row, and stop."""
     from ludus.debug import debug as run_debug
@@ -255,7 +255,7 @@ def config(
 def check_env_command(
     name: Annotated[str, typer.Argument(help="A registered environment, or module:Class.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments: key=value ...")] = None,
-    tasks: Annotated[int, typer.Option(help="Tasks to try.")] = 6,
+    tasks: Annotated[int, typer.Option(min=1, help="Tasks to try.")] = 6,
 ) -> None:
     """Check that an environment keeps the protocol: deterministic, robust, quiet."""
     from ludus.envs.check import check_env
@@ -285,7 +285,9 @@ def checkpoint_list(run: Run, runs_dir: RunsDir = "runs") -> None:
     from ludus.train.checkpoint import CheckpointStore
 
     for info in CheckpointStore(find_run(runs_dir, run).checkpoints).list():
-        typer.echo(info)
+        kept = ", pinned" if info.pinned else ""
+        metric = "" if info.metric is None else f", metric {info.metric:.4g}"
+        typer.echo(f"{info.path.name}: {info.stage} step {info.step}{metric}{kept}")
 
 
 @checkpoint_app.command("check")
@@ -334,16 +336,15 @@ def _load(recipe: str, overrides: list[str] | None, runs_dir: str = "runs") -> A
 
 
 def _spec(name: str, args: list[str] | None) -> Any:
-    import yaml
-
+    from ludus.core import yaml12
     from ludus.core.types import Spec
 
     pairs: dict[str, Any] = {}
     for item in args or []:
         key, equals, value = item.partition("=")
-        if not equals:
+        if not equals or not key:
             raise ConfigError(f"{item!r}: arguments are given as key=value")
-        pairs[key] = yaml.safe_load(value)
+        pairs[key], _ = yaml12.parse(value, item)
     return Spec(name=name, args=pairs)
 
 

@@ -245,7 +245,7 @@ def _processor() -> str:
 
 def open_store(runs_dir: str, store: str | None) -> RunStore:
     """The run store, for reading. Errors: ConfigError where there is none yet."""
-    if store is None and not (Path(runs_dir) / "ludus.db").exists():
+    if store is None and not (Path(runs_dir) / "ludus.db").is_file():
         raise ConfigError(f"{runs_dir} holds no runs yet: start one with `ludus train RECIPE`")
     return RunStore.open(store, runs_dir, read_only=True)
 

@@ -108,7 +108,8 @@ def find_run(runs_dir: str | Path, run: str) -> RunFolder:
     for folder in (Path(runs_dir) / run, Path(run)):
         if run and (folder / "config.yaml").is_file():
             return RunFolder(folder if folder.name else folder.resolve())
-    known = sorted(path.parent.name for path in Path(runs_dir).glob("*/config.yaml"))
+    configs = (path for path in Path(runs_dir).glob("*/config.yaml") if path.is_file())
+    known = sorted(path.parent.name for path in configs)
     if not known:
         raise ConfigError(f"there is no run {run!r}: {runs_dir} holds no runs")
     raise ConfigError(f"there is no run {run!r} in {runs_dir}{did_you_mean(run, known)}")

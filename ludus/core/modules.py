@@ -18,6 +18,8 @@ def load_module(name: str) -> ModuleType:
 
     Errors: ModuleNotFoundError where there is none; whatever the module itself raises.
     """
+    if not name or name.startswith("."):  # relative to nothing
+        raise ModuleNotFoundError(f"no module named {name!r}", name=name)
     if name.endswith(".py"):
         return _load_file(Path(name).expanduser())
     here = os.getcwd()

@@ -76,7 +76,7 @@ class Registry(Generic[T]):
         try:
             module = load_module(module_name)
         except ModuleNotFoundError as error:
-            missing = error.name or module_name
+            missing = module_name if error.name is None else error.name
             if row.extra and not missing.startswith("ludus"):
                 raise MissingDependency(missing, row.extra, f"{self.kind} {name!r}") from error
             raise ConfigError(

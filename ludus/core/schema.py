@@ -7,7 +7,7 @@ owner.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -116,11 +116,14 @@ class RolloutConfig(Section):
     )
 
 
+Moment = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
-    lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moments.")
+    lr: float = Field(1e-3, gt=0, le=100, description="Peak learning rate.")
+    betas: tuple[Moment, Moment] = Field((0.9, 0.95), description="AdamW's moments.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decay, on matrices only.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this norm.")
@@ -133,7 +136,7 @@ class OptimizerConfig(Section):
 class RLOptimizerConfig(OptimizerConfig):
     """AdamW and its schedule, with a lower peak."""
 
-    lr: float = Field(3e-4, gt=0, description="Peak learning rate.")
+    lr: float = Field(3e-4, gt=0, le=100, description="Peak learning rate.")
 
 
 class DemonstrationsConfig(Section):
@@ -256,7 +259,7 @@ class RunConfig(Section):
     metrics: list[Spec] = Field(
         default_factory=list, description="Sinks beside the JSON lines: tensorboard, wandb, ..."
     )
-    threads: int = Field(0, ge=0, description="Threads of torch; 0: one per core.")
+    threads: int = Field(0, ge=0, le=1024, description="Threads of torch; 0: one per core.")
     report: bool = Field(True, description="Write report.html at the end.")
 
     @model_validator(mode="after")

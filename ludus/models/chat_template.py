@@ -39,13 +39,16 @@ _TOKEN_LIKE = re.compile(
 def load_template(name: str) -> str:
     """The Jinja source of a shipped template (plain, qwen3), or of a file.
 
-    Errors: ConfigError where there is no such template or file.
+    Errors: ConfigError where there is no such template or file, or it is not text.
     """
     if name in SHIPPED:
         return (resources.files("ludus.models") / "templates" / f"{name}.jinja").read_text("utf-8")
     path = Path(name).expanduser()
     if path.is_file():
-        return path.read_text("utf-8")
+        try:
+            return path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"model.chat_template: {path} cannot be read: {error}") from None
     raise ConfigError(
         f"model.chat_template: {name!r} is neither a shipped template nor a file"
         f"{did_you_mean(name, SHIPPED)}"

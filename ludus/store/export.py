@@ -72,6 +72,10 @@ def export(
             )
     if what == "steps" and (min_score is not None or status is not None):
         raise ConfigError("export: steps have no score and no status to choose by")
+    if min_score is not None and math.isnan(min_score):
+        raise ConfigError("export: min_score must be a number, got nan")
+    if not Path(path).name:
+        raise ConfigError(f"export: {str(path)!r} names no file to write")
     store.run(run_id)
     skipped: Counter[str] = Counter()
     rows: Iterator[dict[str, Any]]

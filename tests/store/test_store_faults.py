@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import text, update
 from store_examples import make_groups
 
-from ludus.core.errors import MissingDependency, StoreError
+from ludus.core.errors import ConfigError, MissingDependency, StoreError
 from ludus.store import RunStore
 from ludus.store import schema as db
 
@@ -148,7 +148,7 @@ def test_a_folder_that_cannot_be(path: Path) -> None:
     path.write_text("a file")
     with pytest.raises(StoreError, match="its folder cannot be made"):
         RunStore.open(f"sqlite:///{path}/ludus.db")
-    with pytest.raises(StoreError, match="cannot be opened: check that the path is a file"):
+    with pytest.raises(ConfigError, match="is a folder: name a file in it"):
         RunStore.open(f"sqlite:///{path.parent}")
 
 
