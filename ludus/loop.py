@@ -21,7 +21,7 @@ from ludus.core.types import Group, Sample, Task, Trajectory
 from ludus.tasks.sampler import TaskSampler
 from ludus.train.algorithm import Algorithm
 from ludus.train.losses import needs_whole_trajectories
-from ludus.train.packing import Batch, pack
+from ludus.train.packing import Batch, Layout, pack
 from ludus.train.samples import split, to_samples
 
 log = get_logger(__name__)
@@ -83,7 +83,7 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
             samples = to_samples(groups, stage.algorithm)
             trained: list[dict[str, float]] = []
             for part in _parts(stage, samples, step):
-                batch = _batch(stage, part)
+                batch = _batch(stage, part, backend.layout)
                 done = await backend.train_step(batch, stage.algorithm.loss)
                 trained.append({**done, **_sizes(batch)})
             metrics = group_metrics(groups) | train_metrics(trained)
@@ -149,7 +149,7 @@ def _parts(stage: Stage, samples: list[Sample], step: int) -> list[list[Sample]]
     return [part for part in parts if any(map(_has_gradient, part))]
 
 
-def _batch(stage: Stage, samples: list[Sample]) -> Batch:
+def _batch(stage: Stage, samples: list[Sample], layout: Layout) -> Batch:
     """Weights over all samples; then those without a gradient need no computation."""
     weights = stage.algorithm.aggregate(samples)
     algorithm = stage.algorithm
@@ -160,6 +160,7 @@ def _batch(stage: Stage, samples: list[Sample]) -> Batch:
         [weight for _, weight in live],
         tokens_per_batch=stage.tokens_per_batch,
         pad_id=stage.pad_id,
+        layout=layout,
     )
 
 
@@ -168,7 +169,7 @@ def _sizes(batch: Batch) -> dict[str, float]:
     return {
         "padding": batch.padding,
         "tokens": float(batch.num_tokens),
-        "unique_tokens": float(getattr(batch, "num_unique_tokens", batch.num_tokens)),
+        "unique_tokens": float(batch.num_unique_tokens),
         "loss_tokens": float(batch.num_loss_tokens),
     }
 

@@ -11,7 +11,7 @@ from ludus.core.types import Trajectory
 from ludus.models.sampler import Sampler
 from ludus.train.algorithm import Algorithm
 from ludus.train.losses import LossFn
-from ludus.train.packing import Batch
+from ludus.train.packing import Batch, Layout
 
 
 class Backend(Protocol):
@@ -25,6 +25,11 @@ class Backend(Protocol):
     @property
     def policy_version(self) -> int:
         """The version that `publish_weights` last returned; that of a loaded checkpoint; or 0."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """How batches are laid out for the model."""
         ...
 
     def begin_stage(

@@ -19,7 +19,7 @@ from ludus.train.algorithm import Algorithm
 from ludus.train.checkpoint import CheckpointStore, load, random_state, set_random_state
 from ludus.train.learner import Learner
 from ludus.train.losses import LossFn
-from ludus.train.packing import Batch
+from ludus.train.packing import Batch, Layout
 from ludus.train.reference import Reference
 from ludus.train.scoring import Scorer
 
@@ -80,6 +80,11 @@ class LocalBackend:
             raise RuntimeError("begin_stage has not been called")
         return self._learner
 
+    @property
+    def layout(self) -> Layout:
+        """How batches are laid out for the model."""
+        return self.learner.forward.layout
+
     def begin_stage(
         self,
         optimizer: OptimizerConfig,
@@ -98,6 +103,7 @@ class LocalBackend:
             num_steps,
             temperature=temperature,
             context_length=self._config.model.context_length,
+            settings=self._config.learner,
             dump_dir=self._run_dir,
             critic_lr=algorithm.critic_lr if algorithm else None,
         )

@@ -133,6 +133,25 @@ class OptimizerConfig(Section):
     )
 
 
+class LearnerConfig(Section):
+    """How a training step computes: what it gives is the same, up to rounding."""
+
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Type of the products; the weights keep model.dtype (bfloat16: autocast).",
+    )
+    share_prefixes: bool = Field(
+        True, description="Compute once what samples share, as trees of tokens."
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Keep less for the backward pass and compute it twice: slower, smaller."
+    )
+    compile: bool = Field(
+        False,
+        description="torch.compile the layers; it needs a C++ compiler, and pays in bfloat16.",
+    )
+
+
 class RLOptimizerConfig(OptimizerConfig):
     """AdamW and its schedule, with a lower peak."""
 
@@ -245,6 +264,7 @@ class RunConfig(Section):
         default_factory=lambda: Spec(name="in_process"),
         description="What samples turns: the learner's own weights in this process, or a server.",
     )
+    learner: LearnerConfig = Field(default_factory=LearnerConfig, description="Training steps.")
     env: Spec | None = Field(None, description="The environment that episodes are played in.")
     judge: Spec | None = Field(
         None, description="Scores episodes that the environment does not; null: the environment."

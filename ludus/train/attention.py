@@ -132,7 +132,8 @@ class _Tiled(torch.autograd.Function):
         grad_KTGD = grad_KTGD.contiguous()
         delta_KTG = (grad_KTGD * out_KTGD).sum(-1)
         dq_KTGD = torch.empty_like(q_KTGD)
-        dk_KTD, dv_KTD = torch.zeros_like(k_KTD), torch.zeros_like(v_KTD)
+        dk_KTD = torch.zeros_like(k_KTD, dtype=torch.float32)
+        dv_KTD = torch.zeros_like(dk_KTD)
         for tile in ctx.plan:
             queries = slice(tile.start, tile.stop)
             q, grad = q_KTGD[:, queries].flatten(1, 2), grad_KTGD[:, queries].flatten(1, 2)
@@ -143,7 +144,7 @@ class _Tiled(torch.autograd.Function):
             inner = inner.sub_(delta_KTG[:, queries].flatten(1)[..., None]).mul_(weights)
             dq_KTGD[:, queries] = torch.bmm(inner, keys).view_as(q_KTGD[:, queries])
             tile.scatter(torch.bmm(inner.mT, q), dk_KTD)
-        return dq_KTGD, dk_KTD, dv_KTD, None
+        return dq_KTGD, dk_KTD.to(k_KTD.dtype), dv_KTD.to(v_KTD.dtype), None
 
 
 def _weights(q: Tensor, keys: Tensor, tile: Tile) -> Tensor:
@@ -152,7 +153,7 @@ def _weights(q: Tensor, keys: Tensor, tile: Tile) -> Tensor:
     num_queries = tile.stop - tile.start
     shape = scores.shape[0], num_queries, -1, scores.shape[2]
     scores.view(shape)[..., tile.num_full :].masked_fill_(tile.hidden_QS[None, :, None], -torch.inf)
-    return scores.softmax(-1)
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype)
 
 
 _active: list[Sequence[Tile]] = []
@@ -160,16 +161,31 @@ _active: list[Sequence[Tile]] = []
 layer on a thread of its own."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def tiled_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers: [1, H, T, D] to [1, T, H, D]."""
+    """An attention function of transformers: [1, H, T, D] to [1, T, H, D].
+
+    Errors: TypeError for what it does not do: dropout, caps, sinks, biases, windows.
+    """
+    window = options.get("sliding_window")
+    extras = ("softcap", "s_aux", "position_bias", "dropout")
+    narrow = window is not None and window < query.shape[2]
+    if narrow or any(options.get(name) not in (None, 0.0) for name in extras):
+        raise TypeError("an attention with extras")
     scale = options.get("scaling") or query.shape[-1] ** -0.5
-    num_keys = key.shape[1]
-    q_KTGD = (query[0] * scale).unflatten(0, (num_keys, -1)).transpose(1, 2).contiguous()
-    out_KTGD = _Tiled.apply(  # type: ignore[no-untyped-call]
-        q_KTGD, key[0].contiguous(), value[0].contiguous(), _active[-1]
-    )
+    dtype, device = value.dtype, query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    q_KTGD = (query[0] * scale).unflatten(0, (key.shape[1], -1)).transpose(1, 2).to(dtype)
+    with torch.autocast(device, enabled=False):
+        out_KTGD = _Tiled.apply(  # type: ignore[no-untyped-call]
+            q_KTGD.contiguous(),
+            key[0].to(dtype).contiguous(),
+            value[0].to(dtype).contiguous(),
+            _active[-1],
+        )
     return out_KTGD.transpose(0, 1).flatten(1, 2)[None], None
 
 

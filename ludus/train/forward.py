@@ -14,14 +14,17 @@ size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ludus.core.errors import ConfigError
+from ludus.core.schema import LearnerConfig
 from ludus.core.types import Sample
 from ludus.train.attention import attending, tiles
+from ludus.train.compiled import CompiledLayers
 from ludus.train.logprobs import Head, backbone, find_head, score_logits
 from ludus.train.packing import Layout, MicroBatch, attention_mask, pack
 
@@ -38,29 +41,51 @@ class Forward:
         model: the policy.
         temperature: that of the rollouts; logits are divided by it.
         context_length: the longest sample; None: unknown, then no sliding window is wide enough.
+        settings: how to compute.
+
+    Errors: ConfigError for a setting that the model does not support.
     """
 
     def __init__(
-        self, model: Any, *, temperature: float = 1.0, context_length: int | None = None
+        self,
+        model: Any,
+        *,
+        temperature: float = 1.0,
+        context_length: int | None = None,
+        settings: LearnerConfig | None = None,
     ) -> None:
+        self.settings = settings or LearnerConfig()
         self.model = model
         self.temperature = temperature
         self.device = next(model.parameters()).device
         self.head: Head | None = find_head(model)
         self.attention: Attention = self._find_attention(context_length)
+        self._compiled = CompiledLayers(model) if self.settings.compile else None
+        if self.settings.gradient_checkpointing:
+            if not getattr(model, "supports_gradient_checkpointing", False):
+                raise ConfigError(
+                    "learner.gradient_checkpointing: transformers has none for a "
+                    f"{type(model).__name__}; set it to false"
+                )
+            model.gradient_checkpointing_enable({"use_reentrant": False})
 
     @property
     def layout(self) -> Layout:
         """How samples are best laid out for this model."""
-        return "single" if self.attention == "none" else "tree"
+        if self.attention == "none":
+            return "single"
+        return "tree" if self.settings.share_prefixes else "packed"
 
     @contextmanager
     def passes(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Around a forward pass and its backward: the attention that its rows need."""
-        if not self._tiled(micro_batch):
-            yield
-            return
-        with attending(self.model, tiles(micro_batch.ends_RT[0])):
+        """Around a forward pass and its backward: precision, and the attention of its rows."""
+        half = self.settings.dtype == "bfloat16"
+        with ExitStack() as stack:
+            stack.enter_context(torch.autocast(self.device.type, torch.bfloat16, enabled=half))
+            if self._tiled(micro_batch):
+                stack.enter_context(attending(self.model, tiles(micro_batch.ends_RT[0])))
+            if self._compiled is not None:
+                stack.enter_context(self._compiled.active())
             yield
 
     def hidden_states(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:

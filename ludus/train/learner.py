@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -16,11 +17,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ludus.core.errors import TrainingError
-from ludus.core.schema import OptimizerConfig
+from ludus.core.logs import get_logger
+from ludus.core.schema import LearnerConfig, OptimizerConfig
 from ludus.train.critic import Critic
 from ludus.train.forward import Forward
 from ludus.train.losses import LossFn, LossInputs, needs_whole_trajectories, trajectory_means
 from ludus.train.packing import Batch, MicroBatch
+
+log = get_logger(__name__)
+
+SMALLER = (
+    "lower rl.tokens_per_batch (in SFT, sft.tokens_per_batch) or model.context_length, or set "
+    "learner.gradient_checkpointing to true, and resume"
+)
 
 
 class Learner:
@@ -33,6 +42,7 @@ class Learner:
         temperature: that of the rollouts; logits are divided by it, so that the learner's
             log-probabilities are those of the distribution that was sampled from.
         context_length: the most tokens of a sample, where that is known.
+        settings: how a step computes.
         dump_dir: where a batch is saved whose loss is not finite.
         critic_lr: learning rate of a critic on the policy's hidden states; None: no critic.
     """
@@ -45,6 +55,7 @@ class Learner:
         *,
         temperature: float = 1.0,
         context_length: int | None = None,
+        settings: LearnerConfig | None = None,
         dump_dir: Path | None = None,
         critic_lr: float | None = None,
     ) -> None:
@@ -52,7 +63,12 @@ class Learner:
         self.config = config
         self.num_steps = num_steps
         self.temperature = temperature or 1.0
-        self.forward = Forward(model, temperature=self.temperature, context_length=context_length)
+        self.forward = Forward(
+            model,
+            temperature=self.temperature,
+            context_length=context_length,
+            settings=settings,
+        )
         self.dump_dir = dump_dir
         self.step = 0
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -79,20 +95,24 @@ class Learner:
         The loss is the weighted sum over loss tokens, with weights that were set for the whole
         batch: how it is cut into micro-batches does not change the gradient.
 
-        Errors: TrainingError where loss or gradient is not finite; the weights are untouched, the
-        batch is saved in `dump_dir`.
+        A micro-batch that memory does not hold is split, and all are done again, once.
+
+        Errors: TrainingError where loss or gradient is not finite, or memory does not suffice; the
+        weights are untouched, the batch is saved in `dump_dir`.
         """
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        totals: dict[str, float] = {}
-        ratios = self._trajectory_log_ratios(batch) if needs_whole_trajectories(loss) else None
-        for micro_batch in batch.micro_batches:
-            value, metrics = self._backward(micro_batch, loss, ratios)
-            if not math.isfinite(value):
-                self._refuse(batch, f"the loss is {value}")
-            metrics["loss"] = value
-            for name, item in metrics.items():
-                totals[name] = totals.get(name, 0.0) + item
+        micro_batches = list(batch.micro_batches)
+        done, totals = self._accumulate(batch, micro_batches, loss)
+        if done < len(micro_batches):
+            parts = batch.halves(micro_batches[done])
+            log.warning("out of memory: a micro-batch is split", step=self.step, parts=len(parts))
+            micro_batches[done : done + 1] = parts
+            if parts:
+                done, totals = self._accumulate(batch, micro_batches, loss)
+            if not parts or done < len(micro_batches):
+                self._refuse(
+                    batch, "memory does not suffice, also with half a forward pass", SMALLER
+                )
         clipped = self.parameters + (self.critic.parameters if self.critic else [])
         norm = float(torch.nn.utils.clip_grad_norm_(clipped, self.config.max_grad_norm))
         if not math.isfinite(norm):
@@ -117,18 +137,45 @@ class Learner:
         with self.forward.passes(micro_batch):
             return self.forward.logprobs(micro_batch)
 
+    def _accumulate(
+        self, batch: Batch, micro_batches: Sequence[MicroBatch], loss: LossFn
+    ) -> tuple[int, dict[str, float]]:
+        """Gradients of all micro-batches, from zero; returns how many were done before memory ran
+        out (all of them, where it did not), and the sums of their metrics."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.critic is not None:
+            self.critic.optimizer.zero_grad(set_to_none=True)
+        totals: dict[str, float] = {}
+        done = 0
+        try:
+            whole = needs_whole_trajectories(loss)
+            ratios = self._trajectory_log_ratios(micro_batches) if whole else None
+            for micro_batch in micro_batches:
+                value, metrics = self._backward(micro_batch, loss, ratios)
+                if not math.isfinite(value):
+                    self._refuse(batch, f"the loss is {value}")
+                metrics["loss"] = value
+                for name, item in metrics.items():
+                    totals[name] = totals.get(name, 0.0) + item
+                done += 1
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.optimizer.zero_grad(set_to_none=True)
+        return done, totals
+
     @torch.no_grad()
-    def _trajectory_log_ratios(self, batch: Batch) -> Tensor | None:
+    def _trajectory_log_ratios(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
         """Mean log-ratio of each trajectory [number of trajectories]; None where each lies in one
         micro-batch as a whole, whose loss then finds it by itself."""
-        parts = [set(micro_batch.trajectory_N.tolist()) for micro_batch in batch.micro_batches]
+        parts = [set(micro_batch.trajectory_N.tolist()) for micro_batch in micro_batches]
         if sum(map(len, parts)) == len(set().union(*parts)):
             return None
         gaps: list[Tensor] = []
-        for micro_batch in batch.micro_batches:
+        for micro_batch in micro_batches:
             logprobs_N, _ = self.logprobs(micro_batch)
             gaps.append(logprobs_N - micro_batch.old_logprobs_N.to(logprobs_N.device))
-        trajectory_N = torch.cat([m.trajectory_N for m in batch.micro_batches])
+        trajectory_N = torch.cat([m.trajectory_N for m in micro_batches])
         return trajectory_means(torch.cat(gaps), trajectory_N.to(self.forward.device))
 
     def _backward(
@@ -166,7 +213,9 @@ class Learner:
         sums["entropy"] = float(entropy_N.detach().sum())
         return float(total.detach()), sums
 
-    def _refuse(self, batch: Batch, what: str) -> None:
+    def _refuse(
+        self, batch: Batch, what: str, remedy: str = "lower optimizer.lr and resume"
+    ) -> NoReturn:
         """Save the batch that broke training, and stop."""
         where = ""
         if self.dump_dir is not None:
@@ -179,8 +228,16 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         raise TrainingError(
             f"optimizer step {self.step}: {what}{where}. The weights are as they were before the "
-            "step; lower optimizer.lr and resume"
+            f"step; {remedy}"
         )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: on a GPU, in torch's allocator on the CPU, or in Python's."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error).lower()
+    return "not enough memory" in text or "can't allocate memory" in text
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
