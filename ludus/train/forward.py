@@ -59,8 +59,10 @@ class Forward:
         self.temperature = temperature
         self.device = next(model.parameters()).device
         self.head: Head | None = find_head(model)
+        self._compiled: CompiledLayers | None = None
         self.attention: Attention = self._find_attention(context_length)
-        self._compiled = CompiledLayers(model) if self.settings.compile else None
+        if self.settings.compile:
+            self._compiled = CompiledLayers(model)
         if self.settings.gradient_checkpointing:
             if not getattr(model, "supports_gradient_checkpointing", False):
                 raise ConfigError(
