@@ -1,57 +1,65 @@
-"""The learner against a plain padded training loop, on the same samples and the same loss.
+"""The learner against a tuned transformers loop, on the same samples and the same loss.
 
     python benchmarks/learner.py
 
-The peer is the loop that one would write: rows padded to the longest of their micro-batch, the
-model called with an attention mask, the clipped surrogate on the sampled tokens, AdamW. It comes
-in two forms: rows in the order they are in, and sorted by length, its best case. All have the same
-budget of positions in a forward pass, and are checked first to give the same gradient. Ours starts
-from samples too, so packing is part of its time.
+Groups of 8 samples that share a prompt, as one step of GRPO has them: prompt {64, 256, 1024} x
+completion {64, 512}, a group a step. The peer is the loop that one would write and then tune: rows
+sorted by length and padded to the longest of their micro-batch, SDPA without a mask where rows are
+equally long (its fast causal kernel), logits for the completion only, fused AdamW. A second
+workload has one prompt a sample and lengths with a heavy tail, where nothing is shared and packing
+is all there is. All programs have the same budget of positions in a forward pass, and are checked
+first to give the same loss and gradient. Ours start from samples too, so the trees and the packing
+are part of their time.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from common import MODELS, Spread, alternate, arguments, machine, make_model, ratios, table, write
 
 import torch  # isort: skip - after common, which sets the threads' policy
 
-from ludus.core.schema import OptimizerConfig
+from ludus.core.schema import LearnerConfig, OptimizerConfig
 from ludus.core.types import Sample
 from ludus.train.aggregates import trajectory_mean
 from ludus.train.learner import Learner
 from ludus.train.losses import clipped
-from ludus.train.packing import pack
+from ludus.train.packing import Layout, pack
 
-BUDGET = 2048  # positions of one forward pass, padding included
+BUDGET = 4096  # positions of one forward pass, padding included
+GROUP = 8
+VOCABULARY = 4096
 OPTIMIZER = OptimizerConfig(lr=1e-6, max_grad_norm=1.0)
 SURROGATE = clipped(0.2, 0.2)
-SAMPLES = {"0.9 M": 48, "5.8 M": 16}
-WORKLOADS: dict[str, Callable[[torch.Generator], int]] = {
-    "uniform, 32 to 256": lambda g: int(torch.randint(32, 257, (1,), generator=g)),
-    "heavy tail, median 60, up to 512": lambda g: min(
-        max(int(math.exp(math.log(60) + 0.9 * float(torch.randn(1, generator=g)))), 8), 512
-    ),
-    "all 128": lambda g: 128,
-}
+GRID = [(prompt, completion) for prompt in (64, 256, 1024) for completion in (64, 512)]
+TAIL = (0, 0)
+"""Stands for the heavy tail: no group, a median of 60 tokens, up to 512."""
 
 
-def make_samples(num: int, vocab_size: int, workload: str) -> list[Sample]:
-    """Rows of the workload's lengths, half of each given, half sampled."""
+def make_samples(prompt: int, completion: int) -> list[Sample]:
+    """One group that shares its prompt; or, for `TAIL`, 24 strangers."""
     generator = torch.Generator().manual_seed(0)
+
+    def ids(num: int) -> list[int]:
+        return torch.randint(1, VOCABULARY, (num,), generator=generator).tolist()
+
+    parts = [(ids(prompt), completion)] * GROUP
+    if (prompt, completion) == TAIL:
+        noise = torch.randn(24, generator=generator).tolist()
+        lengths = [min(max(int(60 * math.exp(0.9 * x)), 8), 512) for x in noise]
+        parts = [(ids(n // 2), n - n // 2) for n in lengths]
     samples = []
-    for number in range(num):
-        length = WORKLOADS[workload](generator)
-        mask = [i >= length // 2 for i in range(length)]
+    for number, (given, num) in enumerate(parts):
+        mask = [False] * len(given) + [True] * num
         samples.append(
             Sample(
-                torch.randint(1, vocab_size, (length,), generator=generator).tolist(),
+                given + ids(num),
                 mask,
-                [-math.log(vocab_size) * m for m in mask],
+                [-math.log(VOCABULARY) * m for m in mask],
                 [(-1.0) ** number * m for m in mask],
                 f"{number}",
             )
@@ -59,37 +67,36 @@ def make_samples(num: int, vocab_size: int, workload: str) -> list[Sample]:
     return samples
 
 
-class PaddedLoop:
+class TunedLoop:
     """The peer."""
 
-    def __init__(self, model: Any, *, sort: bool) -> None:
-        self.model, self.sort = model.train(), sort
+    def __init__(self, model: Any, *, half: bool = False) -> None:
+        self.model, self.half = model.train(), half
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, weight_decay=0.0
+            model.parameters(), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, weight_decay=0.0, fused=True
         )
 
-    def step(self, samples: Sequence[Sample]) -> None:
+    def step(self, samples: Sequence[Sample]) -> float:
         self.optimizer.zero_grad(set_to_none=True)
+        total = 0.0
         for rows in self.micro_batches(samples):
-            self.loss(rows, len(samples)).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.half):
+                loss = self.loss(rows, len(samples))
+            loss.backward()
+            total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER.max_grad_norm)
         self.optimizer.step()
+        return total
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """As many rows as fit the budget once they are padded."""
-        order = sorted(samples, key=lambda s: len(s.token_ids)) if self.sort else samples
+        """Sorted by length, as many rows as fit the budget once they are padded."""
         batches: list[list[Sample]] = [[]]
-        for sample in order:
+        for sample in sorted(samples, key=lambda s: len(s.token_ids)):
             width = max(len(s.token_ids) for s in [*batches[-1], sample])
             if width * (len(batches[-1]) + 1) > BUDGET:
                 batches.append([])
             batches[-1].append(sample)
         return batches
-
-    def positions(self, samples: Sequence[Sample]) -> int:
-        """What it computes, padding included."""
-        batches = self.micro_batches(samples)
-        return sum(len(b) * max(len(s.token_ids) for s in b) for b in batches)
 
     def loss(self, rows: Sequence[Sample], num_samples: int) -> torch.Tensor:
         """-min(r A, clip(r) A), the mean over each row's sampled tokens, then over rows."""
@@ -99,119 +106,143 @@ class PaddedLoop:
             return torch.tensor([v + [0] * (width - len(v)) for v in values])
 
         ids = padded([s.token_ids for s in rows])
-        attends = padded([[1] * len(s.token_ids) for s in rows])
         mask = padded([s.loss_mask for s in rows])[:, 1:].bool()
         old = padded([s.logprobs for s in rows])[:, 1:][mask]
         advantages = padded([s.advantages for s in rows])[:, 1:][mask]
         weights = padded(
             [[m / (num_samples * sum(s.loss_mask)) for m in s.loss_mask] for s in rows]
         )[:, 1:][mask]
-        logits = self.model(input_ids=ids, attention_mask=attends, use_cache=False).logits
-        logprobs = logits[:, :-1][mask].log_softmax(-1).gather(-1, ids[:, 1:][mask][:, None])[:, 0]
+        # Right padding needs no mask under causal attention; the head runs on sampled tokens only.
+        hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+        logits = self.model.lm_head(hidden[:, :-1][mask])
+        logprobs = logits.float().log_softmax(-1).gather(-1, ids[:, 1:][mask][:, None])[:, 0]
         ratio = (logprobs - old).exp()
         gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         return -(gain * weights).sum()
 
 
-def our_step(learner: Learner, samples: Sequence[Sample]) -> float:
-    batch = pack(samples, trajectory_mean(samples), tokens_per_batch=BUDGET, pad_id=0)
-    learner.train_step(batch, SURROGATE)
-    return batch.padding
+class Ours:
+    """The learner, with its batch laid out in one way."""
+
+    def __init__(self, model: Any, layout: Layout, **settings: Any) -> None:
+        self.layout, self.model = layout, model
+        self.learner = Learner(model, OPTIMIZER, 1000, settings=LearnerConfig(**settings))
+        self.optimizer = self.learner.optimizer
+
+    def step(self, samples: Sequence[Sample]) -> float:
+        weights = trajectory_mean(samples)
+        batch = pack(samples, weights, tokens_per_batch=BUDGET, pad_id=0, layout=self.layout)
+        return self.learner.train_step(batch, SURROGATE)["loss"]
 
 
-def require_same_gradient(model: Any, samples: Sequence[Sample]) -> None:
-    """Errors: SystemExit where the two programs do not compute the same."""
-    first, second = copy.deepcopy(model), copy.deepcopy(model)
-    learner, loop = Learner(first, OPTIMIZER, 1), PaddedLoop(second, sort=True)
-    found: list[torch.Tensor] = []
-    for copied, optimizer in ((first, learner.optimizer), (second, loop.optimizer)):
-        optimizer.register_step_pre_hook(
-            lambda *_, m=copied: found.append(torch.cat([p.grad.flatten() for p in m.parameters()]))
-        )
-    our_step(learner, samples)
-    loop.step(samples)
-    error = float((found[0] - found[1]).abs().max())
-    if error > 1e-5:
-        raise SystemExit(f"the gradients differ by {error:.1e}")
-
-
-def measure(name: str, workload: str, repeats: int) -> dict[str, Any]:
-    model = make_model(name)
-    samples = make_samples(SAMPLES[name], model.config.vocab_size, workload)
-    require_same_gradient(model, samples)
-    tokens = sum(len(s.token_ids) for s in samples)
-    learner = Learner(copy.deepcopy(model), OPTIMIZER, 1000)
-    padded = PaddedLoop(copy.deepcopy(model), sort=False)
-    ordered = PaddedLoop(copy.deepcopy(model), sort=True)
-    seconds = alternate(
-        {
-            "padded": lambda: padded.step(samples),
-            "sorted": lambda: ordered.step(samples),
-            "ludus": lambda: our_step(learner, samples),
-        },
-        repeats,
-    )
-    row: dict[str, Any] = {"model": name, "workload": workload, "tokens": tokens}
-    row["padding"] = {
-        "padded": 1 - tokens / padded.positions(samples),
-        "sorted": 1 - tokens / ordered.positions(samples),
-        "ludus": our_step(learner, samples),
+def programs(model: Any) -> dict[str, Any]:
+    """Each with weights of its own."""
+    return {
+        "transformers": TunedLoop(copy.deepcopy(model)),
+        "transformers, bfloat16": TunedLoop(copy.deepcopy(model), half=True),
+        "packing": Ours(copy.deepcopy(model), "packed"),
+        "tree": Ours(copy.deepcopy(model), "tree"),
+        "tree, bfloat16": Ours(copy.deepcopy(model), "tree", dtype="bfloat16"),
     }
-    for program, times in seconds.items():
-        row[program] = Spread.of([tokens / s for s in times])
-    row["over_padded"] = ratios(seconds["padded"], seconds["ludus"])
-    row["over_sorted"] = ratios(seconds["sorted"], seconds["ludus"])
-    row["seconds"] = seconds
-    print(
-        f"{name}, {workload}: {row['over_padded'].show('.2f')} times padded, "
-        f"{row['over_sorted'].show('.2f')} times sorted",
-        flush=True,
+
+
+def require_same(model: Any, samples: Sequence[Sample]) -> None:
+    """Errors: SystemExit where the float32 programs do not compute the same."""
+    results: dict[str, tuple[float, torch.Tensor]] = {}
+    for name, program in programs(model).items():
+        found: list[torch.Tensor] = []
+
+        def look(*_: Any, model: Any = program.model, found: Any = found) -> None:
+            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+
+        program.optimizer.register_step_pre_hook(look)
+        loss = program.step(samples)
+        results[name] = loss, found[0]
+    loss, gradient = results["transformers"]
+    for name in ("packing", "tree"):
+        off = abs(results[name][0] - loss), float((results[name][1] - gradient).abs().max())
+        if max(off) > 1e-5:
+            raise SystemExit(f"{name}: loss and gradient differ by {off}")
+
+
+def measure(model_name: str, prompt: int, completion: int, repeats: int) -> dict[str, Any]:
+    model = make_model(model_name)
+    samples = make_samples(prompt, completion)
+    require_same(model, samples)
+    tokens = sum(len(s.token_ids) for s in samples)
+    size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M"
+    row: dict[str, Any] = {"model": size, "prompt": prompt, "completion": completion}
+    row |= {"tokens": tokens}
+    seconds = alternate(
+        {name: lambda p=p: p.step(samples) for name, p in programs(model).items()}, repeats
     )
+    for name, times in seconds.items():
+        row[name] = Spread.of([tokens / s for s in times])
+        row[f"{name} / transformers"] = ratios(seconds["transformers"], times)
+    half = seconds["transformers, bfloat16"], seconds["tree, bfloat16"]
+    row["bfloat16, tree / transformers"] = ratios(*half)
+    row["seconds"] = seconds
+    told = [f"{name} {value.show('.2f')}" for name, value in row.items() if "/" in name]
+    print(model_name, prompt, completion, *told, sep="; ", flush=True)
     return row
 
 
 def main() -> None:
     args = arguments(__doc__ or "")
-    cases = [(name, workload) for name in MODELS for workload in WORKLOADS]
+    for shape in MODELS.values():
+        shape["vocab_size"] = VOCABULARY
+    cases = [(name, *lengths) for name in MODELS for lengths in [*GRID, TAIL]]
     facts = machine(args.threads)
     rows = [measure(*case, args.repeats) for case in (cases[:1] if args.quick else cases)]
     facts["load_after"] = machine(args.threads)["load"]
-    if args.quick:
-        return
+    if not args.quick:
+        publish(rows, facts, args.repeats)
 
-    def speed(row: dict[str, Any], program: str) -> str:
-        return f"{row[program].show(',.0f')}, {row['padding'][program]:.0%}"
+
+def publish(rows: list[dict[str, Any]], facts: dict[str, Any], repeats: int) -> None:
+    ours = ("packing / transformers", "tree / transformers", "bfloat16, tree / transformers")
+
+    def case(row: dict[str, Any]) -> str:
+        tail = (row["prompt"], row["completion"]) == TAIL
+        return "heavy tail, nothing shared" if tail else f"{row['prompt']} + {row['completion']}"
 
     cells = [
         [
-            r["model"],
-            r["workload"],
-            *[speed(r, program) for program in ("padded", "sorted", "ludus")],
-            f"**{r['over_padded'].median:.2f}**",
-            f"**{r['over_sorted'].median:.2f}** "
-            f"({r['over_sorted'].low:.2f} to {r['over_sorted'].high:.2f})",
+            row["model"],
+            case(row),
+            row["transformers"].show(",.0f"),
+            f"{row['tree'].median:,.0f}",
+            *[row[name].show(".2f") for name in ours],
         ]
-        for r in rows
+        for row in rows
     ]
-    head = ["parameters", "lengths", "padded", "padded, sorted", "ludus", "ludus / padded"]
-    head += ["ludus / sorted"]
-    lost = [f"{r['model']}, {r['workload']}" for r in rows if r["over_sorted"].median < 1]
+    head = ["parameters", "prompt + completion", "transformers, tokens/s", "tree, tokens/s"]
+    head += ours
+    lost = [
+        f"{name} at {row['model']}, {case(row)} ({row[name].median:.2f})"
+        for row in rows
+        for name in ours
+        if row[name].median < 1
+    ]
     text = f"""
-# Learner against a padded loop
+# Learner against a tuned transformers loop
 
-One optimizer step on the same samples: `Learner.train_step`, packing included, against the loop
-that one would write (rows padded to the longest of their micro-batch, an attention mask, the
-clipped surrogate, AdamW), once with rows in their order, once sorted by length, its best case. At
-most {BUDGET:,} positions a forward pass, float32, full parameters; {SAMPLES["0.9 M"]} rows for the
-small model, {SAMPLES["5.8 M"]} for the other; half of each row's tokens train. All give the same
-gradient (to 1e-5), checked before each case. Ours also computes entropies and other metrics.
+One optimizer step on the same samples: a group of {GROUP} that shares its prompt. The peer is
+tuned: rows sorted by length, SDPA's causal kernel without a mask, logits of the sampled tokens
+only, fused AdamW. At most {BUDGET:,} positions a forward pass, a vocabulary of {VOCABULARY:,}, all
+parameters train. The float32 programs give the same loss and gradient (to 1e-5), checked before
+each case. Ours also computes entropies and other metrics; trees and packing are part of its time.
 
-Cells: tokens a second (padding not counted), median and quartiles of {args.repeats} runs in
-alternating order; then the share of positions that is padding.
+- *packing*: several samples a row, under a dense mask; nothing is shared.
+- *tree*: the default. Shared prefixes are computed once, attention in tiles.
+- *bfloat16, tree*: the same with `learner.dtype: bfloat16`, against the peer under autocast.
+
+Tokens are logical ones: those of all samples. Cells: median (quartiles) of {repeats} runs in
+alternating order; ratios are those of neighbouring runs.
 
 {table(head, cells)}
 
-The sorted loop is faster in: {", ".join(lost) or "none of these cases"}.
+Slower than the peer: {"; ".join(lost) or "none of these"}.
 
     python benchmarks/learner.py
 """

@@ -9,8 +9,8 @@ keys that some query of it sees:
     tile B B B      keys P P P P B B B            A's keys are not even read
 
 So a prefix costs once, samples packed side by side cost as if alone, and no T x T mask exists.
-Scores are computed again in the backward pass, as in FlashAttention (Dao et al. 2022,
-arXiv:2205.14135): memory does not grow with T x T either.
+Beyond a constant, scores are computed again in the backward pass, as in FlashAttention (Dao et al.
+2022, arXiv:2205.14135): memory does not grow with T x T either.
 
 Shape suffixes: T positions, H query heads, K key heads, G = H / K, D head size, Q queries of a
 tile, S keys of a tile.
@@ -32,6 +32,8 @@ from transformers import AttentionInterface
 NAME = "ludus_tiles"
 ROWS = 64
 """Queries of a tile at most."""
+KEEP = 1 << 24
+"""Attention weights that the layers of a pass keep for the backward (64 MB in float32)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,10 @@ class Tile:
     num_full: int
     hidden_QS: Tensor
 
+    @property
+    def num_keys(self) -> int:
+        return self.num_full + self.hidden_QS.shape[1]
+
     def gather(self, x_KTD: Tensor) -> Tensor:
         """The tile's keys or values [K, S, D]."""
         parts = [x_KTD[:, start:stop] for start, stop in self.spans]
@@ -61,6 +67,23 @@ class Tile:
         for start, stop in self.spans:
             into_KTD[:, start:stop] += x_KSD[:, offset : offset + stop - start]
             offset += stop - start
+
+
+class Plan:
+    """The tiles of a pass, and the room that is left for weights to keep."""
+
+    def __init__(self, tiles: Sequence[Tile]) -> None:
+        self.tiles = tiles
+        self.room = KEEP
+
+    def keeps(self, q_KTGD: Tensor) -> bool:
+        """Whether there is room for one more layer; takes it."""
+        rows = q_KTGD.shape[0] * q_KTGD.shape[2]
+        needed = rows * sum(t.hidden_QS.shape[0] * t.num_keys for t in self.tiles)
+        if needed > self.room:
+            return False
+        self.room -= needed
+        return True
 
 
 def tiles(ends: Sequence[int] | Tensor, rows: int = ROWS) -> list[Tile]:
@@ -110,35 +133,37 @@ def _spans(positions: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q_KTGD: Tensor, k_KTD: Tensor, v_KTD: Tensor, plan: Sequence[Tile]
-    ) -> Tensor:
+    def forward(ctx: Any, q_KTGD: Tensor, k_KTD: Tensor, v_KTD: Tensor, plan: Plan) -> Tensor:
         out_KTGD = torch.empty_like(q_KTGD)
-        for tile in plan:
+        keeps = any(ctx.needs_input_grad) and plan.keeps(q_KTGD)
+        kept: list[Tensor] = []
+        for tile in plan.tiles:
             queries = slice(tile.start, tile.stop)
             q = q_KTGD[:, queries].flatten(1, 2)
             weights = _weights(q, tile.gather(k_KTD), tile)
             out_KTGD[:, queries] = torch.bmm(weights, tile.gather(v_KTD)).view_as(
                 q_KTGD[:, queries]
             )
-        ctx.save_for_backward(q_KTGD, k_KTD, v_KTD, out_KTGD)
-        ctx.plan = plan
+            if keeps:
+                kept.append(weights)
+        ctx.save_for_backward(q_KTGD, k_KTD, v_KTD, out_KTGD, *kept)
+        ctx.tiles = plan.tiles
         return out_KTGD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_KTGD: Tensor) -> tuple[Any, ...]:
-        q_KTGD, k_KTD, v_KTD, out_KTGD = ctx.saved_tensors
+        q_KTGD, k_KTD, v_KTD, out_KTGD, *kept = ctx.saved_tensors
         grad_KTGD = grad_KTGD.contiguous()
         delta_KTG = (grad_KTGD * out_KTGD).sum(-1)
         dq_KTGD = torch.empty_like(q_KTGD)
         dk_KTD = torch.zeros_like(k_KTD, dtype=torch.float32)
         dv_KTD = torch.zeros_like(dk_KTD)
-        for tile in ctx.plan:
+        for number, tile in enumerate(ctx.tiles):
             queries = slice(tile.start, tile.stop)
             q, grad = q_KTGD[:, queries].flatten(1, 2), grad_KTGD[:, queries].flatten(1, 2)
             keys = tile.gather(k_KTD)
-            weights = _weights(q, keys, tile)
+            weights = kept[number] if kept else _weights(q, keys, tile)
             tile.scatter(torch.bmm(weights.mT, grad), dv_KTD)
             inner = torch.bmm(grad, tile.gather(v_KTD).mT)
             inner = inner.sub_(delta_KTG[:, queries].flatten(1)[..., None]).mul_(weights)
@@ -156,7 +181,7 @@ def _weights(q: Tensor, keys: Tensor, tile: Tile) -> Tensor:
     return scores.softmax(-1, dtype=torch.float32).to(q.dtype)
 
 
-_active: list[Sequence[Tile]] = []
+_active: list[Plan] = []
 """The plan of the pass under way. Not a context variable: autograd may recompute a checkpointed
 layer on a thread of its own."""
 
@@ -194,14 +219,14 @@ AttentionInterface.register(NAME, tiled_attention)
 
 @contextmanager
 def attending(model: Any, plan: Sequence[Tile]) -> Iterator[None]:
-    """Let the model's layers attend by the plan, in passes of a single row, and in their backward.
+    """Let the model's layers attend by these tiles, in single-row passes and their backward.
 
     The choice is undone afterwards: the in-process sampler runs the very same modules.
     """
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = NAME
-    _active.append(plan)
+    _active.append(Plan(plan))
     try:
         yield
     finally:

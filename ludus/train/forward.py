@@ -84,10 +84,17 @@ class Forward:
         half = self.settings.dtype == "bfloat16"
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(self.device.type, torch.bfloat16, enabled=half))
-            if self._tiled(micro_batch):
-                stack.enter_context(attending(self.model, tiles(micro_batch.ends_RT[0])))
+            stack.enter_context(self._attending(micro_batch))
             if self._compiled is not None:
                 stack.enter_context(self._compiled.active())
+            yield
+
+    @contextmanager
+    def _attending(self, micro_batch: MicroBatch) -> Iterator[None]:
+        if not self._tiled(micro_batch):
+            yield
+            return
+        with attending(self.model, tiles(micro_batch.ends_RT[0])):
             yield
 
     def hidden_states(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
@@ -177,7 +184,7 @@ class Forward:
                 for m in pack(
                     samples, weights, tokens_per_batch=64, pad_id=0, layout=layout
                 ).micro_batches:
-                    with self.passes(m):
+                    with self._attending(m):
                         hidden_NE = self.hidden_states(m)[0][m.place_N.to(self.device)].float()
                     keys = zip(m.sample_N.tolist(), m.index_N.tolist(), strict=True)
                     found |= dict(zip(keys, hidden_NE, strict=True))

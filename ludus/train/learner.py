@@ -83,6 +83,7 @@ class Learner:
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
+            fused=True,
         )
         self.critic: Critic | None = None
         if critic_lr is not None:
