@@ -1,15 +1,18 @@
-"""The in-process sampler: batched decoding over concurrent episodes, on the learner's own weights.
+"""The in-process sampler: continuous batching over concurrent episodes, on the learner's weights.
 
-It works with any Hugging Face causal LM whose layers all attend to every position (`probe` tells).
-The engine computes with the very module that the learner trains, so publishing weights copies
-nothing.
+It works with any Hugging Face causal LM whose layers all attend to every position. Llama-shaped
+ones (`llama.read`) take a fast path: on a CPU in float32 a decoder in native code, elsewhere a lean
+one in torch; all others go through their own module, which is slower. `probe` chooses, and tries
+what it chose against the module.
 
-Time is cut into rounds. A round either admits the turns that wait (one prefill of the tokens that
-their caches lack) or adds one token to each running turn. In deterministic mode a round starts only
-when every open session waits for the model or is being decoded; since slots are given out in the
-order of session names, and rows are in the order of slots, what is computed together does not
-depend on how long an environment took. Nor does it depend on episodes long gone: without sessions
-the engine is as new.
+Time is cut into rounds. In a round the turns that wait are admitted (the tokens that no session
+holds yet are computed) and each running turn gets one token. Keys and values are kept between an
+episode's turns, and what episodes have in common is computed and stored once (`paging`).
+
+In deterministic mode a round starts only when every open session waits for the model or is being
+decoded; since turns are taken in the order of session names, what is computed together and what is
+shared do not depend on how long an environment took. Nor do they depend on episodes long gone:
+without sessions the engine is as new.
 
 Shape suffixes: R rows, V vocabulary.
 """
@@ -19,30 +22,34 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-import torch
+from pydantic import Field
 from torch import Tensor
 
 from ludus.core.errors import ConfigError, ContextOverflow
 from ludus.core.occupancy import busy
-from ludus.models.probe import require_servable
+from ludus.models.paging import BLOCK, Block, BlockTree, Pass, Planner
+from ludus.models.probe import choose_decoder
 from ludus.models.sampler import Completion, SamplingParams
-from ludus.models.sampling import choose
-from ludus.models.slots import SlotCache, cached_logits
+from ludus.models.sampling import Chooser
+from ludus.models.seats import Index, Seats, joined
+
+PREFILL_TOKENS = 2048
+"""The most tokens computed at once, so that memory does not grow with what waits."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Session:
-    """An open episode: its slot (-1: none yet), and the ids whose keys and values it holds."""
+    """An open episode, the blocks that hold its keys and values, the turn that it samples."""
 
     name: str
-    slot: int = -1
-    cached: list[int] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    turn: _Turn | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Turn:
     """A turn that waits for the model or is being decoded.
 
@@ -53,17 +60,10 @@ class _Turn:
     prompt: list[int]
     params: SamplingParams
     future: asyncio.Future[Completion]
-    uniforms: np.random.Generator
+    seat: int
     policy_version: int = -1
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    def new_tokens(self) -> list[int]:
-        """The ids that the cache lacks; in the midst of a turn, the last one sampled."""
-        known = len(self.session.cached) - len(self.prompt)
-        if known >= 0:
-            return self.token_ids[known:]
-        return self.prompt[known:] + self.token_ids
+    admitted: bool = False
+    """Its blocks hold all of its tokens but the newest."""
 
 
 class InProcessSampler:
@@ -74,6 +74,8 @@ class InProcessSampler:
         context_length: the most tokens of a prompt and its completion together.
         decode: ids to text; needed only where stop strings are used.
         deterministic: wait for all open sessions before each round.
+        tokenizer: what it has no token for is never sampled (a model may have more ids).
+        path: as in the configuration.
 
     Errors: ConfigError for a model that cannot be served.
     """
@@ -85,16 +87,27 @@ class InProcessSampler:
         context_length: int,
         decode: Callable[[list[int]], str] | None = None,
         deterministic: bool = True,
+        tokenizer: Any = None,
+        path: Annotated[
+            Literal["auto", "fast", "generic"],
+            Field(
+                description="`fast` refuses a model that is not Llama-shaped, `generic` calls the "
+                "model's own module, `auto` is fast where it can."
+            ),
+        ] = "auto",
     ) -> None:
-        require_servable(model, context_length)
+        self.decoder = choose_decoder(model, context_length, path)
         self.model = model
         self.deterministic = deterministic
         self.policy_version = 0
         self.num_prefill_tokens = 0
+        """Prompt tokens computed: each once, however many sessions share it."""
+        self.num_prompt_tokens = 0
+        """Tokens of all prompts, computed or not."""
         self.num_decode_tokens = 0
         self._context_length = context_length
         self._decode = decode
-        self._device = next(model.parameters()).device
+        self._chooser = Chooser(None if tokenizer is None else len(tokenizer))
         self._sessions: dict[str, _Session] = {}
         self._waiting: list[_Turn] = []
         self._running: list[_Turn] = []
@@ -106,6 +119,11 @@ class InProcessSampler:
     def context_length(self) -> int:
         return self._context_length
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of keys and values that open sessions hold; a shared one counts once."""
+        return self._tree.num_used
+
     def open(self, session: str) -> None:
         """Announce an episode."""
         if session in self._sessions:
@@ -114,16 +132,14 @@ class InProcessSampler:
         self._changed.set()
 
     def close(self, session: str) -> None:
-        """Forget an episode: free its slot, drop a turn of it that is still running."""
+        """Forget an episode: give its blocks back, drop a turn of it that is still running."""
         state = self._sessions.pop(session, None)
         if state is None:
             return
-        if state.slot >= 0:
-            self._free.append(state.slot)
-        for turn in [*self._waiting, *self._running]:
-            if turn.session is state:
-                turn.future.cancel()
-                self._drop(turn)
+        if state.turn is not None:
+            state.turn.future.cancel()
+            self._drop(state.turn)
+        self._tree.release(state.blocks)
         if not self._sessions:
             self._empty()
         self._changed.set()
@@ -138,8 +154,9 @@ class InProcessSampler:
         """
         state = self._session(session, prompt_ids, params)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        uniforms = np.random.Generator(np.random.Philox(params.seed))
-        turn = _Turn(state, list(prompt_ids), params, future, uniforms)
+        turn = _Turn(state, list(prompt_ids), params, future, self._free_seat())
+        state.turn = turn
+        self._seats.sit(turn.seat, params)
         self._waiting.append(turn)
         if self._rounds is None or self._rounds.done():
             self._changed = asyncio.Event()  # events belong to a loop; each call may bring its own
@@ -154,7 +171,10 @@ class InProcessSampler:
     def forget(self) -> None:
         """Drop all cached keys and values: the weights have changed."""
         for state in self._sessions.values():
-            state.cached = []
+            self._tree.release(state.blocks)
+        for turn in self._running:
+            turn.admitted = False
+        self.decoder.refresh()
 
     def publish(self, version: int) -> None:
         """The weights have changed: forget what was computed with those before."""
@@ -178,36 +198,65 @@ class InProcessSampler:
         state = self._sessions.get(session)
         if state is None:
             raise ValueError(f"session {session!r} is not open")
-        if any(turn.session is state for turn in [*self._waiting, *self._running]):
+        if state.turn is not None:
             raise ValueError(f"session {session!r} is sampling a turn already")
         return state
 
     def _empty(self) -> None:
-        """As new: no slots, no storage."""
-        self._cache = SlotCache(self.model.config.get_text_config().num_hidden_layers)
-        self._free: list[int] = []
-        self._num_slots = 0
+        """As new: no blocks, no storage."""
+        self._tree = BlockTree(self._copy_block)
+        self._seats = Seats.empty()
+        self._free_seats: list[int] = []
+        self._num_seats = 0
+        self.decoder.clear()
+
+    def _free_seat(self) -> int:
+        if self._free_seats:
+            return self._free_seats.pop()
+        self._num_seats += 1
+        return self._num_seats - 1
+
+    def _copy_block(self, source: int, target: int, count: int) -> None:
+        self.decoder.reserve(self._tree.num_blocks)
+        self.decoder.copy(source, target, count)
 
     def _drop(self, turn: _Turn) -> None:
-        self._waiting = [other for other in self._waiting if other is not turn]
-        self._running = [other for other in self._running if other is not turn]
+        """Take a turn out, if it is still in."""
+        if turn.session.turn is turn:
+            self._leave(turn)
+            self._waiting = [other for other in self._waiting if other is not turn]
+            self._running = [other for other in self._running if other is not turn]
+
+    def _leave(self, turn: _Turn) -> None:
+        """A turn's session may sample the next one; what was computed is its to go on from."""
+        turn.session.turn = None
+        if turn.admitted:
+            length = int(self._seats.positions[turn.seat])
+            start = BLOCK * (len(turn.session.blocks) - 1)
+            turn.session.blocks[-1].name(self._ids(turn, start, length))
+        self._free_seats.append(turn.seat)
+
+    def _ids(self, turn: _Turn, start: int, stop: int) -> list[int]:
+        """The conversation's ids from `start` to `stop`, sampled ones included."""
+        size = len(turn.prompt)
+        sampled = self._seats.token_ids[turn.seat, max(0, start - size) : max(0, stop - size)]
+        return [*turn.prompt[start:stop], *sampled.tolist()]
 
     async def _run_rounds(self) -> None:
         """Consumes waiting turns, is unblocked by sample, open and close, produces completions."""
         try:
             while self._waiting or self._running:
                 await self._settled()
-                if self._waiting and len(self._waiting) >= len(self._running):
-                    with busy("sample"):
-                        self._advance(self._admitted())
-                elif self._running:
-                    with busy("sample"):
-                        self._advance(self._running)
+                with busy("sample"):
+                    self._round()
         except Exception as error:
             turns, self._waiting, self._running = [*self._waiting, *self._running], [], []
             for turn in turns:
+                turn.admitted = False
+                self._leave(turn)
                 if not turn.future.done():
                     turn.future.set_exception(error)
+            self.forget()
 
     async def _settled(self) -> None:
         """Let others run; in deterministic mode, until no session is away in its environment."""
@@ -218,84 +267,98 @@ class InProcessSampler:
                 return
             await self._changed.wait()
 
-    def _admitted(self) -> list[_Turn]:
-        """Make the waiting turns run: each has a slot, and keeps what its cache knows of it."""
-        turns = sorted(self._waiting, key=lambda turn: turn.session.name)
-        self._free.sort(reverse=True)
-        for turn in turns:
-            state = turn.session
-            if state.slot < 0:
-                state.slot = self._free.pop() if self._free else self._num_slots
-                self._num_slots = max(self._num_slots, state.slot + 1)
-            known = _common_prefix(state.cached, turn.prompt)
-            # The last prompt token is always computed: its logits choose the first new token.
-            state.cached = turn.prompt[: min(known, len(turn.prompt) - 1)]
-            turn.policy_version = self.policy_version
-            self.num_prefill_tokens += len(turn.prompt) - len(state.cached)
-        turns.sort(key=_slot)
-        self._waiting, self._running = [], sorted([*self._running, *turns], key=_slot)
-        return turns
+    def _round(self) -> None:
+        """Admit turns, add a token to each turn that takes part, finish those that stop.
 
-    def _advance(self, turns: list[_Turn]) -> None:
-        """One forward pass and one sampled token for each turn; finish those that stop."""
-        logits_RV = self._forward(turns)
-        token_ids, logprobs = choose(
-            logits_RV, [t.params for t in turns], [float(t.uniforms.random()) for t in turns]
+        A decoder that gains nothing from computing prompts and single tokens together does either;
+        turns then wait until they are as many as those that run, and have a round of their own.
+        """
+        mixes = self.decoder.mixes
+        if self._waiting and (mixes or len(self._waiting) >= len(self._running)):
+            self._running = sorted([*self._running, *self._waiting], key=_name)
+            self._waiting = []
+        new = [turn for turn in self._running if not turn.admitted]
+        old = [turn for turn in self._running if turn.admitted] if mixes or not new else []
+        if not new and not old:
+            return
+        step = self._next_tokens(old) if old else None
+        prefill = self._admission(new) if new else None
+        self.decoder.reserve(self._tree.num_blocks)
+        turns = old + new
+        finished: list[_Turn] = []
+        for part, rows in joined(step, prefill).chunks(PREFILL_TOKENS):
+            logits_RV = self.decoder.forward(part)
+            if len(rows):
+                finished += self._advance([turns[row] for row in rows], logits_RV)
+        if finished:
+            self._running = [turn for turn in self._running if turn.session.turn is turn]
+
+    def _next_tokens(self, turns: list[_Turn]) -> Pass:
+        """One token of each turn: the newest, whose keys and values are not computed yet."""
+        seats = _seats(turns)
+        for row in np.flatnonzero(self._seats.positions[seats] % BLOCK == 0):
+            turn = turns[row]
+            position = int(self._seats.positions[turn.seat])
+            self._tree.extend(turn.session.blocks, self._ids(turn, position - BLOCK, position))
+            self._set_table(turn, position)
+        return self._seats.next_pass(seats)
+
+    def _admission(self, turns: list[_Turn]) -> Pass:
+        """All tokens that the blocks lack, of turns that wait or whose blocks were dropped."""
+        planner = Planner()
+        for turn in turns:
+            sampled = self._seats.sampled(turn.seat)
+            ids = turn.prompt + sampled
+            turn.session.blocks = self._tree.admit(turn.session.blocks, ids, planner)
+            turn.admitted = True
+            self._set_table(turn, len(ids) - 1)
+            if not sampled:
+                turn.policy_version = self.policy_version
+                self.num_prompt_tokens += len(ids)
+        self.num_prefill_tokens += len(planner.ids)
+        return planner.result()
+
+    def _set_table(self, turn: _Turn, position: int) -> None:
+        blocks = [block.index for block in turn.session.blocks]
+        self._seats.set_table(turn.seat, blocks, position)
+
+    def _advance(self, turns: list[_Turn], logits_RV: Tensor) -> list[_Turn]:
+        """Sample a token for each turn; returns the turns that are finished."""
+        seats = _seats(turns)
+        token_ids_R, logprobs_R = self._chooser(
+            logits_RV, [turn.params for turn in turns], self._seats.uniforms_of(seats)
         )
         self.num_decode_tokens += len(turns)
-        finished: set[int] = set()
-        for turn, token_id, logprob in zip(turns, token_ids, logprobs, strict=True):
-            turn.token_ids.append(token_id)
-            turn.logprobs.append(logprob)
-            reason = self._finish_reason(turn)
-            if reason is not None:
-                finished.add(turn.session.slot)
-                if not turn.future.done():
-                    turn.future.set_result(
-                        Completion(turn.token_ids, turn.logprobs, reason, turn.policy_version)
-                    )
-        if finished:
-            self._running = [t for t in self._running if t.session.slot not in finished]
+        stopped_R, full_R = self._seats.record(seats, token_ids_R, logprobs_R)
+        for row in np.flatnonzero(self._seats.watched[seats] & ~stopped_R):
+            stopped_R[row] = self._has_stop_string(turns[row])
+        finished = []
+        for row in np.flatnonzero(stopped_R | full_R):
+            turn = turns[row]
+            completion = Completion(
+                self._seats.sampled(turn.seat),
+                self._seats.logprobs[turn.seat, : self._seats.num_sampled[turn.seat]].tolist(),
+                "stop" if stopped_R[row] else "length",
+                turn.policy_version,
+            )
+            self._leave(turn)
+            finished.append(turn)
+            if not turn.future.done():
+                turn.future.set_result(completion)
+        return finished
 
-    @torch.inference_mode()
-    def _forward(self, turns: list[_Turn]) -> Tensor:
-        """Logits [R, V] after the last token of each turn; turns come in the order of slots."""
-        if self.model.training:
-            self.model.eval()
-        new_tokens = [turn.new_tokens() for turn in turns]
-        logits_R1V = cached_logits(
-            self.model,
-            self._cache,
-            [turn.session.slot for turn in turns],
-            [len(turn.session.cached) for turn in turns],
-            new_tokens,
-            self._device,
-        )
-        for turn, ids in zip(turns, new_tokens, strict=True):
-            turn.session.cached.extend(ids)
-        return logits_R1V[:, -1]
-
-    def _finish_reason(self, turn: _Turn) -> Literal["stop", "length"] | None:
-        """Why the turn ends here; None while it goes on."""
-        if turn.token_ids[-1] in turn.params.stop_token_ids:
-            return "stop"
-        if turn.params.stop and self._decode is not None:
-            # A character is at most four byte-level tokens, so this tail holds any stop string.
-            tail = self._decode(turn.token_ids[-4 * max(map(len, turn.params.stop)) - 8 :])
-            if any(stop in tail for stop in turn.params.stop):
-                return "stop"
-        return "length" if len(turn.token_ids) >= turn.params.max_tokens else None
+    def _has_stop_string(self, turn: _Turn) -> bool:
+        """Whether the turn's end spells one of its stop strings."""
+        assert self._decode is not None
+        # A character is at most four byte-level tokens, so this tail holds any stop string.
+        size = 4 * max(map(len, turn.params.stop)) + 8
+        tail = self._decode(self._seats.sampled(turn.seat)[-size:])
+        return any(stop in tail for stop in turn.params.stop)
 
 
-def _slot(turn: _Turn) -> int:
-    return turn.session.slot
+def _name(turn: _Turn) -> str:
+    return turn.session.name
 
 
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    """Length of the longest common prefix."""
-    if len(a) <= len(b) and b[: len(a)] == a:
-        return len(a)
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
+def _seats(turns: list[_Turn]) -> Index:
+    return np.fromiter((turn.seat for turn in turns), np.intp, len(turns))

@@ -8,19 +8,31 @@ a word.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import logging
+from typing import Any, Literal
 
 import torch
 
 from ludus.core.errors import ConfigError
-from ludus.models.slots import SlotCache, cached_logits
+from ludus.models.decoder import Decoder
+from ludus.models.generic import GenericDecoder
+from ludus.models.lean import LeanDecoder
+from ludus.models.llama import NotLlama, read
+from ludus.models.native import Unavailable
+from ludus.models.native.decoder import NativeDecoder
+from ludus.models.paging import Block, BlockTree, Planner
+
+logger = logging.getLogger(__name__)
 
 TOLERANCE = 1e-4
 """Of the largest logit; rounding in float32 leaves about 1e-6."""
 
 
-def require_servable(model: Any, context_length: int) -> None:
-    """Check that cached, padded, batched passes give the logits of a plain one.
+def choose_decoder(
+    model: Any, context_length: int, path: Literal["auto", "fast", "generic"] = "auto"
+) -> Decoder:
+    """The decoder that serves a model, tried against a plain pass of the model's own module.
 
     Puts the model into evaluation mode. Errors: ConfigError that says what the model needs and the
     engine lacks.
@@ -34,7 +46,55 @@ def require_servable(model: Any, context_length: int) -> None:
             "attn_implementation='sdpa', if it supports that",
         )
     _require_full_attention(model, config, context_length)
-    _require_equal_logits(model, config)
+    if path != "generic":
+        try:
+            fast = _fast_decoder(model, context_length)
+        except NotLlama as reason:
+            if path == "fast":
+                raise ConfigError(
+                    f"the sampler's fast path cannot serve {type(model).__name__}: {reason}"
+                ) from None
+            _tell_slower(type(model).__name__, str(reason))
+        else:
+            return fast
+    decoder = GenericDecoder(model)
+    try:
+        deviation = _deviation(model, decoder)
+    except Exception as error:
+        raise _refusal(model, f"a trial pass failed: {type(error).__name__}: {error}") from error
+    if deviation > TOLERANCE and next(model.parameters()).dtype.itemsize >= 4:
+        raise _refusal(
+            model,
+            f"with a cache and padding its logits differ from those of a plain pass by "
+            f"{deviation:.1%} of their size: it computes positions or attention masks itself",
+        )
+    return decoder
+
+
+def _fast_decoder(model: Any, context_length: int) -> Decoder:
+    """Native code where it can be had, else lean torch. Errors: NotLlama, also where a trial shows
+    that the model computes otherwise than its parts tell."""
+    llama = read(model, context_length)
+    try:
+        decoder: Decoder = NativeDecoder(llama)
+    except (Unavailable, ValueError) as reason:
+        logger.debug("no native decoder: %s", reason)
+        decoder = LeanDecoder(llama)
+    deviation = _deviation(model, decoder)
+    # Half precision keeps 8 bits of a number.
+    tolerance = TOLERANCE if next(model.parameters()).dtype.itemsize >= 4 else 0.05
+    if deviation > tolerance:
+        raise NotLlama(
+            f"its logits differ from those of its own parts, put together as Llama's, by "
+            f"{deviation:.1%} of their size"
+        )
+    return decoder
+
+
+@functools.cache
+def _tell_slower(name: str, reason: str) -> None:
+    """Say it once."""
+    logger.info("sampling %s on the generic path, the slower one: %s", name, reason)
 
 
 def _require_full_attention(model: Any, config: Any, context_length: int) -> None:
@@ -54,32 +114,28 @@ def _require_full_attention(model: Any, config: Any, context_length: int) -> Non
 
 
 @torch.inference_mode()
-def _require_equal_logits(model: Any, config: Any) -> None:
-    """Two rows of 2 and 5 tokens: prefill, padded; then one more token each, from the cache.
+def _deviation(model: Any, decoder: Decoder) -> float:
+    """How far a decoder's logits are from those of a plain pass, in parts of the largest logit.
 
-    Logits are compared in full precision only: in half precision a mixture of experts may route a
-    token otherwise, and rightly so.
+    Three rows, of which two begin alike: a prefill, padded; then one more token each, from the
+    cache. In half precision a mixture of experts may route a token otherwise, and rightly so.
     """
     device = next(model.parameters()).device
-    rows = [[(7 * i + 3) % config.vocab_size for i in range(n)] for n in (3, 6)]
-    cache = SlotCache(config.num_hidden_layers)
-    try:
-        plain = [model(torch.tensor([ids], device=device), use_cache=False).logits for ids in rows]
-        for start, stop in ((0, -1), (-1, None)):
-            new = [ids[start:stop] for ids in rows]
-            starts = [0 if start == 0 else len(ids) - 1 for ids in rows]
-            logits_RLV = cached_logits(model, cache, [2, 0], starts, new, device)
-    except Exception as error:
-        raise _refusal(model, f"a trial pass failed: {type(error).__name__}: {error}") from error
-    expected = torch.stack([logits[0, -1] for logits in plain])
-    scale = expected.abs().max()
-    deviation = float((logits_RLV[:, -1] - expected).abs().max() / scale)
-    if expected.dtype.itemsize >= 4 and deviation > TOLERANCE:
-        raise _refusal(
-            model,
-            f"with a cache and padding its logits differ from those of a plain pass by "
-            f"{deviation:.1%} of their size: it computes positions or attention masks itself",
-        )
+    vocab = model.config.get_text_config().vocab_size
+    rows = [[(7 * i + 3) % vocab for i in range(n)] for n in (3, 6)]
+    rows.append([*rows[1][:4], 1, 2])
+    plain = [model(torch.tensor([ids], device=device), use_cache=False).logits for ids in rows]
+    expected_RV = torch.stack([logits[0, -1] for logits in plain])
+    tree = BlockTree(decoder.copy)
+    blocks: list[list[Block]] = [[] for _ in rows]
+    for cut in (1, 0):
+        planner = Planner()
+        for number, ids in enumerate(rows):
+            blocks[number] = tree.admit(blocks[number], ids[: len(ids) - cut], planner)
+        decoder.reserve(tree.num_blocks)
+        logits_RV = decoder.forward(planner.result())
+    decoder.clear()
+    return float((logits_RV - expected_RV).abs().max() / expected_RV.abs().max())
 
 
 def _refusal(model: Any, reason: str) -> ConfigError:

@@ -34,11 +34,11 @@ from transformers import (
     Qwen3Config,
 )
 
-import ludus.models.engine
 from ludus.core.errors import ConfigError, ContextOverflow, TrainingError
 from ludus.core.schema import LoraConfig
 from ludus.models.build import _with_lora
 from ludus.models.engine import InProcessSampler
+from ludus.models.paging import Pass
 from ludus.models.sampler import Completion, SamplingParams
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1], [3], [30, 31, 32, 33, 34], [7, 7]]
@@ -262,11 +262,10 @@ async def test_sessions_that_end_early_do_not_hold_up_the_others() -> None:
         await given_up
     engine.close("given up")
     engine.close("given up")  # idempotent
-    engine.open("given up")  # an attempt anew, under the same name
-    again = asyncio.create_task(engine.sample([1, 2], long[0], session="given up"))
+    again = asyncio.create_task(episode(engine, "given up", [1, 2], long[:1]))  # anew, same name
     await asyncio.sleep(0)
     played = await gathered(*others, again)
-    for prompt, params, completion in [*played[0], *played[1], ([1, 2], long[0], played[2])]:
+    for prompt, params, completion in [*played[0], *played[1], *played[2]]:
         assert completion.logprobs == pytest.approx(
             expected_logprobs(model, prompt, completion, params), abs=1e-4
         )
@@ -326,16 +325,16 @@ def test_each_event_loop_may_use_the_engine() -> None:
 # Determinism
 
 
-def record_batches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The slots, starts and new tokens of every pass from now on."""
+def record_batches(engine: InProcessSampler) -> list[Any]:
+    """The rows, positions and tokens of every pass from now on."""
     passes: list[Any] = []
-    original = ludus.models.engine.cached_logits
+    original = engine.decoder.forward
 
-    def recording(model: Any, cache: Any, slots: Any, starts: Any, new: Any, device: Any) -> Any:
-        passes.append((list(slots), list(starts), [list(ids) for ids in new]))
-        return original(model, cache, slots, starts, new, device)
+    def recording(batch: Pass) -> Any:
+        passes.append((batch.rows.tolist(), batch.positions.tolist(), batch.ids.tolist()))
+        return original(batch)
 
-    monkeypatch.setattr(ludus.models.engine, "cached_logits", recording)
+    engine.decoder.forward = recording  # type: ignore[method-assign]
     return passes
 
 
@@ -372,14 +371,15 @@ async def play_with_delays(
     }
 
 
-async def test_batches_do_not_depend_on_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = record_batches(monkeypatch)
+@pytest.mark.parametrize("path", ["fast", "generic"])
+async def test_batches_do_not_depend_on_timing(path: str) -> None:
     model = tiny()
     seen = []
     for seed in range(5):
-        passes.clear()
-        played = await play_with_delays(sampler(model), seed)
-        seen.append((played, list(passes)))
+        engine = sampler(model, path=path)
+        passes = record_batches(engine)
+        played = await play_with_delays(engine, seed)
+        seen.append((played, passes))
     assert len(seen[0][0]) == 9
     for played, batches in seen[1:]:
         assert batches == seen[0][1]
@@ -387,10 +387,9 @@ async def test_batches_do_not_depend_on_timing(monkeypatch: pytest.MonkeyPatch) 
     assert threading.active_count() < 50
 
 
-async def test_an_engine_without_sessions_is_as_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = record_batches(monkeypatch)
-    model = tiny()
-    engine = sampler(model)
+async def test_an_engine_without_sessions_is_as_new() -> None:
+    engine = sampler(tiny())
+    passes = record_batches(engine)
     first = await play_with_delays(engine, 0)
     fresh = list(passes)
     await gathered(*[episode(engine, f"{i}", [1] * 60, MIXED[:1]) for i in range(7)])

@@ -299,7 +299,7 @@ async def test_an_error_of_the_run_stops_everything(world: World, fault: str):
 
 async def test_an_error_in_the_model_stops_everything(world: World):
     sampler = world.sampler()
-    sampler._forward = None  # type: ignore[assignment,method-assign]
+    sampler.decoder.forward = None  # type: ignore[assignment,method-assign]
     with pytest.raises(TypeError):
         await asyncio.wait_for(
             world.collector(sampler=sampler).collect([task_of(i) for i in range(4)], 0, 2), 60

@@ -1,0 +1,488 @@
+/* One pass of a Llama-shaped decoder over the new tokens of many sequences, in float32.
+
+   Every number of a token is a function of its own sequence alone: sums run in a fixed order that
+   depends neither on the other tokens of the pass nor on the number of threads. So a token has the
+   same bits whether it is prefilled or decoded, alone or among many.
+
+   Weights are packed into panels of PANEL output columns, [panel][input][PANEL], so that the inner
+   loop reads them in order. Keys and values live in blocks of BLOCK positions: keys as
+   [block][kv head][head_dim][BLOCK], values as [block][kv head][BLOCK][stride]. Rows of the
+   activations are padded with zeros to whole panels. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define ROWS 12 /* rows of the register tile: 12 x 2 sums, 2 weights, 1 input of 32 registers */
+#elif defined(__AVX__)
+#define LANES 8
+#define ROWS 6
+#else
+#define LANES 4
+#define ROWS 8
+#endif
+#define PANEL (2 * LANES)
+#define BLOCK 16
+#define PARTS (BLOCK / LANES) /* vectors that hold one number of each of a block's keys */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+INLINE vec load(const float *p) { return *(const vec *)p; }
+INLINE void store(float *p, vec v) { *(vec *)p = v; }
+INLINE vec splat(float x) { return x - (vec){0}; }
+INLINE long whole(long n, long unit) { return (n + unit - 1) / unit * unit; }
+
+/* exp(x) for x <= 0 or a little above, 0 below -87; Cephes' polynomial, within 2 ulp. The compiler
+   turns loops of it into vectors. */
+INLINE float exponential(float x) {
+    const float shift = 12582912.f; /* 1.5 * 2^23: adding it rounds to an integer */
+    float n = (x * 1.44269504f + shift) - shift;
+    float r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    float y = 1.9875691500e-4f;
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.f;
+    float clamped = n < -126.f ? -126.f : n > 127.f ? 127.f : n;
+    union { int32_t i; float f; } power = {((int32_t)clamped + 127) << 23};
+    return x < -87.f ? 0.f : y * power.f;
+}
+
+/* The largest of `size` numbers; those that are not numbers are passed over. */
+INLINE float largest(const float *x, long size) {
+    float part[LANES], top = -INFINITY;
+    long n = 0;
+    for (int l = 0; l < LANES; l++) part[l] = -INFINITY;
+    for (; n + LANES <= size; n += LANES)
+        for (int l = 0; l < LANES; l++) part[l] = x[n + l] > part[l] ? x[n + l] : part[l];
+    for (; n < size; n++) top = x[n] > top ? x[n] : top;
+    for (int l = 0; l < LANES; l++) top = part[l] > top ? part[l] : top;
+    return top;
+}
+
+/* Their sum, in an order that depends on `size` alone. */
+INLINE float sum_of(const float *x, long size) {
+    float part[LANES] = {0}, total = 0;
+    long n = 0;
+    for (; n + LANES <= size; n += LANES)
+        for (int l = 0; l < LANES; l++) part[l] += x[n + l];
+    for (int l = 0; n + l < size; l++) part[l] += x[n + l];
+    for (int l = 0; l < LANES; l++) total += part[l];
+    return total;
+}
+
+int ludus_panel(void) { return PANEL; }
+int ludus_lanes(void) { return LANES; }
+int ludus_block(void) { return BLOCK; }
+
+/* ---------------------------------------------------------------- matrices ------------------- */
+
+/* Pack weight [outputs][inputs] into panels; `from` counts outputs already packed. With `pair` 0 or
+   1 the weight fills the first or second half of each panel: gate and up side by side. */
+void ludus_pack(const float *weight, float *packed, long outputs, long inputs, long from, int pair) {
+    long unit = pair < 0 ? PANEL : LANES;
+    for (long n = 0; n < outputs; n++) {
+        long panel = (from + n) / unit, column = (from + n) % unit + (pair > 0 ? LANES : 0);
+        float *to = packed + panel * inputs * PANEL + column;
+        const float *row = weight + n * inputs;
+        for (long k = 0; k < inputs; k++) to[k * PANEL] = row[k];
+    }
+}
+
+enum { STORE, ADD, SILU, GELU };
+
+INLINE void activate(float *gate, const float *up, int kind) {
+    for (int j = 0; j < LANES; j++) {
+        float x = gate[j], e;
+        /* gelu(x), tanh form: x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)) */
+        float z = kind == SILU ? x : 1.5957691216f * (x + 0.044715f * x * x * x);
+        float m = z < 0.f ? z : -z;
+        e = exponential(m);
+        gate[j] = x * (z < 0.f ? e : 1.f) / (1.f + e) * up[j];
+    }
+}
+
+/* `rows` rows of x times one panel. */
+INLINE void tile(const float *x, long x_stride, const float *panel, const float *bias, float *y,
+                 long y_stride, long inputs, int kind, const int rows) {
+    vec sum[ROWS][2];
+    for (int r = 0; r < rows; r++) {
+        sum[r][0] = bias ? load(bias) : (vec){0};
+        sum[r][1] = bias ? load(bias + LANES) : (vec){0};
+    }
+    for (long k = 0; k < inputs; k++) {
+        vec w0 = load(panel + k * PANEL), w1 = load(panel + k * PANEL + LANES);
+        for (int r = 0; r < rows; r++) {
+            vec v = splat(x[r * x_stride + k]);
+            sum[r][0] += v * w0;
+            sum[r][1] += v * w1;
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        float *to = y + r * y_stride;
+        if (kind == STORE) {
+            store(to, sum[r][0]);
+            store(to + LANES, sum[r][1]);
+        } else if (kind == ADD) {
+            store(to, load(to) + sum[r][0]);
+            store(to + LANES, load(to + LANES) + sum[r][1]);
+        } else {
+            float gate[LANES], up[LANES];
+            store(gate, sum[r][0]);
+            store(up, sum[r][1]);
+            activate(gate, up, kind);
+            memcpy(to, gate, sizeof gate);
+        }
+    }
+}
+
+/* y (+)= x W + bias for all rows; with an activation, y = act(gate) * up. Called by all threads. */
+static void multiply(const float *x, long x_stride, const float *packed, const float *bias, float *y,
+                     long y_stride, long rows, long outputs, long inputs, int kind) {
+    long panels = outputs / PANEL, width = kind >= SILU ? LANES : PANEL;
+#define CASE(R)                                                                                  \
+    case R:                                                                                      \
+        tile(from, x_stride, panel, b, to, y_stride, inputs, kind, R);                           \
+        break;
+#pragma omp for schedule(static)
+    for (long p = 0; p < panels; p++) {
+        const float *panel = packed + p * inputs * PANEL, *b = bias ? bias + p * PANEL : 0;
+        for (long m = 0; m < rows; m += ROWS) {
+            const float *from = x + m * x_stride;
+            float *to = y + m * y_stride + p * width;
+            switch (rows - m < ROWS ? rows - m : ROWS) {
+                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if ROWS > 6
+                CASE(7) CASE(8)
+#endif
+#if ROWS > 8
+                CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+            }
+        }
+    }
+#undef CASE
+}
+
+/* y = x / rms(x) * weight */
+INLINE void normalise(const float *x, const float *weight, float *y, long size, float eps) {
+    float part[LANES] = {0}, total = 0;
+    long n = 0;
+    for (; n + LANES <= size; n += LANES)
+        for (int j = 0; j < LANES; j++) part[j] += x[n + j] * x[n + j];
+    for (int j = 0; n + j < size; j++) part[j] += x[n + j] * x[n + j];
+    for (int j = 0; j < LANES; j++) total += part[j];
+    float scale = 1.f / sqrtf(total / size + eps);
+    for (n = 0; n < size; n++) y[n] = x[n] * scale * weight[n];
+}
+
+/* ---------------------------------------------------------------- attention ------------------ */
+
+/* Rotate the first `rotary` numbers of a head, halves against halves. */
+INLINE void rotate(float *head, const float *cosine, const float *sine, int rotary) {
+    int half = rotary / 2;
+    for (int i = 0; i < half; i++) {
+        float a = head[i], b = head[i + half];
+        head[i] = a * cosine[i] - b * sine[i];
+        head[i + half] = b * cosine[i + half] + a * sine[i + half];
+    }
+}
+
+#define SPAN 4 /* blocks scored at a time, for enough independent sums */
+
+/* Scores of `heads` queries [heads][dim] against the keys of SPAN blocks. */
+INLINE void score(const float *query, int dim, const float *const keys[SPAN],
+                  const float *const next[SPAN], float *scores, long stride, const int heads) {
+    vec sum[4][SPAN][PARTS];
+    for (int h = 0; h < heads; h++)
+        for (int b = 0; b < SPAN; b++)
+            for (int p = 0; p < PARTS; p++) sum[h][b][p] = (vec){0};
+    for (int i = 0; i < dim; i++) {
+        for (int b = 0; b < SPAN; b++) __builtin_prefetch(next[b] + i * BLOCK);
+        for (int h = 0; h < heads; h++) {
+            vec q = splat(query[h * dim + i]);
+            for (int b = 0; b < SPAN; b++)
+                for (int p = 0; p < PARTS; p++)
+                    sum[h][b][p] += q * load(keys[b] + i * BLOCK + p * LANES);
+        }
+    }
+    for (int h = 0; h < heads; h++)
+        for (int b = 0; b < SPAN; b++)
+            for (int p = 0; p < PARTS; p++)
+                store(scores + h * stride + b * BLOCK + p * LANES, sum[h][b][p]);
+}
+
+/* softmax in place over `length` scores; returns 1 / the sum of what is left there. */
+INLINE float soften(float *scores, long length, float scale) {
+    float top = largest(scores, length);
+    for (long j = 0; j < length; j++) scores[j] = exponential((scores[j] - top) * scale);
+    return 1.f / sum_of(scores, length);
+}
+
+/* Sum of values weighted by scores, for two vectors of numbers of `heads` heads; even and odd
+   positions are summed apart. */
+INLINE void weigh(const float *scores, long stride, long length, const float *values,
+                  const int32_t *table, long block_size, long value_stride, vec out[][2],
+                  const int heads) {
+    vec sum[4][2][2];
+    for (int h = 0; h < heads; h++)
+        for (int c = 0; c < 2; c++) sum[h][c][0] = sum[h][c][1] = (vec){0};
+    for (long start = 0; start < length; start += BLOCK) {
+        const float *row = values + table[start / BLOCK] * block_size;
+        long count = length - start < BLOCK ? length - start : BLOCK;
+        for (long j = 0; j + 1 < count; j += 2, row += 2 * value_stride) {
+            vec a0 = load(row), a1 = load(row + LANES);
+            vec b0 = load(row + value_stride), b1 = load(row + value_stride + LANES);
+            for (int h = 0; h < heads; h++) {
+                vec even = splat(scores[h * stride + start + j]);
+                vec odd = splat(scores[h * stride + start + j + 1]);
+                sum[h][0][0] += even * a0;
+                sum[h][1][0] += even * a1;
+                sum[h][0][1] += odd * b0;
+                sum[h][1][1] += odd * b1;
+            }
+        }
+        if (count % 2)
+            for (int h = 0; h < heads; h++) {
+                vec even = splat(scores[h * stride + start + count - 1]);
+                sum[h][0][0] += even * load(row);
+                sum[h][1][0] += even * load(row + LANES);
+            }
+    }
+    for (int h = 0; h < heads; h++)
+        for (int c = 0; c < 2; c++) out[h][c] = sum[h][c][0] + sum[h][c][1];
+}
+
+/* One token's attention in up to four query heads that share their keys. */
+INLINE void attend(const float *query, int dim, long value_stride, const float *keys,
+                   const float *values, const int32_t *table, long key_size, long value_size,
+                   long length, float scale, float *scores, long stride, float *out,
+                   const int heads) {
+    long blocks = whole(length, BLOCK) / BLOCK;
+    const float *span[SPAN], *next[SPAN];
+    for (int i = 0; i < SPAN; i++) next[i] = keys + table[i < blocks ? i : blocks - 1] * key_size;
+    for (long b = 0; b < blocks; b += SPAN) {
+        /* Fetch the keys of the next blocks meanwhile, and after the last the first values. */
+        for (int i = 0; i < SPAN; i++) {
+            long at = b + SPAN + i;
+            span[i] = next[i];
+            next[i] = b + SPAN >= blocks ? values + table[i < blocks ? i : blocks - 1] * value_size
+                                         : keys + table[at < blocks ? at : blocks - 1] * key_size;
+        }
+        score(query, dim, span, next, scores + b * BLOCK, stride, heads);
+    }
+    float inverse[4];
+    for (int h = 0; h < heads; h++) inverse[h] = soften(scores + h * stride, length, scale);
+    for (int c = 0; c < dim; c += 2 * LANES) {
+        vec sum[4][2];
+        weigh(scores, stride, length, values + c, table, value_size, value_stride, sum, heads);
+        for (int h = 0; h < heads; h++) {
+            float found[2 * LANES];
+            store(found, sum[h][0] * splat(inverse[h]));
+            store(found + LANES, sum[h][1] * splat(inverse[h]));
+            int count = dim - c < 2 * LANES ? dim - c : 2 * LANES;
+            memcpy(out + h * dim + c, found, count * sizeof(float));
+        }
+    }
+}
+
+/* ---------------------------------------------------------------- the decoder ---------------- */
+
+typedef struct {
+    const float *attention_norm, *qkv, *qkv_bias, *query_norm, *key_norm, *output, *output_bias;
+    const float *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+    float *keys, *values;
+} Layer;
+
+typedef struct {
+    int32_t hidden, layers, heads, kv_heads, head_dim, rotary, inner, vocab, activation;
+    float eps, attention_scale, embedding_scale;
+    const float *embeddings, *final_norm, *head, *cosine, *sine;
+    const Layer *layer;
+} Model;
+
+/* What a pass computes: tokens with their positions and the row whose table of blocks they see;
+   which tokens' keys and values go to which slots; which tokens' logits are asked for. */
+typedef struct {
+    int32_t tokens, writes, outputs, table_stride, max_length;
+    const int64_t *ids;
+    const int32_t *positions, *rows, *write_tokens, *write_slots, *tables, *output_tokens;
+} Pass;
+
+/* Floats of scratch that `ludus_forward` needs. */
+long ludus_scratch(const Model *m, const Pass *p, int threads) {
+    long q = (long)(m->heads + 2 * m->kv_heads) * m->head_dim;
+    long row = 2 * whole(m->hidden, PANEL) + whole(q, PANEL) + (long)m->heads * m->head_dim +
+               whole(m->inner, LANES);
+    return p->tokens * row + threads * 4 * whole(p->max_length, SPAN * BLOCK) + PANEL;
+}
+
+#ifdef _OPENMP
+#include <omp.h>
+#define THREAD omp_get_thread_num()
+#else
+#define THREAD 0
+#endif
+
+/* Logits [outputs][vocab padded to panels]. */
+void ludus_forward(const Model *m, const Pass *p, float *scratch, float *logits, int threads) {
+    const long N = p->tokens, D = m->hidden, dim = m->head_dim, H = m->heads, KV = m->kv_heads;
+    const long x_stride = whole(D, PANEL), q_stride = whole((H + 2 * KV) * dim, PANEL);
+    const long o_stride = H * dim, a_stride = whole(m->inner, LANES);
+    const long value_stride = whole(dim, 2 * LANES), stride = whole(p->max_length, SPAN * BLOCK);
+    const long key_size = KV * dim * BLOCK, value_size = KV * BLOCK * value_stride;
+    const long group = H / KV;
+    float *x = scratch, *h = x + N * x_stride, *qkv = h + N * x_stride, *o = qkv + N * q_stride;
+    float *a = o + N * o_stride, *all_scores = a + N * a_stride;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float *scores = all_scores + THREAD * 4 * stride;
+#pragma omp for schedule(static)
+        for (long n = 0; n < N; n++) {
+            const float *e = m->embeddings + p->ids[n] * D;
+            for (long i = 0; i < D; i++) x[n * x_stride + i] = e[i] * m->embedding_scale;
+            memset(x + n * x_stride + D, 0, (x_stride - D) * sizeof(float));
+        }
+        for (int l = 0; l < m->layers; l++) {
+            const Layer *w = m->layer + l;
+#pragma omp for schedule(static)
+            for (long n = 0; n < N; n++)
+                normalise(x + n * x_stride, w->attention_norm, h + n * x_stride, D, m->eps);
+            multiply(h, x_stride, w->qkv, w->qkv_bias, qkv, q_stride, N, q_stride, D, STORE);
+#pragma omp for schedule(static)
+            for (long n = 0; n < N; n++) {
+                const float *c = m->cosine + (long)p->positions[n] * m->rotary;
+                const float *s = m->sine + (long)p->positions[n] * m->rotary;
+                for (int k = 0; k < H + KV; k++) {
+                    float *head = qkv + n * q_stride + k * dim;
+                    const float *norm = k < H ? w->query_norm : w->key_norm;
+                    if (norm) normalise(head, norm, head, dim, m->eps);
+                    rotate(head, c, s, m->rotary);
+                }
+            }
+#pragma omp for schedule(static)
+            for (long i = 0; i < p->writes; i++) {
+                long block = p->write_slots[i] / BLOCK, at = p->write_slots[i] % BLOCK;
+                const float *from = qkv + p->write_tokens[i] * q_stride + H * dim;
+                for (long k = 0; k < KV; k++, from += dim) {
+                    float *key = w->keys + block * key_size + k * dim * BLOCK + at;
+                    float *value = w->values + block * value_size + (k * BLOCK + at) * value_stride;
+                    for (long j = 0; j < dim; j++) key[j * BLOCK] = from[j];
+                    memcpy(value, from + KV * dim, dim * sizeof(float));
+                }
+            }
+            /* Rows with common blocks are neighbours, and find them in the cache. */
+#pragma omp for schedule(dynamic, 8)
+            for (long i = 0; i < N * KV; i++) {
+                long n = i / KV, k = i % KV;
+                const int32_t *table = p->tables + (long)p->rows[n] * p->table_stride;
+                const float *keys = w->keys + k * dim * BLOCK;
+                const float *values = w->values + k * BLOCK * value_stride;
+                const float *query = qkv + n * q_stride + k * group * dim;
+                float *out = o + n * o_stride + k * group * dim;
+#define CASE(G)                                                                                  \
+    case G:                                                                                      \
+        attend(query + g * dim, dim, value_stride, keys, values, table, key_size, value_size,    \
+               p->positions[n] + 1, m->attention_scale, scores, stride, out + g * dim, G);       \
+        break;
+                for (long g = 0; g < group; g += 4)
+                    switch (group - g < 4 ? group - g : 4) { CASE(1) CASE(2) CASE(3) CASE(4) }
+#undef CASE
+            }
+            multiply(o, o_stride, w->output, w->output_bias, x, x_stride, N, x_stride, H * dim, ADD);
+#pragma omp for schedule(static)
+            for (long n = 0; n < N; n++)
+                normalise(x + n * x_stride, w->mlp_norm, h + n * x_stride, D, m->eps);
+            multiply(h, x_stride, w->gate_up, w->gate_up_bias, a, a_stride, N, 2 * a_stride, D,
+                     m->activation);
+            multiply(a, a_stride, w->down, w->down_bias, x, x_stride, N, x_stride, m->inner, ADD);
+        }
+#pragma omp for schedule(static)
+        for (long r = 0; r < p->outputs; r++)
+            normalise(x + p->output_tokens[r] * x_stride, m->final_norm, h + r * x_stride, D, m->eps);
+        multiply(h, x_stride, m->head, 0, logits, whole(m->vocab, PANEL), p->outputs,
+                 whole(m->vocab, PANEL), D, STORE);
+    }
+}
+
+/* Copy the first `count` positions of one block to another, in one layer. */
+void ludus_copy(const Model *m, int layer, long from, long to, int count) {
+    const long dim = m->head_dim, KV = m->kv_heads, value_stride = whole(dim, 2 * LANES);
+    const Layer *w = m->layer + layer;
+    for (long row = 0; row < KV * dim; row++)
+        memcpy(w->keys + (to * KV * dim + row) * BLOCK, w->keys + (from * KV * dim + row) * BLOCK,
+               count * sizeof(float));
+    for (long k = 0; k < KV; k++)
+        memcpy(w->values + (to * KV + k) * BLOCK * value_stride,
+               w->values + (from * KV + k) * BLOCK * value_stride,
+               count * value_stride * sizeof(float));
+}
+
+/* ---------------------------------------------------------------- sampling ------------------- */
+
+/* One token a row from softmax(logits / temperature) over the first `vocab` ids, by inverting the
+   cumulative distribution at the row's uniform number; temperature 0 takes the first maximum. Log-
+   probabilities are of that distribution (temperature 0: of the model's own). `scratch` holds vocab
+   floats a thread. Returns the first row whose logits are not finite, or -1. */
+long ludus_sample(const float *logits, long stride, long rows, long vocab, const double *temperatures,
+                  const double *uniforms, float *scratch, int64_t *tokens, double *logprobs,
+                  int threads) {
+    long bad = rows;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1) reduction(min : bad)
+    for (long r = 0; r < rows; r++) {
+        const float *l = logits + r * stride;
+        float *e = scratch + THREAD * vocab, best = largest(l, vocab);
+        float inverse = temperatures[r] > 0 ? (float)(1 / temperatures[r]) : 1.f;
+        for (long j = 0; j < vocab; j++) {
+            float d = l[j] - best;
+            e[j] = exponential(d == 0.f ? 0.f : d * inverse);
+        }
+        /* Sums of 64 in float32, those in float64: so the search need not add each number again. */
+        double total = 0;
+        for (long j = 0; j < vocab; j += 64) total += sum_of(e + j, vocab - j < 64 ? vocab - j : 64);
+        if (!isfinite(total)) {
+            bad = r < bad ? r : bad;
+            continue;
+        }
+        long token = 0;
+        if (temperatures[r] == 0) {
+            while (l[token] != best) token++;
+        } else {
+            double reach = uniforms[r] * total, before = 0;
+            long last = 0;
+            token = -1;
+            for (long j = 0; j < vocab && token < 0; j += 64) {
+                long stop = j + 64 < vocab ? j + 64 : vocab, i = j;
+                float sum = sum_of(e + j, stop - j);
+                if (before + sum <= reach) {
+                    if (sum > 0) last = j;
+                    before += sum;
+                    continue;
+                }
+                double within = before;
+                for (i = j; i < stop && token < 0; i++) {
+                    within += e[i];
+                    if (within > reach) token = i;
+                }
+                if (token < 0) { /* rounding: the block's last token of any probability */
+                    for (i = j; i < stop; i++)
+                        if (e[i] > 0) token = i;
+                }
+            }
+            if (token < 0)
+                for (long i = last; i < vocab && i < last + 64; i++)
+                    if (e[i] > 0) token = i;
+        }
+        tokens[r] = token;
+        double scale = temperatures[r] > 0 ? 1 / temperatures[r] : 1;
+        double distance = (double)l[token] - best;
+        logprobs[r] = (distance == 0 ? 0 : distance * scale) - log(total);
+    }
+    return bad < rows ? bad : -1;
+}
