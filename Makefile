@@ -7,7 +7,7 @@ READY := .venv/.ready
 JOBS ?= auto
 ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: help setup demo test check lint types layers format system constraints docs clean
+.PHONY: help setup vllm demo test check lint types layers format system constraints docs clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -16,6 +16,9 @@ setup: $(READY)  ## make .venv and install ludus into it, with everything
 
 $(READY): pyproject.toml constraints.txt
 	@scripts/setup.sh
+
+vllm: setup  ## make .venv-vllm, an environment with vLLM's CPU build
+	@scripts/setup-vllm.sh
 
 demo: setup  ## train an agent on BabyAI: demonstrations, SFT, GRPO, evaluation, report
 	$(BIN)/ludus train recipes/babyai-tiny.yaml
@@ -49,5 +52,5 @@ constraints: setup  ## pin what is installed in .venv
 	$(BIN)/python scripts/write_constraints.py
 
 clean:  ## remove what was built; runs/ stays
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
