@@ -8,6 +8,7 @@ nothing else of Python runs, for some tens of microseconds.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,8 +27,8 @@ Stacks = Counter[Stack]
 RATE = 100  # looks a second
 START_S = 10.0  # seconds that py-spy may take to begin
 
-WAITING = {"threading", "queue", "selectors", "asyncio.base_events", "concurrent.futures.thread"}
-"""Modules in whose functions a thread waits for something to do."""
+WAITING = re.compile(r"\b(threading|queue|selectors|_base|thread)\.py\b|^WorkerThread\._work ")
+"""Innermost frames of threads that wait for something to do."""
 
 
 class StackSampler(Protocol):
@@ -89,7 +90,18 @@ class PySpy:
         for line in text.splitlines():
             frames, _, count = line.rpartition(" ")
             stacks[tuple(frames.split(";"))] += int(count)
-        return stacks
+        return working(stacks)
+
+
+def working(stacks: Stacks) -> Stacks:
+    """The stacks without those of threads that waited; the main thread's stay: it is awaited."""
+    return Counter(
+        {
+            stack: count
+            for stack, count in stacks.items()
+            if "MainThread" in stack[0] or not WAITING.search(stack[-1])
+        }
+    )
 
 
 def _allow_tracing() -> None:
@@ -116,17 +128,16 @@ class ThreadSampler:
         """What it saw."""
         self._stop.set()
         self._thread.join()
-        return self._stacks
+        return working(self._stacks)
 
     def _look(self) -> None:
-        main, own = threading.main_thread().ident, threading.get_ident()
+        own = threading.get_ident()
         while not self._stop.wait(1 / RATE):
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             for ident, frame in sys._current_frames().items():
-                if ident == own or (ident != main and _waits(frame)):
-                    continue
-                stack = self._stack(frame)
-                self._stacks[(f"thread {names.get(ident, ident)}", *stack)] += 1
+                if ident != own:
+                    stack = self._stack(frame)
+                    self._stacks[(f"thread {names.get(ident, ident)}", *stack)] += 1
 
     def _stack(self, frame: FrameType | None) -> list[str]:
         stack: list[str] = []
@@ -139,10 +150,6 @@ class ThreadSampler:
             stack.append(self._names[code])
             frame = frame.f_back
         return stack[::-1]
-
-
-def _waits(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__") in WAITING
 
 
 def _short(filename: str) -> str:

@@ -8,53 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from exact_models import FAMILIES, V, make
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    GemmaConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    OPTConfig,
-    PhiConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import DynamicCache
 
 from ludus.models import exactmath
 from ludus.models.exact import attention, exact, token_logprobs
-from ludus.models.slots import SlotCache, cached_logits
 
-V = 97
-WIDE = {"vocab_size": V, "max_position_embeddings": 128, "hidden_size": 48, "num_hidden_layers": 2}
-WIDE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 100}
-NARROW = {"vocab_size": V, "n_positions": 128, "n_embd": 48, "n_layer": 2, "n_head": 4}
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "qwen3": lambda: Qwen3Config(**WIDE, head_dim=12),
-    "qwen2": lambda: Qwen2Config(**WIDE),
-    "llama": lambda: LlamaConfig(**WIDE),
-    "mistral": lambda: MistralConfig(**WIDE),
-    "gemma": lambda: GemmaConfig(**WIDE, head_dim=12),
-    "olmo2": lambda: Olmo2Config(**WIDE),
-    "cohere": lambda: CohereConfig(**WIDE),
-    "phi": lambda: PhiConfig(**WIDE),
-    "gpt_neox": lambda: GPTNeoXConfig(**WIDE),
-    "gpt2": lambda: GPT2Config(**NARROW),
-    "opt": lambda: OPTConfig(
-        vocab_size=V,
-        max_position_embeddings=128,
-        hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        ffn_dim=100,
-        word_embed_proj_dim=48,
-    ),
-}
 LENGTHS = (17, 40, 5, 33)
-SLOTS = (2, 0, 5, 1)
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "exp": (exactmath.exp, torch.exp),
     "log": (lambda x: exactmath.log(x.abs()), lambda x: x.abs().log()),
@@ -64,17 +25,6 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor
     "sigmoid": (exactmath.sigmoid, torch.sigmoid),
     "erf": (lambda x: exactmath.erf(x / 5), lambda x: (x / 5).erf()),
 }
-
-
-def make(family: str) -> Any:
-    torch.manual_seed(0)
-    config = FAMILIES[family]()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.25)
-    return model
 
 
 def rows() -> list[list[int]]:
@@ -99,21 +49,21 @@ def packed(model: Any, rows: list[list[int]]) -> list[Tensor]:
 
 @torch.inference_mode()
 def decoded(model: Any, rows: list[list[int]]) -> list[list[tuple[int, Tensor]]]:
-    """A padded prefill of half of each row, then token by token from the cache; rows end early."""
-    cache = SlotCache(model.config.num_hidden_layers)
-    known = [len(row) // 2 for row in rows]
+    """Two rows of one length at a time: half of them at once, then token by token from a cache."""
     found: list[list[tuple[int, Tensor]]] = [[] for _ in rows]
-    live, new = list(range(len(rows))), [row[:n] for row, n in zip(rows, known, strict=True)]
-    starts = [0] * len(rows)
-    while live:
-        slots = [SLOTS[k] for k in live]
-        logits = cached_logits(model, cache, slots, starts, new, torch.device("cpu"))
-        for k, logits_1V in zip(live, logits, strict=True):
-            found[k].append((known[k] - 1, logits_1V[0].clone()))
-        live = [k for k in live if known[k] < len(rows[k])]
-        starts, new = [known[k] for k in live], [[rows[k][known[k]]] for k in live]
-        for k in live:
-            known[k] += 1
+    for k, row in enumerate(rows):
+        stranger = [(3 * token + 1) % V for token in row]
+        pair = torch.tensor([stranger, row])
+        cache, start = DynamicCache(config=model.config), 0
+        for stop in range(len(row) // 2, len(row) + 1):
+            logits = model(
+                input_ids=pair[:, start:stop],
+                position_ids=torch.arange(start, stop)[None].expand(2, -1),
+                past_key_values=cache,
+                use_cache=True,
+            ).logits
+            found[k].append((stop - 1, logits[1, -1].clone()))
+            start = stop
     return found
 
 

@@ -1,0 +1,70 @@
+"""Small models of many families, with weights that make their tokens differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    OPTConfig,
+    PhiConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+V = 97
+WIDE = {"vocab_size": V, "max_position_embeddings": 128, "hidden_size": 48, "num_hidden_layers": 2}
+WIDE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 100}
+NARROW = {
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "vocab_size": V,
+    "n_positions": 128,
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": 4,
+}
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: Qwen3Config(**WIDE, head_dim=12),
+    "qwen2": lambda: Qwen2Config(**WIDE),
+    "llama": lambda: LlamaConfig(**WIDE),
+    "mistral": lambda: MistralConfig(**WIDE),
+    "gemma": lambda: GemmaConfig(**WIDE, head_dim=12),
+    "olmo2": lambda: Olmo2Config(**WIDE),
+    "cohere": lambda: CohereConfig(**WIDE),
+    "phi": lambda: PhiConfig(**WIDE),
+    "gpt_neox": lambda: GPTNeoXConfig(**WIDE),
+    "gpt2": lambda: GPT2Config(**NARROW),
+    "opt": lambda: OPTConfig(
+        vocab_size=V,
+        max_position_embeddings=128,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        ffn_dim=100,
+        word_embed_proj_dim=48,
+    ),
+}
+
+
+def make(family: str) -> Any:
+    torch.manual_seed(0)
+    config = FAMILIES[family]()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0  # as `build_model` does
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.25)
+    return model
