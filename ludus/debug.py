@@ -40,6 +40,7 @@ from ludus.rollout.replay import ReplayCollector
 from ludus.store.show import render_turns
 from ludus.train import ALGORITHMS
 from ludus.train.samples import to_samples
+from ludus.train.scoring import assume_start
 
 NUM_EXPERT_EPISODES = 16  # what a tokenizer is trained on here: enough to read its output
 NUM_MEMBERS = 2  # episodes of a group: the least that can be compared
@@ -88,6 +89,8 @@ def _debug(config: RunConfig, num_tasks: int, console: Console) -> None:
         algorithm = ALGORITHMS.build(config.rl.algorithm, "rl.algorithm")
         members = min(config.rl.group_size, NUM_MEMBERS)
         groups = asyncio.run(collector.collect(train[:num_tasks], 0, members))
+        if algorithm.asks_models:
+            assume_start(t for group in groups for t in group.trajectories)
         _show(console, "RL", groups, to_samples(groups, algorithm), tokenizer)
     console.print("debug: nothing was trained, nothing was saved")
 

@@ -57,6 +57,16 @@ def shown(folder: Path, num_tasks: int = 1, **how: Any) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
+def test_rows_that_ask_models_are_shown_as_before_the_first_update(tmp_path: Path) -> None:
+    path = recipe(tmp_path)
+    console = Console(file=io.StringIO(), width=80, color_system=None, _environ={})
+    row = "{name: ppo, args: {kl_coefficient: 0.1, kl_in: reward, importance_cap: 2}}"
+    debug(load_config(path, [f"rl.algorithm={row}"]), 1, console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "RL rl-000000/g0000/e000" in printed
+    assert "no training row" not in printed
+
+
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -134,8 +134,8 @@ class LocalBackend:
         """Ask the learner, its critic and the reference about the sampled tokens."""
         learner, algorithm = self.learner, self._algorithm
         if algorithm is not None and (algorithm.importance or learner.critic):
-            own = "learner_logprobs" if algorithm.importance else None
-            Scorer(learner.forward, tokens_per_batch, pad_id, learner.critic)(trajectories, own)
+            scorer = Scorer(learner.forward, tokens_per_batch, pad_id, learner.critic)
+            scorer(trajectories, "learner_logprobs" if algorithm.importance else None)
         if self._reference is not None:
             with self._reference.active():
                 scorer = Scorer(self._reference.forward, tokens_per_batch, pad_id)

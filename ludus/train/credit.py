@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ludus.core.types import Segment, Trajectory
+from ludus.core.types import Segment, Status, Trajectory
 from ludus.train.advantages import EPS, AdvantageFn
 
 PerToken = list[list[float]]
@@ -220,7 +220,9 @@ class Gae:
         advantages: PerToken = [[] for _ in trajectory.segments]
         returns: PerToken = [[] for _ in trajectory.segments]
         steps = list(self._steps(earned))
-        after = _value(steps[-1][1], -1) if steps and trajectory.status != "completed" else 0.0
+        after = (
+            _value(steps[-1][1], -1) if steps and trajectory.status is not Status.COMPLETED else 0.0
+        )
         to_go = 0.0
         for i, segment, start, length, reward in reversed(steps):
             value = _value(segment, start)

@@ -41,6 +41,7 @@ class Reference:
     ) -> None:
         self.adapters_off = model is None and hasattr(policy, "disable_adapter")
         self.copied = model is None and not self.adapters_off
+        self._kept: str | None = None  # the fingerprint of the copy, once it is saved
         if model is not None:
             _require_same_vocabulary(policy, model)
         elif self.copied:
@@ -68,11 +69,12 @@ class Reference:
         keep, for the others can be had again."""
         if not self.copied:
             return None
-        content = fingerprint(self.model)
-        if _saved(folder) != content:
-            store = CheckpointStore(folder, keep_last=1, keep_best=0)
-            store.save("reference", 0, model=self.model, state={"fingerprint": content})
-        return content
+        if self._kept is None:
+            self._kept = fingerprint(self.model)
+            if _saved(folder) != self._kept:
+                store = CheckpointStore(folder, keep_last=1, keep_best=0)
+                store.save("reference", 0, model=self.model, state={"fingerprint": self._kept})
+        return self._kept
 
     def load(self, folder: Path, content: str | None) -> None:
         """Take up a copy that `save` wrote. Errors: CheckpointError where it is another."""
@@ -87,16 +89,19 @@ class Reference:
         if not path.exists():
             raise CheckpointError(f"{path}, the reference model of this stage, is missing")
         load(path, model=self.model)
+        self._kept = None
         if fingerprint(self.model) != content:
             raise CheckpointError(f"{path} holds another reference model than the run trained with")
 
 
 def _saved(folder: Path) -> str | None:
+    """The fingerprint of the reference in `folder`."""
     store = CheckpointStore(folder, keep_last=1, keep_best=0)
-    latest = store.latest(skip_damaged=True) if store.list() else None
-    if latest is None:
+    try:
+        latest = store.latest()
+    except CheckpointError:  # damaged: it is written anew
         return None
-    return str(read_state(latest.path)["fingerprint"])
+    return str(read_state(latest.path)["fingerprint"]) if latest else None
 
 
 def _require_same_vocabulary(policy: Any, reference: Any) -> None:

@@ -5,8 +5,9 @@ Fills in `learner_logprobs`, `ref_logprobs` and `values` of a trajectory's sampl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from ludus.train.critic import Critic
 from ludus.train.forward import Forward
 from ludus.train.packing import MicroBatch, pack
 from ludus.train.samples import paths
+
+Field = Literal["learner_logprobs", "ref_logprobs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Scorer:
     critic: Critic | None = None
 
     @torch.no_grad()
-    def __call__(self, trajectories: Sequence[Trajectory], logprobs: str | None) -> None:
+    def __call__(self, trajectories: Sequence[Trajectory], logprobs: Field | None) -> None:
         """Write log-probabilities into the segments' field `logprobs`, and values where there is a
         critic.
 
@@ -66,18 +69,28 @@ class Scorer:
                     _put(micro_batch, values_N, values)
         finally:
             model.train(training)
-        for (trajectory, path, fresh), of_row, values_of_row in zip(
-            rows, scores, values, strict=True
-        ):
-            start = 0
-            for index in path:
-                segment = trajectory.segments[index]
-                stop = start + len(segment.token_ids)
-                if index in fresh and logprobs is not None:
-                    setattr(segment, logprobs, of_row[start:stop])
-                if index in fresh and self.critic is not None:
-                    segment.values = values_of_row[start : stop + 1]
-                start = stop
+        for row, of_row, values_of_row in zip(rows, scores, values, strict=True):
+            self._write(*row, logprobs, of_row, values_of_row)
+
+    def _write(
+        self,
+        trajectory: Trajectory,
+        path: list[int],
+        fresh: list[int],
+        logprobs: Field | None,
+        scores: list[float],
+        values: list[float],
+    ) -> None:
+        """Hand a row's numbers to the segments whose loss is in it."""
+        start = 0
+        for index in path:
+            segment = trajectory.segments[index]
+            stop = start + len(segment.token_ids)
+            if index in fresh and logprobs is not None:
+                setattr(segment, logprobs, scores[start:stop])
+            if index in fresh and self.critic is not None:
+                segment.values = values[start : stop + 1]
+            start = stop
 
     def _sample(self, trajectory: Trajectory, path: list[int], fresh: list[int]) -> Sample:
         ids: list[int] = []
@@ -105,6 +118,16 @@ class Scorer:
             if self.critic is None:
                 return logprobs_N, None
             return logprobs_N, self.critic(hidden_PE)[micro_batch.place_N.to(self.forward.device)]
+
+
+def assume_start(trajectories: Iterable[Trajectory]) -> None:
+    """Fill in what the models of a stage say before its first update, without asking them: learner
+    and reference are the policy that sampled, a critic expects 0."""
+    for trajectory in trajectories:
+        for segment in trajectory.segments:
+            if segment.logprobs is not None:
+                segment.learner_logprobs = segment.ref_logprobs = segment.logprobs
+                segment.values = [0.0] * (len(segment.token_ids) + 1)
 
 
 def _put(micro_batch: MicroBatch, values_N: Tensor, into: list[list[float]]) -> None:
