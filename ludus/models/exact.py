@@ -16,7 +16,7 @@ Shape suffixes: B rows, H query heads, K key-value heads, L queries, T keys, D h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,15 +40,14 @@ def exact() -> Iterator[None]:
         yield
 
 
-def token_logprobs(logits_NV: Tensor, target_N: Tensor, temperature: float = 1.0) -> Tensor:
-    """Float32 log-probabilities [N] of tokens under softmax(logits / temperature), exactly alike.
+def log_softmax(logits_NV: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """Float64 log-probabilities [N, V] of each row at its temperature (0 counts as 1).
 
-    Sampler and learner both call this function; temperature 0 counts as 1.
+    Sampler and learner both call this function. One temperature may serve all rows.
     """
+    divisor = torch.tensor([t or 1.0 for t in temperatures], dtype=torch.float64)
     with exact():
-        scaled_NV = logits_NV.double() / (temperature or 1.0)
-        logprobs_NV = scaled_NV.log_softmax(-1)
-    return logprobs_NV.gather(-1, target_N[:, None]).squeeze(-1).float()
+        return (logits_NV.double() / divisor.to(logits_NV.device)[:, None]).log_softmax(-1)
 
 
 class _Attention(TorchFunctionMode):

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ludus.models import exactmath
-from ludus.models.exact import attention, exact, token_logprobs
+from ludus.models.exact import attention, exact, log_softmax
 
 LENGTHS = (17, 40, 5, 33)
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
@@ -165,9 +165,9 @@ def test_attention(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_logprobs_of_tokens() -> None:
     logits = torch.randn(5, V, generator=torch.Generator().manual_seed(0)) * 5
-    target = torch.tensor([0, 3, 96, 5, 5])
-    want = (logits.double() / 0.7).log_softmax(-1).gather(-1, target[:, None])[:, 0].float()
-    torch.testing.assert_close(token_logprobs(logits, target, 0.7), want)
-    alone = torch.cat([token_logprobs(logits[i : i + 1], target[i : i + 1], 0.7) for i in range(5)])
-    assert torch.equal(token_logprobs(logits, target, 0.7), alone)
-    assert torch.equal(token_logprobs(logits, target, 0.0), token_logprobs(logits, target, 1.0))
+    temperatures = [0.7, 1.0, 0.0, 1.3, 0.7]
+    divisor = torch.tensor([t or 1.0 for t in temperatures], dtype=torch.float64)[:, None]
+    together = log_softmax(logits, temperatures)
+    torch.testing.assert_close(together, (logits.double() / divisor).log_softmax(-1))
+    alone = [log_softmax(logits[i : i + 1], [t]) for i, t in enumerate(temperatures)]
+    assert torch.equal(together, torch.cat(alone))

@@ -1,0 +1,152 @@
+"""Whether sampler and learner agree in every bit; where they do not, which operation parts them.
+
+The sampler computed a token in a batch of other episodes, from a cache, turn by turn; the learner
+computes it in a packed batch, at once. Under `exact` both have to arrive at the same float32
+log-probability. Where they do not, some operation depends on more than its token's own context, or
+the two sides do not compute the same: the token is computed once more on both sides, and compared
+operation by operation.
+
+Shape suffixes: P places that predict a loss token, N loss tokens, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ludus.core.errors import TrainingError
+from ludus.core.types import Sample
+from ludus.models.exact import exact, log_softmax
+from ludus.models.exact_sampler import ExactSampler
+from ludus.models.sampler import SamplingParams
+from ludus.models.trace import Record, Tracer, first_difference
+from ludus.train.forward import Attention, Forward
+from ludus.train.packing import Batch, MicroBatch, pack
+
+
+class ExactForward(Forward):
+    """Forward passes that are batch-invariant; backward passes are as ever.
+
+    The logits are the model's own, whose last layer the sampler calls, too.
+    """
+
+    def __init__(self, model: Any, **settings: Any) -> None:
+        super().__init__(model, **settings)
+        self.head = None
+
+    def hidden_states(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """As in `Forward`, with the logits [P, V]."""
+        with exact():
+            return super().hidden_states(micro_batch)
+
+    def score(
+        self, hidden_PE: Tensor, logits_PV: Tensor | None, micro_batch: MicroBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies [N] in float32, as the sampler computes them."""
+        assert logits_PV is not None
+        place_N = micro_batch.place_N.to(self.device)
+        target_N = micro_batch.target_N.to(self.device)
+        logprobs_PV = log_softmax(logits_PV, [self.temperature])
+        entropy_P = -(logprobs_PV.exp() * logprobs_PV).sum(-1)
+        return logprobs_PV[place_N, target_N].float(), entropy_P[place_N].float()
+
+    def _tiled(self, micro_batch: MicroBatch) -> bool:
+        return False  # tiles sum in an order of their own
+
+    def _find_attention(self, context_length: int | None) -> Attention:
+        found = super()._find_attention(context_length)
+        return "dense" if found == "tiles" else found
+
+
+async def verify(forward: Forward, batch: Batch, version: int) -> dict[str, float]:
+    """Compare the sampler's log-probabilities of a batch with the learner's, bit by bit.
+
+    Args:
+        version: of the weights now: samples of others, and demonstrations, are passed over.
+
+    Returns `verified_tokens`.
+    Errors: TrainingError that names the first token that differs, and the operation.
+    """
+    num_tokens = 0
+    forward.model.train()
+    for micro_batch in batch.micro_batches:
+        own = [sample.policy_version == version for sample in batch.samples]
+        own_N = torch.tensor(own)[micro_batch.sample_N]
+        with torch.no_grad(), forward.passes(micro_batch):
+            logprobs_N, _ = forward.logprobs(micro_batch)
+        logprobs_N = logprobs_N.cpu()
+        differs_N = own_N & (logprobs_N != micro_batch.old_logprobs_N)
+        if differs_N.any():
+            first = int(differs_N.nonzero()[0])
+            sample = batch.samples[int(micro_batch.sample_N[first])]
+            index = int(micro_batch.index_N[first])
+            count = f"{int(differs_N.sum())} of {int(own_N.sum())} tokens of a micro-batch differ"
+            raise await _parted(forward, sample, index, float(logprobs_N[first]), count)
+        num_tokens += int(own_N.sum())
+    return {"verified_tokens": float(num_tokens)}
+
+
+async def _parted(
+    forward: Forward, sample: Sample, index: int, logprob: float, count: str
+) -> TrainingError:
+    """What to say of a token on which sampler and learner do not agree."""
+    sampled = sample.logprobs[index]
+    told = (
+        f"sampler and learner disagree ({count}): token {index} of trajectory "
+        f"{sample.trajectory_id}: log-probability {_spell(sampled)} in the sampler, "
+        f"{_spell(logprob)} in the learner"
+    )
+    sampler = await _as_sampled(forward.model, sample, index)
+    learner = _as_trained(forward, sample, index)
+    found = first_difference(sampler, learner)
+    if found is None:
+        return TrainingError(
+            f"{told}. Computed alone, both sides agree: some operation depends on what else is in "
+            "its batch"
+        )
+    mine, other = found
+    at = int((mine.value != other.value).flatten().nonzero()[0])
+    values = [float(record.value.flatten()[at]) for record in found]
+    return TrainingError(
+        f"{told}. The first operation that differs is {mine}, at position {index - 1}, entry {at}: "
+        f"{_spell(values[0])} in the sampler, {_spell(values[1])} in the learner"
+    )
+
+
+def _spell(value: float) -> str:
+    """A float32 and its bits."""
+    return f"{value:.9g} (0x{struct.pack('>f', value).hex()})"
+
+
+async def _as_sampled(model: Any, sample: Sample, index: int) -> list[Record]:
+    """The sampler's operations on the token before `index`: its turn's prompt at once, then token
+    by token, in a session of its own."""
+    ids = sample.token_ids
+    start = index
+    while start > 0 and sample.loss_mask[start - 1]:
+        start -= 1
+    sampler = ExactSampler(model, context_length=index + 1)
+    params = SamplingParams(max_tokens=1)
+    sampler.open("again")
+    try:
+        for length in range(start, index + 1):
+            sampler.exact_decoder.following = length == index
+            await sampler.sample(ids[:length], params, session="again")
+    finally:
+        sampler.close("again")
+    return sampler.exact_decoder.records
+
+
+@torch.inference_mode()
+def _as_trained(forward: Forward, sample: Sample, index: int) -> list[Record]:
+    """The learner's operations on it, in the whole sample."""
+    batch = pack([sample], [sample.logprobs], tokens_per_batch=len(sample.token_ids), pad_id=0)
+    [micro_batch] = batch.micro_batches
+    forward.model.train()
+    tracer = Tracer(forward.model, (1, len(sample.token_ids)), (0, index - 1))
+    with forward.passes(micro_batch), exact(), tracer.following():
+        Forward.hidden_states(forward, micro_batch)
+    return tracer.records
