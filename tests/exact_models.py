@@ -52,6 +52,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         num_attention_heads=4,
         ffn_dim=100,
         word_embed_proj_dim=48,
+        dropout=0.0,
     ),
 }
 
