@@ -235,7 +235,10 @@ class TextCraft(Env):
 
     @classmethod
     def task(cls, tier: str | None, seed: int) -> Task:
-        """The tier's goal number `seed % num_goals(tier)`; no tier: of the goals of all depths."""
+        """The tier's goal number `seed % num_goals(tier)`; no tier: of the goals of all depths.
+
+        `depth-2:40` has the first 40 goals of `depth-2`; goals are in no order of meaning.
+        """
         goals = _goals(tier)
         goal = goals[seed % len(goals)]
         return Task(
@@ -247,12 +250,22 @@ class TextCraft(Env):
 
 
 def _goals(tier: str | None) -> Sequence[str]:
+    """The goals of a tier; `depth-2:40` are the first 40 of `depth-2`."""
     by_tier = {f"depth-{depth}": goals for depth, goals in load_table().goals.items()}
     if tier is None:
         return [goal for goals in by_tier.values() for goal in goals]
-    if tier not in by_tier:
-        raise ConfigError(f"{tier!r} is not a tier of textcraft{did_you_mean(tier, by_tier)}")
-    return by_tier[tier]
+    name, colon, number = tier.partition(":")
+    if name not in by_tier:
+        raise ConfigError(f"{tier!r} is not a tier of textcraft{did_you_mean(name, by_tier)}")
+    goals = by_tier[name]
+    if not colon:
+        return goals
+    if not number.isdecimal() or not 1 <= int(number) <= len(goals):
+        raise ConfigError(
+            f"{tier!r} is not a tier of textcraft: after the colon stands how many of its goals, "
+            f"1 to {len(goals)}"
+        )
+    return goals[: int(number)]
 
 
 def _count_item(text: str) -> dict[str, Any]:

@@ -177,8 +177,10 @@ def read_env(
     if env_class is None:
         raise ConfigError("the reader 'env' needs an environment: set the config's `env`")
     known = list(env_class.tiers())
+    # Where tiers consist of goals, `depth-1:40` are the first 40 of them.
+    counted = hasattr(env_class, "num_goals")
     for tier in tiers or ():
-        if tier not in known:
+        if (tier.partition(":")[0] if counted else tier) not in known:
             raise ConfigError(
                 f"{tier!r} is not a tier of {env_class.__name__}{did_you_mean(tier, known)}"
             )

@@ -10,8 +10,10 @@ import pytest
 
 from ludus.core.errors import ConfigError, EnvError
 from ludus.core.types import Message, StepResult, Task, ToolCall
+from ludus.envs.babyai import BabyAI
 from ludus.envs.textcraft import TextCraft
 from ludus.envs.textcraft_recipes import load_table
+from ludus.tasks.readers import read_env
 
 
 async def act(env: TextCraft, text: str) -> StepResult:
@@ -187,3 +189,18 @@ def test_openings_do_not_depend_on_the_hash_seed() -> None:
         for hash_seed in ("1", "2")
     }
     assert len(digests) == 1
+
+
+def test_a_tier_can_be_its_first_goals():
+    goals = {TextCraft.task("depth-1:3", seed).data["goal"] for seed in range(50)}
+    assert goals == {TextCraft.task("depth-1", seed).data["goal"] for seed in range(3)}
+    assert TextCraft.num_goals("depth-1:3") == 3
+    assert TextCraft.task("depth-1:3", 7).tier == "depth-1"
+    for wrong in ("depth-1:0", "depth-1:x", "depth-1:", "depth-1:9999"):
+        with pytest.raises(ConfigError, match="1 to 144"):
+            TextCraft.task(wrong, 0)
+    with pytest.raises(ConfigError, match="did you mean depth-"):
+        TextCraft.task("depth-l:3", 0)
+    assert len(read_env(4, ["depth-1:3"], env_class=TextCraft)) == 4
+    with pytest.raises(ConfigError, match="is not a tier"):
+        read_env(4, ["GoToObj:3"], env_class=BabyAI)
