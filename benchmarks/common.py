@@ -133,7 +133,7 @@ def machine(threads: int) -> dict[str, Any]:
 
 def write(name: str, text: str, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """`docs/benchmarks/<name>.md` and `.json`."""
-    clock = "processor" if facts["threads"] == 1 else "wall"
+    clock = facts.get("clock") or ("processor" if facts["threads"] == 1 else "wall")
     told = (
         f"Seconds of {clock} time. "
         f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} thread(s) used, pinned; load "

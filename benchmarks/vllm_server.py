@@ -1,0 +1,128 @@
+"""vLLM as ludus's sampler: time to start, tokens a second, time to take new weights.
+
+    make vllm && python benchmarks/vllm_server.py
+
+Through the public interface: turns over the server's socket, with every token's log-probability.
+The processor's time is that of the server's processes: what other load on the machine changes
+little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, Spread, arguments, machine, make_model, table, write
+
+from ludus.core.types import Spec
+from ludus.models.sampler import SamplingParams
+from ludus.models.tokenizers import train_tokenizer
+from ludus.models.vllm import VllmSampler
+
+PYTHON = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+MODEL, PROMPT, COMPLETION = "5.8 M", 64, 64
+BATCHES = (1, 16, 64)
+
+
+def processor_seconds(group: int) -> float:
+    """What all processes of a group have used."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == group:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def play(sampler: VllmSampler, batch: int, run: int) -> None:
+    async def turn(number: int) -> None:
+        name = f"{number:03d}"
+        sampler.open(name)
+        prompt = [1 + (31 * i + 7 * number + run) % 4000 for i in range(PROMPT)]
+        completion = await sampler.sample(
+            prompt, SamplingParams(COMPLETION, seed=number), session=name
+        )
+        assert len(completion.token_ids) == COMPLETION
+        sampler.close(name)
+
+    await asyncio.gather(*[turn(number) for number in range(batch)])
+
+
+def main() -> None:
+    args = arguments(__doc__ or "")
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the server has a core of its own
+    facts = {**machine(args.threads), "clock": "wall"}
+    folder = Path(tempfile.mkdtemp())
+    tokenizer = train_tokenizer(Spec(name="words"), ["go"])
+    rows: list[dict[str, Any]] = []
+    for dtype in ("float32", "bfloat16"):
+        sampler = VllmSampler(
+            make_model(MODEL),
+            tokenizer,
+            folder / dtype,
+            1024,
+            python=str(PYTHON),
+            dtype=dtype,
+            threads=args.threads,
+        )
+        started = time.perf_counter()
+        asyncio.run(play(sampler, 1, -1))
+        row: dict[str, Any] = {"dtype": dtype, "start_s": time.perf_counter() - started}
+        assert sampler.server is not None
+        for batch in BATCHES:
+            wall, used = [], []
+            for run in range(args.repeats + 1):
+                at, before = time.perf_counter(), processor_seconds(sampler.server.pid)
+                asyncio.run(play(sampler, batch, run))
+                used.append(processor_seconds(sampler.server.pid) - before)
+                wall.append(time.perf_counter() - at)
+            tokens = batch * COMPLETION
+            row[f"wall_{batch}"] = Spread.of([tokens / s for s in wall[1:]])
+            row[f"used_{batch}"] = tokens * args.repeats / sum(used[1:])
+        swaps = []
+        for version in range(args.repeats + 1):
+            at = time.perf_counter()
+            sampler.publish(version)
+            swaps.append(1e3 * (time.perf_counter() - at))
+        row["swap_ms"] = Spread.of(swaps[1:])
+        sampler.shutdown()
+        rows.append(row)
+        print(row, flush=True)
+    facts["load_after"] = machine(args.threads)["load"]
+    head = ["", *[row["dtype"] for row in rows]]
+    cells = [["start, s", *[f"{row['start_s']:.0f}" for row in rows]]]
+    for batch in BATCHES:
+        cells += [
+            [f"batch {batch}, tokens/s", *[row[f"wall_{batch}"].show(",.0f") for row in rows]],
+            [
+                f"batch {batch}, tokens a second of the server's processor time",
+                *[f"{row[f'used_{batch}']:,.0f}" for row in rows],
+            ],
+        ]
+    cells.append(["new weights, ms", *[row["swap_ms"].show(".0f") for row in rows]])
+    text = f"""
+# vLLM as the sampler
+
+vLLM's CPU build behind `sampler: vllm`, one thread, a Qwen3-shaped model of {MODEL} parameters and
+random weights, prompts of {PROMPT} tokens, completions of {COMPLETION}, every token with its
+log-probability. *New weights* is all of `publish`: writing, hashing, loading, the probe. Wall time,
+medians and quartiles of {args.repeats} runs, but for the lines of the server's own processor time.
+
+{table(head, cells)}
+
+    make vllm && python benchmarks/vllm_server.py
+"""
+    if not args.quick:
+        write("vllm", text, facts, rows)
+        print(RESULTS / "vllm.md")
+
+
+if __name__ == "__main__":
+    main()
