@@ -102,13 +102,18 @@ class Planner:
     outputs: list[int] = field(default_factory=list)
     computed: dict[int, int] = field(default_factory=dict)  # slot -> the token that goes there
 
-    def add(self, token_id: int, position: int, slot: int | None) -> None:
-        """Compute a token of the row under way."""
-        if slot is not None:
-            self.write(len(self.ids), slot)
-        self.ids.append(token_id)
-        self.positions.append(position)
-        self.rows.append(len(self.tables))
+    def add(self, token_ids: Sequence[int], start: int, slots: Sequence[int]) -> None:
+        """Compute tokens of the row under way, from position `start` on, and store them.
+
+        Without slots they are computed from what is stored already.
+        """
+        tokens = range(len(self.ids), len(self.ids) + len(slots))
+        self.computed.update(zip(slots, tokens, strict=True))
+        self.write_tokens.extend(tokens)
+        self.write_slots.extend(slots)
+        self.ids.extend(token_ids)
+        self.positions.extend(range(start, start + len(token_ids)))
+        self.rows.extend([len(self.tables)] * len(token_ids))
 
     def write(self, token: int, slot: int) -> None:
         """Write a token's keys and values to one more slot."""
@@ -180,19 +185,21 @@ class BlockTree:
             start += count
         for block in reversed(blocks):
             self._release(block)
-        last = len(prompt) - 1
-        for position in range(start, len(prompt)):
-            at = position // BLOCK
+        last, whole = len(prompt) - 1, start == len(prompt)
+        while start < len(prompt):
+            at, offset = divmod(start, BLOCK)
+            ids = prompt[BLOCK * at : BLOCK * (at + 1)]
             if at == len(held):
-                ids = prompt[BLOCK * at : BLOCK * (at + 1)]
                 held.append(self._new(held[-1] if held else self._root, ids))
-            planner.add(prompt[position], position, BLOCK * held[at].index + position % BLOCK)
+            first = BLOCK * held[at].index
+            planner.add(ids[offset:], start, range(first + offset, first + len(ids)))
+            start += len(ids) - offset
         output = len(planner.ids) - 1
-        if start > last:
+        if whole:
             slot = BLOCK * held[last // BLOCK].index + last % BLOCK
             pending = planner.computed.get(slot)
             if pending is None:  # its keys and values are there, its logits are not
-                planner.add(prompt[last], last, None)
+                planner.add(prompt[last:], last, ())
                 pending = len(planner.ids) - 1
             output = pending
         planner.finish_row([block.index for block in held], output)

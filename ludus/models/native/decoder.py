@@ -72,7 +72,7 @@ class NativeDecoder:
             for name, stored, size in zip(
                 ("keys", "values"), (self._keys, self._values), sizes, strict=True
             ):
-                grown = torch.zeros(num_blocks, llama.kv_heads * size)
+                grown = torch.empty(num_blocks, llama.kv_heads * size)
                 if self._num_blocks:
                     grown[: self._num_blocks] = stored[number]
                     stored[number] = grown
