@@ -20,7 +20,6 @@ from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Sample, Task, Trajectory
 from ludus.tasks.sampler import TaskSampler
 from ludus.train.algorithm import Algorithm
-from ludus.train.losses import needs_whole_trajectories
 from ludus.train.packing import Batch, Layout, pack
 from ludus.train.samples import split, to_samples
 
@@ -77,8 +76,8 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
         _require_current(groups, backend.policy_version)
         clock.lap("rollout")
         with busy("train"):
+            kept = [t for group in stage.algorithm.screen(groups) for t in group]
             if stage.algorithm.asks_models:
-                kept = [t for group in stage.algorithm.screen(groups) for t in group]
                 await backend.score(kept, stage.tokens_per_batch, stage.pad_id)
             samples = to_samples(groups, stage.algorithm)
             trained: list[dict[str, float]] = []
@@ -87,7 +86,7 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
                 done = await backend.train_step(batch, stage.algorithm.loss)
                 trained.append({**done, **_sizes(batch)})
             metrics = group_metrics(groups) | train_metrics(trained)
-            metrics["rollout/rounds"] = float(rounds)
+            metrics |= {"rollout/rounds": float(rounds), **score_metrics(kept)}
             metrics["train/policy_version"] = await backend.publish_weights()
         clock.lap("train")
         metrics |= clock.metrics(groups) | split.metrics()
@@ -150,11 +149,10 @@ def _parts(stage: Stage, samples: list[Sample], step: int) -> list[list[Sample]]
 
 
 def _batch(stage: Stage, samples: list[Sample], layout: Layout) -> Batch:
-    """Weights over all samples; then those without a gradient need no computation."""
+    """Weights over all samples; then trajectories without a gradient need no computation."""
     weights = stage.algorithm.aggregate(samples)
-    algorithm = stage.algorithm
-    every = algorithm.regularised or needs_whole_trajectories(algorithm.loss)
-    live = [(s, w) for s, w in zip(samples, weights, strict=True) if every or _has_gradient(s)]
+    moved = {s.trajectory_id for s in samples if stage.algorithm.regularised or _has_gradient(s)}
+    live = [(s, w) for s, w in zip(samples, weights, strict=True) if s.trajectory_id in moved]
     return pack(
         [sample for sample, _ in live],
         [weight for _, weight in live],
@@ -221,6 +219,24 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     mixed = [len({t.reward for t in group.trajectories}) > 1 for group in groups]
     metrics["rollout/groups_with_signal"] = sum(mixed) / max(len(mixed), 1)
     return metrics
+
+
+def score_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What models said of the sampled tokens, where they were asked, as means over tokens.
+
+    `sampler_gap`: |log pi_learner - log pi_sampler|, of one policy; `reference_gap`: log pi - log
+    pi_ref, the k1 estimate of the divergence when they were sampled.
+    """
+    found: dict[str, list[float]] = {"train/sampler_gap": [], "train/reference_gap": []}
+    for turn in (s for t in trajectories for s in t.segments if s.logprobs):
+        own = turn.learner_logprobs or turn.logprobs or []
+        if turn.learner_logprobs and turn.logprobs:
+            pairs = zip(own, turn.logprobs, strict=True)
+            found["train/sampler_gap"] += [abs(a - b) for a, b in pairs]
+        if turn.ref_logprobs:
+            pairs = zip(own, turn.ref_logprobs, strict=True)
+            found["train/reference_gap"] += [a - b for a, b in pairs]
+    return {name: sum(gaps) / len(gaps) for name, gaps in found.items() if gaps}
 
 
 def train_metrics(trained: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -14,8 +14,8 @@ from loop_helpers import LEVERS, PLACES, Recording, World, task
 
 from ludus.core.errors import TrainingError
 from ludus.core.occupancy import PARTS
-from ludus.core.types import Group, Score, Spec, Task, Trajectory
-from ludus.loop import group_metrics, run_stage, train_metrics
+from ludus.core.types import Group, Score, Segment, Spec, Task, Trajectory
+from ludus.loop import group_metrics, run_stage, score_metrics, train_metrics
 
 EVERYTHING = [(place, lever) for place in PLACES for lever in LEVERS]
 ALWAYS = {
@@ -232,7 +232,20 @@ async def test_diverged_weights_stop_the_stage(tmp_path: Path) -> None:
     assert len(kept.steps) == 1
 
 
+def test_score_metrics_by_hand() -> None:
+    turn = Segment(0, [1, 2], [-1.0, -2.0])
+    turn.learner_logprobs, turn.ref_logprobs = [-1.5, -1.75], [-1.0, -2.0]
+    trajectory = Trajectory("t", "g", "task", [Segment(-1, [5]), turn])
+    assert score_metrics([trajectory]) == {
+        "train/sampler_gap": (0.5 + 0.25) / 2,
+        "train/reference_gap": (-0.5 + 0.25) / 2,
+    }
+    turn.learner_logprobs = None
+    assert score_metrics([trajectory]) == {"train/reference_gap": 0.0}
+
+
 def test_metrics_of_nothing() -> None:
+    assert score_metrics([]) == {}
     assert train_metrics([]) == {"train/optimizer_steps": 0}
     assert train_metrics([{"loss": 1.0}, {"loss": 2.0}]) == {
         "train/loss": 1.5,

@@ -105,6 +105,9 @@ async def test_scores_are_the_models_own(tmp_path: Path, taught: dict[str, Any])
         assert segment.ref_logprobs == pytest.approx(segment.logprobs, abs=1e-4)
         assert segment.learner_logprobs == pytest.approx(segment.logprobs, abs=1e-4)
         assert segment.values == [0.0] * (len(segment.token_ids) + 1)  # a critic starts from 0
+    [gap], [drift] = kept.metric("train/sampler_gap"), kept.metric("train/reference_gap")
+    assert 0 <= gap < 1e-4
+    assert abs(drift) < 1e-4
 
 
 async def test_values_are_those_of_the_states_before_each_token(
