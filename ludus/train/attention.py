@@ -116,7 +116,7 @@ def _cuts(ends_T: np.ndarray[Any, Any], rows: int) -> Iterator[tuple[int, int]]:
     start = 0
     while start < length:
         stop = min(start + rows, length)
-        near = branches[(branches >= start + rows // 2) & (branches <= stop)]
+        near = branches[(branches >= start + max(rows // 2, 1)) & (branches <= stop)]
         if stop < length and near.size:
             stop = int(near[-1])
         yield start, stop
@@ -197,7 +197,7 @@ def tiled_attention(
     window = options.get("sliding_window")
     extras = ("softcap", "s_aux", "position_bias", "dropout")
     narrow = window is not None and window < query.shape[2]
-    if narrow or any(options.get(name) not in (None, 0.0) for name in extras):
+    if narrow or any(_is_set(options.get(name)) for name in extras):
         raise TypeError("an attention with extras")
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     dtype, device = value.dtype, query.device.type
@@ -212,6 +212,10 @@ def tiled_attention(
             _active[-1],
         )
     return out_KTGD.transpose(0, 1).flatten(1, 2)[None], None
+
+
+def _is_set(value: Any) -> bool:
+    return isinstance(value, Tensor) or bool(value)
 
 
 AttentionInterface.register(NAME, tiled_attention)

@@ -20,6 +20,8 @@ from ludus.train.logprobs import backbone
 
 log = get_logger(__name__)
 
+BACKEND = "inductor"
+
 
 class CompiledLayers:
     """The compiled calls of a model's layers; none where the machine has no C++ compiler."""
@@ -31,7 +33,9 @@ class CompiledLayers:
             return
         lists = [m for m in backbone(model).children() if isinstance(m, nn.ModuleList)]
         for layer in max(lists, key=len, default=nn.ModuleList()):
-            self._calls.append((layer, torch.compile(layer._call_impl, dynamic=True)))
+            self._calls.append(
+                (layer, torch.compile(layer._call_impl, dynamic=True, backend=BACKEND))
+            )
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -69,7 +69,9 @@ class Forward:
                     "learner.gradient_checkpointing: transformers has none for a "
                     f"{type(model).__name__}; set it to false"
                 )
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            # transformers 5 renamed it on its way.
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
     @property
     def layout(self) -> Layout:
@@ -161,9 +163,28 @@ class Forward:
 
     @torch.no_grad()
     def _is_exact(self) -> bool:
-        """Whether two branching samples and a stranger, in one row, give what each gives alone."""
+        """Whether two branching samples and a stranger, in one row, give what each gives alone.
+
+        Once more in training mode, too, for there may be dropout, which tiles do not do.
+        """
+        training, devices = self.model.training, [self.device] if self.device.type == "cuda" else []
+        try:
+            self.model.eval()
+            tree_NE, single_NE = self._trial("tree"), self._trial("single")
+            with torch.random.fork_rng(devices):
+                self.model.train()
+                self._trial("tree")
+        except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
+            return False
+        finally:
+            self.model.train(training)
+        half = next(self.model.parameters()).dtype.itemsize < 4
+        bound = (0.05 if half else TOLERANCE) * float(single_NE.abs().max())
+        return bool((tree_NE - single_NE).abs().max() <= bound)
+
+    def _trial(self, layout: Layout) -> Tensor:
+        """Hidden states [N, E] of a few made-up samples, in the samples' order."""
         size = self.model.config.get_text_config().vocab_size
-        rows = [[3, 1, 4, 1, 5], [3, 1, 4, 2], [2, 7, 1]]
         samples = [
             Sample(
                 token_ids=[token % size for token in ids],
@@ -172,31 +193,17 @@ class Forward:
                 advantages=[0.0] * len(ids),
                 trajectory_id="",
             )
-            for ids in rows
+            for ids in ([3, 1, 4, 1, 5], [3, 1, 4, 2], [2, 7, 1])
         ]
-        weights = [s.logprobs for s in samples]
-        training = self.model.training
-        self.model.eval()
-        try:
-            results: dict[Layout, Tensor] = {}
-            for layout in ("tree", "single"):
-                found: dict[tuple[int, int], Tensor] = {}
-                for m in pack(
-                    samples, weights, tokens_per_batch=64, pad_id=0, layout=layout
-                ).micro_batches:
-                    with self._attending(m):
-                        hidden_NE = self.hidden_states(m)[0][m.place_N.to(self.device)].float()
-                    keys = zip(m.sample_N.tolist(), m.index_N.tolist(), strict=True)
-                    found |= dict(zip(keys, hidden_NE, strict=True))
-                results[layout] = torch.stack([found[key] for key in sorted(found)])
-        except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
-            return False
-        finally:
-            self.model.train(training)
-        single = results["single"]
-        half = next(self.model.parameters()).dtype.itemsize < 4
-        bound = (0.05 if half else TOLERANCE) * float(single.abs().max())
-        return bool((results["tree"] - single).abs().max() <= bound)
+        weights = [sample.logprobs for sample in samples]
+        batch = pack(samples, weights, tokens_per_batch=64, pad_id=0, layout=layout)
+        found: dict[tuple[int, int], Tensor] = {}
+        for m in batch.micro_batches:
+            with self._attending(m):
+                hidden_NE = self.hidden_states(m)[0][m.place_N.to(self.device)].float()
+            keys = zip(m.sample_N.tolist(), m.index_N.tolist(), strict=True)
+            found |= dict(zip(keys, hidden_NE, strict=True))
+        return torch.stack([found[key] for key in sorted(found)])
 
 
 def _branches(micro_batch: MicroBatch) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,6 +104,38 @@ def three_steps(num_threads: int) -> str:
         torch.set_num_threads(before)
 
 
+def limited_step() -> tuple[int, float]:
+    """How many passes of the backbone a step took, and its loss, in a process that has memory for
+    half of its one micro-batch only."""
+    import resource
+
+    model = policy(hidden=64)
+    learner = Learner(model, OptimizerConfig(), num_steps=2)
+    samples = [
+        Sample([i + 1, *[7] * 39], [False] + [True] * 39, [-3.0] * 40, [1.0] * 40, f"{i}")
+        for i in range(32)
+    ]
+    batch = pack(samples, token_mean(samples), tokens_per_batch=32 * 40, pad_id=0)
+    sizes: list[int] = []
+    hog: list[torch.Tensor] = []
+
+    def look(_module: Any, _args: Any, kwargs: Any) -> None:
+        sizes.append(kwargs["input_ids"].numel())
+        hog.clear()
+        hog.append(torch.ones(sizes[-1], 1 << 18))  # 1 MiB a position
+
+    model.model.register_forward_pre_hook(look, with_kwargs=True)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = used + (sizes_limit := 900 << 20)
+    assert sizes_limit < 32 * 40 << 20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    loss = learner.train_step(batch, clipped(0.2, 0.2))["loss"]
+    return len(sizes), loss
+
+
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        print(three_steps(int(argument)))
+    if sys.argv[1:] == ["limited"]:
+        print(*limited_step())
+    else:
+        for argument in sys.argv[1:]:
+            print(three_steps(int(argument)))

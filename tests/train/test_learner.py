@@ -33,12 +33,14 @@ from transformers import (
 )
 
 from ludus.core.errors import TrainingError
-from ludus.core.schema import LoraConfig, OptimizerConfig
+from ludus.core.schema import LearnerConfig, LoraConfig, OptimizerConfig
 from ludus.core.types import Sample
 from ludus.models.build import _with_lora
 from ludus.models.engine import InProcessSampler
 from ludus.models.sampler import SamplingParams
+from ludus.train import compiled
 from ludus.train.aggregates import trajectory_mean
+from ludus.train.compiled import has_compiler
 from ludus.train.learner import Learner, learning_rate
 from ludus.train.losses import LossFn, LossInputs, LossOutput, clipped, cross_entropy
 from ludus.train.packing import Batch, MicroBatch, pack
@@ -54,9 +56,23 @@ FAMILIES = {
 SURROGATE = clipped(0.2, 0.28)
 
 
-def make_learner(model: Any, temperature: float = 1.0, **options: Any) -> Learner:
-    config = OptimizerConfig(**{"lr": 1e-2, "max_grad_norm": 1e9, **options})
-    return Learner(model, config, num_steps=10, temperature=temperature)
+def make_learner(
+    model: Any,
+    temperature: float = 1.0,
+    context_length: int | None = None,
+    settings: LearnerConfig | None = None,
+    dump_dir: Path | None = None,
+    **options: Any,
+) -> Learner:
+    return Learner(
+        model,
+        OptimizerConfig(**{"lr": 1e-2, "max_grad_norm": 1e9, **options}),
+        num_steps=10,
+        temperature=temperature,
+        context_length=context_length,
+        settings=settings,
+        dump_dir=dump_dir,
+    )
 
 
 def step_gradients(
@@ -379,3 +395,157 @@ def test_a_fresh_process_repeats_every_bit() -> None:
         [sys.executable, str(script), "1", "2"], env=env, capture_output=True, text=True, check=True
     )
     assert there.stdout.split() == [three_steps(1), three_steps(2)]
+
+
+# Precision, recomputation, compilation
+
+
+def test_bfloat16_is_near() -> None:
+    samples = make_samples(14)
+    batch = pack(samples, trajectory_mean(samples), tokens_per_batch=64, pad_id=0, layout="tree")
+    model = policy()
+    exact, metrics = step_gradients(make_learner(copy.deepcopy(model)), batch, SURROGATE)
+    learner = make_learner(
+        copy.deepcopy(model), context_length=64, settings=LearnerConfig(dtype="bfloat16")
+    )
+    assert learner.forward.attention == "tiles"
+    half, half_metrics = step_gradients(learner, batch, SURROGATE)
+    assert half_metrics["entropy"] != metrics["entropy"]
+    assert half_metrics["entropy"] == pytest.approx(metrics["entropy"], rel=0.02)
+    for name, gradient in exact.items():
+        assert half[name].dtype == torch.float32
+        assert torch.cosine_similarity(half[name].flatten(), gradient.flatten(), dim=0) > 0.99
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    samples = make_samples(14)
+    batch = pack(samples, trajectory_mean(samples), tokens_per_batch=64, pad_id=0, layout="tree")
+    model = policy()
+    exact, _ = step_gradients(make_learner(copy.deepcopy(model)), batch, SURROGATE)
+    forwards: list[int] = []
+    learner = make_learner(
+        copy.deepcopy(model), settings=LearnerConfig(gradient_checkpointing=True)
+    )
+    learner.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: forwards.append(1))
+    again, _ = step_gradients(learner, batch, SURROGATE)
+    assert len(forwards) == 2 * len(batch.micro_batches)
+    for name, gradient in exact.items():
+        torch.testing.assert_close(again[name], gradient, atol=0, rtol=0)
+
+
+def test_no_compiler_is_told_and_survived(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    learner = make_learner(policy(), settings=LearnerConfig(compile=True))
+    learner.train_step(make_batch(make_samples(4)), SURROGATE)
+    assert "learner.compile: no C++ compiler here (CXX, g++ or clang++): it is off" in caplog.text
+
+
+@pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
+@pytest.mark.filterwarnings("default")  # torch's own, while it compiles
+def test_compiled_layers_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the step, for batches of several sizes; and nowhere else. Traced as for inductor, whose
+    C++ would take a minute to build."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    model = policy()
+    plain, twin = make_learner(model), copy.deepcopy(model)
+    learner = make_learner(twin, settings=LearnerConfig(compile=True))
+    for seed in range(2):
+        samples = make_samples(6 + seed, seed)
+        batch = pack(
+            samples, trajectory_mean(samples), tokens_per_batch=999, pad_id=0, layout="tree"
+        )
+        expected, _ = step_gradients(plain, batch, SURROGATE)
+        found, _ = step_gradients(learner, batch, SURROGATE)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4)
+        twin.load_state_dict(model.state_dict())  # AdamW makes much of little
+    assert all(layer._compiled_call_impl is None for layer in twin.model.layers)
+
+
+# Memory
+
+
+class Scarce:
+    """Forward passes of more than `limit` positions end as torch's allocator ends them."""
+
+    def __init__(self, model: Any, limit: int, error: Exception) -> None:
+        self.passes: list[int] = []
+
+        def look(_module: Any, args: Any, kwargs: Any) -> None:
+            size = kwargs["input_ids"].numel()
+            self.passes.append(size)
+            if size > limit:
+                raise error
+
+        model.model.register_forward_pre_hook(look, with_kwargs=True)
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:128] . DefaultCPUAllocator: can't allocate memory: you "
+        "tried to allocate 9 bytes. Error code 12 (Cannot allocate memory)"
+    ),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("layout", ["tree", "packed"])
+def test_a_pass_that_memory_does_not_hold_is_split(layout: Any, error: Exception) -> None:
+    samples = make_samples(14)
+    weights = trajectory_mean(samples)
+    batch = pack(samples, weights, tokens_per_batch=130, pad_id=0, layout=layout)
+    model = policy()
+    expected, wanted = step_gradients(make_learner(copy.deepcopy(model)), batch, SURROGATE)
+    sizes = [m.token_ids_RT.numel() for m in batch.micro_batches]
+    learner = make_learner(copy.deepcopy(model))
+    scarce = Scarce(learner.model, max(sizes) - 1, error)
+    if sizes.count(max(sizes)) > 1:
+        pytest.fail("the test needs one largest pass")
+    gradients, metrics = step_gradients(learner, batch, SURROGATE)
+    assert len(scarce.passes) > len(sizes) + 1
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-5)
+    assert metrics == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+def test_memory_that_does_not_suffice(tmp_path: Path) -> None:
+    model = policy()
+    before = digest(model)
+    learner = make_learner(model, dump_dir=tmp_path)
+    Scarce(model, 8, OUT_OF_MEMORY[0])
+    with pytest.raises(TrainingError) as caught:
+        learner.train_step(make_batch(make_samples(14)), SURROGATE)
+    assert str(caught.value) == (
+        "optimizer step 0: memory does not suffice, also with half a forward pass; its batch is "
+        f"saved in {tmp_path / 'failed-batch-000000'}. The weights are as they were before the "
+        "step; lower rl.tokens_per_batch (in SFT, sft.tokens_per_batch) or model.context_length, "
+        "or set learner.gradient_checkpointing to true, and resume"
+    )
+    assert digest(model) == before
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
+    learner = make_learner(policy())
+    Scarce(learner.model, 8, RuntimeError("shapes cannot be multiplied"))
+    with pytest.raises(RuntimeError, match="multiplied"):
+        learner.train_step(make_batch(make_samples(14)), SURROGATE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space, as Linux does")
+def test_a_real_limit_of_memory() -> None:
+    """A child process whose address space holds half the pass, not the whole."""
+    script = Path(__file__).with_name("learner_helpers.py")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    there = subprocess.run(
+        [sys.executable, str(script), "limited"], env=env, capture_output=True, text=True
+    )
+    assert there.returncode == 0, there.stderr
+    passes, loss = there.stdout.split()
+    assert int(passes) > 1
+    assert math.isfinite(float(loss))
