@@ -12,7 +12,7 @@ import torch
 from loop_helpers import LEVERS, PLACES, Recording, World, task
 
 from ludus.core.errors import CheckpointError, ConfigError
-from ludus.core.types import Group, Spec, Task, Trajectory
+from ludus.core.types import Group, Segment, Spec, Task, Trajectory
 from ludus.loop import run_stage
 from ludus.train import ALGORITHMS
 from ludus.train.reference import Reference
@@ -130,6 +130,35 @@ async def test_values_are_those_of_the_states_before_each_token(
             values = critic(output.last_hidden_state[0]).tolist()
         count = len(trajectory.segments[last].token_ids)
         assert trajectory.segments[last].values == pytest.approx(values[-count - 1 :], abs=1e-4)
+
+
+async def test_values_of_several_turns_and_branches(tmp_path: Path) -> None:
+    """P0 - A0 - E0 - A1 and, from A0 on, E1 - A2: each state has its value once."""
+    world = World(tmp_path)
+    world.rl(TASKS, 1, "ppo")
+    critic = world.backend.learner.critic
+    assert critic is not None
+    with torch.no_grad():
+        critic.head.weight.normal_()
+    tree = Trajectory("a", "g", "t", reward=0.0)
+    tree.segments = [
+        Segment(-1, [5, 6]),
+        Segment(0, [7, 8], [-1.0, -1.0]),
+        Segment(1, [9]),
+        Segment(2, [4], [-1.0]),
+        Segment(1, [3, 3]),
+        Segment(4, [2, 10], [-1.0, -1.0]),
+    ]
+    await world.backend.score([tree], 64, 0)
+    for leaf, index, start in ((3, 1, 2), (3, 3, 5), (5, 5, 6)):
+        output = world.backend.model.model(input_ids=torch.tensor([tree.token_ids(leaf)]))
+        with torch.no_grad():
+            values = critic(output.last_hidden_state[0]).tolist()
+        segment = tree.segments[index]
+        expected = values[start - 1 : start + len(segment.token_ids)]
+        assert segment.values == pytest.approx(expected, abs=1e-5)
+        assert len(expected) == len(segment.token_ids) + 1
+    assert [tree.segments[i].values for i in (0, 2, 4)] == [None] * 3
 
 
 async def test_the_critic_learns_what_episodes_are_worth(
