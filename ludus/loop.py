@@ -21,7 +21,7 @@ from ludus.core.types import Group, Sample, Task, Trajectory
 from ludus.tasks.sampler import TaskSampler
 from ludus.train.algorithm import Algorithm
 from ludus.train.packing import Batch, Layout, pack
-from ludus.train.samples import split, to_samples
+from ludus.train.samples import split, staleness, to_samples
 
 log = get_logger(__name__)
 
@@ -84,7 +84,8 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
             for part in _parts(stage, samples, step):
                 batch = _batch(stage, part, backend.layout)
                 done = await backend.train_step(batch, stage.algorithm.loss)
-                trained.append({**done, **_sizes(batch)})
+                stale = staleness(part, backend.policy_version)
+                trained.append({**done, **_sizes(batch), "staleness": stale})
             metrics = group_metrics(groups) | train_metrics(trained)
             metrics |= {"rollout/rounds": float(rounds), **score_metrics(kept)}
             metrics["train/policy_version"] = await backend.publish_weights()

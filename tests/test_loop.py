@@ -39,7 +39,7 @@ SCORED = {"rollout/reward", "rollout/success", "rollout/turns", "rollout/truncat
 TRAINED = {
     f"train/{name}"
     for name in ("loss", "entropy", "ratio", "kl", "clip_fraction", "grad_norm", "lr", "padding")
-} | {"train/tokens", "train/unique_tokens", "train/loss_tokens"}
+} | {"train/tokens", "train/unique_tokens", "train/loss_tokens", "train/staleness"}
 
 
 def weights(world: World) -> list[torch.Tensor]:

@@ -86,6 +86,13 @@ def _row(trajectory: Trajectory, path: list[int], fresh: list[int], advantage: A
     )
 
 
+def staleness(samples: Sequence[Sample], version: int) -> float:
+    """How many versions of the weights the samples are behind, on the mean; demonstrations, which
+    carry no version, aside."""
+    behind = [version - s.policy_version for s in samples if s.policy_version is not None]
+    return sum(behind) / len(behind) if behind else 0.0
+
+
 def split(samples: Sequence[Sample], num_minibatches: int, seed: int) -> list[list[Sample]]:
     """Deal the trajectories into parts for as many optimizer steps; no part is empty.
 

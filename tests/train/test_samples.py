@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from ludus.core.types import Group, Sample, Segment, Task, Trajectory
 from ludus.train.algorithms import DR_GRPO, SFT
-from ludus.train.samples import rows, split, to_samples
+from ludus.train.samples import rows, split, staleness, to_samples
 
 P0 = Segment(-1, [5, 6, 7])
 
@@ -152,3 +153,9 @@ def test_split_gives_no_empty_part(num_minibatches: int, expected: list[int]) ->
     parts = split(named("a", "b", "c"), num_minibatches, seed=0)
     assert [len(part) for part in parts] == expected
     assert split([], num_minibatches, seed=0) == []
+
+
+def test_staleness_is_the_mean_of_versions_behind() -> None:
+    row = Sample([1, 2], [False, True], [0.0, -1.0], [0.0, 1.0], "t")
+    assert staleness([replace(row, policy_version=v) for v in (7, 5, None)], 7) == 1.0
+    assert staleness([row], 7) == 0.0
