@@ -144,6 +144,33 @@ def profile(
 
 
 @app.command()
+def verify(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="RL steps to play and train.")] = 2,
+) -> None:
+    """Check that sampler and learner agree in every bit, or name the operation that parts them."""
+    import tempfile
+
+    from ludus import launch, profiling
+    from ludus.progress import Display
+
+    config = _load(recipe, [*(overrides or []), "verify=true"])
+    if config.rl is None:
+        raise ConfigError(f"{recipe}: it has no `rl`: nothing is sampled that could be verified")
+    display = Display()
+    counted = profiling.Verified(display)
+    with tempfile.TemporaryDirectory(prefix="ludus-verify-") as folder:
+        try:
+            launch.train(profiling.short_run(config, steps, Path(folder)), counted)
+        finally:
+            display.close()
+    typer.echo(counted)
+    if not counted.num_tokens:
+        raise typer.Exit(1)
+
+
+@app.command()
 def evaluate(
     run: Run,
     checkpoint: Annotated[

@@ -89,6 +89,7 @@ class TrainingRun:
         self.timings: dict[str, float] = {}
         self.num_episodes = 0
         self._latest: dict[str, float] = {}
+        self._verified = 0
         self._left_out: list[tuple[str, str]] = []
         self._watch = Watch(observer.note)
         self._skip_damaged = skip_damaged
@@ -257,7 +258,10 @@ class TrainingRun:
             if settings.horizon:
                 collector = collector.with_config("rl", max_turns=horizon(settings.horizon, step))
             with self.meter.rollout():
-                return await collector.collect(tasks, step, settings.group_size, first_group)
+                groups = await collector.collect(tasks, step, settings.group_size, first_group)
+            if self.config.verify:
+                await self._verify(groups, settings.tokens_per_batch)
+            return groups
 
         seed = derive_seed(self.config.seed, "rl")
         return Stage(
@@ -275,6 +279,13 @@ class TrainingRun:
             temperature=self.config.rollout.temperature,
             seed=self.config.seed,
         )
+
+    async def _verify(self, groups: Sequence[Group], tokens_per_batch: int) -> None:
+        """Count the sampled tokens on which sampler and learner agree in every bit."""
+        played = [trajectory for group in groups for trajectory in group.trajectories]
+        pad_id = self.tokenizer.pad_token_id or 0
+        with busy("train"):
+            self._verified += await self.backend.verify(played, tokens_per_batch, pad_id)
 
     async def _run_stage(self, stage: Stage, resumed: CheckpointInfo | None) -> None:
         """Run a stage from its checkpoint on, or from its beginning."""
@@ -343,6 +354,9 @@ class TrainingRun:
             sum(t.dropped is not None for group in groups for t in group.trajectories)
         )
         metrics |= self.meter.metrics(groups, metrics)
+        if self.config.verify and stage == "rl":
+            metrics["rollout/verified_tokens"] = float(self._verified)
+            self._verified = 0
         self._latest = metrics
         self.store.record_step(
             self.folder.id,

@@ -10,7 +10,7 @@ import torch
 
 from ludus.core.errors import ConfigError
 from ludus.core.schema import ModelConfig, OptimizerConfig, RunConfig
-from ludus.core.types import Trajectory
+from ludus.core.types import Spec, Trajectory
 from ludus.models import SAMPLERS
 from ludus.models.build import build_model
 from ludus.models.renderer import Renderer
@@ -22,6 +22,7 @@ from ludus.train.losses import LossFn
 from ludus.train.packing import Batch, Layout
 from ludus.train.reference import Reference
 from ludus.train.scoring import Scorer
+from ludus.train.verify import ExactForward, unscored, verify
 
 
 class LocalBackend:
@@ -47,7 +48,7 @@ class LocalBackend:
         self._config, self._tokenizer = config, renderer.tokenizer
         self._run_dir = run_dir
         self._sampler: PolicySampler = SAMPLERS.build(
-            config.sampler,
+            Spec(name="exact") if config.verify else config.sampler,
             "sampler",
             model=model,
             context_length=config.model.context_length,
@@ -107,6 +108,13 @@ class LocalBackend:
             dump_dir=self._run_dir,
             critic_lr=algorithm.critic_lr if algorithm else None,
         )
+        if self._config.verify:
+            self._learner.forward = ExactForward(
+                self.model,
+                temperature=self._learner.temperature,
+                context_length=self._config.model.context_length,
+                settings=self._config.learner,
+            )
         self._reference = None
         if algorithm is not None and algorithm.reference is not None:
             self._reference = self._make_reference(algorithm.reference.model, temperature)
@@ -144,6 +152,17 @@ class LocalBackend:
     async def train_step(self, batch: Batch, loss: LossFn) -> dict[str, float]:
         """One optimizer step."""
         return self.learner.train_step(batch, loss)
+
+    async def verify(
+        self, trajectories: Sequence[Trajectory], tokens_per_batch: int, pad_id: int
+    ) -> int:
+        """Compare the learner's log-probabilities with those that the sampler gave just now.
+
+        Returns how many tokens are equal in every bit. Errors: TrainingError for one that is not.
+        """
+        forward = self.learner.forward
+        batch = unscored(trajectories, tokens_per_batch, pad_id, forward.layout)
+        return await verify(forward, batch, self._published)
 
     async def publish_weights(self) -> int:
         """Count the version up, and have the sampler take the weights."""

@@ -280,6 +280,11 @@ class RunConfig(Section):
         default_factory=list, description="Sinks beside the JSON lines: tensorboard, wandb, ..."
     )
     threads: int = Field(0, ge=0, le=1024, description="Threads of torch; 0: one per core.")
+    verify: bool = Field(
+        False,
+        description="Sample and learn batch-invariantly, and stop at the first token whose "
+        "log-probability differs between the two in any bit. Slow.",
+    )
     report: bool = Field(True, description="Write report.html at the end.")
 
     @model_validator(mode="after")
@@ -302,4 +307,20 @@ class RunConfig(Section):
             )
         if self.rollout.max_tokens_per_turn >= self.model.context_length:
             raise ValueError("`rollout.max_tokens_per_turn` must be below `model.context_length`")
+        return self
+
+    @model_validator(mode="after")
+    def _exact(self) -> RunConfig:
+        """`verify` compares float32 with float32, computed in this process."""
+        wrong = {
+            "model.dtype: float32": self.model.dtype != "float32",
+            "learner.dtype: float32": self.learner.dtype != "float32",
+            "learner.compile: false": self.learner.compile,
+            "learner.gradient_checkpointing: false": self.learner.gradient_checkpointing,
+            "sampler: in_process": self.sampler.name not in ("in_process", "exact"),
+            "model.lora.dropout: 0": bool(self.model.lora and self.model.lora.dropout),
+        }
+        if self.verify and any(wrong.values()):
+            needed = ", ".join(f"`{setting}`" for setting, bad in wrong.items() if bad)
+            raise ValueError(f"`verify` needs {needed}")
         return self

@@ -37,6 +37,11 @@ SAMPLERS: Registry[Any] = Registry(
             "train",
             "in this process, on the learner's weights",
         ),
+        "exact": Row(
+            "ludus.models.exact_sampler:ExactSampler",
+            "train",
+            "in this process, each token alike in any batch; slow, see `verify`",
+        ),
         "vllm": Row(
             "ludus.models.vllm:VllmSampler",
             "vllm",

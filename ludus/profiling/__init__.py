@@ -56,35 +56,19 @@ def short_run(config: RunConfig, steps: int, runs_dir: Path) -> RunConfig:
     return config.model_copy(update=changes)
 
 
-class Profiler:
-    """Samples a run's stacks while `stage` goes on, and sums up its time.
+class Listener:
+    """Observes in the place of `shown`, whom it tells everything."""
 
-    It observes in the place of `shown`, whom it tells everything.
-    """
-
-    def __init__(self, stage: str, shown: Observer) -> None:
-        self.stacks: Stacks = Counter()
-        self.how = ""
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-        self.num_steps = 0
-        self._stage = stage
+    def __init__(self, shown: Observer) -> None:
         self._shown = shown
-        self._sampler: StackSampler | None = None
 
     def stage(self, name: str, total: int, start: int = 0) -> None:
-        """Begin where the stage begins."""
+        """Pass it on."""
         self._shown.stage(name, total, start)
-        if name == self._stage:
-            self._sampler = start_sampling()
-            self.how = self._sampler.how
 
     def step(self, stage: str, step: int, metrics: dict[str, float]) -> None:
-        """Count the step's parts."""
+        """Pass it on."""
         self._shown.step(stage, step, metrics)
-        if stage == self._stage:
-            self.num_steps += 1
-            for part in PARTS:
-                self.seconds[part] += metrics[f"time/{part}_s"]
 
     def tick(self) -> None:
         """Pass it on."""
@@ -99,8 +83,61 @@ class Profiler:
         self._shown.note(text)
 
     def close(self) -> None:
-        """Stop sampling."""
+        """Pass it on."""
         self._shown.close()
+
+
+class Verified(Listener):
+    """Counts the tokens that `verify` mode has compared."""
+
+    num_tokens = num_episodes = 0
+
+    def step(self, stage: str, step: int, metrics: dict[str, float]) -> None:
+        """Count the step's tokens."""
+        super().step(stage, step, metrics)
+        if stage == "rl":
+            self.num_tokens += int(metrics["rollout/verified_tokens"])
+            self.num_episodes += int(metrics["rollout/episodes"])
+
+    def __str__(self) -> str:
+        if not self.num_tokens:
+            return "no token was sampled: nothing could be verified"
+        return (
+            f"sampler and learner agree in every bit on {self.num_tokens:,} sampled tokens of "
+            f"{self.num_episodes:,} episodes: the divergence between them is 0"
+        )
+
+
+class Profiler(Listener):
+    """Samples a run's stacks while `stage` goes on, and sums up its time."""
+
+    def __init__(self, stage: str, shown: Observer) -> None:
+        super().__init__(shown)
+        self.stacks: Stacks = Counter()
+        self.how = ""
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.num_steps = 0
+        self._stage = stage
+        self._sampler: StackSampler | None = None
+
+    def stage(self, name: str, total: int, start: int = 0) -> None:
+        """Begin where the stage begins."""
+        super().stage(name, total, start)
+        if name == self._stage:
+            self._sampler = start_sampling()
+            self.how = self._sampler.how
+
+    def step(self, stage: str, step: int, metrics: dict[str, float]) -> None:
+        """Count the step's parts."""
+        super().step(stage, step, metrics)
+        if stage == self._stage:
+            self.num_steps += 1
+            for part in PARTS:
+                self.seconds[part] += metrics[f"time/{part}_s"]
+
+    def close(self) -> None:
+        """Stop sampling."""
+        super().close()
         if self._sampler is not None:
             self.stacks += self._sampler.stop()
             self._sampler = None

@@ -12,19 +12,21 @@ Shape suffixes: P places that predict a loss token, N loss tokens, E hidden size
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ludus.core.errors import TrainingError
-from ludus.core.types import Sample
+from ludus.core.types import Sample, Trajectory
 from ludus.models.exact import exact, log_softmax
 from ludus.models.exact_sampler import ExactSampler
 from ludus.models.sampler import SamplingParams
 from ludus.models.trace import Record, Tracer, first_difference
 from ludus.train.forward import Attention, Forward
-from ludus.train.packing import Batch, MicroBatch, pack
+from ludus.train.packing import Batch, Layout, MicroBatch, pack
+from ludus.train.samples import rows
 
 
 class ExactForward(Forward):
@@ -36,6 +38,11 @@ class ExactForward(Forward):
     def __init__(self, model: Any, **settings: Any) -> None:
         super().__init__(model, **settings)
         self.head = None
+
+    @property
+    def layout(self) -> Layout:
+        """One sample a row: attention is computed in full, so long rows cost too much memory."""
+        return "single"
 
     def hidden_states(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """As in `Forward`, with the logits [P, V]."""
@@ -61,13 +68,28 @@ class ExactForward(Forward):
         return "dense" if found == "tiles" else found
 
 
-async def verify(forward: Forward, batch: Batch, version: int) -> dict[str, float]:
+def unscored(
+    trajectories: Iterable[Trajectory], tokens_per_batch: int, pad_id: int, layout: Layout
+) -> Batch:
+    """All sampled tokens of the trajectories as a batch, whatever became of them."""
+    samples = [row for trajectory in trajectories for row in rows(trajectory, 0.0)]
+    longest = max((len(sample.token_ids) for sample in samples), default=0)
+    return pack(
+        samples,
+        [sample.advantages for sample in samples],
+        tokens_per_batch=max(tokens_per_batch, longest),
+        pad_id=pad_id,
+        layout=layout,
+    )
+
+
+async def verify(forward: Forward, batch: Batch, version: int) -> int:
     """Compare the sampler's log-probabilities of a batch with the learner's, bit by bit.
 
     Args:
         version: of the weights now: samples of others, and demonstrations, are passed over.
 
-    Returns `verified_tokens`.
+    Returns how many tokens were compared.
     Errors: TrainingError that names the first token that differs, and the operation.
     """
     num_tokens = 0
@@ -86,7 +108,7 @@ async def verify(forward: Forward, batch: Batch, version: int) -> dict[str, floa
             count = f"{int(differs_N.sum())} of {int(own_N.sum())} tokens of a micro-batch differ"
             raise await _parted(forward, sample, index, float(logprobs_N[first]), count)
         num_tokens += int(own_N.sum())
-    return {"verified_tokens": float(num_tokens)}
+    return num_tokens
 
 
 async def _parted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 from collections import Counter
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from ludus import profiling
 from ludus.cli import app
+from ludus.core.config import load_config
 from ludus.core.errors import ConfigError
 from ludus.core.occupancy import PARTS
 from ludus.core.schema import RunConfig
@@ -225,3 +227,32 @@ def test_a_recipe_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "s a step" in done.output
     assert json.loads((tmp_path / "p.json").read_text())["profiles"][0]["name"] == "run: 2 steps"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.json", "recipe.yaml"]
+
+
+def test_a_recipe_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    done = CliRunner().invoke(app, ["verify", "recipe.yaml", "--steps", "2"])
+    assert done.exit_code == 0, done.output
+    told = re.search(r"agree in every bit on (\d+) sampled tokens of 8 episodes", done.output)
+    assert told is not None
+    assert int(told[1]) > 16
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("change", "needed"),
+    [
+        ("model.dtype=bfloat16", "`model.dtype: float32`"),
+        ("learner.dtype=bfloat16", "`learner.dtype: float32`"),
+        ("sampler=vllm", "`sampler: in_process`"),
+        ("learner.gradient_checkpointing=true", "`learner.gradient_checkpointing: false`"),
+        ("model.lora={dropout: 0.1}", "`model.lora.dropout: 0`"),
+    ],
+)
+def test_what_verify_cannot_do_is_refused(change: str, needed: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    load_config(str(path), [change])
+    with pytest.raises(ConfigError, match=re.escape(f"`verify` needs {needed}")):
+        load_config(str(path), [change, "verify=true"])
