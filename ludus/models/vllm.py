@@ -29,6 +29,7 @@ from ludus.core.errors import (
     TrainingError,
 )
 from ludus.core.logs import get_logger
+from ludus.core.occupancy import busy
 from ludus.models.sampler import Completion, SamplingParams
 from ludus.models.vllm_server import VllmServer, require_vllm
 from ludus.models.weights import WEIGHTS, plain, probe_logprobs, write_model
@@ -146,7 +147,8 @@ class VllmSampler:
         turn = asyncio.create_task(self._sample(prompt_ids, params))
         self._turns[session].add(turn)
         try:
-            return await turn
+            with busy("sample"):
+                return await turn
         finally:
             turn.cancel()  # where the caller gave up
             self._turns.get(session, set()).discard(turn)
