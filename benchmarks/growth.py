@@ -1,0 +1,277 @@
+"""How the seconds of a GRPO step grow with groups, group size, turns, prompt and concurrency.
+
+One setting grows at a time, the others stay. The policy (0.9 M parameters, from scratch) has
+learned to answer every observation with seven words, so that all episodes have the turns they
+should; the environment answers at once, or after a lognormal wait with a median of 50 ms and 1 %
+above 5 s. The fitted exponent is the slope of log seconds over log size: 1 is linear.
+"""
+
+from __future__ import annotations
+
+import common  # isort: skip  (sets the environment before torch loads)
+
+import asyncio
+import math
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ludus.backends.local import LocalBackend
+from ludus.core.occupancy import PARTS
+from ludus.core.schema import OptimizerConfig, RunConfig
+from ludus.core.types import Group, Message, Observation, Spec, StepResult, Task, Trajectory
+from ludus.envs.base import Env
+from ludus.loop import Stage, run_stage
+from ludus.models.build import build_model
+from ludus.models.renderer import Renderer
+from ludus.models.tokenizers import train_tokenizer
+from ludus.rollout.collect import Collector
+from ludus.rollout.replay import ReplayCollector, replay
+from ludus.tasks.sampler import TaskSampler
+from ludus.train import ALGORITHMS
+
+WORDS = ("red", "green", "blue", "key", "door", "box", "ball", "left", "right", "open")
+ANSWER = "go to the red door and open"
+CONTEXT = 1024
+BASE = {"groups": 8, "group_size": 8, "turns": 4, "prompt": 64, "concurrency": 64}
+SIZES = {
+    "groups": (2, 4, 8, 16),
+    "group_size": (2, 4, 8, 16),
+    "turns": (1, 2, 4, 8),
+    "prompt": (32, 64, 128, 256),
+    "concurrency": (8, 16, 32, 64),
+}
+MEDIAN_S, ONE_PERCENT_S = 0.05, 5.0
+SIGMA = math.log(ONE_PERCENT_S / MEDIAN_S) / statistics.NormalDist().inv_cdf(0.99)
+
+
+class Talker(Env):
+    """Says random words; the reward is a coin's."""
+
+    blocking = False
+
+    def __init__(self, turns: int = 4, prompt: int = 64, latency: bool = False) -> None:
+        self.turns, self.prompt, self.latency = turns, prompt, latency
+        self.max_turns = turns
+        self.random = random.Random()
+
+    async def reset(self, task: Task) -> Observation:
+        self.num_steps = 0
+        words = random.Random(task.id).choices(WORDS, k=self.prompt)
+        return Observation(messages=[Message(role="user", content=" ".join(words))])
+
+    async def step(self, action: Message) -> StepResult:
+        if self.latency:
+            await asyncio.sleep(self.random.lognormvariate(math.log(MEDIAN_S), SIGMA))
+        self.num_steps += 1
+        if self.num_steps == self.turns:
+            return StepResult(reward=float(self.random.random() < 0.5), terminated=True)
+        seen = " ".join(self.random.choices(WORDS, k=8))
+        return StepResult(messages=[Message(role="user", content=seen)])
+
+
+@dataclass
+class Kept:
+    """A recorder in memory."""
+
+    metrics: list[dict[str, float]] = field(default_factory=list)
+
+    def record(
+        self, stage: str, step: int, groups: Sequence[Group], metrics: dict[str, float]
+    ) -> None:
+        self.metrics.append(metrics)
+
+
+class Bench:
+    """A policy that answers with seven words, and steps of GRPO on it."""
+
+    def __init__(self, folder: Path) -> None:
+        texts = [*WORDS, ANSWER]
+        tokenizer = train_tokenizer(Spec(name="words"), texts)
+        self.renderer = Renderer(tokenizer)
+        self.config = RunConfig.model_validate(
+            {
+                "model": {"architecture": "qwen3", "tokenizer": "words", "context_length": CONTEXT},
+                "env": "growth:Talker",
+                "tasks": {"train": "env"},
+                "rollout": {"max_tokens_per_turn": 24, "episode_deadline_s": 3600,
+                            "step_deadline_s": 3600},
+            }
+        )  # fmt: skip
+        model = build_model(self.config.model, tokenizer, 0)
+        self.backend = LocalBackend(model, self.renderer, self.config, folder)
+        asyncio.run(self._teach())
+
+    async def _teach(self) -> None:
+        played, tasks = [], []
+        for number in range(64):
+            words = random.Random(number)
+            messages = []
+            for size in (words.choice((32, 64, 128)), *[8] * 7):
+                seen = " ".join(words.choices(WORDS, k=size))
+                messages += [Message(role="user", content=seen)]
+                messages += [Message(role="assistant", content=ANSWER)]
+            played.append(replay(messages, self.renderer, Trajectory("", "", str(number))))
+            tasks.append(Task(id=str(number)))
+        stage = self._stage("sft", tasks, ReplayCollector(played).collect, 40, 0.003, 8)
+        await run_stage(stage, self.backend, Kept())
+
+    def _stage(
+        self, name: str, tasks: Sequence[Task], collect: Any, steps: int, lr: float, groups: int
+    ) -> Stage:
+        stage = Stage(
+            name=name,
+            steps=steps,
+            tasks=TaskSampler(tasks),
+            groups_per_step=groups,
+            collect=collect,
+            algorithm=ALGORITHMS.build("sft" if name == "sft" else "grpo"),
+            optimizer=OptimizerConfig(lr=lr),
+            tokens_per_batch=8192,
+            pad_id=self.renderer.tokenizer.pad_token_id or 0,
+        )
+        self.backend.begin_stage(stage.optimizer, steps, 1.0, stage.algorithm)
+        return stage
+
+    def steps(
+        self, count: int, *, latency: bool = False, deterministic: bool = True, **sizes: int
+    ) -> list[dict[str, float]]:
+        """The metrics of so many steps, after one that is not counted. The policy stays: its
+        learning rate is tiny."""
+        at = BASE | sizes
+        args = {"turns": at["turns"], "prompt": at["prompt"], "latency": latency}
+        self.backend.sampler.deterministic = deterministic  # type: ignore[attr-defined]
+        settings = {"concurrency": at["concurrency"], "deterministic": deterministic}
+        collector = Collector(
+            self.backend.sampler,
+            self.renderer,
+            self.config.rollout.model_copy(update=settings),
+            Spec(name="growth:Talker", args=args),
+        )
+
+        async def collect(tasks: Sequence[Task], step: int, first: int) -> list[Group]:
+            return await collector.collect(tasks, step, at["group_size"], first)
+
+        tasks = [Task(id=f"task {i}") for i in range(1024)]
+        stage = self._stage("rl", tasks, collect, count + 1, 1e-9, at["groups"])
+        stage = replace(stage, seed=sum(at.values()))
+        kept = Kept()
+        asyncio.run(run_stage(stage, self.backend, kept))
+        return kept.metrics[1:]
+
+
+def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+    """Least squares over the logarithms."""
+    return statistics.linear_regression(
+        [math.log(size) for size in sizes], [math.log(s) for s in seconds]
+    ).slope
+
+
+def share(metrics: Sequence[dict[str, float]], part: str) -> float:
+    return sum(m[f"time/{part}_s"] for m in metrics) / sum(m["time/wall_s"] for m in metrics)
+
+
+def plot(rows: list[dict[str, Any]]) -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "growth"
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2))
+    for name, sizes in SIZES.items():
+        found = [row for row in rows if row["grows"] == name]
+        if found:
+            slope = exponent(sizes, [row["seconds"].median for row in found])
+            relative = [size / sizes[0] for size in sizes]
+            medians = [row["seconds"].median / found[0]["seconds"].median for row in found]
+            axes.plot(relative, medians, marker="o", label=f"{name}: exponent {slope:.2f}")
+    axes.plot([1, 8], [1, 8], color="grey", linestyle=":", label="linear")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("times the smallest size")
+    axes.set_ylabel("times its seconds a step")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(common.RESULTS / "growth.svg", metadata={"Date": None})
+
+
+def main() -> None:
+    args = common.arguments(__doc__ or "")
+    facts = common.machine(args.threads)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        sizes = {"turns": (1, 2)} if args.quick else SIZES
+        for name, values in sizes.items():
+            for value in values:
+                metrics = bench.steps(args.repeats, **{name: value})
+                seconds = common.Spread.of([m["time/wall_s"] for m in metrics])
+                turns = statistics.mean(m["rollout/turns"] for m in metrics)
+                parts = {part: share(metrics, part) for part in PARTS}
+                rows.append({"grows": name, "size": value, "seconds": seconds, "turns": turns,
+                             **parts})  # fmt: skip
+                print(name, value, seconds.show(".3f"), f"{parts['env_wait']:.1%}", flush=True)
+        waits = {}
+        for latency in () if args.quick else (False, True):
+            metrics = bench.steps(2 if latency else args.repeats, latency=latency,
+                                  deterministic=False)  # fmt: skip
+            waits[latency] = common.Spread.of([m["time/wall_s"] for m in metrics] * 2)
+            rows.append({"grows": "latency", "size": int(latency), "seconds": waits[latency],
+                         **{part: share(metrics, part) for part in PARTS}})  # fmt: skip
+            print("latency", latency, waits[latency].show(".2f"), flush=True)
+    if not args.quick:
+        facts["load_after"] = common.machine(args.threads)["load"]
+        publish(rows, waits, facts)
+
+
+def publish(rows: list[dict[str, Any]], waits: dict[bool, common.Spread], facts: Any) -> None:
+    table = common.table(
+        ["grows", "sizes", "seconds a step", "exponent", "environment", "sampling", "training"],
+        [
+            [
+                name,
+                ", ".join(map(str, sizes)),
+                ", ".join(row["seconds"].show(".2f").partition(" ")[0] for row in found),
+                f"{exponent(sizes, [row['seconds'].median for row in found]):.2f}",
+                *(
+                    ", ".join(f"{row[part]:.1%}" for row in found)
+                    for part in ("env_wait", "sample", "train")
+                ),
+            ]
+            for name, sizes in SIZES.items()
+            for found in [[row for row in rows if row["grows"] == name]]
+        ],
+    )
+    ratio = waits[True].median / waits[False].median
+    text = f"""
+# Growth
+
+{(__doc__ or "").strip()}
+
+    python benchmarks/growth.py
+
+![growth](growth.svg)
+
+{table}
+
+The others stay at {", ".join(f"{name} {size}" for name, size in BASE.items())}. Medians; the shares
+are of a step's wall time (see [where the time goes](../profiling.md)).
+
+With latency and `rollout.deterministic: false`, a step of {BASE["groups"] * BASE["group_size"]}
+episodes of {BASE["turns"]} turns takes {waits[True].median:.2f} s, without {waits[False].median:.2f} s:
+{ratio:.1f} times as long. A synchronous step waits for its slowest episode.
+"""
+    common.write("growth", text, facts, rows)
+    plot(rows)
+
+
+if __name__ == "__main__":
+    sys.modules["growth"] = sys.modules["__main__"]
+    main()
