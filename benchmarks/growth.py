@@ -265,8 +265,9 @@ The others stay at {", ".join(f"{name} {size}" for name, size in BASE.items())}.
 are of a step's wall time (see [where the time goes](../profiling.md)).
 
 With latency and `rollout.deterministic: false`, a step of {BASE["groups"] * BASE["group_size"]}
-episodes of {BASE["turns"]} turns takes {waits[True].median:.2f} s, without {waits[False].median:.2f} s:
-{ratio:.1f} times as long. A synchronous step waits for its slowest episode.
+episodes of {BASE["turns"]} turns takes {waits[True].median:.2f} s, without
+{waits[False].median:.2f} s: {ratio:.1f} times as long.
+A synchronous step waits for its slowest episode.
 """
     common.write("growth", text, facts, rows)
     plot(rows)
