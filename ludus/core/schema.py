@@ -148,7 +148,7 @@ class LearnerConfig(Section):
     )
     compile: bool = Field(
         False,
-        description="torch.compile the layers; it needs a C++ compiler, and pays in bfloat16.",
+        description="torch.compile the layers; it needs a C++ compiler, and pays little on a CPU.",
     )
 
 

@@ -72,9 +72,9 @@ class Tile:
 class Plan:
     """The tiles of a pass, and the room that is left for weights to keep."""
 
-    def __init__(self, tiles: Sequence[Tile]) -> None:
+    def __init__(self, tiles: Sequence[Tile], *, keep: bool = True) -> None:
         self.tiles = tiles
-        self.room = KEEP
+        self.room = KEEP if keep else 0
 
     def keeps(self, q_KTGD: Tensor) -> bool:
         """Whether there is room for one more layer; takes it."""
@@ -222,15 +222,17 @@ AttentionInterface.register(NAME, tiled_attention)
 
 
 @contextmanager
-def attending(model: Any, plan: Sequence[Tile]) -> Iterator[None]:
+def attending(model: Any, plan: Sequence[Tile], *, keep: bool = True) -> Iterator[None]:
     """Let the model's layers attend by these tiles, in single-row passes and their backward.
 
-    The choice is undone afterwards: the in-process sampler runs the very same modules.
+    Without `keep`, no weights are kept for the backward: a layer that is computed twice has to do
+    the same both times. The choice is undone afterwards: the in-process sampler runs the very same
+    modules.
     """
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = NAME
-    _active.append(Plan(plan))
+    _active.append(Plan(plan, keep=keep))
     try:
         yield
     finally:

@@ -96,7 +96,8 @@ class Forward:
         if not self._tiled(micro_batch):
             yield
             return
-        with attending(self.model, tiles(micro_batch.ends_RT[0])):
+        keep = not self.settings.gradient_checkpointing
+        with attending(self.model, tiles(micro_batch.ends_RT[0]), keep=keep):
             yield
 
     def hidden_states(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
