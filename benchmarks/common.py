@@ -47,13 +47,25 @@ MODELS: dict[str, dict[str, int]] = {
         "vocab_size": 4096,
     },
 }
+LARGE: dict[str, dict[str, int]] = {
+    "17 M": {
+        "hidden_size": 384,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 1152,
+        "vocab_size": 8192,
+    },
+}
+"""Models that only some benchmarks take."""
 
 
 def make_model(name: str) -> Any:
     """A Qwen3-shaped model of random weights, in float32, with no end token."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        **MODELS[name],
+        **(MODELS | LARGE)[name],
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         attn_implementation="sdpa",

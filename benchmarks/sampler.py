@@ -1,32 +1,56 @@
-"""The in-process sampler against transformers' `generate`, on one model.
+"""The in-process sampler against transformers, on one model.
 
     python benchmarks/sampler.py
 
-Both sample from the model's own distribution (temperature 1, nothing cut) with a KV cache, in
-float32, and both are checked first to give the same greedy tokens. All prompts of a batch have one
+All sample from the model's own distribution (temperature 1, nothing cut) with a KV cache, in
+float32, and are checked first to give the same greedy tokens. All prompts of a batch have one
 length and all completions another, which suits `generate`: nothing is padded, nothing finishes
 early. Ours also returns the log-probability of every token; `generate` is not asked to.
+
+Beside them the time that the matrix products of the same tokens take, in torch, at the batch's
+size: what is left when everything else costs nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import os
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from typing import Any, Literal
 
-from common import MODELS, Spread, alternate, arguments, machine, make_model, ratios, table, write
+from common import (
+    LARGE,
+    MODELS,
+    Spread,
+    alternate,
+    arguments,
+    machine,
+    make_model,
+    ratios,
+    table,
+    write,
+)
 
 import torch  # isort: skip - after common, which sets the threads' policy
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from ludus.models.engine import InProcessSampler
 from ludus.models.sampler import SamplingParams
 
 PROMPT, COMPLETION = 64, 64
-BATCHES = (1, 16, 64)
+BATCHES = (1, 16, 64, 256)
+GENERIC_UP_TO = 16  # beyond, it takes as long as `generate`
+GROUP, LONG_PROMPT = 8, 256
+PATIENCE_S = 120.0
 
 
-def prompts_of(batch: int, vocab_size: int) -> list[list[int]]:
+def prompts_of(batch: int, vocab_size: int, length: int = PROMPT) -> list[list[int]]:
     generator = torch.Generator().manual_seed(batch)
-    return torch.randint(1, vocab_size, (batch, PROMPT), generator=generator).tolist()
+    return torch.randint(1, vocab_size, (batch, length), generator=generator).tolist()
 
 
 def run_ours(
@@ -61,78 +85,262 @@ def run_generate(model: Any, prompts: list[list[int]], temperature: float) -> li
         pad_token_id=0,
         **(sampling if temperature else {"do_sample": False}),
     )
-    found: list[list[int]] = output[:, PROMPT:].tolist()
+    found: list[list[int]] = output[:, ids.shape[1] :].tolist()
     return found
+
+
+def run_generate_batch(model: Any, prompts: list[list[int]]) -> None:
+    """transformers' continuous batching, with room for all rows at once."""
+    config = GenerationConfig(
+        max_new_tokens=COMPLETION,
+        do_sample=True,
+        top_k=0,
+        top_p=1.0,
+        temperature=1.0,
+        pad_token_id=0,
+        eos_token_id=-1,
+    )
+    page = 32
+    blocks = len(prompts) * -(-(len(prompts[0]) + COMPLETION) // page) + 8
+    found = model.generate_batch(
+        prompts,
+        generation_config=config,
+        progress_bar=False,
+        warmup=False,
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=page, num_blocks=blocks, max_batch_tokens=2048
+        ),
+    )
+    assert all(len(output.generated_tokens) == COMPLETION for output in found.values())
+
+
+@torch.inference_mode()
+def products_seconds(model: Any, batch: int) -> float:
+    """The least time of all matrix products of prompts and completions, as `F.linear` in torch: the
+    weights' sizes, `batch` rows at a time; the prompt's at up to 2,048 rows, without the head."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    linears = [m.weight for m in model.model.layers.modules() if isinstance(m, torch.nn.Linear)]
+
+    def seconds(weights: list[torch.Tensor], rows: int) -> float:
+        inputs = [torch.randn(rows, weight.shape[1]) for weight in weights]
+        times = []
+        for _ in range(7):
+            start = clock()
+            for x, weight in zip(inputs, weights, strict=True):
+                torch.nn.functional.linear(x, weight)
+            times.append(clock() - start)
+        return min(times)
+
+    rows = min(2048, batch * PROMPT)
+    prefill = seconds(linears, rows) * batch * PROMPT / rows
+    return prefill + seconds([*linears, model.lm_head.weight], batch) * COMPLETION
 
 
 def measure(name: str, batch: int, repeats: int) -> dict[str, Any]:
     model = make_model(name).eval()
-    sampler = InProcessSampler(model, context_length=1024)
     prompts = prompts_of(batch, model.config.vocab_size)
-    if run_ours(sampler, prompts, 0.0) != run_generate(model, prompts, 0.0):
-        raise SystemExit(f"{name}, batch {batch}: the greedy tokens differ")
-    seconds = alternate(
-        {
-            "generate": lambda: run_generate(model, prompts, 1.0),
-            "ludus": lambda: run_ours(sampler, prompts, 1.0),
-        },
-        repeats,
-    )
+    samplers = {path: make_sampler(model, path) for path in ("fast", "generic")}
+    greedy = run_generate(model, prompts[:4], 0.0)
+    for path, sampler in samplers.items():
+        if run_ours(sampler, prompts[:4], 0.0) != greedy:
+            raise SystemExit(f"{name}, {path}: the greedy tokens differ")
+    programs = {
+        "generate": lambda: run_generate(model, prompts, 1.0),
+        "fast": lambda: run_ours(samplers["fast"], prompts, 1.0),
+    }
+    if batch <= GENERIC_UP_TO:
+        programs["generic"] = lambda: run_ours(samplers["generic"], prompts, 1.0)
+    seconds = alternate(programs, repeats)
     tokens = batch * COMPLETION
+    rates = {key: Spread.of([tokens / s for s in seconds[key]]) for key in seconds}
+    limit = tokens / products_seconds(model, batch)
     row = {
         "model": name,
         "batch": batch,
         "seconds": seconds,
-        "generate": Spread.of([tokens / s for s in seconds["generate"]]),
-        "ludus": Spread.of([tokens / s for s in seconds["ludus"]]),
-        "ratio": ratios(seconds["generate"], seconds["ludus"]),
+        **rates,
+        "limit": limit,
+        "of_limit": rates["fast"].median / limit,
+        "ratio": ratios(seconds["generate"], seconds["fast"]),
     }
-    print(f"{name} batch {batch}: {row['ratio'].show('.2f')} times generate", flush=True)
+    print(
+        f"{name} batch {batch}: {row['ratio'].show('.2f')} times generate, "
+        f"{row['of_limit']:.0%} of the products' rate",
+        flush=True,
+    )
     return row
 
 
+def make_sampler(model: Any, path: Literal["fast", "generic"]) -> InProcessSampler:
+    return InProcessSampler(model, context_length=1024, path=path)
+
+
+def measure_group(name: str, repeats: int) -> dict[str, Any]:
+    """Groups of GROUP that share a prompt of LONG_PROMPT tokens."""
+    model = make_model(name).eval()
+    sampler = make_sampler(model, "fast")
+    distinct = prompts_of(64 // GROUP, model.config.vocab_size, LONG_PROMPT)
+    shared = [prompt for prompt in distinct for _ in range(GROUP)]
+    own = prompts_of(64, model.config.vocab_size, LONG_PROMPT)
+    seconds = alternate(
+        {
+            "generate": lambda: run_generate(model, shared, 1.0),
+            "shared": lambda: run_ours(sampler, shared, 1.0),
+            "own": lambda: run_ours(sampler, own, 1.0),
+        },
+        repeats,
+    )
+    tokens = 64 * COMPLETION
+    row = {
+        "model": name,
+        "seconds": seconds,
+        **{key: Spread.of([tokens / s for s in seconds[key]]) for key in seconds},
+        "ratio": ratios(seconds["generate"], seconds["shared"]),
+        "gain": ratios(seconds["own"], seconds["shared"]),
+    }
+    print(f"{name} groups: {row['ratio'].show('.2f')} times generate", flush=True)
+    return row
+
+
+def continuous_batching(name: str, batch: int, threads: int) -> str:
+    """A sentence on `generate_batch`, measured in a process of its own, as it may not end."""
+    command = [
+        sys.executable,
+        __file__,
+        "--threads",
+        str(threads),
+        "--continuous",
+        name,
+        str(batch),
+    ]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return (
+            f"`generate_batch` ({name}, batch {batch}) had not finished two runs after "
+            f"{PATIENCE_S:.0f} s of wall time; no figure."
+        )
+    if done.returncode:
+        return f"`generate_batch` failed: {done.stderr.strip().splitlines()[-1][:200]}"
+    return done.stdout.strip().splitlines()[-1]
+
+
+def report_continuous_batching(name: str, batch: int) -> None:
+    """Print the sentence: two runs beside two of ours, in processor time of all threads."""
+    model = make_model(name).eval()
+    prompts = prompts_of(batch, model.config.vocab_size)
+    sampler = make_sampler(model, "fast")
+    seconds = alternate(
+        {
+            "generate_batch": lambda: run_generate_batch(model, prompts),
+            "ludus": lambda: run_ours(sampler, prompts, 1.0),
+        },
+        2,
+    )
+    rates = {key: batch * COMPLETION / min(values) for key, values in seconds.items()}
+    print(
+        f"`generate_batch` of transformers ({name}, batch {batch}, the better of two runs): "
+        f"{rates['generate_batch']:,.0f} tokens/s, ludus {rates['ludus']:,.0f}."
+    )
+
+
 def main() -> None:
+    if "--continuous" in sys.argv:
+        at = sys.argv.index("--continuous")
+        name, batch = sys.argv[at + 1 : at + 3]
+        del sys.argv[at : at + 3]
+        arguments(__doc__ or "")
+        report_continuous_batching(name, int(batch))
+        sys.stdout.flush()
+        os._exit(0)  # its threads do not end by themselves
     args = arguments(__doc__ or "")
-    cases = [("0.9 M", 16)] if args.quick else [(name, b) for name in MODELS for b in BATCHES]
+    cases = [(name, batch) for name in (*MODELS, *LARGE) for batch in BATCHES]
+    if args.quick:
+        cases = [("0.9 M", 16)]
     facts = machine(args.threads)
     rows = [measure(name, batch, args.repeats) for name, batch in cases]
+    groups = [] if args.quick else [measure_group("5.8 M", args.repeats)]
+    said = continuous_batching("0.9 M", 16, args.threads)
+    print(said)
     facts["load_after"] = machine(args.threads)["load"]
     if args.quick:
         return
-    lost = [f"{r['model']} at batch {r['batch']}" for r in rows if r["ratio"].median < 1]
+    vllm = "installed, not measured by this program" if find_spec("vllm") else "not installed"
     cells = [
         [
             r["model"],
             str(r["batch"]),
             r["generate"].show(",.0f"),
-            r["ludus"].show(",.0f"),
+            r["generic"].show(",.0f") if "generic" in r else "not measured",
+            r["fast"].show(",.0f"),
             f"**{r['ratio'].median:.2f}** ({r['ratio'].low:.2f} to {r['ratio'].high:.2f})",
+            f"{r['of_limit']:.0%}",
         ]
         for r in rows
     ]
-    head = ["parameters", "batch", "generate, tokens/s", "ludus, tokens/s", "ludus / generate"]
+    head = ["parameters", "batch", "generate", "generic", "fast", "fast / generate", "of products"]
+    lost = [f"{r['model']} at batch {r['batch']}" for r in rows if r["ratio"].median < 1]
+    slower = [
+        f"{r['model']} at batch {r['batch']}"
+        for r in rows
+        if "generic" in r and r["generate"].median > r["generic"].median
+    ]
+    below = [f"{r['model']} at batch {r['batch']}" for r in rows if r["ratio"].median < 4]
+    group_head = ["parameters", "generate", "own prompts", "shared", "shared / generate", "gain"]
+    group_cells = [
+        [
+            r["model"],
+            r["generate"].show(",.0f"),
+            r["own"].show(",.0f"),
+            r["shared"].show(",.0f"),
+            f"**{r['ratio'].median:.2f}**",
+            f"{r['gain'].median:.2f}",
+        ]
+        for r in groups
+    ]
     text = f"""
-# Sampler against `generate`
+# Sampler against transformers
 
 The in-process sampler, through its public interface (sessions, asyncio, seeds), against
 `model.generate` of transformers on the same Qwen3-shaped model of random weights. Prompts of
-{PROMPT} tokens, completions of {COMPLETION}, temperature 1, float32, KV caches, no padding in
-either. Ours also returns every token's log-probability. Both give the same greedy tokens, checked
-before each case.
+{PROMPT} tokens, completions of {COMPLETION}, temperature 1, float32, KV caches, no padding in any,
+prefill included. Ours also returns every token's log-probability. All give the same greedy tokens,
+checked before each case. In sampled tokens/s; *fast* and *generic* are the sampler's two paths.
+
+*Of products*: the rate of *fast* in parts of the rate at which torch does the matrix products of
+the same tokens and nothing else, measured after the case. The native products may be faster than
+torch's, which do not use all of the vector units on every machine.
 
 Medians and quartiles of {args.repeats} runs in alternating order, one more before them not counted;
 the ratio is that of neighbouring runs.
 
 {table(head, cells)}
 
-`generate` is faster in: {", ".join(lost) or "none of these cases"}.
+`generate` is faster than *fast* in: {", ".join(lost) or "none of these cases"}; faster than
+*generic* in: {", ".join(slower) or "none of those measured"}. *Fast* is less than 4 times
+`generate` in: {", ".join(below) or "none of these cases"}.
 
-Not measured here: what a cache that lives from turn to turn saves, batches whose rows differ in
-length or come and go, half precision.
+## Groups that share a prompt
+
+64 rows in groups of {GROUP}, prompts of {LONG_PROMPT} tokens, completions of {COMPLETION}. *Own
+prompts*: the same number of rows of the same length that share nothing. *Gain*: shared / own.
+
+{table(group_head, group_cells)}
+
+## Continuous batching
+
+{said}
+
+vLLM: {vllm}.
+
+Not measured here: later turns of an episode, rows that differ in length or come and go, half
+precision, a GPU.
 
     python benchmarks/sampler.py
 """
-    write("sampler", text, facts, rows)
+    write("sampler", text, facts, [*rows, *groups])
 
 
 if __name__ == "__main__":

@@ -407,6 +407,24 @@ def test_processes_may_build_at_once(tmp_path: Path) -> None:
 
 
 @needs_native
+def test_a_folder_that_others_may_write_to_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "ludus" / "native"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(native, "FLAGS", ("-std=gnu11", "-fPIC", "-shared"))  # quick to build
+    native.library.cache_clear()
+    try:
+        assert not str(native.library()._name).startswith(str(tmp_path / "ludus"))
+        assert not list(folder.iterdir())
+    finally:
+        native.library.cache_clear()
+
+
+@needs_native
 def test_the_source_compiles_without_warnings(tmp_path: Path) -> None:
     command = ["cc", "-O0", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     command += [

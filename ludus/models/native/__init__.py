@@ -57,10 +57,12 @@ def _built(compiler: str, flags: tuple[str, ...]) -> Path:
     name = f"decoder-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     for folder in _folders():
         path = folder / name
-        if path.exists():
-            return path
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not _is_ours(folder):
+                continue
+            if path.exists():
+                return path
             with tempfile.TemporaryDirectory(dir=folder) as aside:
                 made = Path(aside) / name
                 command = [compiler, *flags, str(SOURCE), "-o", str(made), "-lm"]
@@ -81,6 +83,13 @@ def _folders() -> list[Path]:
     except RuntimeError:  # no home
         return [Path(tempfile.mkdtemp(prefix="ludus-"))]
     return [cache / "ludus" / "native", Path(tempfile.gettempdir()) / f"ludus-native-{_user()}"]
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether nobody else can have put a library there."""
+    status = folder.stat()
+    mine = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+    return mine and not status.st_mode & 0o022
 
 
 def _user() -> str:
