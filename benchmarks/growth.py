@@ -233,7 +233,16 @@ def main() -> None:
 
 def publish(rows: list[dict[str, Any]], waits: dict[bool, common.Spread], facts: Any) -> None:
     table = common.table(
-        ["grows", "sizes", "seconds a step", "exponent", "environment", "sampling", "training"],
+        [
+            "grows",
+            "sizes",
+            "seconds a step",
+            "exponent",
+            "environment",
+            "sampling",
+            "training",
+            "idle",
+        ],
         [
             [
                 name,
@@ -242,7 +251,7 @@ def publish(rows: list[dict[str, Any]], waits: dict[bool, common.Spread], facts:
                 f"{exponent(sizes, [row['seconds'].median for row in found]):.2f}",
                 *(
                     ", ".join(f"{row[part]:.1%}" for row in found)
-                    for part in ("env_wait", "sample", "train")
+                    for part in ("env_wait", "sample", "train", "idle")
                 ),
             ]
             for name, sizes in SIZES.items()
@@ -270,6 +279,8 @@ episodes of {BASE["turns"]} turns takes {waits[True].median:.2f} s, without
 A synchronous step waits for its slowest episode.
 """
     common.write("growth", text, facts, rows)
+    page = common.RESULTS / "growth.md"  # the parts of a step are of the wall's time
+    page.write_text(page.read_text().replace("Seconds of processor time", "Seconds of wall time"))
     plot(rows)
 
 
