@@ -418,7 +418,7 @@ def test_a_folder_that_others_may_write_to_is_not_trusted(
     monkeypatch.setattr(native, "FLAGS", ("-std=gnu11", "-fPIC", "-shared"))  # quick to build
     native.library.cache_clear()
     try:
-        assert not str(native.library()._name).startswith(str(tmp_path / "ludus"))
+        assert Path(native.library()._name).parent != folder
         assert not list(folder.iterdir())
     finally:
         native.library.cache_clear()
