@@ -63,10 +63,10 @@ class Registry(Generic[T]):
         """The row of a name, of an entry point, or of "module:Class"."""
         if name in self._rows:
             return self._rows[name]
+        if ":" in name:  # before entry points: reading them opens a file a package
+            return Row(name)
         for point in entry_points(group=f"ludus.{self.kind}", name=name):
             return Row(point.value)
-        if ":" in name:
-            return Row(name)
         raise ConfigError(f"{name!r} is not a known {self.kind}{did_you_mean(name, self.names())}")
 
     def load(self, name: str) -> Callable[..., T]:
