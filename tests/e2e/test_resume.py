@@ -166,7 +166,7 @@ def test_what_cannot_be_resumed_is_refused(ludus: Ludus, reference: Ludus) -> No
 
     more = ("train", "--resume", "tiny-1", "rl.steps=6")
     ludus(*more, "model.architecture.args.hidden_size=48").refused(
-        1, "is a checkpoint of another model", "[54, 32]", "[54, 48]"
+        1, "is a checkpoint of another model", "[59, 32]", "[59, 48]"
     )
     assert ludus.status() == "failed"
     ludus(*more, "tasks.train.args.num_tasks=65").refused(1, "another task list")
