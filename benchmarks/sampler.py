@@ -308,7 +308,8 @@ The in-process sampler, through its public interface (sessions, asyncio, seeds),
 `model.generate` of transformers on the same Qwen3-shaped model of random weights. Prompts of
 {PROMPT} tokens, completions of {COMPLETION}, temperature 1, float32, KV caches, no padding in any,
 prefill included. Ours also returns every token's log-probability. All give the same greedy tokens,
-checked on up to four prompts before each case. In sampled tokens/s; *fast* and *generic* are the sampler's two paths.
+checked on up to four prompts before each case. In sampled tokens/s; *fast* and *generic* are the
+sampler's two paths.
 
 *Of products*: the rate of *fast* in parts of the rate at which torch does the matrix products of
 the same tokens and nothing else, measured after the case. The native products may be faster than
