@@ -1,0 +1,232 @@
+"""Episodes whose turns, prompts and observations have set numbers of tokens, and GRPO steps on them.
+
+Where every program does the same work, their seconds can be compared: no turn ends early, whatever
+the weights are. Rewards are random numbers, so that every group trains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ludus.backends.local import LocalBackend
+from ludus.core.schema import OptimizerConfig, RunConfig
+from ludus.core.types import Group, Message, Observation, Spec, StepResult, Task
+from ludus.envs.base import Env
+from ludus.loop import Stage, run_stage
+from ludus.models.renderer import Renderer
+from ludus.models.sampler import Completion, Sampler, SamplingParams
+from ludus.models.tokenizers import train_tokenizer
+from ludus.rollout.collect import Collector
+from ludus.tasks.sampler import TaskSampler
+from ludus.train import ALGORITHMS
+
+NUM_WORDS = 500  # those that prompts and observations are made of
+FRAME = 2
+"""Tokens around a message: its role, and the assistant's."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step does.
+
+    Args:
+        prompt: tokens before the first turn, roles included.
+        turn: tokens that are sampled in a turn.
+        observation: tokens between two turns, the end of the turn and the roles included.
+    """
+
+    prompt: int = 64
+    turn: int = 64
+    turns: int = 1
+    observation: int = 12
+    groups: int = 8
+    group_size: int = 8
+
+    @property
+    def samples(self) -> int:
+        return self.groups * self.group_size
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Of a step."""
+        return self.samples * self.turn * self.turns
+
+    @property
+    def length(self) -> int:
+        """Tokens of an episode."""
+        return self.prompt + self.turn * self.turns + self.observation * (self.turns - 1)
+
+    def show(self) -> str:
+        if self.turns == 1:
+            return f"{self.prompt} + {self.turn}"
+        between = f", {self.observation} between" if self.turns > 1 else ""
+        return f"{self.prompt} + {self.turns} turns of {self.turn}{between}"
+
+
+def make_tokenizer(vocab_size: int) -> Any:
+    """One token a word; as many tokens as the model has."""
+    text = " ".join(map(word, range(vocab_size)))
+    tokenizer = train_tokenizer(Spec(name="words", args={"vocab_size": vocab_size}), [text])
+    if len(tokenizer) != vocab_size:
+        raise SystemExit(f"the tokenizer has {len(tokenizer)} tokens, the model {vocab_size}")
+    return tokenizer
+
+
+def word(number: int) -> str:
+    """Four letters that are a number."""
+    return "".join(chr(ord("a") + number // 26**place % 26) for place in range(4))
+
+
+def words(rng: random.Random, count: int) -> str:
+    return " ".join(word(rng.randrange(1, NUM_WORDS)) for _ in range(count))
+
+
+class FixedEnv(Env):
+    """Says random words, then gives a random reward."""
+
+    blocking = False
+
+    def __init__(self, prompt: int = 64, turns: int = 1, observation: int = 12) -> None:
+        self.prompt, self.observation = prompt, observation
+        self.turns = self.max_turns = turns
+        self.random = random.Random()
+
+    async def reset(self, task: Task) -> Observation:
+        self.num_steps = 0
+        text = words(random.Random(task.id), self.prompt - FRAME)
+        return Observation(messages=[Message(role="user", content=text)])
+
+    async def step(self, action: Message) -> StepResult:
+        self.num_steps += 1
+        if self.num_steps == self.turns:
+            return StepResult(reward=self.random.random(), terminated=True)
+        seen = words(self.random, self.observation - FRAME - 1)
+        return StepResult(messages=[Message(role="user", content=seen)])
+
+
+class FixedSampler:
+    """A sampler whose turns end when they have their tokens, and not before."""
+
+    def __init__(self, inner: Sampler) -> None:
+        self.inner = inner
+        self.context_length = inner.context_length
+        self.open, self.close = inner.open, inner.close
+
+    async def sample(
+        self, prompt_ids: list[int], params: SamplingParams, *, session: str
+    ) -> Completion:
+        unstoppable = replace(params, stop_token_ids=(), stop=())
+        completion = await self.inner.sample(prompt_ids, unstoppable, session=session)
+        completion.finish_reason = "stop"
+        return completion
+
+
+@dataclass
+class Kept:
+    """A recorder in memory."""
+
+    metrics: list[dict[str, float]] = field(default_factory=list)
+
+    def record(
+        self, stage: str, step: int, groups: Sequence[Group], metrics: dict[str, float]
+    ) -> None:
+        self.metrics.append(metrics)
+
+
+class LudusSteps:
+    """Steps of ludus on a model, through its loop: rollouts, packing, optimizer step, publishing.
+
+    Args:
+        tokens_per_batch: at most, in a forward pass.
+        clock: tells `rollout_s`, the last step's share.
+        settings: further sections of the configuration.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        work: Work,
+        folder: Path,
+        *,
+        tokens_per_batch: int = 8192,
+        clock: Callable[[], float] = time.perf_counter,
+        **settings: Any,
+    ) -> None:
+        tokenizer = make_tokenizer(model.config.vocab_size)
+        renderer = Renderer(tokenizer)
+        args = {"prompt": work.prompt, "turns": work.turns, "observation": work.observation}
+        spec = {"name": "fixed:FixedEnv", "args": args}
+        weight = next(model.parameters())
+        config = RunConfig.model_validate(
+            {
+                "model": {
+                    "architecture": "qwen3",
+                    "tokenizer": "words",
+                    "context_length": work.length + 1,
+                    "device": weight.device.type,
+                    "dtype": str(weight.dtype).removeprefix("torch."),
+                },
+                "env": spec,
+                "tasks": {"train": "env"},
+                "rollout": {
+                    "max_tokens_per_turn": work.turn,
+                    "concurrency": work.samples,
+                    "episode_deadline_s": 3600,
+                    "step_deadline_s": 3600,
+                },
+                **settings,
+            }
+        )
+        self.work, self.kept, self.number = work, Kept(), 0
+        self.clock, self.rollout_s = clock, 0.0
+        self.backend = LocalBackend(model, renderer, config, folder)
+        self.deterministic = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(False)  # the peer need not pay for it
+        collector = Collector(
+            FixedSampler(self.backend.sampler), renderer, config.rollout, Spec(**spec)
+        )
+
+        async def collect(tasks: Sequence[Task], step: int, first: int) -> list[Group]:
+            start = self.clock()
+            groups = await collector.collect(tasks, step, work.group_size, first)
+            self.rollout_s = self.clock() - start
+            return groups
+
+        self.stage = Stage(
+            name="rl",
+            steps=10_000,
+            tasks=TaskSampler([Task(id=f"task {number}") for number in range(1024)]),
+            groups_per_step=work.groups,
+            collect=collect,
+            algorithm=ALGORITHMS.build("grpo"),
+            optimizer=OptimizerConfig(lr=1e-6),
+            tokens_per_batch=tokens_per_batch,
+            pad_id=tokenizer.pad_token_id,
+        )
+        self.backend.begin_stage(self.stage.optimizer, 10_000, 1.0, self.stage.algorithm)
+
+    def step(self) -> dict[str, float]:
+        """The metrics of one more step. Errors: SystemExit where it did not do the work."""
+        torch.use_deterministic_algorithms(self.deterministic)
+        try:
+            until = replace(self.stage, steps=self.number + 1)
+            asyncio.run(run_stage(until, self.backend, self.kept, self.number))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        self.number += 1
+        metrics = self.kept.metrics[-1]
+        found = metrics["rollout/sampled_tokens"], metrics["rollout/tokens"]
+        expected = self.work.sampled_tokens, self.work.samples * self.work.length
+        # A turn whose last token happens to be the one that ends turns is followed by one less.
+        off = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
+        if off > 0.005 or metrics["rollout/excluded"]:
+            raise SystemExit(f"sampled tokens and all tokens are {found}, not {expected}")
+        return metrics
