@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,12 +26,18 @@ from ludus.train.reference import Reference
 from ludus.train.scoring import Scorer
 from ludus.train.verify import ExactForward, unscored, verify
 
+T = TypeVar("T")
+
 
 class LocalBackend:
     """Trains in this process, and samples with what `config.sampler` names.
 
     By default that is the very module that is trained: nothing is copied, so no weights can be
     stale.
+
+    With `rl.max_staleness`, the learner computes in a thread of its own, so that episodes go on
+    meanwhile. From the first look of a step at the weights to their publication the sampler is
+    paused: it never computes with weights that change, nor with weights that have no version yet.
 
     Args:
         model: a Hugging Face causal LM.
@@ -64,6 +72,9 @@ class LocalBackend:
         self._algorithm: Algorithm | None = None
         self._reference: Reference | None = None
         self._published = 0
+        self._thread: ThreadPoolExecutor | None = None
+        if config.rl and config.rl.max_staleness:
+            self._thread = ThreadPoolExecutor(1, "ludus-learner")
 
     @property
     def sampler(self) -> PolicySampler:
@@ -105,6 +116,7 @@ class LocalBackend:
             temperature=temperature,
             context_length=self._config.model.context_length,
             settings=self._config.learner,
+            num_ids=len(self._tokenizer),
             dump_dir=self._run_dir,
             critic_lr=algorithm.critic_lr if algorithm else None,
         )
@@ -114,6 +126,7 @@ class LocalBackend:
                 temperature=self._learner.temperature,
                 context_length=self._config.model.context_length,
                 settings=self._config.learner,
+                num_ids=len(self._tokenizer),
             )
         self._reference = None
         if algorithm is not None and algorithm.reference is not None:
@@ -133,13 +146,22 @@ class LocalBackend:
             except ConfigError as error:
                 raise ConfigError(f"rl.algorithm.args.kl_reference: {error}") from error
         return Reference(
-            self.model, model, temperature=temperature, context_length=config.context_length
+            self.model,
+            model,
+            temperature=temperature,
+            context_length=config.context_length,
+            num_ids=len(self._tokenizer),
         )
 
     async def score(
         self, trajectories: Sequence[Trajectory], tokens_per_batch: int, pad_id: int
     ) -> None:
         """Ask the learner, its critic and the reference about the sampled tokens."""
+        await self._apart(lambda: self._score(trajectories, tokens_per_batch, pad_id))
+
+    def _score(
+        self, trajectories: Sequence[Trajectory], tokens_per_batch: int, pad_id: int
+    ) -> None:
         learner, algorithm = self.learner, self._algorithm
         if algorithm is not None and (algorithm.importance or learner.critic):
             scorer = Scorer(learner.forward, tokens_per_batch, pad_id, learner.critic)
@@ -151,7 +173,14 @@ class LocalBackend:
 
     async def train_step(self, batch: Batch, loss: LossFn) -> dict[str, float]:
         """One optimizer step."""
-        return self.learner.train_step(batch, loss)
+        return await self._apart(lambda: self.learner.train_step(batch, loss))
+
+    async def _apart(self, work: Callable[[], T]) -> T:
+        """Have the learner compute: here, or in its thread while the sampler is paused."""
+        if self._thread is None:
+            return work()
+        self._sampler.pause()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def verify(
         self, trajectories: Sequence[Trajectory], tokens_per_batch: int, pad_id: int
@@ -209,7 +238,11 @@ class LocalBackend:
     def _publish(self, version: int) -> None:
         self._sampler.publish(version)
         self._published = version
+        if self._thread is not None:
+            self._sampler.resume()
 
     def close(self) -> None:
-        """End the sampler; the model belongs to the caller."""
+        """End the sampler and the learner's thread; the model belongs to the caller."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
         self._sampler.shutdown()

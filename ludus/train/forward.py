@@ -42,6 +42,8 @@ class Forward:
         temperature: that of the rollouts; logits are divided by it.
         context_length: the longest sample; None: unknown, then no sliding window is wide enough.
         settings: how to compute.
+        num_ids: only ids below this can be sampled, so that the others have no probability: the
+            length of a tokenizer that is shorter than the model's vocabulary. None: all.
 
     Errors: ConfigError for a setting that the model does not support.
     """
@@ -53,9 +55,11 @@ class Forward:
         temperature: float = 1.0,
         context_length: int | None = None,
         settings: LearnerConfig | None = None,
+        num_ids: int | None = None,
     ) -> None:
         self.settings = settings or LearnerConfig()
         self.model = model
+        self.num_ids = num_ids
         self.temperature = temperature
         self.device = next(model.parameters()).device
         self.head: Head | None = find_head(model)
@@ -123,8 +127,8 @@ class Forward:
         target_N = micro_batch.target_N.to(self.device)
         if self.head is None:
             assert logits_PV is not None
-            return score_logits(logits_PV, place_N, target_N, self.temperature)
-        return self.head.score(hidden_PE, place_N, target_N, self.temperature)
+            return score_logits(logits_PV, place_N, target_N, self.temperature, self.num_ids)
+        return self.head.score(hidden_PE, place_N, target_N, self.temperature, self.num_ids)
 
     def logprobs(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The policy's log-probabilities and entropies [N] of the loss tokens, in their order.

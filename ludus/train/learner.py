@@ -43,6 +43,7 @@ class Learner:
             log-probabilities are those of the distribution that was sampled from.
         context_length: the most tokens of a sample, where that is known.
         settings: how a step computes.
+        num_ids: only ids below this can be sampled; None: all of the model's.
         dump_dir: where a batch is saved whose loss is not finite.
         critic_lr: learning rate of a critic on the policy's hidden states; None: no critic.
     """
@@ -56,6 +57,7 @@ class Learner:
         temperature: float = 1.0,
         context_length: int | None = None,
         settings: LearnerConfig | None = None,
+        num_ids: int | None = None,
         dump_dir: Path | None = None,
         critic_lr: float | None = None,
     ) -> None:
@@ -68,6 +70,7 @@ class Learner:
             temperature=self.temperature,
             context_length=context_length,
             settings=settings,
+            num_ids=num_ids,
         )
         self.dump_dir = dump_dir
         self.step = 0

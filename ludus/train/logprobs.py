@@ -50,7 +50,12 @@ class Head:
         return logits_PV if self.cap is None else torch.tanh(logits_PV / self.cap) * self.cap
 
     def score(
-        self, hidden_PE: Tensor, place_N: Tensor, target_N: Tensor, temperature: float = 1.0
+        self,
+        hidden_PE: Tensor,
+        place_N: Tensor,
+        target_N: Tensor,
+        temperature: float = 1.0,
+        num_ids: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the targets and entropies, both float32 [N].
 
@@ -59,8 +64,10 @@ class Head:
             place_N: which of them predicts a token.
             target_N: the token ids.
             temperature: divides the logits.
+            num_ids: only ids below this can be sampled; None: all.
         """
-        weight, bias = self.linear.weight, self.linear.bias
+        weight: Tensor = self.linear.weight[:num_ids]
+        bias = None if self.linear.bias is None else self.linear.bias[:num_ids]
         device = hidden_PE.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
@@ -118,10 +125,14 @@ def _agrees(model: Any, body: Any, head: Head) -> bool:
 
 
 def score_logits(
-    logits_PV: Tensor, place_N: Tensor, target_N: Tensor, temperature: float = 1.0
+    logits_PV: Tensor,
+    place_N: Tensor,
+    target_N: Tensor,
+    temperature: float = 1.0,
+    num_ids: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `Head.score` gives, from logits that are there: for heads that it does not know."""
-    logprobs_PV = (logits_PV.float() / temperature).log_softmax(-1)
+    logprobs_PV = (logits_PV[:, :num_ids].float() / temperature).log_softmax(-1)
     entropy_P = -torch.linalg.vecdot(logprobs_PV.exp(), logprobs_PV)
     return logprobs_PV[place_N, target_N], entropy_P[place_N]
 

@@ -38,6 +38,7 @@ class Reference:
         *,
         temperature: float = 1.0,
         context_length: int | None = None,
+        num_ids: int | None = None,
     ) -> None:
         self.adapters_off = model is None and hasattr(policy, "disable_adapter")
         self.copied = model is None and not self.adapters_off
@@ -53,7 +54,12 @@ class Reference:
             model.requires_grad_(False)
             model.eval()
         with self.active():
-            self.forward = Forward(model, temperature=temperature, context_length=context_length)
+            self.forward = Forward(
+                model,
+                temperature=temperature,
+                context_length=context_length,
+                num_ids=num_ids,
+            )
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -331,7 +331,15 @@ def test_means_weigh_one_in_all(aggregate: Aggregate) -> None:
 def test_the_registry_builds_every_row(row: Algorithm) -> None:
     built = ALGORITHMS.build(row.name)
     assert built.name == row.name in ALGORITHMS.names()
-    for name in ("advantages", "keep", "compares", "scored", "regularised", "max_rounds", "critic_lr"):
+    for name in (
+        "advantages",
+        "keep",
+        "compares",
+        "scored",
+        "regularised",
+        "max_rounds",
+        "critic_lr",
+    ):
         assert getattr(built, name) == getattr(row, name), name
     assert step(built) == step(row)
 

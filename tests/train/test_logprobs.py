@@ -91,6 +91,20 @@ def test_values_and_gradients(
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
+def test_ids_that_cannot_be_sampled_have_no_probability() -> None:
+    """A vocabulary padded beyond the tokenizer: the distribution is over the tokenizer's ids."""
+    hidden_PE, place_N, target_N, weights_2N = problem(vocab=23)
+    head = Head(torch.nn.Linear(12, 29))
+    logits_PV = head.logits(hidden_PE)
+    expected = score_logits(logits_PV[:, :23], place_N, target_N)
+    found = head.score(hidden_PE, place_N, target_N, num_ids=23)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(score_logits(logits_PV, place_N, target_N, num_ids=23), expected)
+    [gradient_VE] = gradients(found, weights_2N, head.linear.weight)
+    assert gradient_VE[:23].any(-1).all()
+    assert not gradient_VE[23:].any()
+
+
 def test_only_what_needs_a_gradient_gets_one() -> None:
     hidden_PE, place_N, target_N, _ = problem()
     head = Head(torch.nn.Linear(12, 29).requires_grad_(False))
