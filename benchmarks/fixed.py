@@ -1,4 +1,4 @@
-"""Episodes whose turns, prompts and observations have set numbers of tokens, and GRPO steps on them.
+"""Episodes whose turns, prompts and observations have set numbers of tokens, and GRPO on them.
 
 Where every program does the same work, their seconds can be compared: no turn ends early, whatever
 the weights are. Rewards are random numbers, so that every group trains.

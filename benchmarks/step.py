@@ -151,7 +151,9 @@ def train_trl(
     ):
         trainer = GRPOTrainer(
             model=model,
-            reward_funcs=[] if own else lambda completions, **_: [rng.random() for _ in completions],
+            reward_funcs=[]
+            if own
+            else lambda completions, **_: [rng.random() for _ in completions],
             args=GRPOConfig(
                 output_dir=folder,
                 per_device_train_batch_size=micro_batch,

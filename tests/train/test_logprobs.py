@@ -189,3 +189,9 @@ def test_a_head_that_does_something_else_is_not_taken() -> None:
     assert find_head(model) is not None
     model.lm_head.register_forward_hook(lambda _module, _args, logits: logits * logits)
     assert find_head(model) is None
+
+
+def test_a_gpu_computes_many_rows_at_once() -> None:
+    assert logprobs.chunk_rows(151_936, torch.device("cuda")) == 441
+    assert logprobs.chunk_rows(151_936, torch.device("cpu")) == 6
+    assert logprobs.chunk_rows(1 << 27, torch.device("cuda")) == 1

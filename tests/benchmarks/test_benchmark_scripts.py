@@ -1,0 +1,101 @@
+"""The benchmarks run from their command lines, at toy size."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(name: str, *options: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / name), *options],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def gpu_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu")
+    run("gpu.py", "--toy", "--out", str(folder))
+    return folder
+
+
+def test_every_part_of_the_gpu_benchmark_measures(gpu_results: Path) -> None:
+    facts = json.loads((gpu_results / "gpu.json").read_text())
+    parts = facts["results"]["toy"]
+    assert set(parts) == {"decode", "train", "step"}
+    assert parts["decode"]["decoder"] == "lean"  # what a GPU takes, too
+    for kind in ("alone", "shared"):
+        found = parts["decode"][kind]
+        assert found["limit_tokens_per_s"] > 0
+        assert found["of_limit"] == found["tokens_per_s"] / found["limit_tokens_per_s"]
+    shared, alone = (parts["decode"][kind]["limit_tokens_per_s"] for kind in ("shared", "alone"))
+    assert shared > alone
+    for found in parts["train"].values():
+        assert 0 < found["mfu"] < 1
+    assert parts["train"]["tree"]["computed_tokens_per_s"] < parts["train"]["tree"]["tokens_per_s"]
+    assert parts["step"]["step_s"] >= parts["step"]["rollout_s"] > 0
+    assert facts["limits"]["bandwidth"] > 0
+    assert facts["limits"]["flops"] > 0
+
+
+def test_the_gpu_page_tells_everything(gpu_results: Path) -> None:
+    page = (gpu_results / "gpu.md").read_text()
+    assert page.count("| toy |") == 6
+    assert "## What failed\n\nNothing." in page
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "gpu.py"), "--device", "xpu:63"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("xpu:63 cannot be used: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_part_that_fails_dies_or_hangs_is_recorded() -> None:
+    script = """
+import os, time, torch
+import gpu
+
+def fails(part): raise torch.OutOfMemoryError("17 GB are not there")
+def dies(part): os._exit(3)
+def hangs(part): time.sleep(100)
+
+part = gpu.Part({}, gpu.TOY_SCALE, torch.device("cpu"), {})
+cases = ((fails, 60), (dies, 60), (hangs, 1), (hangs, 0))
+print([gpu.guarded(measure, part, s)["error"] for measure, s in cases])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=FOLDER, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.strip() == str(
+        [
+            "OutOfMemoryError: 17 GB are not there",
+            "its process died (exit code 3)",
+            "not done after 1 s",
+            "no time was left",
+        ]
+    )
+
+
+def test_a_step_beside_trl() -> None:
+    pytest.importorskip("trl", reason="TRL is not installed: nothing to compare with")
+    told = run("step.py", "--quick")
+    assert "0.9 M 16 + 2 turns of 4, 12 between TRL " in told
