@@ -51,7 +51,7 @@ class Env(ABC):
     blocking: ClassVar[bool] = True
     """Whether `reset` and `step` compute rather than await. Blocking environments run in worker
     threads, so that a deadline can pass over one that hangs. Set it to False for an environment
-    that only awaits a network."""
+    that only awaits a network, or whose steps cannot hang and cost less than another thread."""
 
     @abstractmethod
     async def reset(self, task: Task) -> Observation:
