@@ -32,18 +32,20 @@ from fixed import FRAME, LudusSteps, Work, make_tokenizer, words
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-WORKS = {
-    "one turn": (Work(prompt=64), Work(prompt=256)),
-    "environment": (Work(prompt=64, turn=16, turns=4), Work(prompt=64, turn=16, turns=8)),
-}
+ONE, LONG = Work(prompt=64), Work(prompt=256)
+FOUR, EIGHT = Work(prompt=64, turn=16, turns=4), Work(prompt=64, turn=16, turns=8)
 CASES = [
-    ("0.9 M", WORKS["one turn"][0]),
-    ("0.9 M", WORKS["one turn"][1]),
-    ("0.9 M", WORKS["environment"][0]),
-    ("0.9 M", WORKS["environment"][1]),
-    ("5.8 M", WORKS["one turn"][0]),
+    ("0.9 M", ONE, False),
+    ("0.9 M", LONG, False),
+    ("0.9 M", FOUR, False),
+    ("0.9 M", EIGHT, False),
+    ("5.8 M", ONE, False),
+    ("0.9 M", LONG, True),
+    ("0.9 M", EIGHT, True),
+    ("5.8 M", ONE, True),
 ]
-MICRO_BATCHES = (64, 32, 16, 8)
+"""Model, work, whether both train in bfloat16 (autocast; the weights stay in float32)."""
+MICRO_BATCHES = (32, 16, 8)
 """Samples of one forward pass that TRL is tried with."""
 
 # As ludus's plain template, but tools are not described: prompts have the same length.
@@ -63,6 +65,13 @@ TEMPLATE = """
     {{- '<|assistant|>' }}
 {%- endif %}
 """
+
+
+NO_RACE = """
+Time to success on BabyAI is not compared: in TRL's environment mode an environment cannot end an
+episode (only a turn without a tool call does, or the limit of turns), so the two would not learn
+the same task. With its `rollout_func` they would, but then the rollouts are not TRL's.
+""".strip()
 
 
 class ActingTokenizer(PreTrainedTokenizerFast):
@@ -119,6 +128,7 @@ class AfterStep(TrainerCallback):
 def train_trl(
     model_name: str,
     work: Work,
+    half: bool,
     micro_batch: int,
     steps: int,
     then: Callable[[], None],
@@ -168,7 +178,7 @@ def train_trl(
                 loss_type="grpo",
                 beta=0.0,
                 use_cpu=True,
-                bf16=False,
+                bf16=half,
                 gradient_checkpointing=False,
                 logging_strategy="no",
                 save_strategy="no",
@@ -198,17 +208,20 @@ def train_trl(
     return after.seconds, rollouts
 
 
-def measure(model_name: str, work: Work, repeats: int, *, tune: bool = True) -> dict[str, Any]:
+def measure(
+    model_name: str, work: Work, half: bool, repeats: int, *, tune: bool = True
+) -> dict[str, Any]:
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     tried = {64: 0.0}
     for size in MICRO_BATCHES if tune else ():
-        seconds, _ = train_trl(model_name, work, size, 2, lambda: None, clock)
+        seconds, _ = train_trl(model_name, work, half, size, 2, lambda: None, clock)
         tried[size] = statistics.median(seconds[1:])
     best = min(tried, key=lambda size: tried[size])
     ours: list[float] = []
     our_rollouts: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        ludus = LudusSteps(make_model(model_name), work, Path(folder), clock=clock)
+        learner = {"dtype": "bfloat16" if half else "float32"}
+        ludus = LudusSteps(make_model(model_name), work, Path(folder), clock=clock, learner=learner)
 
         def step() -> None:
             start = clock()
@@ -216,14 +229,14 @@ def measure(model_name: str, work: Work, repeats: int, *, tune: bool = True) -> 
             ours.append(clock() - start)
             our_rollouts.append(ludus.rollout_s)
 
-        theirs, their_rollouts = train_trl(model_name, work, best, repeats + 1, step, clock)
+        theirs, their_rollouts = train_trl(model_name, work, half, best, repeats + 1, step, clock)
     ours, our_rollouts, theirs = ours[1:], our_rollouts[1:], theirs[1:]
     # One rollout serves all micro-batches of a step; the calls that hand it on do not count.
     assert len(their_rollouts) == repeats + 1
     their_rollouts = their_rollouts[1:]
     row = {
         "model": model_name,
-        "work": work.show(),
+        "work": work.show() + (", bfloat16" if half else ""),
         "micro_batch": best,
         "micro_batches_tried": tried,
         "trl": Spread.of(theirs),
@@ -235,7 +248,7 @@ def measure(model_name: str, work: Work, repeats: int, *, tune: bool = True) -> 
         "ratio": ratios(theirs, ours),
         "seconds": {"trl": theirs, "ludus": ours},
     }
-    print(model_name, work.show(), f"TRL {row['trl'].show('.2f')} s;", end=" ")
+    print(model_name, row["work"], f"TRL {row['trl'].show('.2f')} s;", end=" ")
     print(f"ludus {row['ludus'].show('.2f')} s; {row['ratio'].show('.2f')} times", flush=True)
     return row
 
@@ -244,7 +257,7 @@ def main() -> None:
     args = arguments(__doc__ or "")
     facts = machine(args.threads)
     if args.quick:
-        measure("0.9 M", Work(prompt=16, turn=4, turns=2, groups=8), 2, tune=False)
+        measure("0.9 M", Work(prompt=16, turn=4, turns=2, groups=8), False, 2, tune=False)
         return
     rows = [measure(*case, args.repeats) for case in CASES]
     facts["load_after"] = machine(args.threads)["load"]
@@ -281,20 +294,25 @@ def publish(rows: list[dict[str, Any]], facts: dict[str, Any], repeats: int) -> 
     text = f"""
 # A GRPO step against TRL
 
-{(__doc__ or "").strip().partition(chr(10))[2].strip()}
+{chr(10).join((__doc__ or "").strip().splitlines()[4:])}
 
-64 samples a step, in 8 groups. Cells: median (quartiles) of {repeats} steps in float32, after one
-that is not counted; the last column is by how much each part is faster.
+64 samples a step, in 8 groups. Cells: median (quartiles) of {repeats} steps, after one that is not
+counted, in float32; *bfloat16*: both train under autocast, and sample in float32. The last column
+is by how much each part is faster.
 
 {table(head, cells)}
 
 TRL is faster in: {"; ".join(lost) or "none of these"}.
 
-TRL {facts["trl"]} is tuned: the micro-batch is the fastest of {", ".join(map(str, MICRO_BATCHES))},
-for each case; no reference model, no checkpointing of activations, fused AdamW, no logging, no
-log-probabilities computed twice. It samples with `generate`. In its environment mode every turn is
-a call of the environment's one tool; the tool is not described in the prompt, so that both read as
-many tokens. ludus runs as it is by default.
+TRL {facts["trl"]} is tuned: the micro-batch is the fastest of {", ".join(map(str, MICRO_BATCHES))}
+samples, for each case; no reference model, no checkpointing of activations, fused AdamW, no
+logging, no log-probabilities computed twice. It samples with `generate`. In its environment mode
+every turn is a call of the environment's one tool; the tool is not described in the prompt, so that
+both read as many tokens. ludus runs as it is by default.
+
+{NO_RACE}
+
+    python benchmarks/step.py
 """
     write("step", text, facts, rows)
 
