@@ -18,6 +18,7 @@ from ludus.core.occupancy import Split, busy
 from ludus.core.schema import OptimizerConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Sample, Task, Trajectory
+from ludus.rollout.prefetch import Prefetch
 from ludus.tasks.sampler import TaskSampler
 from ludus.train.algorithm import Algorithm
 from ludus.train.packing import Batch, Layout, pack
@@ -43,6 +44,7 @@ class Stage:
     Args:
         collect: plays (or reads) the groups of some tasks, given the step's number and that of
             the first group.
+        ahead: plays the groups ahead of their steps, in place of `collect`.
         after_step: called when a step is recorded, with the number of steps that are complete;
             evaluates and saves. Returning False ends the stage.
     """
@@ -61,6 +63,7 @@ class Stage:
     temperature: float = 1.0
     seed: int = 0
     after_step: Callable[[int], Awaitable[bool]] | None = None
+    ahead: Prefetch | None = None
 
     @property
     def optimizer_steps(self) -> int:
@@ -69,11 +72,20 @@ class Stage:
 
 async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: int = 0) -> None:
     """Run the steps from `start` on. The back end has begun the stage, or loaded a checkpoint."""
+    try:
+        await _run_steps(stage, backend, recorder, start)
+    finally:
+        if stage.ahead is not None:
+            await stage.ahead.close()
+
+
+async def _run_steps(stage: Stage, backend: Backend, recorder: Recorder, start: int) -> None:
     split = Split()
     for step in range(start, stage.steps):
         clock = Clock()
-        groups, rounds = await _sample(stage, step)
-        _require_current(groups, backend.policy_version)
+        version = backend.policy_version
+        groups, rounds = await _sample(stage, step, version)
+        _require_fresh(groups, version, stage.ahead.max_staleness if stage.ahead else 0)
         clock.lap("rollout")
         with busy("train"):
             kept = [t for group in stage.algorithm.screen(groups) for t in group]
@@ -91,12 +103,14 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
             metrics["train/policy_version"] = await backend.publish_weights()
         clock.lap("train")
         metrics |= clock.metrics(groups) | split.metrics()
+        if stage.ahead is not None:
+            metrics |= stage.ahead.metrics() | age_metrics(groups, version)
         recorder.record(stage.name, step, groups, metrics)
         if stage.after_step and not await stage.after_step(step + 1):
             return
 
 
-async def _sample(stage: Stage, step: int) -> tuple[list[Group], int]:
+async def _sample(stage: Stage, step: int, version: int) -> tuple[list[Group], int]:
     """The groups of a step, and in how many rounds they were sampled.
 
     An algorithm that leaves out groups may sample on in their place (DAPO's dynamic sampling, Yu et
@@ -107,9 +121,12 @@ async def _sample(stage: Stage, step: int) -> tuple[list[Group], int]:
     groups: list[Group] = []
     rounds, missing = 0, wanted
     while missing > 0 and rounds < algorithm.max_rounds:
-        tasks = [next(stage.tasks) for _ in range(missing)]
-        fresh = await stage.collect(tasks, step, len(groups))
-        stage.tasks.observe(fresh)
+        if stage.ahead is None:
+            tasks = [next(stage.tasks) for _ in range(missing)]
+            fresh = await stage.collect(tasks, step, len(groups))
+            stage.tasks.observe(fresh)
+        else:
+            fresh = await stage.ahead.take(missing, step, version)
         groups += fresh
         rounds += 1
         missing -= sum(bool(kept) for kept in algorithm.screen(fresh))
@@ -118,20 +135,23 @@ async def _sample(stage: Stage, step: int) -> tuple[list[Group], int]:
     return groups, rounds
 
 
-def _require_current(groups: Sequence[Group], version: int) -> None:
-    """Refuse turns that other weights sampled than those that were published last.
+def _require_fresh(groups: Sequence[Group], version: int, max_staleness: int) -> None:
+    """Refuse turns of weights that are more than `max_staleness` versions behind the published
+    ones, or that nobody published.
 
     Errors: TrainingError. Demonstrations carry no version, and pass.
     """
     for group in groups:
         for trajectory in group.trajectories:
             for segment in trajectory.segments:
-                if segment.policy_version not in (None, version):
-                    raise TrainingError(
-                        f"trajectory {trajectory.id} was sampled by version "
-                        f"{segment.policy_version} of the weights, but version {version} was "
-                        "published: the sampler is stale"
-                    )
+                sampled_by = segment.policy_version
+                if sampled_by is None or version - max_staleness <= sampled_by <= version:
+                    continue
+                allowed = f", of which {max_staleness} may lie between" if max_staleness else ""
+                raise TrainingError(
+                    f"trajectory {trajectory.id} was sampled by version {sampled_by} of the "
+                    f"weights, but version {version} was published{allowed}: the sampler is stale"
+                )
 
 
 def _parts(stage: Stage, samples: list[Sample], step: int) -> list[list[Sample]]:
@@ -220,6 +240,22 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     mixed = [len({t.reward for t in group.trajectories}) > 1 for group in groups]
     metrics["rollout/groups_with_signal"] = sum(mixed) / max(len(mixed), 1)
     return metrics
+
+
+def age_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """How many versions old the turns are that a step trains on, of those that have a version."""
+    ages = [
+        version - segment.policy_version
+        for group in groups
+        for trajectory in group.trajectories
+        if trajectory.status.trainable
+        for segment in trajectory.segments
+        if segment.policy_version is not None
+    ]
+    return {
+        "rollout/staleness_mean": sum(ages) / max(len(ages), 1),
+        "rollout/staleness_max": float(max(ages, default=0)),
+    }
 
 
 def score_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -39,6 +39,7 @@ from ludus.models.build import build_model
 from ludus.models.tokenizers import load_tokenizer
 from ludus.progress import Observer
 from ludus.rollout.collect import Collector
+from ludus.rollout.prefetch import Prefetch
 from ludus.rollout.replay import ReplayCollector
 from ludus.runs import RunFolder, write_folder, write_text
 from ludus.store import RunStore
@@ -253,10 +254,13 @@ class TrainingRun:
         settings = self.config.rl
         assert settings is not None
 
+        def collector_of(step: int) -> Collector:
+            if not settings.horizon:
+                return self.collector
+            return self.collector.with_config("rl", max_turns=horizon(settings.horizon, step))
+
         async def collect(tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
-            collector = self.collector
-            if settings.horizon:
-                collector = collector.with_config("rl", max_turns=horizon(settings.horizon, step))
+            collector = collector_of(step)
             with self.meter.rollout():
                 groups = await collector.collect(tasks, step, settings.group_size, first_group)
             if self.config.verify:
@@ -264,10 +268,22 @@ class TrainingRun:
             return groups
 
         seed = derive_seed(self.config.seed, "rl")
+        sampler = TaskSampler(train, seed, shuffle=self.config.tasks.shuffle)
+        ahead: Prefetch | None = None
+        if settings.max_staleness:
+            ahead = Prefetch(
+                collector_of,
+                sampler,
+                steps=settings.steps,
+                groups_per_step=settings.groups_per_step,
+                group_size=settings.group_size,
+                max_staleness=settings.max_staleness,
+                around=self.meter.rollout,
+            )
         return Stage(
             name="rl",
             steps=settings.steps,
-            tasks=TaskSampler(train, seed, shuffle=self.config.tasks.shuffle),
+            tasks=sampler,
             groups_per_step=settings.groups_per_step,
             collect=collect,
             algorithm=ALGORITHMS.build(settings.algorithm, "rl.algorithm"),
@@ -278,6 +294,7 @@ class TrainingRun:
             minibatches=settings.minibatches,
             temperature=self.config.rollout.temperature,
             seed=self.config.seed,
+            ahead=ahead,
         )
 
     async def _verify(self, groups: Sequence[Group], tokens_per_batch: int) -> None:
@@ -297,6 +314,8 @@ class TrainingRun:
         if resumed is not None:
             state = self.backend.load(resumed.path)
             stage.tasks.load_state_dict(state["tasks"])
+            if stage.ahead is not None:
+                stage.ahead.load_state_dict(state["ahead"])
             self.timings, self.num_episodes = dict(state["timings"]), int(state["episodes"])
             start = resumed.step
             if start >= stage.steps or self._suffices(stage, state["success"]):
@@ -326,6 +345,8 @@ class TrainingRun:
                     "episodes": self.num_episodes,
                     "success": success,
                 }
+                if stage.ahead is not None:
+                    state["ahead"] = stage.ahead.state_dict()
                 last = stage.name == "rl" or self.config.rl is None
                 metric = self._latest.get(self.config.checkpoint.metric) if last else None
                 self.backend.save(stage.name, step, state, metric, pin=ended)

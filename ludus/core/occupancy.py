@@ -42,20 +42,34 @@ class Occupancy:
         self._busy = dict.fromkeys(PARTS, 0)
         self._busy["idle"] = 1  # always, and last
         self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._totals = dict.fromkeys(PARTS, 0.0)
         self._current: Part = "idle"
         self._since = clock()
+        self._began = dict.fromkeys(PARTS, self._since)
 
     def change(self, part: Part, by: int) -> None:
         """So many more (or fewer) are busy with a part from now on."""
         with self._lock:
+            before = self._busy[part]
             self._busy[part] += by
             self._settle()
+            if before <= 0 < before + by:
+                self._began[part] = self._since
+            elif before + by <= 0 < before:
+                self._totals[part] += self._since - self._began[part]
 
     def seconds(self) -> dict[Part, float]:
         """Seconds that each part has had so far."""
         with self._lock:
             self._settle()
             return dict(self._seconds)
+
+    def total(self, part: Part) -> float:
+        """Seconds so far in which anybody was busy with a part, whatever else was going on."""
+        with self._lock:
+            self._settle()
+            under_way = self._since - self._began[part] if self._busy[part] > 0 else 0.0
+            return self._totals[part] + under_way
 
     def _settle(self) -> None:
         now = self._clock()

@@ -201,6 +201,13 @@ class RLConfig(Section):
     optimizer: RLOptimizerConfig = Field(
         default_factory=RLOptimizerConfig, description="The optimizer of this stage."
     )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="Play episodes ahead while the policy learns: how many versions of the weights "
+        "may come out between an episode's beginning and the step that trains on it. 0: play and "
+        "learn in turns, reproducibly.",
+    )
     min_success_to_stop: float | None = Field(
         None,
         gt=0,
@@ -307,6 +314,21 @@ class RunConfig(Section):
             )
         if self.rollout.max_tokens_per_turn >= self.model.context_length:
             raise ValueError("`rollout.max_tokens_per_turn` must be below `model.context_length`")
+        return self
+
+    @model_validator(mode="after")
+    def _ahead(self) -> RunConfig:
+        """Episodes that are played ahead come as they come, and older weights sampled them."""
+        if not (self.rl and self.rl.max_staleness):
+            return self
+        reasons = {
+            "`rollout.deterministic: false`": self.rollout.deterministic,
+            "`verify: false`": self.verify,
+            "`importance_cap` in `rl.algorithm.args`, 2.0 say (older weights sampled what "
+            "trains)": not self.rl.algorithm.args.get("importance_cap"),
+        }
+        if wrong := [what for what, bad in reasons.items() if bad]:
+            raise ValueError(f"`rl.max_staleness` above 0 needs {' and '.join(wrong)}")
         return self
 
     @model_validator(mode="after")

@@ -112,6 +112,7 @@ class InProcessSampler:
         self._waiting: list[_Turn] = []
         self._running: list[_Turn] = []
         self._changed = asyncio.Event()
+        self._paused = False
         self._rounds: asyncio.Task[None] | None = None
         self._empty()
 
@@ -180,6 +181,15 @@ class InProcessSampler:
         """The weights have changed: forget what was computed with those before."""
         self.policy_version = version
         self.forget()
+
+    def pause(self) -> None:
+        """No round begins until `resume`."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Rounds go on."""
+        self._paused = False
+        self._changed.set()
 
     def shutdown(self) -> None:
         """Nothing to end: everything is in this process."""
@@ -261,9 +271,10 @@ class InProcessSampler:
     async def _settled(self) -> None:
         """Let others run; in deterministic mode, until no session is away in its environment."""
         await asyncio.sleep(0)
-        while self.deterministic:
+        while self.deterministic or self._paused:
             self._changed.clear()
-            if len(self._waiting) + len(self._running) >= len(self._sessions):
+            present = len(self._waiting) + len(self._running)
+            if not self._paused and present >= len(self._sessions):
                 return
             await self._changed.wait()
 

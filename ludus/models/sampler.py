@@ -85,6 +85,17 @@ class PolicySampler(Sampler, Protocol):
         """
         ...
 
+    def pause(self) -> None:
+        """Compute with the model's weights no more until `resume`: they are about to change.
+
+        Turns under way wait. A sampler that has weights of its own may go on. Idempotent.
+        """
+        ...
+
+    def resume(self) -> None:
+        """Go on. Idempotent."""
+        ...
+
     def shutdown(self) -> None:
         """End what the sampler started. Idempotent."""
         ...

@@ -166,6 +166,12 @@ class VllmSampler:
                 self._swap(self._server, version)
             self._version = version
 
+    def pause(self) -> None:
+        """Nothing: the server has weights of its own, and goes on with them."""
+
+    def resume(self) -> None:
+        """Nothing, as for `pause`."""
+
     def shutdown(self) -> None:
         """End the server."""
         with self._lock:

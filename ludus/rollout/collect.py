@@ -64,13 +64,9 @@ class Collector:
         groups: list[Group] = []
         episodes: deque[tuple[Task, Trajectory]] = deque()
         for number, task in enumerate(tasks, first_group):
-            group_id = f"{self.stage}-{step:06d}/g{number:04d}"
-            members = [
-                Trajectory(f"{group_id}/e{member:03d}", group_id, task.id)
-                for member in range(group_size)
-            ]
-            groups.append(Group(group_id, task, members))
-            episodes.extend((task, trajectory) for trajectory in members)
+            group = self.lay_out(task, step, number, group_size)
+            groups.append(group)
+            episodes.extend((task, trajectory) for trajectory in group.trajectories)
         num_seats = min(self.config.concurrency, len(episodes))
         seats = [asyncio.create_task(self._seat(episodes)) for _ in range(num_seats)]
         try:
@@ -81,6 +77,25 @@ class Collector:
             await asyncio.gather(*seats, return_exceptions=True)
         return groups
 
+    def lay_out(self, task: Task, step: int, number: int, group_size: int) -> Group:
+        """A group that is yet to be played: names and nothing else."""
+        group_id = f"{self.stage}-{step:06d}/g{number:04d}"
+        members = [
+            Trajectory(f"{group_id}/e{member:03d}", group_id, task.id)
+            for member in range(group_size)
+        ]
+        return Group(group_id, task, members)
+
+    async def play(self, seat: Seat, task: Task, trajectory: Trajectory) -> None:
+        """Play one episode in a seat; whatever goes wrong inside it ends up in the trajectory."""
+        self.sampler.open(trajectory.id)
+        try:
+            await self._episode(seat, task, trajectory)
+        finally:
+            self.sampler.close(trajectory.id)
+        if self.on_episode is not None:
+            self.on_episode(trajectory)
+
     async def _seat(self, episodes: deque[tuple[Task, Trajectory]]) -> None:
         """Play one episode after the other.
 
@@ -90,14 +105,7 @@ class Collector:
         seat = Seat(inline=self.inline)
         try:
             while episodes:
-                task, trajectory = episodes.popleft()
-                self.sampler.open(trajectory.id)
-                try:
-                    await self._episode(seat, task, trajectory)
-                finally:
-                    self.sampler.close(trajectory.id)
-                if self.on_episode is not None:
-                    self.on_episode(trajectory)
+                await self.play(seat, *episodes.popleft())
         finally:
             seat.close()
 

@@ -1,0 +1,31 @@
+"""A run that plays ahead: killed, interrupted, resumed, it trains on every task once."""
+
+from __future__ import annotations
+
+import signal
+
+from harness import BABYAI, Ludus
+
+AHEAD = [
+    "rl.max_staleness=1",
+    "rollout.deterministic=false",
+    "rl.algorithm={name: grpo, args: {importance_cap: 2.0}}",
+]
+
+
+def test_killed_and_interrupted_it_goes_on(ludus: Ludus) -> None:
+    again = "ludus train --resume tiny-1"
+    kill = "strike('ludus.rollout.prefetch:Prefetch.take', 3, 'kill')"
+    assert ludus("train", BABYAI, *AHEAD, setup=kill).code == -signal.SIGKILL
+    interrupt = "strike('ludus.rollout.prefetch:Prefetch.take', 2, 'interrupt')"
+    ludus("train", "--resume", "tiny-1", setup=interrupt).refused(130, "finishing this step", again)
+    twice = "strike('ludus.rollout.prefetch:Prefetch.take', 1, 'interrupt twice')"
+    ludus("train", "--resume", "tiny-1", setup=twice).refused(130, again)
+    ludus("train", "--resume", "tiny-1").ok()
+    steps = [step for step in ludus.state()["steps"] if step["at"][0] == "rl"]
+    groups = [group for step in steps for group in step["groups"]]
+    assert len({group.id for group in groups}) == len(groups)
+    assert [step["at"][1] for step in steps] == list(range(len(steps)))
+    assert all(0 <= step["metrics"]["rollout/staleness_max"] <= 1 for step in steps)
+    tasks = [group.task.id for group in sorted(groups, key=lambda group: group.id)]
+    assert len(tasks) == len(groups) >= len(steps)
