@@ -315,7 +315,11 @@ class TrainingRun:
             state = self.backend.load(resumed.path)
             stage.tasks.load_state_dict(state["tasks"])
             if stage.ahead is not None:
-                stage.ahead.load_state_dict(state["ahead"])
+                fresh = {"next_number": resumed.step * stage.groups_per_step, "again": []}
+                stage.ahead.load_state_dict(state.get("ahead", fresh))
+            elif left := state.get("ahead", {}).get("again"):
+                told = f"{stage.name}: {len(left)} tasks were under way ahead of their steps"
+                self.observer.note(f"{told}; rl.max_staleness is 0 now, and they are left out")
             self.timings, self.num_episodes = dict(state["timings"]), int(state["episodes"])
             start = resumed.step
             if start >= stage.steps or self._suffices(stage, state["success"]):
