@@ -7,7 +7,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,17 @@ from ludus.rollout.prefetch import Prefetch
 
 GRPO = Spec(name="grpo", args={"importance_cap": 2.0})
 EVERYTHING = [(place, lever) for place in PLACES for lever in LEVERS]
+
+
+MADE: list[World] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """No learner's thread outlives its test."""
+    yield
+    while MADE:
+        MADE.pop().backend.close()
 
 
 class Moody(Bandit):
@@ -59,6 +70,7 @@ async def world_of(folder: Path, env: str | dict[str, Any] | None = None) -> Wor
         changed["env"] = env
     world.config = RunConfig.model_validate(changed)
     world.backend = type(world.backend)(world.backend.model, world.renderer, world.config, folder)
+    MADE.append(world)
     await run_stage(world.sft(EVERYTHING, steps=30), world.backend, Recording())
     return world
 

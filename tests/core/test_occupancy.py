@@ -93,3 +93,24 @@ def test_threads_may_report_at_once() -> None:
     settled = OCCUPANCY.seconds()["env_wait"]
     threading.Event().wait(0.01)
     assert OCCUPANCY.seconds()["env_wait"] == settled
+
+
+def test_the_total_of_a_part_counts_whatever_else_is_busy() -> None:
+    hand = Hand()
+    occupancy = Occupancy(hand)
+    for second, part, by in [
+        (1, "sample", 1),
+        (2, "train", 1),
+        (3, "sample", 1),
+        (5, "sample", -1),
+        (6, "sample", -1),
+        (9, "train", -1),
+        (10, "sample", 1),
+    ]:
+        hand.now = 100.0 + second
+        occupancy.change(part, by)  # type: ignore[arg-type]
+    hand.now = 112.0
+    assert occupancy.total("sample") == (6 - 1) + (12 - 10)
+    assert occupancy.total("train") == 9 - 2
+    assert occupancy.total("judge") == 0
+    assert occupancy.seconds()["sample"] == (2 - 1) + (12 - 10)
