@@ -45,7 +45,7 @@ CASES = [
     ("5.8 M", ONE, True),
 ]
 """Model, work, whether both train in bfloat16 (autocast; the weights stay in float32)."""
-MICRO_BATCHES = (32, 16, 8)
+MICRO_BATCHES = (64, 32, 16, 8)
 """Samples of one forward pass that TRL is tried with."""
 
 # As ludus's plain template, but tools are not described: prompts have the same length.
@@ -212,11 +212,11 @@ def measure(
     model_name: str, work: Work, half: bool, repeats: int, *, tune: bool = True
 ) -> dict[str, Any]:
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    tried = {64: 0.0}
+    tried: dict[int, float] = {}
     for size in MICRO_BATCHES if tune else ():
         seconds, _ = train_trl(model_name, work, half, size, 2, lambda: None, clock)
         tried[size] = statistics.median(seconds[1:])
-    best = min(tried, key=lambda size: tried[size])
+    best = min(tried, key=lambda size: tried[size]) if tune else work.samples
     ours: list[float] = []
     our_rollouts: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
