@@ -122,7 +122,7 @@ Moment = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
-    lr: float = Field(1e-3, gt=0, le=100, description="Peak learning rate.")
+    lr: float = Field(1e-3, gt=0, le=1e30, description="Peak learning rate.")
     betas: tuple[Moment, Moment] = Field((0.9, 0.95), description="AdamW's moments.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decay, on matrices only.")
@@ -155,7 +155,7 @@ class LearnerConfig(Section):
 class RLOptimizerConfig(OptimizerConfig):
     """AdamW and its schedule, with a lower peak."""
 
-    lr: float = Field(3e-4, gt=0, le=100, description="Peak learning rate.")
+    lr: float = Field(3e-4, gt=0, le=1e30, description="Peak learning rate.")
 
 
 class DemonstrationsConfig(Section):

@@ -120,7 +120,7 @@ def check_logits(model: Any, decoder: Decoder) -> None:
         found = reader.logits(prompts)
         plain = [model(torch.tensor([p]), use_cache=False).logits[0, -1] for p in prompts.values()]
         expected = torch.stack(plain)
-        assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+        assert float((found - expected).abs().max() / expected.abs().max()) < 5e-5
 
 
 @pytest.mark.parametrize("family", FAST)
