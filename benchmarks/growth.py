@@ -17,9 +17,11 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from fixed import Kept
 
 from ludus.backends.local import LocalBackend
 from ludus.core.occupancy import PARTS
@@ -73,18 +75,6 @@ class Talker(Env):
             return StepResult(reward=float(self.random.random() < 0.5), terminated=True)
         seen = " ".join(self.random.choices(WORDS, k=8))
         return StepResult(messages=[Message(role="user", content=seen)])
-
-
-@dataclass
-class Kept:
-    """A recorder in memory."""
-
-    metrics: list[dict[str, float]] = field(default_factory=list)
-
-    def record(
-        self, stage: str, step: int, groups: Sequence[Group], metrics: dict[str, float]
-    ) -> None:
-        self.metrics.append(metrics)
 
 
 class Bench:

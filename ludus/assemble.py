@@ -182,7 +182,7 @@ def make_tokenizer(config: RunConfig, tasks: Sequence[Task], shown: Iterable[Mes
         messages = list(shown)
         if tasks:
             actions = mistakes([m for m in messages if m.role == "assistant"])
-            messages += opening_messages(config, tasks[:NUM_SAMPLE_TEXTS], actions)
+            messages += environment_messages(config, tasks[:NUM_SAMPLE_TEXTS], actions)
         texts = [text for message in messages for text in _texts(message)]
         if config.rollout.system_prompt:
             texts.append(config.rollout.system_prompt)
@@ -227,7 +227,7 @@ def tools_of(config: RunConfig) -> Sequence[ToolSpec]:
     return tools
 
 
-def opening_messages(
+def environment_messages(
     config: RunConfig, tasks: Sequence[Task], actions: Sequence[Message] = ()
 ) -> list[Message]:
     """The tasks' prompts, what the environment says first, and its answers to `actions`.

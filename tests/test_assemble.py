@@ -12,9 +12,9 @@ import pytest
 import ludus
 from ludus.assemble import (
     check,
+    environment_messages,
     make_renderer,
     make_tokenizer,
-    opening_messages,
     read_conversations,
     read_splits,
     replay_all,
@@ -106,8 +106,8 @@ def test_an_environment_that_breaks_at_its_first_look(load: Any):
     config = load()
     tasks = [Task(id="x", data={})]
     with pytest.raises(EnvError, match=r"Count.* opens no episode: task x: .*KeyError: 'seed'"):
-        opening_messages(config, tasks)
-    assert [m.content for m in opening_messages(config, read_splits(config)[0][:2])] == [
+        environment_messages(config, tasks)
+    assert [m.content for m in environment_messages(config, read_splits(config)[0][:2])] == [
         "count : 0",
         "count : 1",
     ]

@@ -28,11 +28,11 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from ludus.core.errors import ConfigError, ContextOverflow
+from ludus.core.errors import ConfigError
 from ludus.core.occupancy import busy
 from ludus.models.paging import BLOCK, Block, BlockTree, Pass, Planner
 from ludus.models.probe import choose_decoder
-from ludus.models.sampler import Completion, SamplingParams
+from ludus.models.sampler import Completion, SamplingParams, check_turn
 from ludus.models.sampling import Chooser
 from ludus.models.seats import Index, Seats, joined
 
@@ -196,13 +196,7 @@ class InProcessSampler:
 
     def _session(self, session: str, prompt_ids: list[int], params: SamplingParams) -> _Session:
         """The session that may sample this turn now."""
-        if len(prompt_ids) + params.max_tokens > self._context_length:
-            raise ContextOverflow(
-                f"{len(prompt_ids)} tokens of prompt and {params.max_tokens} to sample exceed "
-                f"model.context_length = {self._context_length}"
-            )
-        if not prompt_ids or params.max_tokens < 1:
-            raise ValueError("a turn needs at least one token of prompt, and one to sample")
+        check_turn(prompt_ids, params, self._context_length)
         if params.stop and self._decode is None:
             raise ConfigError("stop strings need a tokenizer, and this sampler was given none")
         state = self._sessions.get(session)

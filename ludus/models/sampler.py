@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from ludus.core.errors import ContextOverflow
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -37,6 +39,21 @@ class Completion:
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
     policy_version: int
+
+
+def check_turn(prompt_ids: list[int], params: SamplingParams, context_length: int) -> None:
+    """Refuse a turn that no sampler can take.
+
+    Errors: ContextOverflow where prompt and max_tokens do not fit the context; ValueError where
+    there is nothing to start from, or nothing to sample.
+    """
+    if len(prompt_ids) + params.max_tokens > context_length:
+        raise ContextOverflow(
+            f"{len(prompt_ids)} tokens of prompt and {params.max_tokens} to sample exceed "
+            f"model.context_length = {context_length}"
+        )
+    if not prompt_ids or params.max_tokens < 1:
+        raise ValueError("a turn needs at least one token of prompt, and one to sample")
 
 
 class Sampler(Protocol):

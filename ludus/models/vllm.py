@@ -23,14 +23,13 @@ from pydantic import Field
 
 from ludus.core.errors import (
     ConfigError,
-    ContextOverflow,
     LudusError,
     SamplerError,
     TrainingError,
 )
 from ludus.core.logs import get_logger
 from ludus.core.occupancy import busy
-from ludus.models.sampler import Completion, SamplingParams
+from ludus.models.sampler import Completion, SamplingParams, check_turn
 from ludus.models.vllm_server import VllmServer, require_vllm
 from ludus.models.weights import WEIGHTS, plain, probe_logprobs, write_model
 
@@ -135,13 +134,7 @@ class VllmSampler:
         Errors: ContextOverflow; SamplerError where the server dies meanwhile; LudusError where it
         does not start, or died too often.
         """
-        if len(prompt_ids) + params.max_tokens > self._context_length:
-            raise ContextOverflow(
-                f"{len(prompt_ids)} tokens of prompt and {params.max_tokens} to sample exceed "
-                f"model.context_length = {self._context_length}"
-            )
-        if not prompt_ids or params.max_tokens < 1:
-            raise ValueError("a turn needs at least one token of prompt, and one to sample")
+        check_turn(prompt_ids, params, self._context_length)
         if session not in self._turns:
             raise ValueError(f"session {session!r} is not open")
         turn = asyncio.create_task(self._sample(prompt_ids, params))
