@@ -23,13 +23,18 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class LeanDecoder:
-    """A `Decoder` of a model read by `ludus.models.llama.read`."""
+    """A `Decoder` of a model read by `ludus.models.llama.read`.
+
+    Args:
+        autocast: multiply in bfloat16, whatever the weights are.
+    """
 
     name = "lean"
     mixes = False
 
-    def __init__(self, llama: Llama) -> None:
+    def __init__(self, llama: Llama, *, autocast: bool = False) -> None:
         self._llama = llama
+        self._autocast = autocast
         self._num_slots = 0
         self.clear()
 
@@ -55,6 +60,11 @@ class LeanDecoder:
 
     @torch.inference_mode()
     def forward(self, batch: Pass) -> Tensor:
+        device = self._llama.embedding.weight.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self._autocast):
+            return self._forward(batch)
+
+    def _forward(self, batch: Pass) -> Tensor:
         llama = self._llama
         if llama.model.training:  # adapters may have dropout
             llama.model.eval()
@@ -78,7 +88,8 @@ class LeanDecoder:
         return logits_RV
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], norm.scale(), self._llama.eps)
+        scale = norm.scale()
+        return F.rms_norm(x.to(scale.dtype), x.shape[-1:], scale, self._llama.eps)
 
     def _attention(
         self,

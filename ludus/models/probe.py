@@ -30,7 +30,10 @@ TOLERANCE = 1e-4
 
 
 def choose_decoder(
-    model: Any, context_length: int, path: Literal["auto", "fast", "generic"] = "auto"
+    model: Any,
+    context_length: int,
+    path: Literal["auto", "fast", "generic"] = "auto",
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
 ) -> Decoder:
     """The decoder that serves a model, tried against a plain pass of the model's own module.
 
@@ -38,6 +41,13 @@ def choose_decoder(
     engine lacks.
     """
     model.eval()
+    stored = next(model.parameters()).dtype
+    half = dtype == "bfloat16" or (dtype == "auto" and stored == torch.bfloat16)
+    if dtype == "float32" and stored != torch.float32:
+        raise ConfigError(
+            f"sampler.args.dtype: float32 needs weights in float32, not {_name(stored)}; "
+            "set model.dtype: float32"
+        )
     config = model.config.get_text_config()
     if config._attn_implementation != "sdpa":
         raise _refusal(
@@ -48,7 +58,7 @@ def choose_decoder(
     _require_full_attention(model, config, context_length)
     if path != "generic":
         try:
-            fast = _fast_decoder(model, context_length)
+            fast = _fast_decoder(model, context_length, half)
         except NotLlama as reason:
             if path == "fast":
                 raise ConfigError(
@@ -57,6 +67,11 @@ def choose_decoder(
             _tell_slower(type(model).__name__, str(reason))
         else:
             return fast
+    if half and stored != torch.bfloat16:
+        raise ConfigError(
+            f"sampler.args.dtype: bfloat16 with weights in {_name(stored)} is served on the fast "
+            f"path only; set model.dtype: bfloat16, or sampler.args.dtype: auto"
+        )
     decoder = GenericDecoder(model)
     try:
         deviation = _deviation(model, decoder)
@@ -71,24 +86,28 @@ def choose_decoder(
     return decoder
 
 
-def _fast_decoder(model: Any, context_length: int) -> Decoder:
+def _fast_decoder(model: Any, context_length: int, half: bool) -> Decoder:
     """Native code where it can be had, else lean torch. Errors: NotLlama, also where a trial shows
     that the model computes otherwise than its parts tell."""
     llama = read(model, context_length)
     try:
-        decoder: Decoder = NativeDecoder(llama)
+        decoder: Decoder = NativeDecoder(llama, torch.bfloat16 if half else torch.float32)
     except (Unavailable, ValueError) as reason:
         logger.debug("no native decoder: %s", reason)
-        decoder = LeanDecoder(llama)
+        decoder = LeanDecoder(llama, autocast=half and llama.embedding.weight.dtype.itemsize >= 4)
     deviation = _deviation(model, decoder)
     # Half precision keeps 8 bits of a number.
-    tolerance = TOLERANCE if next(model.parameters()).dtype.itemsize >= 4 else 0.05
+    tolerance = 0.05 if half or llama.embedding.weight.dtype.itemsize < 4 else TOLERANCE
     if deviation > tolerance:
         raise NotLlama(
             f"its logits differ from those of its own parts, put together as Llama's, by "
             f"{deviation:.1%} of their size"
         )
     return decoder
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @functools.cache

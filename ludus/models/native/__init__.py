@@ -31,17 +31,18 @@ class Unavailable(Exception):
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
-    """The compiled kernels. Errors: Unavailable."""
+def library(half: bool = False) -> ctypes.CDLL:
+    """The compiled kernels, in float32 or in bfloat16. Errors: Unavailable."""
     if os.environ.get("LUDUS_NATIVE", "1") == "0":
         raise Unavailable("LUDUS_NATIVE=0 is set")
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise Unavailable("there is no C compiler (cc) on the PATH")
     messages = []
+    flags = (*FLAGS, "-DHALF") if half else FLAGS
     for options in VARIANTS:
         try:
-            return ctypes.CDLL(str(_built(compiler, (*FLAGS, *options))))
+            return ctypes.CDLL(str(_built(compiler, (*flags, *options))))
         except (OSError, subprocess.SubprocessError) as error:
             output = getattr(error, "stderr", None)
             messages.append(output.strip() if isinstance(output, str) and output else str(error))

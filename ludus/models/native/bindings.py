@@ -16,17 +16,17 @@ _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int32
 _LAYER = (
     "attention_norm",
-    "qkv",
-    "qkv_bias",
+    "mlp_norm",
     "query_norm",
     "key_norm",
-    "output",
+    "qkv_bias",
     "output_bias",
-    "mlp_norm",
-    "gate_up",
     "gate_up_bias",
-    "down",
     "down_bias",
+    "qkv",
+    "output",
+    "gate_up",
+    "down",
     "keys",
     "values",
 )
@@ -42,7 +42,7 @@ _SIZES = (
     "activation",
 )
 _FLOATS = ("eps", "attention_scale", "embedding_scale")
-_WEIGHTS = ("embeddings", "final_norm", "head", "cosine", "sine")
+_WEIGHTS = ("embeddings", "final_norm", "cosine", "sine", "head")
 
 
 class Layer(ctypes.Structure):
@@ -73,10 +73,17 @@ class NativePass(ctypes.Structure):
 
 
 class Kernels:
-    """The library's functions, with their types. Errors: `ludus.models.native.Unavailable`."""
+    """The library's functions, with their types.
 
-    def __init__(self) -> None:
-        lib = library()
+    Args:
+        half: multiply in bfloat16; sums stay in float32.
+
+    Errors: `ludus.models.native.Unavailable`.
+    """
+
+    def __init__(self, half: bool = False) -> None:
+        lib = library(half)
+        self.dtype = torch.bfloat16 if half else torch.float32
         long, model, pass_ = ctypes.c_long, ctypes.POINTER(Model), ctypes.POINTER(NativePass)
         lib.ludus_scratch.argtypes = [model, pass_, ctypes.c_int]
         lib.ludus_scratch.restype = long
@@ -93,21 +100,24 @@ class Kernels:
         self.panel = int(lib.ludus_panel())
         self.lanes = int(lib.ludus_lanes())
         self.block = int(lib.ludus_block())
+        self.pair = int(lib.ludus_pair())
 
     def whole(self, size: int) -> int:
         """`size` rounded up to whole panels."""
         return -(-size // self.panel) * self.panel
 
     def pack(self, weights: list[Tensor], pair: bool = False) -> Tensor:
-        """Panels of matrices [outputs, inputs] below each other; of a pair, side by side."""
+        """Panels of matrices [outputs, inputs] below each other, in `dtype`; of a pair, side by
+        side."""
         inputs = weights[0].shape[1]
+        depth = -(-inputs // self.pair) * self.pair
         unit = self.lanes if pair else self.panel
         outputs = weights[0].shape[0] if pair else sum(len(w) for w in weights)
         panels = -(-outputs // unit)
-        packed = torch.zeros(panels * inputs * self.panel)
+        packed = torch.zeros(panels * depth * self.panel, dtype=self.dtype)
         start = 0
         for number, weight in enumerate(weights):
-            weight = weight.contiguous()
+            weight = weight.float().contiguous()
             half = number if pair else -1
             self.lib.ludus_pack(
                 weight.data_ptr(), packed.data_ptr(), len(weight), inputs, start, half

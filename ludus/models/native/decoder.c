@@ -1,4 +1,8 @@
-/* One pass of a Llama-shaped decoder over the new tokens of many sequences, in float32.
+/* One pass of a Llama-shaped decoder over the new tokens of many sequences.
+
+   Compiled twice: in float32, and with HALF in bfloat16, where the numbers that are multiplied
+   (weights, activations, keys, values) have 8 bits, and sums, norms, softmax and the residual
+   stream stay in float32.
 
    Every number of a token is a function of its own sequence alone: sums run in a fixed order that
    depends neither on the other tokens of the pass nor on the number of threads. So a token has the
@@ -6,8 +10,10 @@
 
    Weights are packed into panels of PANEL output columns, [panel][input][PANEL], so that the inner
    loop reads them in order. Keys and values live in blocks of BLOCK positions: keys as
-   [block][kv head][head_dim][BLOCK], values as [block][kv head][BLOCK][stride]. Rows of the
-   activations are padded with zeros to whole panels. */
+   [block][kv head][head_dim][BLOCK], values as [block][kv head][BLOCK][stride]. In bfloat16 two
+   numbers that are summed over stand side by side: [panel][input / 2][PANEL][2],
+   [head_dim / 2][BLOCK][2], [BLOCK / 2][stride][2]. Rows of the activations are padded with zeros
+   to whole panels. */
 
 #include <math.h>
 #include <stdint.h>
@@ -32,8 +38,44 @@ typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias))
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec v) { *(vec *)p = v; }
-INLINE vec splat(float x) { return x - (vec){0}; }
 INLINE long whole(long n, long unit) { return (n + unit - 1) / unit * unit; }
+
+/* What is multiplied: `num` a number, PAIR of them that are summed over, `few` a vector of these. */
+#ifdef HALF
+#define PAIR 2
+typedef uint16_t num;
+typedef int32_t few __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+typedef int32_t two __attribute__((aligned(2), may_alias));
+
+/* To the nearest bfloat16, ties to even; what is not a number stays so. */
+INLINE num narrow(float x) {
+    union { float f; uint32_t i; } u = {x};
+    uint32_t up = u.i + 0x7fff + (u.i >> 16 & 1);
+    return (x == x ? up : 0x7fc00000u) >> 16;
+}
+INLINE few splat(const num *p) { return *(const two *)p - (few){0}; }
+INLINE few first(few v) { return v & 0xffff; }
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+INLINE vec dot(vec sum, few a, few b) {
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+#else
+INLINE vec dot(vec sum, few a, few b) {
+    sum += (vec)(few)(a & -65536) * (vec)(few)(b & -65536);
+    return sum + (vec)(few)(a << 16) * (vec)(few)(b << 16);
+}
+#endif
+#else
+#define PAIR 1
+typedef float num;
+typedef vec few;
+INLINE num narrow(float x) { return x; }
+INLINE few splat(const num *p) { return *p - (few){0}; }
+INLINE few first(few v) { return v; }
+INLINE vec dot(vec sum, few a, few b) { return sum + a * b; }
+#endif
+INLINE few fetch(const num *p) { return *(const few *)p; }
 
 /* exp(x) for x <= 0 or a little above, 0 below -87; Cephes' polynomial, within 2 ulp. The compiler
    turns loops of it into vectors. */
@@ -80,18 +122,19 @@ INLINE float sum_of(const float *x, long size) {
 int ludus_panel(void) { return PANEL; }
 int ludus_lanes(void) { return LANES; }
 int ludus_block(void) { return BLOCK; }
+int ludus_pair(void) { return PAIR; }
 
 /* ---------------------------------------------------------------- matrices ------------------- */
 
 /* Pack weight [outputs][inputs] into panels; `from` counts outputs already packed. With `pair` 0 or
    1 the weight fills the first or second half of each panel: gate and up side by side. */
-void ludus_pack(const float *weight, float *packed, long outputs, long inputs, long from, int pair) {
+void ludus_pack(const float *weight, num *packed, long outputs, long inputs, long from, int pair) {
     long unit = pair < 0 ? PANEL : LANES;
     for (long n = 0; n < outputs; n++) {
         long panel = (from + n) / unit, column = (from + n) % unit + (pair > 0 ? LANES : 0);
-        float *to = packed + panel * inputs * PANEL + column;
+        num *to = packed + panel * whole(inputs, PAIR) * PANEL + column * PAIR;
         const float *row = weight + n * inputs;
-        for (long k = 0; k < inputs; k++) to[k * PANEL] = row[k];
+        for (long k = 0; k < inputs; k++) to[k / PAIR * PAIR * PANEL + k % PAIR] = narrow(row[k]);
     }
 }
 
@@ -108,24 +151,24 @@ INLINE void activate(float *gate, const float *up, int kind) {
     }
 }
 
-/* `rows` rows of x times one panel. */
-INLINE void tile(const float *x, long x_stride, const float *panel, const float *bias, float *y,
+/* `rows` rows of x times one panel; y are numbers to multiply after an activation, else floats. */
+INLINE void tile(const num *x, long x_stride, const num *panel, const float *bias, void *y,
                  long y_stride, long inputs, int kind, const int rows) {
     vec sum[ROWS][2];
     for (int r = 0; r < rows; r++) {
         sum[r][0] = bias ? load(bias) : (vec){0};
         sum[r][1] = bias ? load(bias + LANES) : (vec){0};
     }
-    for (long k = 0; k < inputs; k++) {
-        vec w0 = load(panel + k * PANEL), w1 = load(panel + k * PANEL + LANES);
+    for (long k = 0; k < inputs; k += PAIR) {
+        few w0 = fetch(panel + k * PANEL), w1 = fetch(panel + k * PANEL + LANES * PAIR);
         for (int r = 0; r < rows; r++) {
-            vec v = splat(x[r * x_stride + k]);
-            sum[r][0] += v * w0;
-            sum[r][1] += v * w1;
+            few v = splat(x + r * x_stride + k);
+            sum[r][0] = dot(sum[r][0], v, w0);
+            sum[r][1] = dot(sum[r][1], v, w1);
         }
     }
     for (int r = 0; r < rows; r++) {
-        float *to = y + r * y_stride;
+        float *to = (float *)y + r * y_stride;
         if (kind == STORE) {
             store(to, sum[r][0]);
             store(to + LANES, sum[r][1]);
@@ -137,25 +180,28 @@ INLINE void tile(const float *x, long x_stride, const float *panel, const float 
             store(gate, sum[r][0]);
             store(up, sum[r][1]);
             activate(gate, up, kind);
-            memcpy(to, gate, sizeof gate);
+            for (int j = 0; j < LANES; j++) ((num *)y)[r * y_stride + j] = narrow(gate[j]);
         }
     }
 }
 
 /* y (+)= x W + bias for all rows; with an activation, y = act(gate) * up. Called by all threads. */
-static void multiply(const float *x, long x_stride, const float *packed, const float *bias, float *y,
+static void multiply(const num *x, long x_stride, const num *packed, const float *bias, void *y,
                      long y_stride, long rows, long outputs, long inputs, int kind) {
-    long panels = outputs / PANEL, width = kind >= SILU ? LANES : PANEL;
+    long panels = outputs / PANEL;
+    long step = kind >= SILU ? LANES * sizeof(num) : PANEL * sizeof(float);
+    long y_size = kind >= SILU ? sizeof(num) : sizeof(float);
 #define CASE(R)                                                                                  \
     case R:                                                                                      \
         tile(from, x_stride, panel, b, to, y_stride, inputs, kind, R);                           \
         break;
 #pragma omp for schedule(static)
     for (long p = 0; p < panels; p++) {
-        const float *panel = packed + p * inputs * PANEL, *b = bias ? bias + p * PANEL : 0;
+        const num *panel = packed + p * whole(inputs, PAIR) * PANEL;
+        const float *b = bias ? bias + p * PANEL : 0;
         for (long m = 0; m < rows; m += ROWS) {
-            const float *from = x + m * x_stride;
-            float *to = y + m * y_stride + p * width;
+            const num *from = x + m * x_stride;
+            char *to = (char *)y + m * y_stride * y_size + p * step;
             switch (rows - m < ROWS ? rows - m : ROWS) {
                 CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if ROWS > 6
@@ -170,16 +216,21 @@ static void multiply(const float *x, long x_stride, const float *packed, const f
 #undef CASE
 }
 
-/* y = x / rms(x) * weight */
-INLINE void normalise(const float *x, const float *weight, float *y, long size, float eps) {
+/* 1 / rms(x) */
+INLINE float normal(const float *x, long size, float eps) {
     float part[LANES] = {0}, total = 0;
     long n = 0;
     for (; n + LANES <= size; n += LANES)
         for (int j = 0; j < LANES; j++) part[j] += x[n + j] * x[n + j];
     for (int j = 0; n + j < size; j++) part[j] += x[n + j] * x[n + j];
     for (int j = 0; j < LANES; j++) total += part[j];
-    float scale = 1.f / sqrtf(total / size + eps);
-    for (n = 0; n < size; n++) y[n] = x[n] * scale * weight[n];
+    return 1.f / sqrtf(total / size + eps);
+}
+
+/* y = x / rms(x) * weight */
+INLINE void normalise(const float *x, const float *weight, num *y, long size, float eps) {
+    float scale = normal(x, size, eps);
+    for (long n = 0; n < size; n++) y[n] = narrow(x[n] * scale * weight[n]);
 }
 
 /* ---------------------------------------------------------------- attention ------------------ */
@@ -197,19 +248,19 @@ INLINE void rotate(float *head, const float *cosine, const float *sine, int rota
 #define SPAN 4 /* blocks scored at a time, for enough independent sums */
 
 /* Scores of `heads` queries [heads][dim] against the keys of SPAN blocks. */
-INLINE void score(const float *query, int dim, const float *const keys[SPAN],
-                  const float *const next[SPAN], float *scores, long stride, const int heads) {
+INLINE void score(const num *query, int dim, const num *const keys[SPAN],
+                  const num *const next[SPAN], float *scores, long stride, const int heads) {
     vec sum[4][SPAN][PARTS];
     for (int h = 0; h < heads; h++)
         for (int b = 0; b < SPAN; b++)
             for (int p = 0; p < PARTS; p++) sum[h][b][p] = (vec){0};
-    for (int i = 0; i < dim; i++) {
+    for (int i = 0; i < dim; i += PAIR) {
         for (int b = 0; b < SPAN; b++) __builtin_prefetch(next[b] + i * BLOCK);
         for (int h = 0; h < heads; h++) {
-            vec q = splat(query[h * dim + i]);
+            few q = splat(query + h * dim + i);
             for (int b = 0; b < SPAN; b++)
                 for (int p = 0; p < PARTS; p++)
-                    sum[h][b][p] += q * load(keys[b] + i * BLOCK + p * LANES);
+                    sum[h][b][p] = dot(sum[h][b][p], q, fetch(keys[b] + i * BLOCK + p * LANES * PAIR));
         }
     }
     for (int h = 0; h < heads; h++)
@@ -225,47 +276,51 @@ INLINE float soften(float *scores, long length, float scale) {
     return 1.f / sum_of(scores, length);
 }
 
-/* Sum of values weighted by scores, for two vectors of numbers of `heads` heads; even and odd
-   positions are summed apart. */
-INLINE void weigh(const float *scores, long stride, long length, const float *values,
+/* Sum of values weighted by shares, for two vectors of numbers of `heads` heads; even and odd
+   pairs of positions are summed apart. */
+INLINE void weigh(const num *shares, long stride, long length, const num *values,
                   const int32_t *table, long block_size, long value_stride, vec out[][2],
                   const int heads) {
+    const long line = value_stride * PAIR;
     vec sum[4][2][2];
     for (int h = 0; h < heads; h++)
         for (int c = 0; c < 2; c++) sum[h][c][0] = sum[h][c][1] = (vec){0};
     for (long start = 0; start < length; start += BLOCK) {
-        const float *row = values + table[start / BLOCK] * block_size;
-        long count = length - start < BLOCK ? length - start : BLOCK;
-        for (long j = 0; j + 1 < count; j += 2, row += 2 * value_stride) {
-            vec a0 = load(row), a1 = load(row + LANES);
-            vec b0 = load(row + value_stride), b1 = load(row + value_stride + LANES);
+        const num *row = values + table[start / BLOCK] * block_size;
+        long count = length - start < BLOCK ? length - start : BLOCK, j = 0;
+        for (; j + 2 * PAIR <= count; j += 2 * PAIR, row += 2 * line) {
+            few a0 = fetch(row), a1 = fetch(row + LANES * PAIR);
+            few b0 = fetch(row + line), b1 = fetch(row + line + LANES * PAIR);
             for (int h = 0; h < heads; h++) {
-                vec even = splat(scores[h * stride + start + j]);
-                vec odd = splat(scores[h * stride + start + j + 1]);
-                sum[h][0][0] += even * a0;
-                sum[h][1][0] += even * a1;
-                sum[h][0][1] += odd * b0;
-                sum[h][1][1] += odd * b1;
+                few even = splat(shares + h * stride + start + j);
+                few odd = splat(shares + h * stride + start + j + PAIR);
+                sum[h][0][0] = dot(sum[h][0][0], even, a0);
+                sum[h][1][0] = dot(sum[h][1][0], even, a1);
+                sum[h][0][1] = dot(sum[h][0][1], odd, b0);
+                sum[h][1][1] = dot(sum[h][1][1], odd, b1);
             }
         }
-        if (count % 2)
+        for (; j < count; j += PAIR, row += line) {
+            few a0 = fetch(row), a1 = fetch(row + LANES * PAIR);
+            if (j + PAIR > count) a0 = first(a0), a1 = first(a1); /* the rest was never written */
             for (int h = 0; h < heads; h++) {
-                vec even = splat(scores[h * stride + start + count - 1]);
-                sum[h][0][0] += even * load(row);
-                sum[h][1][0] += even * load(row + LANES);
+                few share = splat(shares + h * stride + start + j);
+                sum[h][0][0] = dot(sum[h][0][0], share, a0);
+                sum[h][1][0] = dot(sum[h][1][0], share, a1);
             }
+        }
     }
     for (int h = 0; h < heads; h++)
         for (int c = 0; c < 2; c++) out[h][c] = sum[h][c][0] + sum[h][c][1];
 }
 
 /* One token's attention in up to four query heads that share their keys. */
-INLINE void attend(const float *query, int dim, long value_stride, const float *keys,
-                   const float *values, const int32_t *table, long key_size, long value_size,
-                   long length, float scale, float *scores, long stride, float *out,
+INLINE void attend(const num *query, int dim, long value_stride, const num *keys,
+                   const num *values, const int32_t *table, long key_size, long value_size,
+                   long length, float scale, float *scores, num *shares, long stride, num *out,
                    const int heads) {
     long blocks = whole(length, BLOCK) / BLOCK;
-    const float *span[SPAN], *next[SPAN];
+    const num *span[SPAN], *next[SPAN];
     for (int i = 0; i < SPAN; i++) next[i] = keys + table[i < blocks ? i : blocks - 1] * key_size;
     for (long b = 0; b < blocks; b += SPAN) {
         /* Fetch the keys of the next blocks meanwhile, and after the last the first values. */
@@ -278,16 +333,22 @@ INLINE void attend(const float *query, int dim, long value_stride, const float *
         score(query, dim, span, next, scores + b * BLOCK, stride, heads);
     }
     float inverse[4];
-    for (int h = 0; h < heads; h++) inverse[h] = soften(scores + h * stride, length, scale);
+    for (int h = 0; h < heads; h++) {
+        inverse[h] = soften(scores + h * stride, length, scale);
+        if (PAIR > 1) {
+            for (long j = 0; j < length; j++) shares[h * stride + j] = narrow(scores[h * stride + j]);
+            if (length % PAIR) shares[h * stride + length] = 0;
+        }
+    }
     for (int c = 0; c < dim; c += 2 * LANES) {
         vec sum[4][2];
-        weigh(scores, stride, length, values + c, table, value_size, value_stride, sum, heads);
+        weigh(shares, stride, length, values + c * PAIR, table, value_size, value_stride, sum, heads);
         for (int h = 0; h < heads; h++) {
             float found[2 * LANES];
-            store(found, sum[h][0] * splat(inverse[h]));
-            store(found + LANES, sum[h][1] * splat(inverse[h]));
+            store(found, sum[h][0] * inverse[h]);
+            store(found + LANES, sum[h][1] * inverse[h]);
             int count = dim - c < 2 * LANES ? dim - c : 2 * LANES;
-            memcpy(out + h * dim + c, found, count * sizeof(float));
+            for (int j = 0; j < count; j++) out[h * dim + c + j] = narrow(found[j]);
         }
     }
 }
@@ -295,15 +356,17 @@ INLINE void attend(const float *query, int dim, long value_stride, const float *
 /* ---------------------------------------------------------------- the decoder ---------------- */
 
 typedef struct {
-    const float *attention_norm, *qkv, *qkv_bias, *query_norm, *key_norm, *output, *output_bias;
-    const float *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias;
-    float *keys, *values;
+    const float *attention_norm, *mlp_norm, *query_norm, *key_norm;
+    const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
+    const num *qkv, *output, *gate_up, *down;
+    num *keys, *values;
 } Layer;
 
 typedef struct {
     int32_t hidden, layers, heads, kv_heads, head_dim, rotary, inner, vocab, activation;
     float eps, attention_scale, embedding_scale;
-    const float *embeddings, *final_norm, *head, *cosine, *sine;
+    const float *embeddings, *final_norm, *cosine, *sine;
+    const num *head;
     const Layer *layer;
 } Model;
 
@@ -317,10 +380,10 @@ typedef struct {
 
 /* Floats of scratch that `ludus_forward` needs. */
 long ludus_scratch(const Model *m, const Pass *p, int threads) {
-    long q = (long)(m->heads + 2 * m->kv_heads) * m->head_dim;
-    long row = 2 * whole(m->hidden, PANEL) + whole(q, PANEL) + (long)m->heads * m->head_dim +
+    long o = (long)m->heads * m->head_dim, q = o + 2L * m->kv_heads * m->head_dim;
+    long row = 2 * whole(m->hidden, PANEL) + whole(q, PANEL) + o + (PAIR > 1 ? o : 0) +
                whole(m->inner, LANES);
-    return p->tokens * row + threads * 4 * whole(p->max_length, SPAN * BLOCK) + PANEL;
+    return p->tokens * row + threads * 4 * PAIR * whole(p->max_length, SPAN * BLOCK) + PANEL;
 }
 
 #ifdef _OPENMP
@@ -338,16 +401,20 @@ void ludus_forward(const Model *m, const Pass *p, float *scratch, float *logits,
     const long value_stride = whole(dim, 2 * LANES), stride = whole(p->max_length, SPAN * BLOCK);
     const long key_size = KV * dim * BLOCK, value_size = KV * BLOCK * value_stride;
     const long group = H / KV;
-    float *x = scratch, *h = x + N * x_stride, *qkv = h + N * x_stride, *o = qkv + N * q_stride;
-    float *a = o + N * o_stride, *all_scores = a + N * a_stride;
+    float *x = scratch, *qkv = x + N * x_stride, *all_scores = qkv + N * q_stride;
+    num *h = (num *)(all_scores + threads * 4 * PAIR * stride), *o = h + N * x_stride;
+    num *a = o + N * o_stride, *queries = PAIR > 1 ? a + N * a_stride : (num *)qkv;
+    const long query_stride = PAIR > 1 ? o_stride : q_stride;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        float *scores = all_scores + THREAD * 4 * stride;
+        float *scores = all_scores + THREAD * 4 * PAIR * stride;
+        num *shares = PAIR > 1 ? (num *)(scores + 4 * stride) : (num *)scores;
 #pragma omp for schedule(static)
         for (long n = 0; n < N; n++) {
             const float *e = m->embeddings + p->ids[n] * D;
             for (long i = 0; i < D; i++) x[n * x_stride + i] = e[i] * m->embedding_scale;
             memset(x + n * x_stride + D, 0, (x_stride - D) * sizeof(float));
+            memset(h + n * x_stride + D, 0, (x_stride - D) * sizeof(num));
         }
         for (int l = 0; l < m->layers; l++) {
             const Layer *w = m->layer + l;
@@ -362,19 +429,28 @@ void ludus_forward(const Model *m, const Pass *p, float *scratch, float *logits,
                 for (int k = 0; k < H + KV; k++) {
                     float *head = qkv + n * q_stride + k * dim;
                     const float *norm = k < H ? w->query_norm : w->key_norm;
-                    if (norm) normalise(head, norm, head, dim, m->eps);
+                    if (norm) {
+                        float by = normal(head, dim, m->eps);
+                        for (long i = 0; i < dim; i++) head[i] = head[i] * by * norm[i];
+                    }
                     rotate(head, c, s, m->rotary);
                 }
+                if (PAIR > 1)
+                    for (long i = 0; i < H * dim; i++)
+                        queries[n * query_stride + i] = narrow(qkv[n * q_stride + i]);
             }
 #pragma omp for schedule(static)
             for (long i = 0; i < p->writes; i++) {
                 long block = p->write_slots[i] / BLOCK, at = p->write_slots[i] % BLOCK;
                 const float *from = qkv + p->write_tokens[i] * q_stride + H * dim;
                 for (long k = 0; k < KV; k++, from += dim) {
-                    float *key = w->keys + block * key_size + k * dim * BLOCK + at;
-                    float *value = w->values + block * value_size + (k * BLOCK + at) * value_stride;
-                    for (long j = 0; j < dim; j++) key[j * BLOCK] = from[j];
-                    memcpy(value, from + KV * dim, dim * sizeof(float));
+                    num *key = w->keys + block * key_size + k * dim * BLOCK + at * PAIR;
+                    num *value = w->values + block * value_size + at % PAIR +
+                                 (k * BLOCK + at / PAIR * PAIR) * value_stride;
+                    for (long j = 0; j < dim; j++) {
+                        key[j / PAIR * PAIR * BLOCK + j % PAIR] = narrow(from[j]);
+                        value[j * PAIR] = narrow(from[KV * dim + j]);
+                    }
                 }
             }
             /* Rows with common blocks are neighbours, and find them in the cache. */
@@ -382,14 +458,15 @@ void ludus_forward(const Model *m, const Pass *p, float *scratch, float *logits,
             for (long i = 0; i < N * KV; i++) {
                 long n = i / KV, k = i % KV;
                 const int32_t *table = p->tables + (long)p->rows[n] * p->table_stride;
-                const float *keys = w->keys + k * dim * BLOCK;
-                const float *values = w->values + k * BLOCK * value_stride;
-                const float *query = qkv + n * q_stride + k * group * dim;
-                float *out = o + n * o_stride + k * group * dim;
+                const num *keys = w->keys + k * dim * BLOCK;
+                const num *values = w->values + k * BLOCK * value_stride;
+                const num *query = queries + n * query_stride + k * group * dim;
+                num *out = o + n * o_stride + k * group * dim;
 #define CASE(G)                                                                                  \
     case G:                                                                                      \
         attend(query + g * dim, dim, value_stride, keys, values, table, key_size, value_size,    \
-               p->positions[n] + 1, m->attention_scale, scores, stride, out + g * dim, G);       \
+               p->positions[n] + 1, m->attention_scale, scores, shares, stride, out + g * dim,   \
+               G);                                                                               \
         break;
                 for (long g = 0; g < group; g += 4)
                     switch (group - g < 4 ? group - g : 4) { CASE(1) CASE(2) CASE(3) CASE(4) }
@@ -415,13 +492,13 @@ void ludus_forward(const Model *m, const Pass *p, float *scratch, float *logits,
 void ludus_copy(const Model *m, int layer, long from, long to, int count) {
     const long dim = m->head_dim, KV = m->kv_heads, value_stride = whole(dim, 2 * LANES);
     const Layer *w = m->layer + layer;
-    for (long row = 0; row < KV * dim; row++)
+    for (long row = 0; row < KV * dim; row += PAIR)
         memcpy(w->keys + (to * KV * dim + row) * BLOCK, w->keys + (from * KV * dim + row) * BLOCK,
-               count * sizeof(float));
+               count * PAIR * sizeof(num));
     for (long k = 0; k < KV; k++)
         memcpy(w->values + (to * KV + k) * BLOCK * value_stride,
                w->values + (from * KV + k) * BLOCK * value_stride,
-               count * value_stride * sizeof(float));
+               whole(count, PAIR) * value_stride * sizeof(num));
 }
 
 /* ---------------------------------------------------------------- sampling ------------------- */

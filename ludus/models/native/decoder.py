@@ -1,7 +1,8 @@
-"""A Llama-shaped decoder in float32 on the CPU, as one call of native code for each pass.
+"""A Llama-shaped decoder on the CPU, as one call of native code for each pass.
 
 It reads packed copies of the weights, which are made anew when a parameter has changed. A token's
-numbers do not depend on what else is computed with it, to the bit.
+numbers do not depend on what else is computed with it, to the bit. In bfloat16 weights, keys,
+values and what they are multiplied with have 8 bits; sums, norms and the residual stream keep 24.
 """
 
 from __future__ import annotations
@@ -22,18 +23,24 @@ _ACTIVATIONS = {"silu": 2, "gelu_tanh": 3}  # as in decoder.c
 class NativeDecoder:
     """A `Decoder` of a model read by `ludus.models.llama.read`.
 
+    Args:
+        dtype: of the products. float32 needs weights in float32, bfloat16 takes both.
+
     Errors: `ludus.models.native.Unavailable` where the kernels cannot be had; ValueError for a
-    model that is not float32 on the CPU.
+    model or a precision that they do not serve.
     """
 
     name = "native"
     mixes = True
 
-    def __init__(self, llama: Llama) -> None:
-        weight = llama.embedding.weight
-        if weight.dtype != torch.float32 or weight.device.type != "cpu":
-            raise ValueError("native code computes in float32 on the CPU")
-        self.kernels = Kernels()
+    def __init__(self, llama: Llama, dtype: torch.dtype = torch.float32) -> None:
+        weight, half = llama.embedding.weight, dtype == torch.bfloat16
+        known = {torch.float32, torch.bfloat16} if half else {torch.float32}
+        if weight.device.type != "cpu" or dtype not in known or weight.dtype not in known:
+            raise ValueError("native code computes in float32 or bfloat16 on the CPU")
+        if llama.head_dim % 2:
+            raise ValueError("native code computes heads of an even size")
+        self.kernels, self._exact = Kernels(half), Kernels()
         self._llama = llama
         self._layers = (Layer * len(llama.layers))()
         self._model = Model(
@@ -72,7 +79,7 @@ class NativeDecoder:
             for name, stored, size in zip(
                 ("keys", "values"), (self._keys, self._values), sizes, strict=True
             ):
-                grown = torch.empty(num_blocks, llama.kv_heads * size)
+                grown = torch.empty(num_blocks, llama.kv_heads * size, dtype=self.kernels.dtype)
                 if self._num_blocks:
                     grown[: self._num_blocks] = stored[number]
                     stored[number] = grown
@@ -137,18 +144,16 @@ class NativeDecoder:
         self._versions = versions
         llama, model = self._llama, self._model
         self._weights = []
-        model.embeddings = self._keep(llama.embedding.weight.detach().contiguous())
-        model.final_norm = self._keep(llama.final_norm.scale())
+        model.embeddings = self._floats(llama.embedding.weight)
+        model.final_norm = self._floats(llama.final_norm.scale())
         model.head = self._keep(self.kernels.pack([llama.head.weight()]))
         for layer, native in zip(llama.layers, self._layers, strict=True):
             self._pack_layer(layer, native)
 
     def _pack_layer(self, layer: LlamaLayer, native: Layer) -> None:
-        keep = self._keep
-        native.attention_norm = keep(layer.attention_norm.scale())
-        native.mlp_norm = keep(layer.mlp_norm.scale())
-        native.query_norm = keep(layer.query_norm.scale() if layer.query_norm else None)
-        native.key_norm = keep(layer.key_norm.scale() if layer.key_norm else None)
+        for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm"):
+            norm = getattr(layer, name)
+            setattr(native, name, None if norm is None else self._floats(norm.scale()))
         for name, parts in (
             ("qkv", [layer.query, layer.key, layer.value]),
             ("output", [layer.output]),
@@ -158,17 +163,18 @@ class NativeDecoder:
             pair = name == "gate_up"
             weights = [part.weight() for part in parts]
             biases = [part.bias() for part in parts]
-            setattr(native, name, keep(self.kernels.pack(weights, pair)))
+            setattr(native, name, self._keep(self.kernels.pack(weights, pair)))
             if any(bias is not None for bias in biases):
                 columns = [
                     weight.new_zeros(len(weight), 1) if bias is None else bias[:, None]
                     for weight, bias in zip(weights, biases, strict=True)
                 ]
-                setattr(native, f"{name}_bias", keep(self.kernels.pack(columns, pair)))
+                setattr(native, f"{name}_bias", self._keep(self._exact.pack(columns, pair)))
 
-    def _keep(self, tensor: Tensor | None) -> int | None:
+    def _floats(self, tensor: Tensor) -> int:
+        return self._keep(tensor.detach().float().contiguous())
+
+    def _keep(self, tensor: Tensor) -> int:
         """The tensor's address; it lives until the weights are packed anew."""
-        if tensor is None:
-            return None
         self._weights.append(tensor)
         return tensor.data_ptr()
