@@ -18,6 +18,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -35,10 +38,14 @@
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec v) { *(vec *)p = v; }
 INLINE long whole(long n, long unit) { return (n + unit - 1) / unit * unit; }
+
+/* a where the mask is set, else b */
+INLINE vec pick(ints mask, vec a, vec b) { return (vec)((mask & (ints)a) | (~mask & (ints)b)); }
 
 /* What is multiplied: `num` a number, PAIR of them that are summed over, `few` a vector of these. */
 #ifdef HALF
@@ -56,11 +63,16 @@ INLINE num narrow(float x) {
 INLINE few splat(const num *p) { return *(const two *)p - (few){0}; }
 INLINE few first(few v) { return v & 0xffff; }
 #ifdef __AVX512BF16__
-#include <immintrin.h>
+INLINE void put(num *to, vec v) {
+    *(__m256i_u *)to = (__m256i)_mm512_cvtneps_pbh((__m512)v);
+}
 INLINE vec dot(vec sum, few a, few b) {
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
 #else
+INLINE void put(num *to, vec v) {
+    for (int l = 0; l < LANES; l++) to[l] = narrow(v[l]);
+}
 INLINE vec dot(vec sum, few a, few b) {
     sum += (vec)(few)(a & -65536) * (vec)(few)(b & -65536);
     return sum + (vec)(few)(a << 16) * (vec)(few)(b << 16);
@@ -71,38 +83,46 @@ INLINE vec dot(vec sum, few a, few b) {
 typedef float num;
 typedef vec few;
 INLINE num narrow(float x) { return x; }
+INLINE void put(num *to, vec v) { store(to, v); }
 INLINE few splat(const num *p) { return *p - (few){0}; }
 INLINE few first(few v) { return v; }
 INLINE vec dot(vec sum, few a, few b) { return sum + a * b; }
 #endif
 INLINE few fetch(const num *p) { return *(const few *)p; }
 
-/* exp(x) for x <= 0 or a little above, 0 below -87; Cephes' polynomial, within 2 ulp. The compiler
-   turns loops of it into vectors. */
-INLINE float exponential(float x) {
+/* e^x, within 2 ulp (Cephes' polynomial); 0 far below 0, infinity far above. */
+INLINE vec exponential(vec x) {
+#ifdef __AVX512F__
+    x = (vec)_mm512_max_ps(_mm512_set1_ps(-200.f), (__m512)x); /* what is not a number stays */
+    vec n = (vec)_mm512_roundscale_ps((__m512)(x * 1.44269504f), 0);
+#else
     const float shift = 12582912.f; /* 1.5 * 2^23: adding it rounds to an integer */
-    float n = (x * 1.44269504f + shift) - shift;
-    float r = x - n * 0.693359375f;
+    vec n = (x * 1.44269504f + shift) - shift;
+#endif
+    vec r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
-    float y = 1.9875691500e-4f;
-    y = y * r + 1.3981999507e-3f;
+    vec y = r * 1.9875691500e-4f + 1.3981999507e-3f;
     y = y * r + 8.3334519073e-3f;
     y = y * r + 4.1665795894e-2f;
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * r * r + r + 1.f;
-    float clamped = n < -126.f ? -126.f : n > 127.f ? 127.f : n;
-    union { int32_t i; float f; } power = {((int32_t)clamped + 127) << 23};
-    return x < -87.f ? 0.f : y * power.f;
+#ifdef __AVX512F__
+    return (vec)_mm512_scalef_ps((__m512)y, (__m512)n);
+#else
+    n = pick(n < -126.f, (vec){0} - 126.f, pick(n > 127.f, (vec){0} + 127.f, n));
+    ints power = (__builtin_convertvector(n, ints) + 127) << 23;
+    y = pick(x > 88.f, (vec){0} + INFINITY, y * (vec)power);
+    return pick(x < -87.f, (vec){0}, y);
+#endif
 }
 
 /* The largest of `size` numbers; those that are not numbers are passed over. */
 INLINE float largest(const float *x, long size) {
-    float part[LANES], top = -INFINITY;
+    float top = -INFINITY;
+    vec part = (vec){0} - INFINITY;
     long n = 0;
-    for (int l = 0; l < LANES; l++) part[l] = -INFINITY;
-    for (; n + LANES <= size; n += LANES)
-        for (int l = 0; l < LANES; l++) part[l] = x[n + l] > part[l] ? x[n + l] : part[l];
+    for (; n + LANES <= size; n += LANES) part = pick(load(x + n) > part, load(x + n), part);
     for (; n < size; n++) top = x[n] > top ? x[n] : top;
     for (int l = 0; l < LANES; l++) top = part[l] > top ? part[l] : top;
     return top;
@@ -110,10 +130,10 @@ INLINE float largest(const float *x, long size) {
 
 /* Their sum, in an order that depends on `size` alone. */
 INLINE float sum_of(const float *x, long size) {
-    float part[LANES] = {0}, total = 0;
+    float total = 0;
+    vec part = {0};
     long n = 0;
-    for (; n + LANES <= size; n += LANES)
-        for (int l = 0; l < LANES; l++) part[l] += x[n + l];
+    for (; n + LANES <= size; n += LANES) part += load(x + n);
     for (int l = 0; n + l < size; l++) part[l] += x[n + l];
     for (int l = 0; l < LANES; l++) total += part[l];
     return total;
@@ -140,15 +160,11 @@ void ludus_pack(const float *weight, num *packed, long outputs, long inputs, lon
 
 enum { STORE, ADD, SILU, GELU };
 
-INLINE void activate(float *gate, const float *up, int kind) {
-    for (int j = 0; j < LANES; j++) {
-        float x = gate[j], e;
-        /* gelu(x), tanh form: x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)) */
-        float z = kind == SILU ? x : 1.5957691216f * (x + 0.044715f * x * x * x);
-        float m = z < 0.f ? z : -z;
-        e = exponential(m);
-        gate[j] = x * (z < 0.f ? e : 1.f) / (1.f + e) * up[j];
-    }
+INLINE vec activate(vec x, vec up, int kind) {
+    /* gelu(x), tanh form: x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)) */
+    vec z = x;
+    if (kind == GELU) z = 1.5957691216f * (x + 0.044715f * x * x * x);
+    return x * up / (1.f + exponential(-z));
 }
 
 /* `rows` rows of x times one panel; y are numbers to multiply after an activation, else floats. */
@@ -176,11 +192,7 @@ INLINE void tile(const num *x, long x_stride, const num *panel, const float *bia
             store(to, load(to) + sum[r][0]);
             store(to + LANES, load(to + LANES) + sum[r][1]);
         } else {
-            float gate[LANES], up[LANES];
-            store(gate, sum[r][0]);
-            store(up, sum[r][1]);
-            activate(gate, up, kind);
-            for (int j = 0; j < LANES; j++) ((num *)y)[r * y_stride + j] = narrow(gate[j]);
+            put((num *)y + r * y_stride, activate(sum[r][0], sum[r][1], kind));
         }
     }
 }
@@ -218,10 +230,10 @@ static void multiply(const num *x, long x_stride, const num *packed, const float
 
 /* 1 / rms(x) */
 INLINE float normal(const float *x, long size, float eps) {
-    float part[LANES] = {0}, total = 0;
+    vec part = {0};
+    float total = 0;
     long n = 0;
-    for (; n + LANES <= size; n += LANES)
-        for (int j = 0; j < LANES; j++) part[j] += x[n + j] * x[n + j];
+    for (; n + LANES <= size; n += LANES) part += load(x + n) * load(x + n);
     for (int j = 0; n + j < size; j++) part[j] += x[n + j] * x[n + j];
     for (int j = 0; j < LANES; j++) total += part[j];
     return 1.f / sqrtf(total / size + eps);
@@ -230,7 +242,9 @@ INLINE float normal(const float *x, long size, float eps) {
 /* y = x / rms(x) * weight */
 INLINE void normalise(const float *x, const float *weight, num *y, long size, float eps) {
     float scale = normal(x, size, eps);
-    for (long n = 0; n < size; n++) y[n] = narrow(x[n] * scale * weight[n]);
+    long n = 0;
+    for (; n + LANES <= size; n += LANES) put(y + n, load(x + n) * scale * load(weight + n));
+    for (; n < size; n++) y[n] = narrow(x[n] * scale * weight[n]);
 }
 
 /* ---------------------------------------------------------------- attention ------------------ */
@@ -269,11 +283,20 @@ INLINE void score(const num *query, int dim, const num *const keys[SPAN],
                 store(scores + h * stride + b * BLOCK + p * LANES, sum[h][b][p]);
 }
 
-/* softmax in place over `length` scores; returns 1 / the sum of what is left there. */
+/* softmax in place over `length` scores, zeros after them to a whole vector; returns 1 / the sum of
+   what is left there. */
 INLINE float soften(float *scores, long length, float scale) {
+    for (long j = length; j % LANES; j++) scores[j] = -INFINITY;
     float top = largest(scores, length);
-    for (long j = 0; j < length; j++) scores[j] = exponential((scores[j] - top) * scale);
-    return 1.f / sum_of(scores, length);
+    vec sum = {0};
+    for (long j = 0; j < length; j += LANES) {
+        vec e = exponential((load(scores + j) - top) * scale);
+        store(scores + j, e);
+        sum += e;
+    }
+    float total = 0;
+    for (int l = 0; l < LANES; l++) total += sum[l];
+    return 1.f / total;
 }
 
 /* Sum of values weighted by shares, for two vectors of numbers of `heads` heads; even and odd
@@ -335,20 +358,19 @@ INLINE void attend(const num *query, int dim, long value_stride, const num *keys
     float inverse[4];
     for (int h = 0; h < heads; h++) {
         inverse[h] = soften(scores + h * stride, length, scale);
-        if (PAIR > 1) {
-            for (long j = 0; j < length; j++) shares[h * stride + j] = narrow(scores[h * stride + j]);
-            if (length % PAIR) shares[h * stride + length] = 0;
-        }
+        if (PAIR > 1)
+            for (long j = 0; j < length; j += LANES)
+                put(shares + h * stride + j, load(scores + h * stride + j));
     }
     for (int c = 0; c < dim; c += 2 * LANES) {
         vec sum[4][2];
         weigh(shares, stride, length, values + c * PAIR, table, value_size, value_stride, sum, heads);
         for (int h = 0; h < heads; h++) {
-            float found[2 * LANES];
-            store(found, sum[h][0] * inverse[h]);
-            store(found + LANES, sum[h][1] * inverse[h]);
+            num found[2 * LANES];
+            put(found, sum[h][0] * inverse[h]);
+            put(found + LANES, sum[h][1] * inverse[h]);
             int count = dim - c < 2 * LANES ? dim - c : 2 * LANES;
-            for (int j = 0; j < count; j++) out[h * dim + c + j] = narrow(found[j]);
+            memcpy(out + h * dim + c, found, count * sizeof(num));
         }
     }
 }
@@ -516,9 +538,15 @@ long ludus_sample(const float *logits, long stride, long rows, long vocab, const
         const float *l = logits + r * stride;
         float *e = scratch + THREAD * vocab, best = largest(l, vocab);
         float inverse = temperatures[r] > 0 ? (float)(1 / temperatures[r]) : 1.f;
-        for (long j = 0; j < vocab; j++) {
-            float d = l[j] - best;
-            e[j] = exponential(d == 0.f ? 0.f : d * inverse);
+        for (long j = 0; j < vocab; j += LANES) {
+            long left = vocab - j < LANES ? vocab - j : LANES;
+            vec d = (vec){0} - INFINITY;
+            if (left == LANES) d = load(l + j);
+            else memcpy(&d, l + j, left * sizeof(float));
+            d = d - best;
+            d = exponential(pick(d == 0.f, d, d * inverse));
+            if (left == LANES) store(e + j, d);
+            else memcpy(e + j, &d, left * sizeof(float));
         }
         /* Sums of 64 in float32, those in float64: so the search need not add each number again. */
         double total = 0;
