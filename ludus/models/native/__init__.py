@@ -31,8 +31,8 @@ class Unavailable(Exception):
 
 
 @functools.cache
-def library(half: bool = False) -> ctypes.CDLL:
-    """The compiled kernels, in float32 or in bfloat16. Errors: Unavailable."""
+def library(half: bool = False, source: Path = SOURCE) -> ctypes.CDLL:
+    """The compiled kernels of a source, in float32 or in bfloat16. Errors: Unavailable."""
     if os.environ.get("LUDUS_NATIVE", "1") == "0":
         raise Unavailable("LUDUS_NATIVE=0 is set")
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
@@ -42,20 +42,20 @@ def library(half: bool = False) -> ctypes.CDLL:
     flags = (*FLAGS, "-DHALF") if half else FLAGS
     for options in VARIANTS:
         try:
-            return ctypes.CDLL(str(_built(compiler, (*flags, *options))))
+            return ctypes.CDLL(str(_built(source, compiler, (*flags, *options))))
         except (OSError, subprocess.SubprocessError) as error:
             output = getattr(error, "stderr", None)
             messages.append(output.strip() if isinstance(output, str) and output else str(error))
     raise Unavailable(f"{compiler} could not build the kernels: {messages[-1][-500:]}")
 
 
-def _built(compiler: str, flags: tuple[str, ...]) -> Path:
+def _built(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
     """The library's path, built if it is not there yet."""
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    key = "\0".join([SOURCE.read_text(), version, *flags, _processor()])
-    name = f"decoder-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    key = "\0".join([source.read_text(), version, *flags, _processor()])
+    name = f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     for folder in _folders():
         path = folder / name
         try:
@@ -66,7 +66,7 @@ def _built(compiler: str, flags: tuple[str, ...]) -> Path:
                 return path
             with tempfile.TemporaryDirectory(dir=folder) as aside:
                 made = Path(aside) / name
-                command = [compiler, *flags, str(SOURCE), "-o", str(made), "-lm"]
+                command = [compiler, *flags, str(source), "-o", str(made), "-lm"]
                 subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
                 made.replace(path)
         except OSError as error:  # a folder that cannot be written
