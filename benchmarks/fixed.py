@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ludus.backends.local import LocalBackend
 from ludus.core.schema import OptimizerConfig, RunConfig
 from ludus.core.types import Group, Message, Observation, Spec, StepResult, Task
 from ludus.envs.base import Env
-from ludus.loop import Stage, run_stage
+from ludus.loop import Recorder, Stage, run_stage
 from ludus.models.renderer import Renderer
 from ludus.models.sampler import Completion, Sampler, SamplingParams
 from ludus.models.tokenizers import train_tokenizer
@@ -147,7 +147,9 @@ class LudusSteps:
     Args:
         tokens_per_batch: at most, in a forward pass.
         clock: tells `rollout_s`, the last step's share.
-        settings: further sections of the configuration.
+        env: takes `FixedEnv`'s arguments.
+        rollout: further settings of that section.
+        settings: further sections of the configuration: `sampler`, `learner`, `rl`.
     """
 
     def __init__(
@@ -158,12 +160,14 @@ class LudusSteps:
         *,
         tokens_per_batch: int = 8192,
         clock: Callable[[], float] = time.perf_counter,
+        env: str = "fixed:FixedEnv",
+        rollout: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         tokenizer = make_tokenizer(model.config.vocab_size)
         renderer = Renderer(tokenizer)
         args = {"prompt": work.prompt, "turns": work.turns, "observation": work.observation}
-        spec = {"name": "fixed:FixedEnv", "args": args}
+        spec = {"name": env, "args": args}
         weight = next(model.parameters())
         config = RunConfig.model_validate(
             {
@@ -181,6 +185,7 @@ class LudusSteps:
                     "concurrency": work.samples,
                     "episode_deadline_s": 3600,
                     "step_deadline_s": 3600,
+                    **(rollout or {}),
                 },
                 **settings,
             }
@@ -190,13 +195,13 @@ class LudusSteps:
         self.backend = LocalBackend(model, renderer, config, folder)
         self.deterministic = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(False)  # the peer need not pay for it
-        collector = Collector(
+        self.collector = Collector(
             FixedSampler(self.backend.sampler), renderer, config.rollout, Spec(**spec)
         )
 
         async def collect(tasks: Sequence[Task], step: int, first: int) -> list[Group]:
             start = self.clock()
-            groups = await collector.collect(tasks, step, work.group_size, first)
+            groups = await self.collector.collect(tasks, step, work.group_size, first)
             self.rollout_s = self.clock() - start
             return groups
 
@@ -206,21 +211,24 @@ class LudusSteps:
             tasks=TaskSampler([Task(id=f"task {number}") for number in range(1024)]),
             groups_per_step=work.groups,
             collect=collect,
-            algorithm=ALGORITHMS.build("grpo"),
+            algorithm=ALGORITHMS.build(config.rl.algorithm if config.rl else Spec(name="grpo")),
             optimizer=OptimizerConfig(lr=1e-6),
             tokens_per_batch=tokens_per_batch,
             pad_id=tokenizer.pad_token_id,
         )
         self.backend.begin_stage(self.stage.optimizer, 10_000, 1.0, self.stage.algorithm)
 
-    def step(self) -> dict[str, float]:
-        """The metrics of one more step. Errors: SystemExit where it did not do the work."""
+    def run(self, stage: Stage, recorder: Recorder, start: int = 0) -> None:
+        """The stage's steps from `start` on."""
         torch.use_deterministic_algorithms(self.deterministic)
         try:
-            until = replace(self.stage, steps=self.number + 1)
-            asyncio.run(run_stage(until, self.backend, self.kept, self.number))
+            asyncio.run(run_stage(stage, self.backend, recorder, start))
         finally:
             torch.use_deterministic_algorithms(False)
+
+    def step(self) -> dict[str, float]:
+        """The metrics of one more step. Errors: SystemExit where it did not do the work."""
+        self.run(replace(self.stage, steps=self.number + 1), self.kept, self.number)
         self.number += 1
         metrics = self.kept.metrics[-1]
         found = metrics["rollout/sampled_tokens"], metrics["rollout/tokens"]

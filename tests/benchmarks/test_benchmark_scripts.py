@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +100,47 @@ def test_a_step_beside_trl() -> None:
     pytest.importorskip("trl", reason="TRL is not installed: nothing to compare with")
     told = run("step.py", "--quick")
     assert "0.9 M 16 + 2 turns of 4, 12 between TRL " in told
+    waited = re.findall(r"^waiting: (.*): [\d.]+ s a step$", told, re.MULTILINE)
+    assert waited == [
+        "ludus",
+        "ludus, `rl.max_staleness: 4`",
+        "TRL, `rollout_func`",
+        "TRL, `environment_factory`, async tool",
+    ]
+
+
+def test_time_to_success_beside_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed: nothing to compare with")
+    run("success.py", "--quick", "--seeds", "0", "--folder", str(tmp_path))
+    names = ("ludus", "rollout", "environment")
+    found = {name: json.loads((tmp_path / f"{name}-0.json").read_text()) for name in names}
+    for result in found.values():
+        assert len(result["steps"]) == 2
+        assert [point["step"] for point in result["points"]] == [0, 1, 2]
+        assert result["points"][0] == found["ludus"]["points"][0]  # the same weights, the same test
+    played = [
+        [(step["sampled_tokens"], step["tokens"], step["reward"]) for step in found[name]["steps"]]
+        for name in ("rollout", "environment")
+    ]
+    assert played[0] == played[1]  # two ways of one thing: episodes end where they should in both
+
+
+def test_the_page_of_time_to_success(tmp_path: Path) -> None:
+    script = f"""
+import json, pathlib, common, success_page
+out = pathlib.Path({str(tmp_path)!r})
+success_page.RESULTS = common.RESULTS = out
+step = {{"seconds": 5.0, "rollout_s": 2.0, "sampled_tokens": 100.0, "tokens": 900.0, "reward": 0.5}}
+def result(program, success):
+    points = [dict(step=0, seconds=0.0, success=0.5), dict(step=5, seconds=20.0, success=success)]
+    return dict(program=program, seed=0, micro_batch=16, points=points, steps=[step])
+facts = common.machine(1) | {{"load_after": 0.0}}
+results = [result("ludus", 0.81), result("rollout", 0.79)]
+success_page.publish(results, facts, "About.", 0.8, 360.0)
+"""
+    pytest.importorskip("trl", reason="TRL is not installed: nothing to compare with")
+    subprocess.run([sys.executable, "-c", script], cwd=FOLDER, check=True, timeout=240)
+    page = (tmp_path / "success.md").read_text()
+    assert "| ludus | **20** |" in page
+    assert "| TRL, `rollout_func` | not in 20 |" in page
+    assert "<svg" in (tmp_path / "success.svg").read_text()

@@ -1,0 +1,286 @@
+"""Seconds of training until 80 % success on BabyAI: ludus against TRL's `GRPOTrainer`.
+
+    python benchmarks/success.py [--seeds 0 1 2] [--programs ludus ...] [--folder DIR] [--quick]
+
+A policy of 0.8 M parameters learns by SFT, once a seed, as in recipes/babyai-tiny.yaml. From these
+weights each program trains with GRPO on the same tasks in the same order, 16 groups of 8 episodes a
+step, until it wins 80 % of 256 held-out tasks, played greedily by ludus every five steps. Seconds
+are those of training, of processor time, on one thread. What is finished lies in DIR, and is not
+run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from common import machine
+
+import torch  # isort: skip - after common, which sets the threads' policy
+from fixed import Kept
+
+from ludus.assemble import read_splits
+from ludus.core.config import load_config
+from ludus.core.schema import EvaluateConfig, RunConfig
+from ludus.core.types import Group, Task
+from ludus.launch import train
+from ludus.loop import Stage, run_stage
+from ludus.pipeline import TrainingRun
+from ludus.progress import Display
+from ludus.runs import RunFolder
+from ludus.tasks.sampler import TaskSampler
+from ludus.train import ALGORITHMS
+from ludus.train.checkpoint import CheckpointStore, load
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "babyai-tiny.yaml"
+PROGRAMS = ("ludus", "rollout", "environment")
+"""The last two are TRL with a `rollout_func`, and with its `environment_factory`."""
+TARGET, BOUND_S = 0.8, 480.0
+"""Held-out success that ends a run, and seconds of training after which it is given up."""
+MICRO_BATCHES = (128, 64, 32, 16)
+"""Samples of one forward pass that TRL is tried with."""
+FULL = {
+    "rl.steps": 150,
+    "rl.groups_per_step": 16,
+    "rl.optimizer.lr": 3e-4,
+    "rl.optimizer.warmup_steps": 10,
+    "rl.optimizer.schedule": "constant",
+    "rollout.concurrency": 128,
+    "evaluate.every": 5,
+    "evaluate.num_tasks": 256,
+    "threads": 1,
+}
+QUICK = FULL | {
+    "rl.steps": 2,
+    "rl.groups_per_step": 2,
+    "rl.group_size": 2,
+    "evaluate.every": 1,
+    "evaluate.num_tasks": 4,
+    "demonstrations.num_episodes": 4,
+    "sft.steps": 2,
+}
+
+
+class Course:
+    """A program's curve: what it had won, and when.
+
+    Args:
+        run: plays the held-out tasks, with its own model.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.run = run
+        self.points: list[dict[str, float]] = []
+        self.steps: list[dict[str, float]] = []
+
+    async def evaluate(self) -> float:
+        """Add a point: held-out success after the steps so far."""
+        settings = EvaluateConfig(num_tasks=self.run.config.evaluate.num_tasks)
+        step = len(self.steps)
+        _, result = await self.run.play("course", step, settings)
+        success, seconds = result.success.value, self.steps[-1]["seconds"] if step else 0.0
+        self.points.append({"step": step, "seconds": seconds, "success": success})
+        # What TRL prints is kept from the terminal; this is not.
+        print(f"  step {step}, {seconds:.1f} s: {success:.1%}", file=sys.__stdout__, flush=True)
+        return success
+
+    def add(self, seconds: float, figures: dict[str, float]) -> bool:
+        """Note a step, done `seconds` after the beginning; whether to evaluate now."""
+        self.steps.append({"seconds": seconds, **figures})
+        return self.over() or len(self.steps) % self.run.config.evaluate.every == 0
+
+    def over(self) -> bool:
+        """Whether the steps or the seconds are used up, or the target was reached."""
+        assert self.run.config.rl is not None
+        last = self.steps[-1]["seconds"]
+        reached = self.points[-1]["success"] >= TARGET and self.points[-1]["seconds"] == last
+        return reached or last >= BOUND_S or len(self.steps) == self.run.config.rl.steps
+
+
+def config_of(seed: int, quick: bool, **more: Any) -> RunConfig:
+    settings = {**(QUICK if quick else FULL), "seed": seed, **more}
+    return load_config(RECIPE, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+
+
+def start_of(seed: int, folder: Path, quick: bool) -> RunFolder:
+    """The run that ends with the weights which all programs of a seed begin with."""
+    run = RunFolder(folder / f"start-{seed}-1")
+    if not run.report.exists():
+        name = f"start-{seed}"
+        config = config_of(seed, quick, name=name, runs_dir=str(folder))
+        run = train(config.model_copy(update={"rl": None}), Display())
+    return run
+
+
+def opened(seed: int, folder: Path, quick: bool) -> tuple[TrainingRun, Sequence[Task]]:
+    """The start, loaded, and the tasks that are trained on."""
+    start, config = start_of(seed, folder, quick), config_of(seed, quick)
+    splits = read_splits(config)
+    run = TrainingRun(start, config, None, None, Display())
+    run.build(splits[1])
+    newest = CheckpointStore(start.checkpoints).latest()
+    assert newest is not None
+    load(newest.path, model=run.model)
+    run.backend.sampler.publish(0)
+    return run, splits[0]
+
+
+async def train_ludus(run: TrainingRun, tasks: Sequence[Task], course: Course) -> None:
+    config, kept = run.config, Kept()
+    rl = config.rl
+    assert rl is not None
+    rollout_s = evaluated_s = 0.0
+
+    async def collect(tasks: Sequence[Task], step: int, first: int) -> list[Group]:
+        nonlocal rollout_s
+        start = time.process_time()
+        groups = await run.collector.collect(tasks, step, rl.group_size, first)
+        rollout_s += time.process_time() - start
+        return groups
+
+    async def after_step(step: int) -> bool:
+        nonlocal evaluated_s
+        stopped = time.process_time()
+        names = ("sampled_tokens", "tokens", "reward")
+        figures = {name: kept.metrics[-1][f"rollout/{name}"] for name in names}
+        figures["rollout_s"] = rollout_s
+        if course.add(stopped - began - evaluated_s, figures):
+            await course.evaluate()
+        evaluated_s += time.process_time() - stopped
+        return not course.over()
+
+    stage = Stage(
+        name="rl",
+        steps=rl.steps,
+        tasks=TaskSampler(tasks, shuffle=False),
+        groups_per_step=rl.groups_per_step,
+        collect=collect,
+        algorithm=ALGORITHMS.build(rl.algorithm),
+        optimizer=rl.optimizer,
+        tokens_per_batch=rl.tokens_per_batch,
+        pad_id=run.tokenizer.pad_token_id or 0,
+        temperature=config.rollout.temperature,
+        seed=config.seed,
+        after_step=after_step,
+    )
+    await course.evaluate()
+    began = time.process_time()
+    run.backend.begin_stage(stage.optimizer, rl.steps, stage.temperature, stage.algorithm)
+    await run_stage(stage, run.backend, kept)
+
+
+def train_trl(
+    mode: str, run: TrainingRun, tasks: Sequence[Task], course: Course, folder: Path
+) -> int:
+    """Returns the micro-batch that was used."""
+    import success_trl
+
+    torch.use_deterministic_algorithms(False)  # it need not pay for what ludus's back end asks
+    asyncio.run(course.evaluate())
+    with tempfile.TemporaryDirectory() as weights:
+        run.model.save_pretrained(weights)
+        go = partial(success_trl.train, mode, run.config, run.tokenizer, weights, tasks)
+        micro_batch = _tuned(go, folder / f"tuned-{mode}.json", run.config)
+
+        def after_step(model: Any, seconds: float, figures: dict[str, float]) -> bool:
+            if course.add(seconds, figures):
+                run.model.load_state_dict(model.state_dict())
+                run.backend.sampler.publish(len(course.steps))
+                asyncio.run(course.evaluate())
+            return not course.over()
+
+        assert run.config.rl is not None
+        go(micro_batch, run.config.rl.steps, after_step)
+    return micro_batch
+
+
+def _tuned(go: Any, path: Path, config: RunConfig) -> int:
+    """The micro-batch with which the second of two steps is fastest; tried once for all seeds."""
+    if not path.exists():
+        assert config.rl is not None
+        samples = config.rl.groups_per_step * config.rl.group_size
+        tried: dict[int, float] = {}
+        for size in (size for size in MICRO_BATCHES if samples % size == 0):
+            seconds: list[float] = []
+
+            def after_step(_: Any, now: float, __: Any, seconds: list[float] = seconds) -> bool:
+                seconds.append(now)
+                return True
+
+            go(size, 2, after_step)
+            tried[size] = seconds[1] - seconds[0]
+        path.write_text(json.dumps(tried or {samples: 0.0}))
+    tried = {int(size): s for size, s in json.loads(path.read_text()).items()}
+    return min(tried, key=lambda size: tried[size])
+
+
+def measure(program: str, seed: int, folder: Path, quick: bool) -> None:
+    """Run a program, and write what it did."""
+    torch.set_num_threads(1)
+    run, tasks = opened(seed, folder, quick)
+    course, micro_batch = Course(run), None
+    if program == "ludus":
+        asyncio.run(train_ludus(run, tasks, course))
+    else:
+        micro_batch = train_trl(program, run, tasks, course, folder)
+    run.backend.close()
+    told = {"program": program, "seed": seed, "micro_batch": micro_batch}
+    told |= {"points": course.points, "steps": course.steps}
+    (folder / f"{program}-{seed}.json").write_text(json.dumps(told))
+
+
+def run_all(seeds: Sequence[int], programs: Sequence[str], folder: Path, quick: bool) -> None:
+    """What is not there yet: each program in a process of its own."""
+    for seed in seeds:
+        for program in programs:
+            if (folder / f"{program}-{seed}.json").exists():
+                continue
+            print(f"{program}, seed {seed}", flush=True)
+            work = (program, seed, folder, quick)
+            child = multiprocessing.get_context("spawn").Process(target=measure, args=work)
+            child.start()
+            child.join()
+            if child.exitcode:
+                raise SystemExit(f"{program}, seed {seed}: ended with {child.exitcode}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--folder", type=Path, help="a new one where there is none")
+    parser.add_argument("--quick", action="store_true", help="toy size, nothing published")
+    args = parser.parse_args()
+    facts = machine(1)
+    with tempfile.TemporaryDirectory() as new:
+        folder = (args.folder or Path(new)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        run_all(args.seeds, args.programs, folder, args.quick)
+        results = [
+            json.loads((folder / f"{program}-{seed}.json").read_text())
+            for seed in args.seeds
+            for program in args.programs
+        ]
+    if not args.quick:
+        from success_page import publish
+
+        about = "\n".join((__doc__ or "").strip().splitlines()[4:])
+        publish(results, facts | {"load_after": machine(1)["load"]}, about, TARGET, BOUND_S)
+
+
+if __name__ == "__main__":
+    main()

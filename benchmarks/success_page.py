@@ -1,0 +1,124 @@
+"""The page of `success.py`: a table, and success over seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("svg")
+import matplotlib.pyplot as plt
+from common import RESULTS, table, write
+
+NAMES = {
+    "ludus": "ludus",
+    "rollout": "TRL, `rollout_func`",
+    "environment": "TRL, `environment_factory`",
+}
+COLORS = {"ludus": "C0", "rollout": "C1", "environment": "C2"}
+
+
+def reached(result: dict[str, Any], target: float) -> dict[str, float] | None:
+    """The first point at or above the target, if there is one."""
+    return next((point for point in result["points"] if point["success"] >= target), None)
+
+
+def draw(path: Path, results: list[dict[str, Any]], target: float) -> None:
+    """Held-out success over seconds of training, and over steps."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    told: set[str] = set()
+    for result in results:
+        name = NAMES[result["program"]].replace("`", "")
+        for axis, what in zip(axes, ("seconds", "step"), strict=True):
+            axis.plot(
+                [point[what] for point in result["points"]],
+                [point["success"] for point in result["points"]],
+                "o-",
+                color=COLORS[result["program"]],
+                markersize=3,
+                linewidth=1,
+                label=None if name in told else name,
+            )
+        told.add(name)
+    for axis, label in zip(axes, ("seconds of training", "steps"), strict=True):
+        axis.axhline(target, color="0.5", linewidth=0.8, linestyle="--")
+        axis.set(xlabel=label, ylim=(0, 1))
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set(ylabel="held-out success")
+    axes[0].legend(loc="lower right", frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def cells(result: dict[str, Any], target: float) -> list[str]:
+    """A row of the table."""
+    point, steps = reached(result, target), result["steps"]
+    last = result["points"][-1]
+    done = f"**{point['seconds']:.0f}**" if point else f"not in {last['seconds']:.0f}"
+    num, sampled = len(steps), sum(step["sampled_tokens"] for step in steps)
+    return [
+        str(result["seed"]),
+        NAMES[result["program"]],
+        done,
+        str(num),
+        f"{result['points'][0]['success']:.1%}",
+        f"{last['success']:.1%}",
+        f"{steps[-1]['seconds'] / num:.2f} ({steps[-1]['rollout_s'] / num:.2f} of it rollout)",
+        f"{sampled:,.0f}",
+        f"{1e3 * steps[-1]['seconds'] / sampled:.2f}",
+        str(result["micro_batch"] or ""),
+    ]
+
+
+def factors(results: list[dict[str, Any]], target: float) -> list[str]:
+    """By how much ludus was there before each of the others, seed by seed."""
+    ours = {r["seed"]: reached(r, target) for r in results if r["program"] == "ludus"}
+    lines = []
+    for name in (name for name in NAMES if name != "ludus"):
+        theirs = [r for r in results if r["program"] == name and r["seed"] in ours]
+        both = [(r["seed"], ours[r["seed"]], reached(r, target)) for r in theirs]
+        told = [
+            f"{b['seconds'] / a['seconds']:.1f} (seed {seed}; steps: {b['step']}, {a['step']})"
+            for seed, a, b in both
+            if a and b
+        ]
+        if told:
+            lines.append(f"{NAMES[name]} / ludus, seconds to the target: {', '.join(told)}.")
+    return lines
+
+
+def publish(
+    results: list[dict[str, Any]], facts: dict[str, Any], about: str, target: float, bound_s: float
+) -> None:
+    from importlib.metadata import version
+
+    facts |= {name: version(name) for name in ("trl", "accelerate", "minigrid")}
+    head = ["seed", "program", f"s to {target:.0%}", "steps", "start", "end", "s a step"]
+    head += ["tokens sampled", "ms a sampled token", "micro-batch"]
+    rows = [cells(result, target) for result in results]
+    draw(RESULTS / "success.svg", results, target)
+    text = f"""
+# Time to success against TRL
+
+{about}
+
+{table(head, rows)}
+
+{chr(10).join(factors(results, target))}
+
+![Held-out success over seconds and over steps](success.svg)
+
+Both have the same weights at the start, tokenizer, tasks, groups, loss (GRPO's, clipped at 0.2, no
+KL term), temperature, tokens a turn, turns, AdamW, learning rate and warm-up. They see the same
+texts, end episodes at the same point, and train on the sampled tokens alone. They do not draw the
+same random numbers: curves differ as those of two seeds do. A run is given up after {bound_s:.0f}
+seconds.
+
+TRL {facts["trl"]} is tuned: the micro-batch is the fastest of those tried, with no reference model,
+no checkpointing, fused AdamW and no logging. It takes its turns in two ways, which sample the same
+tokens from the same seed: a `rollout_func` around `generate`, and its `environment_factory`. There,
+an environment cannot end an episode; but a reply for which the completion has no room is dropped
+with the call, and the conversation is over. That is how episodes end here, at no further token.
+"""
+    write("success", text, facts, results)
