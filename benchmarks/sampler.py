@@ -2,9 +2,10 @@
 
     python benchmarks/sampler.py
 
-All sample from the model's own distribution (temperature 1, nothing cut) with a KV cache, in
-float32, and are checked first to give the same greedy tokens. All prompts of a batch have one
-length and all completions another, which suits `generate`: nothing is padded, nothing finishes
+All sample from the model's own distribution (temperature 1, nothing cut) with a KV cache. In
+float32 they are checked first to give the same greedy tokens; in bfloat16 the log-probabilities
+that the sampler gave are compared with those of the model in float32. All prompts of a batch have
+one length and all completions another, which suits `generate`: nothing is padded, nothing finishes
 early. Ours also returns the log-probability of every token; `generate` is not asked to.
 
 Beside them the time that the matrix products of the same tokens take, in torch, at the batch's
@@ -14,11 +15,11 @@ size: what is left when everything else costs nothing.
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from typing import Any, Literal
 
 from common import (
@@ -39,7 +40,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from ludus.models.engine import InProcessSampler
-from ludus.models.sampler import SamplingParams
+from ludus.models.sampler import Completion, SamplingParams
 
 PROMPT, COMPLETION = 64, 64
 BATCHES = (1, 16, 64, 256)
@@ -115,6 +116,26 @@ def run_generate_batch(model: Any, prompts: list[list[int]]) -> None:
 
 
 @torch.inference_mode()
+def deviation(model: Any, prompts: list[list[int]], sampler: InProcessSampler) -> float:
+    """How far the sampler's log-probabilities of its own tokens are from those of the model in
+    float32, in nats, in the mean of their sizes."""
+
+    async def sample() -> Completion:
+        sampler.open("a")
+        try:
+            params = SamplingParams(max_tokens=COMPLETION, temperature=1.0, seed=0)
+            return await sampler.sample(prompts[0], params, session="a")
+        finally:
+            sampler.close("a")
+
+    found = asyncio.run(sample())
+    ids = torch.tensor([[*prompts[0], *found.token_ids]])
+    logprobs = model(ids).logits[0, len(prompts[0]) - 1 : -1].log_softmax(-1)
+    exact = logprobs.gather(-1, torch.tensor(found.token_ids)[:, None]).flatten()
+    return float((exact - torch.tensor(found.logprobs)).abs().mean())
+
+
+@torch.inference_mode()
 def products_seconds(model: Any, batch: int) -> float:
     """The least time of all matrix products of prompts and completions, as `F.linear` in torch: the
     weights' sizes, `batch` rows at a time; the prompt's at up to 2,048 rows, without the head."""
@@ -122,7 +143,7 @@ def products_seconds(model: Any, batch: int) -> float:
     linears = [m.weight for m in model.model.layers.modules() if isinstance(m, torch.nn.Linear)]
 
     def seconds(weights: list[torch.Tensor], rows: int) -> float:
-        inputs = [torch.randn(rows, weight.shape[1]) for weight in weights]
+        inputs = [torch.randn(rows, w.shape[1], dtype=w.dtype) for w in weights]
         times = []
         for _ in range(7):
             start = clock()
@@ -139,7 +160,9 @@ def products_seconds(model: Any, batch: int) -> float:
 def measure(name: str, batch: int, repeats: int) -> dict[str, Any]:
     model = make_model(name).eval()
     prompts = prompts_of(batch, model.config.vocab_size)
+    half = copy.deepcopy(model).bfloat16()
     samplers = {path: make_sampler(model, path) for path in ("fast", "generic")}
+    rounded = InProcessSampler(model, context_length=1024, path="fast", dtype="bfloat16")
     greedy = run_generate(model, prompts[:4], 0.0)
     for path, sampler in samplers.items():
         if run_ours(sampler, prompts[:4], 0.0) != greedy:
@@ -147,13 +170,16 @@ def measure(name: str, batch: int, repeats: int) -> dict[str, Any]:
     programs = {
         "generate": lambda: run_generate(model, prompts, 1.0),
         "fast": lambda: run_ours(samplers["fast"], prompts, 1.0),
+        "generate_half": lambda: run_generate(half, prompts, 1.0),
+        "half": lambda: run_ours(rounded, prompts, 1.0),
     }
     if batch <= GENERIC_UP_TO:
         programs["generic"] = lambda: run_ours(samplers["generic"], prompts, 1.0)
     seconds = alternate(programs, repeats)
     tokens = batch * COMPLETION
     rates = {key: Spread.of([tokens / s for s in seconds[key]]) for key in seconds}
-    limit = tokens / products_seconds(model, batch)
+    limit, half_limit = (tokens / products_seconds(m, batch) for m in (model, half))
+    best = min(("generate", "generate_half"), key=lambda key: sum(seconds[key]))
     row = {
         "model": name,
         "batch": batch,
@@ -161,11 +187,16 @@ def measure(name: str, batch: int, repeats: int) -> dict[str, Any]:
         **rates,
         "limit": limit,
         "of_limit": rates["fast"].median / limit,
+        "half_limit": half_limit,
+        "half_of_limit": rates["half"].median / half_limit,
         "ratio": ratios(seconds["generate"], seconds["fast"]),
+        "half_ratio": ratios(seconds[best], seconds["half"]),
+        "deviation": deviation(model, prompts, rounded),
     }
     print(
         f"{name} batch {batch}: {row['ratio'].show('.2f')} times generate, "
-        f"{row['of_limit']:.0%} of the products' rate",
+        f"{row['of_limit']:.0%} of the products' rate; bfloat16 {row['half_ratio'].show('.2f')}, "
+        f"{row['half_of_limit']:.0%}",
         flush=True,
     )
     return row
@@ -268,7 +299,6 @@ def main() -> None:
     facts["load_after"] = machine(args.threads)["load"]
     if args.quick:
         return
-    vllm = "installed, not measured by this program" if find_spec("vllm") else "not installed"
     cells = [
         [
             r["model"],
@@ -282,6 +312,21 @@ def main() -> None:
         for r in rows
     ]
     head = ["parameters", "batch", "generate", "generic", "fast", "fast / generate", "of products"]
+    half_cells = [
+        [
+            r["model"],
+            str(r["batch"]),
+            r["generate_half"].show(",.0f"),
+            r["half"].show(",.0f"),
+            f"**{r['half_ratio'].median:.2f}** ({r['half_ratio'].low:.2f} to "
+            f"{r['half_ratio'].high:.2f})",
+            f"{r['half_of_limit']:.0%}",
+            f"{r['deviation']:.4f}",
+        ]
+        for r in rows
+    ]
+    half_head = ["parameters", "batch", "generate", "fast", "fast / best", "of products", "nats"]
+    half_below = [f"{r['model']} at batch {r['batch']}" for r in rows if r["half_ratio"].median < 4]
     lost = [f"{r['model']} at batch {r['batch']}" for r in rows if r["ratio"].median < 1]
     slower = [
         f"{r['model']} at batch {r['batch']}"
@@ -324,6 +369,17 @@ the ratio is that of neighbouring runs.
 *generic* in: {", ".join(slower) or "none of those measured"}. *Fast* is less than 4 times
 `generate` in: {", ".join(below) or "none of these cases"}.
 
+## In bfloat16
+
+`sampler: {{name: in_process, args: {{dtype: bfloat16}}}}` on weights in float32, against `generate`
+on weights in bfloat16, in the same runs. *Fast / best*: against the faster of `generate` in float32
+and in bfloat16. *Of products*: of the rate of torch's products in bfloat16. *Nats*: by how much the
+log-probabilities that the sampler returned differ from those of the model in float32, in the mean.
+
+{table(half_head, half_cells)}
+
+Less than 4 times the faster `generate` in: {", ".join(half_below) or "none of these cases"}.
+
 ## Groups that share a prompt
 
 64 rows in groups of {GROUP}, prompts of {LONG_PROMPT} tokens, completions of {COMPLETION}. *Own
@@ -335,10 +391,9 @@ prompts*: the same number of rows of the same length that share nothing. *Gain*:
 
 {said}
 
-vLLM: {vllm}.
+vLLM: see [vllm-sampler.md](vllm-sampler.md).
 
-Not measured here: later turns of an episode, rows that differ in length or come and go, half
-precision, a GPU.
+Not measured here: later turns of an episode, rows that differ in length or come and go, a GPU.
 
     python benchmarks/sampler.py
 """

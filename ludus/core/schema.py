@@ -340,6 +340,7 @@ class RunConfig(Section):
             "learner.compile: false": self.learner.compile,
             "learner.gradient_checkpointing: false": self.learner.gradient_checkpointing,
             "sampler: in_process": self.sampler.name not in ("in_process", "exact"),
+            "sampler.args.dtype: float32": self.sampler.args.get("dtype") == "bfloat16",
             "model.lora.dropout: 0": bool(self.model.lora and self.model.lora.dropout),
         }
         if self.verify and any(wrong.values()):
