@@ -1,9 +1,8 @@
 """The in-process sampler: continuous batching over concurrent episodes, on the learner's weights.
 
 It works with any Hugging Face causal LM whose layers all attend to every position. Llama-shaped
-ones (`llama.read`) take a fast path: on a CPU in float32 a decoder in native code, elsewhere a lean
-one in torch; all others go through their own module, which is slower. `probe` chooses, and tries
-what it chose against the module.
+ones (`llama.read`) take a fast path: on a CPU native code, on a GPU steps of fixed shapes; others
+go through their own module, which is slower. `probe` chooses, and tries what it chose.
 
 Time is cut into rounds. In a round the turns that wait are admitted (the tokens that no session
 holds yet are computed) and each running turn gets one token. Keys and values are kept between an
@@ -32,9 +31,11 @@ from ludus.core.errors import ConfigError
 from ludus.core.occupancy import busy
 from ludus.models.paging import BLOCK, Block, BlockTree, Pass, Planner
 from ludus.models.probe import choose_decoder
+from ludus.models.room import make_room
 from ludus.models.sampler import Completion, SamplingParams, check_turn
 from ludus.models.sampling import Chooser
 from ludus.models.seats import Index, Seats, joined
+from ludus.models.static import StaticDecoder
 
 PREFILL_TOKENS = 2048
 """The most tokens computed at once, so that memory does not grow with what waits."""
@@ -91,10 +92,11 @@ class InProcessSampler:
         deterministic: bool = True,
         tokenizer: Any = None,
         path: Annotated[
-            Literal["auto", "fast", "generic"],
+            Literal["auto", "fast", "static", "generic"],
             Field(
                 description="`fast` refuses a model that is not Llama-shaped, `generic` calls the "
-                "model's own module, `auto` is fast where it can."
+                "model's own module, `auto` is fast where it can. `static` is what `fast` is on a "
+                "GPU, and serves to try that on a CPU."
             ),
         ] = "auto",
         dtype: Annotated[
@@ -217,7 +219,8 @@ class InProcessSampler:
 
     def _empty(self) -> None:
         """As new: no blocks, no storage."""
-        self._tree = BlockTree(self._copy_block)
+        limit = self.decoder.max_blocks if isinstance(self.decoder, StaticDecoder) else None
+        self._tree = BlockTree(self._copy_block, limit)
         self._seats = Seats.empty()
         self._free_seats: list[int] = []
         self._num_seats = 0
@@ -292,7 +295,10 @@ class InProcessSampler:
             self._running = sorted([*self._running, *self._waiting], key=_name)
             self._waiting = []
         new = [turn for turn in self._running if not turn.admitted]
-        old = [turn for turn in self._running if turn.admitted] if mixes or not new else []
+        old = [turn for turn in self._running if turn.admitted]
+        old, new = self._fitting(old, new)
+        if new and not mixes:
+            old = []
         if not new and not old:
             return
         step = self._next_tokens(old) if old else None
@@ -306,6 +312,23 @@ class InProcessSampler:
                 finished += self._advance([turns[row] for row in rows], logits_RV)
         if finished:
             self._running = [turn for turn in self._running if turn.session.turn is turn]
+
+    def _fitting(self, old: list[_Turn], new: list[_Turn]) -> tuple[list[_Turn], list[_Turn]]:
+        """Those for which there is room; others that ran have to be admitted anew."""
+        limit = self._tree.max_blocks
+        if limit is None or (not new and self._tree.num_used + len(old) <= limit):
+            return old, new
+        idle = [state.blocks for state in self._sessions.values() if state.turn is None]
+        positions, num_sampled = self._seats.positions, self._seats.num_sampled
+        kept, chosen = make_room(
+            self._tree,
+            [*idle, *[turn.session.blocks for turn in self._waiting]],
+            [(t.session.blocks, int(positions[t.seat] % BLOCK == 0)) for t in old],
+            [(t.session.blocks, (len(t.prompt) + num_sampled[t.seat]) // BLOCK + 1) for t in new],
+        )
+        for turn in old[kept:]:
+            turn.admitted = False
+        return old[:kept], new[:chosen]
 
     def _next_tokens(self, turns: list[_Turn]) -> Pass:
         """One token of each turn: the newest, whose keys and values are not computed yet."""

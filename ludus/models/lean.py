@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ludus.models.llama import Llama, LlamaLayer, Norm
-from ludus.models.padded import Padded, SlotStore
+from ludus.models.padded import Padded, SlotStore, Store
 from ludus.models.paging import BLOCK, Pass
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Layer, queries [N, H, D], keys and values [N, K, D] to what the heads find, [N, H * D]."""
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -51,11 +54,15 @@ class LeanDecoder:
         """Parameters are read where they are."""
 
     def clear(self) -> None:
-        self._keys = [SlotStore() for _ in self._llama.layers]
-        self._values = [SlotStore() for _ in self._llama.layers]
+        self._keys = [self._store() for _ in self._llama.layers]
+        self._values = [self._store() for _ in self._llama.layers]
         self.reserve(0)
 
-    def _stores(self) -> list[SlotStore]:
+    def _store(self) -> Store:
+        """Room for the keys or the values of a layer."""
+        return SlotStore()
+
+    def _stores(self) -> list[Store]:
         return [*self._keys, *self._values]
 
     @torch.inference_mode()
@@ -66,12 +73,22 @@ class LeanDecoder:
 
     def _forward(self, batch: Pass) -> Tensor:
         llama = self._llama
+        device = llama.embedding.weight.device
+        plan = Padded.of(batch, device)
+
+        def attend(number: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+            return self._attention(number, q_NHD, k_NKD, v_NKD, plan)
+
+        ids_N = plan.ids_RL.flatten()[plan.place_N]
+        x_NE = self._layers(ids_N, plan.positions_RL.flatten()[plan.place_N], attend)
+        return self._logits(x_NE[torch.from_numpy(batch.outputs).to(device, torch.long)])
+
+    def _layers(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+        """The residual stream after all layers, [N, E]."""
+        llama = self._llama
         if llama.model.training:  # adapters may have dropout
             llama.model.eval()
         weight = llama.embedding.weight
-        plan = Padded.of(batch, weight.device)
-        ids_N = plan.ids_RL.flatten()[plan.place_N]
-        positions_N = plan.positions_RL.flatten()[plan.place_N]
         cosine_N1D = llama.cosine_TD[positions_N, None].to(weight.dtype)
         sine_N1D = llama.sine_TD[positions_N, None].to(weight.dtype)
         x_NE = weight[ids_N]
@@ -79,38 +96,39 @@ class LeanDecoder:
             x_NE = x_NE * torch.tensor(llama.embedding_scale, dtype=weight.dtype)
         for number, layer in enumerate(llama.layers):
             h_NE = self._normed(x_NE, layer.attention_norm)
-            x_NE = x_NE + self._attention(number, layer, h_NE, cosine_N1D, sine_N1D, plan)
+            heads = self._heads(layer, h_NE, cosine_N1D, sine_N1D)
+            x_NE = x_NE + layer.output.module(attend(number, *heads))
             h_NE = self._normed(x_NE, layer.mlp_norm)
             gate = _ACTIVATIONS[llama.activation](layer.gate.module(h_NE))
             x_NE = x_NE + layer.down.module(gate * layer.up.module(h_NE))
-        outputs = torch.from_numpy(batch.outputs).to(weight.device, torch.long)
-        logits_RV: Tensor = llama.head.module(self._normed(x_NE[outputs], llama.final_norm))
+        return x_NE
+
+    def _logits(self, x_RE: Tensor) -> Tensor:
+        logits_RV: Tensor = self._llama.head.module(self._normed(x_RE, self._llama.final_norm))
         return logits_RV
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
         scale = norm.scale()
         return F.rms_norm(x.to(scale.dtype), x.shape[-1:], scale, self._llama.eps)
 
-    def _attention(
-        self,
-        number: int,
-        layer: LlamaLayer,
-        h_NE: Tensor,
-        cosine_N1D: Tensor,
-        sine_N1D: Tensor,
-        plan: Padded,
-    ) -> Tensor:
-        """What attention adds to the residual stream, [N, E]; stores the keys and values."""
-        llama = self._llama
-        heads = (h_NE.shape[0], -1, llama.head_dim)
+    def _heads(
+        self, layer: LlamaLayer, h_NE: Tensor, cosine_N1D: Tensor, sine_N1D: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, H, D], keys and values [N, K, D], at their positions."""
+        heads = (h_NE.shape[0], -1, self._llama.head_dim)
         q_NHD = layer.query.module(h_NE).view(heads)
         k_NKD = layer.key.module(h_NE).view(heads)
         v_NKD = layer.value.module(h_NE).view(heads)
         if layer.query_norm is not None and layer.key_norm is not None:
             q_NHD = self._normed(q_NHD, layer.query_norm)
             k_NKD = self._normed(k_NKD, layer.key_norm)
-        q_NHD = _rotated(q_NHD, cosine_N1D, sine_N1D)
-        k_NKD = _rotated(k_NKD, cosine_N1D, sine_N1D)
+        return _rotated(q_NHD, cosine_N1D, sine_N1D), _rotated(k_NKD, cosine_N1D, sine_N1D), v_NKD
+
+    def _attention(
+        self, number: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, plan: Padded
+    ) -> Tensor:
+        """What a layer's heads find, [N, H * D]; stores the keys and values."""
+        llama = self._llama
         keys, values = self._keys[number], self._values[number]
         keys.write(k_NKD[plan.write_tokens_W], plan.write_slots_W)
         values.write(v_NKD[plan.write_tokens_W], plan.write_slots_W)
@@ -127,9 +145,7 @@ class LeanDecoder:
             scale=llama.attention_scale,
             enable_gqa=llama.heads != llama.kv_heads,
         )
-        found_NE = found_RHLD.transpose(1, 2).reshape(rows * width, -1)[plan.place_N]
-        added_NE: Tensor = layer.output.module(found_NE)
-        return added_NE
+        return found_RHLD.transpose(1, 2).reshape(rows * width, -1)[plan.place_N]
 
 
 def _rotated(x_NHD: Tensor, cosine_N1D: Tensor, sine_N1D: Tensor) -> Tensor:

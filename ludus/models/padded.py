@@ -7,7 +7,7 @@ are padded on the left), T positions of the longest, W writes, H heads, D head s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -70,6 +70,25 @@ class Padded:
             output_rows=moved(row_N[batch.outputs]),
             output_columns=moved(column_N[batch.outputs]),
         )
+
+
+class Store(Protocol):
+    """Keys or values of one layer, by slot."""
+
+    num_slots: int
+    """For how many slots it must have room when it is next written to."""
+
+    def write(self, states_NHD: Tensor, slots_W: Tensor, /) -> None:
+        """Store states in slots."""
+        ...
+
+    def read(self, slots_RT: Tensor, /) -> Tensor:
+        """[R, H, T, D]"""
+        ...
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copy `count` slots from `source` on to `target` on."""
+        ...
 
 
 class SlotStore:

@@ -147,10 +147,14 @@ class BlockTree:
 
     Args:
         copy: copies the first `count` positions of a block to another: copy(source, target, count).
+        max_blocks: the most blocks that storage may have; whoever asks for more has made no room.
     """
 
-    def __init__(self, copy: Callable[[int, int, int], None]) -> None:
+    def __init__(
+        self, copy: Callable[[int, int, int], None], max_blocks: int | None = None
+    ) -> None:
         self._copy = copy
+        self.max_blocks = max_blocks
         self._root = Block(-1, None)
         self._free: list[int] = []
         self.num_blocks = 0
@@ -247,6 +251,9 @@ class BlockTree:
     def _new(self, parent: Block, token_ids: Sequence[int]) -> Block:
         if not self._free:
             size = max(16, self.num_blocks * 3 // 2)
+            if self.max_blocks is not None:
+                size = min(size, self.max_blocks)
+                assert size > self.num_blocks, "no block is free"
             self._free = list(range(size - 1, self.num_blocks - 1, -1))
             self.num_blocks = size
         block = Block(self._free.pop(), parent)

@@ -18,10 +18,11 @@ from ludus.core.errors import ConfigError
 from ludus.models.decoder import Decoder
 from ludus.models.generic import GenericDecoder
 from ludus.models.lean import LeanDecoder
-from ludus.models.llama import NotLlama, read
+from ludus.models.llama import Llama, NotLlama, read
 from ludus.models.native import Unavailable
 from ludus.models.native.decoder import NativeDecoder
-from ludus.models.paging import Block, BlockTree, Planner
+from ludus.models.paging import BLOCK, Block, BlockTree, Planner
+from ludus.models.static import StaticDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ TOLERANCE = 1e-4
 def choose_decoder(
     model: Any,
     context_length: int,
-    path: Literal["auto", "fast", "generic"] = "auto",
+    path: Literal["auto", "fast", "static", "generic"] = "auto",
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
 ) -> Decoder:
     """The decoder that serves a model, tried against a plain pass of the model's own module.
@@ -58,11 +59,11 @@ def choose_decoder(
     _require_full_attention(model, config, context_length)
     if path != "generic":
         try:
-            fast = _fast_decoder(model, context_length, half)
+            fast = _fast_decoder(model, context_length, half, static=path == "static")
         except NotLlama as reason:
-            if path == "fast":
+            if path != "auto":
                 raise ConfigError(
-                    f"the sampler's fast path cannot serve {type(model).__name__}: {reason}"
+                    f"the sampler's {path} path cannot serve {type(model).__name__}: {reason}"
                 ) from None
             _tell_slower(type(model).__name__, str(reason))
         else:
@@ -74,7 +75,7 @@ def choose_decoder(
         )
     decoder = GenericDecoder(model)
     try:
-        deviation = _deviation(model, decoder)
+        deviation = _deviation(model, decoder, context_length)
     except Exception as error:
         raise _refusal(model, f"a trial pass failed: {type(error).__name__}: {error}") from error
     if deviation > TOLERANCE and next(model.parameters()).dtype.itemsize >= 4:
@@ -86,24 +87,42 @@ def choose_decoder(
     return decoder
 
 
-def _fast_decoder(model: Any, context_length: int, half: bool) -> Decoder:
-    """Native code where it can be had, else lean torch. Errors: NotLlama, also where a trial shows
-    that the model computes otherwise than its parts tell."""
+def _fast_decoder(model: Any, context_length: int, half: bool, *, static: bool) -> Decoder:
+    """The fastest there is for the model's device. Errors: NotLlama, also where a trial shows that
+    the model computes otherwise than its parts tell."""
     llama = read(model, context_length)
+    weight = llama.embedding.weight
+    autocast = half and weight.dtype.itemsize >= 4
+    decoder: Decoder
+    if static or weight.device.type != "cpu":
+        decoder = StaticDecoder(llama, autocast=autocast)
+    else:
+        decoder = _cpu_decoder(llama, half)
     try:
-        decoder: Decoder = NativeDecoder(llama, torch.bfloat16 if half else torch.float32)
-    except (Unavailable, ValueError) as reason:
-        logger.debug("no native decoder: %s", reason)
-        decoder = LeanDecoder(llama, autocast=half and llama.embedding.weight.dtype.itemsize >= 4)
-    deviation = _deviation(model, decoder)
+        deviation = _deviation(model, decoder, context_length)
+    except RuntimeError as error:
+        if static or not isinstance(decoder, StaticDecoder):
+            raise
+        logger.warning("sampling without CUDA graphs, which is slower: %s", error)
+        decoder = LeanDecoder(llama, autocast=autocast)
+        deviation = _deviation(model, decoder, context_length)
     # Half precision keeps 8 bits of a number.
-    tolerance = 0.05 if half or llama.embedding.weight.dtype.itemsize < 4 else TOLERANCE
+    tolerance = 0.05 if half or weight.dtype.itemsize < 4 else TOLERANCE
     if deviation > tolerance:
         raise NotLlama(
             f"its logits differ from those of its own parts, put together as Llama's, by "
             f"{deviation:.1%} of their size"
         )
     return decoder
+
+
+def _cpu_decoder(llama: Llama, half: bool) -> Decoder:
+    """Native code where it can be had, else lean torch."""
+    try:
+        return NativeDecoder(llama, torch.bfloat16 if half else torch.float32)
+    except (Unavailable, ValueError) as reason:
+        logger.debug("no native decoder: %s", reason)
+        return LeanDecoder(llama, autocast=half and llama.embedding.weight.dtype.itemsize >= 4)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -133,16 +152,18 @@ def _require_full_attention(model: Any, config: Any, context_length: int) -> Non
 
 
 @torch.inference_mode()
-def _deviation(model: Any, decoder: Decoder) -> float:
+def _deviation(model: Any, decoder: Decoder, context_length: int) -> float:
     """How far a decoder's logits are from those of a plain pass, in parts of the largest logit.
 
-    Three rows, of which two begin alike: a prefill, padded; then one more token each, from the
-    cache. In half precision a mixture of experts may route a token otherwise, and rightly so.
+    Three rows, of which two begin alike, with a whole block: a prefill, padded; then one more token
+    each, from the cache, three times (a graph is captured at the second, and replayed). In half
+    precision a mixture of experts may route a token otherwise, and rightly so.
     """
     device = next(model.parameters()).device
     vocab = model.config.get_text_config().vocab_size
-    rows = [[(7 * i + 3) % vocab for i in range(n)] for n in (3, 6)]
-    rows.append([*rows[1][:4], 1, 2])
+    longest = max(6, min(BLOCK + 4, context_length))
+    rows = [[(7 * i + n) % vocab for i in range(n)] for n in (3, longest)]
+    rows.append([*rows[1][:-2], 1, 2])
     plain = [model(torch.tensor([ids], device=device), use_cache=False).logits for ids in rows]
     expected_RV = torch.stack([logits[0, -1] for logits in plain])
     tree = BlockTree(decoder.copy)
@@ -152,9 +173,11 @@ def _deviation(model: Any, decoder: Decoder) -> float:
         for number, ids in enumerate(rows):
             blocks[number] = tree.admit(blocks[number], ids[: len(ids) - cut], planner)
         decoder.reserve(tree.num_blocks)
-        logits_RV = decoder.forward(planner.result())
+        for _ in range(1 if cut else 3):
+            logits_RV = decoder.forward(planner.result())
+    deviation = float((logits_RV - expected_RV).abs().max() / expected_RV.abs().max())
     decoder.clear()
-    return float((logits_RV - expected_RV).abs().max() / expected_RV.abs().max())
+    return deviation
 
 
 def _refusal(model: Any, reason: str) -> ConfigError:

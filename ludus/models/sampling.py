@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ludus.core.errors import TrainingError
+from ludus.models.device_choice import choose_there
 from ludus.models.native import Unavailable
 from ludus.models.native.bindings import Kernels
 from ludus.models.sampler import SamplingParams
@@ -96,10 +97,11 @@ def _not_finite(row: int, rows: int) -> TrainingError:
 
 
 class Chooser:
-    """`choose` on arrays, in native code where that can be had and does the same.
+    """`choose` on arrays, where the logits are, in native code where that can be had.
 
-    Native code takes rows in float32 on the CPU from which nothing is cut. Its exponentials are in
-    float32, its sums in float64: log-probabilities agree with `choose` to 1e-6.
+    Elsewhere than on the CPU see `device_choice`. Native code takes rows in float32 on the CPU from
+    which nothing is cut. Its exponentials are in float32, its sums in float64: log-probabilities
+    agree with `choose` to 1e-6.
 
     Args:
         vocab_size: ids from here on are never chosen.
@@ -117,13 +119,18 @@ class Chooser:
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """One token id and its log-probability a row. Errors: as `choose`."""
         logits_BV = logits_BV[:, : self._vocab_size]
-        kernels = self._kernels
-        native = logits_BV.dtype == torch.float32 and logits_BV.device.type == "cpu"
-        if kernels is None or not native or logits_BV.stride(1) != 1:
+        temperatures_B = np.array([p.temperature for p in params], np.float64)
+        if logits_BV.device.type != "cpu":
+            token_ids_B, logprobs_B = choose_there(logits_BV, temperatures_B, uniforms_B)
+            wrong = np.flatnonzero(~np.isfinite(logprobs_B))
+            bad = int(wrong[0]) if len(wrong) else -1
+        elif self._kernels and logits_BV.dtype == torch.float32 and logits_BV.stride(1) == 1:
+            token_ids_B, logprobs_B, bad = self._kernels.sample(
+                logits_BV, temperatures_B, uniforms_B
+            )
+        else:
             token_ids, logprobs = choose(logits_BV, params, uniforms_B.tolist())
             return np.array(token_ids), np.array(logprobs)
-        temperatures_B = np.array([p.temperature for p in params], np.float64)
-        token_ids_B, logprobs_B, bad = kernels.sample(logits_BV, temperatures_B, uniforms_B)
         if bad >= 0:
             raise _not_finite(bad, len(params))
         cut = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1)]
