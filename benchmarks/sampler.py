@@ -55,10 +55,13 @@ def prompts_of(batch: int, vocab_size: int, length: int = PROMPT) -> list[list[i
 
 
 def run_ours(
-    sampler: InProcessSampler, prompts: list[list[int]], temperature: float
+    sampler: InProcessSampler,
+    prompts: list[list[int]],
+    temperature: float,
+    tokens: int = COMPLETION,
 ) -> list[list[int]]:
     async def episode(number: int) -> list[int]:
-        params = SamplingParams(max_tokens=COMPLETION, temperature=temperature, seed=number)
+        params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=number)
         name = f"{number:03d}"
         try:
             completion = await sampler.sample(prompts[number], params, session=name)
