@@ -37,6 +37,7 @@ from ludus.core.types import Sample
 from ludus.models.engine import InProcessSampler
 from ludus.models.flops import Shape, peak_flops
 from ludus.models.sampler import SamplingParams
+from ludus.models.static import StaticDecoder
 from ludus.train.aggregates import trajectory_mean
 from ludus.train.learner import Learner
 from ludus.train.losses import clipped
@@ -175,20 +176,25 @@ def measure_limits(part: Part) -> dict[str, Any]:
 
 def measure_decode(part: Part) -> dict[str, Any]:
     """Tokens a second after the prompts, without and with prompts that a group shares; the limit
-    is that of reading all weights, and each token's keys and values once, at every step."""
+    is that of reading all weights, and each token's keys and values once, at every step.
+
+    The path is the GPU's, on a CPU too. `first_s` is what a rollout takes longer when its graphs
+    are not captured yet."""
     scale, model = part.scale, part.model().eval()
-    sampler = InProcessSampler(model, context_length=scale.prompt + scale.completion, path="fast")
+    sampler = InProcessSampler(model, context_length=scale.prompt + scale.completion, path="static")
+    decoder = sampler.decoder
+    assert isinstance(decoder, StaticDecoder)
     config = model.config
     kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * BYTES
     weight_bytes = sum(p.numel() for p in model.parameters()) * BYTES
-    found: dict[str, Any] = {"decoder": sampler.decoder.name}
+    found: dict[str, Any] = {"decoder": decoder.name}
     for name, group in (("alone", 1), ("shared", scale.group)):
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(
             1, config.vocab_size, (scale.batch // group, scale.prompt), generator=generator
         ).tolist()
         rows = [prompts[number // group] for number in range(scale.batch)]
-        play(sampler, rows[: 2 * group], 2)
+        unwarmed = part.seconds(lambda rows=rows: play(sampler, rows, scale.completion))
         first = part.seconds(lambda rows=rows: play(sampler, rows, 1))
         whole = part.seconds(lambda rows=rows: play(sampler, rows, scale.completion))
         cached = len(prompts) * scale.prompt + scale.batch * scale.completion / 2
@@ -199,6 +205,8 @@ def measure_decode(part: Part) -> dict[str, Any]:
             "limit_tokens_per_s": limit,
             "of_limit": rate / limit,
             "prefill_s": first,
+            "first_s": unwarmed - whole,
+            "graphs": decoder.num_graphs,
             "memory_gb": part.memory_gb(),
         }
     return found
@@ -436,7 +444,15 @@ def page(
                     else:
                         rows[name].append(train_row(shape, kind, values))
     heads = {
-        "decode": ["model", "prompts", "tokens/s", "limit, tokens/s", "of the limit", "prefill, s"],
+        "decode": [
+            "model",
+            "prompts",
+            "tokens/s",
+            "limit, tokens/s",
+            "of the limit",
+            "prefill, s",
+            "first rollout, s more",
+        ],
         "train": ["model", "layout", "attention", "tokens/s", "computed tokens/s", "MFU", "GB"],
         "step": [
             "model",
@@ -461,7 +477,8 @@ def page(
 
 {scale.batch} episodes at once, a prompt of {scale.prompt} tokens, {scale.completion} sampled;
 *shared*: {scale.group} have the same prompt. The limit is that of reading all weights, and each
-token's keys and values once, at every step. Rates are those after the prompts.
+token's keys and values once, at every step. Rates are those after the prompts, of a rollout after
+the first, which also captures graphs.
 
 {table(heads["decode"], rows["decode"])}
 
@@ -490,7 +507,8 @@ Raw figures: [gpu.json](gpu.json).
 
 def decode_row(shape: str, kind: str, found: dict[str, Any]) -> list[str]:
     rates = [f"{found[name]:,.0f}" for name in ("tokens_per_s", "limit_tokens_per_s")]
-    return [shape, kind, *rates, f"{found['of_limit']:.1%}", f"{found['prefill_s']:.2f}"]
+    seconds = [f"{found[name]:.2f}" for name in ("prefill_s", "first_s")]
+    return [shape, kind, *rates, f"{found['of_limit']:.1%}", *seconds]
 
 
 def train_row(shape: str, kind: str, found: dict[str, Any]) -> list[str]:
