@@ -254,6 +254,24 @@ class CheckpointConfig(Section):
     )
 
 
+class BudgetConfig(Section):
+    """What a run may cost. It stops before the step that would pass a limit, with a checkpoint."""
+
+    price_per_hour: float | None = Field(
+        None, gt=0, description="Of the machine, as long as a process has the run; null: unknown."
+    )
+    currency: str = Field("USD", description="Of the price and the limit.")
+    max_cost: float | None = Field(None, gt=0, description="Money; needs `price_per_hour`.")
+    max_hours: float | None = Field(None, gt=0, description="Hours of wall time.")
+    max_tokens: int | None = Field(None, ge=1, description="Tokens of all training episodes.")
+
+    @model_validator(mode="after")
+    def _priced(self) -> BudgetConfig:
+        if self.max_cost is not None and self.price_per_hour is None:
+            raise ValueError("`max_cost` needs `price_per_hour`")
+        return self
+
+
 class RunConfig(Section):
     """A whole training run: demonstrations, SFT, RL, evaluation; a null stage is left out."""
 
@@ -285,6 +303,9 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving.")
     metrics: list[Spec] = Field(
         default_factory=list, description="Sinks beside the JSON lines: tensorboard, wandb, ..."
+    )
+    budget: BudgetConfig = Field(
+        default_factory=BudgetConfig, description="Price, and limits in money, hours or tokens."
     )
     threads: int = Field(0, ge=0, le=1024, description="Threads of torch; 0: one per core.")
     verify: bool = Field(
