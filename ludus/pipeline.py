@@ -54,6 +54,9 @@ from ludus.watch import Watch
 
 log = get_logger(__name__)
 
+LEFT = "left"
+"""`rl/left` holds the episodes of `rl` that no step was left to train on."""
+
 
 class Interrupted(Exception):
     """The user asked to stop; everything up to the last complete step is saved."""
@@ -208,6 +211,7 @@ class TrainingRun:
         keep: dict[str, int] = {}
         if resumed is not None:
             keep = {resumed.stage: resumed.step - 1, f"evaluate/{resumed.stage}": resumed.step}
+            keep[f"{resumed.stage}/{LEFT}"] = resumed.step - 1
             if resumed.stage == "rl":
                 keep |= {"sft": self.config.sft.steps if self.config.sft else 0}
                 keep |= {"evaluate/before": 0}
@@ -341,6 +345,8 @@ class TrainingRun:
         if stage.name == "rl" and every and step % every == 0 and step < stage.steps:
             success = await self._evaluate_between(step)
         ended = step == stage.steps or self._suffices(stage, success)
+        if ended and stage.ahead is not None:
+            self._keep_left(stage, step, await stage.ahead.close())
         if ended or self.stop_requested or step % self.config.checkpoint.every == 0:
             with busy("checkpoint"), self.timed("checkpoints"):
                 state = {
@@ -357,6 +363,14 @@ class TrainingRun:
         if self.stop_requested and not ended:
             raise Interrupted
         return not ended
+
+    def _keep_left(self, stage: Stage, step: int, groups: Sequence[Group]) -> None:
+        """Store what was played ahead of the stage's end, under a name of its own."""
+        if groups:
+            left = f"{stage.name}/{LEFT}"
+            self.store.record_step(self.folder.id, left, step - 1, groups, {})
+            count = sum(len(group.trajectories) for group in groups)
+            self.observer.note(f"{stage.name}: {count} episodes were played ahead of its end")
 
     def _suffices(self, stage: Stage, success: float | None) -> bool:
         """Whether an evaluation between steps was good enough to end the stage."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from loop_helpers import LEVERS, PLACES, Bandit, Recording, World, task
 
 from ludus.core.errors import ConfigError, TrainingError
@@ -20,6 +21,8 @@ from ludus.core.types import Group, Message, Spec, Status, StepResult, Task
 from ludus.loop import Stage, age_metrics, run_stage
 from ludus.models.sampler import SamplingParams
 from ludus.rollout.prefetch import Prefetch
+from ludus.train.packing import pack
+from ludus.train.samples import to_samples
 
 GRPO = Spec(name="grpo", args={"importance_cap": 2.0})
 EVERYTHING = [(place, lever) for place in PLACES for lever in LEVERS]
@@ -254,18 +257,40 @@ async def test_the_sampler_rests_from_the_first_look_to_the_publication(tmp_path
         seen.append(now == tree["version"])
         return forward(batch)
 
-    publish = backend._publish
+    publish = backend.sampler.publish
 
     def published(version: int) -> None:
         tree["version"] = [p._version for p in backend.model.parameters()]
         publish(version)
 
     backend.sampler.decoder.forward = watched  # type: ignore[attr-defined]
-    backend._publish = published  # type: ignore[method-assign]
+    backend.sampler.publish = published  # type: ignore[method-assign]
     await run_stage(stage, backend, kept)
     assert seen
     assert all(seen)
     assert sum(kept.metric("train/optimizer_steps")) > 0
+
+
+async def test_a_server_that_takes_the_weights_holds_nobody_up(tmp_path: Path) -> None:
+    """Publishing to what does not share the learner's thread leaves the event loop free."""
+    backend, ticked = (await world_of(tmp_path)).backend, asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Server:
+        """Is done with the weights when the event loop has had a turn."""
+
+        def publish(self, version: int) -> None:
+            done = asyncio.run_coroutine_threadsafe(ticked.wait(), loop)
+            loop.call_soon_threadsafe(ticked.set)
+            assert done.result(timeout=60)
+
+        def resume(self) -> None: ...
+
+        def shutdown(self) -> None: ...
+
+    backend._sampler, backend._shares = Server(), False  # type: ignore[assignment]
+    assert await backend.publish_weights() == 31
+    assert backend.policy_version == 31
 
 
 async def test_a_turn_may_go_on_over_an_update_and_keeps_its_first_version(tmp_path: Path) -> None:
@@ -315,6 +340,79 @@ async def test_a_resumed_run_plays_what_was_under_way_again(tmp_path: Path) -> N
     order = [group.task.id for group in sorted(played(kept), key=lambda g: g.id)]
     plain = world.rl(tasks, 5).tasks
     assert order == [next(plain).id for _ in range(15)]  # each in its turn, none left out
+
+
+@pytest.mark.parametrize("pays", ["all", "broken"])
+async def test_the_last_step_ends_whatever_is_due(tmp_path: Path, pays: str) -> None:
+    """All of the last groups are due and useless, and there are no others to wait for."""
+    world, kept = await world_of(tmp_path), Recording()
+    stage = ahead(world, [task(place, pays=pays) for place in PLACES], 3, 1)
+    async with asyncio.timeout(60):
+        await run_stage(stage, world.backend, kept)
+    assert len(kept.steps) == 3
+
+
+async def test_what_no_step_trained_on_comes_back_with_the_reason(tmp_path: Path) -> None:
+    world, kept = await world_of(tmp_path), Recording()
+    stage = ahead(world, [task(place) for place in PLACES], 20, 2)
+    assert stage.ahead is not None
+    left: list[Group] = []
+
+    async def after_step(done: int) -> bool:
+        assert stage.ahead is not None
+        if done == 3:
+            left.extend(await stage.ahead.close())
+        return done < 3
+
+    stage.after_step = after_step
+    await run_stage(stage, world.backend, kept)
+    names = [group.id for group in [*played(kept), *left]]
+    assert left
+    assert len(set(names)) == len(names) == stage.ahead.state_dict()["next_number"]
+    assert stage.ahead.state_dict()["again"] == []
+    for trajectory in (t for group in left for t in group.trajectories):
+        assert "no step was left" in str(trajectory.dropped)
+        assert trajectory.status in (Status.COMPLETED, Status.ABORTED)
+        assert (trajectory.reward is None) == (trajectory.status is Status.ABORTED)
+
+
+async def test_without_playing_ahead_it_is_the_synchronous_loop_to_the_bit(tmp_path: Path) -> None:
+    """Written out here, line by line: the same losses, gradients and weights."""
+    tasks, steps = [task(place) for place in PLACES], 4
+    world, kept = World(tmp_path / "a"), Recording()
+    changed = {**world.config.model_dump(), "rl": {"max_staleness": 0, "algorithm": GRPO}}
+    world.config = RunConfig.model_validate(changed)
+    world.backend = type(world.backend)(world.backend.model, world.renderer, world.config, tmp_path)
+    await run_stage(world.sft(EVERYTHING, steps=10), world.backend, Recording())
+    await run_stage(world.rl(tasks, steps, GRPO), world.backend, kept)
+
+    plain = World(tmp_path / "b")
+    await run_stage(plain.sft(EVERYTHING, steps=10), plain.backend, Recording())
+    stage, backend, found = plain.rl(tasks, steps, GRPO), plain.backend, []
+    algorithm, pad_id = stage.algorithm, stage.pad_id
+    for step in range(steps):
+        collector = plain.collector()
+        chosen = [next(stage.tasks) for _ in range(stage.groups_per_step)]
+        groups = await collector.collect(chosen, step, 8)
+        kept_rows = [t for group in algorithm.screen(groups) for t in group]
+        await backend.score(kept_rows, stage.tokens_per_batch, pad_id)
+        samples = to_samples(groups, algorithm)
+        weighted = zip(samples, algorithm.aggregate(samples), strict=True)
+        live = [(sample, weight) for sample, weight in weighted if any(sample.advantages)]
+        rows, weights = [s for s, _ in live], [w for _, w in live]
+        batch = pack(
+            rows, weights, tokens_per_batch=128, pad_id=pad_id, layout=backend.layout
+        )  # fmt: skip
+        found.append(await backend.train_step(batch, algorithm.loss))
+        await backend.publish_weights()
+
+    for name in ("loss", "grad_norm", "ratio", "entropy"):
+        assert kept.metric(f"train/{name}") == [metrics[name] for metrics in found]
+    assert min(kept.metric("train/grad_norm")) > 0
+    for ours, theirs in zip(
+        world.backend.model.parameters(), plain.backend.model.parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs)
 
 
 def test_the_age_of_turns_by_hand() -> None:

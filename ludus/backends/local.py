@@ -15,6 +15,7 @@ from ludus.core.schema import ModelConfig, OptimizerConfig, RunConfig
 from ludus.core.types import Spec, Trajectory
 from ludus.models import SAMPLERS
 from ludus.models.build import build_model
+from ludus.models.engine import InProcessSampler
 from ludus.models.renderer import Renderer
 from ludus.models.sampler import PolicySampler
 from ludus.train.algorithm import Algorithm
@@ -65,6 +66,7 @@ class LocalBackend:
             tokenizer=renderer.tokenizer,
             folder=run_dir / "sampler",
         )
+        self._shares = isinstance(self._sampler, InProcessSampler)  # weights, thread and cores
         self.checkpoints = CheckpointStore(
             run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_best
         )
@@ -194,9 +196,17 @@ class LocalBackend:
         return await verify(forward, batch, self._published)
 
     async def publish_weights(self) -> int:
-        """Count the version up, and have the sampler take the weights."""
-        self._publish(self._published + 1)
-        return self._published
+        """Count the version up, and have the sampler take the weights.
+
+        A server takes its time: turns, timers and environments go on meanwhile.
+        """
+        version = self._published + 1
+        if self._shares:
+            self._sampler.publish(version)
+        else:
+            await asyncio.to_thread(self._sampler.publish, version)
+        self._note_published(version)
+        return version
 
     def save(
         self, stage: str, step: int, state: dict[str, Any], metric: float | None, *, pin: bool
@@ -230,13 +240,13 @@ class LocalBackend:
             self.learner.critic.load_state_dict(everything["critic"])
         if self._reference is not None:
             self._reference.load(self._run_dir / "reference", everything.get("reference"))
-        self._publish(everything["policy_version"])
+        self._sampler.publish(everything["policy_version"])
+        self._note_published(everything["policy_version"])
         set_random_state(everything["random"])
         state: dict[str, Any] = everything["loop"]
         return state
 
-    def _publish(self, version: int) -> None:
-        self._sampler.publish(version)
+    def _note_published(self, version: int) -> None:
         self._published = version
         if self._thread is not None:
             self._sampler.resume()

@@ -18,14 +18,11 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ludus.core.logs import get_logger
 from ludus.core.occupancy import OCCUPANCY
 from ludus.core.types import Group, Status, Task, Trajectory
 from ludus.rollout.collect import Collector
 from ludus.rollout.host import Seat
 from ludus.tasks.sampler import TaskSampler
-
-log = get_logger(__name__)
 
 PATIENCE = 0.2
 """How long a step waits for those that it would have to cut, as a share of the last step's time."""
@@ -43,6 +40,9 @@ class _Flight:
     @property
     def landed(self) -> bool:
         return all(episode.done() for episode in self.episodes)
+
+    def members(self) -> list[tuple[Trajectory, asyncio.Task[None]]]:
+        return list(zip(self.group.trajectories, self.episodes, strict=True))
 
 
 class Prefetch:
@@ -100,20 +100,20 @@ class Prefetch:
 
         Errors: whatever concerns the run and not one episode (diverged weights, a broken config).
         """
-        started, previous = time.perf_counter(), self._taken_at
+        started = asyncio.get_running_loop().time()
+        patience = 0.0 if self._taken_at is None else PATIENCE * (started - self._taken_at)
         self._version, self._taken_at = version, started
         self._launch_up_to(min(self.max_staleness + 1, self._steps - step) * self._groups_per_step)
-        self._depth = max(self._depth, self._num_landed)
+        self._depth = max(self._depth, len(self._landed()))
         with self._around():
-            await self._until(lambda: self._num_landed >= wanted)
+            await self._until(lambda: len(self._landed()) >= wanted)
             oldest = version - self.max_staleness
             due = [f for f in self._flights if f.began is not None and f.began <= oldest]
             with suppress(TimeoutError):
-                patience = PATIENCE * (started - (started if previous is None else previous))
                 async with asyncio.timeout(patience):
                     await self._until(lambda: all(flight.landed for flight in due))
             await self._cut([flight for flight in due if not flight.landed])
-        spare = [f for f in self._flights if f.landed and f not in due]
+        spare = [flight for flight in self._landed() if flight not in due]
         missing = wanted - sum(_useful(flight.group) for flight in due)
         chosen = due + spare[: max(missing, 0)]
         self._flights = [flight for flight in self._flights if flight not in chosen]
@@ -153,16 +153,20 @@ class Prefetch:
         self._next_number = int(state["next_number"])
         self._again = [(number, Task.model_validate(task)) for number, task in state["again"]]
 
-    async def close(self) -> None:
-        """Stop what is under way, and say what was played in vain."""
-        episodes = [episode for flight in self._flights for episode in flight.episodes]
-        played = sum(e.done() and not e.cancelled() for e in episodes)
+    async def close(self) -> list[Group]:
+        """Stop what is under way. Returns what was played in vain, each episode with the reason."""
+        flights, self._flights = self._flights, []
+        episodes = [episode for flight in flights for episode in flight.episodes]
         for episode in episodes:
             episode.cancel()
         await asyncio.gather(*episodes, return_exceptions=True)
-        if episodes:
-            log.info("episodes played ahead of the end", complete=played, of=len(episodes))
-        self._flights = []
+        begun = [flight for flight in flights if flight.began is not None]
+        for flight in begun:
+            for trajectory, episode in flight.members():
+                if episode.cancelled():
+                    trajectory.status, trajectory.error = Status.ABORTED, "the stage ended"
+                trajectory.dropped = "played ahead of the end: no step was left to train on it"
+        return [flight.group for flight in begun]
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         while not ready() and self._failure is None:
@@ -171,9 +175,9 @@ class Prefetch:
         if self._failure is not None:
             raise self._failure
 
-    @property
-    def _num_landed(self) -> int:
-        return sum(flight.landed for flight in self._flights)
+    def _landed(self) -> list[_Flight]:
+        """Complete groups, oldest first."""
+        return [flight for flight in self._flights if flight.landed]
 
     def _launch_up_to(self, count: int) -> None:
         while len(self._flights) < count:
@@ -210,12 +214,8 @@ class Prefetch:
 
     async def _cut(self, flights: list[_Flight]) -> None:
         """End the episodes that still run, and leave the reason with them."""
-        running = [
-            (trajectory, episode)
-            for flight in flights
-            for trajectory, episode in zip(flight.group.trajectories, flight.episodes, strict=True)
-            if not episode.done()
-        ]
+        members = [member for flight in flights for member in flight.members()]
+        running = [(trajectory, episode) for trajectory, episode in members if not episode.done()]
         for _, episode in running:
             episode.cancel()
         await asyncio.gather(*(episode for _, episode in running), return_exceptions=True)

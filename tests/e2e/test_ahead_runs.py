@@ -41,3 +41,16 @@ def test_killed_and_interrupted_it_goes_on(ludus: Ludus) -> None:
     assert all(0 <= step["metrics"]["rollout/staleness_max"] <= 1 for step in steps)
     tasks = [group.task.id for group in sorted(groups, key=lambda group: group.id)]
     assert len(tasks) == len(groups) >= len(steps)
+
+
+def test_what_was_played_ahead_of_an_early_end_is_stored(ludus: Ludus) -> None:
+    """Each task that was begun is in the store once, trained on or with the reason why not."""
+    early = ["rl.steps=9", "rl.max_staleness=3", "evaluate.every=1", "rl.min_success_to_stop=1e-9"]
+    ludus("train", BABYAI, *AHEAD, *early, "evaluate.num_tasks_between=8").ok()
+    steps = ludus.state()["steps"]
+    trained = [g.id for step in steps if step["at"][0] == "rl" for g in step["groups"]]
+    left = [g for step in steps if step["at"][0] == "rl/left" for g in step["groups"]]
+    assert left
+    assert not {group.id for group in left} & set(trained)
+    for trajectory in (t for group in left for t in group.trajectories):
+        assert "no step was left to train on it" in trajectory.dropped
