@@ -171,6 +171,40 @@ def verify(
 
 
 @app.command()
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    hardware: Annotated[
+        str, typer.Option(help="A GPU by name (h200, a100-80gb, ...), or `here`: measured.")
+    ] = "here",
+    fill: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Part of their turns and context episodes use.")
+    ] = 1.0,
+    efficiency: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Part of the hardware's peak that is reached.")
+    ] = 0.35,
+    env_step_s: Annotated[
+        float, typer.Option(min=0, help="Seconds of a step of the environment.")
+    ] = 0.0,
+) -> None:
+    """Estimate what a recipe takes on some hardware: memory, time, cost. Starts nothing."""
+    from ludus import planning
+
+    config = _load(recipe, overrides)
+    found = planning.plan(
+        config,
+        planning.hardware(hardware, config),
+        fill=fill,
+        efficiency=efficiency,
+        env_step_s=env_step_s,
+    )
+    for line in planning.lines(config, found):
+        typer.echo(line)
+    if not found.fits:
+        raise typer.Exit(1)
+
+
+@app.command()
 def evaluate(
     run: Run,
     checkpoint: Annotated[

@@ -24,8 +24,8 @@ FLOORS = (
     {"envs", "judges", "train"},
     {"registries", "rollout"},
     {"backends"},
-    {"assemble", "coevolve", "evaluate", "loop", "progress", "report", "watch"},
-    {"debug", "doctor", "pipeline", "profiling", "reporting"},
+    {"assemble", "budget", "coevolve", "evaluate", "loop", "progress", "report", "watch"},
+    {"debug", "doctor", "pipeline", "planning", "profiling", "reporting"},
     {"evaluating", "launch", "services"},
     {"cli"},
 )
