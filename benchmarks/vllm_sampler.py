@@ -1,0 +1,325 @@
+"""The in-process sampler beside vLLM's CPU build, on the same weights and the same core.
+
+    make vllm && python benchmarks/vllm_sampler.py      # vLLM starts 8 times, a minute or two each
+
+Both sample 64 tokens after prompts of 64, all at once, from the model's own distribution. *All* is
+prompts and completions; *steady* is what the 63 tokens after the first take: every row decodes.
+vLLM runs in a process of its own, without a server, tokenizer or detokenizer, and waits while ludus
+runs; so does ludus. Its settings are the fastest of those tried first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from common import Spread, arguments, machine, make_model, ratios, table, write
+from sampler import COMPLETION, PROMPT, prompts_of, run_ours
+from vllm_server import PYTHON, processor_seconds
+
+from ludus.models.engine import InProcessSampler
+
+MODEL = "5.8 M"
+BATCHES = (64, 1, 16, 256)
+DTYPES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+TRIED: dict[str, dict[str, Any]] = {
+    "compiled": {},
+    "eager": {"enforce_eager": True},
+    "eager, blocks of 128": {"enforce_eager": True, "block_size": 128},
+    "compiled, 16,384 tokens a step": {"max_num_batched_tokens": 16384},
+}
+"""What vLLM is tried with, beside ENGINE, at the first batch size."""
+ENGINE = {
+    "max_model_len": 1024,
+    "max_num_seqs": 256,
+    "kv_cache_memory_bytes": 2**30,
+    "skip_tokenizer_init": True,
+    "enable_prefix_caching": False,  # every run has the same prompts: each is to compute them
+    "generation_config": "vllm",
+    "disable_log_stats": True,
+    "distributed_executor_backend": "uni",
+}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the process is pinned already
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of the processor and of the wall."""
+
+    processor: float
+    wall: float
+
+    def __sub__(self, other: Seconds) -> Seconds:
+        return Seconds(self.processor - other.processor, self.wall - other.wall)
+
+
+class Vllm:
+    """vLLM in a process of its own, pinned as this one is."""
+
+    def __init__(self, folder: Path, dtype: str, settings: dict[str, Any], threads: int) -> None:
+        self._log = (folder / "vllm.log").open("w")
+        self._process = subprocess.Popen(
+            # -P: the names of files beside the worker must not hide modules.
+            [str(PYTHON), "-P", str(Path(__file__).with_name("vllm_worker.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)},
+            start_new_session=True,
+        )
+        self._ask({**ENGINE, "model": str(folder / "model"), "dtype": dtype, **settings})
+
+    def run(
+        self, prompts: list[list[int]], tokens: int, logprobs: bool, temperature: float = 1.0
+    ) -> tuple[Seconds, list[list[int]]]:
+        """Complete the prompts."""
+        started = self._others()
+        found = self._ask(
+            {
+                "prompts": prompts,
+                "max_tokens": tokens,
+                "temperature": temperature,
+                "logprobs": logprobs,
+            }
+        )
+        others = self._others() - started
+        return Seconds(found["processor_s"] + others, found["wall_s"]), found["tokens"]
+
+    def stop(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._log.close()
+
+    def _others(self) -> float:
+        """Processor time of its other processes; to 0.01 s."""
+        own = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks = int(own[11]) + int(own[12])
+        return max(0.0, processor_seconds(self._process.pid) - ticks / os.sysconf("SC_CLK_TCK"))
+
+    def _ask(self, line: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(line) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"vLLM ended; see {self._log.name}")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+
+def ours(sampler: InProcessSampler, prompts: list[list[int]], tokens: int) -> Seconds:
+    """The same with ludus, through its public interface; it always tells log-probabilities."""
+    wall, used = time.perf_counter(), time.process_time()
+    run_ours(sampler, prompts, 1.0, tokens)
+    return Seconds(time.process_time() - used, time.perf_counter() - wall)
+
+
+def tuned(
+    folder: Path, dtype: str, threads: int, names: list[str]
+) -> tuple[Vllm, dict[str, float]]:
+    """vLLM with the fastest settings, and the steady tokens/s of all that were tried."""
+    prompts = prompts_of(BATCHES[0], 4000)
+    rates: dict[str, float] = {}
+    fastest: Vllm | None = None
+    for name in names:
+        vllm = Vllm(folder, dtype, TRIED[name], threads)
+        vllm.run(prompts, COMPLETION, True)
+        runs = [
+            vllm.run(prompts, COMPLETION, True)[0] - vllm.run(prompts, 1, True)[0] for _ in range(3)
+        ]
+        found = len(prompts) * (COMPLETION - 1) / min(run.processor for run in runs)
+        print(f"vLLM {dtype}, {name}: {found:,.0f} tokens/s steady", flush=True)
+        slower = fastest if found > max(rates.values(), default=0.0) else vllm
+        fastest = vllm if slower is not vllm else fastest
+        if slower is not None:
+            slower.stop()
+        rates[name] = found
+    assert fastest is not None
+    return fastest, rates
+
+
+def check_greedy(model: Any, vllm: Vllm) -> None:
+    """Both give the same tokens, in float32."""
+    prompts = prompts_of(4, model.config.vocab_size)
+    expected = run_ours(InProcessSampler(model, context_length=1024), prompts, 0.0, COMPLETION)
+    if vllm.run(prompts, COMPLETION, False, 0.0)[1] != expected:
+        raise SystemExit("the greedy tokens differ")
+
+
+Program = Callable[[int], Seconds]
+
+
+def measure(batch: int, programs: dict[str, Program], repeats: int) -> dict[str, Any]:
+    """Each program in turn: a run of all tokens and one of the first only."""
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in programs}
+    for number in range(-1, repeats):
+        order = list(programs) if number % 2 else list(programs)[::-1]
+        for name in order:
+            whole, first = programs[name](COMPLETION), programs[name](1)
+            if number < 0:
+                continue
+            steady = whole - first
+            for key, seconds in (
+                ("all", whole.processor),
+                ("steady", steady.processor),
+                ("wall", whole.wall),
+                ("steady wall", steady.wall),
+            ):
+                found[name].setdefault(key, []).append(seconds)
+    return {"batch": batch, "seconds": found}
+
+
+def rate(row: dict[str, Any], program: str, key: str) -> Spread:
+    tokens = row["batch"] * (COMPLETION - key.startswith("steady"))
+    return Spread.of([tokens / s for s in row["seconds"][program][key]])
+
+
+def faster(row: dict[str, Any], peer: str, program: str, key: str) -> Spread:
+    return ratios(row["seconds"][peer][key], row["seconds"][program][key])
+
+
+def best(row: dict[str, Any], key: str, programs: list[str]) -> str:
+    return max(programs, key=lambda name: rate(row, name, key).median)
+
+
+def report(rows: list[dict[str, Any]], tried: dict[str, dict[str, float]], repeats: int) -> str:
+    kinds = ("all", "steady")
+    head = ["batch", "type", "", "vLLM", "vLLM, no log-probabilities", "ludus", "ludus / vLLM"]
+    head += ["/ no log-probabilities", "wall"]
+    cells = []
+    for row in rows:
+        for dtype in DTYPES:
+            for kind in kinds:
+                vllm, bare, mine = f"vLLM {dtype}", f"bare vLLM {dtype}", f"ludus {dtype}"
+                ratio = faster(row, vllm, mine, kind)
+                wall = "wall" if kind == "all" else "steady wall"
+                cells.append(
+                    [
+                        str(row["batch"]),
+                        dtype,
+                        kind,
+                        *[f"{rate(row, name, kind).median:,.0f}" for name in (vllm, bare, mine)],
+                        f"**{ratio.median:.2f}** ({ratio.low:.2f} to {ratio.high:.2f})",
+                        f"{faster(row, bare, mine, kind).median:.2f}",
+                        f"{faster(row, vllm, mine, wall).median:.2f}",
+                    ]
+                )
+    cells_best = []
+    for row in rows:
+        for kind in kinds:
+            theirs, mine = (
+                best(row, kind, [name for name in row["seconds"] if name.startswith(who)])
+                for who in ("vLLM", "ludus")
+            )
+            ratio = faster(row, theirs, mine, kind)
+            cells_best.append(
+                [
+                    str(row["batch"]),
+                    kind,
+                    f"{theirs.split()[1]}, {rate(row, theirs, kind).median:,.0f}",
+                    f"{mine.split()[1]}, {rate(row, mine, kind).median:,.0f}",
+                    f"**{ratio.median:.2f}** ({ratio.low:.2f} to {ratio.high:.2f})",
+                ]
+            )
+    names = list(next(iter(tried.values())))
+    cells_tried = [[name, *[f"{tried[dtype][name]:,.0f}" for dtype in DTYPES]] for name in names]
+    return f"""
+# The sampler beside vLLM
+
+The in-process sampler and vLLM's CPU build on the same Qwen3-shaped model of {MODEL} parameters and
+random weights; prompts of {PROMPT} tokens, completions of {COMPLETION}, temperature 1, nothing cut,
+no end token. Both are pinned to the same core with one thread, and run in turn, each while the
+other waits. Tokens a second of processor time, that of all of a program's processes. *all*: prompts
+and completions; *steady*: the tokens after each row's first, when all rows decode (the difference
+of runs of {COMPLETION} tokens and of one). In float32 both give the same greedy tokens, checked
+first.
+
+vLLM runs in process (its `LLM` class: no server, no tokenizer, no text), which is faster than as a
+server. Both give the log-probability of every token; *no log-probabilities* is vLLM without.
+
+Medians (and quartiles) of {repeats} runs in alternating order, one more before them not counted;
+ratios are those of neighbouring runs. *Wall*: the ratio by wall time, which other load disturbs.
+
+{table(head, cells)}
+
+## Best against best
+
+Each in its faster type, by processor time, log-probabilities in both.
+
+{table(["batch", "", "vLLM", "ludus", "ludus / vLLM"], cells_best)}
+
+## vLLM's settings
+
+Steady tokens/s at batch {BATCHES[0]} of what was tried, the best of three runs; the fastest was
+taken, for each type. Its cache has room for all rows; prefix caching is off, as prompts repeat from
+run to run.
+
+{table(["settings", *DTYPES], cells_tried)}
+
+    make vllm && python benchmarks/vllm_sampler.py
+"""
+
+
+def main() -> None:
+    args = arguments(__doc__ or "")
+    if args.threads != 1:
+        raise SystemExit("--threads: vLLM and ludus are measured on one core, with one thread each")
+    facts = machine(args.threads)
+    model = make_model(MODEL).eval()
+    folder = Path(tempfile.mkdtemp())
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(folder / "model")
+    names = ["compiled"] if args.quick else list(TRIED)
+    programs: dict[str, Callable[[list[list[int]], int], Seconds]] = {}
+    engines, tried = [], {}
+    for dtype in DTYPES:
+        vllm, tried[dtype] = tuned(folder, dtype, args.threads, names)
+        engines.append(vllm)
+        sampler = InProcessSampler(model, context_length=1024, dtype=dtype)
+        programs |= {
+            f"vLLM {dtype}": lambda prompts, n, vllm=vllm: vllm.run(prompts, n, True)[0],
+            f"bare vLLM {dtype}": lambda prompts, n, vllm=vllm: vllm.run(prompts, n, False)[0],
+            f"ludus {dtype}": lambda prompts, n, mine=sampler: ours(mine, prompts, n),
+        }
+    check_greedy(model, engines[0])
+    rows = []
+    for batch in BATCHES[:1] if args.quick else BATCHES:
+        prompts = prompts_of(batch, model.config.vocab_size)
+        given = {
+            name: lambda n, run=run, prompts=prompts: run(prompts, n)
+            for name, run in programs.items()
+        }
+        rows.append(measure(batch, given, args.repeats))
+        for dtype in DTYPES:
+            for kind in ("all", "steady"):
+                ratio = faster(rows[-1], f"vLLM {dtype}", f"ludus {dtype}", kind)
+                print(f"batch {batch} {dtype} {kind}: {ratio.show('.2f')} times vLLM", flush=True)
+    for vllm in engines:
+        vllm.stop()
+    facts["load_after"] = machine(args.threads)["load"]
+    text = report(rows, tried, args.repeats)
+    if args.quick:
+        print(text)
+        return
+    write("vllm-sampler", text, {**facts, "vllm": "0.32.0"}, [*rows, {"tried": tried}])
+
+
+if __name__ == "__main__":
+    main()
