@@ -11,7 +11,7 @@ import contextlib
 import io
 import random
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -170,6 +170,35 @@ class AfterStep(TrainerCallback):
         self.then()
 
 
+@contextlib.contextmanager
+def silent_folder() -> Iterator[str]:
+    """A folder to train in; what is printed meanwhile is dropped."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        yield folder
+
+
+def lean_config(folder: str, **own: Any) -> GRPOConfig:
+    """GRPO as ludus has it by default, on a CPU, and nothing computed that it does not need."""
+    return GRPOConfig(
+        output_dir=folder,
+        optim="adamw_torch_fused",
+        loss_type="grpo",
+        epsilon=0.2,
+        beta=0.0,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **own,
+    )
+
+
 def train_trl(
     model_name: str,
     work: Work,
@@ -207,15 +236,11 @@ def train_trl(
         own = {"reward_funcs": [], "environment_factory": environment(work, wait)}
     elif work.turns > 1:
         own["rollout_func"] = rollouts(work, tokenizer, wait)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
+    with silent_folder() as folder:
         trainer = GRPOTrainer(
             model=model,
-            args=GRPOConfig(
-                output_dir=folder,
+            args=lean_config(
+                folder,
                 per_device_train_batch_size=micro_batch,
                 gradient_accumulation_steps=work.samples // micro_batch,
                 num_generations=work.group_size,
@@ -224,16 +249,7 @@ def train_trl(
                 generation_kwargs={"min_new_tokens": work.turn, "max_new_tokens": work.turn},
                 max_steps=steps,
                 learning_rate=1e-6,
-                optim="adamw_torch_fused",
-                loss_type="grpo",
-                beta=0.0,
-                use_cpu=True,
                 bf16=half,
-                gradient_checkpointing=False,
-                logging_strategy="no",
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
             ),
             train_dataset=Dataset.from_dict({"prompt": rows}),
             processing_class=tokenizer,

@@ -7,19 +7,23 @@ where ludus does, and train on the sampled tokens alone.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from datasets import Dataset
-from step_trl import AfterStep, encode, generate, trl_tokenizer
+from step_trl import (
+    AfterStep,
+    encode,
+    generate,
+    lean_config,
+    silent_folder,
+    trl_tokenizer,
+)
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from ludus.core.schema import OptimizerConfig
 from ludus.core.types import Message, Task
@@ -125,6 +129,18 @@ def earned_reward(earned: list[float], **_: Any) -> list[float]:
     return earned
 
 
+def sides(
+    mode: str, tasks: Sequence[Task], tokenizer: ActingTokenizer, max_turns: int
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows of TRL's dataset, and what the trainer is given to play them."""
+    if mode == "environment":
+        rows = [{"prompt": [{"role": "user", "content": ""}], **task.data} for task in tasks]
+        return rows, {"environment_factory": environment(max_turns), "reward_funcs": []}
+    texts = [f"{task.data['level']} {task.data['seed']}" for task in tasks]
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
+    return rows, {"rollout_func": rollouts(tokenizer, max_turns), "reward_funcs": earned_reward}
+
+
 def train(
     mode: str,
     settings: Any,
@@ -149,23 +165,10 @@ def train(
     for config in (model.config, model.generation_config):
         config.eos_token_id, config.pad_token_id = plain.eos_token_id, plain.pad_token_id
     samples = rl.groups_per_step * rl.group_size
-    wanted = tasks[: steps * rl.groups_per_step]
-    own: dict[str, Any]
-    if mode == "environment":
-        rows = [{"prompt": [{"role": "user", "content": ""}], **task.data} for task in wanted]
-        own = {"environment_factory": environment(rollout.max_turns), "reward_funcs": []}
-    else:
-        texts = [f"{task.data['level']} {task.data['seed']}" for task in wanted]
-        rows = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
-        played = rollouts(tokenizer, rollout.max_turns)
-        own = {"rollout_func": played, "reward_funcs": earned_reward}
-    with (
-        tempfile.TemporaryDirectory() as output,
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
-        args = GRPOConfig(
-            output_dir=output,
+    rows, own = sides(mode, tasks[: steps * rl.groups_per_step], tokenizer, rollout.max_turns)
+    with silent_folder() as output:
+        args = lean_config(
+            output,
             per_device_train_batch_size=micro_batch,
             gradient_accumulation_steps=samples // micro_batch,
             num_generations=rl.group_size,
@@ -177,16 +180,7 @@ def train(
             seed=settings.seed,
             max_steps=steps,
             max_grad_norm=rl.optimizer.max_grad_norm,
-            loss_type="grpo",
-            epsilon=0.2,
-            beta=0.0,
-            use_cpu=True,
             bf16=False,
-            gradient_checkpointing=False,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
         )
         trainer = GRPOTrainer(
             model=model,
