@@ -94,7 +94,7 @@ def train(
     except launch.Stopped as stopped:
         display.close()
         typer.echo(str(stopped), err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(stopped.exit_code) from None
     finally:
         display.close()
     typer.echo(f"run {folder.id} is complete: {folder.report}")

@@ -23,7 +23,7 @@ from ludus.core.metrics import MetricsLog
 from ludus.core.schema import RunConfig
 from ludus.core.sinks import build_sinks
 from ludus.models.tokenizers import load_tokenizer
-from ludus.pipeline import Interrupted, TrainingRun
+from ludus.pipeline import BudgetSpent, Interrupted, TrainingRun
 from ludus.progress import Display, Observer
 from ludus.reporting import report
 from ludus.runs import RunFolder, create_run, find_run, write_text
@@ -39,10 +39,13 @@ DISK_FAULTS = {
 
 
 class Stopped(Exception):
-    """The user stopped the run; it can be resumed."""
+    """The user, or the run's budget, stopped it; it can be resumed."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        super().__init__(f"stopped; go on with: {resume_command(folder)}")
+    def __init__(self, folder: RunFolder, over: str = "") -> None:
+        changed = f" {over.partition(':')[0]}=..." if over else ""
+        told = f"stopped before the next step: {over}" if over else "stopped"
+        super().__init__(f"{told}; go on with: {resume_command(folder)}{changed}")
+        self.exit_code = 3 if over else 130
 
 
 def resume_command(folder: RunFolder) -> str:
@@ -152,9 +155,10 @@ def _run(
             if config.report:
                 report(folder, store)
             store.finish_run(folder.id, "completed")
-    except (KeyboardInterrupt, Interrupted):
-        _finish(store, folder, "interrupted")
-        raise Stopped(folder) from None
+    except (KeyboardInterrupt, Interrupted) as stop:
+        over = str(stop) if isinstance(stop, BudgetSpent) else ""
+        _finish(store, folder, "interrupted", over or None)
+        raise Stopped(folder, over) from None
     except LudusError as error:
         _finish(store, folder, "failed", str(error))
         if before is not None and (run is None or not run.started):

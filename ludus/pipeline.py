@@ -23,6 +23,7 @@ from ludus.assemble import (
     replay_all,
 )
 from ludus.backends.local import LocalBackend
+from ludus.budget import Budget
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.logs import get_logger
 from ludus.core.metrics import MetricsLog
@@ -62,6 +63,10 @@ class Interrupted(Exception):
     """The user asked to stop; everything up to the last complete step is saved."""
 
 
+class BudgetSpent(Interrupted):
+    """One more step would pass a limit of `budget`; the message says which."""
+
+
 class TrainingRun:
     """One run in one folder.
 
@@ -97,6 +102,7 @@ class TrainingRun:
         self._left_out: list[tuple[str, str]] = []
         self._watch = Watch(observer.note)
         self._skip_damaged = skip_damaged
+        self._budget = Budget(config.budget, folder.budget)
 
     def run(self, train: TaskList, heldout: TaskList) -> None:
         """Everything that is still to do. Errors: Interrupted, and whatever LudusError arises."""
@@ -112,6 +118,7 @@ class TrainingRun:
             asyncio.run(self._stages(train, conversations))
         finally:
             self.backend.close()
+            self._budget.keep()
 
     async def _stages(self, train: Sequence[Task], conversations: Sequence[Conversation]) -> None:
         resumed = self.backend.checkpoints.latest(skip_damaged=self._skip_damaged)
@@ -329,6 +336,7 @@ class TrainingRun:
             if start >= stage.steps or self._suffices(stage, state["success"]):
                 return
         self.observer.stage(stage.name, stage.steps, start)
+        self._budget.begin_stage()
 
         async def after_step(step: int) -> bool:
             return await self._after_step(stage, step)
@@ -345,9 +353,10 @@ class TrainingRun:
         if stage.name == "rl" and every and step % every == 0 and step < stage.steps:
             success = await self._evaluate_between(step)
         ended = step == stage.steps or self._suffices(stage, success)
+        over = None if ended else self._budget.exceeded()
         if ended and stage.ahead is not None:
             self._keep_left(stage, step, await stage.ahead.close())
-        if ended or self.stop_requested or step % self.config.checkpoint.every == 0:
+        if ended or over or self.stop_requested or step % self.config.checkpoint.every == 0:
             with busy("checkpoint"), self.timed("checkpoints"):
                 state = {
                     "tasks": stage.tasks.state_dict(),
@@ -360,6 +369,8 @@ class TrainingRun:
                 last = stage.name == "rl" or self.config.rl is None
                 metric = self._latest.get(self.config.checkpoint.metric) if last else None
                 self.backend.save(stage.name, step, state, metric, pin=ended)
+        if over:
+            raise BudgetSpent(over)
         if self.stop_requested and not ended:
             raise Interrupted
         return not ended
@@ -393,6 +404,8 @@ class TrainingRun:
             sum(t.dropped is not None for group in groups for t in group.trajectories)
         )
         metrics |= self.meter.metrics(groups, metrics)
+        left = getattr(self.config, stage).steps - step - 1
+        metrics |= self._budget.step(metrics["rollout/tokens"], left)
         if self.config.verify and stage == "rl":
             metrics["rollout/verified_tokens"] = float(self._verified)
             self._verified = 0
@@ -432,6 +445,7 @@ class TrainingRun:
         self.metrics.log(stage, step, {**metrics, "time/elapsed_s": sum(self.timings.values())})
         write_text(self.folder.evaluations / f"{label}-{step:06d}.json", result.model_dump_json())
         self.observer.note(str(result))
+        self._budget.keep()
         return result
 
     async def play(

@@ -150,9 +150,13 @@ def summary(stage: str, metrics: dict[str, float]) -> str:
     loss = [("loss", "train/loss", "{:.3f}")]
     outcome = [("success", "rollout/success", "{:.0%}"), ("reward", "rollout/reward", "{:.2f}")]
     shown = [*(loss if stage == "sft" else outcome), ("tok/s", "time/tokens_per_s", "{:,.0f}")]
-    return "  ".join(
+    parts = [
         f"{label} {form.format(metrics[name])}" for label, name, form in shown if name in metrics
-    )
+    ]
+    if "budget/cost" in metrics:
+        cost, to_come = metrics["budget/cost"], metrics["budget/projected_cost"]
+        parts.append(f"cost {cost:.2f} of about {to_come:.2f}")
+    return "  ".join(parts)
 
 
 def time_split(metrics: dict[str, float]) -> str:

@@ -25,6 +25,7 @@ class RunFolder:
     tokenizer/             as Hugging Face saves it
     checkpoints/           one folder each
     evaluations/           one JSON file each
+    budget.json            seconds and tokens spent, over all sittings
     metrics.jsonl, log.jsonl, report.html
     """
 
@@ -57,6 +58,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def budget(self) -> Path:
+        return self.path / "budget.json"
 
     @property
     def report(self) -> Path:

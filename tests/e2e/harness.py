@@ -190,7 +190,7 @@ def _timeless(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in metrics.items()
-        if not key.startswith(("time/", "memory/")) and not key.endswith("seconds")
+        if not key.startswith(("time/", "memory/", "budget/")) and not key.endswith("seconds")
     }
 
 

@@ -21,7 +21,7 @@ from ludus.models.sampler import SamplingParams
 FILES = {
     "config.yaml", "demonstrations.jsonl", "demonstrations.dropped.jsonl", "tokenizer",
     "checkpoints", "evaluations", "metrics.jsonl", "log.jsonl", "report.html", "timings.json",
-    ".lock",
+    "budget.json", ".lock",
 }  # fmt: skip
 
 
