@@ -314,7 +314,7 @@ def main() -> None:
     for vllm in engines:
         vllm.stop()
     facts["load_after"] = machine(args.threads)["load"]
-    text = report(rows, tried, args.repeats)
+    text = report(sorted(rows, key=lambda row: int(row["batch"])), tried, args.repeats)
     if args.quick:
         print(text)
         return

@@ -36,8 +36,8 @@ from ludus.models.paging import BLOCK, Pass
 GRAPHS = 32
 """The most graphs kept; the one that was not used for longest goes first."""
 
-MEMORY = 0.4
-"""Of the device's memory, for keys and values. The learner has the rest."""
+MEMORY = 0.5
+"""Of what is free on the device at the start, for keys and values. The learner has the rest."""
 
 
 Array = TypeVar("Array")
@@ -166,7 +166,7 @@ class StaticDecoder(LeanDecoder):
     """A `Decoder` of a model read by `ludus.models.llama.read`, fastest on a GPU.
 
     Args:
-        max_blocks: the most blocks of keys and values; MEMORY of a GPU's memory by default.
+        max_blocks: the most blocks of keys and values; by default, on a GPU, what MEMORY holds.
     """
 
     def __init__(
@@ -177,13 +177,12 @@ class StaticDecoder(LeanDecoder):
         self.name = "CUDA graphs" if self._cuda else "static"
         self._steps: OrderedDict[Sizes, Step] = OrderedDict()
         self._groups = Groups()
-        self._pool = torch.cuda.graph_pool_handle() if self._cuda else None
         self._dtype = torch.bfloat16 if autocast else llama.embedding.weight.dtype
         super().__init__(llama, autocast=autocast)
         self._sources = self._weights()
         if max_blocks is None and self._cuda:
-            total = torch.cuda.get_device_properties(self._device).total_memory
-            max_blocks = int(MEMORY * total) // self.bytes_per_block - 1
+            free, _ = torch.cuda.mem_get_info(self._device)
+            max_blocks = int(MEMORY * free) // self.bytes_per_block - 1
         self.max_blocks = max_blocks
 
     @property
@@ -261,8 +260,10 @@ class StaticDecoder(LeanDecoder):
             self._run(step)  # what is chosen or allocated at a first run must not be recorded
         torch.cuda.current_stream(self._device).wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
+        # Graphs run one after another, so they may share their memory.
+        pool = next((other.graph.pool() for other in self._steps.values() if other.graph), None)
         # Other threads may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             step.logits = self._run(step)
         step.graph = graph
         graph.replay()

@@ -257,8 +257,9 @@ def test_a_parameter_that_is_replaced() -> None:
 
 
 def test_adapters_switched_off() -> None:
-    model = _with_lora(tiny(), LoraConfig(rank=2)).eval()
-    with torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(1)  # under some adapters rounding in float32 is as large as 1e-4
+        model = _with_lora(tiny(), LoraConfig(rank=2)).eval()
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(generator=torch.Generator().manual_seed(0))
