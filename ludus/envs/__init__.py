@@ -6,7 +6,17 @@ from ludus.envs.base import Env
 ENVS: Registry[Env] = Registry(
     "env",
     {
+        "alfworld": Row(
+            "ludus.envs.alfworld:ALFWorld", "alfworld", "ALFWorld's household tasks, in text"
+        ),
         "babyai": Row("ludus.envs.babyai:BabyAI", "envs", "minigrid's BabyAI levels, in text"),
+        "scienceworld": Row(
+            "ludus.envs.scienceworld:ScienceWorld", "scienceworld", "30 science tasks, in text"
+        ),
+        "remote": Row("ludus.envs.remote:RemoteEnv", "remote", "an environment that a service plays"),
         "textcraft": Row("ludus.envs.textcraft:TextCraft", "", "crafting with a recipe table"),
+        "textworldexpress": Row(
+            "ludus.envs.textworldexpress:TextWorldExpress", "textworldexpress", "8 text games"
+        ),
     },
 )

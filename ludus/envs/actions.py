@@ -27,6 +27,12 @@ def action_text(env: Env, message: Message) -> str:
     return " ".join(text[:LONGEST_ACTION].lower().split()).strip(" .`\"'")
 
 
+def printable(text: str) -> str:
+    """The action without what no command has, for parsers that take other characters ill; "?"
+    where nothing is left."""
+    return "".join(c for c in text if " " <= c <= "~").strip() or "?"
+
+
 def answer(message: Message, text: str) -> list[Message]:
     """The environment's reply: a user message, or one tool message for each call."""
     if not message.tool_calls:
