@@ -1,0 +1,442 @@
+"""Sessions: who may play which episode, where it runs, and when it ends.
+
+A session is one environment that plays one episode after another. It belongs to the token that
+opened it. One that raises, hangs or is forgotten ends alone:
+
+- every call runs in a thread (or, with `isolate`, in a process of the session's own) and has a
+  deadline; a thread that hangs is left behind, a process is killed;
+- a session that nobody used for `idle_s` seconds is closed;
+- a second call while one is under way is refused: it would play on a state that nobody has seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import secrets
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from ludus.core.errors import (
+    EnvError,
+    EpisodeError,
+    EpisodeTimeout,
+    LudusError,
+    ToolError,
+    Unscorable,
+)
+from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec, Wire
+from ludus.envs import ENVS
+from ludus.envs.base import Env, NoExpert
+from ludus.rollout.host import Act, HostedEnv, Overdue, Seat
+from ludus.services.app import BUCKETS_S, ServiceError
+from ludus.services.isolated import IsolatedEnv
+
+T = TypeVar("T")
+
+ID_BITS = 96
+MAX_REMEMBERED = 10_000
+"""Ended sessions whose end can still be told."""
+
+LIGHT_THREADS = 32
+"""Calls of light environments that compute at the same time."""
+
+
+class State(StrEnum):
+    """Where a session stands."""
+
+    NEW = "new"
+    PLAYING = "playing"
+    OVER = "over"
+
+
+class EnvSchema(Wire):
+    """What a client has to know of an environment."""
+
+    name: str
+    tools: list[ToolSpec]
+    score_range: tuple[float, float]
+    success_at: float
+    max_turns: int
+    tiers: list[str]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a service allows.
+
+    `step_deadline_s` bounds one reset or step, `idle_s` the time between two calls,
+    `max_memory_mb` the resident memory above which no session is opened (0: none),
+    `max_action_chars` the length of an action.
+    """
+
+    max_sessions: int = 4096
+    idle_s: float = 900.0
+    step_deadline_s: float = 30.0
+    max_memory_mb: int = 0
+    max_action_chars: int = 200_000
+
+
+class Served:
+    """An environment that is offered: its class, its arguments, what clients are told of it."""
+
+    def __init__(self, spec: Spec, isolate: bool = False) -> None:
+        self.spec, self.name, self.isolate = spec, spec.name, isolate
+        self._args = ENVS.check(spec)
+        self.env_class: Any = ENVS.load(spec.name)
+        self.blocking: bool = isolate or getattr(self.env_class, "blocking", True)
+
+    def make(self) -> Env:
+        """A new environment, for one session."""
+        return IsolatedEnv(self.spec) if self.isolate else self.local()
+
+    def local(self) -> Env:
+        """A new environment in this process."""
+        args = ENVS.check(self.spec)  # anew: no two environments share an argument
+        made: Env = self.env_class(**args)
+        return made
+
+    @cached_property
+    def prototype(self) -> Env:
+        """One that plays nothing: for its tools, and for reading and writing calls."""
+        return self.local()
+
+    @cached_property
+    def schema(self) -> EnvSchema:
+        env = self.prototype
+        return EnvSchema(
+            name=self.name,
+            tools=list(env.tools()),
+            score_range=env.score_range,
+            success_at=env.success_at,
+            max_turns=env.max_turns,
+            tiers=list(self.env_class.tiers()),
+        )
+
+    def task(self, tier: str | None, seed: int) -> Task:
+        """The environment's own task. Errors: ServiceError 422 for a tier or seed it has not."""
+        try:
+            made: Task = self.env_class.task(tier, seed)
+        except NotImplementedError:
+            raise ServiceError(
+                422, "bad_task", f"{self.name} makes no tasks from seeds: send a task"
+            ) from None
+        except (LudusError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise ServiceError(422, "bad_task", f"{self.name}: {error}") from error
+        return made
+
+    def call_of(self, action: str) -> ToolCall:
+        """The call for an action. Errors: ServiceError 422."""
+        try:
+            return self.prototype.call_of(action)
+        except (LookupError, NotImplementedError, TypeError, ValueError) as error:
+            raise ServiceError(
+                422, "bad_action", f"{action!r:.80} is no action: {error}"
+            ) from error
+
+
+@dataclass(eq=False)
+class Session:
+    """One environment and its episode. `last` is what was said last, for clients that ask again."""
+
+    number: int
+    owner: str
+    served: Served
+    host: HostedEnv | None = None
+    env: Env | None = None
+    seat: Seat | None = None
+    state: State = State.NEW
+    num_steps: int = 0
+    reward: float = 0.0
+    score: float = 0.0
+    last: str = ""
+    info: dict[str, Any] = field(default_factory=dict)
+    busy: bool = False
+    used: float = field(default_factory=time.monotonic)
+
+    @property
+    def id(self) -> str:
+        return f"{self.number:0{ID_BITS // 4}x}"
+
+
+class LightSeat(Seat):
+    """A seat without a thread of its own: each call borrows one.
+
+    Thousands of sessions share a few threads, and one that hangs keeps none of the others.
+    """
+
+    def __init__(self, slots: asyncio.Semaphore) -> None:
+        super().__init__()
+        self._slots = slots
+
+    async def run(
+        self, act: Act[T], deadline: float, *, blocking: bool, last: Act[None] | None = None
+    ) -> T:
+        async with self._slots:
+            seat = Seat()
+            try:
+                return await seat.run(act, deadline, blocking=True, last=last)
+            finally:
+                seat.close()
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+class Sessions:
+    """All sessions of a process. `worker` of `num_workers` shows in the numbers that it gives.
+
+    Errors of all methods: ServiceError.
+    """
+
+    def __init__(
+        self,
+        served: dict[str, Served],
+        limits: Limits,
+        registry: CollectorRegistry,
+        worker: int = 0,
+        num_workers: int = 1,
+    ) -> None:
+        self.served, self.limits = served, limits
+        self.worker, self.num_workers = worker, num_workers
+        self._sessions: dict[int, Session] = {}
+        self._ended: OrderedDict[int, tuple[str, str]] = OrderedDict()
+        self._slots = asyncio.Semaphore(LIGHT_THREADS)
+        self._closing: set[asyncio.Task[None]] = set()
+        gauge = Gauge("ludus_env_sessions", "Open sessions", ["env"], registry=registry)
+        for name in served:
+            gauge.labels(name).set_function(lambda name=name: self.count(name))
+        self._ends = Counter(
+            "ludus_env_sessions_ended", "Sessions by how they ended", ["reason"], registry=registry
+        )
+        self._seconds = Histogram(
+            "ludus_env_call_seconds",
+            "Time in the environment, by call",
+            ["env", "call"],
+            registry=registry,
+            buckets=BUCKETS_S,
+        )
+
+    def count(self, name: str | None = None) -> int:
+        """Open sessions, of one environment or of all."""
+        return sum(name is None or s.served.name == name for s in self._sessions.values())
+
+    def env(self, name: str) -> Served:
+        """The environment of that name."""
+        if name not in self.served:
+            known = ", ".join(sorted(self.served))
+            raise ServiceError(404, "unknown_env", f"{name!r:.80} is not served here; {known} is")
+        return self.served[name]
+
+    def create(self, served: Served, owner: str) -> Session:
+        """Open a session; its environment is made at the first reset."""
+        if len(self._sessions) >= self.limits.max_sessions:
+            raise ServiceError(
+                429, "too_many_sessions", f"{self.limits.max_sessions} sessions are open: close one"
+            )
+        if 0 < self.limits.max_memory_mb < resident_mb():
+            raise ServiceError(
+                503, "out_of_memory", f"more than {self.limits.max_memory_mb} MB are in use"
+            )
+        drawn = secrets.randbits(ID_BITS - 8)
+        number = drawn * self.num_workers + self.worker
+        seat = Seat() if served.blocking else LightSeat(self._slots)
+        session = Session(number, owner, served, seat=seat)
+        self._sessions[number] = session
+        return session
+
+    def get(self, number: int, owner: str) -> Session:
+        """The owner's session; another's looks like none at all."""
+        session = self._sessions.get(number)
+        if session is not None and session.owner == owner:
+            return session
+        ended_owner, reason = self._ended.get(number, ("", ""))
+        if reason and ended_owner == owner:
+            raise ServiceError(410, "session_closed", f"the session has ended: {reason}")
+        raise ServiceError(404, "unknown_session", "there is no such session")
+
+    def by_id(self, id: str, owner: str) -> Session:
+        """The owner's session of that id, as `Session.id` writes it."""
+        try:
+            number = int(id, 16) if id.isalnum() else -1
+        except ValueError:
+            number = -1
+        return self.get(number, owner)
+
+    async def reset(self, session: Session, task: Task, *, own: bool = False) -> Observation:
+        """Start an episode. `own`: the task is the environment's, so a failure is not the client's.
+
+        The environment is made anew: nothing of an earlier episode is left.
+        """
+        return await self._exclusive(session, "reset", lambda: self._reset(session, task, own))
+
+    async def step(self, session: Session, message: Message) -> StepResult:
+        """Take an action. A single tool call without text is read by the environment."""
+        if size(message) > self.limits.max_action_chars:
+            raise ServiceError(
+                413,
+                "action_too_long",
+                f"an action may have {self.limits.max_action_chars} characters",
+            )
+        return await self._exclusive(session, "step", lambda: self._step(session, message))
+
+    async def expert(self, session: Session) -> str:
+        """The expert's action."""
+        return await self._exclusive(session, "expert", lambda: self._expert(session))
+
+    async def leave(self, session: Session) -> None:
+        """End a session at its owner's wish."""
+        if session.busy:
+            raise ServiceError(409, "session_busy", "another call of this session is under way")
+        await self.close(session)
+
+    async def close(self, session: Session, reason: str = "it was closed") -> None:
+        """End a session, whatever it is doing."""
+        if self._sessions.pop(session.number, None) is None:
+            return
+        self._ended[session.number] = (session.owner, reason)
+        while len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+        self._ends.labels(reason.partition(":")[0]).inc()
+        await self._leave(session)
+        if session.seat is not None:
+            session.seat.close()
+
+    async def reap(self) -> None:
+        """Close idle sessions, for ever."""
+        while True:
+            await asyncio.sleep(min(5.0, self.limits.idle_s / 4))
+            oldest = time.monotonic() - self.limits.idle_s
+            idle = [s for s in self._sessions.values() if s.used < oldest and not s.busy]
+            for session in idle:
+                self._in_background(self.close(session, "it was idle for too long"))
+
+    async def close_all(self) -> None:
+        """End all sessions, together."""
+        sessions = list(self._sessions.values())
+        closing = [self.close(session, "the service shuts down") for session in sessions]
+        await asyncio.gather(*closing, *self._closing, return_exceptions=True)
+
+    def _in_background(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _exclusive(self, session: Session, what: str, act: Callable[[], Awaitable[T]]) -> T:
+        """Run one call of a session, alone; an environment that broke ends its session."""
+        if session.busy:
+            raise ServiceError(409, "session_busy", "another call of this session is under way")
+        session.busy, started = True, time.perf_counter()
+        try:
+            return await act()
+        except EpisodeError as error:
+            kind = _KINDS.get(type(error), "env_error")
+            self._in_background(self.close(session, f"{kind}: {error}"))
+            raise ServiceError(504 if kind == "env_timeout" else 502, kind, str(error)) from error
+        finally:
+            session.busy, session.used = False, time.monotonic()
+            self._seconds.labels(session.served.name, what).observe(time.perf_counter() - started)
+
+    async def _reset(self, session: Session, task: Task, own: bool) -> Observation:
+        assert session.seat is not None
+        await self._leave(session)
+        session.state = State.NEW
+
+        def make() -> Env:
+            session.env = session.served.make()
+            return session.env
+
+        host = HostedEnv(make, session.seat, self.limits.step_deadline_s, blocking=True)
+        session.host = host
+        try:
+            observation = await host.reset(task)
+        except EpisodeTimeout:
+            raise
+        except EpisodeError as error:
+            await self._leave(session)
+            if own:
+                raise
+            raise ServiceError(422, "bad_task", str(error)) from error
+        session.state, session.num_steps = State.PLAYING, 0
+        session.reward = session.score = 0.0
+        session.last, session.info = text_of(observation.messages), observation.info
+        return observation
+
+    async def _step(self, session: Session, message: Message) -> StepResult:
+        if session.host is None or session.state is not State.PLAYING:
+            kind = "episode_over" if session.state is State.OVER else "not_reset"
+            raise ServiceError(409, kind, "no episode is under way: reset the session first")
+        if len(message.tool_calls) == 1 and not message.content:
+            result = await session.host.call(message.tool_calls[0])
+        else:
+            result = await session.host.step(message)
+        session.num_steps += 1
+        session.reward = result.reward or 0.0
+        session.score += session.reward
+        session.last, session.info = text_of(result.messages), result.info
+        if result.done:
+            session.state = State.OVER
+            await self._leave(session)
+        return result
+
+    async def _expert(self, session: Session) -> str:
+        host = session.host
+        if host is None or session.seat is None or session.state is not State.PLAYING:
+            raise ServiceError(409, "not_reset", "no episode is under way: reset the session first")
+
+        async def ask() -> str:
+            return host.env.expert_action()
+
+        try:
+            return await session.seat.run(ask, self.limits.step_deadline_s, blocking=True)
+        except NoExpert as error:
+            raise ServiceError(404, "no_expert", str(error)) from error
+        except EpisodeError:
+            raise
+        except Overdue as error:
+            raise EpisodeTimeout("the expert took too long") from error
+        except Exception as error:
+            raise EnvError(f"the expert raised {type(error).__name__}: {error}") from error
+
+    async def _leave(self, session: Session) -> None:
+        """Close the session's environment."""
+        host, session.host = session.host, None
+        env, session.env = session.env, None
+        if host is not None:
+            with suppress(Exception):
+                await host.close()
+        if isinstance(env, IsolatedEnv):
+            env.kill()  # where its thread was left behind, nothing else would
+
+
+_KINDS = {EpisodeTimeout: "env_timeout", ToolError: "tool_error", Unscorable: "unscorable"}
+
+
+def text_of(messages: list[Message]) -> str:
+    """What was said, as one text."""
+    return "\n".join(message.content for message in messages)
+
+
+def size(message: Message) -> int:
+    """Characters of a message, those of its calls included."""
+    calls = sum(len(str(call.arguments)) + len(call.name) for call in message.tool_calls)
+    return len(message.content) + len(message.thinking or "") + calls
+
+
+def resident_mb() -> float:
+    """Resident memory of this process, in MB; where the system does not tell, its peak."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * resource.getpagesize() / 2**20
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / (2**20 if sys.platform == "darwin" else 2**10)
