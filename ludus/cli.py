@@ -34,6 +34,8 @@ app = typer.Typer(
 )
 checkpoint_app = typer.Typer(help="Checkpoints: list, check, export.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
+serve_app = typer.Typer(help="Services over HTTP and WebSocket.", no_args_is_help=True)
+app.add_typer(serve_app, name="serve")
 
 Recipe = Annotated[
     str, typer.Argument(help="A YAML file, or `file.py:function` that returns a RunConfig.")
@@ -385,6 +387,38 @@ def checkpoint_export(
 
     export_checkpoint(run, runs_dir, checkpoint, path, merge=merge, overwrite=overwrite)
     typer.echo(str(path))
+
+
+@serve_app.command("env")
+def serve_env(
+    envs: Annotated[
+        list[str],
+        typer.Argument(help="Environments, each followed by its arguments: NAME [key=value ...]"),
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Processes.")] = 1,
+    isolate: Annotated[
+        bool, typer.Option("--isolate", help="A process of its own for every session.")
+    ] = False,
+    max_sessions: Annotated[int, typer.Option(min=1, help="Open at the same time.")] = 4096,
+    max_memory_mb: Annotated[
+        int, typer.Option(min=0, help="No new session above this, in each process; 0: no limit.")
+    ] = 0,
+    idle: Annotated[float, typer.Option(min=1, help="Seconds until a session is closed.")] = 900.0,
+    step_deadline: Annotated[float, typer.Option(min=0.1, help="Seconds of a step.")] = 30.0,
+) -> None:
+    """Serve environments: ludus' API, AgentGym's and OpenEnv's. Tokens: LUDUS_TOKENS=a,b."""
+    from ludus.services import serving
+
+    limits = {
+        "max_sessions": max_sessions,
+        "max_memory_mb": max_memory_mb,
+        "idle_s": idle,
+        "step_deadline_s": step_deadline,
+    }
+    specs = [_spec(name, args) for name, args in serving.named(envs)]
+    serving.serve_env(specs, host, port, workers, isolate, limits, typer.echo)
 
 
 def _load(recipe: str, overrides: list[str] | None, runs_dir: str = "runs") -> Any:

@@ -14,6 +14,7 @@ ENVS: Registry[Env] = Registry(
             "ludus.envs.scienceworld:ScienceWorld", "scienceworld", "30 science tasks, in text"
         ),
         "remote": Row("ludus.envs.remote:RemoteEnv", "remote", "an environment that a service plays"),
+        "remote": Row("ludus.envs.remote:RemoteEnv", "remote", "an environment that a service plays"),
         "textcraft": Row("ludus.envs.textcraft:TextCraft", "", "crafting with a recipe table"),
         "textworldexpress": Row(
             "ludus.envs.textworldexpress:TextWorldExpress", "textworldexpress", "8 text games"
