@@ -452,7 +452,6 @@ class TrainingRun:
         self, label: str, step: int, settings: EvaluateConfig
     ) -> tuple[list[Group], Evaluation]:
         """Play held-out tasks with the current weights; nothing is recorded."""
-        env_class = ENVS.load(self.config.env.name) if self.config.env else None
         collector = self.collector.with_config(
             f"evaluate/{label}", temperature=settings.temperature, top_p=1.0, top_k=0
         )
@@ -461,7 +460,7 @@ class TrainingRun:
         groups = await collector.collect(tasks, step, settings.samples_per_task)
         result = summarise(
             groups,
-            success_at=getattr(env_class, "success_at", 1.0),
+            success_at=ENVS.build(self.config.env, "env").success_at if self.config.env else 1.0,
             confidence=settings.confidence,
             label=f"{label} {step}" if step else label,
             policy_version=self.backend.sampler.policy_version,

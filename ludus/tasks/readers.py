@@ -179,7 +179,9 @@ def read_env(
     known = list(env_class.tiers())
     # Where tiers consist of goals, `depth-1:40` are the first 40 of them.
     counted = hasattr(env_class, "num_goals")
-    for tier in tiers or ():
+    # A service knows its own tiers: they are not known here.
+    checked = not getattr(env_class, "any_tier", False)
+    for tier in (tiers or ()) if checked else ():
         if (tier.partition(":")[0] if counted else tier) not in known:
             raise ConfigError(
                 f"{tier!r} is not a tier of {env_class.__name__}{did_you_mean(tier, known)}"
