@@ -5,8 +5,9 @@
 A policy of 0.8 M parameters learns by SFT, once a seed, as in recipes/babyai-tiny.yaml. From these
 weights each program trains with GRPO on the same tasks in the same order, 16 groups of 8 episodes a
 step, until it wins 80 % of 256 held-out tasks, played greedily by ludus every five steps. Seconds
-are those of training, of processor time, on one thread. What is finished lies in DIR, and is not
-run again.
+are those of training, of processor time, on one thread.
+
+What is finished lies in DIR, and is not run again.
 """
 
 from __future__ import annotations
@@ -261,8 +262,9 @@ def run_all(seeds: Sequence[int], programs: Sequence[str], folder: Path, quick: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=["ludus", "rollout"])
     parser.add_argument("--folder", type=Path, help="a new one where there is none")
+    parser.add_argument("--note", default="", help="what a reader has to know of these runs")
     parser.add_argument("--quick", action="store_true", help="toy size, nothing published")
     args = parser.parse_args()
     facts = machine(1)
@@ -278,8 +280,9 @@ def main() -> None:
     if not args.quick:
         from success_page import publish
 
-        about = "\n".join((__doc__ or "").strip().splitlines()[4:])
-        publish(results, facts | {"load_after": machine(1)["load"]}, about, TARGET, BOUND_S)
+        about = (__doc__ or "").split("\n\n")[2]
+        facts |= {"load_after": machine(1)["load"]}
+        publish(results, facts, about, TARGET, BOUND_S, args.note)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,12 @@ def factors(results: list[dict[str, Any]], target: float) -> list[str]:
 
 
 def publish(
-    results: list[dict[str, Any]], facts: dict[str, Any], about: str, target: float, bound_s: float
+    results: list[dict[str, Any]],
+    facts: dict[str, Any],
+    about: str,
+    target: float,
+    bound_s: float,
+    note: str,
 ) -> None:
     from importlib.metadata import version
 
@@ -98,6 +103,7 @@ def publish(
     head += ["tokens sampled", "ms a sampled token", "micro-batch"]
     rows = [cells(result, target) for result in results]
     draw(RESULTS / "success.svg", results, target)
+    seeds = " ".join(dict.fromkeys(str(result["seed"]) for result in results))
     text = f"""
 # Time to success against TRL
 
@@ -116,9 +122,13 @@ same random numbers: curves differ as those of two seeds do. A run is given up a
 seconds.
 
 TRL {facts["trl"]} is tuned: the micro-batch is the fastest of those tried, with no reference model,
-no checkpointing, fused AdamW and no logging. It takes its turns in two ways, which sample the same
-tokens from the same seed: a `rollout_func` around `generate`, and its `environment_factory`. There,
-an environment cannot end an episode; but a reply for which the completion has no room is dropped
-with the call, and the conversation is over. That is how episodes end here, at no further token.
+no checkpointing, fused AdamW and no logging. It takes its turns in a `rollout_func` around
+`generate`. Its `environment_factory` samples the same tokens from the same seed, which a test holds
+it to, in as much time ([the log](../log.md)): there an environment cannot end an episode, but a
+reply for which the completion has no room is dropped with the call, and the conversation is over.
+
+{note}
+
+    python benchmarks/success.py --seeds {seeds}
 """
     write("success", text, facts, results)

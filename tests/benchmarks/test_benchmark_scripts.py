@@ -111,8 +111,9 @@ def test_a_step_beside_trl() -> None:
 
 def test_time_to_success_beside_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="TRL is not installed: nothing to compare with")
-    run("success.py", "--quick", "--seeds", "0", "--folder", str(tmp_path))
     names = ("ludus", "rollout", "environment")
+    options = ("--quick", "--seeds", "0", "--folder", str(tmp_path), "--programs")
+    run("success.py", *options, *names)
     found = {name: json.loads((tmp_path / f"{name}-0.json").read_text()) for name in names}
     for result in found.values():
         assert len(result["steps"]) == 2
@@ -136,7 +137,7 @@ def result(program, success):
     return dict(program=program, seed=0, micro_batch=16, points=points, steps=[step])
 facts = common.machine(1) | {{"load_after": 0.0}}
 results = [result("ludus", 0.81), result("rollout", 0.79)]
-success_page.publish(results, facts, "About.", 0.8, 360.0)
+success_page.publish(results, facts, "About.", 0.8, 360.0, "A note.")
 """
     pytest.importorskip("trl", reason="TRL is not installed: nothing to compare with")
     subprocess.run([sys.executable, "-c", script], cwd=FOLDER, check=True, timeout=240)
