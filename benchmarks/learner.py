@@ -135,6 +135,45 @@ class Ours:
         return self.learner.train_step(batch, SURROGATE)["loss"]
 
 
+class Products:
+    """The matrix products of a tree's step in float32, forward and backward, and nothing else.
+
+    Those of attention are not run, but counted: as if they were as fast as the others.
+    """
+
+    def __init__(self, model: Any, samples: Sequence[Sample]) -> None:
+        batch = pack(
+            samples, trajectory_mean(samples), tokens_per_batch=BUDGET, pad_id=0, layout="tree"
+        )
+        layers, head = model.model.layers, model.lm_head.weight
+        weights = [p for p in layers.parameters() if p.ndim == 2]
+        config, self.shapes, scores = model.config, [], 0
+        for m in batch.micro_batches:
+            rows = m.token_ids_RT.numel()
+            self.shapes += [(rows, *weight.shape) for weight in weights]
+            self.shapes.append((len(m.places_P), *head.shape))
+            scores += int((m.ends_RT - torch.arange(rows)).sum())
+        width = config.num_attention_heads * config.head_dim
+        attention = 2 * len(layers) * width * scores
+        self.share = 1 + attention / sum(math.prod(shape) for shape in self.shapes)
+        self.tensors = {
+            (n, o, i): (torch.randn(n, i), torch.randn(o, i), torch.randn(n, o))
+            for n, o, i in set(self.shapes)
+        }
+        self.results = {
+            key: tuple(torch.empty_like(t) for t in tensors)
+            for key, tensors in self.tensors.items()
+        }
+
+    def step(self) -> None:
+        for shape in self.shapes:
+            x_NI, w_OI, d_NO = self.tensors[shape]
+            dx_NI, dw_OI, y_NO = self.results[shape]
+            torch.mm(x_NI, w_OI.T, out=y_NO)
+            torch.mm(d_NO, w_OI, out=dx_NI)
+            torch.mm(d_NO.T, x_NI, out=dw_OI)
+
+
 def programs(model: Any) -> dict[str, Any]:
     """Each with weights of its own."""
     return {
@@ -173,16 +212,20 @@ def measure(model_name: str, prompt: int, completion: int, repeats: int) -> dict
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M"
     row: dict[str, Any] = {"model": size, "prompt": prompt, "completion": completion}
     row |= {"tokens": tokens}
-    seconds = alternate(
-        {name: lambda p=p: p.step(samples) for name, p in programs(model).items()}, repeats
-    )
+    steps = {name: lambda p=p: p.step(samples) for name, p in programs(model).items()}
+    products = Products(model, samples)
+    seconds = alternate({**steps, "products": products.step}, repeats)
+    alone = [s * products.share for s in seconds.pop("products")]
+    row["tree, of products"] = ratios(alone, seconds["tree"])
     for name, times in seconds.items():
         row[name] = Spread.of([tokens / s for s in times])
         row[f"{name} / transformers"] = ratios(seconds["transformers"], times)
     half = seconds["transformers, bfloat16"], seconds["tree, bfloat16"]
     row["bfloat16, tree / transformers"] = ratios(*half)
     row["seconds"] = seconds
-    told = [f"{name} {value.show('.2f')}" for name, value in row.items() if "/" in name]
+    told = [
+        f"{name} {value.show('.2f')}" for name, value in row.items() if "/" in name or "of" in name
+    ]
     print(model_name, prompt, completion, *told, sep="; ", flush=True)
     return row
 
@@ -213,11 +256,12 @@ def publish(rows: list[dict[str, Any]], facts: dict[str, Any], repeats: int) -> 
             row["transformers"].show(",.0f"),
             f"{row['tree'].median:,.0f}",
             *[row[name].show(".2f") for name in ours],
+            f"{100 * row['tree, of products'].median:.0f} %",
         ]
         for row in rows
     ]
     head = ["parameters", "prompt + completion", "transformers, tokens/s", "tree, tokens/s"]
-    head += ours
+    head += [*ours, "tree, of products"]
     lost = [
         f"{name} at {row['model']}, {case(row)} ({row[name].median:.2f})"
         for row in rows
@@ -233,9 +277,11 @@ only, fused AdamW. At most {BUDGET:,} positions a forward pass, a vocabulary of 
 parameters train. The float32 programs give the same loss and gradient (to 1e-5), checked before
 each case. Ours also computes entropies and other metrics; trees and packing are part of its time.
 
-- *packing*: several samples a row, under a dense mask; nothing is shared.
+- *packing*: several samples a row; nothing is shared.
 - *tree*: the default. Shared prefixes are computed once, attention in tiles.
 - *bfloat16, tree*: the same with `learner.dtype: bfloat16`, against the peer under autocast.
+- *of products*: the time of a tree's matrix products alone, in torch, as a share of its step. Those
+  of attention are counted as if they were as fast as those of the linear layers.
 
 Tokens are logical ones: those of all samples. Cells: median (quartiles) of {repeats} runs in
 alternating order; ratios are those of neighbouring runs.

@@ -1,16 +1,9 @@
 """Attention over a packed row of token trees, without the work that a dense mask throws away.
 
-In a row of trees in depth-first order, the token at j is seen by the queries from j to its
-subtree's end, and by no other. The row's queries are cut into tiles; a tile computes only with the
-keys that some query of it sees:
-
-    row             P P P P  A A A  B B B         A and B both continue P
-    tile A A A      keys P P P P A A A            P in full, A causally
-    tile B B B      keys P P P P B B B            A's keys are not even read
-
-So a prefix costs once, samples packed side by side cost as if alone, and no T x T mask exists.
-Beyond a constant, scores are computed again in the backward pass, as in FlashAttention (Dao et al.
-2022, arXiv:2205.14135): memory does not grow with T x T either.
+The row is cut into tiles (`ludus.train.tiles`). So a prefix costs once, samples packed side by side
+cost as if alone, and no T x T mask exists. Beyond a constant, scores are computed again in the
+backward pass, as in FlashAttention (Dao et al. 2022, arXiv:2205.14135): memory does not grow with
+T x T either.
 
 Shape suffixes: T positions, H query heads, K key heads, G = H / K, D head size, Q queries of a
 tile, S keys of a tile.
@@ -20,115 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
+from ludus.train.kernels import Kernels, kernels
+from ludus.train.tiles import Plan, Tile
+
 NAME = "ludus_tiles"
-ROWS = 64
-"""Queries of a tile at most."""
-KEEP = 1 << 24
-"""Attention weights that the layers of a pass keep for the backward (64 MB in float32)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Queries start to stop of a row, and what they see.
-
-    Args:
-        spans: intervals of keys, in the order in which the tile lays them out.
-        num_full: how many of its first keys every query of the tile sees.
-        hidden_QS: bool, True where a query does not see one of the remaining keys.
-    """
-
-    start: int
-    stop: int
-    spans: tuple[tuple[int, int], ...]
-    num_full: int
-    hidden_QS: Tensor
-
-    @property
-    def num_keys(self) -> int:
-        return self.num_full + self.hidden_QS.shape[1]
-
-    def gather(self, x_KTD: Tensor) -> Tensor:
-        """The tile's keys or values [K, S, D]."""
-        parts = [x_KTD[:, start:stop] for start, stop in self.spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-    def scatter(self, x_KSD: Tensor, into_KTD: Tensor) -> None:
-        """Add gradients to where `gather` took from."""
-        offset = 0
-        for start, stop in self.spans:
-            into_KTD[:, start:stop] += x_KSD[:, offset : offset + stop - start]
-            offset += stop - start
-
-
-class Plan:
-    """The tiles of a pass, and the room that is left for weights to keep."""
-
-    def __init__(self, tiles: Sequence[Tile], *, keep: bool = True) -> None:
-        self.tiles = tiles
-        self.room = KEEP if keep else 0
-
-    def keeps(self, q_KTGD: Tensor) -> bool:
-        """Whether there is room for one more layer; takes it."""
-        rows = q_KTGD.shape[0] * q_KTGD.shape[2]
-        needed = rows * sum(t.hidden_QS.shape[0] * t.num_keys for t in self.tiles)
-        if needed > self.room:
-            return False
-        self.room -= needed
-        return True
-
-
-def tiles(ends: Sequence[int] | Tensor, rows: int = ROWS) -> list[Tile]:
-    """Cut a row into tiles.
-
-    Args:
-        ends: for each position j, the end of the queries that see it: those from j to ends[j].
-    """
-    ends_T = np.asarray(ends)
-    every_T = np.arange(len(ends_T))
-    plan = []
-    for start, stop in _cuts(ends_T, rows):
-        old_T, until_T = every_T[:start], ends_T[:start]
-        full = old_T[until_T >= stop]
-        part = np.concatenate([old_T[(until_T > start) & (until_T < stop)], every_T[start:stop]])
-        query_Q1 = every_T[start:stop, None]
-        seen_QS = (part[None] <= query_Q1) & (query_Q1 < ends_T[part][None])
-        spans = _spans(full) + _spans(part)
-        if full.size and spans[len(_spans(full))][0] == full[-1] + 1:  # they touch: one slice
-            middle = len(_spans(full))
-            spans[middle - 1 : middle + 1] = [(spans[middle - 1][0], spans[middle][1])]
-        plan.append(Tile(start, stop, tuple(spans), full.size, torch.from_numpy(~seen_QS)))
-    return plan
-
-
-def _cuts(ends_T: np.ndarray[Any, Any], rows: int) -> Iterator[tuple[int, int]]:
-    """Tiles of at most `rows`, that end where a branch begins if they are at least half full."""
-    length = len(ends_T)
-    branches = np.flatnonzero(ends_T[:-1] <= np.arange(1, length)) + 1
-    start = 0
-    while start < length:
-        stop = min(start + rows, length)
-        near = branches[(branches >= start + max(rows // 2, 1)) & (branches <= stop)]
-        if stop < length and near.size:
-            stop = int(near[-1])
-        yield start, stop
-        start = stop
-
-
-def _spans(positions: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
-    """Sorted positions as intervals."""
-    if not positions.size:
-        return []
-    breaks = np.flatnonzero(np.diff(positions) > 1) + 1
-    return [(int(p[0]), int(p[-1]) + 1) for p in np.split(positions, breaks)]
 
 
 class _Tiled(torch.autograd.Function):
@@ -172,6 +67,31 @@ class _Tiled(torch.autograd.Function):
         return dq_KTGD, dk_KTD.to(k_KTD.dtype), dv_KTD.to(v_KTD.dtype), None
 
 
+class _Native(torch.autograd.Function):
+    """The same by kernels.c, for queries [T, H, D], keys and values [T, K, D] of any strides."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: Plan, scale: float, by: Kernels
+    ) -> Tensor:
+        q_THD, k_TKD, v_TKD = (
+            x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_TKD, v_TKD)
+        )
+        out_THD, total_TH = by.attention(q_THD, k_TKD, v_TKD, plan, scale)
+        ctx.save_for_backward(q_THD, k_TKD, v_TKD, out_THD, total_TH)
+        ctx.rest = plan, scale, by
+        return out_THD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Any, ...]:
+        *qkv, out_THD, total_TH = ctx.saved_tensors
+        plan, scale, by = ctx.rest
+        into = [torch.zeros(x.shape, dtype=torch.float32) for x in qkv]
+        by.attention_back(qkv, plan, scale, out_THD, total_TH, grad_THD.contiguous(), into)
+        return *(x.to(by.dtype) for x in into), None, None, None
+
+
 def _weights(q: Tensor, keys: Tensor, tile: Tile) -> Tensor:
     """Softmax of the tile's scores [K, Q * G, S]."""
     scores = torch.bmm(q, keys.mT)
@@ -184,6 +104,11 @@ def _weights(q: Tensor, keys: Tensor, tile: Tile) -> Tensor:
 _active: list[Plan] = []
 """The plan of the pass under way. Not a context variable: autograd may recompute a checkpointed
 layer on a thread of its own."""
+
+
+def active_plan() -> Plan | None:
+    """The tiles of the pass under way; None where there are none."""
+    return _active[-1] if _active else None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -203,6 +128,11 @@ def tiled_attention(
     dtype, device = value.dtype, query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
+    native = kernels(dtype)
+    if native is not None:
+        q_THD, k_TKD, v_TKD = (x[0].to(dtype).transpose(0, 1) for x in (query, key, value))
+        out_THD = _Native.apply(q_THD, k_TKD, v_TKD, _active[-1], scale, native)  # type: ignore[no-untyped-call]
+        return out_THD[None], None
     q_KTGD = (query[0] * scale).unflatten(0, (key.shape[1], -1)).transpose(1, 2).to(dtype)
     with torch.autocast(device, enabled=False):
         out_KTGD = _Tiled.apply(  # type: ignore[no-untyped-call]

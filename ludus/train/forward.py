@@ -23,15 +23,20 @@ from torch import Tensor
 from ludus.core.errors import ConfigError
 from ludus.core.schema import LearnerConfig
 from ludus.core.types import Sample
-from ludus.train.attention import attending, tiles
+from ludus.models.llama import NotLlama
+from ludus.train.attention import attending
 from ludus.train.compiled import CompiledLayers
+from ludus.train.fused import FusedLayers
 from ludus.train.logprobs import Head, backbone, find_head, score_logits
 from ludus.train.packing import Layout, MicroBatch, attention_mask, pack
+from ludus.train.tiles import tiles
 
 Attention = Literal["tiles", "dense", "none"]
 
 TOLERANCE = 1e-4
 """Of the largest hidden state; rounding in float32 leaves about 1e-6."""
+UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)
+"""What a model raises that does not fit a way to compute it."""
 
 
 class Forward:
@@ -63,10 +68,9 @@ class Forward:
         self.temperature = temperature
         self.device = next(model.parameters()).device
         self.head: Head | None = find_head(model)
-        self._compiled: CompiledLayers | None = None
+        self._layers: CompiledLayers | FusedLayers | None = None
         self.attention: Attention = self._find_attention(context_length)
-        if self.settings.compile:
-            self._compiled = CompiledLayers(model)
+        self._layers = CompiledLayers(model) if self.settings.compile else self._fused()
         if self.settings.gradient_checkpointing:
             if not getattr(model, "supports_gradient_checkpointing", False):
                 raise ConfigError(
@@ -91,17 +95,19 @@ class Forward:
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(self.device.type, torch.bfloat16, enabled=half))
             stack.enter_context(self._attending(micro_batch))
-            if self._compiled is not None:
-                stack.enter_context(self._compiled.active())
+            if self._layers is not None:
+                stack.enter_context(self._layers.active())
             yield
 
     @contextmanager
     def _attending(self, micro_batch: MicroBatch) -> Iterator[None]:
-        if not self._tiled(micro_batch):
+        if self.attention != "tiles":
             yield
             return
         keep = not self.settings.gradient_checkpointing
-        with attending(self.model, tiles(micro_batch.ends_RT[0]), keep=keep):
+        num_rows, width = micro_batch.ends_RT.shape
+        ends_RT = micro_batch.ends_RT + width * torch.arange(num_rows)[:, None]
+        with attending(self.model, tiles(ends_RT.flatten()), keep=keep):
             yield
 
     def hidden_states(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
@@ -140,20 +146,18 @@ class Forward:
     def _inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor | None]:
         """Ids, positions and mask of the rows.
 
-        Where each row is one sample, causal attention never looks at the padding behind it: it
-        needs no mask, and torch has faster kernels for it.
+        To tiles, rows are one row. Where each row is one sample, causal attention never looks at
+        the padding behind it: it needs no mask, and torch has faster kernels for it.
         """
         ids_RT = micro_batch.token_ids_RT.to(self.device)
         positions_RT, mask = micro_batch.positions_RT.to(self.device), None
-        if not self._tiled(micro_batch):
-            if _branches(micro_batch):
-                mask = attention_mask(micro_batch).to(self.device)
-            else:
-                positions_RT = torch.arange(ids_RT.shape[1], device=self.device)[None]
+        if self.attention == "tiles":
+            ids_RT, positions_RT = ids_RT.view(1, -1), positions_RT.view(1, -1)
+        elif _branches(micro_batch):
+            mask = attention_mask(micro_batch).to(self.device)
+        else:
+            positions_RT = torch.arange(ids_RT.shape[1], device=self.device)[None]
         return {"input_ids": ids_RT, "position_ids": positions_RT, "attention_mask": mask}
-
-    def _tiled(self, micro_batch: MicroBatch) -> bool:
-        return self.attention == "tiles" and len(micro_batch.token_ids_RT) == 1
 
     def _find_attention(self, context_length: int | None) -> Attention:
         if not _attends_to_everything(self.model.config.get_text_config(), context_length):
@@ -175,17 +179,56 @@ class Forward:
         training, devices = self.model.training, [self.device] if self.device.type == "cuda" else []
         try:
             self.model.eval()
-            tree_NE, single_NE = self._trial("tree"), self._trial("single")
+            tree_NE, single_NE = self._trial("tree"), self._alone()
             with torch.random.fork_rng(devices):
                 self.model.train()
                 self._trial("tree")
-        except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
+        except UNFIT:
             return False
         finally:
             self.model.train(training)
         half = next(self.model.parameters()).dtype.itemsize < 4
         bound = (0.05 if half else TOLERANCE) * float(single_NE.abs().max())
         return bool((tree_NE - single_NE).abs().max() <= bound)
+
+    def _alone(self) -> Tensor:
+        """What the samples of a trial give one a row, by the model's own attention."""
+        choice, self.attention = self.attention, "none"
+        try:
+            return self._trial("single")
+        finally:
+            self.attention = choice
+
+    def _fused(self) -> FusedLayers | None:
+        """The model's layers as fused operations, where these give its states and gradients."""
+        if self.attention != "tiles":
+            return None
+        try:
+            layers = FusedLayers(self.model)
+            expected = self._trial_gradients()
+            with layers.active():
+                found = self._trial_gradients()
+        except (NotLlama, *UNFIT):
+            return None
+        for mine, theirs in zip(found, expected, strict=True):
+            if not (mine - theirs).abs().max() <= TOLERANCE * theirs.abs().max():
+                return None
+        return layers
+
+    def _trial_gradients(self) -> list[Tensor]:
+        """A trial's hidden states, and the gradients of a weighted sum of them (of squares, a
+        norm makes a constant)."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.enable_grad():
+                hidden_NE = self._trial("tree")
+                trained = [p for p in self.model.parameters() if p.requires_grad]
+                total = (hidden_NE * torch.linspace(-1, 1, hidden_NE.shape[1])).sum()
+                found = torch.autograd.grad(total, trained, allow_unused=True) if trained else ()
+        finally:
+            self.model.train(training)
+        return [hidden_NE.detach(), *(g for g in found if g is not None)]
 
     def _trial(self, layout: Layout) -> Tensor:
         """Hidden states [N, E] of a few made-up samples, in the samples' order."""

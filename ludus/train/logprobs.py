@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ludus.train.kernels import Kernels, kernels
+
 CHUNK = 1 << 20
 """Logits of a chunk on a CPU: 4 MB in float32, near the size of a core's cache."""
 WIDE_CHUNK = 1 << 26
@@ -180,22 +182,29 @@ class _Scores(torch.autograd.Function):
         entropy_P = torch.empty_like(total_P)
         kept: list[Tensor] = []
         needs_gradient = any(ctx.needs_input_grad)
+        by = _kernels(weight_VE, cap)
         for number, start in enumerate(starts):
             chunk = slice(start, start + step)
-            z_CV = _logits(hidden_PE[chunk], weight_VE, bias_V, scale, cap, temperature)
-            p_CV = z_CV.softmax(-1)
-            # The likeliest token's probability gives the sum without another pass of exp.
-            top_C, top_at_C = z_CV.max(-1, keepdim=True)
-            total_P[chunk] = (top_C - p_CV.gather(-1, top_at_C).log_()).squeeze(-1)
-            entropy_P[chunk] = total_P[chunk] - torch.linalg.vecdot(p_CV, z_CV)
             mine = slice(bounds[number], bounds[number + 1])
-            picked_N[mine] = z_CV[places_N[mine] - start, targets_N[mine]]
+            at = places_N[mine] - start, targets_N[mine]
+            if by is not None:
+                keep = _linear(hidden_PE[chunk], weight_VE, bias_V)
+                total_P[chunk], entropy_P[chunk] = by.scores(keep, scale / temperature)
+                picked_N[mine] = keep[at].float().mul_(scale / temperature)
+            else:
+                z_CV = _logits(hidden_PE[chunk], weight_VE, bias_V, scale, cap, temperature)
+                keep = z_CV.softmax(-1)
+                # The likeliest token's probability gives the sum without another pass of exp.
+                top_C, top_at_C = z_CV.max(-1, keepdim=True)
+                total_P[chunk] = (top_C - keep.gather(-1, top_at_C).log_()).squeeze(-1)
+                entropy_P[chunk] = total_P[chunk] - torch.linalg.vecdot(keep, z_CV)
+                picked_N[mine] = z_CV[at]
             if (number + 1) * step * vocab_size <= KEEP and cap is None and needs_gradient:
-                kept.append(p_CV)
+                kept.append(keep)
         ctx.save_for_backward(
-            hidden_PE, weight_VE, bias_V, order_N, places_N, targets_N, entropy_P, *kept
+            hidden_PE, weight_VE, bias_V, order_N, places_N, targets_N, entropy_P, total_P, *kept
         )
-        ctx.layout = step, bounds, scale, cap, temperature
+        ctx.layout = step, bounds, scale, cap, temperature, by
         logprobs_N = torch.empty_like(picked_N)
         logprobs_N[order_N] = picked_N - total_P[places_N]
         return logprobs_N, entropy_P[place_N]
@@ -204,32 +213,33 @@ class _Scores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        hidden_PE, weight_VE, bias_V, order_N, places_N, targets_N, entropy_P, *kept = saved
-        step, bounds, scale, cap, temperature = ctx.layout
+        hidden_PE, weight_VE, bias_V, order_N, places_N, targets_N, entropy_P, total_P, *kept = (
+            saved
+        )
+        step, bounds, scale, cap, temperature, by = ctx.layout
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grads_N = grad_logprobs_N[order_N]
         sum_P = torch.zeros_like(entropy_P).index_add_(0, places_N, grads_N)
         heat_P = torch.zeros_like(entropy_P).index_add_(0, places_N, grad_entropy_N[order_N])
-        heated = bool(heat_P.any())
         grad_hidden_PE = torch.empty_like(hidden_PE) if needs_hidden else None
         grad_weight_VE = torch.zeros_like(weight_VE, dtype=torch.float32) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
         for number, start in enumerate(range(0, hidden_PE.shape[0], step)):
             chunk = slice(start, start + step)
-            if number < len(kept):
-                p_CV, slope = kept[number], 1.0
-            else:
-                z_CV = _logits(hidden_PE[chunk], weight_VE, bias_V, scale, cap, temperature)
-                p_CV = z_CV.softmax(-1)
-                slope = 1.0 if cap is None else 1 - (z_CV * (temperature / cap)).square_()
-            # -p (G + heat (log p + H)), and the targets' own share G of one token each.
-            factor = sum_P[chunk, None]
-            if heated:
-                logp_CV = p_CV.clamp_min(TINY).log_().add_(entropy_P[chunk, None])
-                factor = logp_CV.mul_(heat_P[chunk, None]).add_(factor)
-            grad_CV = (p_CV * factor).neg_() if heated else p_CV * -factor
             mine = slice(bounds[number], bounds[number + 1])
             at = places_N[mine] - start, targets_N[mine]
+            has, slope = number < len(kept), 1.0
+            parts = entropy_P[chunk], sum_P[chunk], heat_P[chunk]
+            if by is not None:
+                z_CV = kept[number] if has else _linear(hidden_PE[chunk], weight_VE, bias_V)
+                grad_CV = by.scores_back(z_CV, scale / temperature, total_P[chunk], *parts)
+            elif has:
+                grad_CV = _softmax_back(kept[number], *parts)
+            else:
+                z_CV = _logits(hidden_PE[chunk], weight_VE, bias_V, scale, cap, temperature)
+                grad_CV = _softmax_back(z_CV.softmax(-1), *parts)
+                slope = 1.0 if cap is None else 1 - (z_CV * (temperature / cap)).square_()
+            # The targets' own share: one token each.
             grad_CV.index_put_(at, grads_N[mine], accumulate=True)
             if cap is not None:
                 grad_CV.mul_(slope)
@@ -248,6 +258,25 @@ class _Scores(torch.autograd.Function):
         return grad_hidden_PE, weight, bias, None, None, None, None, None
 
 
+def _kernels(weight_VE: Tensor, cap: float | None) -> Kernels | None:
+    """What computes the softmax in one pass, where it can."""
+    return kernels(weight_VE.dtype) if weight_VE.device.type == "cpu" and cap is None else None
+
+
+def _softmax_back(p_CV: Tensor, entropy_C: Tensor, share_C: Tensor, heat_C: Tensor) -> Tensor:
+    """-p (share + heat (log p + H)) [C, V]."""
+    factor = share_C[:, None]
+    if not heat_C.any():
+        return p_CV * -factor
+    logp_CV = p_CV.clamp_min(TINY).log_().add_(entropy_C[:, None])
+    return (p_CV * logp_CV.mul_(heat_C[:, None]).add_(factor)).neg_()
+
+
+def _linear(hidden_CE: Tensor, weight_VE: Tensor, bias_V: Tensor | None) -> Tensor:
+    bias = None if bias_V is None else bias_V.to(weight_VE.dtype)
+    return nn.functional.linear(hidden_CE, weight_VE, bias)
+
+
 def _logits(
     hidden_CE: Tensor,
     weight_VE: Tensor,
@@ -257,8 +286,7 @@ def _logits(
     temperature: float,
 ) -> Tensor:
     """Logits of a chunk in float32, divided by the temperature."""
-    bias = None if bias_V is None else bias_V.to(weight_VE.dtype)
-    z_CV = nn.functional.linear(hidden_CE, weight_VE, bias).float()
+    z_CV = _linear(hidden_CE, weight_VE, bias_V).float()
     if cap is None:
         return _scaled(z_CV, scale / temperature)
     return z_CV.mul_(scale / cap).tanh_().mul_(cap / temperature)

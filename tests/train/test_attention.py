@@ -14,7 +14,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ludus.train import attention
-from ludus.train.attention import Plan, tiled_attention, tiles
+from ludus.train import tiles as tiling
+from ludus.train.attention import tiled_attention
+from ludus.train.kernels import kernels
+from ludus.train.tiles import Plan, tiles
+
+needs_kernels = pytest.mark.skipif(
+    kernels(torch.float32) is None, reason="no C compiler here, or LUDUS_NATIVE=0"
+)
+NATIVE = [pytest.param(True, marks=needs_kernels), False]
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    if not native:
+        monkeypatch.setattr(attention, "kernels", lambda _: None)
 
 
 def random_ends(length: int, seed: int) -> list[int]:
@@ -68,12 +81,14 @@ def test_tiles_cover_the_mask(length: int, seed: int, rows: int) -> None:
     assert torch.equal(found, dense_mask(ends))
 
 
+@pytest.mark.parametrize("native", NATIVE)
 @pytest.mark.parametrize("keep", [0, 1 << 24])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)])
 def test_values_and_gradients(
-    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], keep: int
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], keep: int, native: bool
 ) -> None:
-    monkeypatch.setattr(attention, "KEEP", keep)
+    choose(monkeypatch, native)
+    monkeypatch.setattr(tiling, "KEEP", keep)
     torch.manual_seed(0)
     ends = random_ends(150, 1)
     q = torch.randn(1, heads[0], 150, 8, requires_grad=True)
@@ -114,9 +129,13 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_memory_does_not_grow_with_the_square(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("native", NATIVE)
+def test_memory_does_not_grow_with_the_square(
+    monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
     """Many short samples in a row: no tensor larger than a tile's scores, or the row itself."""
-    monkeypatch.setattr(attention, "KEEP", 0)
+    choose(monkeypatch, native)
+    monkeypatch.setattr(tiling, "KEEP", 0)
 
     def largest(length: int) -> int:
         ends = [j - j % 32 + 32 for j in range(length)]
