@@ -21,7 +21,6 @@ import atexit
 import os
 import shutil
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,7 +29,14 @@ from functools import cache
 from logging import CRITICAL, getLogger
 from typing import Any, TypeVar
 
-from py4j.java_gateway import GatewayParameters, JavaGateway, find_jar_path
+from py4j.java_gateway import (
+    GatewayClient,
+    GatewayConnection,
+    GatewayParameters,
+    JavaGateway,
+    find_jar_path,
+    quiet_close,
+)
 from py4j.protocol import Py4JError, Py4JJavaError
 
 from ludus.core.errors import ConfigError, EnvError
@@ -41,7 +47,7 @@ SESSIONS_PER_JVM = 256
 """Episodes open in one JVM: a world of ScienceWorld takes 0.6 MB of its heap."""
 
 START_LIMIT_S = 60.0
-CALL_LIMIT_S = 60.0
+CALL_LIMIT_S = 120.0
 """Seconds after which a JVM that does not answer is given up. Gold paths take up to 20."""
 
 _SEED_MASK = 0x5DEECE66D
@@ -113,7 +119,7 @@ class Jvm:
         if not port.isdecimal():
             raise EnvError(f"{self.engine.name}: java did not start: {port or 'it said nothing'}")
         getLogger("py4j").setLevel(CRITICAL)  # what fails is told by our errors
-        self._gateway = JavaGateway(
+        self._gateway = _Gateway(
             gateway_parameters=GatewayParameters(
                 port=int(port), auth_token=token, read_timeout=CALL_LIMIT_S
             )
@@ -165,6 +171,7 @@ class Jvm:
             if pipe is not None:
                 pipe.close()
         if gateway := getattr(self, "_gateway", None):
+            gateway._gateway_client.is_connected = False  # nothing is freed in a dead JVM
             with suppress(Exception):
                 gateway.close()
 
@@ -197,9 +204,38 @@ def _launch(engine: Engine, heap_mb: int) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        cwd=tempfile.gettempdir(),
+        cwd=os.path.dirname(engine.jar),  # where engines look for their data files
         process_group=0,
     )
+
+
+class _Client(GatewayClient):  # type: ignore[misc]
+    """py4j's own client tries a dead JVM again, logs to the root logger (which then prints), and
+    leaves the socket open."""
+
+    def send_command(self, command: str, retry: bool = True, binary: bool = False) -> Any:
+        connection = self._get_connection()
+        try:
+            response = connection.send_command(command)
+        except BaseException:
+            connection.close()
+            raise
+        self._give_back_connection(connection)
+        return response
+
+    def _create_connection(self) -> GatewayConnection:
+        connection = GatewayConnection(self.gateway_parameters, self.gateway_property)
+        try:
+            connection.start()
+        except BaseException:
+            quiet_close(connection.socket)
+            raise
+        return connection
+
+
+class _Gateway(JavaGateway):  # type: ignore[misc]
+    def _create_gateway_client(self) -> _Client:
+        return _Client(gateway_parameters=self.gateway_parameters)
 
 
 class _Statics:

@@ -62,8 +62,8 @@ COMMANDS: dict[str, str] = {
     "use": "use {thing}",
     "connect": "connect {thing} to {other}",
     "disconnect": "disconnect {thing}",
-    "pour": "pour {thing} into {place}",
-    "dunk": "dunk {thing} into {place}",
+    "pour": "pour {thing} in {place}",
+    "dunk": "dunk {thing} in {place}",
     "mix": "mix {thing}",
     "read": "read {thing}",
     "eat": "eat {thing}",
@@ -74,7 +74,15 @@ COMMANDS: dict[str, str] = {
     "wait": "wait",
     "choose": "{number}",
 }
-"""The tools, and the engine's commands. An action is what the first pattern that fits it says."""
+"""The tools, and the engine's commands. A command is of the first tool that it fits."""
+
+ALIASES = {
+    "drop {thing}": "put_down",
+    "examine {thing}": "look_at",
+    "pour {thing} into {place}": "pour",
+    "dunk {thing} into {place}": "dunk",
+}
+"""Other words that gold paths use, and their tools."""
 
 DESCRIPTIONS = {
     "go_to": "Go to a place next to this one, through an open door.",
@@ -207,20 +215,10 @@ class ScienceWorld(Env):
         return [_tool(name) for name in COMMANDS if name != "teleport_to" or teleports]
 
     def text_of(self, call: ToolCall) -> str:
-        if call.name not in COMMANDS:
-            raise ValueError(f"there is no such tool{did_you_mean(call.name, COMMANDS)}")
-        names = re.findall(r"\{(\w+)\}", COMMANDS[call.name])
-        values = call_text(call, {name: int if name == "number" else str for name in names})
-        return COMMANDS[call.name].format(**dict(zip(names, values, strict=True)))
+        return write_command(call)
 
     def call_of(self, action: str) -> ToolCall:
-        for name, pattern in PATTERNS.items():
-            if match := pattern.fullmatch(action):
-                arguments: dict[str, Any] = match.groupdict()
-                if name == "choose":
-                    arguments = {"number": int(arguments["number"])}
-                return ToolCall(name=name, arguments=arguments)
-        raise ValueError(f"{action!r} is no command of scienceworld")
+        return read_command(action)
 
     def expert_action(self) -> str:
         """The next action of the engine's own gold path; NoExpert where another one was taken."""
@@ -279,7 +277,30 @@ def _pattern(command: str) -> re.Pattern[str]:
     return re.compile(text.replace("(?P<number>.+)", r"(?P<number>0|[1-9]\d{0,2})"))
 
 
-PATTERNS = {name: _pattern(command) for name, command in COMMANDS.items()}
+PATTERNS = [
+    *((_pattern(command), name) for command, name in ALIASES.items()),
+    *((_pattern(command), name) for name, command in COMMANDS.items()),
+]
+
+
+def read_command(action: str) -> ToolCall:
+    """The tool call that a command stands for. Errors: ValueError."""
+    for pattern, name in PATTERNS:
+        if match := pattern.fullmatch(action):
+            arguments: dict[str, Any] = match.groupdict()
+            if name == "choose":
+                arguments = {"number": int(arguments["number"])}
+            return ToolCall(name=name, arguments=arguments)
+    raise ValueError(f"{action!r} is no command of scienceworld")
+
+
+def write_command(call: ToolCall) -> str:
+    """The command that a tool call stands for. Errors: ValueError."""
+    if call.name not in COMMANDS:
+        raise ValueError(f"there is no such tool{did_you_mean(call.name, COMMANDS)}")
+    names = re.findall(r"\{(\w+)\}", COMMANDS[call.name])
+    values = call_text(call, {name: int if name == "number" else str for name in names})
+    return COMMANDS[call.name].format(**dict(zip(names, values, strict=True)))
 
 
 def _tool(name: str) -> ToolSpec:
@@ -343,17 +364,17 @@ def _tidy(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def gold_path(pool: Pool, kind: str, variation: int, simplifications: str) -> tuple[str, ...]:
-    """The engine's own solution, in lower case, as actions are taken. It is looked for in a world
-    of its own, which takes seconds in some tasks.
+    """The engine's own solution, in the words of COMMANDS. It is looked for in a world of its own,
+    which takes seconds in some tasks.
 
     Errors: EnvError.
     """
 
     def search(engine: Any) -> tuple[str, ...]:
         engine.load(kind, variation, simplifications, True)
-        path = tuple(" ".join(str(step).lower().split()) for step in engine.getGoldActionSequence())
+        steps = [" ".join(str(step).lower().split()) for step in engine.getGoldActionSequence()]
         getattr(engine, "taskMaker_$eq")(None)
-        return path
+        return tuple(write_command(read_command(step)) for step in steps)
 
     session = pool.open()
     try:

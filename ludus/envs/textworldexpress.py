@@ -124,9 +124,11 @@ class TextWorldExpress(Env):
         return f"{engine.getTaskDescription().strip()}\n\n{self._view(state)}", path
 
     def _view(self, state: dict[str, Any]) -> str:
+        # The engine tells a T-shirt from a t-shirt; actions come in lower case.
+        self._spelled = {action.lower(): action for action in state["validActions"]}
         lines = [line.rstrip() for line in state["observation"].strip().splitlines()]
         if self.list_actions:
-            lines.append(f"actions: {', '.join(sorted(state['validActions']))}")
+            lines.append(f"actions: {', '.join(sorted(self._spelled))}")
         return "\n".join(lines)
 
     async def step(self, action: Message) -> StepResult:
@@ -135,7 +137,8 @@ class TextWorldExpress(Env):
                 "textworldexpress: the episode is over, or was never reset; call reset first"
             )
         text = printable(action_text(self, action))
-        state = json.loads(self._session.run(lambda engine: str(engine.stepJSON(text))))
+        spelled = self._spelled.get(text, text)
+        state = json.loads(self._session.run(lambda engine: str(engine.stepJSON(spelled))))
         self._taken.append(text)
         reward, self._score = state["score"] - self._score, float(state["score"])
         success = bool(state["tasksuccess"]) or self._score >= 1
