@@ -205,8 +205,9 @@ def main() -> None:
                 seconds = common.Spread.of([m["time/wall_s"] for m in metrics])
                 turns = statistics.mean(m["rollout/turns"] for m in metrics)
                 parts = {part: share(metrics, part) for part in PARTS}
+                tokens = statistics.mean(m.get("train/unique_tokens", 0.0) for m in metrics)
                 rows.append({"grows": name, "size": value, "seconds": seconds, "turns": turns,
-                             **parts})  # fmt: skip
+                             "tokens": tokens, **parts})  # fmt: skip
                 print(name, value, seconds.show(".3f"), f"{parts['env_wait']:.1%}", flush=True)
         waits = {}
         for latency in () if args.quick else (False, True):
@@ -228,6 +229,8 @@ def publish(rows: list[dict[str, Any]], waits: dict[bool, common.Spread], facts:
             "sizes",
             "seconds a step",
             "exponent",
+            "tokens that train",
+            "µs a token",
             "environment",
             "sampling",
             "training",
@@ -239,6 +242,8 @@ def publish(rows: list[dict[str, Any]], waits: dict[bool, common.Spread], facts:
                 ", ".join(map(str, sizes)),
                 ", ".join(row["seconds"].show(".2f").partition(" ")[0] for row in found),
                 f"{exponent(sizes, [row['seconds'].median for row in found]):.2f}",
+                ", ".join(f"{row['tokens']:.0f}" for row in found),
+                ", ".join(f"{1e6 * row['seconds'].median / row['tokens']:.0f}" for row in found),
                 *(
                     ", ".join(f"{row[part]:.1%}" for row in found)
                     for part in ("env_wait", "sample", "train", "idle")
@@ -261,7 +266,9 @@ def publish(rows: list[dict[str, Any]], waits: dict[bool, common.Spread], facts:
 {table}
 
 The others stay at {", ".join(f"{name} {size}" for name, size in BASE.items())}. Medians; the shares
-are of a step's wall time (see [where the time goes](../profiling.md)).
+are of a step's wall time (see [where the time goes](../profiling.md)). Tokens are those that
+training computes, what samples share once: they grow faster than turns, since an episode of one
+turn hears no answer, and a prompt is shared.
 
 With latency and `rollout.deterministic: false`, a step of {BASE["groups"] * BASE["group_size"]}
 episodes of {BASE["turns"]} turns takes {waits[True].median:.2f} s, without

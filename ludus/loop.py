@@ -6,6 +6,7 @@ RL's plays episodes, and its algorithm's loss is the cross-entropy.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -71,10 +72,17 @@ class Stage:
 
 
 async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: int = 0) -> None:
-    """Run the steps from `start` on. The back end has begun the stage, or loaded a checkpoint."""
+    """Run the steps from `start` on. The back end has begun the stage, or loaded a checkpoint.
+
+    Meanwhile the garbage collector leaves alone what there is when it begins: libraries and the
+    model are hundreds of thousands of objects, and to go through them takes a quarter of a second,
+    in the midst of some environment's step.
+    """
+    gc.freeze()
     try:
         await _run_steps(stage, backend, recorder, start)
     finally:
+        gc.unfreeze()
         if stage.ahead is not None:
             await stage.ahead.close()
 

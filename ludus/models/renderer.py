@@ -13,7 +13,7 @@ docs/decisions/0001-renderer.md for the reasons.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -41,6 +41,9 @@ from ludus.models.parsing import (
 
 _USER: dict[str, Any] = {"role": "user", "content": "u"}
 _TURN: dict[str, Any] = {"role": "assistant", "content": SENTINEL}
+
+MOST_REMEMBERED, LONGEST_REMEMBERED = 2048, 4096
+"""Renderings that are kept, and characters of the messages that one is kept for."""
 
 
 class Renderer:
@@ -78,6 +81,7 @@ class Renderer:
         self._encoder = Encoder(tokenizer, source)
         self._tools = self._encoder.tools(tools)
         self._parser = ToolParser(tools) if tools else None
+        self._memory: dict[str, list[int]] = {}
         self._find_end()
         self._probe_turn()
         self._probe_thinking()
@@ -86,8 +90,7 @@ class Renderer:
 
     def open(self, messages: Sequence[Message]) -> list[int]:
         """The ids of the opening conversation, tools included, up to the assistant's turn."""
-        fields = [self._encoder.message(message) for message in messages]
-        return self._encoder.encode(self._template.render(fields, self._tools, prompt=True))
+        return self._remembered("open", messages, lambda: self._opening(messages))
 
     def extend(self, messages: Sequence[Message], after: Sequence[int]) -> list[int]:
         """The ids to append after a sampled turn `after`, up to the next assistant turn.
@@ -95,12 +98,9 @@ class Renderer:
         They begin with the end-of-turn token, unless the turn ends with it already: a turn that
         was cut, or stopped by a string or another id, is closed and never altered.
         """
-        text = self._after_turn([self._encoder.message(message) for message in messages])
-        if not self._end_in_template:
-            return self._encoder.encode_after(self._end, text)
-        if after and after[-1] == self.stop_token_ids[0]:
-            return self._encoder.encode_after(self._end, text.partition(self._end)[2])
-        return self._encoder.encode(text)
+        ended = bool(after) and after[-1] == self.stop_token_ids[0]
+        what = "after its end" if ended else "after"
+        return self._remembered(what, messages, lambda: self._extension(messages, ended))
 
     def assistant(self, message: Message) -> list[int]:
         """The ids that a model would sample for `message`, the end-of-turn id included.
@@ -150,6 +150,31 @@ class Renderer:
         while cut < len(ids) and self._decode(ids[cut : cut + 1]).strip("\n") == "":
             cut += 1
         return ids[cut:]
+
+    def _opening(self, messages: Sequence[Message]) -> list[int]:
+        fields = [self._encoder.message(message) for message in messages]
+        return self._encoder.encode(self._template.render(fields, self._tools, prompt=True))
+
+    def _extension(self, messages: Sequence[Message], ended: bool) -> list[int]:
+        text = self._after_turn([self._encoder.message(message) for message in messages])
+        if not self._end_in_template:
+            return self._encoder.encode_after(self._end, text)
+        if ended:
+            return self._encoder.encode_after(self._end, text.partition(self._end)[2])
+        return self._encoder.encode(text)
+
+    def _remembered(
+        self, what: str, messages: Sequence[Message], render: Callable[[], list[int]]
+    ) -> list[int]:
+        """The ids, rendered once: a group's episodes open alike, and often hear the same."""
+        key = f"{what}: {[message.__dict__ for message in messages]}"
+        if len(key) > LONGEST_REMEMBERED:
+            return render()
+        if key not in self._memory:
+            if len(self._memory) >= MOST_REMEMBERED:
+                self._memory.clear()
+            self._memory[key] = render()
+        return list(self._memory[key])
 
     def _decode(self, ids: list[int]) -> str:
         return str(

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ludus.core.errors import ConfigError
 from ludus.core.types import Message, Spec, ToolCall, ToolSpec
-from ludus.models.renderer import Renderer
+from ludus.models.renderer import LONGEST_REMEMBERED, Renderer
 from ludus.models.tokenizers import train_tokenizer
 
 CHATML = (
@@ -208,6 +208,33 @@ def test_the_end_of_turn_is_added_only_where_it_was_not_sampled(name: str) -> No
     assert closed.count(end) == complete.count(end)
     if name != "text":  # its framing has a space before eos: a cut turn gets one, so do ended ones
         assert closed == complete
+
+
+@pytest.mark.parametrize("name", ["plain", "qwen3", "chatml"])
+def test_what_was_rendered_before_is_the_same_again_and_nobody_can_change_it(name: str) -> None:
+    """Each pair differs in one thing only, so none may be taken for another."""
+    call = ToolCall(id="1", name="turn", arguments={"side": "left"})
+    told = Message(role="tool", content="ok", name="turn", tool_call_id="1")
+    openings = [
+        [user("ok")],
+        [user("None")],
+        [user("ok"), says("ok"), user("ok")],
+        [user("\ud800")],
+        [user("ok"), says("", tool_calls=[call]), told],
+        [user("x" * LONGEST_REMEMBERED)],
+    ]
+    used = Renderer(byte_tokenizer(name))
+    ended = used.assistant(says("turn left"))
+    for _ in range(2):
+        for messages in openings:
+            fresh = Renderer(byte_tokenizer(name))
+            assert used.open(messages) == fresh.open(messages)
+            for after in (ended, ended[:-1], [], ended):
+                expected = Renderer(byte_tokenizer(name)).extend(messages[-1:], after)
+                found = used.extend(messages[-1:], after)
+                assert found == expected
+                found.append(7)
+            used.open(messages).append(7)
 
 
 def test_another_stop_id_stays_and_the_turn_is_closed() -> None:
