@@ -19,7 +19,7 @@ def run(name: str, *options: str) -> str:
         [sys.executable, str(FOLDER / name), *options],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
