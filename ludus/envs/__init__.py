@@ -13,11 +13,18 @@ ENVS: Registry[Env] = Registry(
         "scienceworld": Row(
             "ludus.envs.scienceworld:ScienceWorld", "scienceworld", "30 science tasks, in text"
         ),
-        "remote": Row("ludus.envs.remote:RemoteEnv", "remote", "an environment that a service plays"),
-        "remote": Row("ludus.envs.remote:RemoteEnv", "remote", "an environment that a service plays"),
+        "remote": Row(
+            "ludus.envs.remote:RemoteEnv", "remote", "an environment that a service plays"
+        ),
+        "reasoning": Row(
+            "ludus.envs.reasoning:Reasoning", "reasoning", "reasoning-gym's tasks and verifiers"
+        ),
         "textcraft": Row("ludus.envs.textcraft:TextCraft", "", "crafting with a recipe table"),
         "textworldexpress": Row(
             "ludus.envs.textworldexpress:TextWorldExpress", "textworldexpress", "8 text games"
+        ),
+        "webshop": Row(
+            "ludus.envs.webshop:WebShop", "webshop", "buying what an instruction asks for"
         ),
     },
 )

@@ -1,0 +1,219 @@
+"""reasoning-gym: endless procedural tasks of one turn, each with a verifier (Stojanovski et al.,
+2025, arXiv:2505.24760).
+
+    user        State the final answer to the following arithmetic problem: 6 + 4 =
+    assistant   <answer>10</answer>
+    user        correct.
+
+The answer is what stands in the last `<answer>...</answer>`, or else the whole text. The score is
+the library's: 1 for a right answer; some data sets give part of it for an answer that is near.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+import reasoning_gym
+from pydantic import Field
+from reasoning_gym.factory import CURRICULA, DATASETS
+
+from ludus.core.errors import ConfigError, EnvError, did_you_mean
+from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
+from ludus.envs.actions import answer as reply_to
+from ludus.envs.actions import call_text
+from ludus.envs.base import Env, NoExpert
+
+NO_ANSWER = "its tasks come without an answer of their own"
+EXECUTES = "its verifier runs the answer as a program, without bounds"
+UNSTEADY = "one seed gives different tasks in different processes"
+
+REFUSED = {
+    "bf": "it prints to standard output",
+    "boxnet": NO_ANSWER,
+    "codeio": "it runs programs that use the global random generator",
+    "composite": "it is made of other data sets, which tasks name one by one",
+    "game_of_life_halting": "its verifier gives the full score to any text where the answer is no",
+    "graph_color": NO_ANSWER,
+    "intermediate_integration": EXECUTES,
+    "isomorphic_strings": UNSTEADY,
+    "knight_swap": UNSTEADY,
+    "polynomial_multiplication": EXECUTES,
+    "pool_matrix": "it seeds NumPy's global random generator",
+    "propositional_logic": NO_ANSWER,
+    "ransom_note": UNSTEADY,
+    "rubiks_cube": NO_ANSWER,
+    "rush_hour": NO_ANSWER,
+    "simple_integration": EXECUTES,
+    "sokoban": "some of its boards take longer than fifteen seconds to make",
+    "word_ladder": UNSTEADY,
+}
+"""Data sets of the library (0.1.25) that are not offered, and why."""
+
+ARITHMETIC = re.compile(r"(?:[\d\s+\-/()]|(?<!\*)\*(?!\*)){0,200}")
+LISTS = re.compile(r"[A-Za-z0-9\s,'\"\[\]#-]{0,4000}")
+EVALUATED = {
+    "binary_matrix": LISTS,
+    "countdown": ARITHMETIC,
+    "n_queens": LISTS,
+    "puzzle24": ARITHMETIC,
+    "spiral_matrix": LISTS,
+    "string_insertion": LISTS,
+}
+"""The verifiers of these call Python's `eval` on the answer. They see only answers made of these
+characters, from which no call, no attribute and no power can be written."""
+
+LONGEST_ANSWER = 20_000
+"""Characters; a longer answer is wrong, whatever it says."""
+
+GUIDE = "Think as long as you need, and give your answer once, as <answer>...</answer>."
+
+
+class Reasoning(Env):
+    """One task of one of reasoning-gym's data sets; the data set's name is the tier.
+
+    `StepResult.info` has `success`, `dataset` and `score`. A task's data is
+    `{"dataset": name, "seed": n}`.
+    """
+
+    score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    success_at: ClassVar[float] = 1.0
+    max_turns: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        level: Annotated[
+            int | None,
+            Field(ge=0, description="Difficulty in the library's curricula; null: its defaults."),
+        ] = None,
+        guide: Annotated[
+            bool, Field(description="Open with how the answer is to be given.")
+        ] = False,
+    ) -> None:
+        self.level, self.guide = level, guide
+        self._entry: dict[str, Any] | None = None
+
+    async def reset(self, task: Task) -> Observation:
+        name, seed = task.data.get("dataset"), task.data.get("seed")
+        try:
+            check_name(name)
+        except ConfigError as error:
+            raise EnvError(f"reasoning: task {task.id!r}: {error}") from None
+        if type(seed) is not int or seed < 0:
+            raise EnvError(f"reasoning: task {task.id!r}: data.seed is {seed!r:.40}, not 0 or more")
+        self._name = str(name)
+        self._dataset = make_dataset(self._name, seed, self.level)
+        entry: dict[str, Any] = self._dataset[0]
+        self._entry = entry
+        text = f"{GUIDE}\n\n{entry['question']}" if self.guide else entry["question"]
+        return Observation(
+            messages=[Message(role="user", content=text)], info={"dataset": self._name}
+        )
+
+    async def step(self, action: Message) -> StepResult:
+        if self._entry is None:
+            raise EnvError("reasoning: the episode is over, or was never reset; call reset first")
+        text = action.content
+        if action.tool_calls:
+            try:
+                text = self.text_of(action.tool_calls[0])
+            except ValueError:
+                text = ""
+        score = self._score(answer_in(text))
+        self._entry = None
+        success = score >= self.success_at
+        said = "correct." if success else f"wrong. your score is {score:.2f}."
+        return StepResult(
+            messages=reply_to(action, said),
+            reward=score,
+            terminated=True,
+            info={"success": success, "dataset": self._name, "score": score},
+        )
+
+    def _score(self, answer: str) -> float:
+        """The verifier's score. What it cannot read is a wrong answer, whatever it raises."""
+        pattern = EVALUATED.get(self._name)
+        if len(answer) > LONGEST_ANSWER or (pattern and not pattern.fullmatch(answer)):
+            return 0.0
+        try:
+            score = float(self._dataset.score_answer(answer, self._entry))
+        except Exception:
+            return 0.0
+        return min(1.0, max(0.0, score))
+
+    async def close(self) -> None:
+        self._entry = None
+
+    def tools(self) -> Sequence[ToolSpec]:
+        parameters = {
+            "type": "object",
+            "properties": {"text": {"type": "string", "description": "The answer alone."}},
+            "required": ["text"],
+            "additionalProperties": False,
+        }
+        return [ToolSpec(name="answer", description="Give the answer.", parameters=parameters)]
+
+    def text_of(self, call: ToolCall) -> str:
+        if call.name != "answer":
+            raise ValueError("there is no such tool; there is answer")
+        return call_text(call, {"text": str})[0]
+
+    def call_of(self, action: str) -> ToolCall:
+        return ToolCall(name="answer", arguments={"text": action})
+
+    def expert_action(self) -> str:
+        if self._entry is None:
+            raise NoExpert("reasoning: no episode is being played")
+        return f"<answer>{self._entry['answer']}</answer>"
+
+    @classmethod
+    def tiers(cls) -> Sequence[str]:
+        """The data sets that are offered, in alphabetical order: they have no common difficulty."""
+        return sorted(DATASETS.keys() - REFUSED.keys())
+
+    @classmethod
+    def task(cls, tier: str | None, seed: int) -> Task:
+        """The data set's task of that seed; no tier: of the data sets in turn.
+
+        Small data sets repeat themselves: other seeds may give the same question.
+        """
+        names = cls.tiers()
+        name = names[seed % len(names)] if tier is None else tier
+        check_name(name)
+        data = {"dataset": name, "seed": seed}
+        return Task(id=f"reasoning/{name}/{seed}", data=data, tier=name, source="reasoning")
+
+
+def check_name(name: object) -> None:
+    """Errors: ConfigError for a data set that is unknown, or refused (with the reason)."""
+    if isinstance(name, str) and name in REFUSED:
+        raise ConfigError(f"{name!r} of reasoning-gym is not offered: {REFUSED[name]}")
+    if name not in DATASETS:
+        near = did_you_mean(str(name), Reasoning.tiers())
+        raise ConfigError(f"{name!r:.80} is not a data set of reasoning-gym{near}")
+
+
+def make_dataset(name: str, seed: int, level: int | None) -> Any:
+    """The data set with the one task of this seed; `level` counts for each of its difficulties.
+
+    Errors: EnvError where it has no levels, or not this one.
+    """
+    if level is None:
+        return reasoning_gym.create_dataset(name, seed=seed, size=1)
+    if name not in CURRICULA:
+        raise EnvError(f"reasoning: {name} has no levels of difficulty: leave env.args.level out")
+    curriculum: Any = CURRICULA[name]()
+    try:
+        for attribute, definition in curriculum.attributes.items():
+            curriculum.set_attr_level(attribute, min(level, len(definition.levels) - 1))
+        return DATASETS[name][0](curriculum.generate_configuration({"seed": seed, "size": 1}))
+    except (AssertionError, ValueError) as error:
+        raise EnvError(f"reasoning: {name} cannot be made at level {level}: {error}") from error
+
+
+def answer_in(text: str) -> str:
+    """What stands in the last `<answer>...</answer>`; without one, the whole text."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    return text[start + len("<answer>") : end].strip() if start >= 0 else text.strip()
