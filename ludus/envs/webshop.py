@@ -108,7 +108,7 @@ class WebShop(Env):
     def _goal_index(self, task: Task) -> int:
         data, total = task.data, len(self._shop.goals)
         if "goal" in data:
-            index: Any = data["goal"]
+            index = data["goal"]
             if type(index) is not int or not 0 <= index < total:
                 where = f"webshop: task {task.id!r}"
                 raise EnvError(f"{where}: data.goal is {index!r:.40}, not one of 0 to {total - 1}")
@@ -121,7 +121,7 @@ class WebShop(Env):
         goals = self._shop.split(data["split"], data.get("options"))
         if not goals:
             raise EnvError(f"webshop: task {task.id!r}: this shop has no goal of {task.tier}")
-        return goals[data["seed"] % len(goals)]
+        return goals[int(data["seed"]) % len(goals)]
 
     async def step(self, action: Message) -> StepResult:
         if self._page is None:
