@@ -161,6 +161,7 @@ class RemoteEnv(Env):
         kind, message = answer["error"]["type"], answer["error"]["message"]
         if answer["status"] == 503 or kind == "too_many_sessions":
             raise _Gone(f"{self.url}: {message}")
+        self._session, self._playing = None, False  # what broke has ended there
         raise ERRORS.get(kind, EnvError)(f"{self.url}: {message}")
 
     async def _answer(self, socket: ClientConnection) -> str | bytes:

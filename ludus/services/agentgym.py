@@ -12,6 +12,7 @@ What differs from the original: errors have honest status codes (the original an
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -84,10 +85,39 @@ def _last(session: Session) -> str:
     return session.last
 
 
-def _indexed(env_class: Any, index: int) -> Task:
-    """The task of AgentGym's index, where the environment itself knows the mapping."""
+def _scienceworld(env_class: Any, index: int) -> Task:
     task: Task = env_class.agentgym_task(index)
     return task
+
+
+def _science_opening(session: Session) -> dict[str, Any]:
+    """The description and the first look, which the environment tells in one text."""
+    description, _, look = session.last.partition("\n\n")
+    return {
+        "task_name": str(session.info.get("task", "")),
+        "var_num": int(session.info.get("variation", 0)),
+        "task_description": description,
+        "observation": look or description,
+        "reward": 0.0,
+        "score": 0.0,
+        "deleted": False,
+        "done": False,
+    }
+
+
+def _science_step(session: Session) -> dict[str, Any]:
+    """Scores are the engine's own here, to 100, and not the environment's, to 1."""
+    told = _scored(session)
+    score = float(session.info.get("score", 0.0))
+    return {**told, "reward": 100 * session.reward, "score": score}
+
+
+def _alfworld(env_class: Any, index: int) -> Task:
+    return Task(id=f"alfworld_{index}", data={"index": index}, source="agentgym")
+
+
+def _webshop(env_class: Any, index: int) -> Task:
+    return Task(id=f"webshop_{index}", data={"goal": index}, source="agentgym")
 
 
 def _babyai(env_class: Any, index: int) -> Task:
@@ -145,23 +175,14 @@ ROWS: dict[str, Row] = {
         goal=_textcraft_goal,
     ),
     "scienceworld": Row(
-        task=_indexed,
+        task=_scienceworld,
         num_ids=4639,
-        was_reset=lambda session: {
-            "task_name": str(session.info.get("task_name", "")),
-            "var_num": int(session.info.get("variation", 0)),
-            "task_description": str(session.info.get("task_description", "")),
-            "observation": session.last,
-            "reward": 0.0,
-            "score": 0.0,
-            "deleted": False,
-            "done": False,
-        },
-        stepped=_scored,
+        was_reset=_science_opening,
+        stepped=_science_step,
         asks={"observation": _last, "action_hint": _actions, "detail": lambda s: s.info},
     ),
     "alfworld": Row(
-        task=_indexed,
+        task=_alfworld,
         num_ids=2620,
         index_key="game",
         was_reset=lambda session: {
@@ -178,7 +199,7 @@ ROWS: dict[str, Row] = {
         asks={"observation": _last, "available_actions": _actions, "detail": lambda s: s.info},
     ),
     "webshop": Row(
-        task=_indexed,
+        task=_webshop,
         num_ids=12_087,
         id_key="env_idx",
         index_key="session_id",
@@ -282,7 +303,7 @@ class _Routes:
         async def step(request: Request, body: Any) -> Any:
             """Take an action."""
             session = self._find(request, getattr(body, self._row.id_key))
-            action = Message(role="assistant", content=body.action)  # type: ignore[attr-defined]
+            action = Message(role="assistant", content=body.action)
             await self._sessions.step(session, action)
             return JSONResponse(self._row.stepped(session))
 
@@ -315,13 +336,12 @@ class _Routes:
         return session
 
 
-def _with_query(handler: Callable[..., Any], key: str) -> Callable[..., Any]:
+def _with_query(handler: Any, key: str) -> Callable[..., Any]:
     """The handler, with a query parameter of that name in its signature."""
-    import inspect
-
     parameters = [
         inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Request),
         inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, annotation=Id),
     ]
     handler.__signature__ = inspect.Signature(parameters)
-    return handler
+    made: Callable[..., Any] = handler
+    return made

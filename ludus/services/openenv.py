@@ -115,17 +115,17 @@ def add_routes(app: FastAPI, sessions: Sessions, served: Served) -> None:
     async def socket(websocket: WebSocket) -> None:
         """One session: it begins and ends with the socket."""
         await websocket.accept()
-        session: Session | None = None
+        talk: _Talk | None = None
         try:
-            session = sessions.create(served, owner_of(websocket.scope))
-            await _Talk(websocket, sessions, session).run()
+            talk = _Talk(websocket, sessions, served)
+            await talk.run()
         except ServiceError as error:
             await websocket.send_text(_error(error))
         except (WebSocketDisconnect, KeyError):  # KeyError: a message of bytes
             pass
         finally:
-            if session is not None:
-                await sessions.close(session, "its socket was closed")
+            if talk is not None:
+                await sessions.close(talk.session, "its socket was closed")
             with suppress(RuntimeError, WebSocketDisconnect):
                 await websocket.close()
 
@@ -133,9 +133,13 @@ def add_routes(app: FastAPI, sessions: Sessions, served: Served) -> None:
 class _Talk:
     """The messages of one socket."""
 
-    def __init__(self, websocket: WebSocket, sessions: Sessions, session: Session) -> None:
-        self._websocket, self._sessions, self._session = websocket, sessions, session
+    def __init__(self, websocket: WebSocket, sessions: Sessions, served: Served) -> None:
+        self._websocket, self._sessions, self._served = websocket, sessions, served
         self._episode: str | None = None
+        self.session = self._open()
+
+    def _open(self) -> Session:
+        return self._sessions.create(self._served, owner_of(self._websocket.scope))
 
     async def run(self) -> None:
         """Answer one message after the other, until the client closes."""
@@ -163,27 +167,27 @@ class _Talk:
         if kind == "step":
             return await self._step(OpenEnvAction.model_validate(data))
         if kind == "state":
-            count = self._session.num_steps
+            count = self.session.num_steps
             state = OpenEnvState(episode_id=self._episode, step_count=count)
             return f'{{"type":"state","data":{state.model_dump_json()}}}'
         raise ServiceError(422, "unknown_type", f"{kind!r:.80}: reset, step, state and close are")
 
     async def _reset(self, given: OpenEnvReset) -> str:
-        session = self._session
+        if not self._sessions.is_open(self.session):  # what it played broke: begin anew
+            self.session = self._open()
+        session = self.session
         task = session.served.task(given.tier, given.seed or 0)
         observation = await self._sessions.reset(session, task, own=True)
         self._episode = given.episode_id or task.id
         return self._said(observation.messages, None)
 
     async def _step(self, action: OpenEnvAction) -> str:
-        result = await self._sessions.step(self._session, action.turn())
+        result = await self._sessions.step(self.session, action.turn())
         return self._said(result.messages, result.reward)
 
     def _said(self, messages: list[Message], reward: float | None) -> str:
-        said = OpenEnvObservation(
-            text=self._session.last, messages=messages, info=self._session.info
-        )
-        done = json.dumps(self._session.state is State.OVER)
+        said = OpenEnvObservation(text=self.session.last, messages=messages, info=self.session.info)
+        done = json.dumps(self.session.state is State.OVER)
         return (
             f'{{"type":"observation","data":{{"observation":{said.model_dump_json()},'
             f'"reward":{json.dumps(reward)},"done":{done}}}}}'

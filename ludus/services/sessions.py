@@ -47,7 +47,7 @@ ID_BITS = 96
 MAX_REMEMBERED = 10_000
 """Ended sessions whose end can still be told."""
 
-LIGHT_THREADS = 32
+LIGHT_THREADS = 8
 """Calls of light environments that compute at the same time."""
 
 
@@ -301,15 +301,28 @@ class Sessions:
 
     async def close(self, session: Session, reason: str = "it was closed") -> None:
         """End a session, whatever it is doing."""
+        if self._end(session, reason):
+            await self._release(session)
+
+    def _end(self, session: Session, reason: str) -> bool:
+        """Take a session off the table; False where that has been done."""
         if self._sessions.pop(session.number, None) is None:
-            return
+            return False
         self._ended[session.number] = (session.owner, reason)
         while len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
         self._ends.labels(reason.partition(":")[0]).inc()
+        return True
+
+    async def _release(self, session: Session) -> None:
+        """Give back what an ended session holds."""
         await self._leave(session)
         if session.seat is not None:
             session.seat.close()
+
+    def is_open(self, session: Session) -> bool:
+        """Whether it has not ended."""
+        return session.number in self._sessions
 
     async def reap(self) -> None:
         """Close idle sessions, for ever."""
@@ -333,6 +346,7 @@ class Sessions:
 
     async def _exclusive(self, session: Session, what: str, act: Callable[[], Awaitable[T]]) -> T:
         """Run one call of a session, alone; an environment that broke ends its session."""
+        self.get(session.number, session.owner)  # it may have ended since it was looked up
         if session.busy:
             raise ServiceError(409, "session_busy", "another call of this session is under way")
         session.busy, started = True, time.perf_counter()
@@ -340,7 +354,8 @@ class Sessions:
             return await act()
         except EpisodeError as error:
             kind = _KINDS.get(type(error), "env_error")
-            self._in_background(self.close(session, f"{kind}: {error}"))
+            if self._end(session, f"{kind}: {error}"):
+                self._in_background(self._release(session))
             raise ServiceError(504 if kind == "env_timeout" else 502, kind, str(error)) from error
         finally:
             session.busy, session.used = False, time.monotonic()
@@ -382,7 +397,8 @@ class Sessions:
         session.num_steps += 1
         session.reward = result.reward or 0.0
         session.score += session.reward
-        session.last, session.info = text_of(result.messages), result.info
+        session.last = text_of(result.messages)
+        session.info = {**session.info, **result.info}
         if result.done:
             session.state = State.OVER
             await self._leave(session)

@@ -1,0 +1,81 @@
+"""An environment that does what it is told: for tests of services."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+
+from ludus.core.errors import EnvError, ToolError
+from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
+from ludus.envs.base import Env
+
+ACT = ToolSpec(
+    name="act",
+    parameters={"type": "object", "properties": {"action": {"type": "string"}}},
+)
+
+
+class Obeys(Env):
+    """Each action is an order: `hang`, `raise`, `exit`, `sleep 0.2`, `win`; others are echoed."""
+
+    async def reset(self, task: Task) -> Observation:
+        if task.data.get("fail"):
+            raise EnvError("this task cannot be played")
+        if task.data.get("crash"):
+            raise RuntimeError("a broken reset")
+        self.seed = task.data.get("seed", 0)
+        return Observation(messages=[Message(role="user", content=f"order {self.seed}")])
+
+    async def step(self, action: Message) -> StepResult:
+        text = self.text_of(action.tool_calls[0]) if action.tool_calls else action.content
+        order, _, rest = text.partition(" ")
+        if order == "hang":
+            while True:
+                time.sleep(0.01)
+        if order == "await":
+            await asyncio.sleep(3600)
+        if order == "raise":
+            raise RuntimeError("out of order")
+        if order == "tool":
+            raise ToolError("the tool broke")
+        if order == "exit":
+            os._exit(9)
+        if order == "sleep":
+            time.sleep(float(rest))
+        if order == "print":
+            print("hello from the environment")
+        reply = str(os.getpid()) if order == "pid" else f"you said {text[:100]}"
+        if order == "child":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            reply = str(child.pid)
+        won = order == "win"
+        return StepResult(
+            messages=[Message(role="user", content=reply)], reward=float(won), terminated=won
+        )
+
+    def tools(self) -> list[ToolSpec]:
+        return [ACT]
+
+    def text_of(self, call: ToolCall) -> str:
+        if "action" not in call.arguments:
+            raise ValueError("the argument action is missing")
+        return str(call.arguments["action"])
+
+    def call_of(self, action: str) -> ToolCall:
+        return ToolCall(name="act", arguments={"action": action})
+
+    def expert_action(self) -> str:
+        return "win"
+
+    @classmethod
+    def task(cls, tier: str | None, seed: int) -> Task:
+        return Task(id=f"obeys/{seed}", data={"seed": seed})
+
+
+class ObeysLightly(Obeys):
+    """The same, and says that it does not block."""
+
+    blocking = False

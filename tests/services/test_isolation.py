@@ -1,0 +1,83 @@
+"""A session in a process of its own: it may die or hang as it likes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from service_world import OBEYS, alive, command, service, until
+
+
+@pytest.fixture(scope="module")
+def isolated() -> Iterator[httpx.Client]:
+    with (
+        service(OBEYS, isolate=True, step_deadline_s=5.0) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        yield client
+
+
+class Played:
+    """A session that was reset."""
+
+    def __init__(self, client: httpx.Client, seed: int = 0) -> None:
+        self.client = client
+        id = client.post("/sessions", json={"env": OBEYS}).json()["session"]
+        self.path = f"/sessions/{id}"
+        client.post(f"{self.path}/reset", json={"seed": seed}).raise_for_status()
+
+    def do(self, action: str) -> httpx.Response:
+        return self.client.post(f"{self.path}/step", json={"action": action})
+
+    def said(self, action: str) -> str:
+        told: dict[str, Any] = self.do(action).json()
+        return str(told["messages"][0]["content"])
+
+
+def test_each_session_has_a_process(isolated: httpx.Client) -> None:
+    sessions = [Played(isolated) for _ in range(3)]
+    pids = [int(session.said("pid")) for session in sessions]
+    assert len({*pids, os.getpid()}) == 4
+    for session in sessions:
+        isolated.delete(session.path)
+    until(lambda: not any(map(alive, pids)))
+
+
+def test_one_that_dies_takes_no_other_along(isolated: httpx.Client) -> None:
+    dies, lives = Played(isolated), Played(isolated)
+    answer = dies.do("exit")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (502, "env_error")
+    assert "process died" in answer.json()["error"]["message"]
+    assert dies.do("x").status_code == 410
+    assert lives.do("win").json()["reward"] == 1.0
+
+
+def test_one_that_hangs_is_killed_with_what_it_started() -> None:
+    with (
+        service(OBEYS, isolate=True, step_deadline_s=1.5) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        hangs, lives = Played(client), Played(client)
+        pids = [int(hangs.said("pid")), int(hangs.said("child"))]
+        assert all(map(alive, pids))
+        assert hangs.do("hang").json()["error"]["type"] == "env_timeout"
+        until(lambda: not any(map(alive, pids)))
+        assert lives.do("win").json()["reward"] == 1.0
+
+
+def test_what_is_printed_goes_nowhere(isolated: httpx.Client, capfd: Any) -> None:
+    assert Played(isolated).do("print").status_code == 200
+    assert capfd.readouterr().out == ""
+
+
+def test_nothing_outlives_a_killed_service() -> None:
+    with command(OBEYS, "--isolate") as served, httpx.Client(base_url=served.url) as client:
+        session = Played(client)
+        pids = [int(session.said("pid")), int(session.said("child"))]
+        served.kill()
+        until(lambda: not alive(pids[0]))
+        if alive(pids[1]):  # it is the environment's own child, which no signal reached
+            os.kill(pids[1], 9)

@@ -1,0 +1,75 @@
+"""OpenEnv's protocol, by its messages and, where it is installed, by its own client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from service_world import OBEYS, service, until
+from websockets.sync.client import ClientConnection, connect
+
+
+def at(url: str, env: str) -> ClientConnection:
+    return connect(f"{url.replace('http', 'ws')}/openenv/{env}/ws", proxy=None)
+
+
+def ask(socket: ClientConnection, type: str, data: Any = None) -> tuple[str, Any]:
+    socket.send(json.dumps({"type": type, "data": {} if data is None else data}))
+    told = json.loads(socket.recv())
+    return told["type"], told["data"]
+
+
+def test_an_episode(url: str, client: httpx.Client) -> None:
+    before = client.get("/health").json()["sessions"]
+    with at(url, OBEYS) as socket:
+        kind, told = ask(socket, "reset", {"seed": 3, "episode_id": "mine"})
+        assert (kind, told["done"], told["reward"]) == ("observation", False, None)
+        assert told["observation"]["text"] == "order 3"
+        assert ask(socket, "step", {"text": "hello"})[1]["observation"]["text"] == "you said hello"
+        assert ask(socket, "state")[1] == {"episode_id": "mine", "step_count": 1}
+        _, told = ask(socket, "step", {"name": "act", "arguments": {"action": "win"}})
+        assert (told["done"], told["reward"]) == (True, 1.0)
+        assert client.get("/health").json()["sessions"] == before + 1
+    until(lambda: client.get("/health").json()["sessions"] == before)
+
+
+def test_what_is_wrong_has_openenvs_names(url: str) -> None:
+    with at(url, OBEYS) as socket:
+        assert ask(socket, "step", {"text": "x"})[1]["code"] == "EXECUTION_ERROR"
+        assert ask(socket, "fly")[1]["code"] == "UNKNOWN_TYPE"
+        assert ask(socket, "step", {})[1]["code"] == "VALIDATION_ERROR"
+        assert ask(socket, "step", 3)[1]["code"] == "VALIDATION_ERROR"
+        assert ask(socket, "reset", {"seed": -1})[1]["code"] == "VALIDATION_ERROR"
+        socket.send("{")
+        assert json.loads(socket.recv())["data"]["code"] == "INVALID_JSON"
+        assert ask(socket, "reset", {"seed": 1})[0] == "observation"
+        assert ask(socket, "step", {"text": "raise"})[1]["code"] == "EXECUTION_ERROR"
+        assert ask(socket, "step", {"text": "x"})[1]["code"] == "SESSION_ERROR"
+        assert ask(socket, "reset", {"seed": 1})[0] == "observation"
+
+
+def test_a_full_service_says_so() -> None:
+    with service(OBEYS, max_sessions=1) as url, at(url, OBEYS), at(url, OBEYS) as second:
+        assert json.loads(second.recv())["data"]["code"] == "CAPACITY_REACHED"
+
+
+def test_schemas(client: httpx.Client) -> None:
+    told = client.get(f"/openenv/{OBEYS}/schema").json()
+    assert told.keys() == {"action", "observation", "state"}
+    assert told["action"]["properties"].keys() == {"text", "name", "arguments"}
+    assert client.get(f"/openenv/{OBEYS}/health").json() == {"status": "healthy"}
+
+
+def test_the_real_client(url: str) -> None:
+    core = pytest.importorskip(
+        "openenv.core", reason="openenv is not installed: pip install openenv"
+    )
+    with core.GenericEnvClient(base_url=f"{url}/openenv/textcraft").sync() as env:
+        result = env.reset(seed=3, tier="depth-1")
+        assert "goal: craft" in result.observation["text"]
+        result = env.step({"text": "get 1 oak log"})
+        assert result.observation["text"] == "got 1 oak log."
+        assert (result.reward, result.done) == (0.0, False)
+        assert env.state()["step_count"] == 1

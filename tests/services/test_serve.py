@@ -1,0 +1,167 @@
+"""`ludus serve env`: start, several workers, a clean end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from service_world import OBEYS, alive, command, until
+
+from ludus.core.errors import ConfigError
+from ludus.services.serving import named, tokens
+
+
+def ludus(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The command's end."""
+    return subprocess.run(
+        [sys.executable, "-m", "ludus", "serve", "env", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **env},
+    )
+
+
+def test_environments_and_their_arguments() -> None:
+    words = ["babyai", "actions=macro", "max_steps=3", "textcraft"]
+    assert named(words) == [("babyai", ["actions=macro", "max_steps=3"]), ("textcraft", [])]
+    with pytest.raises(ConfigError, match="name an environment"):
+        named(["actions=macro"])
+    with pytest.raises(ConfigError, match="twice"):
+        named(["babyai", "babyai"])
+
+
+def test_weak_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LUDUS_TOKENS", "short")
+    with pytest.raises(ConfigError, match="16"):
+        tokens()
+    monkeypatch.setenv("LUDUS_TOKENS", " a-token-of-16-chars, another-of-16-chars ,")
+    assert tokens() == ("a-token-of-16-chars", "another-of-16-chars")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("chess",), "'chess' is not a known env"),
+        (("textcraft", "size=3"), "size is not an argument"),
+        (("textcraft", "--host", "0.0.0.0"), "set a token in LUDUS_TOKENS"),
+        (("textcraft", "--port", "{taken}"), "cannot listen on"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(words: tuple[str, ...], said: str) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = ludus(*[port if word == "{taken}" else word for word in words])
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def opened(client: httpx.Client, env: str = OBEYS) -> str:
+    path = f"/sessions/{client.post('/sessions', json={'env': env}).json()['session']}"
+    client.post(f"{path}/reset", json={"seed": 0}).raise_for_status()
+    return path
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_cleanly(number: int) -> None:
+    with command(OBEYS) as served, httpx.Client(base_url=served.url) as client:
+        opened(client)
+        os.kill(served.process.pid, number)
+        assert served.process.wait(30) in (0, -number, 130)
+
+
+def workers_of(pid: int) -> list[int]:
+    """Processes that it started, those of the resource tracker left out."""
+    found = []
+    for path in Path(f"/proc/{pid}/task/{pid}").glob("children"):
+        for child in path.read_text().split():
+            line = Path(f"/proc/{child}/cmdline").read_bytes()
+            if b"spawn_main" in line:
+                found.append(int(child))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are read from /proc")
+def test_several_workers_share_a_port_and_sessions_stay() -> None:
+    token = "a-token-of-sixteen-letters"
+    env = {"LUDUS_TOKENS": token}
+    headers = {"Authorization": f"Bearer {token}"}
+    with command(OBEYS, "textcraft", "--workers", "2", env=env) as served:
+        pids = workers_of(served.process.pid)
+        assert len(pids) == 2
+        paths, owners = [], set()
+        for _ in range(12):  # a connection each: any worker may accept it
+            with httpx.Client(base_url=served.url, headers=headers, timeout=30) as client:
+                paths.append(opened(client))
+                owners.add(int(paths[-1].rpartition("/")[2], 16) % 2)
+        assert owners == {0, 1}
+        with httpx.Client(base_url=served.url, headers=headers, timeout=30) as client:
+            seen = {
+                path: int(_said(client.post(f"{path}/step", json={"action": "pid"})))
+                for path in paths
+            }
+            assert set(seen.values()) == set(pids)
+            by_owner = {int(path.rpartition("/")[2], 16) % 2: pid for path, pid in seen.items()}
+            assert all(
+                pid == by_owner[int(path.rpartition("/")[2], 16) % 2] for path, pid in seen.items()
+            )
+            ids = [path.rpartition("/")[2] for path in paths]
+            calls = [{"op": "step", "session": id, "action": "win"} for id in ids]
+            told = client.post("/batch", json={"calls": calls}).json()["results"]
+            assert [entry["result"]["reward"] for entry in told] == [1.0] * len(ids)
+            assert client.get(paths[0], headers={"Authorization": ""}).status_code == 401
+            _agentgym_is_sticky(served.url, headers)
+            _a_dead_worker_is_replaced(served.url, headers, seen)
+        everything = workers_of(served.process.pid)
+        served.kill()
+        until(lambda: not any(map(alive, everything)))
+
+
+def _said(answer: httpx.Response) -> str:
+    return str(answer.json()["messages"][0]["content"])
+
+
+def _agentgym_is_sticky(url: str, headers: dict[str, str]) -> None:
+    base = f"{url}/agentgym/textcraft"
+    for _ in range(6):
+        id = httpx.post(f"{base}/create", json={}, headers=headers).json()["id"]
+        for _ in range(2):  # each a connection of its own
+            body: dict[str, Any] = {"id": id, "data_idx": 3}
+            assert httpx.post(f"{base}/reset", json=body, headers=headers).status_code == 200
+            answer = httpx.get(f"{base}/observation?id={id}", headers=headers)
+            assert "goal: craft" in answer.json()
+
+
+def _a_dead_worker_is_replaced(url: str, headers: dict[str, str], seen: dict[str, int]) -> None:
+    lost = next(iter(seen.values()))
+    os.kill(lost, signal.SIGKILL)
+    until(lambda: not alive(lost))
+
+    def all_answer() -> bool:
+        codes = {
+            path: httpx.get(url + path, headers=headers, timeout=10).status_code for path in seen
+        }
+        return all(code == (404 if seen[path] == lost else 200) for path, code in codes.items())
+
+    until(all_answer)
+
+
+def test_the_address_is_printed_and_nothing_else() -> None:
+    with command("textcraft") as served:
+        httpx.get(served.url + "/health").raise_for_status()
+        served.process.terminate()
+        served.process.wait(30)
+        assert served.process.stdout is not None
+        rest = served.process.stdout.read()
+    assert re.sub(r"\s", "", rest) == ""
