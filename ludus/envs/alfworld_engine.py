@@ -129,6 +129,12 @@ def fast(enabled: bool = True) -> None:
     fast_downward.pddl2sas = _fast_translation if enabled else _translate
 
 
+def forget() -> None:
+    """Drop what was remembered: the next reset of a game costs what its first one did."""
+    for function in (_template, _fast_query, _translation):
+        function.cache_clear()
+
+
 class _Grammar(textgen.ContextSensitiveGrammar):  # type: ignore[misc]
     """A grammar that remembers the text of commands. Those name what fills them and where it
     stands, which no action changes; what `#rules#` derive depends on the state."""
