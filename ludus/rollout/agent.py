@@ -12,10 +12,7 @@ from ludus.core.errors import (
     ContextOverflow,
     EnvError,
     EpisodeError,
-    EpisodeTimeout,
     LudusError,
-    SamplerError,
-    ToolError,
     Unscorable,
 )
 from ludus.core.occupancy import busy
@@ -26,23 +23,11 @@ from ludus.models.parsing import parse_react
 from ludus.models.renderer import Renderer
 from ludus.models.sampler import Sampler, SamplingParams
 from ludus.rollout.host import HostedEnv
+from ludus.rollout.status import status_of
 from ludus.rollout.tree import TreeBuilder, opened
 
 if TYPE_CHECKING:
     from ludus.judges.base import Judge
-
-_STATUS_OF: dict[type[EpisodeError], Status] = {
-    ToolError: Status.ERROR_TOOL,
-    SamplerError: Status.ERROR_SAMPLER,
-    EpisodeTimeout: Status.ERROR_TIMEOUT,
-    Unscorable: Status.UNSCORABLE,
-}
-
-
-def status_of(error: EpisodeError) -> Status:
-    """The status of an episode that an error ended; what has no other is the environment's."""
-    kinds = (status for kind, status in _STATUS_OF.items() if isinstance(error, kind))
-    return next(kinds, Status.ERROR_ENV)
 
 
 @dataclass(frozen=True, slots=True)
