@@ -53,10 +53,11 @@ REFUSED = {
 
 ARITHMETIC = re.compile(r"(?:[\d\s+\-/()]|(?<!\*)\*(?!\*)){0,200}")
 LISTS = re.compile(r"[A-Za-z0-9\s,'\"\[\]#-]{0,4000}")
+QUEENS = re.compile(r"[Q_\s,'\"\[\]]{0,4000}")
 EVALUATED = {
     "binary_matrix": LISTS,
     "countdown": ARITHMETIC,
-    "n_queens": LISTS,
+    "n_queens": QUEENS,
     "puzzle24": ARITHMETIC,
     "spiral_matrix": LISTS,
     "string_insertion": LISTS,
@@ -95,14 +96,14 @@ class Reasoning(Env):
         self._entry: dict[str, Any] | None = None
 
     async def reset(self, task: Task) -> Observation:
-        name, seed = task.data.get("dataset"), task.data.get("seed")
+        name, seed = str(task.data.get("dataset")), task.data.get("seed")
         try:
             check_name(name)
         except ConfigError as error:
             raise EnvError(f"reasoning: task {task.id!r}: {error}") from None
         if type(seed) is not int or seed < 0:
             raise EnvError(f"reasoning: task {task.id!r}: data.seed is {seed!r:.40}, not 0 or more")
-        self._name = str(name)
+        self._name = name
         self._dataset = make_dataset(self._name, seed, self.level)
         entry: dict[str, Any] = self._dataset[0]
         self._entry = entry
@@ -185,12 +186,12 @@ class Reasoning(Env):
         return Task(id=f"reasoning/{name}/{seed}", data=data, tier=name, source="reasoning")
 
 
-def check_name(name: object) -> None:
+def check_name(name: str) -> None:
     """Errors: ConfigError for a data set that is unknown, or refused (with the reason)."""
-    if isinstance(name, str) and name in REFUSED:
+    if name in REFUSED:
         raise ConfigError(f"{name!r} of reasoning-gym is not offered: {REFUSED[name]}")
     if name not in DATASETS:
-        near = did_you_mean(str(name), Reasoning.tiers())
+        near = did_you_mean(name, Reasoning.tiers())
         raise ConfigError(f"{name!r:.80} is not a data set of reasoning-gym{near}")
 
 

@@ -130,7 +130,7 @@ def test_the_shop_is_large_and_its_goals_are_reachable() -> None:
 
 
 def test_search_matters() -> None:
-    """Few products fulfil a goal, and the type's name alone does not find them on the first page."""
+    """The name of a product's type alone seldom shows it on the first page."""
     rng = random.Random(0)
     found = 0
     for wanted in rng.sample(SHOP.goals, 100):
