@@ -39,6 +39,7 @@ REFUSED = {
     "intermediate_integration": EXECUTES,
     "isomorphic_strings": UNSTEADY,
     "knight_swap": UNSTEADY,
+    "list_functions": "it uses the global random generator",
     "polynomial_multiplication": EXECUTES,
     "pool_matrix": "it seeds NumPy's global random generator",
     "propositional_logic": NO_ANSWER,
