@@ -88,7 +88,7 @@ _parse_query = textworld.logic._parse_and_convert
 _translate = fast_downward.pddl2sas
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _template(text: str, rule_name: str) -> list[Any]:
     with LOCK:
         symbols: list[Any] = _parse_template(text, rule_name=rule_name)
