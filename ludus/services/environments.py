@@ -25,6 +25,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ludus.core.logs import get_logger
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, Wire
+from ludus.services import isolated
 from ludus.services.app import (
     ERRORS,
     ServiceError,
@@ -204,7 +205,7 @@ def environment_service(
 
     Errors: ConfigError, MissingDependency for environments that cannot be served.
     """
-    from ludus.services import agentgym, openenv
+    from ludus.services import agentgym, openenv, rollouts
 
     served = {spec.name: Served(spec, isolate) for spec in envs}
     place = (peers.worker, peers.num_workers) if peers else (0, 1)
@@ -213,11 +214,15 @@ def environment_service(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if isolate:
+            modules = [env.env_class.__module__ for env in served.values()]
+            await asyncio.to_thread(isolated.warm_up, modules)
         reaper = asyncio.create_task(sessions.reap())
         try:
             yield
         finally:
             reaper.cancel()
+            jobs.stop_all()
             await sessions.close_all()
             if peers is not None:
                 await peers.close()
@@ -230,6 +235,7 @@ def environment_service(
     _add_env_routes(app, sessions)
     _add_session_routes(app, service)
     _add_socket(app, service)
+    jobs = rollouts.add_routes(app, sessions, settings.registry)
     for spec in envs:
         openenv.add_routes(app, sessions, served[spec.name])
         if spec.name in agentgym.ROWS:

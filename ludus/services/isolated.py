@@ -13,6 +13,8 @@ import os
 import pickle
 import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -26,6 +28,7 @@ from ludus.envs import ENVS
 from ludus.envs.base import Env
 
 CLOSE_WAIT_S = 2.0
+WATCH_S = 0.5
 
 
 class IsolatedEnv(Env):
@@ -111,9 +114,16 @@ def server() -> ForkServerContext:
     return multiprocessing.get_context("forkserver")
 
 
-def preload(modules: Sequence[str]) -> None:
-    """Import modules in the server before it forks. Call it before the first session."""
+def warm_up(modules: Sequence[str]) -> None:
+    """Start the server, and import modules in it, so that no session waits for that."""
     server().set_forkserver_preload([__name__, *modules])
+    first = server().Process(target=_nothing, daemon=True)
+    first.start()
+    first.join()
+
+
+def _nothing() -> None:
+    """What the first process does."""
 
 
 def _serve(pipe: Connection, spec: Spec) -> None:
@@ -122,6 +132,7 @@ def _serve(pipe: Connection, spec: Spec) -> None:
     What the environment prints goes nowhere: standard output belongs to the service.
     """
     os.setsid()  # a group of its own: what the environment starts ends with it
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
@@ -141,6 +152,14 @@ def _serve(pipe: Connection, spec: Spec) -> None:
             except Exception as error:
                 outcome = (None, _portable(error))
             pipe.send(outcome)
+    os.killpg(0, signal.SIGKILL)  # the session is over: nothing that it started stays
+
+
+def _end_with(parent: int) -> None:
+    """End this process's group when the service is gone, even where the environment hangs."""
+    while os.getppid() == parent:
+        time.sleep(WATCH_S)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _portable(error: Exception) -> Exception:

@@ -29,7 +29,6 @@ from fastapi import FastAPI
 from ludus.core.errors import ConfigError
 from ludus.core.logs import get_logger
 from ludus.core.types import Spec
-from ludus.services import isolated
 from ludus.services.app import Settings
 from ludus.services.environments import environment_service
 from ludus.services.sessions import Limits, Served
@@ -66,24 +65,29 @@ def serve(options: ServeOptions, ready: Callable[[str], object] = lambda _: None
             f"--host {options.host} is open to other machines: set a token in LUDUS_TOKENS, or "
             "serve on 127.0.0.1"
         )
-    modules = []
     for spec in options.envs:  # before anything listens: a mistake is told at once
-        served = Served(spec)
-        _ = served.schema
-        modules.append(served.env_class.__module__)
-    if options.isolate:
-        isolated.preload(modules)
-    listening = _listen(options.host, options.port)
+        _ = Served(spec).schema
+    listening = listen(options.host, options.port)
     with listening:
         address = f"http://{options.host}:{listening.getsockname()[1]}"
         if options.workers == 1:
             ready(address)
-            _run(_app(options, None), [listening])
+            run(_app(options, None), [listening])
         else:
             _supervise(options, listening, lambda: ready(address))
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def require_tokens(host: str, tokens: tuple[str, ...]) -> None:
+    """Errors: ConfigError for an address that others reach, and no token that they would need."""
+    if not tokens and host not in ("127.0.0.1", "localhost", "::1"):
+        raise ConfigError(
+            f"--host {host} is open to other machines: set a token in LUDUS_TOKENS, or "
+            "serve on 127.0.0.1"
+        )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Errors: ConfigError where the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -104,7 +108,7 @@ def _app(options: ServeOptions, peers: Peers | None) -> FastAPI:
     )
 
 
-def _run(app: FastAPI, sockets: list[socket.socket]) -> None:
+def run(app: FastAPI, sockets: list[socket.socket]) -> None:
     """Serve in this process until a signal.
 
     No pings are sent: a trainer does not answer while it computes. A client that is gone is noticed
@@ -219,14 +223,12 @@ def _work(
     peers = Peers(worker, options.workers, folder, bool(options.tokens))
     path = peers.socket_of(worker)
     path.unlink(missing_ok=True)
-    if options.isolate:
-        isolated.preload([Served(spec).env_class.__module__ for spec in options.envs])
     app = _app(options, peers)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as own:
         own.bind(str(path))
         own.listen(BACKLOG)
         own.setblocking(False)
-        _run(app, [listening, own])
+        run(app, [listening, own])
 
 
 def _end_with(pipe: Connection) -> None:

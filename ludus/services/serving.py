@@ -63,6 +63,21 @@ def serve_env(
     serve(options, lambda address: say(f"{names}: {address} (description: {address}/docs)"))
 
 
+def serve_model(checkpoint: str, *, wish: Mapping[str, Any], **options: Any) -> None:
+    """Serve until told to stop. `wish`: of `model_source.Wish`; `options`: of `serve_model` there.
+
+    Errors: ConfigError, CheckpointError, MissingDependency.
+    """
+    try:
+        from ludus.services import model_serving
+        from ludus.services.model_source import Wish
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("ludus"):
+            raise
+        raise MissingDependency(str(error.name), "serve,train", "ludus serve model") from error
+    model_serving.serve_model(checkpoint, tokens=tokens(), wish=Wish(**wish), **options)
+
+
 def tokens() -> tuple[str, ...]:
     """The tokens that clients may come with. Errors: ConfigError for one that is easily guessed."""
     given = [token.strip() for token in os.environ.get("LUDUS_TOKENS", "").split(",")]

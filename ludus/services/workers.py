@@ -23,7 +23,7 @@ from ludus.services.app import ServiceError, read_body, replayed
 HANDED = b"x-ludus-handed-over"
 """Marks what comes from another worker: it is not handed on."""
 
-PATH = re.compile(r"^/sessions/([0-9a-f]{1,64})")
+PATH = re.compile(r"^/(?:sessions|rollouts)/([0-9a-f]{1,64})")
 TIMEOUT_S = 120.0
 
 
