@@ -61,12 +61,14 @@ class Engine:
     """A Java engine: the class whose object plays an episode, and where its static state is.
 
     `counters` are static longs, as (name of a Scala object's class, field), that an episode owns.
+    `variant` is what the engine holds statically for all its episodes: each has JVMs of its own.
     """
 
     name: str
     jar: str
     interface: str
     counters: tuple[tuple[str, str], ...] = ()
+    variant: str = ""
 
 
 def find_java(name: str) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
@@ -138,7 +139,8 @@ class ScienceWorld(Env):
         find_java("scienceworld")
         self.simplifications = ",".join(simplifications)
         self.max_steps, self.guide = max_steps, guide
-        self._pool = pool_of(ENGINE, num_jvms, heap_mb)
+        engine = replace(ENGINE, variant=self.simplifications)
+        self._pool = pool_of(engine, num_jvms, heap_mb)
         self._session: Session | None = None
 
     async def reset(self, task: Task) -> Observation:
@@ -224,7 +226,7 @@ class ScienceWorld(Env):
         """The next action of the engine's own gold path; NoExpert where another one was taken."""
         if self._session is None:
             raise NoExpert("scienceworld: no episode is being played")
-        path = gold_path(self._pool, self._kind, self._variation, self.simplifications)
+        path = gold_path(self._pool, self._kind, self._variation)
         done = len(self._taken)
         if list(path[:done]) != self._taken or done == len(path):
             raise NoExpert("scienceworld: there is a gold path from the start of a task only")
@@ -363,7 +365,7 @@ def _tidy(text: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def gold_path(pool: Pool, kind: str, variation: int, simplifications: str) -> tuple[str, ...]:
+def gold_path(pool: Pool, kind: str, variation: int) -> tuple[str, ...]:
     """The engine's own solution, in the words of COMMANDS. It is looked for in a world of its own,
     which takes seconds in some tasks.
 
@@ -371,7 +373,7 @@ def gold_path(pool: Pool, kind: str, variation: int, simplifications: str) -> tu
     """
 
     def search(engine: Any) -> tuple[str, ...]:
-        engine.load(kind, variation, simplifications, True)
+        engine.load(kind, variation, pool.engine.variant, True)
         steps = [" ".join(str(step).lower().split()) for step in engine.getGoldActionSequence()]
         getattr(engine, "taskMaker_$eq")(None)
         return tuple(write_command(read_command(step)) for step in steps)

@@ -106,7 +106,7 @@ def test_a_call_under_way_ends_with_its_jvm(pool: Pool) -> None:
 
 def test_an_exception_of_the_engine_is_an_error_of_the_environment(pool: Pool) -> None:
     session = pool.open()
-    with pytest.raises(EnvError, match="textworldexpress: the engine raised java.lang.Number"):
+    with pytest.raises(EnvError, match=r"textworldexpress: the engine raised java\.lang\.Number"):
         session.run(lambda _: session.jvm._gateway.jvm.java.lang.Integer.parseInt("x"))
     assert session.run(games) == 8
     session.close()
@@ -125,7 +125,7 @@ def test_all_sessions_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_jvm_that_cannot_start_says_why() -> None:
     pool = Pool(ENGINE, size=1, heap_mb=0)
-    with pytest.raises(EnvError, match="textworldexpress: java did not start: .*heap"):
+    with pytest.raises(EnvError, match=r"textworldexpress: java did not start: .*heap"):
         pool.open()
 
 

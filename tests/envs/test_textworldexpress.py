@@ -1,0 +1,120 @@
+"""TextWorldExpress on its real engine: all games, won by their gold paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("textworld_express", reason="needs the extra textworldexpress")
+
+from ludus.core.errors import ConfigError, EnvError
+from ludus.core.types import Message, Spec, StepResult, Task, ToolCall
+from ludus.envs.base import NoExpert
+from ludus.envs.check import check_env
+from ludus.envs.jvm import find_java
+
+try:
+    find_java("textworldexpress")
+except ConfigError as missing:
+    pytest.skip(str(missing), allow_module_level=True)
+
+from ludus.envs.textworldexpress import FIRST_SEEDS, GAMES, NUM_SEEDS, TextWorldExpress
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_jvm_is_left() -> Iterator[None]:
+    yield
+    TextWorldExpress()._pool.shutdown()
+
+
+async def act(env: TextWorldExpress, text: str) -> StepResult:
+    return await env.step(Message(role="assistant", content=text))
+
+
+async def win(env: TextWorldExpress) -> tuple[float, StepResult]:
+    total = 0.0
+    while True:
+        result = await act(env, env.expert_action())
+        total += result.reward or 0.0
+        if result.done:
+            return total, result
+
+
+@pytest.mark.parametrize("game", GAMES)
+async def test_the_expert_wins_every_game(game: str) -> None:
+    for fold in FIRST_SEEDS:
+        env = TextWorldExpress()
+        await env.reset(TextWorldExpress.task(f"{game}/{fold}", 7))
+        total, result = await win(env)
+        assert total == pytest.approx(1.0)
+        assert result.terminated
+        assert result.info["success"]
+
+
+async def test_a_capital_in_an_action_s_name_is_found() -> None:
+    """The engine has T-shirts, and actions come in lower case."""
+    env = TextWorldExpress()
+    await env.reset(Task(id="x", data={"game": "twc", "fold": "dev", "seed": 10_004}))
+    total, _ = await win(env)
+    assert total == pytest.approx(1.0)
+
+
+async def test_the_seeds_are_the_engine_s() -> None:
+    env = TextWorldExpress()
+    await env.reset(TextWorldExpress.task("coin", 0))
+    assert env._session is not None
+    folds = env._session.run(
+        lambda engine: [
+            list(seeds())
+            for seeds in (engine.getSeedsTrain, engine.getSeedsDev, engine.getSeedsTest)
+        ]
+    )
+    ours = [list(range(first, first + NUM_SEEDS)) for first in FIRST_SEEDS.values()]
+    assert [sorted(seeds) for seeds in folds] == ours
+    await env.close()
+
+
+async def test_it_conforms() -> None:
+    tasks = [TextWorldExpress.task(tier, 3) for tier in ("coin", "twc/dev", "arithmetic")]
+    assert await check_env(Spec(name="textworldexpress"), tasks=tasks, timeout_s=60) == []
+
+
+async def test_the_actions_are_listed_on_request_and_mistakes_told() -> None:
+    task = TextWorldExpress.task("coin", 3)
+    shown, hidden = TextWorldExpress(), TextWorldExpress(list_actions=False, max_steps=1)
+    with_actions = (await shown.reset(task)).messages[0].content
+    without = (await hidden.reset(task)).messages[0].content
+    assert with_actions.startswith(without)
+    assert "take coin" in with_actions.splitlines()[-1]
+    reply = (await act(shown, "dance")).messages[0].content
+    assert reply.startswith("Unknown action")
+    with pytest.raises(NoExpert):
+        shown.expert_action()
+    result = await act(hidden, "dance")
+    assert (result.terminated, result.truncated, result.reward) == (False, True, 0)
+    await shown.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"game": "coins", "fold": "train", "seed": 0}, "did you mean coin"),
+        ({"game": "coin", "fold": "tests", "seed": 0}, "did you mean test"),
+        ({"game": "coin", "fold": "test", "seed": 0}, "data.seed 0 is not 20000 to 20999"),
+    ],
+)
+async def test_tasks_that_do_not_exist(data: dict[str, object], message: str) -> None:
+    with pytest.raises(EnvError, match=message):
+        await TextWorldExpress().reset(Task(id="x", data=data))
+
+
+def test_tiers() -> None:
+    assert len(TextWorldExpress.tiers()) == 24
+    assert TextWorldExpress.task("coin/dev", 1001).data["seed"] == 10_001
+    assert {TextWorldExpress.task(None, seed).data["game"] for seed in range(8)} == set(GAMES)
+    for tier, near in {"coins": "coin", "coin/tests": "test"}.items():
+        with pytest.raises(ConfigError, match=rf"not a tier of textworldexpress.*mean {near}"):
+            TextWorldExpress.task(tier, 0)
+    with pytest.raises(ValueError, match="there is act"):
+        TextWorldExpress().text_of(ToolCall(name="go"))
