@@ -421,6 +421,62 @@ def serve_env(
     serving.serve_env(specs, host, port, workers, isolate, limits, typer.echo)
 
 
+@serve_app.command("model")
+def serve_model(
+    checkpoint: Annotated[
+        str, typer.Argument(help="A run, a checkpoint's folder, or a Hugging Face folder.")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    name: Annotated[
+        str | None,
+        typer.Option(help="The model's name to clients; default: the run's or folder's."),
+    ] = None,
+    sampler: Annotated[str, typer.Option(help="in_process or vllm.")] = "in_process",
+    sampler_arg: Annotated[
+        list[str] | None, typer.Option(help="An argument of the sampler: key=value; repeat it.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, or cuda:N; default: the run's, else cpu.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16; default: the run's or the weights'.")
+    ] = None,
+    context_length: Annotated[
+        int | None, typer.Option(min=16, help="Most tokens of prompt and answer together.")
+    ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="plain, qwen3, or a Jinja file; default: the model's own.")
+    ] = None,
+    thinking: Annotated[
+        str | None, typer.Option(help="keep, strip or forbid; default: the run's, else keep.")
+    ] = None,
+    max_turns: Annotated[int, typer.Option(min=1, help="Sampled at the same time.")] = 512,
+    runs_dir: RunsDir = "runs",
+) -> None:
+    """Serve a model over OpenAI's API. Tokens: LUDUS_TOKENS=a,b; to swap: LUDUS_ADMIN_TOKEN."""
+    from ludus.services import serving
+
+    wish = {
+        "device": device,
+        "dtype": dtype,
+        "context_length": context_length,
+        "chat_template": chat_template,
+        "thinking": thinking,
+    }
+    serving.serve_model(
+        checkpoint,
+        host=host,
+        port=port,
+        name=name,
+        runs_dir=runs_dir,
+        wish=wish,
+        sampler=_spec(sampler, sampler_arg),
+        max_turns=max_turns,
+        say=typer.echo,
+    )
+
+
 def _load(recipe: str, overrides: list[str] | None, runs_dir: str = "runs") -> Any:
     from ludus.core.config import load_config
 
