@@ -156,7 +156,7 @@ async def test_a_killed_jvm_is_an_error_of_the_environment_and_the_next_reset_wo
     env = await playing("find-non-living-thing")
     assert env._session is not None
     os.kill(env._session.jvm.pid, signal.SIGKILL)
-    with pytest.raises(EnvError, match="the JVM .* died"):
+    with pytest.raises(EnvError, match=r"the JVM .* died"):
         await act(env, "look around")
     observation = await env.reset(ScienceWorld.task("find-non-living-thing", 0))
     assert observation.messages[0].content.startswith("Your task is to find a(n) non-living thing.")
