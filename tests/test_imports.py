@@ -23,7 +23,7 @@ FLOORS = (
     {"models", "runs", "store", "tasks", "tools"},
     {"envs", "judges", "train"},
     {"registries", "rollout"},
-    {"backends"},
+    {"backends", "data"},
     {"assemble", "budget", "coevolve", "evaluate", "loop", "progress", "report", "watch"},
     {"debug", "doctor", "pipeline", "planning", "profiling", "reporting"},
     {"evaluating", "launch", "services"},

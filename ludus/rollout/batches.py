@@ -1,0 +1,150 @@
+"""What a batch of rollouts is asked for, and what it answers: the same for service and command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SecretStr
+
+from ludus.core.errors import ConfigError, LudusError
+from ludus.core.schema import RolloutConfig
+from ludus.core.types import Spec, Task, Wire
+from ludus.envs import ENVS
+from ludus.envs.base import Env
+from ludus.models.endpoint import Endpoint
+from ludus.rollout.chat import Episode
+from ludus.tasks.agentgym import ITEMS, index_of, task_of
+
+MAX_SEED = 2**63 - 1
+Id = Annotated[int, Field(ge=0, le=MAX_SEED)] | Annotated[str, Field(min_length=1, max_length=64)]
+Short = Annotated[str, Field(min_length=1, max_length=300)]
+
+
+class RolloutRequest(Wire):
+    """Which episodes to play, and with which model.
+
+    A number in `ids` is AgentGym's index where `env` has one and `tier` is null, as is the text
+    `babyai_12`; else it is a seed, of `tier`.
+    """
+
+    env: Short
+    model: Short
+    base_url: Annotated[str, Field(min_length=1, max_length=2000)]
+    ids: Annotated[list[Id], Field(min_length=1, max_length=10_000)]
+    api_key: SecretStr | None = None
+    tier: Short | None = None
+    max_round: Annotated[int, Field(ge=1, le=1000)] | None = Field(
+        None, description="Turns of an episode; null: the environment's own."
+    )
+    format: Literal["plain", "react", "tools"] = "react"
+    system_prompt: Annotated[str, Field(max_length=100_000)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 512
+    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
+    concurrency: Annotated[int, Field(ge=1, le=512)] = 16
+    turn_deadline_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
+    episode_deadline_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    deadline_s: Annotated[float, Field(gt=0, le=86_400)] = 3600.0
+    max_retries: Annotated[int, Field(ge=0, le=10)] = 1
+    stream: bool = Field(False, description="Answer JSON lines: one an episode, as it ends.")
+
+    def config(self) -> RolloutConfig:
+        """The settings that rollouts know."""
+        return RolloutConfig(
+            format=self.format,
+            system_prompt=self.system_prompt,
+            max_turns=self.max_round,
+            max_tokens_per_turn=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            concurrency=self.concurrency,
+            episode_deadline_s=self.episode_deadline_s,
+            max_retries=self.max_retries,
+        )
+
+    def endpoint(self) -> Endpoint:
+        """The model. Errors: ConfigError for a bad `base_url`."""
+        key = self.api_key.get_secret_value() if self.api_key else None
+        return Endpoint(self.base_url, self.model, key, timeout_s=self.turn_deadline_s)
+
+
+class RolloutSummary(Wire):
+    """A batch in numbers.
+
+    Means are over the `num_evaluated` episodes that could be scored, and null where there is none.
+    `stopped` is why it ended early: "deadline" or "cancelled".
+    """
+
+    env: str
+    mean_reward: float | None
+    success_rate: float | None
+    num_evaluated: int
+    num_ids: int
+    time_taken: float
+    stopped: str | None = None
+
+
+class RolloutAnswer(RolloutSummary):
+    """The numbers, and an entry for each id, in their order."""
+
+    results: list[Episode]
+
+
+def summary(
+    env: str, episodes: Sequence[Episode], seconds: float, stopped: str | None
+) -> RolloutSummary:
+    """The numbers of a batch."""
+    scored = [e for e in episodes if e.scored]
+    rewards = [e.reward for e in scored if e.reward is not None]
+    return RolloutSummary(
+        env=env,
+        mean_reward=sum(rewards) / len(scored) if scored else None,
+        success_rate=sum(e.success for e in scored) / len(scored) if scored else None,
+        num_evaluated=len(scored),
+        num_ids=len(episodes),
+        time_taken=round(seconds, 3),
+        stopped=stopped,
+    )
+
+
+def agentgym_spec(spec: Spec, tier: str | None) -> Spec:
+    """The environment as AgentGym plays it, where the ids are AgentGym's."""
+    if spec.name not in ITEMS or tier is not None:
+        return spec
+    return Spec(name=spec.name, args={**ITEMS[spec.name].args, **spec.args})
+
+
+def tasks_of(spec: Spec, ids: Sequence[int | str], tier: str | None) -> Iterator[Task]:
+    """The task of each id. Errors: ConfigError for one that the environment does not have."""
+    env_class: Any = ENVS.load(spec.name)
+    for id in ids:
+        if isinstance(id, str) and tier is not None:
+            raise ConfigError(f"{id!r:.80}: AgentGym's items have no tier; leave `tier` out")
+        index = index_of(spec.name, id) if isinstance(id, str) else id
+        try:
+            if spec.name in ITEMS and tier is None:
+                yield task_of(spec.name, env_class, index)
+            else:
+                yield env_class.task(tier, index)
+        except LudusError:
+            raise
+        except NotImplementedError:
+            raise ConfigError(f"{spec.name} makes no tasks from seeds") from None
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"id {id!r}: {error}") from error
+
+
+class LocalEnvs:
+    """Environments of this process. Errors: ConfigError for a spec that fits none."""
+
+    def __init__(self, spec: Spec) -> None:
+        ENVS.check(spec, "env")
+        self._spec, self._class = spec, ENVS.load(spec.name)
+        self.blocking: bool = getattr(self._class, "blocking", True)
+
+    def make(self) -> Env:
+        """A new one; no two share an argument that they might change."""
+        made: Env = self._class(**ENVS.check(self._spec, "env"))
+        return made

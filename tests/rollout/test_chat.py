@@ -1,0 +1,289 @@
+"""Episodes against an OpenAI-compatible endpoint, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+from chat_server import ChatServer, call, num_turns, text
+from played_envs import Say, task_of
+from rollout_world import CONTEXT, World
+from starlette.responses import Response
+
+from ludus.core.errors import ConfigError, SamplerError
+from ludus.core.schema import RolloutConfig
+from ludus.core.seeds import derive_seed
+from ludus.core.types import Message, Spec, Status
+from ludus.envs.demonstrate import play
+from ludus.models.endpoint import Endpoint, Reply, check_url
+from ludus.models.engine import InProcessSampler
+from ludus.models.sampler import SamplingParams
+from ludus.rollout.batches import LocalEnvs, summary, tasks_of
+from ludus.rollout.chat import Batch, ChatAgent, Episode, TokenRow, grown
+
+NUMBER = {
+    derive_seed(0, str(number), 0, turn) % 2**31: number for number in range(6) for turn in range(5)
+}
+"""Which id a request is of, by its seed."""
+
+
+def number_of(body: dict[str, Any]) -> int:
+    return NUMBER[body["seed"]]
+
+
+def knowing(body: dict[str, Any]) -> dict[str, Any]:
+    """A model that says what it is told to."""
+    return text(body["messages"][-1]["content"].split()[1])
+
+
+def batch(
+    url: str, seeds: list[int], env: str = "Say", timeout_s: float = 20.0, **settings: Any
+) -> Batch:
+    settings = {"format": "plain", "max_tokens_per_turn": 40, "max_retries": 0, **settings}
+    deadline = settings.pop("deadline_s", None)
+    agent = ChatAgent(
+        Endpoint(url, "m", timeout_s=timeout_s),
+        LocalEnvs(Spec(name=f"played_envs:{env}")),
+        RolloutConfig(**settings),
+    )
+    work = [(task_of(seed), Episode(id=seed)) for seed in seeds]
+    return Batch(agent, work, deadline_s=deadline)
+
+
+def wanted(seed: int) -> list[str]:
+    env = Say()
+    asyncio.run(env.reset(task_of(seed)))
+    return env.wanted
+
+
+async def run(made: Batch) -> list[Episode]:
+    async with made._agent.endpoint:
+        return await made.run()
+
+
+def played(*args: Any, **settings: Any) -> list[Episode]:
+    return asyncio.run(run(batch(*args, **settings)))
+
+
+def test_episodes_are_those_of_the_environment() -> None:
+    with ChatServer(knowing) as server:
+        episodes = played(server.url, list(range(6)), concurrency=3)
+    assert [e.id for e in episodes] == list(range(6))
+    for seed, episode in enumerate(episodes):
+        assert (episode.status, episode.error) == (Status.COMPLETED, None)
+        assert (episode.reward, episode.score, episode.success) == (3.0, 1.0, True)
+        shown = asyncio.run(play(Say(), task_of(seed))).messages
+        assert episode.conversation == shown
+        assert episode.num_turns == 3
+        assert episode.rows is None  # this endpoint tells no ids
+
+
+def test_ids_and_logprobs_of_the_in_process_engine_are_kept_as_they_are(world: World) -> None:
+    renderer = world.renderer()
+    engine = InProcessSampler(world.model, context_length=CONTEXT, deterministic=False)
+    sampled: list[list[int]] = []
+
+    async def say(body: dict[str, Any]) -> dict[str, Any]:
+        prompt = renderer.open([Message(**m) for m in body["messages"]])
+        name = f"turn{len(sampled)}"
+        params = SamplingParams(
+            body["max_tokens"],
+            body["temperature"],
+            stop_token_ids=tuple(renderer.stop_token_ids),
+            seed=body["seed"],
+        )
+        engine.open(name)
+        done = await engine.sample(prompt, params, session=name)
+        engine.close(name)
+        sampled.append(done.token_ids)
+        told = {"content": [{"token": "", "logprob": p} for p in done.logprobs]}
+        more = {"token_ids": done.token_ids, "logprobs": told} if body["return_token_ids"] else {}
+        content = renderer.parse(done.token_ids).message.content
+        answer = text(content, done.finish_reason, **more)
+        return {**answer, "prompt_token_ids": prompt}
+
+    with ChatServer(say) as server:
+        episodes = played(server.url, [0, 1], system_prompt="plain", concurrency=1)
+    told = []
+    for episode in episodes:
+        assert episode.status.trainable, episode.error
+        assert episode.rows is not None
+        for row in episode.rows:
+            assert len(row.token_ids) == len(row.mask) == len(row.logprobs)
+            assert all(p == 0 for p, m in zip(row.logprobs, row.mask, strict=True) if not m)
+            told += [i for i, m in zip(row.token_ids, row.mask, strict=True) if m]
+        first = renderer.open(episode.conversation[:2])
+        assert episode.rows[0].token_ids[: len(first)] == first
+        assert episode.rows[0].mask[: len(first)] == [0] * len(first)
+    assert told == [i for turn in sampled for i in turn]
+    assert len(sampled) == sum(e.num_turns for e in episodes) > 2
+
+
+def test_a_turn_that_is_rendered_otherwise_begins_a_row() -> None:
+    turn = Message(role="assistant", content="a")
+
+    def reply(prompt: list[int], ids: list[int]) -> Reply:
+        return Reply(turn, "stop", None, prompt, ids, [-0.5] * len(ids))
+
+    rows = grown(grown([], reply([1, 2], [3])), reply([1, 2, 3, 4], [5]))
+    one = TokenRow(token_ids=[1, 2, 3, 4, 5], mask=[0, 0, 1, 0, 1], logprobs=[0, 0, -0.5, 0, -0.5])
+    assert rows == [one]
+    assert grown(rows, reply([1, 9, 3], [6])) == [
+        one,
+        TokenRow(token_ids=[1, 9, 3, 6], mask=[0, 0, 0, 1], logprobs=[0, 0, 0, -0.5]),
+    ]
+    assert grown(rows, Reply(turn, "stop")) is None
+
+
+def test_an_endpoint_that_refuses_to_tell_ids_is_asked_once() -> None:
+    def say(body: dict[str, Any]) -> Any:
+        if "return_token_ids" in body:
+            return Response('{"error": {"message": "unknown argument"}}', 400)
+        return knowing(body)
+
+    with ChatServer(say) as server:
+        episodes = played(server.url, [0, 1], concurrency=1)
+        asked = ["return_token_ids" in body for body in server.bodies]
+    assert all(e.success for e in episodes)
+    assert asked[:2] == [True, False]
+    assert not any(asked[1:])
+
+
+def test_tool_calls_are_answered_by_their_ids() -> None:
+    def say(body: dict[str, Any]) -> Any:
+        assert body["tools"][0]["function"]["name"]
+        if not num_turns(body):
+            return call("say", "{no json")
+        told = [m["content"] for m in body["messages"] if m["content"].startswith("say ")]
+        return call("say", f'{{"word": "{told[-1].split()[1]}"}}')
+
+    ungrey = next(s for s in range(99) if "grey" not in wanted(s))  # it is not for calling
+    with ChatServer(say) as server:
+        [episode] = played(server.url, [ungrey], format="tools")
+        last = server.bodies[-1]["messages"]
+    assert "no JSON object" in episode.conversation[2].content
+    assert episode.success
+    assert last[-1]["role"] == "tool"
+    assert last[-1]["tool_call_id"] == last[-2]["tool_calls"][0]["id"] == "call_x"
+
+
+def test_faults_of_the_endpoint_touch_their_own_ids_only() -> None:
+    faults = {
+        1: Response("<html>", 200),
+        2: Response('{"choices": []}', 200),
+        3: Response('{"error": {"message": "out of memory"}}', 500),
+    }
+
+    async def say(body: dict[str, Any]) -> Any:
+        if number_of(body) == 4:
+            await asyncio.sleep(30)
+        broken = faults.get(number_of(body)) if num_turns(body) == 1 else None
+        return broken or knowing(body)
+
+    with ChatServer(say) as server:
+        episodes = played(server.url, list(range(6)), timeout_s=2.0)
+    assert [e.success for e in episodes] == [True, False, False, False, False, True]
+    for episode in episodes[1:5]:
+        assert episode.status is Status.ERROR_SAMPLER
+        assert episode.reward is episode.score is None
+    told = [str(e.error) for e in episodes[1:5]]
+    assert "answered rubbish" in told[0]
+    assert "answered rubbish" in told[1]
+    assert "answered 500: out of memory" in told[2]
+    assert "did not answer within 2 s" in told[3]
+    numbers = summary("say", episodes, 1.0, None)
+    assert (numbers.num_evaluated, numbers.success_rate) == (2, 1.0)
+
+
+def test_an_endpoint_that_is_down_is_no_reward_of_zero() -> None:
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+        [episode] = played(url, [0])
+    assert (episode.status, episode.reward) == (Status.ERROR_SAMPLER, None)
+    assert "cannot be reached" in str(episode.error)
+    assert summary("say", [episode], 1.0, None).mean_reward is None
+
+
+def test_a_busy_endpoint_is_asked_again() -> None:
+    turns = iter([Response("{}", 503)])
+
+    with ChatServer(lambda body: next(turns, None) or knowing(body)) as server:
+        [episode] = played(server.url, [0])
+    assert episode.success
+
+
+def test_a_conversation_that_is_too_long_is_an_end_like_any_other() -> None:
+    error = '{"error": {"code": "context_length_exceeded", "message": "too long"}}'
+
+    with ChatServer(lambda b: Response(error, 400) if num_turns(b) else text("?")) as server:
+        [episode] = played(server.url, [0])
+    assert (episode.status, episode.reward) == (Status.TRUNCATED_LENGTH, 0.0)
+
+
+@pytest.mark.parametrize("how", ["deadline", "stop"])
+def test_a_batch_that_ends_early_keeps_what_it_has(how: str) -> None:
+    async def say(body: dict[str, Any]) -> Any:
+        if number_of(body) == 1 and num_turns(body):
+            await asyncio.sleep(60)
+        return knowing(body)
+
+    async def ended(url: str) -> Batch:
+        made = batch(url, [0, 1, 2], concurrency=1, deadline_s=4.0 if how == "deadline" else None)
+        if how == "stop":
+            running = asyncio.create_task(run(made))
+            while made.episodes[1].num_turns < 1:
+                await asyncio.sleep(0.01)
+            made.stop()
+            await running
+        else:
+            await run(made)
+        return made
+
+    with ChatServer(say) as server:
+        made = asyncio.run(ended(server.url))
+    first, second, third = made.episodes
+    assert first.success
+    assert second.status is (Status.ERROR_TIMEOUT if how == "deadline" else Status.ABORTED)
+    assert second.num_turns == 1
+    assert second.reward is None
+    assert (third.status, third.error) == (Status.ABORTED, "it was not started")
+    assert made.stopped == ("deadline" if how == "deadline" else "cancelled")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "localhost:8000", "ftp://host/v1", "http://", "http://a:b@host/v1", "http://host/v1?x=1",
+     "http://169.254.169.254/v1", "http://[fe80::1]/v1", "http://host:999999/v1"],
+)  # fmt: skip
+def test_bad_addresses_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="base_url"):
+        check_url(url)
+
+
+def test_a_key_is_sent_and_never_told() -> None:
+    async def ask(url: str) -> None:
+        async with Endpoint(url, "m", "secret-key") as endpoint:
+            await endpoint.chat([Message(role="user", content="x")], SamplingParams(4))
+
+    with ChatServer(lambda _: Response('{"error": "no such key"}', 401)) as server:
+        with pytest.raises(SamplerError, match="answered 401: no such key") as caught:
+            asyncio.run(ask(server.url))
+        assert server.headers[0]["authorization"] == "Bearer secret-key"
+    assert "secret-key" not in str(caught.value)
+
+
+def test_ids_that_an_environment_does_not_have_are_refused() -> None:
+    textcraft = Spec(name="textcraft")
+    assert [t.id for t in tasks_of(textcraft, [3, "textcraft_3"], None)] == ["textcraft_3"] * 2
+    assert [t.id for t in tasks_of(textcraft, [3], "depth-1")] == ["textcraft/depth-1/3"]
+    for ids, tier in (
+        ([549], None),
+        (["babyai_1"], None),
+        ([0], "depth-9"),
+        (["textcraft_1"], "x"),
+    ):
+        with pytest.raises(ConfigError):
+            list(tasks_of(textcraft, ids, tier))
