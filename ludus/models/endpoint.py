@@ -18,11 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import httpx
-
-from ludus.core.errors import ConfigError, ContextOverflow, SamplerError
+from ludus.core.errors import ConfigError, ContextOverflow, MissingDependency, SamplerError
 from ludus.core.types import Message, ToolCall, ToolSpec
 from ludus.models.sampler import SamplingParams
+
+try:
+    import httpx
+except ModuleNotFoundError as error:
+    raise MissingDependency("httpx", "remote", "asking a model's endpoint") from error
 
 MAX_BYTES = 16_000_000
 """Length of the longest answer that is read."""
