@@ -29,6 +29,8 @@ from ludus.envs import ENVS
 from ludus.models import ARCHITECTURES
 from ludus.models.flops import Shape, peak_flops
 from ludus.models.tokenizers import unloadable
+from ludus.tasks import READERS
+from ludus.train.schedule import turn_limit
 
 GIB = 1024**3
 UNKNOWN_VOCABULARY = 1024
@@ -128,6 +130,11 @@ def hardware(name: str, config: RunConfig) -> Hardware:
         known = [*HARDWARE, "here"]
         raise ConfigError(f"--hardware: there is no {name!r}{did_you_mean(name, known)}")
     device = torch.device(config.model.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"--hardware here: model.device is {config.model.device}, and this machine has no CUDA "
+            "device; name the GPU that the run will have, e.g. --hardware h100"
+        )
     if device.type == "cuda":
         memory = float(torch.cuda.get_device_properties(device).total_memory)
     else:
@@ -323,14 +330,12 @@ class _Estimate:
             found["evaluation"] = self._evaluations(episode)
         return found
 
-    def _episode(self, max_turns: int | None) -> Episodes:
-        """The most that an episode may have, times `fill`."""
-        config = self.config
-        turns = max_turns or 1
-        if max_turns is None and config.env is not None:
-            turns = int(getattr(ENVS.load(config.env.name), "max_turns", 1))
-        room = config.model.context_length
-        sampled = min(turns * config.rollout.max_tokens_per_turn, room)
+    def _episode(self, max_turns: int | dict[str, int] | None) -> Episodes:
+        """The most that an episode may have, times `fill`; of a mixture, the mean of its parts."""
+        room, tokens = self.config.model.context_length, self.config.rollout.max_tokens_per_turn
+        parts = _turns(self.config, max_turns)
+        turns = sum(share * number for share, number in parts)
+        sampled = sum(share * min(number * tokens, room) for share, number in parts)
         return Episodes(self.fill * room, self.fill * sampled, max(self.fill * turns, 1.0))
 
     def _waves(self, episodes: int) -> float:
@@ -371,16 +376,30 @@ class _Estimate:
         return self._sampling(played, episode) if played else 0.0
 
 
-def _phases(config: RunConfig) -> list[tuple[int, int | None]]:
+def _phases(config: RunConfig) -> list[tuple[int, int | dict[str, int] | None]]:
     """Steps of RL, and the turns that their episodes may have."""
     rl = config.rl
     assert rl is not None
-    if not rl.horizon:
-        return [(rl.steps, config.rollout.max_turns)]
-    starts = [min(start, rl.steps) for start, _ in rl.horizon] + [rl.steps]
+    grown = rl.horizon or []
+    schedules = grown.values() if isinstance(grown, dict) else [grown]
+    begins = {start for schedule in schedules for start, _ in schedule if start < rl.steps}
+    starts = [*sorted({0, *begins}), rl.steps]
+    return [(stop - start, turn_limit(config, start)) for start, stop in pairwise(starts)]
+
+
+def _turns(config: RunConfig, limit: int | dict[str, int] | None) -> list[tuple[float, int]]:
+    """Shares of the episodes, which add up to 1, and the most turns that those may have."""
+    if config.env is None or isinstance(limit, int):
+        return [(1.0, limit if isinstance(limit, int) else 1)]
+    envs, ratios = {"": config.env}, {"": 1}
+    if config.env.name == "mixture":
+        envs = ENVS.check(config.env, "env")["envs"]
+        parts = READERS.check(config.tasks.train, "tasks.train").get("parts", {})
+        ratios = {name: part.ratio for name, part in parts.items() if name in envs}
+    own, total = limit or {}, sum(ratios.values())
     return [
-        (stop - start, turns)
-        for (start, stop), (_, turns) in zip(pairwise(starts), rl.horizon, strict=True)
+        (ratio / total, own.get(name) or int(getattr(ENVS.load(envs[name].name), "max_turns", 1)))
+        for name, ratio in ratios.items()
     ]
 
 

@@ -87,6 +87,14 @@ def test_this_machine() -> None:
         planning.hardware("h20", recipe())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_gpu_that_is_not_here_has_to_be_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--hardware here: model\.device is cuda, and this machine"
+    ):
+        planning.hardware("here", recipe("model.device=cuda"))
+
+
 def run(*args: str) -> Any:
     return CliRunner().invoke(app, ["plan", RECIPE, *args])
 
