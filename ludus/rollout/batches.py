@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from ludus.rollout.chat import Episode
 from ludus.tasks.agentgym import ITEMS, index_of, task_of
 
 MAX_SEED = 2**63 - 1
+MAX_IDS = 10_000
 Id = Annotated[int, Field(ge=0, le=MAX_SEED)] | Annotated[str, Field(min_length=1, max_length=64)]
 Short = Annotated[str, Field(min_length=1, max_length=300)]
 
@@ -31,7 +33,7 @@ class RolloutRequest(Wire):
     env: Short
     model: Short
     base_url: Annotated[str, Field(min_length=1, max_length=2000)]
-    ids: Annotated[list[Id], Field(min_length=1, max_length=10_000)]
+    ids: Annotated[list[Id], Field(min_length=1, max_length=MAX_IDS)]
     api_key: SecretStr | None = None
     tier: Short | None = None
     max_round: Annotated[int, Field(ge=1, le=1000)] | None = Field(
@@ -134,6 +136,24 @@ def tasks_of(spec: Spec, ids: Sequence[int | str], tier: str | None) -> Iterator
             raise ConfigError(f"{spec.name} makes no tasks from seeds") from None
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise ConfigError(f"id {id!r}: {error}") from error
+
+
+def parse_ids(text: str) -> list[int | str]:
+    """The ids of `0-99,120,babyai_3`. Errors: ConfigError."""
+    ids: list[int | str] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        if match := re.fullmatch(r"(\d{1,18})-(\d{1,18})", part):
+            first, last = int(match[1]), int(match[2])
+            if not first <= last < first + MAX_IDS:
+                raise ConfigError(f"--ids: {part} is no range of at most {MAX_IDS} ids")
+            ids += range(first, last + 1)
+        elif re.fullmatch(r"\d{1,18}", part):
+            ids.append(int(part))
+        elif re.fullmatch(r"[a-z]+_\d{1,12}", part):
+            ids.append(part)
+        else:
+            raise ConfigError(f"--ids: {part!r:.80} is none of 12, 0-99 and babyai_12")
+    return ids
 
 
 class LocalEnvs:

@@ -1,0 +1,170 @@
+"""What has been played so far: one line an episode, so that a run that was killed goes on.
+
+The journal only grows. A last line that was cut is dropped: that episode is played again. What an
+episode depends on is kept beside it, and a run with other settings is refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from ludus.core.errors import DataError
+from ludus.core.types import Message, Status, Wire
+from ludus.envs.demonstrate import Demonstration, Dropped
+from ludus.rollout.chat import Episode
+
+Source = Literal["expert", "model"]
+Key = tuple[str, str, str, int]
+
+JOURNAL, SETTINGS = "episodes.jsonl", "settings.json"
+
+
+class Record(Wire):
+    """An episode. `score` is its reward in the environment's range, 0 to 1; None: not scored.
+
+    `reason` says why it was not scored; `again`, that this lies in the infrastructure, so that the
+    next run plays it anew.
+    """
+
+    env: str
+    task_id: str
+    tier: str | None = None
+    source: Source
+    sample: int = 0
+    messages: list[Message] = Field(default_factory=list)
+    reward: float | None = None
+    score: float | None = None
+    success: bool = False
+    num_turns: int = 0
+    reason: str | None = None
+    again: bool = False
+
+    @property
+    def key(self) -> Key:
+        return self.env, self.source, self.task_id, self.sample
+
+
+def of_expert(
+    env: str, played: Demonstration | Dropped, score_range: tuple[float, float], system: str | None
+) -> Record:
+    """The record of an expert's episode, opened by the system prompt as rollouts are."""
+    base: dict[str, Any] = {"env": env, "task_id": played.task_id, "tier": played.tier}
+    if isinstance(played, Dropped):
+        return Record(**base, source="expert", reason=f"{played.kind}: {played.reason}")
+    opening = [Message(role="system", content=system)] if system else []
+    low, high = score_range
+    return Record(
+        **base,
+        source="expert",
+        messages=opening + played.messages,
+        reward=played.reward,
+        score=(played.reward - low) / (high - low),
+        success=played.success,
+        num_turns=played.num_turns,
+    )
+
+
+def of_model(env: str, episode: Episode) -> Record:
+    """The record of a model's episode."""
+    again = episode.status.retryable or episode.status is Status.ABORTED
+    return Record(
+        env=env,
+        task_id=episode.task_id,
+        tier=episode.tier,
+        source="model",
+        sample=episode.sample,
+        messages=episode.conversation,
+        reward=episode.reward,
+        score=episode.score if episode.scored else None,
+        success=episode.success,
+        num_turns=episode.num_turns,
+        reason=None if episode.scored else f"{episode.status.value}: {episode.error}",
+        again=again,
+    )
+
+
+class Journal:
+    """The records of a folder. Use it as a context manager; one process at a time.
+
+    Args:
+        settings: what the episodes depend on.
+
+    Errors: DataError where the folder belongs to other settings, or cannot be used.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.records: dict[Key, Record] = {}
+        self._path = folder / JOURNAL
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._check(folder / SETTINGS, settings)
+            self._file = self._path.open("ab")
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process
+            self._file.truncate(self._read())
+        except BlockingIOError:
+            self._file.close()
+            raise DataError(f"{folder}: another process is at work in it") from None
+        except OSError as error:
+            raise DataError(f"{folder}: cannot be written: {error.strerror}") from error
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def has(self, key: Key) -> bool:
+        """Whether that episode need not be played."""
+        return key in self.records and not self.records[key].again
+
+    def add(self, record: Record) -> None:
+        """Note an episode; it is on the disk when this returns, whatever becomes of the process."""
+        self.records[record.key] = record
+        self._file.write(record.model_dump_json(exclude_defaults=True).encode() + b"\n")
+        self._file.flush()
+
+    def _check(self, path: Path, settings: dict[str, Any]) -> None:
+        if not path.exists():
+            if self._path.exists():
+                raise DataError(f"{path} is missing beside {self._path.name}: use a new folder")
+            aside = path.with_suffix(f".{os.getpid()}.partial")
+            aside.write_text(json.dumps(settings, indent=2), "utf-8")
+            aside.replace(path)
+            return
+        try:
+            before = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise DataError(f"{path}: it is no JSON: {error}") from None
+        changed = [k for k in settings if before.get(k) != settings[k]]
+        if changed:
+            key = changed[0]
+            raise DataError(
+                f"{path.parent} was begun with {key} = {before.get(key)!r:.80}, not "
+                f"{settings[key]!r:.80}: its episodes are of other settings; use a new folder"
+            )
+
+    def _read(self) -> int:
+        """Read the records; the length in bytes of the lines that are whole."""
+        length = 0
+        for number, line in enumerate(self._lines(), start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                record = Record.model_validate_json(line)
+            except ValidationError as error:
+                what = error.errors()[0]["msg"]
+                raise DataError(f"{self._path}, line {number}: {what}") from None
+            self.records[record.key] = record
+            length += len(line)
+        return length
+
+    def _lines(self) -> Iterator[bytes]:
+        with self._path.open("rb") as file:
+            yield from file

@@ -1,0 +1,76 @@
+"""From the options of the command line to what is wanted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from ludus.core.errors import ConfigError, DataError, did_you_mean
+from ludus.core.schema import RolloutConfig
+from ludus.core.types import Spec
+from ludus.data.generate import Generation, Model, Which
+from ludus.data.rollouts import KEY
+from ludus.envs.demonstrate import Format
+from ludus.models.endpoint import check_url
+from ludus.rollout.batches import parse_ids
+
+Source = Literal["expert", "model", "mixed"]
+
+
+def ids(text: str | None) -> list[int | str]:
+    """The ids of `0-99,babyai_120`. Errors: ConfigError."""
+    return parse_ids(text or "")
+
+
+def text_of(path: Path | None) -> str | None:
+    """A file's text. Errors: DataError."""
+    if path is None:
+        return None
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+
+
+def generation(envs: Sequence[Spec], **given: Any) -> Generation:
+    """What `ludus generate-data` was told. Errors: ConfigError, DataError."""
+    source = _one_of("--source", given["source"], get_args(Source))
+    form = _one_of("--format", given["format"], get_args(Format))
+    chosen = ids(given["ids"])
+    if bool(chosen) + bool(given["items"]) + bool(given["tiers"]) > 1:
+        raise ConfigError("give one of --ids, --items and --tier: each of them says which tasks")
+    rollout = RolloutConfig(
+        format=cast(Format, form),
+        system_prompt=text_of(given["system_prompt"]),
+        max_turns=given["max_round"],
+        max_tokens_per_turn=given["max_tokens"],
+        temperature=given["temperature"],
+        concurrency=given["concurrency"],
+    )
+    which = Which(given["num_tasks"], given["first_seed"], given["tiers"], chosen, given["items"])
+    return Generation(
+        envs=envs,
+        source=cast(Source, source),
+        which=which,
+        rollout=rollout,
+        model=None if source == "expert" else _model(given),
+        keep=given["keep"],
+        min_score=given["min_score"],
+        seed=given["seed"],
+        workers=given["workers"],
+    )
+
+
+def _model(given: dict[str, Any]) -> Model:
+    if not given["model"] or not given["base_url"]:
+        raise ConfigError(f"--source {given['source']} needs --model and --base-url")
+    key = os.environ.get(KEY)
+    return Model(given["model"], check_url(given["base_url"]), key, given["samples"])
+
+
+def _one_of(option: str, value: str, known: Sequence[str]) -> str:
+    if value not in known:
+        raise ConfigError(f"{option}: {value!r} is unknown{did_you_mean(value, known)}")
+    return value
