@@ -5,18 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 from ludus.core.config import check_specs
-from ludus.core.errors import ConfigError, DataError, EnvError, EpisodeError, LudusError
+from ludus.core.errors import (
+    ConfigError,
+    DataError,
+    EnvError,
+    EpisodeError,
+    LudusError,
+    did_you_mean,
+)
 from ludus.core.schema import RunConfig
 from ludus.core.types import Message, Spec, Task, ToolSpec, Trajectory
 from ludus.envs import ENVS
+from ludus.envs.base import Env
 from ludus.envs.demonstrate import Demonstration
+from ludus.envs.mixture import Mixture
 from ludus.judges import JUDGES
 from ludus.models import TOKENIZERS
 from ludus.models.renderer import Renderer
@@ -25,7 +34,9 @@ from ludus.registries import REGISTRIES
 from ludus.rollout.host import HostedEnv, Seat
 from ludus.rollout.replay import replay
 from ludus.rollout.tree import opened
-from ludus.tasks.readers import TaskList, read_json, read_tasks
+from ludus.tasks.agentgym import is_agentgym, read_trajectories
+from ludus.tasks.mixture import part_of
+from ludus.tasks.readers import OnBadLine, TaskList, read_json, read_tasks
 from ludus.tasks.splits import check_disjoint
 
 NUM_SAMPLE_TEXTS = 512  # tasks whose opening a tokenizer is trained on
@@ -41,12 +52,29 @@ def check(config: RunConfig) -> None:
     _check_distribution(config)
     if config.env is not None:
         try:
-            ENVS.build(config.env, "env")
+            env = ENVS.build(config.env, "env")
+            _check_parts(config, env.members if isinstance(env, Mixture) else {})
         except LudusError:
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise ConfigError(f"env: {config.env.name!r} cannot be built: {what}") from error
+
+
+def _check_parts(config: RunConfig, known: Mapping[str, Env]) -> None:
+    """Settings by environment speak of those that the mixture has."""
+    limit, grown = config.rollout.max_turns, config.rl.horizon if config.rl else None
+    for place, setting in {"rollout.max_turns": limit, "rl.horizon": grown}.items():
+        for name in setting if isinstance(setting, dict) else ():
+            if name not in known:
+                raise ConfigError(
+                    f"{place}.{name}: {name!r} is no environment of a mixture"
+                    f"{did_you_mean(name, known)}"
+                )
+    if isinstance(grown, dict) and isinstance(limit, int):
+        raise ConfigError(
+            "rollout.max_turns must be by environment, or null, where rl.horizon is by environment"
+        )
 
 
 def _check_distribution(config: RunConfig) -> None:
@@ -75,6 +103,8 @@ def read_splits(config: RunConfig) -> tuple[TaskList, TaskList]:
     Errors: DataError for files and lines, ConfigError for a judge that a task names wrongly.
     """
     env_class: Any = ENVS.load(config.env.name) if config.env else None
+    if env_class is Mixture and config.env:
+        env_class = ENVS.build(config.env, "env")  # its tasks are made by those that it holds
     lines = config.tasks.on_bad_line
     train = read_tasks(config.tasks.train, "tasks.train", env_class=env_class, on_bad_line=lines)
     _check_judges(train, "tasks.train")
@@ -121,6 +151,8 @@ def read_conversations(
             messages = opened([*task.prompt, *shown.messages], system_prompt)
             conversations.append(Conversation(task, messages, shown.reward, shown.success))
         return conversations, []
+    if is_agentgym(config.sft.data):
+        return _read_agenttraj(config.sft.data, config.tasks.on_bad_line, system_prompt)
     lines = read_json(
         config.sft.data, "messages", answer=None, on_bad_line=config.tasks.on_bad_line
     )
@@ -138,10 +170,31 @@ def read_conversations(
     return conversations, [str(line) for line in lines.skipped]
 
 
+def _read_agenttraj(
+    path: str, on_bad_line: OnBadLine, system_prompt: str | None
+) -> tuple[list[Conversation], list[str]]:
+    """AgentTraj's conversations. A system prompt of the configuration replaces its instructions:
+    rollouts will open with that one."""
+    recorded, left_out = read_trajectories(path, on_bad_line)
+    conversations = []
+    for known in recorded:
+        own = known.messages[0].role == "system" and system_prompt is not None
+        messages = opened(known.messages[own:], system_prompt)
+        task = Task(id=known.item_id, source="agentgym")
+        conversations.append(Conversation(task, messages, None, None))
+    return conversations, left_out
+
+
 def replay_all(
-    conversations: Iterable[Conversation], renderer: Renderer, context_length: int
+    conversations: Iterable[Conversation],
+    renderer: Renderer,
+    context_length: int,
+    renderers: Mapping[str, Renderer] | None = None,
 ) -> tuple[list[Task], list[Trajectory], list[tuple[str, str]]]:
-    """Tasks and trajectories of the conversations that fit; (task id, reason) of the others."""
+    """Tasks and trajectories of the conversations that fit; (task id, reason) of the others.
+
+    `renderers` are those of the parts of a mixture that have one of their own.
+    """
     tasks: list[Task] = []
     played: list[Trajectory] = []
     left_out: list[tuple[str, str]] = []
@@ -149,7 +202,8 @@ def replay_all(
         trajectory = Trajectory("", "", known.task.id, reward=known.reward)
         if known.success is not None:
             trajectory.metrics["success"] = float(known.success)
-        replay(known.messages, renderer, trajectory, f"{known.task.id}: ")
+        own = (renderers or {}).get(part_of(known.task) or "", renderer)
+        replay(known.messages, own, trajectory, f"{known.task.id}: ")
         if (length := trajectory.num_tokens) > context_length:
             reason = f"{length} tokens exceed model.context_length = {context_length}"
             left_out.append((known.task.id, reason))
@@ -211,6 +265,22 @@ def _texts(message: Message) -> list[str]:
 def make_renderer(config: RunConfig, tokenizer: Any) -> Renderer:
     """The renderer of the configured template, with the environment's tools where they are used."""
     return Renderer(tokenizer, config.model.chat_template, tools_of(config), config.model.thinking)
+
+
+def make_renderers(config: RunConfig, tokenizer: Any) -> dict[str, Renderer]:
+    """Of a mixture in the tool-call format, a renderer for each part: a task shows the tools of its
+    own environment only."""
+    if config.rollout.format != "tools" or config.env is None:
+        return {}
+    env = ENVS.build(config.env, "env")
+    made = {}
+    for name, member in env.members.items() if isinstance(env, Mixture) else ():
+        if not (tools := member.tools()):
+            raise ConfigError(
+                f"rollout.format: environment {name!r} has no tools; use plain or react"
+            )
+        made[name] = Renderer(tokenizer, config.model.chat_template, tools, config.model.thinking)
+    return made
 
 
 def tools_of(config: RunConfig) -> Sequence[ToolSpec]:

@@ -20,6 +20,7 @@ from rich.traceback import Traceback
 from ludus.assemble import (
     check,
     make_renderer,
+    make_renderers,
     make_tokenizer,
     read_conversations,
     read_splits,
@@ -64,10 +65,12 @@ def _debug(config: RunConfig, num_tasks: int, console: Console) -> None:
     tokenizer = make_tokenizer(
         config, train, [m for known in conversations for m in known.messages]
     )
-    renderer = make_renderer(config, tokenizer)
+    renderer, renderers = make_renderer(config, tokenizer), make_renderers(config, tokenizer)
     if config.sft:
         limit = config.model.context_length
-        shown, replayed, left_out = replay_all(conversations[:num_tasks], renderer, limit)
+        shown, replayed, left_out = replay_all(
+            conversations[:num_tasks], renderer, limit, renderers
+        )
         groups = asyncio.run(ReplayCollector(replayed).collect(shown, 0))
         _show(console, "SFT", groups, to_samples(groups, ALGORITHMS.build("sft")), tokenizer)
         for task_id, reason in left_out:
@@ -79,6 +82,7 @@ def _debug(config: RunConfig, num_tasks: int, console: Console) -> None:
                 model, context_length=config.model.context_length, decode=tokenizer.decode
             ),
             renderer=renderer,
+            renderers=renderers,
             config=config.rollout.model_copy(update={"concurrency": 1, "max_retries": 0}),
             env=config.env,
             judge=JUDGES.build(config.judge, "judge") if config.judge else None,

@@ -20,12 +20,16 @@ from ludus.core.schema import OptimizerConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Sample, Task, Trajectory
 from ludus.rollout.prefetch import Prefetch
-from ludus.tasks.sampler import TaskSampler
+from ludus.tasks.mixture import part_of
+from ludus.tasks.sampler import Curriculum
 from ludus.train.algorithm import Algorithm
 from ludus.train.packing import Batch, Layout, pack
 from ludus.train.samples import split, staleness, to_samples
 
 log = get_logger(__name__)
+
+BY_PART = {f"rollout/{name}" for name in ("reward", "success", "turns", "groups_with_signal")}
+"""Metrics of rollouts that a mixture has for each of its environments too."""
 
 
 class Recorder(Protocol):
@@ -52,7 +56,7 @@ class Stage:
 
     name: str
     steps: int
-    tasks: TaskSampler
+    tasks: Curriculum
     groups_per_step: int
     collect: Callable[[Sequence[Task], int, int], Awaitable[list[Group]]]
     algorithm: Algorithm
@@ -106,7 +110,7 @@ async def _run_steps(stage: Stage, backend: Backend, recorder: Recorder, start: 
                 done = await backend.train_step(batch, stage.algorithm.loss)
                 stale = staleness(part, backend.policy_version)
                 trained.append({**done, **_sizes(batch), "staleness": stale})
-            metrics = group_metrics(groups) | train_metrics(trained)
+            metrics = group_metrics(groups) | part_metrics(groups) | train_metrics(trained)
             metrics |= {"rollout/rounds": float(rounds), **score_metrics(kept)}
             metrics["train/policy_version"] = await backend.publish_weights()
         clock.lap("train")
@@ -248,6 +252,26 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     mixed = [len({t.reward for t in group.trajectories}) > 1 for group in groups]
     metrics["rollout/groups_with_signal"] = sum(mixed) / max(len(mixed), 1)
     return metrics
+
+
+def part_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Of a mixture, the numbers of each environment: `rollout/success_NAME` and so on, how many
+    groups it had, and the mean reward as its environment gave it."""
+    found: dict[str, float] = {}
+    for part in sorted({name for g in groups if (name := part_of(g.task)) is not None}):
+        own = [group for group in groups if part_of(group.task) == part]
+        raw = [
+            t.scores["raw_reward"]
+            for group in own
+            for t in group.trajectories
+            if t.status.trainable and "raw_reward" in t.scores
+        ]
+        numbers = {name: value for name, value in group_metrics(own).items() if name in BY_PART}
+        numbers["rollout/groups"] = float(len(own))
+        if raw:
+            numbers["rollout/raw_reward"] = sum(raw) / len(raw)
+        found |= {f"{name}_{part}": value for name, value in numbers.items()}
+    return found
 
 
 def age_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:

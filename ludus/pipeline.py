@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from ludus.assemble import (
     Conversation,
     make_renderer,
+    make_renderers,
     make_tokenizer,
     read_conversations,
     replay_all,
@@ -33,6 +34,7 @@ from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Task
 from ludus.envs import ENVS
 from ludus.envs.demonstrate import Demonstration, dropped_path, generate, load
+from ludus.envs.mixture import Mixture
 from ludus.evaluate import Evaluation, summarise
 from ludus.judges import JUDGES
 from ludus.loop import Stage, run_stage
@@ -44,12 +46,12 @@ from ludus.rollout.prefetch import Prefetch
 from ludus.rollout.replay import ReplayCollector
 from ludus.runs import RunFolder, write_folder, write_text
 from ludus.store import RunStore
+from ludus.tasks.mixture import task_sampler
 from ludus.tasks.readers import TaskList
-from ludus.tasks.sampler import TaskSampler
 from ludus.train import ALGORITHMS
 from ludus.train.checkpoint import CheckpointInfo
 from ludus.train.meter import Meter
-from ludus.train.schedule import horizon
+from ludus.train.schedule import turn_limit
 from ludus.train.state import seed_random
 from ludus.watch import Watch
 
@@ -100,6 +102,7 @@ class TrainingRun:
         self._latest: dict[str, float] = {}
         self._verified = 0
         self._left_out: list[tuple[str, str]] = []
+        self.ratios: dict[str, int] = {}
         self._watch = Watch(observer.note)
         self._skip_damaged = skip_damaged
         self._budget = Budget(config.budget, folder.budget)
@@ -108,6 +111,7 @@ class TrainingRun:
         """Everything that is still to do. Errors: Interrupted, and whatever LudusError arises."""
         self._tell_skipped("tasks.train", [str(line) for line in train.skipped])
         self._tell_skipped("tasks.heldout", [str(line) for line in heldout.skipped])
+        self.ratios = train.ratios
         conversations = self._conversations(train)
         if not self.folder.tokenizer.exists():
             shown = [message for known in conversations for message in known.messages]
@@ -200,12 +204,14 @@ class TrainingRun:
         self.heldout = heldout
         self.tokenizer = load_tokenizer(str(self.folder.tokenizer))
         self.renderer = make_renderer(config, self.tokenizer)
+        self.renderers = make_renderers(config, self.tokenizer)
         self.model = build_model(config.model, self.tokenizer, derive_seed(config.seed, "model"))
         self.backend = LocalBackend(self.model, self.renderer, config, self.folder.path)
         self.meter = Meter(self.model, self.backend.sampler)
         self.collector = Collector(
             sampler=self.backend.sampler,
             renderer=self.renderer,
+            renderers=self.renderers,
             config=config.rollout,
             env=config.env,
             judge=JUDGES.build(config.judge, "judge") if config.judge else None,
@@ -239,7 +245,9 @@ class TrainingRun:
         settings = self.config.sft
         assert settings is not None
         limit = self.config.model.context_length
-        tasks, played, self._left_out = replay_all(conversations, self.renderer, limit)
+        tasks, played, self._left_out = replay_all(
+            conversations, self.renderer, limit, self.renderers
+        )
         if self._left_out:
             told = (
                 f"{len(self._left_out)} of {len(conversations)} conversations left out, the first"
@@ -251,7 +259,9 @@ class TrainingRun:
         return Stage(
             name="sft",
             steps=settings.steps,
-            tasks=TaskSampler(tasks, derive_seed(self.config.seed, "sft"), shuffle=True),
+            tasks=task_sampler(
+                tasks, derive_seed(self.config.seed, "sft"), shuffle=True, ratios=self.ratios
+            ),
             groups_per_step=settings.episodes_per_step,
             collect=ReplayCollector(played).collect,
             algorithm=ALGORITHMS.build("sft"),
@@ -268,7 +278,7 @@ class TrainingRun:
         def collector_of(step: int) -> Collector:
             if not settings.horizon:
                 return self.collector
-            return self.collector.with_config("rl", max_turns=horizon(settings.horizon, step))
+            return self.collector.with_config("rl", max_turns=turn_limit(self.config, step))
 
         async def collect(tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
             collector = collector_of(step)
@@ -279,7 +289,8 @@ class TrainingRun:
             return groups
 
         seed = derive_seed(self.config.seed, "rl")
-        sampler = TaskSampler(train, seed, shuffle=self.config.tasks.shuffle)
+        shuffle = self.config.tasks.shuffle
+        sampler = task_sampler(train, seed, shuffle=shuffle, ratios=self.ratios)
         ahead: Prefetch | None = None
         if settings.max_staleness:
             ahead = Prefetch(
@@ -440,6 +451,8 @@ class TrainingRun:
             groups, result = await self.play(label, step, settings)
         stage = f"evaluate/{label}"
         metrics = {"evaluate/success": result.success.value, "evaluate/score": result.score.value}
+        for part in sorted({o.part for o in result.outcomes if o.part in result.tiers}):
+            metrics[f"evaluate/success_{part}"] = result.tiers[part].success.value
         self._latest |= metrics
         self.store.record_step(self.folder.id, stage, step, groups, metrics, seconds=result.seconds)
         self.metrics.log(stage, step, {**metrics, "time/elapsed_s": sum(self.timings.values())})
@@ -458,9 +471,11 @@ class TrainingRun:
         started = time.perf_counter()
         tasks = self.heldout[: settings.num_tasks]
         groups = await collector.collect(tasks, step, settings.samples_per_task)
+        env = ENVS.build(self.config.env, "env") if self.config.env else None
         result = summarise(
             groups,
-            success_at=ENVS.build(self.config.env, "env").success_at if self.config.env else 1.0,
+            success_at=env.success_at if env else 1.0,
+            success_of=env.success_of if isinstance(env, Mixture) else None,
             confidence=settings.confidence,
             label=f"{label} {step}" if step else label,
             policy_version=self.backend.sampler.policy_version,

@@ -30,13 +30,18 @@ class Estimate(_Record):
 
 
 class TaskOutcome(_Record):
-    """What became of one task's episodes: the rewards of the scored ones."""
+    """What became of one task's episodes: the rewards of the scored ones.
+
+    `part` is the environment of a mixture, `success_at` its own mark where it has one.
+    """
 
     task_id: str
     fingerprint: str
     tier: str | None
     rewards: list[float]
     num_excluded: int = 0
+    part: str | None = None
+    success_at: float | None = None
 
 
 class TierResult(_Record):

@@ -86,6 +86,10 @@ class TasksConfig(Section):
     shuffle: bool = Field(True, description="Visit training tasks in a new seeded order each pass.")
 
 
+Turns = Annotated[int, Field(ge=1)]
+Horizon = list[tuple[int, int]]
+
+
 class RolloutConfig(Section):
     """How episodes are played."""
 
@@ -95,7 +99,11 @@ class RolloutConfig(Section):
         "or a tool call.",
     )
     system_prompt: str | None = Field(None, description="Put before the environment's messages.")
-    max_turns: int | None = Field(None, ge=1, description="Default: the environment's own.")
+    max_turns: Turns | dict[str, Turns] | None = Field(
+        None,
+        description="Turns of an episode; of a `mixture` also by environment: {babyai: 20}. "
+        "Default: the environment's own.",
+    )
     max_tokens_per_turn: int = Field(64, ge=1, description="Longest sampled turn.")
     temperature: float = Field(1.0, ge=0, description="0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
@@ -190,10 +198,11 @@ class RLConfig(Section):
     steps: int = Field(100, ge=1, description="Policy iterations: rollouts, then training.")
     groups_per_step: int = Field(16, ge=1, description="Tasks sampled in one step.")
     group_size: int = Field(8, ge=1, description="Episodes of each task, compared to each other.")
-    horizon: list[tuple[int, int]] | None = Field(
+    horizon: Horizon | dict[str, Horizon] | None = Field(
         None,
         description="Turns that episodes may have, growing over the steps: [[0, 5], [100, 10]] is "
-        "5 turns, and 10 from step 100 on. Null: rollout.max_turns throughout.",
+        "5 turns, and 10 from step 100 on; of a `mixture` also by environment. Null: "
+        "rollout.max_turns throughout.",
     )
     epochs: int = Field(1, ge=1, description="Passes over a step's samples.")
     minibatches: int = Field(1, ge=1, description="Optimizer steps in one pass.")
@@ -219,12 +228,14 @@ class RLConfig(Section):
     def _ordered(self) -> RLConfig:
         if self.horizon is None:
             return self
-        steps = [step for step, _ in self.horizon]
-        if steps[:1] != [0] or steps != sorted(set(steps)) or min(t for _, t in self.horizon) < 1:
-            raise ValueError(
-                "`horizon` is a list of [first step, turns] that begins with step 0 and has its "
-                "steps in ascending order, with at least 1 turn: [[0, 5], [100, 10]]"
-            )
+        schedules = self.horizon.values() if isinstance(self.horizon, dict) else [self.horizon]
+        for schedule in schedules:
+            steps = [step for step, _ in schedule]
+            if steps[:1] != [0] or steps != sorted(set(steps)) or min(t for _, t in schedule) < 1:
+                raise ValueError(
+                    "`horizon` is a list of [first step, turns] that begins with step 0 and has "
+                    "its steps in ascending order, with at least 1 turn: [[0, 5], [100, 10]]"
+                )
         return self
 
 

@@ -13,6 +13,7 @@ ENVS: Registry[Env] = Registry(
         "scienceworld": Row(
             "ludus.envs.scienceworld:ScienceWorld", "scienceworld", "30 science tasks, in text"
         ),
+        "mixture": Row("ludus.envs.mixture:Mixture", "", "several environments in one run"),
         "remote": Row(
             "ludus.envs.remote:RemoteEnv", "remote", "an environment that a service plays"
         ),

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
 
@@ -53,6 +53,11 @@ class Env(ABC):
     threads, so that a deadline can pass over one that hangs. Set it to False for an environment
     that only awaits a network, or whose steps cannot hang and cost less than another thread."""
 
+    @classmethod
+    def blocks(cls, task: Task, **args: Any) -> bool:
+        """`blocking`, for an episode of this task and an environment with these arguments."""
+        return cls.blocking
+
     @abstractmethod
     async def reset(self, task: Task) -> Observation:
         """Start the task's episode. The same task gives the same episode, always."""
@@ -63,6 +68,10 @@ class Env(ABC):
 
     async def close(self) -> None:  # noqa: B027 - most environments hold nothing
         """Release what the episode holds. May be called more than once."""
+
+    def scores(self) -> dict[str, float]:
+        """Numbers beside the episode's reward that are kept with its trajectory, at its end."""
+        return {}
 
     def tools(self) -> Sequence[ToolSpec]:
         """The tools that the model may call, for rollouts in the tool-call format."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ludus.core.errors import DataError
 from ludus.core.evaluation import Comparison, Difference, Evaluation, TaskOutcome
-from ludus.evaluate.estimates import num_successes, t_interval
+from ludus.evaluate.estimates import num_successes, t_interval, tier_names
 
 _NUM_SHOWN = 3
 
@@ -32,7 +32,7 @@ def compare(a: Evaluation, b: Evaluation) -> Comparison:
         raise DataError("no task was scored in both evaluations")
     at, level = a.success_at, a.confidence
     gains = [_success(y, at) - _success(x, at) for x, y in both]
-    tiers = sorted({x.tier for x, _ in both if x.tier is not None})
+    tiers = tier_names(x for x, _ in both)
     return Comparison(
         a=a.label or "a",
         b=b.label or "b",
@@ -43,7 +43,9 @@ def compare(a: Evaluation, b: Evaluation) -> Comparison:
         num_worse=sum(gain < 0 for gain in gains),
         num_left_out=len(pairs) - len(both),
         tiers={
-            tier: _success_difference([(x, y) for x, y in both if x.tier == tier], at, level)
+            tier: _success_difference(
+                [(x, y) for x, y in both if tier in (x.tier, x.part)], at, level
+            )
             for tier in tiers
         },
     )

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ludus.core.errors import DataError
 from ludus.core.evaluation import Estimate, Evaluation, Exclusion, TaskOutcome, TierResult
 from ludus.core.types import Group, Task, Trajectory
+from ludus.tasks.mixture import part_of
 from ludus.tasks.splits import fingerprint
 
 
@@ -31,6 +32,7 @@ def summarise(
     groups: Sequence[Group],
     *,
     success_at: float = 1.0,
+    success_of: Callable[[Task], float] | None = None,
     confidence: float = 0.95,
     label: str = "",
     checkpoint: str | None = None,
@@ -40,9 +42,12 @@ def summarise(
 ) -> Evaluation:
     """The evaluation of played and judged groups, one a task.
 
+    `success_of` gives the mark of each task, where that differs from task to task. The parts of a
+    mixture stand among the tiers, each before its own.
+
     Errors: DataError where there is no group, or where no episode was scored.
     """
-    outcomes = [_outcome(group) for group in groups]
+    outcomes = [_outcome(group, success_of) for group in groups]
     played = [t for group in groups for t in group.trajectories]
     scored = [t for t in played if _scored(t)]
     if not scored:
@@ -51,9 +56,10 @@ def summarise(
             f" ({_reasons(played)})"
         )
     samples_per_task = max(len(group.trajectories) for group in groups)
-    tiers = sorted({outcome.tier for outcome in outcomes if outcome.tier is not None})
-    by_tier = {tier: [o for o in outcomes if o.tier == tier] for tier in tiers}
-    successes = sum(reward >= success_at for o in outcomes for reward in o.rewards)
+    by_tier = {
+        name: [o for o in outcomes if name in (o.tier, o.part)] for name in tier_names(outcomes)
+    }
+    successes = sum(num_successes(o, success_at) for o in outcomes)
     num_excluded = len(played) - len(scored)
     return Evaluation(
         label=label,
@@ -152,7 +158,12 @@ def t_interval(
     return mean, float(low), float(high)
 
 
-def _outcome(group: Group) -> TaskOutcome:
+def tier_names(outcomes: Iterable[TaskOutcome]) -> list[str]:
+    """The tiers, and the parts of a mixture, in alphabetical order."""
+    return sorted({name for o in outcomes for name in (o.tier, o.part) if name is not None})
+
+
+def _outcome(group: Group, success_of: Callable[[Task], float] | None = None) -> TaskOutcome:
     rewards = [float(t.reward) for t in group.trajectories if _scored(t) and t.reward is not None]
     task: Task = group.task
     return TaskOutcome(
@@ -161,6 +172,8 @@ def _outcome(group: Group) -> TaskOutcome:
         tier=task.tier,
         rewards=rewards,
         num_excluded=len(group.trajectories) - len(rewards),
+        part=part_of(task),
+        success_at=success_of(task) if success_of else None,
     )
 
 
@@ -191,5 +204,6 @@ def _reasons(played: Iterable[Trajectory]) -> str:
 
 
 def num_successes(outcome: TaskOutcome, success_at: float) -> int:
-    """How many of a task's scored episodes reach `success_at`."""
-    return sum(reward >= success_at for reward in outcome.rewards)
+    """How many of a task's scored episodes reach its own mark, or else `success_at`."""
+    mark = success_at if outcome.success_at is None else outcome.success_at
+    return sum(reward >= mark for reward in outcome.rewards)

@@ -25,6 +25,7 @@ from ludus.models.sampler import Sampler, SamplingParams
 from ludus.rollout.host import HostedEnv
 from ludus.rollout.status import status_of
 from ludus.rollout.tree import TreeBuilder, opened
+from ludus.tasks.mixture import for_part
 
 if TYPE_CHECKING:
     from ludus.judges.base import Judge
@@ -82,7 +83,8 @@ class Agent:
                 raise EnvError("reset returned no messages, and the task has no prompt")
         messages = opened(messages, config.system_prompt)
         builder.given(messages, self.renderer.open(messages))
-        max_turns = config.max_turns or (env.env.max_turns if env else 1)
+        limit = for_part(config.max_turns, task)
+        max_turns = limit or (env.env.max_turns if env else 1)
         for turn in range(max_turns):
             prompt = builder.prompt_ids
             room = self.sampler.context_length - len(prompt)
@@ -148,7 +150,7 @@ class Agent:
             earned = [s.reward for s in trajectory.segments if s.reward is not None]
             if env is None or (not earned and trajectory.status is Status.COMPLETED):
                 raise Unscorable("the environment gave no reward, and no `judge` is configured")
-            trajectory.reward = sum(earned)
+            trajectory.reward, trajectory.scores = sum(earned), env.env.scores()
             threshold = env.env.success_at
         trajectory.metrics["success"] = float(trajectory.reward >= threshold)
 

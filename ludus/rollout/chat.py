@@ -25,6 +25,7 @@ from ludus.models.parsing import parse_react
 from ludus.models.sampler import SamplingParams
 from ludus.rollout.host import HostedEnv, Seat
 from ludus.rollout.status import status_of
+from ludus.tasks.mixture import for_part
 
 
 class TokenRow(Wire):
@@ -147,7 +148,8 @@ class ChatAgent:
         if not opening:
             raise EnvError("reset returned no messages, and the task has no prompt")
         tools = self._tools(host)
-        for turn in range(config.max_turns or host.env.max_turns):
+        limit = for_part(config.max_turns, task)
+        for turn in range(limit or host.env.max_turns):
             params = self._params(derive_seed(self.seed, str(episode.id), episode.sample, turn))
             reply = await self.endpoint.chat(conversation, params, tools)
             conversation.append(reply.message)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ludus.core.errors import EnvError, EpisodeError, LudusError
 from ludus.core.logs import get_logger
@@ -20,6 +20,7 @@ from ludus.models.renderer import Renderer
 from ludus.models.sampler import Sampler
 from ludus.rollout.agent import Agent
 from ludus.rollout.host import HostedEnv, Seat
+from ludus.tasks.mixture import part_of
 
 if TYPE_CHECKING:
     from ludus.judges.base import Judge
@@ -36,6 +37,7 @@ class Collector:
     from (`seed`, `stage`, step, group, member) alone.
 
     Args:
+        renderers: by part of a mixture, where parts have tools of their own.
         on_episode: called with each finished trajectory, for progress displays.
         on_error: called with the error that ended an attempt, for debugging.
         inline: play in the calling thread, without deadlines: for debuggers.
@@ -46,6 +48,7 @@ class Collector:
     config: RolloutConfig
     env: Spec | None
     judge: Judge | None = None
+    renderers: Mapping[str, Renderer] = field(default_factory=dict)
     seed: int = 0
     stage: str = "rl"
     on_episode: Callable[[Trajectory], None] | None = None
@@ -135,9 +138,8 @@ class Collector:
         env: HostedEnv | None = None
         try:
             env = self._host(task, seat)
-            agent = Agent(
-                self.sampler, self.renderer, self.config, self._judge_of(task), self.on_error
-            )
+            renderer = self.renderers.get(part_of(task) or "", self.renderer)
+            agent = Agent(self.sampler, renderer, self.config, self._judge_of(task), self.on_error)
             async with asyncio.timeout(deadline) as timer:
                 await agent.play(task, env, trajectory, derive_seed(self.seed, trajectory.id))
         except EnvError as error:
@@ -184,7 +186,7 @@ class Collector:
             lambda: target(**args),
             seat,
             self.config.step_deadline_s,
-            blocking=getattr(target, "blocking", True),
+            blocking=_blocks(target, task, args),
         )
 
     def with_config(self, stage: str, **changes: object) -> Collector:
@@ -198,3 +200,9 @@ def _env_of(task: Task, default: Spec | None) -> Spec | None:
     if task.env is None or default is None or task.env.name != default.name:
         return task.env or default
     return Spec(name=task.env.name, args={**default.args, **task.env.args})
+
+
+def _blocks(target: Any, task: Task, args: dict[str, Any]) -> bool:
+    if hasattr(target, "blocks"):
+        return bool(target.blocks(task, **args))
+    return bool(getattr(target, "blocking", True))

@@ -22,7 +22,7 @@ from ludus.core.occupancy import OCCUPANCY
 from ludus.core.types import Group, Status, Task, Trajectory
 from ludus.rollout.collect import Collector
 from ludus.rollout.host import Seat
-from ludus.tasks.sampler import TaskSampler
+from ludus.tasks.sampler import Curriculum
 
 PATIENCE = 0.2
 """How long a step waits for those that it would have to cut, as a share of the last step's time."""
@@ -64,7 +64,7 @@ class Prefetch:
     def __init__(
         self,
         collector_of: Callable[[int], Collector],
-        tasks: TaskSampler,
+        tasks: Curriculum,
         *,
         steps: int,
         groups_per_step: int,

@@ -6,10 +6,12 @@ from ludus.core.types import Task
 READERS: Registry[list[Task]] = Registry(
     "reader",
     {
+        "agentgym": Row("ludus.tasks.agentgym:read_agentgym", "", "the items of AgentGym's files"),
         "env": Row("ludus.tasks.readers:read_env", "", "tasks that the environment makes"),
         "hf": Row("ludus.tasks.readers:read_hf", "data", "a Hugging Face data set, local or hub"),
         "json": Row("ludus.tasks.readers:read_json", "", "a file of JSON lines"),
+        "mixture": Row("ludus.tasks.mixture:read_mixture", "", "several readers, in exact ratios"),
     },
-    context=frozenset({"env_class", "on_bad_line"}),
+    context=frozenset({"env_class", "on_bad_line", "place"}),
 )
 """A reader is a function from a config's arguments to a list of tasks."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,11 +43,18 @@ class BadLine:
 
 
 class TaskList(list[Task]):
-    """A list of tasks that also knows which lines were left out to make it."""
+    """A list of tasks that also knows which lines were left out to make it, and, of a mixture, in
+    which ratios its parts are to be visited."""
 
-    def __init__(self, tasks: Iterable[Task] = (), skipped: Iterable[BadLine] = ()) -> None:
+    def __init__(
+        self,
+        tasks: Iterable[Task] = (),
+        skipped: Iterable[BadLine] = (),
+        ratios: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__(tasks)
         self.skipped = list(skipped)
+        self.ratios = dict(ratios or {})
 
 
 class MakesTasks(Protocol):
@@ -72,9 +79,9 @@ def read_tasks(
     Errors: ConfigError for a wrong argument; DataError for a missing file, for malformed lines
     (unless they are skipped), for two tasks of one id, and where there is no task at all.
     """
-    read = READERS.build(spec, where, env_class=env_class, on_bad_line=on_bad_line)
-    tasks = read if isinstance(read, TaskList) else TaskList(read)
     place = where or f"reader {spec.name!r}"
+    read = READERS.build(spec, where, env_class=env_class, on_bad_line=on_bad_line, place=place)
+    tasks = read if isinstance(read, TaskList) else TaskList(read)
     if not tasks:
         reason = f": all {len(tasks.skipped)} lines are malformed" if tasks.skipped else ""
         raise DataError(f"{place} gives no task{reason}")

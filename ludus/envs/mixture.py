@@ -1,0 +1,174 @@
+"""Several environments in one run: each task is played in the one that it belongs to.
+
+    env:
+      name: mixture
+      args:
+        envs:
+          babyai: babyai
+          crafting: {name: textcraft, args: {num_distractors: 3}}
+
+The names are the run's own: tasks, turn limits and metrics go by them. The reader `mixture` makes
+the tasks, in exact ratios.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from ludus.core.errors import ConfigError, EnvError, LudusError, did_you_mean
+from ludus.core.registry import Registry
+from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec
+from ludus.envs.base import Env, NoExpert
+from ludus.tasks.mixture import PART, part_of
+
+
+class Mixture(Env):
+    """Plays each task in the environment that its data names, and knows what that one knows.
+
+    Rewards are brought to [0, 1], as (reward - low) / (high - low) of that environment's
+    `score_range`, so that no environment outweighs another: a step's reward is scaled, and what
+    the range begins with is taken off with the first step. `scores` has the sum as it was. An
+    episode that is cut before its first step has earned the least there is.
+
+    Errors: ConfigError for an environment that is not known, or does not take its arguments.
+    """
+
+    score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+
+    def __init__(
+        self,
+        envs: Annotated[
+            dict[str, Spec], Field(min_length=1, description="The environments, by name.")
+        ],
+    ) -> None:
+        self.envs = envs
+        self._env: Env | None = None
+        for name, spec in envs.items():
+            if spec.name == "mixture":
+                raise ConfigError(f"envs.{name}: a mixture holds no other mixture")
+
+    @classmethod
+    def blocks(cls, task: Task, **args: Any) -> bool:
+        """Whether the task's own environment does."""
+        spec = args["envs"].get(part_of(task))
+        member: Any = _registry().load(spec.name) if spec else cls
+        return bool(member.blocks(task, **spec.args)) if member is not cls else cls.blocking
+
+    @cached_property
+    def members(self) -> dict[str, Env]:
+        """One object of each environment, which plays no episode. Errors: ConfigError."""
+        return {name: self._make(name) for name in self.envs}
+
+    def member_class(self, name: str) -> Any:
+        """The class of an environment, which makes its tasks. Errors: ConfigError."""
+        return _registry().load(self._spec(name).name)
+
+    def success_of(self, task: Task) -> float:
+        """The reward, of 0 to 1, from which on an episode of the task is a success."""
+        return _success_at(self.members[self._name_of(task)])
+
+    async def reset(self, task: Task) -> Observation:
+        await self.close()
+        self._env = self._make(self._name_of(task))
+        self._scale = _scale(self._env)
+        self._raw, self._due = 0.0, _shift(self._env)
+        self.max_turns = self._env.max_turns  # type: ignore[misc]
+        self.success_at = _success_at(self._env)  # type: ignore[misc]
+        data = {key: value for key, value in task.data.items() if key != PART}
+        return await self._env.reset(task.model_copy(update={"data": data}))
+
+    async def step(self, action: Message) -> StepResult:
+        result = await self._playing().step(action)
+        if result.reward is None and not self._due:
+            return result
+        earned = result.reward or 0.0
+        self._raw += earned
+        reward, self._due = earned * self._scale + self._due, 0.0
+        return result.model_copy(update={"reward": reward})
+
+    async def close(self) -> None:
+        env, self._env = self._env, None
+        if env is not None:
+            await env.close()
+
+    def scores(self) -> dict[str, float]:
+        return {"raw_reward": self._raw, **self._playing().scores()}
+
+    def tools(self) -> Sequence[ToolSpec]:
+        """Those of the episode's environment; before an episode, those of all."""
+        if self._env is not None:
+            return self._env.tools()
+        return [tool for env in self.members.values() for tool in env.tools()]
+
+    def text_of(self, call: ToolCall) -> str:
+        return self._playing().text_of(call)
+
+    def call_of(self, action: str) -> ToolCall:
+        return self._playing().call_of(action)
+
+    def expert_action(self) -> str:
+        if self._env is None:
+            raise NoExpert("mixture: no episode is being played")
+        return self._env.expert_action()
+
+    @classmethod
+    def task(cls, tier: str | None, seed: int) -> Task:
+        raise ConfigError("the tasks of a mixture come from the reader `mixture`, not from `env`")
+
+    def _playing(self) -> Env:
+        if self._env is None:
+            raise EnvError("mixture: the episode is over, or was never reset; call reset first")
+        return self._env
+
+    def _name_of(self, task: Task) -> str:
+        name = part_of(task)
+        if name is None:
+            raise EnvError(f"mixture: task {task.id!r} names no environment in data.{PART}")
+        if name not in self.envs:
+            raise EnvError(f"mixture: task {task.id!r} is of {name!r}{self._known(name)}")
+        return name
+
+    def _spec(self, name: str) -> Spec:
+        if name not in self.envs:
+            raise ConfigError(f"{name!r} is no environment of the mixture{self._known(name)}")
+        return self.envs[name]
+
+    def _known(self, name: str) -> str:
+        return did_you_mean(name, self.envs)
+
+    def _make(self, name: str) -> Env:
+        spec = self._spec(name)
+        try:
+            return _registry().build(spec, f"env.args.envs.{name}")
+        except LudusError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"env.args.envs.{name} cannot be built: {what}") from error
+
+
+def _registry() -> Registry[Env]:
+    from ludus.envs import ENVS  # the table names this file
+
+    return ENVS
+
+
+def _scale(env: Env) -> float:
+    low, high = env.score_range
+    if not high > low:
+        raise EnvError(f"{type(env).__name__} has the score range {env.score_range}: it is empty")
+    return 1.0 / (high - low)
+
+
+def _shift(env: Env) -> float:
+    return -env.score_range[0] * _scale(env)
+
+
+def _success_at(env: Env) -> float:
+    at = env.success_at * _scale(env) + _shift(env)
+    # Scaled sums are rounded: one that just reaches the mark may end a hair below it.
+    return at if env.score_range == (0.0, 1.0) else at - 1e-9
