@@ -12,8 +12,6 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,20 +59,13 @@ class ModelOptions:
 def model_service(
     policy: Policy, engine: EngineThread, settings: Settings, options: ModelOptions
 ) -> FastAPI:
-    """The application; it ends the engine when it ends.
+    """The application; whoever made the engine ends it.
 
     Errors: ConfigError for a chat template that was asked for and cannot be used.
     """
     service = ModelService(policy, engine, settings, options)
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            await asyncio.to_thread(engine.close)
-
-    app = create_app("model", settings, health=service.health, lifespan=lifespan)
+    app = create_app("model", settings, health=service.health)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
     common: dict[str, Any] = {"responses": ERRORS, "tags": ["openai"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
@@ -50,17 +51,19 @@ def serve_model(
     ):
         transformers_logging.disable_progress_bar()  # the log is for what happens
         policy = open_policy(checkpoint, runs_dir, wish)
-        engine = make_engine(policy, sampler, Path(folder))
-        engine.set_version(policy.version)
         options = ModelOptions(name or policy.name, runs_dir, max_turns, admin)
-        app = model_service(policy, engine, Settings(known, MAX_BODY_BYTES), options)
         address = f"http://{host}:{listening.getsockname()[1]}"
-        say(f"{options.name} ({policy.origin}): {address}/v1 (description: {address}/docs)")
-        run(app, [listening])
+        with closing(make_engine(policy, sampler, Path(folder))) as engine:
+            app = model_service(policy, engine, Settings(known, MAX_BODY_BYTES), options)
+            say(f"{options.name} ({policy.origin}): {address}/v1 (description: {address}/docs)")
+            run(app, [listening])
 
 
 def make_engine(policy: Policy, sampler: Spec, folder: Path) -> EngineThread:
-    """The sampler that was asked for, over the policy. Errors: ConfigError, MissingDependency."""
+    """The sampler that was asked for, over the policy; to be closed.
+
+    Errors: ConfigError, MissingDependency.
+    """
     if sampler.name == "in_process":
         sampler = Spec(name=STREAMING, args=sampler.args)
     built = SAMPLERS.build(
@@ -73,4 +76,6 @@ def make_engine(policy: Policy, sampler: Spec, folder: Path) -> EngineThread:
         tokenizer=policy.tokenizer,
         folder=folder / "sampler",
     )
-    return EngineThread(built, policy.model, len(policy.tokenizer))
+    engine = EngineThread(built, policy.model, len(policy.tokenizer))
+    engine.set_version(policy.version)
+    return engine

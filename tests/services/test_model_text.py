@@ -19,6 +19,7 @@ TOKENIZER = make_tokenizer()
 PLAIN = Renderer(TOKENIZER)
 TOOLS = Renderer(TOKENIZER, None, [ToolSpec(**TOOL["function"])])
 CALL = '<tool_call>{"name": "press", "arguments": {"lever": "red"}}</tool_call>'
+UNKNOWN = '<tool_call>{"name": "pull"}</tool_call>'
 PIECES = ["<think>", "</think>", "\n", " ", "a", "stop", "<thi", "é€🙂", CALL, "<tool_call>", "<im"]
 
 
@@ -53,7 +54,7 @@ def test_where_a_text_is_cut_and_what_is_held() -> None:
         ("<think>\nnever closed", "never closed", "", 0),
         (f"I press.\n{CALL}", None, "I press.", 1),
         (f"<think>\nred\n</think>\n\n{CALL}\n{CALL}", "red", "", 2),
-        ('<tool_call>{"name": "pull"}</tool_call>', None, '<tool_call>{"name": "pull"}</tool_call>', 0),
+        (UNKNOWN, None, UNKNOWN, 0),
         ("half a <tool_call>{", None, "half a <tool_call>{", 0),
     ],
 )  # fmt: skip

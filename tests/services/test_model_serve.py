@@ -1,0 +1,114 @@
+"""`ludus serve model`: start, an answer, a clean end; mistakes in one line."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from model_world import make_folder, make_run
+from service_world import until
+
+from ludus.core.errors import LudusError
+from ludus.core.types import Spec
+from ludus.services import serving
+
+COMMAND = [sys.executable, "-m", "ludus", "serve", "model"]
+
+
+def test_a_run_is_served_until_a_signal(tmp_path: Path) -> None:
+    make_run(tmp_path / "tiny-1", lora={"rank": 2})
+    words = ["tiny-1", "--runs-dir", str(tmp_path), "--port", "0", "--name", "mine"]
+    process = subprocess.Popen(
+        [*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        said = process.stdout.readline()
+        found = re.fullmatch(
+            r"mine \(tiny-1/sft-000001\): (http://[\d.:]+)/v1 \(description: .*\)\n", said
+        )
+        assert found, said + process.stderr.read()
+        url = found[1]
+        until(lambda: httpx.get(f"{url}/health").status_code == 200)
+        asked = {"model": "mine", "prompt": "go", "max_tokens": 4}
+        answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()
+        assert answer["policy_version"] == 7
+        endless = {**asked, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=endless, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) in (0, -signal.SIGTERM)
+        assert process.stdout.read() == ""
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("served") / "model", 1)
+
+
+def test_a_mistake_is_told_in_one_line(folder: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, str(folder), "--port", "0", "--dtype", "float8"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("ludus: --dtype float8: Input should be")
+
+
+def failure(checkpoint: Path, **options: Any) -> str:
+    """Why it does not start."""
+    given = {
+        "host": "127.0.0.1",
+        "port": 0,
+        "name": None,
+        "runs_dir": "nowhere",
+        "wish": {},
+        "sampler": Spec(name="in_process"),
+        "max_turns": 8,
+        "say": print,
+    }
+    with pytest.raises(LudusError) as caught:
+        serving.serve_model(str(checkpoint), **{**given, **options})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"host": "0.0.0.0"}, "set a token in LUDUS_TOKENS"),
+        ({"sampler": Spec(name="vlm")}, "'vlm' is not a known sampler (did you mean vllm?)"),
+        ({"sampler": Spec(name="in_process", args={"pth": "fast"})}, "pth is not an argument"),
+        ({"wish": {"context_length": 99999}}, "99999 is beyond the 2048 positions"),
+        ({"wish": {"chat_template": "qwn3"}}, "'qwn3' is neither a shipped template"),
+    ],
+)
+def test_mistakes_are_told(folder: Path, options: dict[str, Any], said: str) -> None:
+    message = failure(folder, **options)
+    assert said in message
+    assert "\n" not in message
+
+
+def test_what_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "neither a run" in failure(tmp_path)
+    assert "there is no run" in failure(tmp_path / "absent")
+    (tmp_path / "config.json").write_text("{}")
+    assert "describes no model" in failure(tmp_path)
+    monkeypatch.setenv("LUDUS_ADMIN_TOKEN", "short")
+    assert "LUDUS_ADMIN_TOKEN" in failure(tmp_path)
