@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,6 +163,30 @@ def read_conversations(path: str | Path) -> tuple[list[Recorded], list[BadLine]]
     return found, bad
 
 
+def read_trajectories(path: str, on_bad_line: OnBadLine) -> tuple[list[Recorded], list[str]]:
+    """The conversations of a file, each with an id of its own, and the entries left out.
+
+    An item that comes again is numbered: `webshop_6`, `webshop_6#2`.
+
+    Errors: DataError for entries that are none (unless they are skipped), and where none is left.
+    """
+    found, bad = read_conversations(path)
+    if bad and on_bad_line == "refuse":
+        raise DataError(
+            f"{len(bad)} entries are no conversations (`tasks.on_bad_line: skip` leaves such "
+            f"entries out): {bad[0]}"
+        )
+    if not found:
+        raise DataError(f"{path} holds no conversation")
+    times: Counter[str] = Counter()
+    numbered = []
+    for recorded in found:
+        times[recorded.item_id] += 1
+        again = f"#{times[recorded.item_id]}" if times[recorded.item_id] > 1 else ""
+        numbered.append(Recorded(recorded.item_id + again, recorded.messages))
+    return numbered, [str(line) for line in bad]
+
+
 def messages_of(conversations: Sequence[Mapping[str, Any]]) -> list[Message]:
     """A conversation of AgentTraj as messages, whose assistant's turns all train.
 
@@ -182,6 +207,8 @@ def messages_of(conversations: Sequence[Mapping[str, Any]]) -> list[Message]:
         if who == "gpt" and loss is False:
             raise ValueError("a turn of the model after its first one has `loss: false`")
         messages.append(Message(role="user" if who == "human" else "assistant", content=value))
+    if not any(message.role == "assistant" for message in messages):
+        raise ValueError("it has no turn of the model to learn from")
     return messages
 
 

@@ -11,8 +11,9 @@ import pytest
 from chat_server import ChatServer, num_turns, text
 from starlette.responses import Response
 
+from ludus.assemble import read_conversations as read_sft
 from ludus.core.errors import ConfigError, DataError
-from ludus.core.schema import RolloutConfig
+from ludus.core.schema import RolloutConfig, RunConfig
 from ludus.core.types import Message, Spec
 from ludus.data import options
 from ludus.data.card import choose
@@ -226,6 +227,30 @@ def test_agenttrajs_instructions_become_the_system_prompt(tmp_path: Path) -> Non
     assert [b.number for b in bad] == [2, 3, 4]
     assert "loss: false" in bad[0].reason
     assert "conversations" in bad[1].reason
+
+
+@pytest.mark.parametrize("system_prompt", [None, "Craft well."])
+@pytest.mark.parametrize("name", ["data.jsonl", "agenttraj.json"])
+def test_what_was_generated_is_sft_data(
+    name: str, system_prompt: str | None, tmp_path: Path
+) -> None:
+    generate(wanted("expert", rollout={"system_prompt": "Craft."}), tmp_path)
+    expected = [row["messages"] for row in rows(tmp_path)]
+    told = {"system_prompt": system_prompt} if system_prompt and name != "data.jsonl" else {}
+    config = RunConfig(
+        env=TEXTCRAFT[0],
+        model={"tokenizer": "words", "architecture": "qwen3"},
+        tasks={"train": {"name": "env", "args": {"num_tasks": 2}}},
+        sft={"data": str(tmp_path / name), "steps": 1},
+        rollout=told,
+    )  # type: ignore[arg-type]
+    found, left_out = read_sft(config, [], [])
+    assert not left_out
+    assert len({known.task.id for known in found}) == 4
+    for known, messages in zip(found, expected, strict=True):
+        wanted_opening = system_prompt if told else "Craft."
+        assert known.messages[0] == Message(role="system", content=str(wanted_opening))
+        assert list(known.messages[1:]) == [Message(**m) for m in messages[1:]]
 
 
 def test_agentevals_items_are_tasks(tmp_path: Path) -> None:
