@@ -153,8 +153,6 @@ def read_conversations(
         return conversations, []
     if is_agentgym(config.sft.data):
         return _read_agenttraj(config.sft.data, config.tasks.on_bad_line, system_prompt)
-    if is_agentgym(config.sft.data):
-        return _read_agenttraj(config.sft.data, config.tasks.on_bad_line, system_prompt)
     lines = read_json(
         config.sft.data, "messages", answer=None, on_bad_line=config.tasks.on_bad_line
     )
@@ -170,21 +168,6 @@ def read_conversations(
         for line in lines
     ]
     return conversations, [str(line) for line in lines.skipped]
-
-
-def _read_agenttraj(
-    path: str, on_bad_line: OnBadLine, system_prompt: str | None
-) -> tuple[list[Conversation], list[str]]:
-    """AgentTraj's conversations. A system prompt of the configuration replaces its instructions:
-    rollouts will open with that one."""
-    recorded, left_out = read_trajectories(path, on_bad_line)
-    conversations = []
-    for known in recorded:
-        own = known.messages[0].role == "system" and system_prompt is not None
-        messages = opened(known.messages[own:], system_prompt)
-        task = Task(id=known.item_id, source="agentgym")
-        conversations.append(Conversation(task, messages, None, None))
-    return conversations, left_out
 
 
 def _read_agenttraj(

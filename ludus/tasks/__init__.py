@@ -7,7 +7,6 @@ READERS: Registry[list[Task]] = Registry(
     "reader",
     {
         "agentgym": Row("ludus.tasks.agentgym:read_agentgym", "", "the items of AgentGym's files"),
-        "agentgym": Row("ludus.tasks.agentgym:read_agentgym", "", "the items of AgentGym's files"),
         "env": Row("ludus.tasks.readers:read_env", "", "tasks that the environment makes"),
         "hf": Row("ludus.tasks.readers:read_hf", "data", "a Hugging Face data set, local or hub"),
         "json": Row("ludus.tasks.readers:read_json", "", "a file of JSON lines"),
