@@ -7,7 +7,7 @@ READY := .venv/.ready
 JOBS ?= auto
 ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: help setup vllm demo test check lint types layers format system constraints docs clean
+.PHONY: help setup vllm alfworld demo test check lint types layers format system constraints docs clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -19,6 +19,10 @@ $(READY): pyproject.toml constraints.txt
 
 vllm: setup  ## make .venv-vllm, an environment with vLLM's CPU build
 	@scripts/setup-vllm.sh
+
+alfworld: setup  ## add ALFWorld's engine to .venv (its planner is compiled: some minutes)
+	@$(BIN)/python -c 'import alfworld, fast_downward, textworld' 2>/dev/null \
+		|| $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[alfworld]'
 
 demo: setup  ## train an agent on BabyAI: demonstrations, SFT, GRPO, evaluation, report
 	$(BIN)/ludus train recipes/babyai-tiny.yaml
