@@ -21,21 +21,11 @@ from fastapi import Body, FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, create_model
 
+from ludus.core.errors import ConfigError
 from ludus.core.types import Message, Spec, Task
 from ludus.services.app import ERRORS, ServiceError, owner_of
 from ludus.services.sessions import ID_BITS, Served, Session, Sessions, State
-
-BABYAI_LEVELS = (
-    "GoToRedBallGrey", "GoToRedBall", "GoToRedBallNoDists", "GoToObjS6", "GoToLocalS8N7",
-    "GoToObjMazeS7", "GoToImpUnlock", "GoToSeqS5R2", "GoToRedBlueBall", "GoToDoor", "GoToObjDoor",
-    "Open", "OpenRedDoor", "OpenDoorLoc", "OpenRedBlueDoorsDebug", "OpenDoorsOrderN4Debug",
-    "Pickup", "UnblockPickup", "PickupLoc", "PickupDistDebug", "PickupAbove", "PutNextLocalS6N4",
-    "PutNextS7N4Carrying", "Unlock", "UnlockLocalDist", "KeyInBox", "UnlockPickupDist",
-    "BlockedUnlockPickup", "UnlockToUnlock", "ActionObjDoor", "FindObjS7", "KeyCorridorS6R3",
-    "OneRoomS20", "MoveTwoAcrossS8N9", "SynthS5R2", "SynthLoc", "SynthSeq", "MiniBossLevel",
-    "BossLevel", "BossLevelNoUnlock",
-)  # fmt: skip
-"""AgentGym's levels 1 to 40. An index has level `index % 40 + 1` and seed `index // 40`."""
+from ludus.tasks.agentgym import ITEMS, task_of
 
 Id = Annotated[int, Field(ge=0, lt=2 ** (ID_BITS + 1))]
 Tell = Callable[[Session], Any]
@@ -43,16 +33,12 @@ Tell = Callable[[Session], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """How AgentGym speaks with one environment.
+    """How AgentGym speaks with one environment; `tasks.agentgym` knows its items.
 
-    `task` makes the task of an index below `num_ids` from the environment's class. `created`,
-    `was_reset` and `stepped` shape the answers; `asks` are the routes that only read. `starts`
-    says that `create` starts an episode already, and may name its goal.
+    `created`, `was_reset` and `stepped` shape the answers; `asks` are the routes that only read.
+    `starts` says that `create` starts an episode already, and may name its goal.
     """
 
-    task: Callable[[Any, int], Task]
-    num_ids: int
-    args: Mapping[str, Any] = field(default_factory=dict)
     id_key: str = "id"
     index_key: str = "data_idx"
     created: Tell = lambda session: {"id": session.number}
@@ -85,11 +71,6 @@ def _last(session: Session) -> str:
     return session.last
 
 
-def _scienceworld(env_class: Any, index: int) -> Task:
-    task: Task = env_class.agentgym_task(index)
-    return task
-
-
 def _science_opening(session: Session) -> dict[str, Any]:
     """The description and the first look, which the environment tells in one text."""
     description, _, look = session.last.partition("\n\n")
@@ -110,25 +91,6 @@ def _science_step(session: Session) -> dict[str, Any]:
     told = _scored(session)
     score = float(session.info.get("score", 0.0))
     return {**told, "reward": 100 * session.reward, "score": score}
-
-
-def _alfworld(env_class: Any, index: int) -> Task:
-    return Task(id=f"alfworld_{index}", data={"index": index}, source="agentgym")
-
-
-def _webshop(env_class: Any, index: int) -> Task:
-    return Task(id=f"webshop_{index}", data={"goal": index}, source="agentgym")
-
-
-def _babyai(env_class: Any, index: int) -> Task:
-    task: Task = env_class.task(BABYAI_LEVELS[index % 40], index // 40)
-    return task
-
-
-def _textcraft(env_class: Any, index: int) -> Task:
-    """Goals by depth, as there; the table is ours, so the goals behind the indices are too."""
-    task: Task = env_class.task(None, index)
-    return task
 
 
 def _textcraft_goal(goal: str) -> Task:
@@ -154,16 +116,11 @@ def _webshop_actions(session: Session) -> dict[str, Any]:
 
 ROWS: dict[str, Row] = {
     "babyai": Row(
-        task=_babyai,
-        num_ids=40 * 2**31,
-        args={"actions": "macro"},
         was_reset=lambda session: {**_scored(session), "deleted": False},
         stepped=_scored,
         asks={"observation": _last},
     ),
     "textcraft": Row(
-        task=_textcraft,
-        num_ids=549,
         created=lambda session: {
             "id": session.number,
             "observation": session.last,
@@ -175,15 +132,11 @@ ROWS: dict[str, Row] = {
         goal=_textcraft_goal,
     ),
     "scienceworld": Row(
-        task=_scienceworld,
-        num_ids=4639,
         was_reset=_science_opening,
         stepped=_science_step,
         asks={"observation": _last, "action_hint": _actions, "detail": lambda s: s.info},
     ),
     "alfworld": Row(
-        task=_alfworld,
-        num_ids=2620,
         index_key="game",
         was_reset=lambda session: {
             "id": session.number,
@@ -199,8 +152,6 @@ ROWS: dict[str, Row] = {
         asks={"observation": _last, "available_actions": _actions, "detail": lambda s: s.info},
     ),
     "webshop": Row(
-        task=_webshop,
-        num_ids=12_087,
         id_key="env_idx",
         index_key="session_id",
         created=lambda session: session.number,
@@ -224,7 +175,7 @@ ROWS: dict[str, Row] = {
 def add_routes(app: FastAPI, sessions: Sessions, spec: Spec, isolate: bool) -> None:
     """Serve an environment under `/agentgym/NAME`, with AgentGym's arguments beneath its own."""
     row = ROWS[spec.name]
-    served = Served(Spec(name=spec.name, args={**row.args, **spec.args}), isolate)
+    served = Served(Spec(name=spec.name, args={**ITEMS[spec.name].args, **spec.args}), isolate)
     routes = _Routes(sessions, served, row)
     folder = f"/agentgym/{spec.name}"
     options: dict[str, Any] = {"responses": ERRORS, "tags": ["agentgym"]}
@@ -278,7 +229,7 @@ class _Routes:
         """Start the episode of a goal, or of index 0; where that fails, nothing stays open."""
         try:
             named = self._row.goal(goal) if goal and self._row.goal else None
-            task = named or self._row.task(self._served.env_class, 0)
+            task = named or self._task(0)
             await self._sessions.reset(session, task)
         except ServiceError:
             await self._sessions.close(session, "its first episode could not start")
@@ -288,12 +239,8 @@ class _Routes:
         async def reset(request: Request, body: Any) -> Any:
             """Start the episode of an index."""
             index = getattr(body, self._row.index_key)
-            if index >= self._row.num_ids:
-                last = self._row.num_ids - 1
-                raise ServiceError(422, "bad_task", f"{index} is no index: 0 to {last} are")
             session = self._find(request, getattr(body, self._row.id_key))
-            task = self._row.task(self._served.env_class, index)
-            await self._sessions.reset(session, task)
+            await self._sessions.reset(session, self._task(index))
             return JSONResponse(self._row.was_reset(session))
 
         reset.__annotations__["body"] = self._reset
@@ -328,6 +275,13 @@ class _Routes:
             return JSONResponse(tell(session))
 
         return _with_query(ask, self._row.id_key)
+
+    def _task(self, index: int) -> Task:
+        """The task of an index. Errors: ServiceError 422 for one that there is not."""
+        try:
+            return task_of(self._served.name, self._served.env_class, index)
+        except ConfigError as error:
+            raise ServiceError(422, "bad_task", str(error)) from error
 
     def _find(self, request: Request, number: int) -> Session:
         session = self._sessions.get(number, owner_of(request.scope))

@@ -58,7 +58,10 @@ ITEMS: dict[str, Items] = {
     "textcraft": Items("textcraft", 549, lambda env, index: env.task(None, index)),
     "webshop": Items("webshop", 12_087, lambda env, index: Task(id="", data={"goal": index})),
 }
-"""By the name that ludus knows the environment under."""
+"""By the name that ludus knows the environment under.
+
+TextCraft's goals are by depth, as there; the recipe table is ours, so the goals behind the indices
+are too."""
 
 
 def task_of(name: str, env_class: Any, index: int) -> Task:

@@ -13,7 +13,8 @@ from ludus.core.types import Message
 from ludus.envs.babyai import BabyAI
 from ludus.envs.babyai_world import LEVELS
 from ludus.envs.textcraft import TextCraft
-from ludus.services.agentgym import BABYAI_LEVELS, ROWS
+from ludus.services.agentgym import ROWS
+from ludus.tasks.agentgym import BABYAI_LEVELS
 
 
 class Gym:
