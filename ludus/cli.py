@@ -92,7 +92,7 @@ def train(
             if config.backend == "debug":
                 debug(str(recipe), overrides)
                 return
-            folder = launch.train(config, display)
+            folder = launch.train(config, display, skip_damaged=skip_damaged)
     except launch.Stopped as stopped:
         display.close()
         typer.echo(str(stopped), err=True)

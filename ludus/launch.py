@@ -17,11 +17,12 @@ from types import FrameType
 from ludus import __version__
 from ludus.assemble import check, read_splits
 from ludus.core.config import diff, dump_config, load_config, lookup
-from ludus.core.errors import ConfigError, LudusError
+from ludus.core.errors import ConfigError, LudusError, MirrorError
 from ludus.core.logs import get_logger, setup_logging
 from ludus.core.metrics import MetricsLog
 from ludus.core.schema import RunConfig
 from ludus.core.sinks import build_sinks
+from ludus.mirror import RunMirror, take_up
 from ludus.models.tokenizers import load_tokenizer
 from ludus.pipeline import BudgetSpent, Interrupted, TrainingRun
 from ludus.progress import Display, Observer
@@ -54,13 +55,21 @@ def resume_command(folder: RunFolder) -> str:
     return f"ludus train --resume {folder.id}{elsewhere}"
 
 
-def train(config: RunConfig, observer: Observer) -> RunFolder:
-    """A new run, from the beginning to its report.
+def train(config: RunConfig, observer: Observer, *, skip_damaged: bool = False) -> RunFolder:
+    """A new run, from the beginning to its report; or the one that `config.mirror` holds.
 
+    `skip_damaged`: of the mirror's run, as in `resume`.
     Errors: Stopped after Ctrl-C; whatever LudusError ends the run.
     """
     _refuse_debug(config)
     check(config)
+    if config.mirror is not None:
+        with RunStore.open(config.store, config.runs_dir) as store:
+            taken = take_up(config, store, observer.note, skip_damaged=skip_damaged)
+        if taken is not None:
+            with taken.lock():
+                _go_on(taken, config, observer, skip_damaged)
+            return taken
     splits = read_splits(config)
     with RunStore.open(config.store, config.runs_dir) as store:
         folder = _begin(config, store)
@@ -85,26 +94,30 @@ def resume(
     """
     folder = find_run(runs_dir, run)
     with folder.lock():
-        before = load_config(folder.config)
-        config = load_config(folder.config, overrides)
-        _refuse_debug(config)
-        check(config)
-        changes = diff(before, config)
-        for key in changes:
-            observer.note(f"changed: {key} from {lookup(before, key)} to {lookup(config, key)}")
-        with RunStore.open(config.store, folder.path.parent) as store:
-            known = {row.id: row for row in store.runs()}
-            if folder.id not in known:
-                _create(store, folder, config)
-            elif known[folder.id].status == "completed" and not changes:
-                observer.note(f"run {folder.id} was complete already: nothing is left to do")
-                return folder
-            splits = read_splits(config)
-            store.reopen_run(folder.id)
-            with disk_faults(folder):
-                write_text(folder.config, dump_config(config))
-            _run(folder, config, splits, store, observer, before=before, skip_damaged=skip_damaged)
+        _go_on(folder, load_config(folder.config, overrides), observer, skip_damaged)
     return folder
+
+
+def _go_on(folder: RunFolder, config: RunConfig, observer: Observer, skip_damaged: bool) -> None:
+    """Resume a run that this process has locked, with `config` in place of its own."""
+    before = load_config(folder.config)
+    _refuse_debug(config)
+    check(config)
+    changes = [key for key in diff(before, config) if key != "runs_dir"]  # where, not what
+    for key in changes:
+        observer.note(f"changed: {key} from {lookup(before, key)} to {lookup(config, key)}")
+    with RunStore.open(config.store, folder.path.parent) as store:
+        known = {row.id: row for row in store.runs()}
+        if folder.id not in known:
+            _create(store, folder, config)
+        elif known[folder.id].status == "completed" and not changes:
+            observer.note(f"run {folder.id} was complete already: nothing is left to do")
+            return
+        splits = read_splits(config)
+        store.reopen_run(folder.id)
+        with disk_faults(folder):
+            write_text(folder.config, dump_config(config))
+        _run(folder, config, splits, store, observer, before=before, skip_damaged=skip_damaged)
 
 
 def _refuse_debug(config: RunConfig) -> None:
@@ -146,18 +159,32 @@ def _run(
     """
     setup_logging(folder.path, observer.console if isinstance(observer, Display) else None)
     run: TrainingRun | None = None
+    mirror: RunMirror | None = None
     try:
         with disk_faults(folder), MetricsLog(folder.metrics, build_sinks(config, folder.path)) as m:
-            run = TrainingRun(folder, config, store, m, observer, skip_damaged=skip_damaged)
+            mirror = _mirror(folder, config, store, observer)
+            run = TrainingRun(
+                folder,
+                config,
+                store,
+                m,
+                observer,
+                skip_damaged=skip_damaged,
+                on_saved=mirror.after_checkpoint if mirror else lambda: None,
+            )
             with _interruptible(run, observer):
                 run.run(*splits)
             write_text(folder.path / "timings.json", json.dumps(run.timings))
             if config.report:
                 report(folder, store)
             store.finish_run(folder.id, "completed")
+            if mirror is not None:
+                mirror.push()
     except (KeyboardInterrupt, Interrupted) as stop:
         over = str(stop) if isinstance(stop, BudgetSpent) else ""
         _finish(store, folder, "interrupted", over or None)
+        if mirror is not None:
+            mirror.push()
         raise Stopped(folder, over) from None
     except LudusError as error:
         _finish(store, folder, "failed", str(error))
@@ -165,6 +192,9 @@ def _run(
             with suppress(OSError):
                 write_text(folder.config, dump_config(before))
         observer.note(f"run {folder.id} failed; once that is mended: {resume_command(folder)}")
+        if mirror is not None and not isinstance(error, MirrorError):
+            with suppress(MirrorError):  # the first error is the one to tell
+                mirror.push()
         raise
     except Exception as error:
         _finish(store, folder, "failed", f"{type(error).__name__}: {error}")
@@ -172,6 +202,18 @@ def _run(
         raise
     finally:
         observer.close()
+
+
+def _mirror(
+    folder: RunFolder, config: RunConfig, store: RunStore, observer: Observer
+) -> RunMirror | None:
+    """The run's mirror, which has taken the run's beginning: so a wrong URL fails at once."""
+    if config.mirror is None:
+        return None
+    rows = config.store is None or config.store.startswith("sqlite")
+    mirror = RunMirror(config.mirror, folder, store, rows, observer.note)
+    mirror.push()
+    return mirror
 
 
 def _finish(store: RunStore, folder: RunFolder, status: str, message: str | None = None) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ludus.assemble import (
@@ -46,7 +46,7 @@ from ludus.rollout.prefetch import Prefetch
 from ludus.rollout.replay import ReplayCollector
 from ludus.runs import RunFolder, write_folder, write_text
 from ludus.store import RunStore
-from ludus.tasks.mixture import task_sampler
+from ludus.tasks.mixture import part_of, task_sampler
 from ludus.tasks.readers import TaskList
 from ludus.train import ALGORITHMS
 from ludus.train.checkpoint import CheckpointInfo
@@ -78,6 +78,7 @@ class TrainingRun:
         metrics: the sinks; None: for reading only.
         observer: told of progress.
         skip_damaged: resume from an older checkpoint where the newest is damaged.
+        on_saved: called when there is something new to go on from: a checkpoint, the beginnings.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class TrainingRun:
         observer: Observer,
         *,
         skip_damaged: bool = False,
+        on_saved: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder = folder
         self.config = config
@@ -105,6 +107,7 @@ class TrainingRun:
         self.ratios: dict[str, int] = {}
         self._watch = Watch(observer.note)
         self._skip_damaged = skip_damaged
+        self._on_saved = on_saved
         self._budget = Budget(config.budget, folder.budget)
 
     def run(self, train: TaskList, heldout: TaskList) -> None:
@@ -118,6 +121,7 @@ class TrainingRun:
             tokenizer = make_tokenizer(self.config, train, shown)
             write_folder(self.folder.tokenizer, lambda path: tokenizer.save_pretrained(path))
         self.build(heldout)
+        self._on_saved()
         try:
             asyncio.run(self._stages(train, conversations))
         finally:
@@ -256,6 +260,8 @@ class TrainingRun:
             if not played:
                 raise DataError(told)
             self.observer.note(told)
+        if missing := sorted(set(self.ratios) - {part_of(task) for task in tasks}):
+            self.observer.note(f"sft: no conversation of {', '.join(missing)}: the others have all")
         return Stage(
             name="sft",
             steps=settings.steps,
@@ -380,6 +386,7 @@ class TrainingRun:
                 last = stage.name == "rl" or self.config.rl is None
                 metric = self._latest.get(self.config.checkpoint.metric) if last else None
                 self.backend.save(stage.name, step, state, metric, pin=ended)
+                self._on_saved()
         if over:
             raise BudgetSpent(over)
         if self.stop_requested and not ended:

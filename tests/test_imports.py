@@ -22,7 +22,7 @@ FLOORS = (
     {"core"},
     {"models", "runs", "store", "tasks", "tools"},
     {"envs", "judges", "train"},
-    {"registries", "rollout"},
+    {"mirror", "registries", "rollout"},
     {"backends", "data"},
     {"assemble", "budget", "coevolve", "evaluate", "loop", "progress", "report", "watch"},
     {"debug", "doctor", "pipeline", "planning", "profiling", "reporting"},

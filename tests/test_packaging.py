@@ -33,13 +33,14 @@ NOT_IMPORTED = {
     "httptools": "uvicorn parses HTTP with it",
     "psycopg": "SQLAlchemy loads it for a postgresql:// URL",
     "renderers": "looked up by name",
+    "s3fs": "fsspec loads it for an s3:// URL",
     "tensorboard": "torch.utils.tensorboard needs it",
     "uvloop": "uvicorn's event loop",
 }
 """Declared packages that no import statement names, and why they are declared."""
 
 
-APART = {"alfworld", "reasoning", "renderers", "scienceworld", "textworldexpress"}
+APART = {"alfworld", "reasoning", "renderers", "s3", "scienceworld", "textworldexpress"}
 """Extras that `all` leaves out: they need Java or a compiler, or bring many packages along."""
 
 

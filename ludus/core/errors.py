@@ -13,6 +13,7 @@
     │   └── Unscorable         nothing could give a reward              (status unscorable)
     ├── CheckpointError        damaged, incomplete, or of another model
     ├── StoreError             the run store is locked, full, or of another schema
+    ├── MirrorError            a run's copy in object storage cannot be written or read
     └── TrainingError          a loss that is not finite, weights of the wrong version
 
 A message says where, what is wrong, and what would be right. The command line prints it without
@@ -86,6 +87,10 @@ class CheckpointError(LudusError):
 
 class StoreError(LudusError):
     """The run store cannot be read or written."""
+
+
+class MirrorError(LudusError):
+    """The copy of a run in object storage cannot be written or read."""
 
 
 class TrainingError(LudusError):

@@ -295,6 +295,12 @@ class RunConfig(Section):
     store: str | None = Field(
         None, description="URL of the run store; null: SQLite in `runs_dir`; postgresql://..."
     )
+    mirror: str | None = Field(
+        None,
+        pattern=r"^[a-z][a-z0-9]*://.+",
+        description="URL of the run's copy in object storage, kept up after each checkpoint: "
+        "s3://BUCKET/FOLDER, gs://..., file:///FOLDER. `ludus train` goes on from what is there.",
+    )
     model: ModelConfig = Field(description="The policy.")
     sampler: Spec = Field(
         default_factory=lambda: Spec(name="in_process"),

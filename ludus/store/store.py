@@ -39,6 +39,7 @@ from ludus.store.rows import (
     StepRow,
     TrajectoryRow,
 )
+from ludus.store.transfer import decode_step, encode_step, read_step
 
 T = TypeVar("T")
 
@@ -168,6 +169,11 @@ class RunStore:
         )
         self._write(lambda connection: writer.write(connection, _run_key(connection, run_id, True)))
 
+    def unpack_step(self, run_id: str, data: bytes) -> None:
+        """Record what `pack_step` gave, in this store or another, in place of that step."""
+        writer = decode_step(data)
+        self._write(lambda connection: writer.write(connection, _run_key(connection, run_id, True)))
+
     def rewind(self, run_id: str, keep: Mapping[str, int]) -> None:
         """Forget every step after `keep[stage]`, and every stage that `keep` does not name."""
         kept = [
@@ -212,6 +218,14 @@ class RunStore:
             return [StepRow(*row) for row in connection.execute(found)]
 
         return self._read(work)
+
+    def pack_step(self, run_id: str, stage: str, step: int) -> bytes:
+        """All that was recorded of a step, for `unpack_step`."""
+        return self._read(
+            lambda connection: encode_step(
+                read_step(connection, _run_key(connection, run_id), stage, step)
+            )
+        )
 
     def trajectories(
         self,

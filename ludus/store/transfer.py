@@ -1,0 +1,92 @@
+"""A step of a run as bytes, and back: how a run moves from one store to another.
+
+zlib over JSON, in the words of the tables. Equal steps give equal bytes, whatever keys their
+database gave them.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from dataclasses import astuple
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Connection, select
+
+from ludus.core.errors import StoreError
+from ludus.store import schema as db
+from ludus.store.codec import Tree, decode_json, encode_json
+from ludus.store.recording import StepWriter
+
+_KEYS = {"key", "run_key", "step_key", "group_key"}
+
+
+def read_step(connection: Connection, run_key: int, stage: str, step: int) -> StepWriter:
+    """A recorded step, ready to be written elsewhere. Errors: StoreError where there is none."""
+    s = db.steps.c
+    query = select(db.steps).where(s.run_key == run_key, s.stage == stage, s.step == step)
+    head = connection.execute(query).mappings().one_or_none()
+    if head is None:
+        raise StoreError(f"the run has no step {step} of {stage}")
+    groups = _under(connection, db.groups, head["key"])
+    played = _under(connection, db.trajectories, head["key"])
+    number = {row["key"]: index for index, row in enumerate(groups)}
+    found = connection.execute(
+        select(db.trees).join(db.trajectories).where(db.trajectories.c.step_key == head["key"])
+    )
+    trees = {row.trajectory_key: row for row in found}
+    return StepWriter(
+        _values(head),
+        [_values(row) for row in groups],
+        [_values(row) for row in played],
+        [number[row["group_key"]] for row in played],
+        [_tree(trees[row["key"]]) for row in played],
+        [
+            (row["trajectory_id"], row["reason"])
+            for row in _under(connection, db.dropped, head["key"])
+        ],
+    )
+
+
+def encode_step(step: StepWriter) -> bytes:
+    """The step as bytes, for `decode_step`."""
+    content = {
+        "head": {**step.head, "started": step.head["started"].timestamp()},
+        "groups": step.groups,
+        "trajectories": step.trajectories,
+        "group_of": step.group_of,
+        "trees": [[base64.b64encode(part).decode() for part in astuple(t)] for t in step.trees],
+        "dropped": step.dropped,
+    }
+    return zlib.compress(encode_json(content, "the step").encode("ascii"))
+
+
+def decode_step(data: bytes) -> StepWriter:
+    """What `encode_step` wrote. Errors: StoreError for anything else."""
+    try:
+        content: dict[str, Any] = decode_json(zlib.decompress(data))
+        head = content["head"]
+        return StepWriter(
+            {**head, "started": datetime.fromtimestamp(head["started"], UTC)},
+            content["groups"],
+            content["trajectories"],
+            content["group_of"],
+            [Tree(*(base64.b64decode(part) for part in parts)) for parts in content["trees"]],
+            [(id_, reason) for id_, reason in content["dropped"]],
+        )
+    except (zlib.error, ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"this is no step of a run ({type(error).__name__}: {error})") from error
+
+
+def _under(connection: Connection, table: Any, step_key: int) -> Any:
+    query = select(table).where(table.c.step_key == step_key).order_by(table.c.key)
+    return connection.execute(query).mappings().all()
+
+
+def _values(row: Any) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in _KEYS}
+
+
+def _tree(row: Any) -> Tree:
+    return Tree(row.segments, row.token_ids, row.logprobs)
