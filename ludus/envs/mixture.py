@@ -55,8 +55,10 @@ class Mixture(Env):
     def blocks(cls, task: Task, **args: Any) -> bool:
         """Whether the task's own environment does."""
         spec = args["envs"].get(part_of(task))
-        member: Any = _registry().load(spec.name) if spec else cls
-        return bool(member.blocks(task, **spec.args)) if member is not cls else cls.blocking
+        if spec is None:
+            return cls.blocking
+        member: Any = _registry().load(spec.name)
+        return bool(member.blocks(task, **spec.args)) if hasattr(member, "blocks") else True
 
     @cached_property
     def members(self) -> dict[str, Env]:
@@ -91,15 +93,14 @@ class Mixture(Env):
         return result.model_copy(update={"reward": reward})
 
     async def close(self) -> None:
-        env, self._env = self._env, None
-        if env is not None:
-            await env.close()
+        if self._env is not None:
+            await self._env.close()
 
     def scores(self) -> dict[str, float]:
         return {"raw_reward": self._raw, **self._playing().scores()}
 
     def tools(self) -> Sequence[ToolSpec]:
-        """Those of the episode's environment; before an episode, those of all."""
+        """Those of the last episode's environment; before any episode, those of all."""
         if self._env is not None:
             return self._env.tools()
         return [tool for env in self.members.values() for tool in env.tools()]
@@ -121,7 +122,7 @@ class Mixture(Env):
 
     def _playing(self) -> Env:
         if self._env is None:
-            raise EnvError("mixture: the episode is over, or was never reset; call reset first")
+            raise EnvError("mixture: no episode was begun; call reset first")
         return self._env
 
     def _name_of(self, task: Task) -> str:

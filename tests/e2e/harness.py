@@ -22,6 +22,7 @@ from ludus.store import RunStore
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 BABYAI, TEXTCRAFT = str(RECIPES / "babyai.yaml"), str(RECIPES / "textcraft.yaml")
+MIXTURE = str(RECIPES / "mixture.yaml")
 TIMEOUT_S = 120  # a guard against a hang
 
 
