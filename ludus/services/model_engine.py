@@ -23,6 +23,9 @@ from ludus.models.sampling import distribution
 
 T = TypeVar("T")
 
+SCORED_TOKENS = 128
+"""Tokens of a prompt whose logits are held at the same time."""
+
 Alternatives = list[tuple[int, float]]
 """The likeliest tokens of a position and their log-probabilities, best first."""
 
@@ -181,18 +184,27 @@ class EngineThread:
         return done
 
     async def _score(self, token_ids: list[int], num_alternatives: int) -> Scored:
-        device = next(self._model.parameters()).device
-        with torch.inference_mode():
-            ids = torch.tensor([token_ids], device=device)
-            logits_LV = self._model(ids, use_cache=False).logits[0, :-1, : self._num_ids].float()
-            logprobs_LV = logits_LV.log_softmax(-1)
-            chosen_L = logprobs_LV.gather(-1, ids[0, 1:, None])[:, 0].tolist()
-            best: list[Alternatives] = [[] for _ in chosen_L]
-            if num_alternatives:
-                values, indices = logprobs_LV.topk(min(num_alternatives, logprobs_LV.shape[-1]))
-                pairs = zip(indices.tolist(), values.tolist(), strict=True)
-                best = [list(zip(*pair, strict=True)) for pair in pairs]
-        return Scored([None, *chosen_L], [[], *best])
+        """In pieces, behind which the keys and values stay: logits of all rows would not fit."""
+        logprobs: list[float | None] = [None]
+        best: list[Alternatives] = [[]]
+        cache, version = None, self.policy_version
+        ids_1L = torch.tensor([token_ids], device=next(self._model.parameters()).device)
+        for start in range(0, len(token_ids) - 1, SCORED_TOKENS):
+            stop = min(start + SCORED_TOKENS, len(token_ids) - 1)
+            with torch.inference_mode():
+                piece = ids_1L[:, start:stop]
+                out = self._model(piece, past_key_values=cache, use_cache=True)
+                logprobs_LV = out.logits[0, :, : self._num_ids].float().log_softmax(-1)
+                chosen_L = logprobs_LV.gather(-1, ids_1L[0, start + 1 : stop + 1, None])[:, 0]
+                values, ids = logprobs_LV.topk(min(num_alternatives, self._num_ids))
+            cache = out.past_key_values
+            logprobs += chosen_L.tolist()
+            pairs = zip(ids.tolist(), values.tolist(), strict=True)
+            best += [list(zip(*pair, strict=True)) for pair in pairs]
+            await asyncio.sleep(0)  # turns go on between the pieces
+            if self.policy_version != version:
+                return await self._score(token_ids, num_alternatives)
+        return Scored(logprobs, best)
 
     async def _swap(self, weights: Mapping[str, Tensor], version: int) -> None:
         """No round runs meanwhile: rounds have no await in them, and nor has this.

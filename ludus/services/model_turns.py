@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from ludus.core.errors import LudusError, SamplerError
+from ludus.core.errors import LudusError, SamplerError, TrainingError
 from ludus.core.logs import get_logger
 from ludus.models.sampler import Completion, SamplingParams
 from ludus.services.model_answers import Answer, Done, event
@@ -104,7 +104,7 @@ class Turns:
                 )
                 done: Any = await self._counted(sampling)
                 self._count(turn, done)
-            except LudusError as error:
+            except Exception as error:  # the client waits: it is told of any end
                 done = api_error(error)
             arrived.put_nowait((index, done))
 
@@ -144,7 +144,7 @@ class Turns:
             done = await sampling
             end = done.finish_reason
             return done
-        except LudusError:
+        except Exception:
             end = "failed"
             raise
         finally:
@@ -187,8 +187,14 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def api_error(error: LudusError) -> ApiError:
-    """What went wrong behind the service; the client cannot mend it."""
+def api_error(error: Exception) -> ApiError:
+    """What went wrong behind the service, which the client cannot mend.
+
+    A server's last words, and the paths in them, are for the log alone.
+    """
     log.error("a turn failed", error=f"{type(error).__name__}: {error}")
+    message = "what samples broke down; the service's log says how"
+    if isinstance(error, TrainingError):
+        message = str(error)
     status = 503 if isinstance(error, SamplerError) else 500
-    return ApiError(status, str(error), kind="server_error")
+    return ApiError(status, message, kind="server_error")

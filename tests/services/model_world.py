@@ -36,7 +36,7 @@ SHAPE = {
     "num_layers": 2,
     "num_heads": 2,
     "num_kv_heads": 1,
-    "head_dim": 16,
+    "head_dim": 32,  # the least that vLLM takes
     "intermediate_size": 48,
 }
 TOOL = {
@@ -148,13 +148,14 @@ def served(
     checkpoint: Path | str,
     *,
     tokens: tuple[str, ...] = (),
-    sampler: str = "in_process",
+    sampler: Spec | str = "in_process",
+    folder: Path = Path("unused"),
     rigged: Any = None,
     **options: Any,
 ) -> Iterator[str]:
     """A service of this process; its address. `rigged` may change policy and engine before."""
     policy = open_policy(str(checkpoint), "runs", Wish())
-    engine = make_engine(policy, Spec(name=sampler), Path("unused"))
+    engine = make_engine(policy, Spec.model_validate(sampler), folder)
     if rigged:
         rigged(policy, engine)
     app = model_service(policy, engine, Settings(tokens), ModelOptions("tiny", **options))

@@ -27,10 +27,12 @@ from model_world import (
 )
 from service_world import until
 
-from ludus.core.errors import SamplerError
+from ludus.core.errors import ContextOverflow, SamplerError
 from ludus.core.types import Message
+from ludus.models.endpoint import Endpoint
 from ludus.models.engine import InProcessSampler
 from ludus.models.sampler import SamplingParams
+from ludus.services.model_engine import SCORED_TOKENS
 from ludus.services.model_source import Policy, Wish, open_policy
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
@@ -147,8 +149,10 @@ def test_alternatives_are_those_of_the_model(client: Any, wild: Policy) -> None:
     torch.testing.assert_close(torch.tensor(told, dtype=torch.float64), best, atol=1e-4, rtol=0)
 
 
-def test_echo_scores_the_prompt(client: Any, wild: Policy) -> None:
-    ids = wild.tokenizer("the door is open")["input_ids"]
+@pytest.mark.parametrize("times", [1, 40])
+def test_echo_scores_the_prompt(client: Any, wild: Policy, times: int) -> None:
+    ids = wild.tokenizer("the door is open" * times)["input_ids"]
+    assert (len(ids) > SCORED_TOKENS) == (times > 1)
     got = client.completions.create(
         model="tiny", prompt=ids, max_tokens=1, temperature=0, logprobs=1, echo=True
     )
@@ -248,6 +252,20 @@ def _calls_a_tool(client: Any, ask: dict[str, Any]) -> None:
     ask["tool_choice"] = "none"
     none = client.chat.completions.create(**{**ask, "messages": messages[:1]}, max_tokens=5)
     assert not none.choices[0].message.tool_calls
+
+
+async def test_rollouts_play_with_its_tokens(url: str, wild: Policy) -> None:
+    """What `POST /rollouts` asks of an endpoint, this one tells."""
+    messages = [Message(role="user", content="the door")]
+    params = SamplingParams(12, temperature=0.8, seed=3)
+    async with Endpoint(f"{url}/v1", "tiny") as endpoint:
+        reply = await endpoint.chat(messages, params)
+        assert reply.prompt_ids == wild.renderer().open(messages)
+        assert reply.token_ids is not None
+        assert reply.message.content == wild.renderer().parse(reply.token_ids).message.content
+        assert len(reply.logprobs or []) == len(reply.token_ids)
+        with pytest.raises(ContextOverflow):
+            await endpoint.chat(messages, SamplingParams(CONTEXT))
 
 
 # What it refuses
@@ -450,7 +468,7 @@ def test_a_sampler_that_dies_is_the_services_fault(folders: dict[str, Path]) -> 
         engine._sampler._round = die
 
     with served(folders["wild"], rigged=kill) as address:
-        with pytest.raises(openai.InternalServerError, match="died") as caught:
+        with pytest.raises(openai.InternalServerError, match="broke down") as caught:
             client_of(address).chat.completions.create(model="tiny", messages=ASKED)
         assert caught.value.status_code == 503
 
