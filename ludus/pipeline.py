@@ -354,6 +354,8 @@ class TrainingRun:
                 return
         self.observer.stage(stage.name, stage.steps, start)
         self._budget.begin_stage()
+        if over := self._budget.exceeded():  # by the sittings before
+            raise BudgetSpent(over)
 
         async def after_step(step: int) -> bool:
             return await self._after_step(stage, step)

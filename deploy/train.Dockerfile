@@ -1,0 +1,30 @@
+# Training: docker build -f deploy/train.Dockerfile -t ludus-train .
+# CMD is the recipe and its overrides; LUDUS_MIRROR is where the run lives. See deploy/train.sh.
+#
+# torch from the package index brings its own CUDA libraries: the host gives driver and container
+# toolkit. For a CPU, have pip find torch's CPU build (docs/installation.md).
+FROM python:3.12-slim-bookworm AS build
+ARG EXTRAS=train,envs,webshop,reasoning,remote,metrics,postgres,s3
+WORKDIR /src
+COPY . .
+RUN python -m venv /opt/ludus \
+    && /opt/ludus/bin/pip install --no-cache-dir -c constraints.txt ".[${EXTRAS}]"
+
+FROM python:3.12-slim-bookworm
+# A compiler, because native code is built for the processor that it runs on.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 10001 ludus \
+    && install -d -o ludus /runs /home/ludus/.cache
+COPY --from=build /opt/ludus /opt/ludus
+COPY recipes /home/ludus/recipes
+COPY --chmod=755 deploy/train.sh /usr/local/bin/train.sh
+ENV PATH=/opt/ludus/bin:$PATH PYTHONUNBUFFERED=1 LUDUS_RUNS_DIR=/runs
+USER 10001
+WORKDIR /home/ludus
+VOLUME /runs
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["train.sh"]
+CMD ["recipes/babyai-tiny.yaml"]

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Brings a machine of its own up to date: pulls, installs, restarts the units that run.
+#
+#   update.sh [--dry-run]
+#
+#   LUDUS_HOME     the clone                             (default: the one that holds this script)
+#   LUDUS_EXTRAS   what to install                       (default: all,s3)
+#   LUDUS_UNITS    units to restart, of those that run   (default: ludus-*.service)
+#
+# Runs finish their step and save before they are restarted. Nothing is restarted where pulling or
+# installing fails; local commits are never merged over.
+set -euo pipefail
+
+dry_run=false
+case ${1:-} in
+--dry-run) dry_run=true ;;
+"") ;;
+*)
+    echo "update.sh: '$1' is not known: update.sh [--dry-run]" >&2
+    exit 2
+    ;;
+esac
+home=${LUDUS_HOME:-$(dirname "$(dirname "$(readlink -f "$0")")")}
+if ! git -C "$home" rev-parse --git-dir >/dev/null 2>&1; then
+    echo "update.sh: LUDUS_HOME: $home is no git clone" >&2
+    exit 2
+fi
+cd "$home"
+
+run() {
+    printf '%q ' "$@"
+    echo
+    $dry_run || "$@"
+}
+
+before=$(git rev-parse HEAD)
+run git pull --ff-only
+if [[ $(git rev-parse HEAD) == "$before" ]] && ! $dry_run; then
+    echo "update.sh: nothing is new"
+    exit 0
+fi
+run .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+    -c constraints.txt -e ".[${LUDUS_EXTRAS:-all,s3}]"
+run .venv/bin/ludus --version
+run systemctl try-restart "${LUDUS_UNITS:-ludus-*.service}"
