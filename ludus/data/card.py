@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
@@ -49,10 +50,26 @@ class Chosen(Wire):
     left_out: dict[str, dict[str, int]]
 
 
-def choose(records: Iterable[Record], keep: int, min_score: float | None) -> Chosen:
-    """Rejection sampling: of each task, the `keep` best episodes that are good enough.
+@dataclass(frozen=True, slots=True)
+class Enough:
+    """Which episodes are good enough: those that score at least `min_score`, or, where that is
+    None, succeed, in no more than `max_turns`."""
 
-    Good enough is a score of at least `min_score`, or, where that is None, a success. Better is a
+    min_score: float | None = None
+    max_turns: int | None = None
+
+    def fault(self, record: Record) -> str | None:
+        """Why an episode is not good enough; None where it is."""
+        if record.score is None:
+            return (record.reason or "not scored").partition(":")[0]
+        if not (record.success if self.min_score is None else record.score >= self.min_score):
+            return "the score is too low"
+        too_long = self.max_turns is not None and record.num_turns > self.max_turns
+        return "more turns than allowed" if too_long else None
+
+
+def choose(records: Iterable[Record], keep: int, enough: Enough) -> Chosen:
+    """Rejection sampling: of each task, the `keep` best episodes that are good enough. Better is a
     higher score, then fewer turns, then the earlier sample. A conversation that is there already,
     of whatever task, is not kept twice.
     """
@@ -65,7 +82,7 @@ def choose(records: Iterable[Record], keep: int, min_score: float | None) -> Cho
     for (env, _), candidates in by_task.items():
         num_kept = 0
         for record in sorted(candidates, key=_rank):
-            reason = _fault(record, min_score)
+            reason = enough.fault(record)
             if reason is None and fingerprint(record) in seen:
                 reason = "duplicate"
             elif reason is None and num_kept == keep:
@@ -77,11 +94,6 @@ def choose(records: Iterable[Record], keep: int, min_score: float | None) -> Cho
             kept.append(record)
             num_kept += 1
     return Chosen(kept=kept, left_out={env: dict(counts) for env, counts in left_out.items()})
-
-
-def good(record: Record, min_score: float | None) -> bool:
-    """Whether an episode is good enough to be kept."""
-    return _fault(record, min_score) is None
 
 
 def fingerprint(record: Record) -> bytes:
@@ -96,13 +108,6 @@ def fingerprint(record: Record) -> bytes:
 def _rank(record: Record) -> tuple[float, int, int, str]:
     score = -1.0 if record.score is None else record.score
     return -score, record.num_turns, record.sample, record.source
-
-
-def _fault(record: Record, min_score: float | None) -> str | None:
-    if record.score is None:
-        return (record.reason or "not scored").partition(":")[0]
-    enough = record.success if min_score is None else record.score >= min_score
-    return None if enough else "the score is too low"
 
 
 def card_of(records: Sequence[Record], chosen: Chosen) -> dict[str, EnvCard]:

@@ -26,7 +26,7 @@ from typing import Any, Literal
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.schema import RolloutConfig
 from ludus.core.types import Spec, Task
-from ludus.data.card import Chosen, EnvCard, card_of, choose, good, render
+from ludus.data.card import Chosen, Enough, EnvCard, card_of, choose, render
 from ludus.data.journal import Journal, Record, of_expert, of_model
 from ludus.envs import ENVS, demonstrate
 from ludus.models.endpoint import Endpoint
@@ -74,6 +74,12 @@ class Generation:
     seed: int = 0
     workers: int = 2
     expert_deadline_s: float = 60.0
+
+    @property
+    def enough(self) -> Enough:
+        """Which episodes may be kept: what has more turns than it may have, nothing could play."""
+        limit = self.rollout.max_turns
+        return Enough(self.min_score, limit if isinstance(limit, int) else None)
 
     def settings(self) -> dict[str, Any]:
         """What the episodes depend on; a folder has one of it."""
@@ -126,7 +132,7 @@ def generate(wanted: Generation, folder: Path, say: Say = lambda _: None) -> Gen
         for spec in map(wanted.spec, wanted.envs):
             _play(wanted, spec, tasks[spec.name], journal, folder, say)
         records = _asked_for(wanted, tasks, journal)
-    chosen = choose(records, wanted.keep, wanted.min_score)
+    chosen = choose(records, wanted.keep, wanted.enough)
     cards = card_of(records, chosen)
     if not chosen.kept:
         reasons = {env: card.left_out for env, card in cards.items()}
@@ -145,12 +151,10 @@ def _asked_for(wanted: Generation, tasks: dict[str, list[Task]], journal: Journa
             if wanted.source != "model":
                 keys.append((env, "expert", task.id, 0))
     found = [journal.records[key] for key in keys if key in journal.records]
-    solved = {(r.env, r.task_id) for r in found if r.source == "model" and _is_good(wanted, r)}
+    solved = {
+        (r.env, r.task_id) for r in found if r.source == "model" and not wanted.enough.fault(r)
+    }
     return [r for r in found if r.source == "model" or (r.env, r.task_id) not in solved]
-
-
-def _is_good(wanted: Generation, record: Record) -> bool:
-    return good(record, wanted.min_score)
 
 
 def _play(
@@ -179,7 +183,7 @@ def _play(
         failed = [
             task
             for task in tasks
-            if not any(r.again or _is_good(wanted, r) for r in played[task.id])
+            if not any(r.again or not wanted.enough.fault(r) for r in played[task.id])
         ]
         _play_expert(wanted, spec, failed, journal, folder, say)
 

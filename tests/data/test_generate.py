@@ -16,7 +16,7 @@ from ludus.core.errors import ConfigError, DataError
 from ludus.core.schema import RolloutConfig, RunConfig
 from ludus.core.types import Message, Spec
 from ludus.data import options
-from ludus.data.card import choose
+from ludus.data.card import Enough, choose
 from ludus.data.generate import Generation, Model, Which, generate
 from ludus.data.journal import JOURNAL, Record
 from ludus.envs.demonstrate import play
@@ -189,7 +189,7 @@ def test_what_is_chosen() -> None:
         record("b", "other", 0.6, 1),
         record("c", "broke", None),
     ]
-    chosen = choose(records, 1, None)
+    chosen = choose(records, 1, Enough())
     assert [(r.task_id, r.messages[1].content) for r in chosen.kept] == [("a", "short")]
     assert chosen.left_out["e"] == {
         "a better one of its task is kept": 1,
@@ -197,8 +197,11 @@ def test_what_is_chosen() -> None:
         "duplicate": 1,
         "error_env": 1,
     }
-    low = choose(records, 2, 0.5)
+    low = choose(records, 2, Enough(0.5))
     assert [r.messages[1].content for r in low.kept] == ["short", "long", "other"]
+    brief = choose(records, 2, Enough(max_turns=8))
+    assert [r.messages[1].content for r in brief.kept] == ["short"]
+    assert brief.left_out["e"]["more turns than allowed"] == 1
 
 
 def test_agenttrajs_instructions_become_the_system_prompt(tmp_path: Path) -> None:
