@@ -12,8 +12,10 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -41,6 +43,8 @@ from ludus.services.model_source import Policy, Wish, fitting_weights, open_poli
 from ludus.services.model_turns import Turn, Turns, api_error
 
 log = get_logger(__name__)
+
+T = TypeVar("T")
 
 MOST_RENDERERS = 64
 """Sets of tools whose renderers are kept: each is probed once, which takes its time."""
@@ -93,6 +97,7 @@ class ModelService:
         self._created = int(time.time())
         self._renderers: OrderedDict[str, Renderer] = OrderedDict()
         self._swapping = asyncio.Lock()
+        self._reader = ThreadPoolExecutor(1, "ludus-reader")
         self._no_chat: ConfigError | None = None
         try:
             self._plain: Renderer | None = policy.renderer()
@@ -126,7 +131,7 @@ class ModelService:
         tools = body.offered()
         renderer = await self._renderer(tools)
         try:
-            prompt = renderer.open(body.conversation())
+            prompt = await self._apart(renderer.open, body.conversation())
         except (ConfigError, RecursionError) as error:
             raise ApiError(400, f"messages: {error}", param="messages") from None
         limit = body.limit or self._policy.context_length - len(prompt)
@@ -141,7 +146,7 @@ class ModelService:
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         """Continue a text, or token ids."""
         self._check(body)
-        prompts = [self._ids(prompt) for prompt in body.prompts]
+        prompts = await self._apart(lambda: [self._ids(prompt) for prompt in body.prompts])
         limit = 16 if body.max_tokens is None else body.max_tokens
         stop_ids = self._stop_ids()
         seeds = body.seeds(len(prompts) * body.choices)
@@ -167,8 +172,12 @@ class ModelService:
                 raise ApiError(409, message, param="policy_version", code="stale")
             try:
                 origin, weights = await asyncio.to_thread(self._load, body.checkpoint)
-            except LudusError as error:
-                raise ApiError(400, str(error), param="checkpoint", code="unusable") from None
+            except Exception as error:  # whatever lies there, loading it is all that was tried
+                what = (
+                    str(error) if isinstance(error, LudusError) else f"it cannot be read: {error}"
+                )
+                message = " ".join(what.split())[:400]
+                raise ApiError(400, message, param="checkpoint", code="unusable") from None
             try:
                 await self._engine.swap(weights, version)
             except LudusError as error:
@@ -231,6 +240,10 @@ class ModelService:
         eos = self._policy.tokenizer.eos_token_id
         return [] if eos is None else [eos]
 
+    async def _apart(self, work: Callable[..., T], *args: Any) -> T:
+        """Done in one thread, in turns: a long text would hold up everybody's streams."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, work, *args)
+
     async def _renderer(self, tools: tuple[ToolSpec, ...]) -> Renderer:
         if self._plain is None:
             raise ApiError(400, f"this model cannot chat: {self._no_chat}", code=NOT_HERE)
@@ -239,7 +252,7 @@ class ModelService:
         key = "\n".join(tool.model_dump_json() for tool in tools)
         if key not in self._renderers:
             try:
-                self._renderers[key] = await asyncio.to_thread(_with_tools, self._policy, tools)
+                self._renderers[key] = await self._apart(_with_tools, self._policy, tools)
             except (ConfigError, RecursionError) as error:
                 raise ApiError(400, f"tools: {error}", param="tools") from None
             while len(self._renderers) > MOST_RENDERERS:

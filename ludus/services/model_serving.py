@@ -19,7 +19,7 @@ from ludus.services.model_service import ModelOptions, model_service
 from ludus.services.model_source import Policy, Wish, open_policy
 from ludus.services.serve import listen, require_tokens, run
 
-MAX_BODY_BYTES = 16_000_000
+MAX_BODY_BYTES = 4_000_000
 
 
 def serve_model(

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError
 from transformers import AutoConfig
 
 from ludus.core.config import load_config
@@ -125,10 +126,15 @@ def _of_folder(path: Path, wish: Wish) -> Policy:
         wish,
     )
     tokenizer = load_tokenizer(str(path))
+    try:
+        model = build_model(settings, tokenizer, 0)
+    except (RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{path}: its weights cannot be loaded: {reason}") from None
     return Policy(
         name=path.resolve().name,
         origin=str(path),
-        model=build_model(settings, tokenizer, 0),
+        model=model,
         tokenizer=tokenizer,
         context_length=settings.context_length,
         chat_template=settings.chat_template,

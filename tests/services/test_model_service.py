@@ -337,6 +337,18 @@ def test_bad_input_is_told(
         assert error["param"] == param
 
 
+def test_a_long_text_holds_nobody_up(url: str, client: Any) -> None:
+    body = {"model": "tiny", "prompt": "the door is open " * 40_000, "max_tokens": 1}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=120)
+        answered = 0
+        while not waiting.done():
+            assert httpx.get(f"{url}/health").status_code == 200
+            answered += 1
+    assert waiting.result().json()["error"]["code"] == "context_length_exceeded"
+    assert answered > 10  # read in the same thread, it would be one or two
+
+
 def test_too_long_a_conversation_has_its_code(client: Any) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="a", max_tokens=CONTEXT)
@@ -547,6 +559,12 @@ def test_weights_of_a_run_and_those_that_do_not_fit(
         damaged = tmp_path / "lora" / "checkpoints" / "sft-000001" / "model.safetensors"
         damaged.write_bytes(damaged.read_bytes()[:-1])
         assert swap(address, checkpoint="lora").status_code == 400
+        cut = make_folder(tmp_path / "cut", 1) / "model.safetensors"
+        cut.write_bytes(cut.read_bytes()[:1000])
+        for odd in (str(cut.parent), "\0", "x" * 3000, "../" * 1000):
+            refused = swap(address, checkpoint=odd)
+            assert refused.status_code == 400, refused.text
+            assert "\n" not in refused.json()["error"]["message"]
         assert client_of(address).models.list().data[0].policy_version == 9
 
 
