@@ -358,6 +358,17 @@ def test_too_long_a_conversation_has_its_code(client: Any) -> None:
     assert missing.value.code == "model_not_found"
 
 
+def test_a_base_model_completes_and_does_not_chat(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "base", 1)
+    (folder / "chat_template.jinja").unlink()
+    with served(folder) as address:
+        client = client_of(address)
+        got = client.completions.create(model="tiny", prompt="go", max_tokens=5)
+        assert got.usage.completion_tokens > 0
+        with pytest.raises(openai.BadRequestError, match="no chat template"):
+            client.chat.completions.create(model="tiny", messages=ASKED)
+
+
 @pytest.mark.parametrize(
     "parameters",
     [
