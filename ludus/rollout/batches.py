@@ -10,7 +10,7 @@ from pydantic import Field, SecretStr
 
 from ludus.core.errors import ConfigError, LudusError
 from ludus.core.schema import RolloutConfig
-from ludus.core.types import Spec, Task, Wire
+from ludus.core.types import Spec, Task, ToolSpec, Wire
 from ludus.envs import ENVS
 from ludus.envs.base import Env
 from ludus.models.endpoint import Endpoint
@@ -162,9 +162,19 @@ class LocalEnvs:
     def __init__(self, spec: Spec) -> None:
         ENVS.check(spec, "env")
         self._spec, self._class = spec, ENVS.load(spec.name)
+        self._tools: Sequence[ToolSpec] | None = None
         self.blocking: bool = getattr(self._class, "blocking", True)
 
     def make(self) -> Env:
         """A new one; no two share an argument that they might change."""
         made: Env = self._class(**ENVS.check(self._spec, "env"))
         return made
+
+    def release(self, env: Env) -> None:
+        """Nothing: a thread that hangs cannot be stopped."""
+
+    def tools(self) -> Sequence[ToolSpec]:
+        """The tools of the environment."""
+        if self._tools is None:
+            self._tools = self.make().tools()
+        return self._tools

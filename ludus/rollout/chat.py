@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -69,11 +69,19 @@ class Episode(Wire):
 
 
 class Made(Protocol):
-    """Where environments come from; `make` gives one that plays one episode."""
+    """Where environments come from.
+
+    `make` gives one that plays one episode; `release` has the last word on it, even where it hangs;
+    `tools` are known without one, for asking one may block.
+    """
 
     blocking: bool
 
     def make(self) -> Env: ...
+
+    def release(self, env: Env) -> None: ...
+
+    def tools(self) -> Sequence[ToolSpec]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,13 @@ class ChatAgent:
     async def _attempt(self, task: Task, episode: Episode, seat: Seat) -> None:
         episode.status, episode.error = Status.ABORTED, "it was stopped"
         deadline = self.config.episode_deadline_s
-        make, blocking = self.env.make, self.env.blocking
+        made: list[Env] = []
+
+        def make() -> Env:
+            made.append(self.env.make())
+            return made[-1]
+
+        blocking = self.env.blocking
         host = HostedEnv(make, seat, self.config.step_deadline_s, blocking=blocking)
         try:
             async with asyncio.timeout(deadline) as timer:
@@ -118,7 +132,11 @@ class ChatAgent:
             episode.status = Status.ERROR_TIMEOUT
             episode.error = f"the episode took longer than {deadline:g} s"
         finally:
-            await host.close()
+            try:
+                await host.close()
+            finally:
+                for env in made:
+                    self.env.release(env)
 
     async def _episode(self, task: Task, episode: Episode, host: HostedEnv) -> None:
         rewards: list[float] = []
@@ -147,7 +165,7 @@ class ChatAgent:
         conversation += opening
         if not opening:
             raise EnvError("reset returned no messages, and the task has no prompt")
-        tools = self._tools(host)
+        tools = self._tools()
         limit = for_part(config.max_turns, task)
         for turn in range(limit or host.env.max_turns):
             params = self._params(derive_seed(self.seed, str(episode.id), episode.sample, turn))
@@ -165,12 +183,12 @@ class ChatAgent:
                 return Status.COMPLETED
         return Status.TRUNCATED_TURNS
 
-    def _tools(self, host: HostedEnv) -> list[ToolSpec]:
+    def _tools(self) -> Sequence[ToolSpec]:
         if self.config.format != "tools":
             return []
-        if tools := list(host.env.tools()):
+        if tools := self.env.tools():
             return tools
-        raise EnvError(f"{type(host.env).__name__} has no tools: use the format plain or react")
+        raise EnvError("the environment has no tools: use the format plain or react")
 
     async def _act(self, host: HostedEnv, reply: Reply) -> StepResult:
         """Step the environment; a turn that names no action is answered with what is wrong."""

@@ -18,7 +18,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -29,11 +29,13 @@ from prometheus_client import CollectorRegistry, Counter
 
 from ludus.core.errors import LudusError
 from ludus.core.logs import get_logger
-from ludus.core.types import Wire
+from ludus.core.types import ToolSpec, Wire
+from ludus.envs.base import Env
 from ludus.models.endpoint import Endpoint
 from ludus.rollout.batches import RolloutAnswer, RolloutRequest, agentgym_spec, summary, tasks_of
 from ludus.rollout.chat import Batch, ChatAgent, Episode
 from ludus.services.app import ERRORS, ServiceError, owner_of
+from ludus.services.isolated import IsolatedEnv
 from ludus.services.sessions import ID_BITS, Served, Sessions
 
 log = get_logger(__name__)
@@ -90,6 +92,25 @@ class Job:
         return RolloutAnswer(**numbers.model_dump(), results=batch.episodes)
 
 
+class ServedEnvs:
+    """Environments as the service plays them: where it isolates, each in a process of its own."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self.blocking = served.blocking
+
+    def make(self) -> Env:
+        return self._served.make()
+
+    def release(self, env: Env) -> None:
+        """End its process: where a thread that waits for it was left behind, nothing else would."""
+        if isinstance(env, IsolatedEnv):
+            env.kill()
+
+    def tools(self) -> Sequence[ToolSpec]:
+        return self._served.prototype.tools()
+
+
 class Jobs:
     """The batches of a process. Errors of all methods: ServiceError."""
 
@@ -120,17 +141,16 @@ class Jobs:
             (task, Episode(id=id, task_id=task.id, tier=task.tier))
             for id, task in zip(request.ids, tasks, strict=True)
         ]
-        agent = ChatAgent(endpoint, env, request.config(), request.seed)
+        agent = ChatAgent(endpoint, ServedEnvs(env), request.config(), request.seed)
         done: list[Episode] = []
         batch = Batch(agent, work, deadline_s=request.deadline_s, on_episode=done.append)
         place = self._sessions
         number = secrets.randbits(ID_BITS - 8) * place.num_workers + place.worker
-        job = Job(f"{number:0{ID_BITS // 4}x}", owner, request, endpoint, batch, done)
-        self._jobs[job.id] = job
-        return job
+        return Job(f"{number:0{ID_BITS // 4}x}", owner, request, endpoint, batch, done)
 
     async def run(self, job: Job) -> None:
         """Play a batch to its end."""
+        self._jobs[job.id] = job
         try:
             async with job.endpoint:
                 await job.batch.run()

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from chat_server import ChatServer, num_turns, text
-from service_world import OBEYS, service, until
+from service_world import OBEYS, alive, service, until
 from starlette.responses import Response
 
 from ludus.envs.demonstrate import play
@@ -184,3 +184,17 @@ def test_a_key_is_nowhere_to_be_read(model: tuple[Model, str], server: httpx.Cli
     answer = server.post("/rollouts", json=asked(url, api_key="very-secret"))
     assert [e["status"] for e in answer.json()["results"]] == ["error_sampler"] * 3
     assert "very-secret" not in answer.text
+
+
+def test_an_isolated_episode_that_hangs_leaves_no_process(model: tuple[Model, str]) -> None:
+    spoken, url = model
+    orders = {0: ["hang"], 1: ["exit"], 2: ["pid", "hang"], 3: ["pid", "win"]}
+    spoken.say = lambda body: text(f"Action: {orders[task_number(body)][num_turns(body)]}")
+    asks = asked(url, ids=[0, 1, 2, 3], episode_deadline_s=3.0)
+    with service(OBEYS, isolate=True) as address:
+        entries = httpx.post(f"{address}/rollouts", json=asks, timeout=60).json()["results"]
+        statuses = ["error_timeout", "error_env", "error_timeout", "completed"]
+        assert [e["status"] for e in entries] == statuses
+        for entry in entries[2:]:
+            pid = int(entry["conversation"][2]["content"])
+            until(lambda pid=pid: not alive(pid))
