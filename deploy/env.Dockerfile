@@ -21,11 +21,11 @@ RUN if [ -n "$PACKAGES" ]; then \
         && apt-get install -y --no-install-recommends $PACKAGES \
         && rm -rf /var/lib/apt/lists/*; \
     fi \
-    && useradd --create-home --uid 10001 ludus
+    && useradd --create-home --home-dir /srv/ludus --uid 10001 ludus
 COPY --from=build /opt/ludus /opt/ludus
 ENV PATH=/opt/ludus/bin:$PATH PYTHONUNBUFFERED=1
 USER 10001
-WORKDIR /home/ludus
+WORKDIR /srv/ludus
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=3s --start-period=60s CMD \
     ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/health', timeout=2)"]

@@ -15,12 +15,12 @@ FROM python:3.12-slim-bookworm
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 10001 ludus \
-    && install -d -o ludus /home/ludus/.cache
+    && useradd --create-home --home-dir /srv/ludus --uid 10001 ludus \
+    && install -d -o ludus /srv/ludus/.cache
 COPY --from=build /opt/ludus /opt/ludus
 ENV PATH=/opt/ludus/bin:$PATH PYTHONUNBUFFERED=1
 USER 10001
-WORKDIR /home/ludus
+WORKDIR /srv/ludus
 VOLUME /models
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=3s --start-period=300s CMD \

@@ -16,14 +16,14 @@ FROM python:3.12-slim-bookworm
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 10001 ludus \
-    && install -d -o ludus /runs /home/ludus/.cache
+    && useradd --create-home --home-dir /srv/ludus --uid 10001 ludus \
+    && install -d -o ludus /runs /srv/ludus/.cache
 COPY --from=build /opt/ludus /opt/ludus
-COPY recipes /home/ludus/recipes
+COPY recipes /srv/ludus/recipes
 COPY --chmod=755 deploy/train.sh /usr/local/bin/train.sh
 ENV PATH=/opt/ludus/bin:$PATH PYTHONUNBUFFERED=1 LUDUS_RUNS_DIR=/runs
 USER 10001
-WORKDIR /home/ludus
+WORKDIR /srv/ludus
 VOLUME /runs
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["train.sh"]
