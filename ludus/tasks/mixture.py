@@ -54,7 +54,7 @@ class Ratios:
         """The part of each task of a round, which has as many tasks as the ratios add up to.
 
         At every place, each part has had its share of the places so far, rounded up or down:
-        Tijdeman 1980, "The chairman assignment problem", Discrete Mathematics 32, theorem 1. Among
+        Tijdeman 1980, "The chairman assignment problem", Discrete Mathematics 32. Among
         the parts that are far enough behind, the one comes next that would be due first.
         """
         total = sum(self.by_name.values())
