@@ -340,6 +340,13 @@ def test_what_belongs_to_another_run_is_refused(tmp_path: Path) -> None:
         Machine(tmp_path / "b", url, "other").take_up()
     with pytest.raises(ConfigError, match="is another run of that name"):
         Machine(tmp_path / "c", url).begin().take_up()
+    fourth = Machine(tmp_path / "d", url)  # its folder was removed, its rows were not
+    fourth.store.create_run("tiny-1", "tiny", {"a": 2}, {})
+    fourth.store.record_step("tiny-1", "rl", 0, groups_of(0), {})
+    with pytest.raises(ConfigError, match="has another run of that name"):
+        fourth.take_up()
+    assert len(fourth.store.steps("tiny-1")) == 1
+    assert not fourth.folder.path.exists()
 
 
 def test_a_name_that_leads_out_of_the_run_is_refused(tmp_path: Path) -> None:

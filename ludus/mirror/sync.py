@@ -221,6 +221,11 @@ def _fetch_rows(remote: Remote, snapshot: Snapshot, store: RunStore, aside: Path
     run = snapshot.run
     if run["id"] not in store.run_ids():
         store.create_run(run["id"], run["name"], run["config"], run["versions"])
+    elif store.run(run["id"]).config != run["config"]:  # its rows are not ours to replace
+        raise ConfigError(
+            f"mirror: {remote.url} holds run {run['id']}, but the store {store.url} has another "
+            "run of that name: choose another runs_dir"
+        )
     store.rewind(run["id"], {})
     for step in snapshot.steps or ():
         remote.get(step.content, aside)
