@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import cycle
 from typing import Annotated, Any, TypeVar
@@ -44,33 +43,27 @@ class Part(BaseModel):
     tasks: Spec = Field(description="Reader of the part's tasks.")
 
 
-@dataclass(frozen=True, slots=True)
-class Ratios:
-    """Names and whole numbers; `schedule` is one round of them, in which all come out even."""
+def schedule(ratios: Mapping[str, int]) -> list[str]:
+    """The part of each task of a round, which has as many tasks as the ratios add up to.
 
-    by_name: Mapping[str, int]
-
-    def schedule(self) -> list[str]:
-        """The part of each task of a round, which has as many tasks as the ratios add up to.
-
-        At every place, each part has had its share of the places so far, rounded up or down:
-        Tijdeman 1980, "The chairman assignment problem", Discrete Mathematics 32. Among
-        the parts that are far enough behind, the one comes next that would be due first.
-        """
-        total = sum(self.by_name.values())
-        if len(self.by_name) == 1:
-            return list(self.by_name) * total
-        share = {name: Fraction(ratio, total) for name, ratio in self.by_name.items()}
-        had = dict.fromkeys(share, 0)
-        slack = Fraction(1, 2 * len(share) - 2)
-        order: list[str] = []
-        for place in range(1, total + 1):
-            behind = {name: place * w - had[name] for name, w in share.items()}
-            ready = [name for name in share if behind[name] >= slack]
-            chosen = min(ready, key=lambda name: (1 - slack - behind[name]) / share[name])
-            had[chosen] += 1
-            order.append(chosen)
-        return order
+    At every place, each part has had its share of the places so far, rounded up or down:
+    Tijdeman 1980, "The chairman assignment problem", Discrete Mathematics 32. Among the parts that
+    are far enough behind, the one comes next that would be due first.
+    """
+    total = sum(ratios.values())
+    if len(ratios) == 1:
+        return list(ratios) * total
+    share = {name: Fraction(ratio, total) for name, ratio in ratios.items()}
+    had = dict.fromkeys(share, 0)
+    slack = Fraction(1, 2 * len(share) - 2)
+    order: list[str] = []
+    for place in range(1, total + 1):
+        behind = {name: place * w - had[name] for name, w in share.items()}
+        ready = [name for name in share if behind[name] >= slack]
+        chosen = min(ready, key=lambda name: (1 - slack - behind[name]) / share[name])
+        had[chosen] += 1
+        order.append(chosen)
+    return order
 
 
 def part_of(task: Task) -> str | None:
@@ -127,7 +120,7 @@ def _labelled(task: Task, name: str, where: str) -> Task:
 def _interleaved(queues: Mapping[str, list[Task]], ratios: Mapping[str, int]) -> list[Task]:
     waiting = {name: iter(tasks) for name, tasks in queues.items()}
     num_tasks, tasks = sum(map(len, queues.values())), list[Task]()
-    for name in cycle(Ratios(ratios).schedule()):
+    for name in cycle(schedule(ratios)):
         if len(tasks) == num_tasks:
             break
         if (task := next(waiting[name], None)) is not None:
@@ -159,7 +152,7 @@ class MixtureSampler(TaskSampler):
             by_part[part_of(task) or ""].append(task)
         self.ratios = {name: ratio for name, ratio in ratios.items() if name in by_part}
         self.parts = {name: TaskSampler(by_part[name], seed, shuffle) for name in self.ratios}
-        self._schedule = Ratios(self.ratios).schedule()
+        self._schedule = schedule(self.ratios)
         self._given = 0
 
     def __next__(self) -> Task:

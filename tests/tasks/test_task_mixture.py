@@ -16,10 +16,10 @@ from ludus.envs.mixture import Mixture
 from ludus.tasks.mixture import (
     PART,
     MixtureSampler,
-    Ratios,
     for_part,
     part_of,
     read_mixture,
+    schedule,
     task_sampler,
 )
 from ludus.tasks.readers import read_tasks
@@ -57,10 +57,10 @@ def parts_of(sampler: TaskSampler, count: int) -> list[str | None]:
 )
 def test_at_every_place_each_part_has_its_share_rounded_up_or_down(ratios: tuple[int, ...]) -> None:
     by_name = {f"p{n}": ratio for n, ratio in enumerate(ratios)}
-    schedule, total = Ratios(by_name).schedule(), sum(ratios)
-    assert Counter(schedule) == by_name
+    order, total = schedule(by_name), sum(ratios)
+    assert Counter(order) == by_name
     had: Counter[str] = Counter()
-    for place, name in enumerate(schedule * 2, start=1):
+    for place, name in enumerate(order * 2, start=1):
         had[name] += 1
         for other, ratio in by_name.items():
             assert abs(had[other] - Fraction(place * ratio, total)) < 1
