@@ -160,14 +160,21 @@ def _pretrained(config: ModelConfig) -> PreTrainedModel:
         for key, value in shape.to_dict().items():
             if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
                 setattr(shape, key, 0.0)
-        return AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             config.path,
             config=shape,
             dtype=getattr(torch, config.dtype),
             attn_implementation="sdpa",
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(unloadable("model.path", config.path, error)) from error
+    if missing := sorted(found["missing_keys"]):  # transformers would initialise them at random
+        raise ConfigError(
+            f"model.path: {config.path} lacks {len(missing)} of the model's tensors, the first "
+            f"{missing[0]}"
+        )
+    return model
 
 
 def _check_fit(

@@ -128,6 +128,19 @@ def test_all_linear_leaves_the_output_layer(tokenizer: PreTrainedTokenizerFast) 
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
+def test_a_folder_that_lacks_tensors_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """transformers would fill them with random numbers, and only warn."""
+    model = build_model(scratch(), tokenizer, seed=1)
+    name = "model.layers.1.mlp.up_proj.weight"
+    kept = {key: value for key, value in model.state_dict().items() if key != name}
+    model.save_pretrained(tmp_path, state_dict=kept)
+    config = ModelConfig(path=str(tmp_path), context_length=64)
+    with pytest.raises(ConfigError, match=rf"lacks 1 of the model's tensors, the first {name}"):
+        build_model(config, tokenizer, seed=1)
+
+
 def test_mistakes_are_explained(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     def fails(match: str, config: ModelConfig) -> None:
         with pytest.raises(ConfigError, match=match):
