@@ -202,6 +202,7 @@ def _run(
         raise
     finally:
         observer.close()
+        setup_logging()  # what follows in this process is not the run's
 
 
 def _mirror(
