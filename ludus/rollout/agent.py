@@ -18,10 +18,10 @@ from ludus.core.errors import (
 from ludus.core.occupancy import busy
 from ludus.core.schema import RolloutConfig
 from ludus.core.seeds import derive_seed
-from ludus.core.types import Message, Score, Status, StepResult, Task, Trajectory
-from ludus.models.parsing import parse_react
+from ludus.core.types import Message, Score, Status, Task, Trajectory
 from ludus.models.renderer import Renderer
 from ludus.models.sampler import Sampler, SamplingParams
+from ludus.rollout.acting import act
 from ludus.rollout.host import HostedEnv
 from ludus.rollout.status import status_of
 from ludus.rollout.tree import TreeBuilder, opened
@@ -101,7 +101,7 @@ class Agent:
                 return Status.TRUNCATED_LENGTH
             if env is None:
                 return Status.COMPLETED
-            result = await self._act(env, parsed.message, parsed.error)
+            result = await act(env, parsed.message, parsed.error, self.config.format, _refusal)
             segment.reward = result.reward
             if result.done:
                 builder.given(result.messages, [])  # said by the environment, seen by nobody
@@ -109,22 +109,6 @@ class Agent:
             if turn + 1 < max_turns:
                 builder.answered(parsed.message, result.messages, self.renderer)
         return Status.TRUNCATED_TURNS
-
-    async def _act(self, env: HostedEnv, turn: Message, error: str | None) -> StepResult:
-        """Step the environment; a turn that names no action is answered with what is wrong."""
-        form = self.config.format
-        if error is None and form == "tools":
-            if len(turn.tool_calls) == 1:
-                return await env.call(turn.tool_calls[0])
-            error = f"make exactly one tool call a turn, not {len(turn.tool_calls)}."
-        action = turn.content.strip()
-        if error is None and form == "react":
-            react = parse_react(turn.content)
-            action, error = react.action, react.error
-        if error is not None:
-            role = "tool" if turn.tool_calls else "user"
-            return StepResult(messages=[Message(role=role, content=error)])
-        return await env.step(Message(role="assistant", content=action))
 
     def _params(self, max_tokens: int, seed: int) -> SamplingParams:
         config = self.config
@@ -167,3 +151,7 @@ async def _verdict(judge: Judge, task: Task, trajectory: Trajectory) -> Score:
     if not isinstance(score, Score) or not math.isfinite(score.value):
         raise Unscorable(f"the judge returned {score!r:.80}; it has to return a finite Score")
     return score
+
+
+def _refusal(turn: Message, error: str) -> list[Message]:
+    return [Message(role="tool" if turn.tool_calls else "user", content=error)]

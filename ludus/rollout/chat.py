@@ -18,11 +18,11 @@ from pydantic import Field
 from ludus.core.errors import ContextOverflow, EnvError, EpisodeError, Unscorable
 from ludus.core.schema import RolloutConfig
 from ludus.core.seeds import derive_seed
-from ludus.core.types import Message, Status, StepResult, Task, ToolSpec, Wire
+from ludus.core.types import Message, Status, Task, ToolSpec, Wire
 from ludus.envs.base import Env
 from ludus.models.endpoint import Endpoint, Reply
-from ludus.models.parsing import parse_react
 from ludus.models.sampler import SamplingParams
+from ludus.rollout.acting import act
 from ludus.rollout.host import HostedEnv, Seat
 from ludus.rollout.status import status_of
 from ludus.tasks.mixture import for_part
@@ -175,7 +175,7 @@ class ChatAgent:
             episode.rows = grown(episode.rows, reply)
             if reply.finish_reason == "length":
                 return Status.TRUNCATED_LENGTH
-            result = await self._act(host, reply)
+            result = await act(host, reply.message, reply.error, self.config.format, _refusal)
             conversation += result.messages
             if result.reward is not None:
                 rewards.append(result.reward)
@@ -189,27 +189,6 @@ class ChatAgent:
         if tools := self.env.tools():
             return tools
         raise EnvError("the environment has no tools: use the format plain or react")
-
-    async def _act(self, host: HostedEnv, reply: Reply) -> StepResult:
-        """Step the environment; a turn that names no action is answered with what is wrong."""
-        turn, form, error = reply.message, self.config.format, reply.error
-        if error is None and form == "tools":
-            if len(turn.tool_calls) == 1:
-                return await host.call(turn.tool_calls[0])
-            error = f"make exactly one tool call a turn, not {len(turn.tool_calls)}."
-        action = turn.content.strip()
-        if error is None and form == "react":
-            react = parse_react(turn.content)
-            action, error = react.action, react.error
-        if error is None:
-            return await host.step(Message(role="assistant", content=action))
-        if not turn.tool_calls:
-            return StepResult(messages=[Message(role="user", content=error)])
-        answers = [  # OpenAI's form wants an answer to every call
-            Message(role="tool", content=error, tool_call_id=call.id, name=call.name)
-            for call in turn.tool_calls
-        ]
-        return StepResult(messages=answers)
 
     def _params(self, seed: int) -> SamplingParams:
         config = self.config
@@ -317,3 +296,13 @@ class Batch:
                     else "the batch was cancelled"
                 )
                 episode.reward = episode.score = None
+
+
+def _refusal(turn: Message, error: str) -> list[Message]:
+    """OpenAI's form wants an answer to every call."""
+    if not turn.tool_calls:
+        return [Message(role="user", content=error)]
+    return [
+        Message(role="tool", content=error, tool_call_id=call.id, name=call.name)
+        for call in turn.tool_calls
+    ]
