@@ -19,6 +19,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,6 +183,10 @@ class _RunLog(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):  # closing flushes what the disk had no room for
+            super().close()
 
 
 def _hush_transformers() -> None:

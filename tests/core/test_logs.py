@@ -52,6 +52,15 @@ def test_the_file_has_one_json_line_an_event(tmp_path):
     assert (second["run"], second["level"], second["level_"]) == ("r", "warning", "field")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full: a disk that is full")
+def test_a_full_disk_ends_no_run_through_its_log(tmp_path, capsys):
+    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+    setup_logging(tmp_path)
+    log.error("the disk is full")
+    setup_logging()
+    assert capsys.readouterr().err.count("the disk is full") == 1
+
+
 def test_an_exception_keeps_its_traceback(tmp_path):
     setup_logging(tmp_path)
     try:
