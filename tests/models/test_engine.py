@@ -90,11 +90,13 @@ async def test_logprobs_are_those_of_a_plain_pass(family: str) -> None:
 
 
 async def test_logprobs_with_adapters() -> None:
+    torch.manual_seed(0)  # the adapters' first matrices are drawn
     model = _with_lora(tiny(), LoraConfig(rank=2, dropout=0.5))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                parameter.normal_(generator=torch.Generator().manual_seed(0))
+                # small, as adapters are: merged, large ones round by more than is allowed below
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
     engine = sampler(model)
     model.train()  # as the learner leaves it; dropout must not reach the sampler
     await check_exact(model.eval(), engine)
