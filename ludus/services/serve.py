@@ -39,6 +39,10 @@ log = get_logger(__name__)
 GRACE_S = 5
 """Seconds that calls under way have to end in, when the service stops."""
 
+KEEP_ALIVE_S = 75
+"""Seconds that a connection may be unused, as nginx has it. An agent thinks, and a trainer computes,
+for longer than uvicorn's 5; and a request that meets a closing connection is lost."""
+
 BACKLOG = 4096
 
 
@@ -119,6 +123,7 @@ def run(app: FastAPI, sockets: list[socket.socket]) -> None:
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=GRACE_S,
+        timeout_keep_alive=KEEP_ALIVE_S,
         ws_ping_interval=None,
         ws_per_message_deflate=False,
         ws_max_size=1_000_000,

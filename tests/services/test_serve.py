@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -93,6 +94,20 @@ def workers_of(pid: int) -> list[int]:
             if b"spawn_main" in line:
                 found.append(int(child))
     return found
+
+
+def test_an_agent_may_think_for_longer_than_a_moment() -> None:
+    patient = httpx.Limits(keepalive_expiry=60)
+    with (
+        command("textcraft") as started,
+        httpx.Client(base_url=started.url, limits=patient) as client,
+    ):
+        client.get("/health").raise_for_status()
+        time.sleep(6)  # uvicorn's own limit is 5
+        reused: list[str] = []
+        opened = {"trace": lambda name, info: reused.append(name)}
+        client.get("/health", extensions=opened).raise_for_status()
+        assert not any(name.startswith("connection.connect_tcp") for name in reused), reused
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are read from /proc")
