@@ -17,7 +17,7 @@ REPEATS = 15
 COMMANDS = {
     "python -c pass": ["-c", "pass"],
     "import ludus": ["-c", "import ludus"],
-    "ludus --help": ["-m", "ludus.cli", "--help"],
+    "ludus --help": ["-m", "ludus", "--help"],
 }
 
 

@@ -29,7 +29,7 @@ ludus train recipes/babyai-tiny.yaml rl.steps=50 'env.args={level: GoToObj}'
 
 def configuration() -> str:
     """The configuration page: what `ludus config --markdown` prints."""
-    command = [sys.executable, "-m", "ludus.cli", "config", "--markdown"]
+    command = [sys.executable, "-m", "ludus", "config", "--markdown"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 

@@ -1,0 +1,60 @@
+"""`ludus checkpoint`: list, check, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ludus.cli.options import Run, RunsDir
+
+app = typer.Typer(help="Checkpoints: list, check, export.", no_args_is_help=True)
+
+
+@app.command("list")
+def checkpoint_list(run: Run, runs_dir: RunsDir = "runs") -> None:
+    """List a run's checkpoints."""
+    from ludus.runs import find_run
+    from ludus.train.checkpoint import CheckpointStore
+
+    for info in CheckpointStore(find_run(runs_dir, run).checkpoints).list():
+        kept = ", pinned" if info.pinned else ""
+        metric = "" if info.metric is None else f", metric {info.metric:.4g}"
+        typer.echo(f"{info.path.name}: {info.stage} step {info.step}{metric}{kept}")
+
+
+@app.command("check")
+def checkpoint_check(
+    path: Annotated[str, typer.Argument(help="A run's id, or the path of a checkpoint.")],
+    runs_dir: RunsDir = "runs",
+) -> None:
+    """Find truncated, altered or missing files."""
+    from ludus.runs import find_run
+    from ludus.train.checkpoint import check
+
+    folder = Path(path) if Path(path).is_dir() else find_run(runs_dir, path).checkpoints
+    problems = check(folder)
+    for problem in problems:
+        typer.echo(problem)
+    if problems:
+        raise typer.Exit(1)
+    typer.echo("all files are as they were written")
+
+
+@app.command("export")
+def checkpoint_export(
+    run: Run,
+    path: Annotated[Path, typer.Argument(help="The Hugging Face folder to write.")],
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Checkpoint, e.g. rl-000100; default: the newest.")
+    ] = None,
+    merge: Annotated[bool, typer.Option(help="Merge LoRA adapters into the weights.")] = True,
+    overwrite: Annotated[bool, typer.Option(help="Replace what is in the folder.")] = False,
+    runs_dir: RunsDir = "runs",
+) -> None:
+    """Export a checkpoint as a Hugging Face folder that `from_pretrained` loads."""
+    from ludus.evaluating import export_checkpoint
+
+    export_checkpoint(run, runs_dir, checkpoint, path, merge=merge, overwrite=overwrite)
+    typer.echo(str(path))

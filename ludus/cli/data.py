@@ -1,0 +1,137 @@
+"""Verbs that play episodes with an endpoint or an expert: rollout, generate-data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ludus.cli.options import spec
+
+app = typer.Typer()
+
+
+Model = Annotated[str | None, typer.Option(help="The model's name at the endpoint.")]
+BaseUrl = Annotated[
+    str | None, typer.Option(help="OpenAI-compatible, up to /v1. Its key: LUDUS_API_KEY.")
+]
+Ids = Annotated[
+    str | None, typer.Option(help="AgentGym's, or seeds where there are none: 0-99,babyai_120.")
+]
+Form = Annotated[str, typer.Option(help="plain, react, or tools.")]
+SystemPrompt = Annotated[
+    Path | None, typer.Option(help="A file: put before the environment's messages.")
+]
+MaxRound = Annotated[
+    int | None, typer.Option(min=1, help="Turns of an episode; default: the environment's own.")
+]
+Concurrency = Annotated[int, typer.Option(min=1, max=512, help="Episodes at the same time.")]
+
+
+@app.command()
+def rollout(
+    env: Annotated[str, typer.Argument(help="A registered environment, or module:Class.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments: key=value ...")] = None,
+    model: Model = None,
+    base_url: BaseUrl = None,
+    ids: Ids = "0-9",
+    tier: Annotated[str | None, typer.Option(help="Ids are seeds of this tier.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A JSON file for all episodes.")] = None,
+    max_round: MaxRound = None,
+    format: Form = "react",
+    system_prompt: SystemPrompt = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest turn.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    concurrency: Concurrency = 16,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds for all episodes.")] = 3600.0,
+) -> None:
+    """Play episodes with the model of an OpenAI-compatible endpoint, as `POST /rollouts` does."""
+    from ludus.data import options, rollouts
+
+    asked = rollouts.request(
+        env=env,
+        model=model,
+        base_url=base_url,
+        ids=options.ids(ids),
+        tier=tier,
+        max_round=max_round,
+        format=format,
+        system_prompt=options.text_of(system_prompt),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        concurrency=concurrency,
+        deadline_s=deadline,
+    )
+    answer = rollouts.rollout(spec(env, args), asked, out, lambda line: typer.echo(line, err=True))
+    typer.echo(answer.model_dump_json(exclude={"results"}))
+    if not answer.num_evaluated:
+        raise typer.Exit(1)
+
+
+@app.command("generate-data")
+def generate_data(
+    folder: Annotated[
+        Path, typer.Argument(help="Where the data set goes; one that is begun goes on.")
+    ],
+    envs: Annotated[
+        list[str],
+        typer.Argument(help="Environments, each followed by its arguments: NAME [key=value ...]"),
+    ],
+    source: Annotated[str, typer.Option(help="expert, model, or mixed.")] = "expert",
+    num_tasks: Annotated[int, typer.Option(min=1, help="Tasks of each environment.")] = 100,
+    first_seed: Annotated[int, typer.Option(min=0, help="Seed of the first task.")] = 0,
+    tier: Annotated[list[str] | None, typer.Option(help="Only these; default: all.")] = None,
+    ids: Ids = None,
+    items: Annotated[
+        str | None, typer.Option(help="The tasks of a file of AgentEval or AgentTraj.")
+    ] = None,
+    format: Form = "react",
+    system_prompt: SystemPrompt = None,
+    model: Model = None,
+    base_url: BaseUrl = None,
+    samples: Annotated[int, typer.Option(min=1, help="Of the model, of each task.")] = 4,
+    keep: Annotated[int, typer.Option(min=1, help="Best episodes kept of each task.")] = 1,
+    min_score: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Kept from here on; default: successes.")
+    ] = None,
+    max_round: MaxRound = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest turn.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    concurrency: Concurrency = 16,
+    workers: Annotated[int, typer.Option(min=1, help="Processes of the expert.")] = 2,
+) -> None:
+    """Make SFT data of an expert's episodes, a model's best ones, or both; with a data card."""
+    from ludus.data import options
+    from ludus.data.generate import generate
+    from ludus.services import serving
+
+    wanted = options.generation(
+        [spec(name, args) for name, args in serving.named(envs)],
+        source=source,
+        num_tasks=num_tasks,
+        first_seed=first_seed,
+        tiers=tier,
+        ids=ids,
+        items=items,
+        format=format,
+        system_prompt=system_prompt,
+        model=model,
+        base_url=base_url,
+        samples=samples,
+        keep=keep,
+        min_score=min_score,
+        max_round=max_round,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        concurrency=concurrency,
+        workers=workers,
+    )
+    made = generate(wanted, folder, lambda line: typer.echo(line, err=True))
+    typer.echo(
+        f"{made.num_kept} episodes: {made.folder}/data.jsonl (card: {made.folder}/README.md)"
+    )

@@ -1,0 +1,128 @@
+"""Verbs that look: at runs and what they stored, at keys, environments, this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ludus.cli.options import Run, RunsDir, StoreUrl, show_on_screen, spec
+
+app = typer.Typer()
+
+
+@app.command()
+def report(run: Run, runs_dir: RunsDir = "runs", store: StoreUrl = None) -> None:
+    """Write a run's report again, from what is stored."""
+    from ludus import launch
+
+    typer.echo(launch.report_again(run, runs_dir, store))
+
+
+@app.command()
+def runs(runs_dir: RunsDir = "runs", store: StoreUrl = None) -> None:
+    """List the runs in the store."""
+    from ludus.launch import open_store
+    from ludus.store.show import render_runs
+
+    with open_store(runs_dir, store) as opened:
+        show_on_screen(render_runs(opened))
+
+
+@app.command()
+def show(
+    run: Run,
+    trajectory: Annotated[
+        str | None, typer.Argument(help="A trajectory's id: read its rollout.")
+    ] = None,
+    runs_dir: RunsDir = "runs",
+    store: StoreUrl = None,
+) -> None:
+    """Show a run, or one of its rollouts with trained tokens told apart."""
+    from ludus.launch import decoder, open_store
+    from ludus.store.show import render_run, render_trajectory
+
+    with open_store(runs_dir, store) as opened:
+        if trajectory is None:
+            show_on_screen(render_run(opened, run))
+        else:
+            decode = decoder(run, runs_dir)
+            show_on_screen(render_trajectory(opened, run, trajectory, decode))
+
+
+@app.command()
+def export(
+    run: Run,
+    path: Annotated[Path, typer.Argument(help="The file to write.")],
+    format: Annotated[str, typer.Option(help="jsonl or parquet.")] = "jsonl",
+    what: Annotated[str, typer.Option(help="trajectories, steps, or sft.")] = "trajectories",
+    min_score: Annotated[
+        float | None, typer.Option(help="Only episodes whose reward reaches this.")
+    ] = None,
+    runs_dir: RunsDir = "runs",
+    store: StoreUrl = None,
+) -> None:
+    """Write a run's trajectories, steps, or an SFT data set to a file."""
+    from ludus.launch import decoder, open_store
+    from ludus.store.export import export as write
+
+    with open_store(runs_dir, store) as opened:
+        written = write(
+            opened,
+            run,
+            path,
+            format=format,
+            what=what,
+            min_score=min_score,
+            decode=decoder(run, runs_dir),
+        )
+    typer.echo(f"{written.num_rows} lines in {written.path}")
+    for reason, count in written.skipped.items():
+        typer.echo(f"left out: {count} ({reason})", err=True)
+
+
+@app.command()
+def config(
+    key: Annotated[
+        str | None, typer.Argument(help="A key, a section, or a plug-in's name; default: all.")
+    ] = None,
+    markdown: Annotated[bool, typer.Option(help="Print the page of the documentation.")] = False,
+) -> None:
+    """Print the reference of every key, and of every plug-in's arguments."""
+    from ludus.core.reference import config_reference, show_reference
+    from ludus.registries import REGISTRIES
+
+    if markdown:
+        sys.stdout.write(config_reference(REGISTRIES))
+    else:
+        show_on_screen(show_reference(key, REGISTRIES))
+
+
+@app.command("check-env")
+def check_env_command(
+    name: Annotated[str, typer.Argument(help="A registered environment, or module:Class.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments: key=value ...")] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="Tasks to try.")] = 6,
+) -> None:
+    """Check that an environment keeps the protocol: deterministic, robust, quiet."""
+    from ludus.envs.check import check_env
+
+    findings = asyncio.run(check_env(spec(name, args), num_tasks=tasks))
+    for finding in findings:
+        typer.echo(finding)
+    if any(finding.severity == "error" for finding in findings):
+        raise typer.Exit(1)
+    typer.echo(f"{name} keeps the protocol")
+
+
+@app.command()
+def doctor(runs_dir: RunsDir = "runs") -> None:
+    """Check this machine, and say what to install."""
+    from ludus.doctor import exit_code, render_checks, run_doctor
+
+    checks = run_doctor(runs_dir)
+    show_on_screen(render_checks(checks))
+    raise typer.Exit(exit_code(checks))

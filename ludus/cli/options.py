@@ -1,0 +1,52 @@
+"""What several verbs take, and how they read it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ludus.core.errors import ConfigError
+
+Recipe = Annotated[
+    str, typer.Argument(help="A YAML file, or `file.py:function` that returns a RunConfig.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings to change: dotted.key=value ...")
+]
+RunsDir = Annotated[str, typer.Option("--runs-dir", help="Folder of the runs.")]
+StoreUrl = Annotated[
+    str | None, typer.Option("--store", help="URL of the run store, if not SQLite in runs-dir.")
+]
+Run = Annotated[str, typer.Argument(help="A run's id (see `ludus runs`).")]
+
+
+def load(recipe: str, overrides: list[str] | None, runs_dir: str = "runs") -> Any:
+    """The recipe's configuration, changed."""
+    from ludus.core.config import load_config
+
+    changes = list(overrides or [])
+    if runs_dir != "runs":
+        changes.append(f"runs_dir={runs_dir}")
+    return load_config(recipe, changes)
+
+
+def spec(name: str, args: list[str] | None) -> Any:
+    """A plug-in's name and its arguments, `key=value` each."""
+    from ludus.core import yaml12
+    from ludus.core.types import Spec
+
+    pairs: dict[str, Any] = {}
+    for item in args or []:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{item!r}: arguments are given as key=value")
+        pairs[key], _ = yaml12.parse(value, item)
+    return Spec(name=name, args=pairs)
+
+
+def show_on_screen(renderable: Any) -> None:
+    """What rich draws."""
+    from rich.console import Console
+
+    Console().print(renderable)
