@@ -168,8 +168,10 @@ class Guard:
             await self._refuse(error, scope, receive, watched)
         else:
             await self._app(scope, replayed(body, receive), watched)
-        route = getattr(scope.get("route"), "path", "none")
-        self._seconds.labels(route, str(status)).observe(time.perf_counter() - started)
+        # What stands between may know better: another process found the route, or counts it (None).
+        found = getattr(scope.get("route"), "path", "none")
+        if (route := scope["state"].get("route", found)) is not None:
+            self._seconds.labels(route, str(status)).observe(time.perf_counter() - started)
 
     def _owner(self, scope: Scope) -> str | None:
         """The known token of the request, "" where none is needed, None where it has none."""

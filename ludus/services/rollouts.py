@@ -202,7 +202,7 @@ def add_routes(app: FastAPI, sessions: Sessions, registry: CollectorRegistry) ->
 
     @app.get("/rollouts", response_model=list[Progress], **options)
     async def read_all(request: Request) -> list[Progress]:
-        """The batches under way; of several worker processes, those of the one that answers."""
+        """The batches under way."""
         return jobs.mine(owner_of(request.scope))
 
     @app.get("/rollouts/{job}", response_model=Progress, **options)

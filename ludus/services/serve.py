@@ -40,8 +40,8 @@ GRACE_S = 5
 """Seconds that calls under way have to end in, when the service stops."""
 
 KEEP_ALIVE_S = 75
-"""Seconds that a connection may be unused, as nginx has it. An agent thinks, and a trainer computes,
-for longer than uvicorn's 5; and a request that meets a closing connection is lost."""
+"""Seconds that a connection may be unused, as nginx has it. An agent thinks, and a trainer
+computes, for longer than uvicorn's 5; and a request that meets a closing connection is lost."""
 
 BACKLOG = 4096
 
@@ -64,11 +64,7 @@ def serve(options: ServeOptions, ready: Callable[[str], object] = lambda _: None
 
     Errors: ConfigError where the port is taken or an environment cannot be served.
     """
-    if not options.tokens and options.host not in ("127.0.0.1", "localhost", "::1"):
-        raise ConfigError(
-            f"--host {options.host} is open to other machines: set a token in LUDUS_TOKENS, or "
-            "serve on 127.0.0.1"
-        )
+    require_tokens(options.host, options.tokens)
     for spec in options.envs:  # before anything listens: a mistake is told at once
         _ = Served(spec).schema
     listening = listen(options.host, options.port)

@@ -4,10 +4,15 @@ All workers accept from one listening socket, so a request may reach any of them
 says whose it is (`number % num_workers`); a worker that is asked for another's hands the request
 over, through a Unix socket that every worker listens on as well. A client that talks over a
 WebSocket opens its sessions in the worker that it is connected to, and nothing is handed over.
+What tells of the service as a whole is asked of all workers (`together`).
+
+In the metrics each request counts once: in the worker that accepted it, under the route that the
+worker which carried it out has found.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Mapping
@@ -19,12 +24,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ludus.services.app import ServiceError, read_body, replayed
+from ludus.services.together import JOINED, Answers
 
 HANDED = b"x-ludus-handed-over"
 """Marks what comes from another worker: it is not handed on."""
 
+ROUTE = b"x-ludus-route"
+"""Tells the worker that handed a request over which route it was."""
+
 PATH = re.compile(r"^/(?:sessions|rollouts)/([0-9a-f]{1,64})")
 TIMEOUT_S = 120.0
+ASK_S = 1.0
+"""Seconds that a worker has to tell of itself; the others do not wait for longer."""
+
+NO_LIMIT = httpx.Limits(max_connections=None, max_keepalive_connections=64)
 
 
 class Peers:
@@ -65,22 +78,33 @@ class Peers:
 
     async def forward(self, worker: int, scope: Scope, body: bytes) -> Response:
         """The owner's answer to a request."""
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1")
-            for name, value in scope["headers"]
-            if name in (b"authorization", b"content-type")
-        }
+        headers = _handed_on(scope)
         query = scope["query_string"].decode("latin-1")
         path = scope["path"] + (f"?{query}" if query else "")
         answer = await self._send(worker, scope["method"], path, headers, body)
+        scope["state"]["route"] = answer.headers.get(ROUTE.decode(), "none")
         kind = answer.headers.get("content-type")
         return Response(answer.content, answer.status_code, media_type=kind)
+
+    async def ask_all(self, path: str, headers: Mapping[str, str]) -> Answers:
+        """What the other workers answer; None for one that does not, or not with 200."""
+        others = [worker for worker in range(self.num_workers) if worker != self.worker]
+        answers = await asyncio.gather(*(self._ask(worker, path, headers) for worker in others))
+        return dict(zip(others, answers, strict=True))
+
+    async def _ask(self, worker: int, path: str, headers: Mapping[str, str]) -> bytes | None:
+        try:
+            async with asyncio.timeout(ASK_S):
+                answer = await self._send(worker, "GET", path, headers, b"")
+        except (TimeoutError, ServiceError):
+            return None
+        return answer.content if answer.status_code == 200 else None
 
     async def _send(
         self, worker: int, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> httpx.Response:
         if worker not in self._clients:
-            transport = httpx.AsyncHTTPTransport(uds=str(self.socket_of(worker)))
+            transport = httpx.AsyncHTTPTransport(uds=str(self.socket_of(worker)), limits=NO_LIMIT)
             self._clients[worker] = httpx.AsyncClient(
                 transport=transport, base_url="http://worker", timeout=TIMEOUT_S
             )
@@ -96,15 +120,21 @@ class Peers:
 
 
 class HandOver:
-    """Before the routes: sends a request to the worker whose session it names."""
+    """Before the routes: sends a request to the worker whose session it names, or to all."""
 
     def __init__(self, app: ASGIApp, peers: Peers) -> None:
         self._app, self._peers = app, peers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handed = any(name == HANDED for name, _ in scope.get("headers", ()))
-        if scope["type"] != "http" or handed:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        if any(name == HANDED for name, _ in scope["headers"]):
+            scope["state"]["route"] = None  # counted where it came from
+            await self._app(scope, receive, _telling_route(scope, send))
+            return
+        if scope["method"] == "GET" and scope["path"] in JOINED:
+            await self._all(scope, receive, send)
             return
         body = await read_body(receive, scope, 2**31)  # bounded by the guard that stands before
         worker = self._worker(scope, body)
@@ -115,6 +145,17 @@ class HandOver:
             response = await self._peers.forward(worker, scope, body)
         except ServiceError as error:
             response = JSONResponse(error.body, error.status)
+        await response(scope, _nothing, send)
+
+    async def _all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer for all workers."""
+        others = asyncio.ensure_future(self._peers.ask_all(scope["path"], _handed_on(scope)))
+        try:
+            status, own = await _answer_of(self._app, scope, receive)
+            answers = {self._peers.worker: own, **await others}
+        finally:
+            others.cancel()
+        response = JOINED[scope["path"]](answers) if status == 200 else Response(own, status)
         await response(scope, _nothing, send)
 
     def _worker(self, scope: Scope, body: bytes) -> int:
@@ -139,6 +180,41 @@ def _number(query: bytes, body: bytes) -> int | None:
         return None
     number = given.get("id", given.get("env_idx"))
     return number if isinstance(number, int) and not isinstance(number, bool) else None
+
+
+def _handed_on(scope: Scope) -> dict[str, str]:
+    """The headers of a request that another worker needs."""
+    return {
+        name.decode("latin-1"): value.decode("latin-1")
+        for name, value in scope["headers"]
+        if name in (b"authorization", b"content-type")
+    }
+
+
+def _telling_route(scope: Scope, send: Send) -> Send:
+    """A `send` that adds the route to the answer's headers."""
+
+    async def telling(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            route = getattr(scope.get("route"), "path", "none").encode("latin-1", "replace")
+            message = {**message, "headers": [*message.get("headers", ()), (ROUTE, route)]}
+        await send(message)
+
+    return telling
+
+
+async def _answer_of(app: ASGIApp, scope: Scope, receive: Receive) -> tuple[int, bytes]:
+    """Status and body of what an application answers."""
+    status, body = 500, bytearray()
+
+    async def keep(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        body.extend(message.get("body", b""))
+
+    await app(scope, receive, keep)
+    return status, bytes(body)
 
 
 async def _nothing() -> Message:
