@@ -59,9 +59,12 @@ once."""
 class WebShop(Env):
     """One instruction; the episode ends with a purchase, whose reward is between 0 and 1.
 
-    `StepResult.info` has `success` and, after the purchase, the reward's parts: `type`,
-    `num_attributes`, `num_options`, `price`. A task's data is `{"goal": index}`, in the original's
-    order of goals, or `{"split": "train" or "heldout", "options": 0 to 2 or None, "seed": n}`.
+    `StepResult.info` has `success`, `available_actions` (`search[keywords]` where the page has a
+    search bar, and a click on all that it shows) and, after the purchase, the reward's parts:
+    `type`, `num_attributes`, `num_options`, `price`.
+
+    A task's data is `{"goal": index}`, in the original's order of goals, or
+    `{"split": "train" or "heldout", "options": 0 to 2 or None, "seed": n}`.
     """
 
     blocking: ClassVar[bool] = False  # a step takes well under a millisecond and cannot hang
@@ -102,7 +105,11 @@ class WebShop(Env):
         text = self._view(instruction=True)
         return Observation(
             messages=[Message(role="user", content=f"{GUIDE}\n\n{text}" if self.guide else text)],
-            info={"goal": index, "instruction": self._goal.instruction},
+            info={
+                "goal": index,
+                "instruction": self._goal.instruction,
+                "available_actions": self._actions(),
+            },
         )
 
     def _goal_index(self, task: Task) -> int:
@@ -133,9 +140,8 @@ class WebShop(Env):
         elif parsed[1] == "search":
             self._search(parsed[2])
         else:
-            shown = {
-                text.lower(): text for text in clickable(self._page, self._product, self.page_size)
-            }
+            # As an action's text is made: in lower case, with single spaces.
+            shown = {" ".join(text.lower().split()): text for text in self._clickable()}
             if parsed[2] not in shown:
                 remark = "there is nothing of that name to click. "
             elif shown[parsed[2]] == BUY:
@@ -143,7 +149,8 @@ class WebShop(Env):
             else:
                 self._click(shown[parsed[2]])
         text = f"{remark}{self._view(self.repeat_instruction)}"
-        return StepResult(messages=answer(action, text), reward=0.0, info={"success": False})
+        info = {"success": False, "available_actions": self._actions()}
+        return StepResult(messages=answer(action, text), reward=0.0, info=info)
 
     async def close(self) -> None:
         self._page = None
@@ -152,6 +159,17 @@ class WebShop(Env):
     def _product(self) -> Product | None:
         assert self._page is not None
         return self._shop.products.get(self._page.asin)
+
+    def _clickable(self) -> list[str]:
+        assert self._page is not None
+        return clickable(self._page, self._product, self.page_size)
+
+    def _actions(self) -> list[str]:
+        """What the page offers; two options may share a value."""
+        assert self._page is not None
+        search = ["search[keywords]"] if self._page.kind == "search" else []
+        clicks = dict.fromkeys(text.lower() for text in self._clickable())
+        return [*search, *(f"click[{text}]" for text in clicks)]
 
     def _view(self, instruction: bool) -> str:
         assert self._page is not None
@@ -196,6 +214,7 @@ class WebShop(Env):
             terminated=True,
             info={
                 "success": success,
+                "available_actions": [],
                 "type": parts.type,
                 "num_attributes": parts.num_attributes,
                 "num_options": parts.num_options,

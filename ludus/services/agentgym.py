@@ -103,15 +103,20 @@ def _webshop_state(session: Session) -> dict[str, Any]:
     return {
         "url": str(info.get("url", "")),
         "html": str(info.get("html", session.last)),
-        "instruction_text": str(info.get("instruction", "")),
+        "instruction_text": _webshop_instruction(session),
     }
 
 
+def _webshop_instruction(session: Session) -> str:
+    return f"Instruction: {session.info.get('instruction', '')}"
+
+
 def _webshop_actions(session: Session) -> dict[str, Any]:
+    """The search bar's own button is listed too, though a click on it does nothing."""
     actions = _actions(session)
-    clickables = [a[6:-1] for a in actions if a.startswith("click[")]
-    search = any(a.startswith("search") for a in actions)
-    return {"has_search_bar": search, "clickables": clickables}
+    search = any(action.startswith("search[") for action in actions)
+    clicks = [action[6:-1] for action in actions if action.startswith("click[")]
+    return {"has_search_bar": search, "clickables": ["search", *clicks] if search else clicks}
 
 
 ROWS: dict[str, Row] = {
@@ -165,7 +170,7 @@ ROWS: dict[str, Row] = {
         asks={
             "observation": _last,
             "available_actions": _webshop_actions,
-            "instruction_text": lambda session: str(session.info.get("instruction", "")),
+            "instruction_text": _webshop_instruction,
             "state": _webshop_state,
         },
     ),

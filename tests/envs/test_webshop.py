@@ -223,6 +223,25 @@ async def test_an_episode_by_hand() -> None:
         await act(env, "search[x]")
 
 
+async def test_what_can_be_done_is_told_with_each_page() -> None:
+    env = WebShop(page_size=2)
+    opening = await env.reset(Task(id="x", data={"goal": 0}))
+    assert opening.info["available_actions"] == ["search[keywords]"]
+    told = (await act(env, "search[coffee table]")).info["available_actions"]
+    assert told[:2] == ["click[back to search]", "click[next >]"]
+    assert [len(told), *map(len, told[2:])] == [4, 17, 17]
+    item = (await act(env, told[2])).info["available_actions"]
+    options = SHOP.products[told[2][6:-1].upper()].options.values()
+    fixed = ["back to search", "< prev", "description", "features", "reviews", "buy now"]
+    assert item == [f"click[{text}]" for text in [*fixed, *(v for vs in options for v in vs)]]
+    assert all(action == action.lower() for action in item)
+    below = (await act(env, "click[reviews]")).info["available_actions"]
+    assert below == ["click[back to search]", "click[< prev]"]
+    assert (await act(env, "click[no such]")).info["available_actions"] == below
+    await act(env, "click[< prev]")
+    assert (await act(env, "click[buy now]")).info["available_actions"] == []
+
+
 async def test_options_are_forgotten_with_the_product() -> None:
     env = await shopping()
     await act(env, "search[women's summer dress]")
@@ -354,6 +373,18 @@ async def test_the_original_files_can_be_loaded(tmp_path: Path) -> None:
     synthetic = load_shop(str(tmp_path), None, "synthetic")
     said = sorted(goal.instruction for goal in synthetic.goals)
     assert said == ["find me a mug with color: black", "find me a mug with color: red | blue"]
+
+
+async def test_an_option_with_two_spaces_can_be_chosen(tmp_path: Path) -> None:
+    original_files(tmp_path)
+    path = tmp_path / "items_shuffle_1000.json"
+    path.write_text(path.read_text().replace("Red/Blue ", "Red / Blue"))
+    env = await shopping(path=str(tmp_path), instructions="synthetic")
+    await act(env, "search[mug]")
+    await act(env, "click[B000000001]")
+    await act(env, "click[red  |  blue]")
+    assert env._page is not None
+    assert env._page.options == {"color": "red  |  blue"}
 
 
 def test_wrong_files_are_named(tmp_path: Path) -> None:

@@ -13,7 +13,13 @@ from service_world import LIGHTLY, OBEYS, service
 def url() -> Iterator[str]:
     """A service of the light environments and of two that obey."""
     with service(
-        "textcraft", "babyai", OBEYS, LIGHTLY, step_deadline_s=3, max_action_chars=150_000
+        "textcraft",
+        "babyai",
+        "webshop",
+        OBEYS,
+        LIGHTLY,
+        step_deadline_s=3,
+        max_action_chars=150_000,
     ) as address:
         yield address
 

@@ -9,10 +9,11 @@ import httpx
 import pytest
 from service_world import service
 
-from ludus.core.types import Message
+from ludus.core.types import Message, Task
 from ludus.envs.babyai import BabyAI
 from ludus.envs.babyai_world import LEVELS
 from ludus.envs.textcraft import TextCraft
+from ludus.envs.webshop import WebShop
 from ludus.services.agentgym import ROWS
 from ludus.tasks.agentgym import BABYAI_LEVELS
 
@@ -98,6 +99,28 @@ def test_textcraft_with_a_goal_of_the_clients_own(client: httpx.Client) -> None:
     assert client.get("/health").json()["sessions"] == before
     answer = client.post("/agentgym/textcraft/create", json={"commands": "craft 1 x using 1 y"})
     assert kind(answer) == (422, "invalid")
+
+
+def test_webshop(client: httpx.Client) -> None:
+    gym = Gym(client, "webshop")
+    assert gym.created == gym.id
+    assert kind(gym.get("available_actions")) == (409, "not_reset")
+    actions, said = asyncio.run(played(WebShop(), Task(id="x", data={"goal": 7})))
+    assert gym.post("reset", session_id=7).json() == [said[0], None]
+    told = gym.get("available_actions").json()
+    assert told == {"has_search_bar": True, "clickables": ["search"]}
+    instruction = gym.get("instruction_text").json()
+    assert instruction.replace("Instruction: ", "Instruction: [SEP] ") in said[0]
+    for action, text in zip(actions, said[1:], strict=True):
+        assert action.startswith("search[") or action[6:-1].lower() in told["clickables"]
+        answer = gym.post("step", action=action).json()
+        assert answer.keys() == {"state", "reward", "done", "info"}
+        assert answer["state"] == gym.get("observation").json() == text
+        told = gym.get("available_actions").json()
+        assert told["has_search_bar"] is False
+        assert all(f" {c} " in f" {text.lower()} " for c in told["clickables"])
+        assert bool(told["clickables"]) is not answer["done"]
+    assert (answer["reward"], answer["done"], answer["info"]) == (1.0, True, None)
 
 
 @pytest.mark.parametrize(
