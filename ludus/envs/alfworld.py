@@ -89,7 +89,7 @@ class ALFWorld(Env):
     async def reset(self, task: Task) -> Observation:
         game = alfworld_games.game_of(task)
         if self._engine is None:
-            self._engine = alfworld_engine.borrow()
+            self._engine = alfworld_engine.Engine()
         self._done, self._num_steps = True, 0  # over, should the engine break below
         text = self._engine.reset(game).partition("\n\n")[2].replace("\n\n", "\n")
         self._done = False
@@ -124,9 +124,7 @@ class ALFWorld(Env):
 
     async def close(self) -> None:
         self._done = True
-        if self._engine is not None:
-            alfworld_engine.give_back(self._engine)
-            self._engine = None
+        self._engine = None
 
     def _see(self) -> None:
         if self.expert == "search":  # the other one need not look
