@@ -13,6 +13,7 @@ from ludus.assemble import check, read_splits
 from ludus.core.config import load_config
 from ludus.core.errors import LudusError, MissingDependency
 from ludus.core.schema import RunConfig
+from ludus.hardware import HARDWARE
 from ludus.tasks.mixture import part_of
 from ludus.train.schedule import turn_limit
 
@@ -53,7 +54,7 @@ def recipe(name: str, *overrides: str) -> RunConfig:
 @pytest.mark.parametrize("name", ["babyai", "textcraft", "agentgym"])
 def test_it_fits_the_gpu_that_it_is_meant_for(name: str, shape: Path) -> None:
     config = recipe(f"{name}-qwen3-0.6b", f"model.path={shape}")
-    found = planning.plan(config, planning.HARDWARE["h200"], fill=0.4)
+    found = planning.plan(config, HARDWARE["h200"], fill=0.4)
     assert found.num_parameters == 596_049_920
     assert found.fits
     assert 1 < found.hours < 24
@@ -109,7 +110,7 @@ def test_scaling_inter_s_horizon_is_by_environment() -> None:
 def test_a_plan_of_a_mixture_counts_each_part_s_turns() -> None:
     config = load_config(str(RECIPES / "agentgym-tiny.yaml"))
     lone = load_config(str(RECIPES / "agentgym-tiny.yaml"), ["rollout.max_turns=7"])
-    h200 = planning.HARDWARE["h200"]
+    h200 = HARDWARE["h200"]
     seven = planning.plan(lone, h200, env_step_s=0.1).seconds["rl: environment"]
     assert planning.plan(config, h200, env_step_s=0.1).seconds["rl: environment"] == pytest.approx(
         seven * (8 + 2 * 6) / 3 / 7

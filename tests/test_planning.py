@@ -15,6 +15,7 @@ from ludus.cli import app
 from ludus.core.config import load_config
 from ludus.core.errors import ConfigError
 from ludus.core.schema import RunConfig
+from ludus.hardware import HARDWARE, find_hardware
 from ludus.models.flops import Shape
 
 RECIPE = str(Path(__file__).parents[1] / "recipes" / "babyai-tiny.yaml")
@@ -46,14 +47,12 @@ def test_activations_are_what_autograd_keeps(layers: int, inner: int) -> None:
         lambda t: (alive.append(t), keep(t))[1], lambda t: t
     ):
         model.model(torch.randint(0, 100, (1, tokens)), use_cache=False)
-    estimate = planning._Estimate(
-        config, planning.HARDWARE["l4"], shape, Shape.of(model), 1.0, 0.35, 0.0
-    )
+    estimate = planning._Estimate(config, HARDWARE["l4"], shape, Shape.of(model), 1.0, 0.35, 0.0)
     assert estimate._activations() * tokens == pytest.approx(sum(kept.values()), rel=0.3)
 
 
 def test_parameters_and_their_memory() -> None:
-    found = planning.plan(recipe("model.dtype=bfloat16"), planning.HARDWARE["h100"])
+    found = planning.plan(recipe("model.dtype=bfloat16"), HARDWARE["h100"])
     model = AutoModelForCausalLM.from_config(planning._shape(recipe()))
     num = sum(p.numel() for p in model.parameters())
     assert found.num_parameters == num
@@ -61,30 +60,31 @@ def test_parameters_and_their_memory() -> None:
     assert found.memory["optimizer"] == 4 * num
     # 256 episodes of 512 tokens, 4 layers, keys and values, 2 heads of 32, 2 bytes
     assert found.memory["keys and values"] == 256 * 512 * 4 * 2 * 2 * 32 * 2
-    lora = planning.plan(recipe("model.lora={rank: 4}"), planning.HARDWARE["h100"])
+    lora = planning.plan(recipe("model.lora={rank: 4}"), HARDWARE["h100"])
     assert lora.memory["optimizer"] < 0.2 * lora.memory["weights"]
 
 
 def test_time_grows_with_the_work_and_falls_with_the_hardware() -> None:
-    base = planning.plan(recipe(), planning.HARDWARE["l4"])
-    twice = planning.plan(recipe("rl.steps=200", "evaluate.every=0"), planning.HARDWARE["l4"])
+    base = planning.plan(recipe(), HARDWARE["l4"])
+    twice = planning.plan(recipe("rl.steps=200", "evaluate.every=0"), HARDWARE["l4"])
     for part in ("rl: sampling", "rl: training"):
         assert twice.seconds[part] == pytest.approx(2 * base.seconds[part])
-    assert planning.plan(recipe(), planning.HARDWARE["h200"]).hours < base.hours
-    assert planning.plan(recipe(), planning.HARDWARE["l4"], fill=0.5).hours < base.hours
-    grown = planning.plan(recipe("rl.horizon=[[0, 4], [50, 8]]"), planning.HARDWARE["l4"])
+    assert planning.plan(recipe(), HARDWARE["h200"]).hours < base.hours
+    assert planning.plan(recipe(), HARDWARE["l4"], fill=0.5).hours < base.hours
+    grown = planning.plan(recipe("rl.horizon=[[0, 4], [50, 8]]"), HARDWARE["l4"])
     assert 0.5 * base.seconds["rl: sampling"] < grown.seconds["rl: sampling"]
     assert grown.seconds["rl: sampling"] < base.seconds["rl: sampling"]
-    waits = planning.plan(recipe(), planning.HARDWARE["l4"], env_step_s=0.1)
+    waits = planning.plan(recipe(), HARDWARE["l4"], env_step_s=0.1)
     assert waits.seconds["rl: environment"] == pytest.approx(100 * 8 * 0.1)
 
 
 def test_this_machine() -> None:
-    here = planning.hardware("here", recipe())
+    here = find_hardware("here", recipe().model)
     assert here.source == "measured just now"
-    assert here.memory > 2**30 < here.bandwidth < here.flops32
+    assert here.memory > 2**30
+    assert min(here.bandwidth, here.flops, here.flops32) > 0  # how much, depends on other load
     with pytest.raises(ConfigError, match=r"--hardware: there is no 'h20'.*h200"):
-        planning.hardware("h20", recipe())
+        find_hardware("h20", recipe().model)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
@@ -92,7 +92,7 @@ def test_a_gpu_that_is_not_here_has_to_be_named() -> None:
     with pytest.raises(
         ConfigError, match=r"--hardware here: model\.device is cuda, and this machine"
     ):
-        planning.hardware("here", recipe("model.device=cuda"))
+        find_hardware("here", recipe("model.device=cuda").model)
 
 
 def run(*args: str) -> Any:
@@ -115,4 +115,4 @@ def test_the_verb_tells_cost_and_what_to_lower() -> None:
 
 def test_a_model_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"model\.path: there is no folder"):
-        planning.plan(recipe("model={path: ./nowhere}"), planning.HARDWARE["l4"])
+        planning.plan(recipe("model={path: ./nowhere}"), HARDWARE["l4"])

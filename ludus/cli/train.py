@@ -144,11 +144,12 @@ def plan(
 ) -> None:
     """Estimate what a recipe takes on some hardware: memory, time, cost. Starts nothing."""
     from ludus import planning
+    from ludus.hardware import find_hardware
 
     config = load(recipe, overrides)
     found = planning.plan(
         config,
-        planning.hardware(hardware, config),
+        find_hardware(hardware, config.model),
         fill=fill,
         efficiency=efficiency,
         env_step_s=env_step_s,
