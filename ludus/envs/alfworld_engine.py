@@ -36,8 +36,8 @@ Facts = Mapping[str, list[tuple[str, ...]]]
 
 T = TypeVar("T")
 
-NUM_GAMES = 64
-"""Games that are remembered, 1 to 2 MB each: groups and epochs play the same ones."""
+NUM_GAMES = 32
+"""Games that are remembered, 1 to 4 MB each: groups play the same ones."""
 
 TASK = re.compile(r'"rhs": ("Your task is to: [^"\\\n]*")')
 """In a grammar: all that the games of a kind do not have in common."""
@@ -70,9 +70,19 @@ _parse_query = textworld.logic._parse_and_convert
 _deepcopy = textgen.deepcopy
 
 
+@contextmanager
+def _parsing(module: Any) -> Iterator[None]:
+    """A parser keeps its last error, and that the frames it passed: games, engines, tasks."""
+    with LOCK:
+        try:
+            yield
+        finally:
+            module._PARSER._furthest_exception = None
+
+
 @lru_cache(maxsize=4096)
 def _template(text: str, rule_name: str) -> list[Any]:
-    with LOCK:
+    with _parsing(textgen):
         symbols: list[Any] = _parse_template(text, rule_name=rule_name)
         return symbols
 
@@ -84,7 +94,7 @@ def _fast_template(text: str, rule_name: str, **_: Any) -> list[Any]:
 
 @lru_cache(maxsize=4096)
 def _fast_query(text: str, rule_name: str) -> Any:
-    with LOCK:
+    with _parsing(textworld.logic):
         return _parse_query(text, rule_name=rule_name)
 
 
@@ -112,7 +122,7 @@ def fast(enabled: bool = True) -> None:
 
 @lru_cache(maxsize=8)
 def _grammar(text: str) -> tuple[Mapping[str, Any], Any]:
-    with LOCK:
+    with _parsing(logic):
         actions, grammar = logic._parse_and_convert(text, rule_name="pddlStart")
         return actions, grammar
 

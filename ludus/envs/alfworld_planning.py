@@ -82,9 +82,15 @@ class Operator:
     """An action with its arguments: `gotolocation agent1 loc_1 loc_2 fridge_1`."""
 
     name: str
-    action: str
-    arguments: Sequence[str]
     effects: Sequence[Effect]
+
+    @property
+    def action(self) -> str:
+        return self.name.partition(" ")[0]
+
+    @property
+    def arguments(self) -> list[str]:
+        return self.name.split()[1:]
 
 
 class Problem:
@@ -103,7 +109,9 @@ class Problem:
         for type_ in task.types:
             with suppress(ValueError):  # the domain's `object` and the translator's
                 self.types.add(Type(type_.name, type_.supertype_names))
-        self._type_of = {thing.name: thing.type_name for thing in task.objects}
+        self._variables = {
+            thing.name: Variable(thing.name, thing.type_name) for thing in task.objects
+        }
         self.goal: list[Fact] = list(sas.goal.pairs)
         self._read_operators(sas)
         self._read_axioms(sas)
@@ -117,29 +125,25 @@ class Problem:
 
     def _read_operators(self, sas: Any) -> None:
         needs = [_preconditions(operator) for operator in sas.operators]
-        names = sas.variables.value_names
-        told = {  # one object a fact: some hundreds are told by thousands of operators
-            (var, value): self._proposition(names[var][value])
-            for operator in sas.operators
-            for var, _, value, _ in operator.pre_post
-        }
-        untold = {fact: _negated(proposition) for fact, proposition in told.items()}
         order = sorted(range(len(needs)), key=lambda number: (needs[number], number))
+        names, values = sas.variables.value_names, sas.init.values
+        effects: dict[Any, Effect] = {}  # thousands of operators have some hundreds in common
         self.operators: list[Operator] = []
         self.unmet: list[int] = []
         self.needing: dict[Fact, list[int]] = {}
         for rank, number in enumerate(order):
             operator = sas.operators[number]
-            name: str = operator.name[1:-1]
-            action, *arguments = name.split()
-            effects = [
-                Effect((var, value), conditions, told[var, value], untold[var, value])
-                for var, _, value, conditions in operator.pre_post
-            ]
-            self.operators.append(Operator(name, action, arguments, effects))
-            met = sum(sas.init.values[var] == value for var, value in set(needs[number]))
-            self.unmet.append(len(set(needs[number])) - met)
-            for fact in set(needs[number]):
+            found = []
+            for var, _, value, conditions in operator.pre_post:
+                key = ((var, value), tuple(conditions))
+                if key not in effects:
+                    told = self._proposition(names[var][value])
+                    effects[key] = Effect(*key, told, _negated(told))
+                found.append(effects[key])
+            self.operators.append(Operator(operator.name[1:-1], tuple(found)))
+            different = set(needs[number])
+            self.unmet.append(sum(values[var] != value for var, value in different))
+            for fact in different:
                 self.needing.setdefault(fact, []).append(rank)
 
     def _read_axioms(self, sas: Any) -> None:
@@ -168,12 +172,12 @@ class Problem:
         found = []
         for said in init:
             if isinstance(said, Atom) and said.predicate != "=":
-                arguments = [Variable(arg, self._type_of[arg]) for arg in said.args]
+                arguments = [self._variables[arg] for arg in said.args]
                 found.append(_proposition(said.predicate, arguments))
             elif isinstance(said, Assign) and said.fluent.symbol != "total-cost":
                 name = str(said.expression.value)
                 if not name.isdigit():  # digits are distances
-                    arguments = [Variable(arg, self._type_of[arg]) for arg in said.fluent.args]
+                    arguments = [self._variables[arg] for arg in said.fluent.args]
                     found.append(_proposition(name, arguments))
         told = (self._proposition(names[var][value]) for var, value in enumerate(self.values))
         return list(dict.fromkeys([*found, *(fact for fact in told if not fact.is_negation)]))
@@ -182,7 +186,7 @@ class Problem:
         """`NegatedAtom holds(agent1, apple_1)` as a fact, as TextWorld reads it."""
         kind, rest = text.split(" ", 1)
         name, arguments = rest.split("(", 1)
-        told = [Variable(arg, self._type_of[arg]) for arg in arguments[:-1].split(", ") if arg]
+        told = [self._variables[arg] for arg in arguments[:-1].split(", ") if arg]
         return _proposition(f"not_{name}" if kind == "NegatedAtom" else name, told)
 
 
@@ -261,6 +265,7 @@ def _translated(domain: str, problem: str) -> tuple[Any, Any]:
 
 
 def _preconditions(operator: Any) -> list[Fact]:
+    """Sorted; twice where two effects say the same one, as the library has them."""
     needs = [*operator.prevail, *((var, pre) for var, pre, _, _ in operator.pre_post if pre != -1)]
     return sorted(needs)
 

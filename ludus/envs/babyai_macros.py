@@ -14,9 +14,23 @@ from ludus.envs.babyai_world import Cell, Seen, can_toggle, cell_at, describe_ob
 if TYPE_CHECKING:
     from ludus.envs.babyai_expert import Expert
 
-LEFT, RIGHT, FORWARD, TOGGLE = 0, 1, 2, 5
+LEFT, RIGHT, FORWARD, PICK_UP, TOGGLE = 0, 1, 2, 3, 5
 STEPS: tuple[Cell, ...] = ((1, 0), (0, 1), (-1, 0), (0, -1))
 """The step forward for each of minigrid's four directions; turning right adds one."""
+
+
+VERBS = {
+    "toggle and go through ": "toggle and go through",
+    "go through ": "go through",
+    "go to ": "go to",
+    "pick up ": "pick up",
+    "pickup ": "pick up",
+}
+"""How a macro action begins. To pick up from afar is understood but not offered: AgentGym's prompt
+teaches it, and here two actions do the same."""
+
+STATES = ("open", "closed", "locked")
+"""What a view says of a door before its name; who takes the whole for the name is understood."""
 
 
 class Macros:
@@ -71,14 +85,15 @@ class Macros:
 
     def plan(self, text: str) -> list[int] | str:
         """The primitive actions that a macro action stands for, or what is wrong with it."""
-        for verb in ("toggle and go through ", "go through ", "go to "):
-            if text.startswith(verb):
-                name = text.removeprefix(verb).removeprefix("the ")
+        for words, verb in VERBS.items():
+            if text.startswith(words):
+                named = text.removeprefix(words).removeprefix("the ").split()
+                name = " ".join(word for word in named if word not in STATES)
                 if name not in self._places:
                     return "you see no such object. "
                 if self._objects[name] is not cell_at(self._world, self._places[name]):
                     return "it is not there any more. "
-                return self._go(verb.strip(), name)
+                return self._go(verb, name)
         return "no such action. "
 
     def _go(self, verb: str, name: str) -> list[int] | str:
@@ -88,6 +103,11 @@ class Macros:
             return "no free way there. "
         if verb == "go to":
             return way or "you are there. "
+        if verb == "pick up":
+            if not content.can_pickup():
+                return "that cannot be picked up. "
+            full = self._world.carrying is not None
+            return "your hands are full. " if full else [*way, PICK_UP]
         if content.type != "door":
             return "that is no door. "
         if verb == "go through":

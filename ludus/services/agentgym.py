@@ -139,7 +139,7 @@ ROWS: dict[str, Row] = {
     "scienceworld": Row(
         was_reset=_science_opening,
         stepped=_science_step,
-        asks={"observation": _last, "action_hint": _actions, "detail": lambda s: s.info},
+        asks={"observation": _last, "detail": lambda s: s.info},
     ),
     "alfworld": Row(
         index_key="game",
@@ -147,6 +147,7 @@ ROWS: dict[str, Row] = {
             "id": session.number,
             "observation": session.last,
             "available_actions": _actions(session),
+            "task_type": str(session.info.get("type", "")),
         },
         stepped=lambda session: {
             "observation": session.last,

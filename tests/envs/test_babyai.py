@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 
@@ -138,6 +139,36 @@ async def test_macros_open_doors_and_go_through() -> None:
     result = await act(env, action)
     assert result.info["num_steps"] > 3
     assert result.done or "nothing changed" not in result.messages[0].content
+
+
+@pytest.mark.parametrize("verb", ["pick up", "pickup"])
+async def test_what_agentgyms_prompt_teaches_is_understood(verb: str) -> None:
+    """`pick up <obj> <id>` from afar, and doors named as they are shown."""
+    env, text = await start("PickupLoc", 0, actions="macro")
+    thing = next(a.removeprefix("go to ") for a in text.split(", ") if a.startswith("go to "))
+    assert f"{thing}: 1 forward." not in text
+    result = await act(env, f"{verb} {thing}")
+    assert result.info["num_steps"] > 1
+    assert result.done or f"carrying {thing}" in result.messages[0].content
+    env, text = await start("OpenDoor", 4, actions="macro")
+    while "closed" not in text:
+        text = (await act(env, "turn left")).messages[0].content
+    door = next(part for part in re.split(r"\n|, ", text) if part.startswith("closed "))
+    result = await act(env, f"{verb} {door.partition(':')[0]}")
+    assert result.messages[0].content.startswith("that cannot be picked up. ")
+    before = result.info["num_steps"]
+    result = await act(env, f"toggle and go through {door.partition(':')[0]}")
+    assert result.info["num_steps"] > before + 3  # there, opened, and through
+
+
+async def test_full_hands_pick_nothing_up() -> None:
+    env, text = await start("PutNextLocal", 1, actions="macro")
+    one, other = [a[6:] for a in text.rstrip(".").split(", ") if a.startswith("go to ")][:2]
+    text = (await act(env, f"pick up {one}")).messages[0].content
+    assert f"carrying {one}" in text
+    said = (await act(env, f"pick up {other}")).messages[0].content
+    assert said.startswith(("your hands are full. ", "you see no such object. "))
+    assert f"carrying {one}" in said
 
 
 async def test_every_macro_that_is_offered_has_an_effect() -> None:
