@@ -63,7 +63,6 @@ def without_data_folder() -> Iterator[None]:
 with without_data_folder():
     from alfworld.agents.utils.misc import Demangler
 
-
 # What the engine's modules hold, before `fast` puts its own in place.
 _parse_template = textgen._parse_and_convert
 _parse_query = textworld.logic._parse_and_convert
@@ -218,11 +217,12 @@ def _predicates(template: str) -> set[str]:
     return {name.removeprefix("not_") for name in found}
 
 
-_games: OrderedDict[tuple[str, str, str], Game] = OrderedDict()
+Texts = tuple[str, str, str]
+_games: OrderedDict[Texts, Game] = OrderedDict()
 _games_lock = threading.Lock()
 
 
-def _game(*texts: str) -> Game:
+def _game(texts: Texts) -> Game:
     """The game of a domain, a grammar and a problem; read once, however many ask for it at once."""
     found = _remembered(texts)
     if found is None:
@@ -235,7 +235,7 @@ def _game(*texts: str) -> Game:
     return found
 
 
-def _remembered(texts: Any) -> Game | None:
+def _remembered(texts: Texts) -> Game | None:
     with _games_lock:
         if texts in _games:
             _games.move_to_end(texts)
@@ -263,7 +263,7 @@ class Engine:
         return self._game.opening
 
     def _load(self, game: Mapping[str, Any]) -> None:
-        self._game = _game(game["pddl_domain"], game["grammar"], game["pddl_problem"])
+        self._game = _game((game["pddl_domain"], game["grammar"], game["pddl_problem"]))
         self._episode = Episode(self._game.problem)
         self._see(self._game.first_commands)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import importlib
 import json
 import os
 import random
@@ -99,23 +101,10 @@ async def test_an_expert_joins_at_any_turn() -> None:
     await env.close()
 
 
-async def test_the_texts_are_those_of_the_stock_engine() -> None:
-    """Openings, answers and admissible commands, through won and aimless episodes."""
+def stock_says(game: dict[str, str], commands: list[str]) -> list[tuple[str, list[str]]]:
+    """The stock engine's answers, and its commands in the order that it looks for one in."""
     import textworld
     from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
-
-    game = alfworld_games.game_of(ALFWorld.task("pick_clean_then_place_in_recep:bathroom", 1))
-    env, rng = ALFWorld(), random.Random(1)
-    _, actions = await play(env, ALFWorld.task("pick_clean_then_place_in_recep:bathroom", 1))
-    await env.close()
-    engine = alfworld_engine.Engine()
-    ours = [(engine.reset(game), engine.commands)]
-    ours += [(engine.step(action), engine.commands) for action in actions]
-    assert engine.won
-    aimless = []
-    for _ in range(12):
-        aimless.append(rng.choice([*engine.commands, "open sesame 1", "examine sinkbasin 1"]))
-        ours.append((engine.step(aimless[-1]), engine.commands))
 
     alfworld_engine.fast(False)
     try:
@@ -123,13 +112,61 @@ async def test_the_texts_are_those_of_the_stock_engine() -> None:
         stock = AlfredDemangler(textworld.envs.PddlEnv(infos), shuffle=False)
         stock.load({key: game[key] for key in ("pddl_domain", "grammar", "pddl_problem")})
         state = stock.reset()
-        theirs = [(state.feedback, state["admissible_commands"])]
-        for command in [*actions, *aimless]:
+        said = [(state.feedback, list(dict.fromkeys(state["_valid_commands"])))]
+        for command in commands:
             state, _, _ = stock.step(command)
-            theirs.append((state.feedback, state["admissible_commands"]))
+            said.append((state.feedback, list(dict.fromkeys(state["_valid_commands"]))))
+        return said
     finally:
         alfworld_engine.fast()
-    assert ours == theirs
+
+
+def aimless(engine: alfworld_engine.Engine, num: int) -> tuple[list[str], list[Any]]:
+    """Commands drawn from what is possible and what is not, and what is said to them."""
+    rng, commands, said = random.Random(1), [], []
+    for _ in range(num):
+        choices = [*engine.commands, "open sesame 1", "examine sinkbasin 1"]
+        commands.append(rng.choice(choices))
+        said.append((engine.step(commands[-1]), list(engine._operators)))
+    return commands, said
+
+
+@pytest.mark.parametrize(
+    "tier", ["pick_clean_then_place_in_recep:bathroom", "look_at_obj_in_light:bedroom"]
+)
+async def test_the_texts_are_those_of_the_stock_engine(tier: str) -> None:
+    """Openings, answers and possible commands, through won and aimless episodes."""
+    task = ALFWorld.task(tier, 1)
+    env, game = ALFWorld(), alfworld_games.game_of(task)
+    _, actions = await play(env, task)
+    await env.close()
+    engine = alfworld_engine.Engine()
+    ours: list[Any] = [(engine.reset(game), list(engine._operators))]
+    ours += [(engine.step(action), list(engine._operators)) for action in actions]
+    assert engine.won
+    assert engine.commands == sorted(engine._operators)
+    commands, said = aimless(engine, 12)
+    assert ours + said == stock_says(game, [*actions, *commands])
+
+
+def test_commands_that_depend_on_the_state_are_not_remembered() -> None:
+    game = alfworld_games.game_of(ALFWorld.task(SMALL, 1))
+    asking = "go to {r} with [{o.name | holds(a:agent, o:object)}]"
+    place = "go to [{r.name | receptacleatlocation(r:receptacle, lend:location)}]"
+    assert place in game["grammar"]
+    game["grammar"] = game["grammar"].replace(place, asking)
+    engine = alfworld_engine.Engine()
+    opening = (engine.reset(game), list(engine._operators))
+    thing, where = next(iter(engine.facts("inreceptacle")["inreceptacle"]))
+    commands = [
+        f"go to {where} with nothing",
+        f"open {where}",
+        f"take {thing} from {where}",
+        "look",
+    ]
+    said = [(engine.step(command), list(engine._operators)) for command in commands]
+    assert any(command.endswith(f"with {thing}") for command in engine.commands)
+    assert [opening, *said] == stock_says(game, commands)
 
 
 async def test_what_a_model_may_say() -> None:
@@ -284,7 +321,56 @@ async def test_a_game_that_the_engine_cannot_load_leaves_it_usable() -> None:
     unsolvable = good["pddl_problem"].partition("(:goal")[0] + "(:goal (isHot agent1)))"
     with pytest.raises(EnvError, match="alfworld: load raised"):
         engine.reset(good | {"pddl_problem": unsolvable})
+    undeclared = good["pddl_problem"].partition("(:goal")[0] + "(:goal (sings agent1)))"
+    with pytest.raises(EnvError, match="Undeclared predicate"):  # not the process's end
+        engine.reset(good | {"pddl_problem": undeclared})
     assert "Your task is to: " in engine.reset(good)
+
+
+def test_games_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither they, nor what they are made of, nor what is played on them."""
+    from textworld.logic import Proposition
+
+    from ludus.envs.alfworld_planning import Problem
+
+    def num_kept() -> tuple[int, int]:
+        gc.collect()
+        num_problems = sum(isinstance(found, Problem) for found in gc.get_objects())
+        kept = core._memento_cache.values()
+        return num_problems, sum(isinstance(found, Proposition) for found in kept)
+
+    core = importlib.import_module("mementos.core")  # TextWorld's, of no types
+    alfworld_engine.forget()
+    monkeypatch.setattr(alfworld_engine, "NUM_GAMES", 2)
+    engine = alfworld_engine.Engine()
+    num_problems, num_propositions = num_kept()
+    for seed in range(4):
+        engine.reset(alfworld_games.game_of(ALFWorld.task(SMALL, seed)))
+        engine.step(engine.commands[0])
+    assert num_kept() == (num_problems + 2, num_propositions)
+    alfworld_engine.forget()
+    del engine
+    assert num_kept() == (num_problems, num_propositions)
+
+
+def test_a_game_is_read_once_however_many_ask() -> None:
+    game = alfworld_games.game_of(ALFWorld.task(SMALL, 1))
+    alfworld_engine.forget()
+    engines = [alfworld_engine.Engine() for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(lambda engine: engine.reset(game), engines))) == 1
+    assert len({id(engine._game) for engine in engines}) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
+def test_the_planners_native_library_is_not_loaded() -> None:
+    """Its faults would end the process."""
+    code = (
+        "import asyncio\nfrom pathlib import Path\nfrom ludus.envs.alfworld import ALFWorld\n"
+        f"asyncio.run(ALFWorld().reset(ALFWorld.task({SMALL!r}, 0)))\n"
+        "assert 'libdownward' not in Path('/proc/self/maps').read_text()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 async def test_generated_games_are_kept_and_mended(tmp_path: Path) -> None:
