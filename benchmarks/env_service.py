@@ -97,6 +97,7 @@ async def episodes_of(name: str, num: int) -> list[Episode]:
 def service(*words: str) -> Iterator[tuple[str, int]]:
     """`ludus serve env`: its address and process id."""
     command = [sys.executable, "-m", "ludus", "serve", "env", *words, "--port", "0"]
+    command += ["--step-deadline", "600"]  # hundreds of slow worlds wait for each other
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     found = re.search(r"http://[\d.]+:\d+", process.stdout.readline())
@@ -326,7 +327,9 @@ async def soak(seconds: float, num: int = 2000, env: str = "textcraft") -> list[
     return lines
 
 
-async def all_rows(envs: Sequence[str], seconds: float, repeats: int) -> list[Row]:
+async def all_rows(
+    envs: Sequence[str], sizes: Sequence[int], seconds: float, repeats: int
+) -> list[Row]:
     """All rows; the ways alternate, and the repeat of the median p50 counts."""
     rows: list[Row] = []
     for env in envs:
@@ -334,7 +337,7 @@ async def all_rows(envs: Sequence[str], seconds: float, repeats: int) -> list[Ro
         with service(env) as (url, pid):
             async with Ways(url, env) as ways:  # what is compiled and remembered, is so from now on
                 await play([await ways.websocket()], episodes, 3 * seconds)
-            for sessions in SESSIONS:
+            for sessions in sizes:
                 found: dict[str, list[Row]] = {}
                 for _ in range(repeats):
                     for way in WAYS:
@@ -409,10 +412,11 @@ def main() -> None:
     parser.add_argument("--soak", type=float, default=300.0, help="seconds; 0: none")
     parser.add_argument("--quick", action="store_true", help="a moment of each, nothing written")
     given = parser.parse_args()
+    sizes: Sequence[int] = SESSIONS
     if given.quick:
-        given.seconds, given.repeats, given.soak = 0.2, 1, min(given.soak, 1.0)
+        sizes, given.seconds, given.repeats, given.soak = (1, 4), 0.2, 1, min(given.soak, 1.0)
     facts = machine(1)
-    rows = asyncio.run(all_rows(given.envs, given.seconds, given.repeats))
+    rows = asyncio.run(all_rows(given.envs, sizes, given.seconds, given.repeats))
     lines = asyncio.run(soak(given.soak)) if given.soak else []
     text = report(rows, lines, given.repeats, given.seconds)
     if given.quick:

@@ -11,7 +11,6 @@ is ever tokenised here. An endpoint that refuses the question is not asked again
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import math
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any, Literal
 
 from ludus.core.errors import ConfigError, ContextOverflow, MissingDependency, SamplerError
 from ludus.core.types import Message, ToolCall, ToolSpec
+from ludus.models.addresses import OffLimits, check_host, guard, off_limits
 from ludus.models.sampler import SamplingParams
 
 try:
@@ -57,7 +57,7 @@ def check_url(base_url: str) -> str:
     """The address without a slash at its end.
 
     Errors: ConfigError for one that is not http(s)://host[:port][/path], that carries a password,
-    or that names a link-local address: those are a cloud machine's own services, never a model.
+    or whose number no model has (`addresses`).
     """
     where = f"base_url: {base_url!r:.100}"
     try:
@@ -68,11 +68,7 @@ def check_url(base_url: str) -> str:
         raise ConfigError(f"{where} has to be http://host:port/v1 or https://...")
     if url.userinfo or url.query or url.fragment:
         raise ConfigError(f"{where} may have no user, query or fragment; a key is given apart")
-    try:
-        address = ipaddress.ip_address(url.host)
-    except ValueError:
-        return str(url).rstrip("/")
-    if address.is_link_local or address.is_multicast:
+    if off_limits(url.host):
         raise ConfigError(f"{where} is link-local or multicast, which is no model's address")
     return str(url).rstrip("/")
 
@@ -92,6 +88,8 @@ class Endpoint:
         self, base_url: str, model: str, api_key: str | None = None, *, timeout_s: float = 120.0
     ) -> None:
         self.base_url, self.model = check_url(base_url), model
+        self._url = httpx.URL(f"{self.base_url}/chat/completions")
+        self._host = self._url.raw_host.decode("ascii")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         if not all(value.isascii() and value.isprintable() for value in headers.values()):
             raise ConfigError("api_key: it has to be printable ASCII")
@@ -108,6 +106,13 @@ class Endpoint:
 
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
+
+    async def check(self) -> None:
+        """Errors: ConfigError where the host's name stands for an address that no model has."""
+        try:
+            await check_host(self._host, self._url.port or 443)
+        except OffLimits as error:
+            raise ConfigError(f"base_url: {error}") from error
 
     async def chat(
         self, messages: Sequence[Message], params: SamplingParams, tools: Sequence[ToolSpec] = ()
@@ -145,6 +150,8 @@ class Endpoint:
                 raise SamplerError(
                     f"{self.base_url} did not answer within {self._timeout_s:g} s"
                 ) from None
+            except OffLimits as error:
+                raise SamplerError(f"{self.base_url} is refused: {error}") from error
             except httpx.HTTPError as error:
                 if pause is None:
                     what = str(error) or type(error).__name__
@@ -154,8 +161,8 @@ class Endpoint:
 
     async def _send(self, body: dict[str, Any]) -> tuple[int, bytes]:
         content = bytearray()
-        url = f"{self.base_url}/chat/completions"
-        async with self._client.stream("POST", url, json=body) as answer:
+        watched = {"trace": guard(self._host)}
+        async with self._client.stream("POST", self._url, json=body, extensions=watched) as answer:
             async for part in answer.aiter_bytes():
                 content += part
                 if len(content) > MAX_BYTES:

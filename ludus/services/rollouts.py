@@ -9,7 +9,8 @@ With `"stream": true` the answer is JSON lines: `{"event": "start", "job": ...}`
 `{"event": "episode", ...}` for each episode as it ends, and `{"event": "end", ...}` with the
 numbers. A client that goes away cancels its batch.
 
-Who may post here has this machine send requests to the `base_url` that he names.
+Who may post here has this machine send requests to the `base_url` that he names, but not to a cloud
+machine's own services (`models.addresses`).
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ class Jobs:
             raise ServiceError(429, "too_many_rollouts", f"{MAX_JOBS} batches are under way")
         try:
             endpoint = request.endpoint()
+            await endpoint.check()
             spec = agentgym_spec(served.spec, request.tier)
             tasks = await asyncio.to_thread(
                 lambda: list(tasks_of(served.spec, request.ids, request.tier))

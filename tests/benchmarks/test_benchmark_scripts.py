@@ -58,6 +58,16 @@ def test_the_gpu_page_tells_everything(gpu_results: Path) -> None:
     assert "## What failed\n\nNothing." in page
 
 
+def test_a_service_beside_its_environment() -> None:
+    page = run("env_service.py", "textcraft", "--quick", "--soak", "0.1")
+    rows = re.findall(r"^\| (\d+) \| (in process|HTTP|WebSocket) \| ", page, re.MULTILINE)
+    assert sorted(rows) == sorted(
+        (size, way) for size in ("1", "4") for way in ("in process", "HTTP", "WebSocket")
+    )
+    [soak] = re.findall(r"^\| \d+ \| [\d,]+ \| (\d+) \| ([\d,]+) \| \d+ \|$", page, re.MULTILINE)
+    assert soak == ("0", "2,000")  # none refused, all open
+
+
 def test_a_device_that_is_not_there_is_named() -> None:
     done = subprocess.run(
         [sys.executable, str(FOLDER / "gpu.py"), "--device", "xpu:63"],

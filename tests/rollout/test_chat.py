@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 from typing import Any
 
@@ -17,6 +18,8 @@ from ludus.core.schema import RolloutConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Message, Spec, Status
 from ludus.envs.demonstrate import play
+from ludus.models import addresses
+from ludus.models.addresses import off_limits
 from ludus.models.endpoint import Endpoint, Reply, check_url
 from ludus.models.engine import InProcessSampler
 from ludus.models.sampler import SamplingParams
@@ -261,6 +264,58 @@ def test_a_batch_that_ends_early_keeps_what_it_has(how: str) -> None:
 def test_bad_addresses_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="base_url"):
         check_url(url)
+
+
+@pytest.mark.parametrize(
+    ("number", "refused"),
+    [("169.254.169.254", True), ("::ffff:169.254.169.254", True), ("64:ff9b::a9fe:a9fe", True),
+     ("2002:a9fe:a9fe::1", True), ("fe80::1%1", True), ("100.100.100.200", True),
+     ("ff02::1", True), ("127.0.0.1", False), ("::1", False), ("10.0.0.1", False),
+     ("fd00::1", False), ("metadata", False)],
+)  # fmt: skip
+def test_numbers_of_a_clouds_own_services(number: str, refused: bool) -> None:
+    assert off_limits(number) is refused
+
+
+def test_a_name_is_checked_when_a_connection_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stood for this machine when it was given, and stands for another service soon after."""
+    own, numbers = socket.getaddrinfo, ["127.0.0.1"]
+
+    def resolve(host: Any, port: Any, *rest: Any, **more: Any) -> Any:
+        if host not in ("model.example", b"model.example"):
+            return own(host, port, *rest, **more)
+        number = numbers.pop(0) if len(numbers) > 1 else numbers[0]
+        return own(number, port, *rest, **more)
+
+    async def ask(url: str) -> Reply:
+        async with Endpoint(url, "m") as endpoint:
+            await endpoint.check()
+            return await endpoint.chat([Message(role="user", content="x")], SamplingParams(4))
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with ChatServer(lambda _: text("hi")) as server:
+        named = server.url.replace("127.0.0.1", "model.example")
+        assert asyncio.run(ask(named)).message.content == "hi"
+        numbers[:] = ["127.0.0.1", "169.254.169.254"]
+        with pytest.raises(SamplerError, match=r"refused: model.example is 169\.254"):
+            asyncio.run(ask(named))
+        assert len(server.bodies) == 1
+
+
+async def test_what_a_connection_came_to_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the name changes even between the last look and the connection, nothing is sent."""
+    monkeypatch.setattr(addresses, "METADATA", {ipaddress.ip_address("127.0.0.1")})
+
+    async def knows_nothing(host: str, port: int) -> None:
+        pass
+
+    monkeypatch.setattr(addresses, "check_host", knows_nothing)
+    with ChatServer(lambda _: text("hi")) as server:
+        url = server.url.replace("127.0.0.1", "localhost")
+        async with Endpoint(url, "m") as endpoint:
+            with pytest.raises(SamplerError, match=r"refused: localhost is 127\.0\.0\.1"):
+                await endpoint.chat([Message(role="user", content="x")], SamplingParams(4))
+        assert server.bodies == []
 
 
 def test_a_key_is_sent_and_never_told() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -163,6 +164,7 @@ def test_a_batch_can_be_ended(how: str, model: tuple[Model, str], server: httpx.
         ({"env": "nowhere"}, 404, "unknown_env"),
         ({"base_url": "file:///etc/passwd"}, 422, "invalid"),
         ({"base_url": "http://169.254.169.254/v1"}, 422, "invalid"),
+        ({"base_url": "http://[::ffff:169.254.169.254]/v1"}, 422, "invalid"),
         ({"ids": []}, 422, "invalid"),
         ({"ids": [-1]}, 422, "invalid"),
         ({"env": "textcraft", "ids": [549]}, 422, "invalid"),
@@ -176,6 +178,27 @@ def test_bad_requests_are_refused(
 ) -> None:
     answer = server.post("/rollouts", json={**asked("http://127.0.0.1:1/v1"), **change})
     assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
+
+
+@pytest.mark.parametrize("address", ["169.254.169.254", "fe80::1", "fd00:ec2::254"])
+def test_a_name_for_a_clouds_own_service_is_refused(
+    address: str, server: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = socket.getaddrinfo
+    asked_for = []
+
+    def resolve(host: Any, port: Any, *rest: Any, **more: Any) -> Any:
+        if host != "metadata.example":
+            return own(host, port, *rest, **more)
+        asked_for.append(host)
+        return [own(number, port, *rest, **more)[0] for number in ("127.0.0.1", address)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    answer = server.post("/rollouts", json=asked("http://metadata.example:9/v1"))
+    told = answer.json()["error"]
+    assert (answer.status_code, told["type"]) == (422, "invalid")
+    assert f"metadata.example is {address}" in told["message"]
+    assert asked_for
 
 
 def test_a_key_is_nowhere_to_be_read(model: tuple[Model, str], server: httpx.Client) -> None:
