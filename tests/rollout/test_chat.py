@@ -285,7 +285,7 @@ def test_a_name_is_checked_when_a_connection_is_made(monkeypatch: pytest.MonkeyP
         if host not in ("model.example", b"model.example"):
             return own(host, port, *rest, **more)
         number = numbers.pop(0) if len(numbers) > 1 else numbers[0]
-        return own(number, port, *rest, **more)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (number, port))]
 
     async def ask(url: str) -> Reply:
         async with Endpoint(url, "m") as endpoint:

@@ -191,7 +191,10 @@ def test_a_name_for_a_clouds_own_service_is_refused(
         if host != "metadata.example":
             return own(host, port, *rest, **more)
         asked_for.append(host)
-        return [own(number, port, *rest, **more)[0] for number in ("127.0.0.1", address)]
+        stream = (socket.SOCK_STREAM, 6, "")
+        second = (address, port, 0, 0) if ":" in address else (address, port)
+        kind = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return [(socket.AF_INET, *stream, ("127.0.0.1", port)), (kind, *stream, second)]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     answer = server.post("/rollouts", json=asked("http://metadata.example:9/v1"))
