@@ -42,7 +42,8 @@ TOKENS = {"logprobs": True, "return_token_ids": True}
 class Reply:
     """One turn. `error` is what the model is to be told of a turn that cannot be read.
 
-    `prompt_ids`, `token_ids` and `logprobs` are all None where the endpoint told no ids.
+    `prompt_ids`, `token_ids` and `logprobs` are all None where the endpoint told no ids;
+    `policy_version`, that of the weights which sampled the turn, where it told none.
     """
 
     message: Message
@@ -51,6 +52,7 @@ class Reply:
     prompt_ids: list[int] | None = None
     token_ids: list[int] | None = None
     logprobs: list[float] | None = None
+    policy_version: int | None = None
 
 
 def check_url(base_url: str) -> str:
@@ -227,7 +229,10 @@ def _reply(answer: Any) -> Reply:
     reason: Literal["stop", "length"] = (
         "length" if choice.get("finish_reason") == "length" else "stop"
     )
-    return Reply(message, reason, error, *_tokens(answer, choice))
+    # Others may mean something else by the name: what is no number of ours is not taken for one.
+    told = answer.get("policy_version")
+    version = told if type(told) is int and 0 <= told < 2**63 else None
+    return Reply(message, reason, error, *_tokens(answer, choice), policy_version=version)
 
 
 def _calls(given: list[Any]) -> tuple[list[ToolCall], str | None]:

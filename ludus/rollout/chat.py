@@ -44,8 +44,10 @@ class Episode(Wire):
 
     `reward` is the sum of what the steps earned, `score` where it lies in the environment's range,
     from 0 to 1; both are None where the episode could not be scored, which is never a reward of 0.
-    `rows` is None where the endpoint told no ids. A new row begins where the endpoint rendered the
-    conversation otherwise than it had sampled it: rows are never joined by their text.
+    `policy_versions` has one of each turn, None where the endpoint told none, and is None where it
+    told none at all. `rows` is None where the endpoint told no ids. A new row begins where the
+    endpoint rendered the conversation otherwise than it had sampled it: rows are never joined by
+    their text.
     """
 
     id: int | str
@@ -59,6 +61,7 @@ class Episode(Wire):
     num_turns: int = 0
     status: Status = Status.ABORTED
     error: str | None = "it was not started"
+    policy_versions: list[int | None] | None = None
     rows: list[TokenRow] | None = None
     seconds: float = 0.0
 
@@ -103,12 +106,15 @@ class ChatAgent:
         try:
             for _ in range(1 + self.config.max_retries):
                 episode.conversation, episode.rows, episode.num_turns = [], [], 0
+                episode.policy_versions = []
                 await self._attempt(task, episode, seat)
                 if not episode.status.retryable:
                     break
         finally:
             episode.seconds = round(time.monotonic() - started, 3)
             episode.rows = episode.rows or None
+            if all(version is None for version in episode.policy_versions or []):
+                episode.policy_versions = None
 
     async def _attempt(self, task: Task, episode: Episode, seat: Seat) -> None:
         episode.status, episode.error = Status.ABORTED, "it was stopped"
@@ -173,6 +179,7 @@ class ChatAgent:
             conversation.append(reply.message)
             episode.num_turns += 1
             episode.rows = grown(episode.rows, reply)
+            episode.policy_versions = [*(episode.policy_versions or []), reply.policy_version]
             if reply.finish_reason == "length":
                 return Status.TRUNCATED_LENGTH
             result = await act(host, reply.message, reply.error, self.config.format, _refusal)

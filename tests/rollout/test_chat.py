@@ -140,6 +140,29 @@ def test_a_turn_that_is_rendered_otherwise_begins_a_row() -> None:
     assert grown(rows, Reply(turn, "stop")) is None
 
 
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        ([3, 4, 4], [3, 4, 4]),
+        ([None, 7, None], [None, 7, None]),
+        ([None, None, None], None),
+        (["v3", True, -1], None),
+    ],
+)
+def test_the_version_of_each_turn_is_kept(told: list[Any], kept: list[int | None] | None) -> None:
+    """The weights may be swapped in the middle of an episode."""
+
+    def say(body: dict[str, Any]) -> dict[str, Any]:
+        turn = num_turns(body)
+        version = {} if told[turn] is None else {"policy_version": told[turn]}
+        return {**text(f"wrong {turn}"), **version}
+
+    with ChatServer(say) as server:
+        [episode] = played(server.url, [0], max_turns=3)
+    assert episode.num_turns == 3
+    assert episode.policy_versions == kept
+
+
 def test_an_endpoint_that_refuses_to_tell_ids_is_asked_once() -> None:
     def say(body: dict[str, Any]) -> Any:
         if "return_token_ids" in body:

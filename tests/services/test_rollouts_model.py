@@ -28,6 +28,7 @@ def test_episodes_of_a_served_model_carry_its_ids(tmp_path: Path) -> None:
         long = httpx.post(f"{address}/rollouts", json={**asked, "max_tokens": 9999}, timeout=60)
     for entry, same in zip(told["results"], again["results"], strict=True):
         assert entry["error"] is None, entry
+        assert entry["policy_versions"] == [0] * entry["num_turns"]
         assert entry["status"] in ("truncated_length", "truncated_turns")
         assert entry["conversation"] == same["conversation"]  # seeds derive from the ids
         said = [m["content"] for m in entry["conversation"] if m["role"] == "assistant"]
