@@ -9,44 +9,13 @@
    size, V vocabulary. Matrices are row-major. */
 
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
 
-#if defined(__AVX512F__)
-#define LANES 16
-#define ROWS 12 /* rows of the register tile: 12 x 2 sums, 2 weights, 1 input of 32 registers */
-#elif defined(__AVX__)
-#define LANES 8
-#define ROWS 6
-#else
-#define LANES 4
-#define ROWS 8
-#endif
-#define PANEL (2 * LANES)
+#include "lanes.h"
+
 #define BLOCKS 16
 #define WIDEST 512 /* the largest head */
-#define INLINE static inline __attribute__((always_inline))
 #define SIMD _Pragma("omp simd")
-
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-#ifdef HALF
-typedef uint16_t num;
-INLINE float get(num x) {
-    union { uint32_t i; float f; } u = {(uint32_t)x << 16};
-    return u.f;
-}
-/* To the nearest bfloat16, ties to even; what is not a number stays so. */
-INLINE num put(float x) {
-    union { float f; uint32_t i; } u = {x};
-    uint32_t up = u.i + 0x7fff + (u.i >> 16 & 1);
-    return (x == x ? up : 0x7fc00000u) >> 16;
-}
-#else
-typedef float num;
-INLINE float get(num x) { return x; }
-INLINE num put(float x) { return x; }
-#endif
 
 long ludus_blocks(void) { return BLOCKS; }
 long ludus_widest(void) { return WIDEST; }
@@ -77,7 +46,7 @@ void ludus_norm(long T, long E, const float *x, const float *w, float eps, num *
 #pragma omp simd reduction(+ : sum)
         for (long e = 0; e < E; e++) sum += in[e] * in[e];
         float scale = r[t] = 1 / sqrtf(sum / E + eps);
-        SIMD for (long e = 0; e < E; e++) out[e] = put(in[e] * scale * w[e]);
+        SIMD for (long e = 0; e < E; e++) out[e] = narrow(in[e] * scale * w[e]);
     }
 }
 
@@ -93,10 +62,10 @@ void ludus_norm_back(long T, long E, const float *x, const float *w, const float
             float *out = dx + t * E;
             float sum = 0, scale = r[t];
 #pragma omp simd reduction(+ : sum)
-            for (long e = 0; e < E; e++) sum += get(d[e]) * w[e] * in[e];
+            for (long e = 0; e < E; e++) sum += widen(d[e]) * w[e] * in[e];
             float mean = sum * scale * scale * scale / E;
             SIMD for (long e = 0; e < E; e++) {
-                float g = get(d[e]) * scale;
+                float g = widen(d[e]) * scale;
                 out[e] = residual[e] + g * w[e] - mean * in[e];
                 part[e] += g * in[e];
             }
@@ -118,7 +87,7 @@ void ludus_rotate(long T, long H, long K, long D, long R, const num *qkv, const 
             const float *w = h < H ? wq : wk;
             num *to = out + (t * (H + K) + h) * D;
             float x[WIDEST], sum = 0;
-            SIMD for (long d = 0; d < D; d++) x[d] = get(in[d]);
+            SIMD for (long d = 0; d < D; d++) x[d] = widen(in[d]);
             if (w) {
 #pragma omp simd reduction(+ : sum)
                 for (long d = 0; d < D; d++) sum += x[d] * x[d];
@@ -126,10 +95,10 @@ void ludus_rotate(long T, long H, long K, long D, long R, const num *qkv, const 
                 SIMD for (long d = 0; d < D; d++) x[d] *= scale * w[d];
             }
             SIMD for (long d = 0; d < half; d++) {
-                to[d] = put(x[d] * c[d] - x[d + half] * s[d]);
-                to[d + half] = put(x[d + half] * c[d + half] + x[d] * s[d + half]);
+                to[d] = narrow(x[d] * c[d] - x[d + half] * s[d]);
+                to[d + half] = narrow(x[d + half] * c[d + half] + x[d] * s[d + half]);
             }
-            for (long d = R; d < D; d++) to[d] = put(x[d]);
+            for (long d = R; d < D; d++) to[d] = narrow(x[d]);
         }
     }
 }
@@ -158,16 +127,16 @@ void ludus_rotate_back(long T, long H, long K, long D, long R, const num *qkv, c
                     if (w) {
                         float scale = r[t * (H + K) + h];
 #pragma omp simd reduction(+ : sum)
-                        for (long d = 0; d < D; d++) sum += x[d] * w[d] * get(in[d]);
+                        for (long d = 0; d < D; d++) sum += x[d] * w[d] * widen(in[d]);
                         float mean = sum * scale * scale * scale / D;
                         SIMD for (long d = 0; d < D; d++) {
-                            float y = get(in[d]), dy = x[d] * scale;
+                            float y = widen(in[d]), dy = x[d] * scale;
                             part[d] += dy * y;
                             x[d] = dy * w[d] - mean * y;
                         }
                     }
                 }
-                SIMD for (long d = 0; d < D; d++) to[d] = put(x[d]);
+                SIMD for (long d = 0; d < D; d++) to[d] = narrow(x[d]);
             }
         }
 }
@@ -184,23 +153,24 @@ void ludus_gate(long T, long I, const num *x, num *y, long gelu, long threads) {
         const num *gate = x + 2 * t * I, *up = gate + I;
         num *out = y + t * I;
         SIMD for (long i = 0; i < I; i++) {
-            float g = get(gate[i]), z = gelu ? SLOPE * (g + CUBIC * g * g * g) : g;
-            out[i] = put(g * sigmoid(z) * get(up[i]));
+            float g = widen(gate[i]), z = gelu ? SLOPE * (g + CUBIC * g * g * g) : g;
+            out[i] = narrow(g * sigmoid(z) * widen(up[i]));
         }
     }
 }
 
-void ludus_gate_back(long T, long I, const num *x, const num *dy, num *dx, long gelu, long threads) {
+void ludus_gate_back(long T, long I, const num *x, const num *dy, num *dx, long gelu,
+                     long threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long t = 0; t < T; t++) {
         const num *gate = x + 2 * t * I, *up = gate + I, *d = dy + t * I;
         num *dgate = dx + 2 * t * I, *dup = dgate + I;
         SIMD for (long i = 0; i < I; i++) {
-            float g = get(gate[i]), z = gelu ? SLOPE * (g + CUBIC * g * g * g) : g;
+            float g = widen(gate[i]), z = gelu ? SLOPE * (g + CUBIC * g * g * g) : g;
             float s = sigmoid(z), slope = gelu ? SLOPE * (1 + 3 * CUBIC * g * g) : 1;
-            float dz = get(d[i]);
-            dup[i] = put(dz * g * s);
-            dgate[i] = put(dz * get(up[i]) * (s + g * s * (1 - s) * slope));
+            float dz = widen(d[i]);
+            dup[i] = narrow(dz * g * s);
+            dgate[i] = narrow(dz * widen(up[i]) * (s + g * s * (1 - s) * slope));
         }
     }
 }
@@ -214,12 +184,12 @@ void ludus_scores(long T, long V, const num *z, float scale, float *total, float
         float top = -INFINITY, sum = 0, dot = 0;
 #pragma omp simd reduction(max : top)
         for (long v = 0; v < V; v++) {
-            float x = get(in[v]) * scale;
+            float x = widen(in[v]) * scale;
             top = x > top ? x : top;
         }
 #pragma omp simd reduction(+ : sum, dot)
         for (long v = 0; v < V; v++) {
-            float x = get(in[v]) * scale - top, e = exponential(x);
+            float x = widen(in[v]) * scale - top, e = exponential(x);
             sum += e;
             dot += e * x;
         }
@@ -239,7 +209,7 @@ void ludus_scores_back(long T, long V, const num *z, float scale, const float *t
         float constant = -share[t] - heat[t] * entropy[t], slope = -heat[t];
         float all = total[t];
         SIMD for (long v = 0; v < V; v++) {
-            float x = get(in[v]) * scale - all;
+            float x = widen(in[v]) * scale - all;
             out[v] = exponential(x) * (constant + slope * x);
         }
     }
@@ -321,7 +291,7 @@ static void gather(const Attention *a, const Tile *tile, const num *from, long t
         const int64_t *span = a->spans + 2 * (tile->spans + n);
         for (long j = span[0]; j < span[1]; j++, to += deep) {
             const num *in = from + j * token;
-            SIMD for (long d = 0; d < a->D; d++) to[d] = get(in[d]);
+            SIMD for (long d = 0; d < a->D; d++) to[d] = widen(in[d]);
             for (long d = a->D; d < deep; d++) to[d] = 0;
         }
     }
@@ -335,7 +305,7 @@ static void gather_turned(const Attention *a, const Tile *tile, const num *from,
         for (long n = 0; n < tile->num_spans; n++) {
             const int64_t *span = a->spans + 2 * (tile->spans + n);
             long length = span[1] - span[0];
-            SIMD for (long j = 0; j < length; j++) to[at + j] = get(from[span[0] + j]);
+            SIMD for (long j = 0; j < length; j++) to[at + j] = widen(from[span[0] + j]);
             at += length;
         }
         for (; at < wide; at++) to[at] = 0;
@@ -357,7 +327,7 @@ static void rows_of(const Attention *a, const Tile *tile, const num *from, long 
     for (long i = tile->start; i < tile->stop; i++)
         for (long g = 0; g < a->G; g++, to += deep) {
             const num *in = from + i * token + g * head;
-            SIMD for (long d = 0; d < a->D; d++) to[d] = get(in[d]) * scale;
+            SIMD for (long d = 0; d < a->D; d++) to[d] = widen(in[d]) * scale;
             for (long d = a->D; d < deep; d++) to[d] = 0;
         }
 }
@@ -401,7 +371,7 @@ static void attend(const Attention *a, const Tile *tile, long k, float *work) {
     for (long n = 0; n < rows; n++) {
         long token = tile->start + n / a->G, head = k * a->G + n % a->G;
         num *to = a->o + token * a->o_token + head * a->D;
-        SIMD for (long d = 0; d < a->D; d++) to[d] = put(out[n * deep + d] * q[n]);
+        SIMD for (long d = 0; d < a->D; d++) to[d] = narrow(out[n * deep + d] * q[n]);
     }
 }
 

@@ -1,8 +1,9 @@
 """Small C kernels, compiled by the system's C compiler when they are first needed.
 
-The library is kept in the user's cache folder under a name made of its source, the compiler and its
-options, and moved there in one step: several processes may build it at once. Without a compiler, or
-with LUDUS_NATIVE=0 in the environment, there is none, and callers do the same work in torch.
+The library is kept in the user's cache folder under a name made of its sources, the compiler and
+its options, and moved there in one step: several processes may build it at once. Without a
+compiler, or with LUDUS_NATIVE=0 in the environment, there is none, and callers do the same work in
+torch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("decoder.c")
+HEADER = Path(__file__).with_name("lanes.h")
 FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 VARIANTS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
 """Options tried in turn: not every compiler knows its machine or has OpenMP."""
@@ -54,7 +56,7 @@ def _built(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    key = "\0".join([source.read_text(), version, *flags, _processor()])
+    key = "\0".join([source.read_text(), HEADER.read_text(), version, *flags, _processor()])
     name = f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     for folder in _folders():
         path = folder / name
@@ -66,7 +68,15 @@ def _built(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
                 return path
             with tempfile.TemporaryDirectory(dir=folder) as aside:
                 made = Path(aside) / name
-                command = [compiler, *flags, str(source), "-o", str(made), "-lm"]
+                command = [
+                    compiler,
+                    *flags,
+                    f"-I{HEADER.parent}",
+                    str(source),
+                    "-o",
+                    str(made),
+                    "-lm",
+                ]
                 subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
                 made.replace(path)
         except OSError as error:  # a folder that cannot be written

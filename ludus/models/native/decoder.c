@@ -16,28 +16,16 @@
    to whole panels. */
 
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
-#if defined(__AVX512F__)
-#define LANES 16
-#define ROWS 12 /* rows of the register tile: 12 x 2 sums, 2 weights, 1 input of 32 registers */
-#elif defined(__AVX__)
-#define LANES 8
-#define ROWS 6
-#else
-#define LANES 4
-#define ROWS 8
-#endif
-#define PANEL (2 * LANES)
+#include "lanes.h"
+
 #define BLOCK 16
 #define PARTS (BLOCK / LANES) /* vectors that hold one number of each of a block's keys */
-#define INLINE static inline __attribute__((always_inline))
 
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
@@ -50,16 +38,9 @@ INLINE vec pick(ints mask, vec a, vec b) { return (vec)((mask & (ints)a) | (~mas
 /* What is multiplied: `num` a number, PAIR of them that are summed over, `few` a vector of these. */
 #ifdef HALF
 #define PAIR 2
-typedef uint16_t num;
 typedef int32_t few __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 typedef int32_t two __attribute__((aligned(2), may_alias));
 
-/* To the nearest bfloat16, ties to even; what is not a number stays so. */
-INLINE num narrow(float x) {
-    union { float f; uint32_t i; } u = {x};
-    uint32_t up = u.i + 0x7fff + (u.i >> 16 & 1);
-    return (x == x ? up : 0x7fc00000u) >> 16;
-}
 INLINE few splat(const num *p) { return *(const two *)p - (few){0}; }
 INLINE few first(few v) { return v & 0xffff; }
 #ifdef __AVX512BF16__
@@ -80,9 +61,7 @@ INLINE vec dot(vec sum, few a, few b) {
 #endif
 #else
 #define PAIR 1
-typedef float num;
 typedef vec few;
-INLINE num narrow(float x) { return x; }
 INLINE void put(num *to, vec v) { store(to, v); }
 INLINE few splat(const num *p) { return *p - (few){0}; }
 INLINE few first(few v) { return v; }

@@ -1,0 +1,39 @@
+/* What all kernels share: the width of a vector, the size of the register tile, and the numbers that
+   are multiplied, float32 or, with HALF, bfloat16. */
+
+#include <stdint.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define ROWS 12 /* rows of the register tile: 12 x 2 sums, 2 weights, 1 input of 32 registers */
+#elif defined(__AVX__)
+#define LANES 8
+#define ROWS 6
+#else
+#define LANES 4
+#define ROWS 8
+#endif
+#define PANEL (2 * LANES)
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+#ifdef HALF
+typedef uint16_t num;
+
+INLINE float widen(num x) {
+    union { uint32_t i; float f; } u = {(uint32_t)x << 16};
+    return u.f;
+}
+
+/* To the nearest bfloat16, ties to even; what is not a number stays so. */
+INLINE num narrow(float x) {
+    union { float f; uint32_t i; } u = {x};
+    uint32_t up = u.i + 0x7fff + (u.i >> 16 & 1);
+    return (x == x ? up : 0x7fc00000u) >> 16;
+}
+#else
+typedef float num;
+INLINE float widen(num x) { return x; }
+INLINE num narrow(float x) { return x; }
+#endif
