@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -32,7 +33,7 @@ from ludus.core.types import Spec
 from ludus.services.app import Settings
 from ludus.services.environments import environment_service
 from ludus.services.sessions import Limits, Served
-from ludus.services.workers import Peers
+from ludus.services.workers import Peers, socket_of
 
 log = get_logger(__name__)
 
@@ -170,6 +171,7 @@ class _Crew:
 
     def __init__(self, options: ServeOptions, listening: socket.socket, folder: Path) -> None:
         self._options, self._listening, self._folder = options, listening, folder
+        self._secret = secrets.token_hex(16)
         self._context = multiprocessing.get_context("spawn")
         self._workers: dict[int, tuple[Any, Connection]] = {}
 
@@ -177,9 +179,9 @@ class _Crew:
         """Start all, and wait until each listens."""
         for worker in range(self._options.workers):
             self._start(worker)
-        peers = Peers(0, self._options.workers, self._folder, False)
+        sockets = [socket_of(self._folder, w) for w in range(self._options.workers)]
         deadline = time.monotonic() + 60
-        while not all(peers.socket_of(w).exists() for w in range(self._options.workers)):
+        while not all(path.exists() for path in sockets):
             if time.monotonic() > deadline or not all(p.is_alive() for p, _ in self._all()):
                 raise ConfigError("the workers did not start; what they said stands above")
             time.sleep(0.05)
@@ -209,7 +211,8 @@ class _Crew:
 
     def _start(self, worker: int) -> None:
         ours, theirs = self._context.Pipe()
-        args = (self._options, worker, self._folder, self._listening, theirs)
+        place = (worker, self._folder, self._secret)
+        args = (self._options, *place, self._listening, theirs)
         process = self._context.Process(target=_work, args=args)
         process.start()
         theirs.close()
@@ -217,12 +220,17 @@ class _Crew:
 
 
 def _work(
-    options: ServeOptions, worker: int, folder: Path, listening: socket.socket, pipe: Connection
+    options: ServeOptions,
+    worker: int,
+    folder: Path,
+    secret: str,
+    listening: socket.socket,
+    pipe: Connection,
 ) -> None:
     """A worker process."""
     threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
-    peers = Peers(worker, options.workers, folder, bool(options.tokens))
-    path = peers.socket_of(worker)
+    peers = Peers(worker, options.workers, folder, bool(options.tokens), secret)
+    path = socket_of(folder, worker)
     path.unlink(missing_ok=True)
     app = _app(options, peers)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as own:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from ludus.services.app import ServiceError, read_body, replayed
 from ludus.services.together import JOINED, Answers
 
 HANDED = b"x-ludus-handed-over"
-"""Marks what comes from another worker: it is not handed on."""
+"""Marks what comes from another worker, by the secret that the workers share: it is answered here,
+and not counted."""
 
 ROUTE = b"x-ludus-route"
 """Tells the worker that handed a request over which route it was."""
@@ -40,20 +42,29 @@ ASK_S = 1.0
 NO_LIMIT = httpx.Limits(max_connections=None, max_keepalive_connections=64)
 
 
+def socket_of(folder: Path, worker: int) -> Path:
+    """The Unix socket that a worker listens on."""
+    return folder / f"worker-{worker}.sock"
+
+
 class Peers:
     """The other workers.
 
-    `folder` holds a Unix socket each; `tokens` says that requests need one.
+    `folder` holds a Unix socket each; `tokens` says that requests need one; `secret` is what the
+    workers know each other by.
     """
 
-    def __init__(self, worker: int, num_workers: int, folder: Path, tokens: bool) -> None:
+    def __init__(
+        self, worker: int, num_workers: int, folder: Path, tokens: bool, secret: str
+    ) -> None:
         self.worker, self.num_workers = worker, num_workers
-        self._folder, self._tokens = folder, tokens
+        self._folder, self._tokens, self._secret = folder, tokens, secret
         self._clients: dict[int, httpx.AsyncClient] = {}
 
-    def socket_of(self, worker: int) -> Path:
-        """The Unix socket that a worker listens on."""
-        return self._folder / f"worker-{worker}.sock"
+    def is_from_peer(self, scope: Scope) -> bool:
+        """Whether another worker sent the request."""
+        given = dict(scope["headers"]).get(HANDED, b"")
+        return secrets.compare_digest(given, self._secret.encode())
 
     def worker_of(self, session: str) -> int:
         """Whose session it is; this worker answers for what is no id at all."""
@@ -104,13 +115,14 @@ class Peers:
         self, worker: int, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> httpx.Response:
         if worker not in self._clients:
-            transport = httpx.AsyncHTTPTransport(uds=str(self.socket_of(worker)), limits=NO_LIMIT)
+            own = str(socket_of(self._folder, worker))
+            transport = httpx.AsyncHTTPTransport(uds=own, limits=NO_LIMIT)
             self._clients[worker] = httpx.AsyncClient(
                 transport=transport, base_url="http://worker", timeout=TIMEOUT_S
             )
         given: dict[str, Any] = {
             **headers,
-            HANDED.decode(): "1",
+            HANDED.decode(): self._secret,
             "content-type": "application/json",
         }
         try:
@@ -129,7 +141,7 @@ class HandOver:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if any(name == HANDED for name, _ in scope["headers"]):
+        if self._peers.is_from_peer(scope):
             scope["state"]["route"] = None  # counted where it came from
             await self._app(scope, receive, _telling_route(scope, send))
             return
