@@ -162,6 +162,10 @@ class ALFWorld(Env):
         return alfworld_games.tiers()
 
     @classmethod
+    def check_tier(cls, tier: str) -> None:
+        alfworld_games.task_of(tier, 0)
+
+    @classmethod
     def task(cls, tier: str | None, seed: int) -> Task:
         """The game of a tier and a seed: a downloaded one where there are any, else generated.
 

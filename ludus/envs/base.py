@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from ludus.core.errors import ConfigError, did_you_mean
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
 
 
@@ -96,6 +97,18 @@ class Env(ABC):
     def tiers(cls) -> Sequence[str]:
         """The levels or depths that tasks of this environment can have, easiest first."""
         return ()
+
+    @classmethod
+    def check_tier(cls, tier: str) -> None:
+        """Whether there is such a tier; an environment may know finer ones than it lists.
+
+        Errors: ConfigError.
+        """
+        known = list(cls.tiers())
+        if tier not in known:
+            raise ConfigError(
+                f"{tier!r} is not a tier of {cls.__name__}{did_you_mean(tier, known)}"
+            )
 
     @classmethod
     def task(cls, tier: str | None, seed: int) -> Task:

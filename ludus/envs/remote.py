@@ -50,8 +50,6 @@ class RemoteEnv(Env):
     """
 
     blocking: ClassVar[bool] = False
-    any_tier: ClassVar[bool] = True
-    """The service knows the tiers: none is refused before it is asked."""
 
     def __init__(
         self,
@@ -256,6 +254,10 @@ class RemoteEnv(Env):
             return told
         kind = _NotFound if answer.status_code == 404 else EnvError
         raise kind(f"{self.url}: {told['error']['message']}")
+
+    @classmethod
+    def check_tier(cls, tier: str) -> None:
+        """The service knows the tiers: none is refused before it is asked."""
 
     @classmethod
     def task(cls, tier: str | None, seed: int) -> Task:

@@ -15,10 +15,11 @@ several things, the engine asks, and the answer is a number.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from scienceworld.constants import JAR_PATH
@@ -103,7 +104,9 @@ class ScienceWorld(Env):
 
     Reward: what the step added to the engine's score, which is 0 to 100, divided by 100. Focusing
     on the wrong thing scores -100 in the engine and ends the episode; here it takes back what was
-    earned, so that an episode's reward is 0 to 1. `StepResult.info` has `success`, `score` (the
+    earned, so that an episode's reward is 0 to 1. A policy that is likely to focus on the wrong
+    thing learns from that to focus on nothing; with `reward: success` it gets 1 for the whole task
+    and 0 for a part. `StepResult.info` has `success`, `score` (the
     engine's own), `task`, `variation` and `num_steps`.
     """
 
@@ -117,6 +120,10 @@ class ScienceWorld(Env):
             list[str],
             Field(description=f"Of {', '.join(SIMPLIFICATIONS)}; or easy, a set that fits."),
         ] = [],  # noqa: B006 - read only
+        reward: Annotated[
+            Literal["score", "success"],
+            Field(description="Points as they are earned; or 1 at the end of the whole task."),
+        ] = "score",
         max_steps: Annotated[
             int | None, Field(ge=1, description="Actions in an episode; null: no limit.")
         ] = None,
@@ -138,7 +145,7 @@ class ScienceWorld(Env):
             )
         find_java("scienceworld")
         self.simplifications = ",".join(simplifications)
-        self.max_steps, self.guide = max_steps, guide
+        self.reward, self.max_steps, self.guide = reward, max_steps, guide
         engine = replace(ENGINE, variant=self.simplifications)
         self._pool = pool_of(engine, num_jvms, heap_mb)
         self._session: Session | None = None
@@ -181,9 +188,9 @@ class ScienceWorld(Env):
         text = printable(action_text(self, action))
         reply, score, completed = self._session.run(lambda engine: _take(engine, text))
         self._taken.append(text)
-        total = max(score, 0)
-        reward, self._total = (total - self._total) / 100, total
         success = score >= 100
+        total = max(score, 0) if self.reward == "score" else 100 * success
+        reward, self._total = (total - self._total) / 100, total
         terminated = completed or score < 0
         truncated = not terminated and len(self._taken) == self.max_steps
         ending = "" if not truncated else "\nout of steps."
@@ -213,7 +220,7 @@ class ScienceWorld(Env):
             self._session = None
 
     def tools(self) -> Sequence[ToolSpec]:
-        teleports = {"teleportAction", "easy"} & set(self.simplifications.split(","))
+        teleports = _teleports(self.simplifications)
         return [_tool(name) for name in COMMANDS if name != "teleport_to" or teleports]
 
     def text_of(self, call: ToolCall) -> str:
@@ -223,7 +230,11 @@ class ScienceWorld(Env):
         return read_command(action)
 
     def expert_action(self) -> str:
-        """The next action of the engine's own gold path; NoExpert where another one was taken."""
+        """The next action of the engine's own gold path; NoExpert where another one was taken.
+
+        Where teleporting is allowed, it takes the place of the walks from room to room, if that
+        leads to the goal as well: what grows or cools may need the time.
+        """
         if self._session is None:
             raise NoExpert("scienceworld: no episode is being played")
         path = gold_path(self._pool, self._kind, self._variation)
@@ -364,6 +375,20 @@ def _tidy(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
+def _teleports(simplifications: str) -> bool:
+    return not {"teleportAction", "easy"}.isdisjoint(simplifications.split(","))
+
+
+def teleported(path: Iterable[str]) -> list[str]:
+    """A path whose walks, `open door to` and `go to` again and again, are one `teleport to`."""
+    shorter: list[str] = []
+    for walks, steps in groupby(path, lambda step: step.startswith(("open door to ", "go to "))):
+        taken = list(steps)
+        rooms = [step.removeprefix("go to ") for step in taken if step.startswith("go to ")]
+        shorter += [f"teleport to {rooms[-1]}"] if walks and rooms else taken
+    return shorter
+
+
 @lru_cache(maxsize=4096)
 def gold_path(pool: Pool, kind: str, variation: int) -> tuple[str, ...]:
     """The engine's own solution, in the words of COMMANDS. It is looked for in a world of its own,
@@ -372,11 +397,21 @@ def gold_path(pool: Pool, kind: str, variation: int) -> tuple[str, ...]:
     Errors: EnvError.
     """
 
+    simplifications = pool.engine.variant
+
     def search(engine: Any) -> tuple[str, ...]:
-        engine.load(kind, variation, pool.engine.variant, True)
+        engine.load(kind, variation, simplifications, True)
         steps = [" ".join(str(step).lower().split()) for step in engine.getGoldActionSequence()]
+        path = [write_command(read_command(step)) for step in steps]
+        if _teleports(simplifications):
+            engine.load(kind, variation, simplifications, False)
+            shorter = teleported(path)
+            for step in ["look around", *shorter]:
+                engine.step(step)
+            if engine.getScore() >= 1:
+                path = shorter
         getattr(engine, "taskMaker_$eq")(None)
-        return tuple(write_command(read_command(step)) for step in steps)
+        return tuple(path)
 
     session = pool.open()
     try:

@@ -229,6 +229,10 @@ class TextCraft(Env):
         return [f"depth-{depth}" for depth in load_table().goals]
 
     @classmethod
+    def check_tier(cls, tier: str) -> None:
+        _goals(tier)
+
+    @classmethod
     def num_goals(cls, tier: str) -> int:
         """Goals of a tier. Seeds below this number have one goal each; seeds above it repeat them
         with other distractors, so a held-out set of new goals takes its seeds from below."""

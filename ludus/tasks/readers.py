@@ -64,6 +64,9 @@ class MakesTasks(Protocol):
     def tiers(cls) -> Sequence[str]: ...
 
     @classmethod
+    def check_tier(cls, tier: str) -> None: ...
+
+    @classmethod
     def task(cls, tier: str | None, seed: int) -> Task: ...
 
 
@@ -183,17 +186,9 @@ def read_env(
     """
     if env_class is None:
         raise ConfigError("the reader 'env' needs an environment: set the config's `env`")
-    known = list(env_class.tiers())
-    # Where tiers consist of goals, `depth-1:40` are the first 40 of them.
-    counted = hasattr(env_class, "num_goals")
-    # A service knows its own tiers: they are not known here.
-    checked = not getattr(env_class, "any_tier", False)
-    for tier in (tiers or ()) if checked else ():
-        if (tier.partition(":")[0] if counted else tier) not in known:
-            raise ConfigError(
-                f"{tier!r} is not a tier of {env_class.__name__}{did_you_mean(tier, known)}"
-            )
-    chosen: list[str] | list[None] = tiers or known or [None]
+    for tier in tiers or ():
+        env_class.check_tier(tier)
+    chosen: list[str] | list[None] = tiers or list(env_class.tiers()) or [None]
     num_tiers = len(chosen)
     return TaskList(
         env_class.task(chosen[i % num_tiers], first_seed + i // num_tiers) for i in range(num_tasks)

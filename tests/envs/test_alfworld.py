@@ -25,6 +25,7 @@ from ludus.envs import alfworld_engine, alfworld_games
 from ludus.envs.alfworld import COMMANDS, ALFWorld, command_of
 from ludus.envs.alfworld_scenes import TASK_TYPES, TREATMENTS, floor_plans, generate
 from ludus.envs.check import check_env
+from ludus.tasks.readers import read_env
 
 SMALL = "pick_and_place_simple:bathroom"
 """A tier whose rooms are small, and so its games quick."""
@@ -287,6 +288,13 @@ def test_games_depend_on_the_seed_alone() -> None:
     assert len(found) == 1
 
 
+def test_a_recipe_may_name_the_room() -> None:
+    tiers = ["look_at_obj_in_light:bedroom", "unseen/pick_and_place_simple:bathroom"]
+    assert [task.tier for task in read_env(2, tiers, env_class=ALFWorld)] == tiers
+    with pytest.raises(ConfigError, match="not 'bathrom'"):
+        read_env(2, ["pick_and_place_simple:bathrom"], env_class=ALFWorld)
+
+
 def test_unknown_tiers_are_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean pick_two_obj_and_place"):
         ALFWorld.task("pick_two_object_and_place", 0)
@@ -335,7 +343,7 @@ def test_games_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def num_kept() -> tuple[int, int]:
         gc.collect()
-        num_problems = sum(isinstance(found, Problem) for found in gc.get_objects())
+        num_problems = sum(type(found) is Problem for found in gc.get_objects())
         kept = core._memento_cache.values()
         return num_problems, sum(isinstance(found, Proposition) for found in kept)
 
@@ -347,10 +355,14 @@ def test_games_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(4):
         engine.reset(alfworld_games.game_of(ALFWorld.task(SMALL, seed)))
         engine.step(engine.commands[0])
-    assert num_kept() == (num_problems + 2, num_propositions)
+    kept = num_kept()
+    assert kept[0] <= num_problems + 2  # what earlier tests left may be gone by now
+    assert kept[1] == num_propositions
     alfworld_engine.forget()
     del engine
-    assert num_kept() == (num_problems, num_propositions)
+    kept = num_kept()
+    assert kept[0] <= num_problems
+    assert kept[1] == num_propositions
 
 
 def test_a_game_is_read_once_however_many_ask() -> None:

@@ -112,6 +112,29 @@ async def test_it_conforms() -> None:
     )
 
 
+async def test_success_alone_may_be_the_reward() -> None:
+    env = await playing("lifespan-longest-lived", reward="success")
+    result = await act(env, env.expert_action())
+    rewards = [result.reward]
+    while not result.done:
+        result = await act(env, env.expert_action())
+        rewards.append(result.reward)
+    assert rewards == [0.0] * (len(rewards) - 1) + [1.0]
+    assert result.info["score"] == 100
+
+
+async def test_the_expert_teleports_where_that_is_allowed_and_wins() -> None:
+    walked, _ = await win(await playing("find-non-living-thing"))
+    env = await playing("find-non-living-thing", simplifications=["easy"])
+    assert env.expert_action() == "teleport to kitchen"
+    teleported, _ = await win(env)
+    assert walked == teleported == pytest.approx(1.0)
+    # Nothing has grown yet when it teleports: here it has to walk.
+    env = await playing("identify-life-stages-2", simplifications=["easy"])
+    assert not env.expert_action().startswith("teleport")
+    assert (await win(env))[0] == pytest.approx(1.0)
+
+
 async def test_the_expert_wins_and_the_score_is_the_reward() -> None:
     env = await playing("lifespan-longest-lived", 3)
     total, result = await win(env)

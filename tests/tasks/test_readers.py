@@ -5,13 +5,14 @@ import pytest
 
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Spec, Task
+from ludus.envs.base import Env
 from ludus.tasks import READERS
 from ludus.tasks.readers import read_tasks
 
 GOOD = {"prompt": "What is 6 * 7?", "answer": "42", "topic": "arithmetic"}
 
 
-class Levels:
+class Levels(Env):
     """An environment's class, as far as tasks are concerned."""
 
     @classmethod
