@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -37,6 +37,7 @@ from ludus.envs.webshop_pages import (
     THANKS,
     Page,
     clickable,
+    links,
     text_of_page,
 )
 from ludus.envs.webshop_reward import Product, score
@@ -86,6 +87,13 @@ class WebShop(Env):
         page_size: Annotated[
             int, Field(ge=1, le=50, description="Products on a page of results.")
         ] = 10,
+        codes: Annotated[
+            Literal["asin", "place"],
+            Field(
+                description="What names a product in the results: its ASIN, as in the original, or "
+                "its place on the page (`item 1`), for a model too small to copy ASINs."
+            ),
+        ] = "asin",
         repeat_instruction: Annotated[
             bool, Field(description="On every page, as in the original; false: on the first.")
         ] = True,
@@ -94,6 +102,7 @@ class WebShop(Env):
         ] = False,
     ) -> None:
         self.page_size, self.repeat_instruction, self.guide = page_size, repeat_instruction, guide
+        self._places = codes == "place"
         self._shop = load_shop(path, num_products, instructions)
         self._page: Page | None = None
 
@@ -162,7 +171,7 @@ class WebShop(Env):
 
     def _clickable(self) -> list[str]:
         assert self._page is not None
-        return clickable(self._page, self._product, self.page_size)
+        return clickable(self._page, self._product, self.page_size, self._places)
 
     def _actions(self) -> list[str]:
         """What the page offers; two options may share a value."""
@@ -174,7 +183,8 @@ class WebShop(Env):
     def _view(self, instruction: bool) -> str:
         assert self._page is not None
         said = self._goal.instruction if instruction else None
-        return text_of_page(self._page, self._shop.products, said, self.page_size)
+        products = self._shop.products
+        return text_of_page(self._page, products, said, self.page_size, self._places)
 
     def _search(self, keywords: str) -> None:
         self._page = Page("results", keywords, self._shop.search(keywords))
@@ -194,7 +204,8 @@ class WebShop(Env):
         elif text in SUB_PAGES and page.kind == "item":
             page.kind = text
         elif page.kind == "results":
-            page.kind, page.asin = "item", text
+            page.asin = links(page, self.page_size, self._places)[text]
+            page.kind = "item"
         else:
             for name, values in self._shop.products[page.asin].options.items():
                 if text in values:
@@ -253,7 +264,10 @@ class WebShop(Env):
     def expert_action(self) -> str:
         if self._page is None:
             raise NoExpert("webshop: no episode is being played")
-        return advise(self._shop, self._goal, self._page, self.page_size)
+        action = advise(self._shop, self._goal, self._page, self.page_size)
+        shown = links(self._page, self.page_size, self._places) if self._places else {}
+        names = {f"click[{asin}]": f"click[{name}]" for name, asin in shown.items()}
+        return names.get(action, action)
 
     @classmethod
     def tiers(cls) -> Sequence[str]:

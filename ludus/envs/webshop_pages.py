@@ -41,6 +41,15 @@ def on_page(page: Page, size: int) -> Sequence[str]:
     return page.hits[(page.number - 1) * size : page.number * size]
 
 
+def links(page: Page, size: int, places: bool = False) -> dict[str, str]:
+    """What is clicked to open each product of this page of the results, and the product's asin: the
+    asin itself, or its place on the page, `item 1` and so on."""
+    return {
+        f"item {place}" if places else asin: asin
+        for place, asin in enumerate(on_page(page, size), 1)
+    }
+
+
 def buttons(page: Page, size: int) -> list[str]:
     """The buttons of a page, as they are shown and in their order."""
     if page.kind == "search":
@@ -52,17 +61,21 @@ def buttons(page: Page, size: int) -> list[str]:
     return [BACK, PREVIOUS, *([*SUB_PAGES, BUY] if page.kind == "item" else [])]
 
 
-def clickable(page: Page, product: Product | None, size: int) -> list[str]:
+def clickable(page: Page, product: Product | None, size: int, places: bool = False) -> list[str]:
     """All that can be clicked, as it is shown."""
-    links = list(on_page(page, size)) if page.kind == "results" else []
+    products = list(links(page, size, places)) if page.kind == "results" else []
     values: list[str] = []
     if page.kind == "item" and product is not None:
         values = [value for choices in product.options.values() for value in choices]
-    return [*buttons(page, size), *links, *values]
+    return [*buttons(page, size), *products, *values]
 
 
 def text_of_page(
-    page: Page, products: dict[str, Product], instruction: str | None, size: int
+    page: Page,
+    products: dict[str, Product],
+    instruction: str | None,
+    size: int,
+    places: bool = False,
 ) -> str:
     """What the customer sees; without an instruction, what stands below it."""
     head = [] if instruction is None else ["Instruction:", instruction]
@@ -72,8 +85,8 @@ def text_of_page(
     if page.kind == "results":
         count = f"Page {page.number} (Total results: {len(page.hits)})"
         body = [shown[0], count, *shown[1:]]
-        for asin in on_page(page, size):
-            body += [asin, products[asin].title, products[asin].price_tag]
+        for name, asin in links(page, size, places).items():
+            body += [name, products[asin].title, products[asin].price_tag]
         return SEPARATOR.join([*head, *body])
     product = products[page.asin]
     if page.kind == "item":

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -281,6 +282,22 @@ async def test_pages_can_be_short() -> None:
     answer = await say(env, "search[leggings]")
     assert answer.startswith("Back to Search [SEP] Page 1 (Total results: 32)")
     assert answer.count("B0") == 2
+
+
+async def test_products_can_be_named_by_their_place() -> None:
+    coded, placed = [await shopping(3, page_size=3, codes=codes) for codes in ("asin", "place")]
+    query = coded.expert_action()
+    codes, places = [await say(env, query) for env in (coded, placed)]
+    found = re.findall(r"\bB0\w{8}\b", codes)
+    assert len(found) == 3
+    for place, asin in enumerate(found, 1):
+        codes = codes.replace(asin, f"item {place}")
+    assert codes == places
+    opened = [await say(coded, f"click[{found[1]}]"), await say(placed, "click[item 2]")]
+    assert opened[0] == opened[1]
+    assert "nothing of that name" in await say(placed, "click[item 2]")
+    for seed in range(20):
+        assert (await play(placed, WebShop.task(None, seed)))[0] == 1.0
 
 
 def test_tool_calls_are_checked() -> None:
