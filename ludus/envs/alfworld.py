@@ -64,7 +64,7 @@ class ALFWorld(Env):
     would take now, sorted. A command that it does not know is answered `Nothing happens.`
     """
 
-    blocking: ClassVar[bool] = True  # a reset translates PDDL, which takes a second
+    blocking: ClassVar[bool] = True  # the first reset of a game translates its PDDL
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     success_at: ClassVar[float] = 1.0
     max_turns: ClassVar[int] = 30
