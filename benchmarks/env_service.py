@@ -144,7 +144,7 @@ class Times:
 
 
 async def play(opened: list[tuple[Reset, Step]], episodes: list[Episode], seconds: float) -> Times:
-    """Play in all sessions at once for so long, and in each until it has taken a step."""
+    """Play in all sessions at once for so long, and in each until it has taken two steps."""
     times = Times()
 
     async def timed(call: Awaitable[Any], kept: list[float]) -> None:
@@ -153,16 +153,16 @@ async def play(opened: list[tuple[Reset, Step]], episodes: list[Episode], second
         kept.append(time.perf_counter() - began)
 
     async def seat(number: int, reset: Reset, step: Step) -> None:
-        turn, first = number, True
-        while first or time.perf_counter() < ends:
+        turn, taken = number, 0
+        while taken < 2 or time.perf_counter() < ends:
             task, actions = episodes[turn % len(episodes)]
             turn += 1
             await timed(reset(task), times.resets)
             for action in actions:
-                if not first and time.perf_counter() >= ends:
+                if taken >= 2 and time.perf_counter() >= ends:
                     break
                 await timed(step(action), times.steps)
-                first = False
+                taken += 1
 
     began = time.perf_counter()
     ends = began + seconds
