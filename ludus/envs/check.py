@@ -291,9 +291,11 @@ async def _refuses_step(subject: _Subject, player: Player, env: Env, when: str) 
 
 
 async def _independence(subject: _Subject, player: Player) -> None:
-    """Episodes that are played at the same time, turn by turn, do not touch each other."""
-    tasks = subject.tasks[:4]
-    alone = [await player.episode(task) for task in tasks]
+    """Episodes that are played at the same time, turn by turn, do not touch each other: those of
+    different tasks, and those of one, as in a group."""
+    some = subject.tasks[:4]
+    once = [await player.episode(task) for task in some]
+    tasks, alone = [*some, *some], [*once, *once]
     envs = [subject.make() for _ in tasks]
     plays = [
         player.turns(env, task, _actions(turns))

@@ -106,6 +106,11 @@ class Jvm:
         return self._process.pid
 
     @property
+    def classes(self) -> Any:
+        """Its packages and classes, as py4j shows them."""
+        return self._gateway.jvm
+
+    @property
     def alive(self) -> bool:
         """Whether the process runs."""
         return self._process.poll() is None

@@ -104,6 +104,8 @@ class TextWorldExpress(Env):
         session = self._pool.open()
         try:
             session.seed(self._game.seed)  # the gold path is drawn from the engine's own generator
+            if self._game.name == "sorting":
+                session.run(lambda _: _renew_problem(session.jvm.classes, self._game))
             opening, self._gold = session.run(self._load)
         except BaseException:
             session.close()
@@ -218,6 +220,23 @@ class TextWorldExpress(Env):
             tier=chosen,
             source="textworldexpress",
         )
+
+
+def _renew_problem(classes: Any, game: Game) -> None:
+    """Put a new copy of a sorting problem in the engine's list of them: the things that are sorted
+    belong to the problem, and all games of it that a JVM plays would move the same ones."""
+    by_name = classes.java.lang.Class.forName
+    problems = (
+        by_name("textworldexpress.data.SortingProblemGenerator$").getField("MODULE$").get(None)
+    )
+    old = problems.getProblem(game.seed, game.fold).get()
+    items = old.getClass().getDeclaredField("inputItems")
+    items.setAccessible(True)
+    listed = getattr(problems, f"{game.fold}Set")()
+    size = len(listed)
+    places = ((game.seed + number) % size for number in range(size))  # it is the first of them
+    place = next(place for place in places if listed[place] == old)
+    listed[place] = classes.textworldexpress.preprocessing.SortingProblem(items.get(old))
 
 
 def _named(task: Task) -> Game:

@@ -118,3 +118,23 @@ def test_tiers() -> None:
             TextWorldExpress.task(tier, 0)
     with pytest.raises(ValueError, match="there is act"):
         TextWorldExpress().text_of(ToolCall(name="go"))
+
+
+@pytest.mark.parametrize("game", GAMES)
+async def test_episodes_of_one_task_do_not_disturb_each_other(game: str) -> None:
+    """As in a group: several at a time, in one JVM, each at another step."""
+    task = TextWorldExpress.task(game, 3)
+    alone = TextWorldExpress(num_jvms=1)
+    opening = (await alone.reset(task)).messages
+    turns: list[tuple[str, StepResult]] = []
+    while not turns or not turns[-1][1].done:
+        action = alone.expert_action()
+        turns.append((action, await act(alone, action)))
+    envs = [TextWorldExpress(num_jvms=1) for _ in range(3)]
+    for step in range(len(turns) + len(envs)):
+        for lag, env in enumerate(envs):
+            if step == lag:
+                assert (await env.reset(task)).messages == opening
+            elif lag < step <= lag + len(turns):
+                action, result = turns[step - lag - 1]
+                assert await act(env, action) == result, (lag, step)
