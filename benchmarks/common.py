@@ -146,9 +146,10 @@ def machine(threads: int) -> dict[str, Any]:
 def write(name: str, text: str, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """`docs/benchmarks/<name>.md` and `.json`."""
     clock = facts.get("clock") or ("processor" if facts["threads"] == 1 else "wall")
+    use = facts.get("use") or f"{facts['threads']} thread(s) used, pinned"
     told = (
         f"Seconds of {clock} time. "
-        f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} thread(s) used, pinned; load "
+        f"{facts['cpu']}, {facts['cores']} cores, {use}; load "
         f"{facts['load']} before and {facts['load_after']} after (the benchmark's own share "
         f"included); Python {facts['python']}, torch {facts['torch']}, transformers "
         f"{facts['transformers']}. Raw figures: [{name}.json]({name}.json)."

@@ -350,6 +350,11 @@ async def all_rows(
     return rows
 
 
+def ms(value: float, sign: str = "") -> str:
+    """Three digits of it, at least."""
+    return f"{value:{sign},.0f} ms" if abs(value) >= 1000 else f"{value:{sign}.3g} ms"
+
+
 def shown(rows: list[Row]) -> str:
     """The table of an environment's rows."""
     inside = {row.sessions: row.p50_ms for row in rows if row.way == "in_process"}
@@ -360,12 +365,12 @@ def shown(rows: list[Row]) -> str:
             [
                 str(row.sessions),
                 WAYS[row.way],
-                f"{row.p50_ms:.3g} ms",
-                f"{row.p99_ms:.3g} ms",
-                "" if row.way == "in_process" else f"{row.p50_ms - inside[row.sessions]:+.3g} ms",
-                f"{row.reset_p50_ms:.3g} ms",
+                ms(row.p50_ms),
+                ms(row.p99_ms),
+                "" if row.way == "in_process" else ms(row.p50_ms - inside[row.sessions], "+"),
+                ms(row.reset_p50_ms),
                 f"{row.steps_per_s:,.0f}",
-                f"{row.service_cpu_ms:.3g} ms",
+                ms(row.service_cpu_ms),
                 f"{row.memory_mb:,.0f} MB",
             ]
             for row in rows
@@ -422,7 +427,7 @@ def main() -> None:
     if given.quick:
         print(text)
         return
-    facts |= {"load_after": machine(1)["load"], "clock": "wall"}
+    facts |= {"load_after": machine(1)["load"], "clock": "wall", "use": "all of them in use"}
     write("env-service", text, facts, [asdict(row) for row in rows] + [{"soak": lines}])
 
 
