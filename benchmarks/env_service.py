@@ -46,6 +46,9 @@ ALL = (
     "reasoning",
 )
 WAYS = {"in_process": "in process", "http": "HTTP", "websocket": "WebSocket"}
+MOST = {"textworldexpress": 256}
+"""Sessions that an environment has room for: those of one JVM."""
+
 NUM_EPISODES = 24
 """Different ones, played again and again: fewer than ALFWorld remembers translations of."""
 
@@ -337,7 +340,7 @@ async def all_rows(
         with service(env) as (url, pid):
             async with Ways(url, env) as ways:  # what is compiled and remembered, is so from now on
                 await play([await ways.websocket()], episodes, 3 * seconds)
-            for sessions in sizes:
+            for sessions in sorted({min(size, MOST.get(env, size)) for size in sizes}):
                 found: dict[str, list[Row]] = {}
                 for _ in range(repeats):
                     for way in WAYS:
