@@ -104,9 +104,8 @@ class TextWorldExpress(Env):
         session = self._pool.open()
         try:
             session.seed(self._game.seed)  # the gold path is drawn from the engine's own generator
-            if self._game.name == "sorting":
-                session.run(lambda _: _renew_problem(session.jvm.classes, self._game))
-            opening, self._gold = session.run(self._load)
+            classes = session.jvm.classes
+            opening, self._gold = session.run(lambda engine: self._load(engine, classes))
         except BaseException:
             session.close()
             raise
@@ -116,9 +115,11 @@ class TextWorldExpress(Env):
             messages=[Message(role="user", content=text)], info={"game": self._game.name}
         )
 
-    def _load(self, engine: Any) -> tuple[str, tuple[str, ...]]:
+    def _load(self, engine: Any, classes: Any) -> tuple[str, tuple[str, ...]]:
         """Generate the game: its opening, and its gold path."""
         game = self._game
+        if game.name == "sorting":  # in the same call: another game must not take the copy
+            _renew_problem(classes, game)
         if error := engine.load(game.name, ""):
             raise EnvError(f"textworldexpress: {game.name}: {error}")
         state = json.loads(engine.generateNewGameJSON(game.seed, game.fold, True))

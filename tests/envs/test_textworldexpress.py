@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -138,3 +141,23 @@ async def test_episodes_of_one_task_do_not_disturb_each_other(game: str) -> None
             elif lag < step <= lag + len(turns):
                 action, result = turns[step - lag - 1]
                 assert await act(env, action) == result, (lag, step)
+
+
+def test_nor_do_those_that_begin_at_the_same_time() -> None:
+    """Each begins in a thread of its own, as in a service."""
+    task = TextWorldExpress.task("sorting", 5)
+
+    async def play(_: int) -> list[StepResult]:
+        env = TextWorldExpress(num_jvms=1)
+        await env.reset(task)
+        begun.wait(60)
+        results = [await act(env, env.expert_action())]
+        while not results[-1].done:
+            results.append(await act(env, env.expert_action()))
+        return results
+
+    begun = threading.Barrier(24)
+    with ThreadPoolExecutor(24) as pool:
+        played = list(pool.map(lambda number: asyncio.run(play(number)), range(24)))
+    assert all(results == played[0] for results in played)
+    assert played[0][-1].info["success"]
