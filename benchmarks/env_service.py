@@ -210,25 +210,26 @@ class LeanClient:
         self._host, _, port = url.removeprefix("http://").partition(":")
         self._port = int(port)
         self._lock = asyncio.Lock()
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def call(self, method: str, path: str, body: Any = None) -> Any:
         sent = json.dumps(body).encode() if body is not None else b""
         head = f"{method} {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json"
         async with self._lock:
-            if not hasattr(self, "_writer"):
-                opened = await asyncio.open_connection(self._host, self._port)
-                self._reader, self._writer = opened
-            self._writer.write(f"{head}\r\nContent-Length: {len(sent)}\r\n\r\n".encode() + sent)
-            told = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower()
+            if self._streams is None:
+                self._streams = await asyncio.open_connection(self._host, self._port)
+            reader, writer = self._streams
+            writer.write(f"{head}\r\nContent-Length: {len(sent)}\r\n\r\n".encode() + sent)
+            told = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
             length = int(told.partition("content-length:")[2].partition("\r\n")[0])
-            answer = await self._reader.readexactly(length)
+            answer = await reader.readexactly(length)
         if not told.startswith("http/1.1 2"):
             raise RuntimeError(f"{path}: {told.splitlines()[0]}: {answer.decode()}")
         return json.loads(answer)
 
     def close(self) -> None:
-        if hasattr(self, "_writer"):
-            self._writer.close()
+        if self._streams is not None:
+            self._streams[1].close()
 
 
 class Ways:

@@ -86,6 +86,15 @@ class Machine:
     def take_up(self, *, skip_damaged: bool = False) -> RunFolder | None:
         return take_up(self.config, self.store, self.said.append, skip_damaged=skip_damaged)
 
+    def work_and_push(self, steps: int) -> list[dict[str, object]]:
+        """As a run does, step by step; the state after each."""
+        states = []
+        for step in range(steps):
+            self.work(step)
+            self.mirror().push()
+            states.append(self.state())
+        return states
+
     def state(self) -> dict[str, object]:
         run = self.folder.id
         return {
@@ -232,11 +241,7 @@ def test_killed_at_any_point_of_a_push_the_copy_can_be_taken_up(
 ) -> None:
     url = f"file://{tmp_path}/mirror"
     first = Machine(tmp_path / "a", url).begin()
-    states = []
-    for step in range(3):
-        first.work(step)
-        first.mirror().push()
-        states.append(first.state())
+    states = first.work_and_push(3)
     first.work(3)
     states.append(first.state())
     first.store.close()
@@ -304,11 +309,7 @@ def test_a_copy_that_is_here_already_is_used(machine: Callable[[str], Machine]) 
 def test_damage_is_named_and_may_be_passed_over(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/mirror"
     first = Machine(tmp_path / "a", url).begin()
-    states = []
-    for step in range(2):
-        first.work(step)
-        first.mirror().push()
-        states.append(first.state())
+    states = first.work_and_push(2)
     newest = Remote(url).newest()
     assert newest is not None
     weights = newest.files["checkpoints/rl-000001/model.safetensors"]

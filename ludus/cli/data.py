@@ -26,6 +26,9 @@ SystemPrompt = Annotated[
 MaxRound = Annotated[
     int | None, typer.Option(min=1, help="Turns of an episode; default: the environment's own.")
 ]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Longest turn.")]
+Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of the sampling.")]
 Concurrency = Annotated[int, typer.Option(min=1, max=512, help="Episodes at the same time.")]
 
 
@@ -41,9 +44,9 @@ def rollout(
     max_round: MaxRound = None,
     format: Form = "react",
     system_prompt: SystemPrompt = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest turn.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 1.0,
+    seed: Seed = 0,
     concurrency: Concurrency = 16,
     deadline: Annotated[float, typer.Option(min=0.1, help="Seconds for all episodes.")] = 3600.0,
 ) -> None:
@@ -98,9 +101,9 @@ def generate_data(
         float | None, typer.Option(min=0, max=1, help="Kept from here on; default: successes.")
     ] = None,
     max_round: MaxRound = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest turn.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 1.0,
+    seed: Seed = 0,
     concurrency: Concurrency = 16,
     workers: Annotated[int, typer.Option(min=1, help="Processes of the expert.")] = 2,
 ) -> None:

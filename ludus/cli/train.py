@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -77,9 +77,7 @@ def profile(
     ] = Path("profile.html"),
 ) -> None:
     """Show where a run's steps spend their time: the parts of a step, and a flame graph."""
-    import tempfile
-
-    from ludus import launch, profiling
+    from ludus import profiling
     from ludus.progress import Display
 
     profiling.check_out(out)
@@ -87,11 +85,7 @@ def profile(
     if config.rl is None and config.sft is None:
         raise ConfigError(f"{recipe}: it has no `sft` and no `rl`: there is no step to profile")
     profiler = profiling.Profiler("rl" if config.rl else "sft", Display())
-    with tempfile.TemporaryDirectory(prefix="ludus-profile-") as folder:
-        try:
-            launch.train(profiling.short_run(config, steps, Path(folder)), profiler)
-        finally:
-            profiler.close()
+    _train_briefly(config, steps, profiler)
     profiler.write(out, f"{config.name}: {steps} steps")
     for part, seconds, share in profiler.table():
         typer.echo(f"{part:10} {seconds:8.3f} s a step  {share:6.1%}")
@@ -105,24 +99,30 @@ def verify(
     steps: Annotated[int, typer.Option(min=1, help="RL steps to play and train.")] = 2,
 ) -> None:
     """Check that sampler and learner agree in every bit, or name the operation that parts them."""
-    import tempfile
-
-    from ludus import launch, profiling
+    from ludus import profiling
     from ludus.progress import Display
 
     config = load(recipe, [*(overrides or []), "verify=true"])
     if config.rl is None:
         raise ConfigError(f"{recipe}: it has no `rl`: nothing is sampled that could be verified")
-    display = Display()
-    counted = profiling.Verified(display)
-    with tempfile.TemporaryDirectory(prefix="ludus-verify-") as folder:
-        try:
-            launch.train(profiling.short_run(config, steps, Path(folder)), counted)
-        finally:
-            display.close()
+    counted = profiling.Verified(Display())
+    _train_briefly(config, steps, counted)
     typer.echo(counted)
     if not counted.num_tokens:
         raise typer.Exit(1)
+
+
+def _train_briefly(config: Any, steps: int, observer: Any) -> None:
+    """A few steps of the last stage, in a folder that is gone afterwards."""
+    import tempfile
+
+    from ludus import launch, profiling
+
+    with tempfile.TemporaryDirectory(prefix="ludus-brief-") as folder:
+        try:
+            launch.train(profiling.short_run(config, steps, Path(folder)), observer)
+        finally:
+            observer.close()
 
 
 @app.command()

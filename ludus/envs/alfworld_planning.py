@@ -18,11 +18,10 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import fast_downward.interface
 from textworld.logic import Proposition, Signature, State, Type, TypeHierarchy, Variable
 
 LOCK = threading.RLock()
@@ -48,8 +47,7 @@ def _print_to_files(*values: object, file: Any = None, **options: Any) -> None:
 
 
 def _silence() -> None:
-    """The translator prints as it works, and its caller takes `sys.stdout` away from all threads
-    for as long. Neither is needed if the modules print nothing."""
+    """The translator prints as it works."""
     arguments, sys.argv = sys.argv, ["translate.py", "domain", "task"]  # parsed when imported
     try:
         importlib.import_module("fast_downward.translate.translate")
@@ -58,7 +56,6 @@ def _silence() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("fast_downward.translate"):
             vars(module)["print"] = _print_to_files
-    fast_downward.interface.CapturingStdout = nullcontext
 
 
 _silence()

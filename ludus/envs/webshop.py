@@ -265,7 +265,7 @@ class WebShop(Env):
         if self._page is None:
             raise NoExpert("webshop: no episode is being played")
         action = advise(self._shop, self._goal, self._page, self.page_size)
-        shown = links(self._page, self.page_size, self._places) if self._places else {}
+        shown = links(self._page, self.page_size, self._places)
         names = {f"click[{asin}]": f"click[{name}]" for name, asin in shown.items()}
         return names.get(action, action)
 

@@ -49,6 +49,11 @@ class ServiceError(LudusError):
     def body(self) -> dict[str, Any]:
         return {"error": {"type": self.kind, "message": str(self)}}
 
+    @property
+    def outcome(self) -> str:
+        """As the entry of a batch, or a message of a socket."""
+        return json.dumps({"status": self.status, **self.body})
+
 
 class ErrorDetail(BaseModel):
     """What went wrong: `type` for programs, `message` for people."""

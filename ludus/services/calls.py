@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, model_validator
@@ -161,5 +160,5 @@ class Service:
                     return await self.peers.carry_out(worker, CALL.dump_json(call), owner)
             result = await self.carry_out(call, owner)
         except ServiceError as error:
-            return json.dumps({"status": error.status, **error.body})
+            return error.outcome
         return f'{{"status":200,"result":{result.model_dump_json()}}}'

@@ -77,11 +77,11 @@ class _Talk:
             number = given
             outcome = await self._carry_out(message)
         except ServiceError as error:
-            outcome = json.dumps({"status": error.status, **error.body})
+            outcome = error.outcome
         except Exception as error:
             log.error("a call broke", error=f"{type(error).__name__}: {error}")
             broke = ServiceError(500, "internal", "the service broke; its log says how")
-            outcome = json.dumps({"status": 500, **broke.body})
+            outcome = broke.outcome
         with suppress(RuntimeError, WebSocketDisconnect):
             await self._websocket.send_text(f'{{"id":{json.dumps(number)},{outcome[1:]}')
 
