@@ -264,13 +264,13 @@ def small_disk(ludus: Ludus) -> Iterator[Ludus]:
 
 
 FULL = {
-    "demonstrations": ("ludus.pipeline:generate", 1),
-    "the tokenizer": ("ludus.pipeline:write_folder", 1),
+    "demonstrations": ("ludus.pipeline.training:generate", 1),
+    "the tokenizer": ("ludus.pipeline.training:write_folder", 1),
     "the store": ("ludus.store.store:RunStore.record_step", 3),
     "the metrics": ("ludus.core.metrics:MetricsLog.log", 1),
     "a checkpoint": ("ludus.backends.local:LocalBackend.save", 2),
     "rewinding": ("ludus.core.metrics:MetricsLog.rewind", 1),
-    "an evaluation": ("ludus.pipeline:write_text", 1),
+    "an evaluation": ("ludus.pipeline.training:write_text", 1),
     "the RL checkpoint": ("ludus.backends.local:LocalBackend.save", 1),
     "timings": ("ludus.launch:write_text", 2),
     "the report": ("ludus.launch:report", 1),
