@@ -24,7 +24,8 @@ from pydantic import BaseModel, Field, create_model
 from ludus.core.errors import ConfigError
 from ludus.core.types import Message, Spec, Task
 from ludus.services.app import ERRORS, ServiceError, owner_of
-from ludus.services.sessions import ID_BITS, Served, Session, Sessions, State
+from ludus.services.served import ID_BITS, Served, Session, State
+from ludus.services.sessions import Sessions
 from ludus.tasks.agentgym import ITEMS, task_of
 
 Id = Annotated[int, Field(ge=0, lt=2 ** (ID_BITS + 1))]

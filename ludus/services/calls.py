@@ -8,7 +8,8 @@ from pydantic import Field, TypeAdapter, model_validator
 
 from ludus.core.types import Message, Task, Wire
 from ludus.services.app import ServiceError
-from ludus.services.sessions import Sessions, State
+from ludus.services.served import State
+from ludus.services.sessions import Sessions
 from ludus.services.workers import Peers
 
 MAX_CALLS = 1024

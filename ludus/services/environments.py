@@ -40,7 +40,8 @@ from ludus.services.calls import (
     Standing,
     Step,
 )
-from ludus.services.sessions import EnvSchema, Limits, Served, Sessions
+from ludus.services.served import EnvSchema, Served
+from ludus.services.sessions import Limits, Sessions
 from ludus.services.sockets import add_socket
 from ludus.services.workers import HandOver, Peers
 

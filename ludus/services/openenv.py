@@ -22,7 +22,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from ludus.core.logs import get_logger
 from ludus.core.types import Message, ToolCall
 from ludus.services.app import ERRORS, ServiceError, invalid, owner_of, parse_json
-from ludus.services.sessions import Served, Session, Sessions, State
+from ludus.services.served import Served, Session, State
+from ludus.services.sessions import Sessions
 
 log = get_logger(__name__)
 

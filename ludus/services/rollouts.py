@@ -37,7 +37,8 @@ from ludus.rollout.batches import RolloutAnswer, RolloutRequest, agentgym_spec, 
 from ludus.rollout.chat import Batch, ChatAgent, Episode
 from ludus.services.app import ERRORS, ServiceError, owner_of
 from ludus.services.isolated import IsolatedEnv
-from ludus.services.sessions import ID_BITS, Served, Sessions
+from ludus.services.served import ID_BITS, Served
+from ludus.services.sessions import Sessions
 
 log = get_logger(__name__)
 

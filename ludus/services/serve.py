@@ -32,7 +32,8 @@ from ludus.core.logs import get_logger
 from ludus.core.types import Spec
 from ludus.services.app import Settings
 from ludus.services.environments import environment_service
-from ludus.services.sessions import Limits, Served
+from ludus.services.served import Served
+from ludus.services.sessions import Limits
 from ludus.services.workers import Peers, socket_of
 
 log = get_logger(__name__)

@@ -18,56 +18,24 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from enum import StrEnum
-from functools import cached_property
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from ludus.core.errors import (
-    EnvError,
-    EpisodeError,
-    EpisodeTimeout,
-    LudusError,
-    ToolError,
-    Unscorable,
-)
-from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec, Wire
-from ludus.envs import ENVS
-from ludus.envs.base import Env, NoExpert
-from ludus.rollout.host import Act, HostedEnv, Overdue, Seat
+from ludus.core.errors import EpisodeError, EpisodeTimeout, ToolError, Unscorable
+from ludus.core.types import Message, Observation, StepResult, Task
+from ludus.rollout.host import Act, Seat
 from ludus.services.app import BUCKETS_S, ServiceError
-from ludus.services.isolated import IsolatedEnv
+from ludus.services.served import ID_BITS, Served, Session
 
 T = TypeVar("T")
 
-ID_BITS = 96
 MAX_REMEMBERED = 10_000
 """Ended sessions whose end can still be told."""
 
 LIGHT_THREADS = 8
 """Calls of light environments that compute at the same time."""
-
-
-class State(StrEnum):
-    """Where a session stands."""
-
-    NEW = "new"
-    PLAYING = "playing"
-    OVER = "over"
-
-
-class EnvSchema(Wire):
-    """What a client has to know of an environment."""
-
-    name: str
-    tools: list[ToolSpec]
-    score_range: tuple[float, float]
-    success_at: float
-    max_turns: int
-    tiers: list[str]
 
 
 @dataclass(frozen=True)
@@ -84,88 +52,6 @@ class Limits:
     step_deadline_s: float = 30.0
     max_memory_mb: int = 0
     max_action_chars: int = 200_000
-
-
-class Served:
-    """An environment that is offered: its class, its arguments, what clients are told of it."""
-
-    def __init__(self, spec: Spec, isolate: bool = False) -> None:
-        self.spec, self.name, self.isolate = spec, spec.name, isolate
-        self._args = ENVS.check(spec)
-        self.env_class: Any = ENVS.load(spec.name)
-        self.blocking: bool = isolate or getattr(self.env_class, "blocking", True)
-
-    def make(self) -> Env:
-        """A new environment, for one session."""
-        return IsolatedEnv(self.spec) if self.isolate else self.local()
-
-    def local(self) -> Env:
-        """A new environment in this process."""
-        args = ENVS.check(self.spec)  # anew: no two environments share an argument
-        made: Env = self.env_class(**args)
-        return made
-
-    @cached_property
-    def prototype(self) -> Env:
-        """One that plays nothing: for its tools, and for reading and writing calls."""
-        return self.local()
-
-    @cached_property
-    def schema(self) -> EnvSchema:
-        env = self.prototype
-        return EnvSchema(
-            name=self.name,
-            tools=list(env.tools()),
-            score_range=env.score_range,
-            success_at=env.success_at,
-            max_turns=env.max_turns,
-            tiers=list(self.env_class.tiers()),
-        )
-
-    def task(self, tier: str | None, seed: int) -> Task:
-        """The environment's own task. Errors: ServiceError 422 for a tier or seed it has not."""
-        try:
-            made: Task = self.env_class.task(tier, seed)
-        except NotImplementedError:
-            raise ServiceError(
-                422, "bad_task", f"{self.name} makes no tasks from seeds: send a task"
-            ) from None
-        except (LudusError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise ServiceError(422, "bad_task", f"{self.name}: {error}") from error
-        return made
-
-    def call_of(self, action: str) -> ToolCall:
-        """The call for an action. Errors: ServiceError 422."""
-        try:
-            return self.prototype.call_of(action)
-        except (LookupError, NotImplementedError, TypeError, ValueError) as error:
-            raise ServiceError(
-                422, "bad_action", f"{action!r:.80} is no action: {error}"
-            ) from error
-
-
-@dataclass(eq=False)
-class Session:
-    """One environment and its episode. `last` is what was said last, for clients that ask again."""
-
-    number: int
-    owner: str
-    served: Served
-    host: HostedEnv | None = None
-    env: Env | None = None
-    seat: Seat | None = None
-    state: State = State.NEW
-    num_steps: int = 0
-    reward: float = 0.0
-    score: float = 0.0
-    last: str = ""
-    info: dict[str, Any] = field(default_factory=dict)
-    busy: bool = False
-    used: float = field(default_factory=time.monotonic)
-
-    @property
-    def id(self) -> str:
-        return f"{self.number:0{ID_BITS // 4}x}"
 
 
 class LightSeat(Seat):
@@ -250,7 +136,7 @@ class Sessions:
         drawn = secrets.randbits(ID_BITS - 8)
         number = drawn * self.num_workers + self.worker
         seat = Seat() if served.blocking else LightSeat(self._slots)
-        session = Session(number, owner, served, seat=seat)
+        session = Session(number, owner, served, seat, self.limits.step_deadline_s)
         self._sessions[number] = session
         return session
 
@@ -277,7 +163,7 @@ class Sessions:
 
         The environment is made anew: nothing of an earlier episode is left.
         """
-        return await self._exclusive(session, "reset", lambda: self._reset(session, task, own))
+        return await self._exclusive(session, "reset", lambda: session.reset(task, own))
 
     async def step(self, session: Session, message: Message) -> StepResult:
         """Take an action. A single tool call without text is read by the environment."""
@@ -287,11 +173,11 @@ class Sessions:
                 "action_too_long",
                 f"an action may have {self.limits.max_action_chars} characters",
             )
-        return await self._exclusive(session, "step", lambda: self._step(session, message))
+        return await self._exclusive(session, "step", lambda: session.step(message))
 
     async def expert(self, session: Session) -> str:
         """The expert's action."""
-        return await self._exclusive(session, "expert", lambda: self._expert(session))
+        return await self._exclusive(session, "expert", session.expert)
 
     async def leave(self, session: Session) -> None:
         """End a session at its owner's wish."""
@@ -316,9 +202,8 @@ class Sessions:
 
     async def _release(self, session: Session) -> None:
         """Give back what an ended session holds."""
-        await self._leave(session)
-        if session.seat is not None:
-            session.seat.close()
+        await session.close_env()
+        session.seat.close()
 
     def is_open(self, session: Session) -> bool:
         """Whether it has not ended."""
@@ -361,85 +246,8 @@ class Sessions:
             session.busy, session.used = False, time.monotonic()
             self._seconds.labels(session.served.name, what).observe(time.perf_counter() - started)
 
-    async def _reset(self, session: Session, task: Task, own: bool) -> Observation:
-        assert session.seat is not None
-        await self._leave(session)
-        session.state = State.NEW
-
-        def make() -> Env:
-            session.env = session.served.make()
-            return session.env
-
-        host = HostedEnv(make, session.seat, self.limits.step_deadline_s, blocking=True)
-        session.host = host
-        try:
-            observation = await host.reset(task)
-        except EpisodeTimeout:
-            raise
-        except EpisodeError as error:
-            await self._leave(session)
-            if own:
-                raise
-            raise ServiceError(422, "bad_task", str(error)) from error
-        session.state, session.num_steps = State.PLAYING, 0
-        session.reward = session.score = 0.0
-        session.last, session.info = text_of(observation.messages), observation.info
-        return observation
-
-    async def _step(self, session: Session, message: Message) -> StepResult:
-        if session.host is None or session.state is not State.PLAYING:
-            kind = "episode_over" if session.state is State.OVER else "not_reset"
-            raise ServiceError(409, kind, "no episode is under way: reset the session first")
-        if len(message.tool_calls) == 1 and not message.content:
-            result = await session.host.call(message.tool_calls[0])
-        else:
-            result = await session.host.step(message)
-        session.num_steps += 1
-        session.reward = result.reward or 0.0
-        session.score += session.reward
-        session.last = text_of(result.messages)
-        session.info = {**session.info, **result.info}
-        if result.done:
-            session.state = State.OVER
-            await self._leave(session)
-        return result
-
-    async def _expert(self, session: Session) -> str:
-        host = session.host
-        if host is None or session.seat is None or session.state is not State.PLAYING:
-            raise ServiceError(409, "not_reset", "no episode is under way: reset the session first")
-
-        async def ask() -> str:
-            return host.env.expert_action()
-
-        try:
-            return await session.seat.run(ask, self.limits.step_deadline_s, blocking=True)
-        except NoExpert as error:
-            raise ServiceError(404, "no_expert", str(error)) from error
-        except EpisodeError:
-            raise
-        except Overdue as error:
-            raise EpisodeTimeout("the expert took too long") from error
-        except Exception as error:
-            raise EnvError(f"the expert raised {type(error).__name__}: {error}") from error
-
-    async def _leave(self, session: Session) -> None:
-        """Close the session's environment."""
-        host, session.host = session.host, None
-        env, session.env = session.env, None
-        if host is not None:
-            with suppress(Exception):
-                await host.close()
-        if isinstance(env, IsolatedEnv):
-            env.kill()  # where its thread was left behind, nothing else would
-
 
 _KINDS = {EpisodeTimeout: "env_timeout", ToolError: "tool_error", Unscorable: "unscorable"}
-
-
-def text_of(messages: list[Message]) -> str:
-    """What was said, as one text."""
-    return "\n".join(message.content for message in messages)
 
 
 def size(message: Message) -> int:
