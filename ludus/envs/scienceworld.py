@@ -28,7 +28,8 @@ from ludus.core.errors import ConfigError, EnvError, did_you_mean
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
 from ludus.envs.actions import action_text, answer, call_text, printable
 from ludus.envs.base import Env, NoExpert
-from ludus.envs.jvm import Engine, Pool, Session, find_java, pool_of
+from ludus.envs.jvm import Engine, find_java
+from ludus.envs.jvm_pool import Pool, Session, pool_of
 from ludus.envs.scienceworld_tasks import EASIEST_FIRST, KINDS, SPLITS, Split, agentgym_task
 
 ENGINE = Engine(

@@ -26,7 +26,8 @@ from ludus.core.errors import ConfigError, EnvError, did_you_mean
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
 from ludus.envs.actions import action_text, answer, call_text, printable
 from ludus.envs.base import Env, NoExpert
-from ludus.envs.jvm import Engine, Session, find_java, pool_of
+from ludus.envs.jvm import Engine, find_java
+from ludus.envs.jvm_pool import Session, pool_of
 
 ENGINE = Engine(
     name="textworldexpress",

@@ -15,7 +15,8 @@ import pytest
 pytest.importorskip("textworld_express", reason="needs the extra textworldexpress")
 
 from ludus.core.errors import ConfigError, EnvError
-from ludus.envs.jvm import Pool, find_java
+from ludus.envs.jvm import find_java
+from ludus.envs.jvm_pool import Pool
 from ludus.envs.textworldexpress import ENGINE
 
 try:
@@ -113,7 +114,7 @@ def test_an_exception_of_the_engine_is_an_error_of_the_environment(pool: Pool) -
 
 
 def test_all_sessions_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ludus.envs.jvm.SESSIONS_PER_JVM", 1)
+    monkeypatch.setattr("ludus.envs.jvm_pool.SESSIONS_PER_JVM", 1)
     pool = Pool(ENGINE, size=1, heap_mb=64)
     try:
         pool.open()
@@ -131,7 +132,7 @@ def test_a_jvm_that_cannot_start_says_why() -> None:
 
 OWNER = """
 import os, sys, time
-from ludus.envs.jvm import pool_of
+from ludus.envs.jvm_pool import pool_of
 from ludus.envs.textworldexpress import ENGINE
 session = pool_of(ENGINE, 1, 64).open()
 if sys.argv[1] == "fork" and os.fork() == 0:
