@@ -14,7 +14,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -48,6 +48,7 @@ class Shop:
     goals: list[Goal]
     _asins: list[str]
     _index: bm25s.BM25
+    _splits: dict[tuple[str, int | None], list[int]] = field(default_factory=dict)
 
     def search(self, keywords: str) -> list[str]:
         """Asins of the products that share a word with `keywords`, best first, at most 50.
@@ -65,14 +66,16 @@ class Shop:
 
     def split(self, name: str, num_options: int | None) -> list[int]:
         """Indices of `train`'s or `heldout`'s goals that ask for so many options (2: or more)."""
-        last = min(NUM_HELD_OUT, len(self.goals) // 5)
-        first = last + min(NUM_DEVELOPMENT, len(self.goals) // 5)
-        chosen = range(last) if name == "heldout" else range(first, len(self.goals))
-        return [
-            i
-            for i in chosen
-            if num_options is None or min(len(self.goals[i].options), 2) == num_options
-        ]
+        if (name, num_options) not in self._splits:
+            last = min(NUM_HELD_OUT, len(self.goals) // 5)
+            first = last + min(NUM_DEVELOPMENT, len(self.goals) // 5)
+            chosen = range(last) if name == "heldout" else range(first, len(self.goals))
+            self._splits[name, num_options] = [
+                i
+                for i in chosen
+                if num_options is None or min(len(self.goals[i].options), 2) == num_options
+            ]
+        return self._splits[name, num_options]
 
 
 @lru_cache(maxsize=4)

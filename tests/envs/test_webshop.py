@@ -122,8 +122,8 @@ def test_options_are_compared_by_color_and_loosely() -> None:
 
 def test_the_shop_is_large_and_its_goals_are_reachable() -> None:
     assert len(SHOP.products) == 1536
-    assert len(SHOP.goals) == 6144
-    assert len({goal.instruction for goal in SHOP.goals}) > 6000
+    assert len(SHOP.goals) == 18432
+    assert len({goal.instruction for goal in SHOP.goals}) > 18000
     for wanted in SHOP.goals:
         target = SHOP.products[wanted.asin]
         chosen = [v for values in target.options.values() for v in values if v in wanted.options]
@@ -154,7 +154,7 @@ def test_search_is_ordered_bounded_and_robust() -> None:
 
 def test_training_and_held_out_goals_are_disjoint() -> None:
     train, heldout = SHOP.split("train", None), SHOP.split("heldout", None)
-    assert (len(train), len(heldout)) == (4644, 500)
+    assert (len(train), len(heldout)) == (16932, 500)
     assert not set(train) & set(heldout)
     asked = {(g.asin, frozenset(g.attributes), frozenset(g.options)) for g in SHOP.goals}
     assert len(asked) == len(SHOP.goals), "two goals ask for the same"
@@ -312,8 +312,8 @@ def test_tool_calls_are_checked() -> None:
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        ({"goal": 6144}, "not one of 0 to 6143"),
-        ({"goal": "1"}, "not one of 0 to 6143"),
+        ({"goal": 18432}, "not one of 0 to 18431"),
+        ({"goal": "1"}, "not one of 0 to 18431"),
         ({}, "needs a goal, or a split"),
         ({"split": "test", "seed": 1}, "needs a goal, or a split"),
         ({"split": "train", "seed": None}, "needs a goal, or a split"),
