@@ -1,10 +1,11 @@
-"""What text environments share: reading the model's action, and answering it."""
+"""What text environments share: reading the model's action, answering it, and its tools."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from ludus.core.types import Message, ToolCall
+from ludus.core.types import Message, ToolCall, ToolSpec
 from ludus.envs.base import Env
 
 JSON_NAMES: Mapping[type, str] = {str: "string", int: "integer", dict: "object"}
@@ -54,6 +55,44 @@ def call_text(call: ToolCall, arguments: Mapping[str, type]) -> list[str]:
         if type(call.arguments[name]) is not kind:
             raise ValueError(f"the argument {name} has to be of type {JSON_NAMES[kind]}")
     return [str(call.arguments[name]) for name in arguments]
+
+
+def tool_spec(name: str, description: str, /, **arguments: dict[str, Any]) -> ToolSpec:
+    """A tool that takes all of these arguments, each with its JSON schema, and no other."""
+    parameters = {
+        "type": "object",
+        "properties": arguments,
+        "required": list(arguments),
+        "additionalProperties": False,
+    }
+    return ToolSpec(name=name, description=description, parameters=parameters)
+
+
+def act_tool(words: Collection[str] = ()) -> ToolSpec:
+    """The tool `act`, which takes an action's text: one of these words, where any are given."""
+    schema: dict[str, Any] = {"type": "string", "description": "One of the actions."}
+    if words:
+        schema["enum"] = list(words)
+    return tool_spec("act", "Take one action.", action=schema)
+
+
+class OneTool(Env):
+    """An environment with one tool, whose one argument is the action's text."""
+
+    tool: ToolSpec
+
+    def tools(self) -> Sequence[ToolSpec]:
+        return [self.tool]
+
+    def text_of(self, call: ToolCall) -> str:
+        if call.name != self.tool.name:
+            raise ValueError(f"there is no such tool; there is {self.tool.name}")
+        [argument] = self.tool.parameters["required"]
+        return call_text(call, {argument: str})[0]
+
+    def call_of(self, action: str) -> ToolCall:
+        [argument] = self.tool.parameters["required"]
+        return ToolCall(name=self.tool.name, arguments={argument: action})
 
 
 def _tool_message(call: ToolCall, text: str) -> Message:

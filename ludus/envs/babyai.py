@@ -21,8 +21,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from ludus.core.errors import EnvError
-from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
-from ludus.envs.actions import action_text, answer, call_text
+from ludus.core.types import Message, Observation, StepResult, Task
+from ludus.envs.actions import OneTool, act_tool, action_text, answer
 from ludus.envs.babyai_expert import Expert
 from ludus.envs.babyai_macros import Macros
 from ludus.envs.babyai_world import (
@@ -37,7 +37,7 @@ from ludus.envs.babyai_world import (
     short_name,
     walls,
 )
-from ludus.envs.base import Env, NoExpert
+from ludus.envs.base import NoExpert
 
 PRIMITIVES = {
     "turn left": 0,
@@ -61,7 +61,7 @@ MACRO_GUIDE = """ You may also: go to OBJECT, which walks until you face it; go 
 it is open; toggle and go through DOOR. Name objects as the list of actions does."""
 
 
-class BabyAI(Env):
+class BabyAI(OneTool):
     """One level of BabyAI, or several: a task whose data names a `level` is played on that one.
 
     Reward: at success, 1 - 0.9 * steps / max_steps (steps are minigrid's, those within a macro
@@ -92,6 +92,7 @@ class BabyAI(Env):
     ) -> None:
         self.level = short_name(level)
         self.actions, self.max_steps, self.guide = actions, max_steps, guide
+        self.tool = act_tool(PRIMITIVES if actions == "primitive" else ())
         self._world: Any = None
         self._done = False
 
@@ -212,26 +213,6 @@ class BabyAI(Env):
             "toggle": can_toggle(self._world, content),
         }
         return [name for name, yes in possible.items() if yes] + self._macros.available(cells)
-
-    def tools(self) -> Sequence[ToolSpec]:
-        schema: dict[str, Any] = {"type": "string", "description": "One of the actions."}
-        if self.actions == "primitive":
-            schema["enum"] = list(PRIMITIVES)
-        parameters = {
-            "type": "object",
-            "properties": {"action": schema},
-            "required": ["action"],
-            "additionalProperties": False,
-        }
-        return [ToolSpec(name="act", description="Take one action.", parameters=parameters)]
-
-    def text_of(self, call: ToolCall) -> str:
-        if call.name != "act":
-            raise ValueError("there is no such tool; there is act")
-        return call_text(call, {"action": str})[0]
-
-    def call_of(self, action: str) -> ToolCall:
-        return ToolCall(name="act", arguments={"action": action})
 
     def expert_action(self) -> str:
         if self._world is None or self._done:

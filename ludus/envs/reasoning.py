@@ -20,10 +20,10 @@ from pydantic import Field
 from reasoning_gym.factory import CURRICULA, DATASETS
 
 from ludus.core.errors import ConfigError, EnvError, did_you_mean
-from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
+from ludus.core.types import Message, Observation, StepResult, Task
+from ludus.envs.actions import OneTool, tool_spec
 from ludus.envs.actions import answer as reply_to
-from ludus.envs.actions import call_text
-from ludus.envs.base import Env, NoExpert
+from ludus.envs.base import NoExpert
 
 NO_ANSWER = "its tasks come without an answer of their own"
 EXECUTES = "its verifier runs the answer as a program, without bounds"
@@ -72,7 +72,7 @@ LONGEST_ANSWER = 20_000
 GUIDE = "Think as long as you need, and give your answer once, as <answer>...</answer>."
 
 
-class Reasoning(Env):
+class Reasoning(OneTool):
     """One task of one of reasoning-gym's data sets; the data set's name is the tier.
 
     `StepResult.info` has `success`, `dataset` and `score`. A task's data is
@@ -82,6 +82,9 @@ class Reasoning(Env):
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     success_at: ClassVar[float] = 1.0
     max_turns: ClassVar[int] = 1
+    tool = tool_spec(
+        "answer", "Give the answer.", text={"type": "string", "description": "The answer alone."}
+    )
 
     def __init__(
         self,
@@ -146,23 +149,6 @@ class Reasoning(Env):
 
     async def close(self) -> None:
         self._entry = None
-
-    def tools(self) -> Sequence[ToolSpec]:
-        parameters = {
-            "type": "object",
-            "properties": {"text": {"type": "string", "description": "The answer alone."}},
-            "required": ["text"],
-            "additionalProperties": False,
-        }
-        return [ToolSpec(name="answer", description="Give the answer.", parameters=parameters)]
-
-    def text_of(self, call: ToolCall) -> str:
-        if call.name != "answer":
-            raise ValueError("there is no such tool; there is answer")
-        return call_text(call, {"text": str})[0]
-
-    def call_of(self, action: str) -> ToolCall:
-        return ToolCall(name="answer", arguments={"text": action})
 
     def expert_action(self) -> str:
         if self._entry is None:

@@ -26,7 +26,7 @@ from scienceworld.constants import JAR_PATH
 
 from ludus.core.errors import ConfigError, EnvError, did_you_mean
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
-from ludus.envs.actions import action_text, answer, call_text, printable
+from ludus.envs.actions import action_text, answer, call_text, printable, tool_spec
 from ludus.envs.base import Env, NoExpert
 from ludus.envs.jvm import Engine, find_java
 from ludus.envs.jvm_pool import Pool, Session, pool_of
@@ -325,16 +325,8 @@ def _tool(name: str) -> ToolSpec:
     }
     if name == "choose":
         properties = {"number": {"type": "integer", "minimum": 0}}
-    return ToolSpec(
-        name=name,
-        description=DESCRIPTIONS.get(name, f"The command: {_shown(name)}."),
-        parameters={
-            "type": "object",
-            "properties": properties,
-            "required": list(properties),
-            "additionalProperties": False,
-        },
-    )
+    description = DESCRIPTIONS.get(name, f"The command: {_shown(name)}.")
+    return tool_spec(name, description, **properties)
 
 
 def _shown(name: str) -> str:

@@ -30,7 +30,7 @@ from pydantic import Field
 
 from ludus.core.errors import ConfigError, EnvError, did_you_mean
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
-from ludus.envs.actions import action_text, answer, call_text
+from ludus.envs.actions import action_text, answer, call_text, tool_spec
 from ludus.envs.base import Env, NoExpert
 from ludus.envs.textcraft_recipes import Plan, Recipe, Table, load_table
 
@@ -179,20 +179,10 @@ class TextCraft(Env):
             "additionalProperties": {"type": "integer", "minimum": 1},
             "description": 'What is used up, e.g. {"oak log": 1}.',
         }
-
-        def spec(name: str, description: str, **properties: Any) -> ToolSpec:
-            parameters = {
-                "type": "object",
-                "properties": properties,
-                "required": list(properties),
-                "additionalProperties": False,
-            }
-            return ToolSpec(name=name, description=description, parameters=parameters)
-
         return [
-            spec("get", "Get items that cannot be crafted.", item=item, count=count),
-            spec("craft", "Carry out a recipe.", item=item, count=count, ingredients=used),
-            spec("inventory", "See what you have."),
+            tool_spec("get", "Get items that cannot be crafted.", item=item, count=count),
+            tool_spec("craft", "Carry out a recipe.", item=item, count=count, ingredients=used),
+            tool_spec("inventory", "See what you have."),
         ]
 
     def text_of(self, call: ToolCall) -> str:

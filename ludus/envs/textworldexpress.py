@@ -23,9 +23,9 @@ from pydantic import Field
 from textworld_express.constants import JAR_PATH
 
 from ludus.core.errors import ConfigError, EnvError, did_you_mean
-from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
-from ludus.envs.actions import action_text, answer, call_text, printable
-from ludus.envs.base import Env, NoExpert
+from ludus.core.types import Message, Observation, StepResult, Task
+from ludus.envs.actions import OneTool, act_tool, action_text, answer, printable
+from ludus.envs.base import NoExpert
 from ludus.envs.jvm import Engine, find_java
 from ludus.envs.jvm_pool import Session, pool_of
 
@@ -63,7 +63,7 @@ class Game(NamedTuple):
     seed: int
 
 
-class TextWorldExpress(Env):
+class TextWorldExpress(OneTool):
     """One game of TextWorldExpress, or several: the task's data names game, fold and seed.
 
     Reward: what the step added to the game's score, which is 0 to 1. `StepResult.info` has
@@ -73,6 +73,7 @@ class TextWorldExpress(Env):
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     success_at: ClassVar[float] = 0.999  # the sum of fractions, rounded
     max_turns: ClassVar[int] = 50
+    tool = act_tool()
 
     def __init__(
         self,
@@ -170,23 +171,6 @@ class TextWorldExpress(Env):
         if self._session is not None:
             self._session.close()
             self._session = None
-
-    def tools(self) -> Sequence[ToolSpec]:
-        parameters = {
-            "type": "object",
-            "properties": {"action": {"type": "string", "description": "One of the actions."}},
-            "required": ["action"],
-            "additionalProperties": False,
-        }
-        return [ToolSpec(name="act", description="Take one action.", parameters=parameters)]
-
-    def text_of(self, call: ToolCall) -> str:
-        if call.name != "act":
-            raise ValueError("there is no such tool; there is act")
-        return call_text(call, {"action": str})[0]
-
-    def call_of(self, action: str) -> ToolCall:
-        return ToolCall(name="act", arguments={"action": action})
 
     def expert_action(self) -> str:
         """The next action of the engine's own gold path; NoExpert where another one was taken."""

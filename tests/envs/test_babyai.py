@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from turns import act
 
 from ludus.core.errors import ConfigError, EnvError
 from ludus.core.types import Message, StepResult, Task, ToolCall
@@ -18,10 +19,6 @@ from ludus.envs.babyai_world import LEVELS, make_level, visible
 from ludus.envs.base import NoExpert
 
 STRICT = ("OpenDoorsOrderN2Debug", "OpenDoorsOrderN4Debug")
-
-
-async def act(env: BabyAI, text: str) -> StepResult:
-    return await env.step(Message(role="assistant", content=text))
 
 
 async def start(level: str, seed: int, **args: object) -> tuple[BabyAI, str]:

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from turns import act, say, win
 
 pytest.importorskip("scienceworld", reason="needs the extra scienceworld")
 
 from ludus.core.errors import ConfigError, EnvError
-from ludus.core.types import Message, Spec, StepResult, Task, ToolCall
+from ludus.core.types import Spec, Task, ToolCall
 from ludus.envs.base import NoExpert
 from ludus.envs.check import check_env
 from ludus.envs.jvm import find_java
@@ -34,29 +35,10 @@ def _no_jvm_is_left() -> Iterator[None]:
     ScienceWorld(num_jvms=1)._pool.shutdown()
 
 
-async def act(env: ScienceWorld, text: str) -> StepResult:
-    return await env.step(Message(role="assistant", content=text))
-
-
-async def say(env: ScienceWorld, text: str) -> str:
-    return (await act(env, text)).messages[0].content
-
-
 async def playing(kind: str, variation: int = 0, **args: object) -> ScienceWorld:
     env = ScienceWorld(num_jvms=1, **args)  # type: ignore[arg-type]
     await env.reset(Task(id="x", data={"task": kind, "variation": variation}))
     return env
-
-
-async def win(env: ScienceWorld) -> tuple[float, StepResult]:
-    total = 0.0
-    while True:
-        action = env.expert_action()
-        assert env.text_of(env.call_of(action)) == action
-        result = await act(env, action)
-        total += result.reward or 0.0
-        if result.done:
-            return total, result
 
 
 async def test_the_table_is_the_engine_s() -> None:

@@ -7,21 +7,14 @@ import subprocess
 import sys
 
 import pytest
+from turns import act, say
 
 from ludus.core.errors import ConfigError, EnvError
-from ludus.core.types import Message, StepResult, Task, ToolCall
+from ludus.core.types import Message, Task, ToolCall
 from ludus.envs.babyai import BabyAI
 from ludus.envs.textcraft import TextCraft
 from ludus.envs.textcraft_recipes import load_table
 from ludus.tasks.readers import read_env
-
-
-async def act(env: TextCraft, text: str) -> StepResult:
-    return await env.step(Message(role="assistant", content=text))
-
-
-async def say(env: TextCraft, text: str) -> str:
-    return (await act(env, text)).messages[0].content
 
 
 async def crafting(goal: str, **args: int) -> TextCraft:

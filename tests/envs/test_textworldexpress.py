@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from turns import act, win
 
 pytest.importorskip("textworld_express", reason="needs the extra textworldexpress")
 
 from ludus.core.errors import ConfigError, EnvError
-from ludus.core.types import Message, Spec, StepResult, Task, ToolCall
+from ludus.core.types import Spec, StepResult, Task, ToolCall
 from ludus.envs.base import NoExpert
 from ludus.envs.check import check_env
 from ludus.envs.jvm import find_java
@@ -29,19 +30,6 @@ from ludus.envs.textworldexpress import FIRST_SEEDS, GAMES, NUM_SEEDS, TextWorld
 def _no_jvm_is_left() -> Iterator[None]:
     yield
     TextWorldExpress()._pool.shutdown()
-
-
-async def act(env: TextWorldExpress, text: str) -> StepResult:
-    return await env.step(Message(role="assistant", content=text))
-
-
-async def win(env: TextWorldExpress) -> tuple[float, StepResult]:
-    total = 0.0
-    while True:
-        result = await act(env, env.expert_action())
-        total += result.reward or 0.0
-        if result.done:
-            return total, result
 
 
 @pytest.mark.parametrize("game", GAMES)
