@@ -60,6 +60,7 @@ class Row:
     """One line: latencies of a step in ms, steps a second of the wall, processor's time in ms.
 
     `reset_p50_ms` is that of a reset; the rest of the wall's and processor's time includes resets.
+    `around_ms` is a step's mean time less its mean time in the service's environment.
     """
 
     env: str
@@ -68,6 +69,7 @@ class Row:
     num_steps: int
     p50_ms: float
     p99_ms: float
+    around_ms: float | None
     reset_p50_ms: float
     steps_per_s: float
     service_cpu_ms: float
@@ -127,6 +129,15 @@ def cpu_of(pid: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def env_seconds_of(url: str, env: str) -> tuple[float, float]:
+    """Seconds that the service's environment has stepped so far, and its steps, by `/metrics`."""
+    text = httpx.get(url + "/metrics").text
+    name = rf'ludus_env_call_seconds_{{}}{{{{call="step",env="{env}"}}}} (\S+)'
+    found = [re.search(name.format(what), text) for what in ("sum", "count")]
+    total, num = (float(match[1]) if match else 0.0 for match in found)
+    return total, num
+
+
 def memory_of(pid: int) -> float:
     """Resident memory of a process, in MB."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -181,10 +192,14 @@ async def measured(
     inside = way == "in_process"
     async with Ways(url, env) as ways:
         opened = [await getattr(ways, way)() for _ in range(sessions)]
+        stepped = env_seconds_of(url, env)
         before, own = cpu_of(pid), time.process_time()
         times = await play(opened, episodes, seconds)
         cpu = time.process_time() - own if inside else cpu_of(pid) - before
         memory = memory_of(os.getpid() if inside else pid)
+        total, num = (
+            now - then for now, then in zip(env_seconds_of(url, env), stepped, strict=True)
+        )
     percentiles = statistics.quantiles(times.steps, n=100)
     return Row(
         env=env,
@@ -193,6 +208,7 @@ async def measured(
         num_steps=len(times.steps),
         p50_ms=1000 * percentiles[49],
         p99_ms=1000 * percentiles[98],
+        around_ms=None if inside else 1000 * (statistics.mean(times.steps) - total / num),
         reset_p50_ms=1000 * statistics.median(times.resets),
         steps_per_s=len(times.steps) / times.wall,
         service_cpu_ms=1000 * cpu / len(times.steps),
@@ -331,6 +347,16 @@ async def soak(seconds: float, num: int = 2000, env: str = "textcraft") -> list[
     return lines
 
 
+async def warm_up(url: str, env: str, episodes: list[Episode], seconds: float) -> None:
+    """Play for so long in process, and in the service, in sessions for each of its JVMs.
+
+    What is compiled and remembered, is so from then on: Java's steps become twice as fast.
+    """
+    for way in ("in_process", "websocket"):
+        async with Ways(url, env) as ways:
+            await play([await getattr(ways, way)() for _ in range(4)], episodes, seconds)
+
+
 async def all_rows(
     envs: Sequence[str], sizes: Sequence[int], seconds: float, repeats: int
 ) -> list[Row]:
@@ -339,8 +365,7 @@ async def all_rows(
     for env in envs:
         episodes = await episodes_of(env, NUM_EPISODES)
         with service(env) as (url, pid):
-            async with Ways(url, env) as ways:  # what is compiled and remembered, is so from now on
-                await play([await ways.websocket()], episodes, 3 * seconds)
+            await warm_up(url, env, episodes, 10 * seconds)
             for sessions in sorted({min(size, MOST.get(env, size)) for size in sizes}):
                 found: dict[str, list[Row]] = {}
                 for _ in range(repeats):
@@ -362,9 +387,9 @@ def ms(value: float, sign: str = "") -> str:
 def shown(rows: list[Row]) -> str:
     """The table of an environment's rows."""
     inside = {row.sessions: row.p50_ms for row in rows if row.way == "in_process"}
-    head = ["sessions", "way", "step p50", "p99", "over in process", "reset p50", "steps/s"]
+    head = ["sessions", "way", "step p50", "p99", "over in process", "around the environment"]
     return table(
-        [*head, "processor a step", "memory"],
+        [*head, "reset p50", "steps/s", "processor a step", "memory"],
         [
             [
                 str(row.sessions),
@@ -372,6 +397,7 @@ def shown(rows: list[Row]) -> str:
                 ms(row.p50_ms),
                 ms(row.p99_ms),
                 "" if row.way == "in_process" else ms(row.p50_ms - inside[row.sessions], "+"),
+                "" if row.around_ms is None else ms(row.around_ms, "+"),
                 ms(row.reset_p50_ms),
                 f"{row.steps_per_s:,.0f}",
                 ms(row.service_cpu_ms),
@@ -388,10 +414,11 @@ PAGE = """# The environment service
 another plays the expert's episodes ({num} different ones an environment) in 1, 64 and 512
 sessions at once, without a pause between calls. A step's p50 and p99 are what the client sees, so
 with many sessions they are mostly waiting for the one worker's turn. "Over in process" is the
-difference to the same environment without a service. Steps/s are those of the wall, resets
-included; the processor's time is the service's, resets included, a step; memory is that of the
-process that holds the environments (in process: the client's), those of Java apart. The client
-over HTTP writes and reads sockets and nothing else; `httpx` would add about 0.4 ms to a call.
+difference to the same environment without a service; "around the environment" is the mean of a
+step less the mean that `/metrics` tells of the service's environment itself. Steps/s are those of
+the wall, resets included; the processor's time is the service's, resets included, a step; memory is
+that of the process that holds the environments (in process: the client's), those of Java apart. The
+client over HTTP writes and reads sockets and nothing else; `httpx` would add about 0.4 ms to a call.
 Each cell is one of {repeats} runs of {seconds:g} s, that of the median p50; the ways alternate."""
 
 

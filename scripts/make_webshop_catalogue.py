@@ -3,9 +3,9 @@
     python scripts/make_webshop_catalogue.py
 
 1,536 invented products of 48 types, 32 of each, which differ in attributes, options, price and
-rating, and twelve instructions for each. The output depends on this file alone, byte for byte. Three
-things are checked, for without them a wrong purchase could score: no two values of an option count
-as the same, nor do two attributes, and no text names an attribute that its product has not.
+rating, and twelve instructions for each. The output depends on this file alone, byte for byte.
+Three things are checked, for without them a wrong purchase could score: no two values of an option
+count as the same, nor do two attributes, and no text names an attribute that its product has not.
 """
 
 from __future__ import annotations
