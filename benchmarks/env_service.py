@@ -417,8 +417,8 @@ with many sessions they are mostly waiting for the one worker's turn. "Over in p
 difference to the same environment without a service; "around the environment" is the mean of a
 step less the mean that `/metrics` tells of the service's environment itself. Steps/s are those of
 the wall, resets included; the processor's time is the service's, resets included, a step; memory is
-that of the process that holds the environments (in process: the client's), those of Java apart. The
-client over HTTP writes and reads sockets and nothing else; `httpx` would add about 0.4 ms to a call.
+that of the process that holds the environments (in process: the client's), those of Java apart.
+The client over HTTP writes and reads sockets, no more; `httpx` would add about 0.4 ms to a call.
 Each cell is one of {repeats} runs of {seconds:g} s, that of the median p50; the ways alternate."""
 
 
