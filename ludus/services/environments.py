@@ -61,7 +61,7 @@ def environment_service(
     from ludus.services import agentgym, openenv, rollouts
 
     served = {spec.name: Served(spec, isolate) for spec in envs}
-    place = (peers.worker, peers.num_workers) if peers else (0, 1)
+    place = (peers.worker, peers.num_workers, peers.tally) if peers else (0, 1, None)
     sessions = Sessions(served, limits, settings.registry, *place)
     service = Service(sessions, peers)
 

@@ -49,7 +49,6 @@ def serve_env(
         if (error.name or "").startswith("ludus"):
             raise
         raise MissingDependency(str(error.name), "serve", "ludus serve") from error
-    per_worker = {**limits, "max_sessions": max(1, limits["max_sessions"] // workers)}
     options = ServeOptions(
         envs=tuple(specs),
         host=host,
@@ -57,7 +56,7 @@ def serve_env(
         workers=workers,
         tokens=tokens(),
         isolate=isolate,
-        limits=Limits(**per_worker),
+        limits=Limits(**limits),
     )
     names = ", ".join(spec.name for spec in specs)
     serve(options, lambda address: say(f"{names}: {address} (description: {address}/docs)"))

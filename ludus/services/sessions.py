@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -78,10 +78,30 @@ class LightSeat(Seat):
         """Nothing is kept."""
 
 
+class Tally(Protocol):
+    """How many sessions each worker has open, known to all of them."""
+
+    def tell(self, count: int) -> None:
+        """This worker's, from now on."""
+
+    def others(self) -> int:
+        """Those of the other workers."""
+
+
+class Alone:
+    """The tally of a process that has no other beside it."""
+
+    def tell(self, count: int) -> None: ...
+
+    def others(self) -> int:
+        return 0
+
+
 class Sessions:
     """All sessions of a process. `worker` of `num_workers` shows in the numbers that it gives.
 
-    Errors of all methods: ServiceError.
+    `limits.max_sessions` is for all workers together, by `tally`. Errors of all methods:
+    ServiceError.
     """
 
     def __init__(
@@ -91,8 +111,10 @@ class Sessions:
         registry: CollectorRegistry,
         worker: int = 0,
         num_workers: int = 1,
+        tally: Tally | None = None,
     ) -> None:
         self.served, self.limits = served, limits
+        self._tally: Tally = tally or Alone()
         self.worker, self.num_workers = worker, num_workers
         self._sessions: dict[int, Session] = {}
         self._ended: OrderedDict[int, tuple[str, str]] = OrderedDict()
@@ -125,7 +147,7 @@ class Sessions:
 
     def create(self, served: Served, owner: str) -> Session:
         """Open a session; its environment is made at the first reset."""
-        if len(self._sessions) >= self.limits.max_sessions:
+        if len(self._sessions) + self._tally.others() >= self.limits.max_sessions:
             raise ServiceError(
                 429, "too_many_sessions", f"{self.limits.max_sessions} sessions are open: close one"
             )
@@ -138,6 +160,7 @@ class Sessions:
         seat = Seat() if served.blocking else LightSeat(self._slots)
         session = Session(number, owner, served, seat, self.limits.step_deadline_s)
         self._sessions[number] = session
+        self._tally.tell(len(self._sessions))
         return session
 
     def get(self, number: int, owner: str) -> Session:
@@ -194,6 +217,7 @@ class Sessions:
         """Take a session off the table; False where that has been done."""
         if self._sessions.pop(session.number, None) is None:
             return False
+        self._tally.tell(len(self._sessions))
         self._ended[session.number] = (session.owner, reason)
         while len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import mmap
 import re
 import secrets
 from collections.abc import Mapping
@@ -58,6 +59,7 @@ class Peers:
         self, worker: int, num_workers: int, folder: Path, tokens: bool, secret: str
     ) -> None:
         self.worker, self.num_workers = worker, num_workers
+        self.tally = SharedTally(folder, worker, num_workers)
         self._folder, self._tokens, self._secret = folder, tokens, secret
         self._clients: dict[int, httpx.AsyncClient] = {}
 
@@ -129,6 +131,27 @@ class Peers:
             return await self._clients[worker].request(method, path, headers=given, content=body)
         except httpx.HTTPError as error:
             raise ServiceError(503, "worker_lost", f"the session's worker: {error!r}") from error
+
+
+class SharedTally:
+    """A `Tally` in memory that all workers map: a number each, from a file in `folder`.
+
+    A worker that is started in the place of a dead one begins again with none.
+    """
+
+    def __init__(self, folder: Path, worker: int, num_workers: int) -> None:
+        self._worker = worker
+        with (folder / "sessions").open("a+b") as file:
+            file.truncate(8 * num_workers)
+            shared = mmap.mmap(file.fileno(), 8 * num_workers)
+        self._counts = memoryview(shared).cast("Q")
+        self.tell(0)
+
+    def tell(self, count: int) -> None:
+        self._counts[self._worker] = count
+
+    def others(self) -> int:
+        return sum(self._counts) - self._counts[self._worker]
 
 
 class HandOver:

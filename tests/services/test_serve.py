@@ -146,6 +146,35 @@ def test_several_workers_share_a_port_and_sessions_stay() -> None:
         until(lambda: not any(map(alive, everything)))
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are read from /proc")
+def test_the_limit_of_sessions_is_for_all_workers_together() -> None:
+    with (
+        command(OBEYS, "--workers", "2", "--max-sessions", "5") as served,
+        httpx.Client(base_url=served.url, timeout=30) as client,
+    ):
+        paths = [opened(client) for _ in range(5)]  # one connection, so all in one worker
+        lost = workers_of(served.process.pid)[int(paths[0].rpartition("/")[2], 16) % 2]
+        for _ in range(6):  # a connection each: any worker may accept it
+            answer = httpx.post(f"{served.url}/sessions", json={"env": OBEYS})
+            assert (answer.status_code, answer.json()["error"]["type"]) == (
+                429,
+                "too_many_sessions",
+            )
+        client.delete(paths.pop()).raise_for_status()
+        paths.append(opened(client))
+        os.kill(lost, signal.SIGKILL)
+        until(lambda: not alive(lost))
+        with httpx.Client(base_url=served.url, timeout=30) as other:
+            until(lambda: _opens(other))  # what the dead one had is free again
+
+
+def _opens(client: httpx.Client) -> bool:
+    try:
+        return client.post("/sessions", json={"env": OBEYS}).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 def _said(answer: httpx.Response) -> str:
     return str(answer.json()["messages"][0]["content"])
 
