@@ -44,7 +44,8 @@ from ludus.envs.webshop_reward import Product, score
 from ludus.envs.webshop_shop import Instructions, load_shop
 
 TIERS = ("options-0", "options-1", "options-2")
-"""How many options the goal asks for; options-2: two or more."""
+"""How many options the goal asks for; options-2: two or more. With `:beauty` behind it, of that
+department alone."""
 
 FIRST_HELD_OUT = 1_000_000
 """Seeds from here on are of the held-out goals, those below of the training goals."""
@@ -65,7 +66,8 @@ class WebShop(Env):
     `type`, `num_attributes`, `num_options`, `price`.
 
     A task's data is `{"goal": index}`, in the original's order of goals, or
-    `{"split": "train" or "heldout", "options": 0 to 2 or None, "seed": n}`.
+    `{"split": "train" or "heldout", "options": 0 to 2 or None, "department": name or None,
+    "seed": n}`.
     """
 
     blocking: ClassVar[bool] = False  # a step takes well under a millisecond and cannot hang
@@ -134,7 +136,14 @@ class WebShop(Env):
                 f"webshop: task {task.id!r}: its data needs a goal, or a split (train or heldout) "
                 "and a seed"
             )
-        goals = self._shop.split(data["split"], data.get("options"))
+        department = data.get("department")
+        if department is not None and department not in (known := self._shop.departments()):
+            there = ", ".join(name for name in known if name) or "none"
+            raise EnvError(
+                f"webshop: task {task.id!r}: this shop has no department {department!r:.40}; there "
+                f"is {there}"
+            )
+        goals = self._shop.split(data["split"], data.get("options"), department)
         if not goals:
             raise EnvError(f"webshop: task {task.id!r}: this shop has no goal of {task.tier}")
         return goals[int(data["seed"]) % len(goals)]
@@ -274,21 +283,36 @@ class WebShop(Env):
         return TIERS
 
     @classmethod
+    def check_tier(cls, tier: str) -> None:
+        _options_and_department(tier)
+
+    @classmethod
     def task(cls, tier: str | None, seed: int) -> Task:
-        """Goal number `seed` of those that ask for so many options, beginning anew after the last.
+        """Goal number `seed` of those that ask for so many options, beginning anew after the last;
+        of a tier `options-0:beauty`, of those for products of that department.
 
         Seeds from 1,000,000 on are of the held-out goals, which share none with the training goals.
         """
-        if tier is not None and tier not in TIERS:
-            raise ConfigError(f"{tier!r} is not a tier of webshop{did_you_mean(tier, TIERS)}")
         heldout = seed >= FIRST_HELD_OUT
+        options, department = _options_and_department(tier) if tier else (None, None)
         return Task(
             id=f"webshop/{tier or 'all'}/{seed}",
             data={
                 "split": "heldout" if heldout else "train",
-                "options": None if tier is None else TIERS.index(tier),
+                "options": options,
+                "department": department,
                 "seed": seed - FIRST_HELD_OUT if heldout else seed,
             },
             tier=tier,
             source="webshop",
         )
+
+
+def _options_and_department(tier: str) -> tuple[int, str | None]:
+    """What a tier stands for; which departments there are, the shop knows."""
+    name, colon, department = tier.partition(":")
+    if name not in TIERS:
+        raise ConfigError(f"{name!r} is not a tier of webshop{did_you_mean(name, TIERS)}")
+    if colon and not department:
+        raise ConfigError(f"{tier!r}: name a department behind the colon, as in options-0:beauty")
+    return TIERS.index(name), department or None

@@ -39,12 +39,14 @@ STOP_WORDS = frozenset(
 @dataclass(frozen=True, slots=True)
 class Product:
     """What the shop sells. `options` maps a name to its values, all in lower case; `price` is what
-    is paid, `price_tag` what is shown, which may be a range."""
+    is paid, `price_tag` what is shown, which may be a range; `department` is the data's `category`,
+    as `beauty`, and `category` its `product_category`, a path."""
 
     asin: str
     title: str
     query: str
     category: str
+    department: str
     description: str
     bullets: tuple[str, ...]
     attributes: tuple[str, ...]

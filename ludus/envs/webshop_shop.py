@@ -32,7 +32,10 @@ NUM_HITS = 50
 """Products that a search finds at most."""
 
 NUM_HELD_OUT, NUM_DEVELOPMENT = 500, 1000
-"""The original's split: the first 500 goals are the test's, the next 1,000 for development."""
+"""The original's split: the first 500 goals are the test's, the next 1,000 for development.
+
+Of the shop that ludus brings along, the first sixth is held out, and the rest for training.
+"""
 
 NO_LIMIT = 1_000_000.0
 """The price limit of a goal that names none."""
@@ -46,9 +49,10 @@ class Shop:
 
     products: dict[str, Product]
     goals: list[Goal]
+    _parts: dict[str, range]
     _asins: list[str]
     _index: bm25s.BM25
-    _splits: dict[tuple[str, int | None], list[int]] = field(default_factory=dict)
+    _splits: dict[tuple[str, int | None, str | None], list[int]] = field(default_factory=dict)
 
     def search(self, keywords: str) -> list[str]:
         """Asins of the products that share a word with `keywords`, best first, at most 50.
@@ -64,18 +68,23 @@ class Shop:
         best = found[np.argsort(-scores[found], kind="stable")[:NUM_HITS]]
         return [self._asins[i] for i in best]
 
-    def split(self, name: str, num_options: int | None) -> list[int]:
-        """Indices of `train`'s or `heldout`'s goals that ask for so many options (2: or more)."""
-        if (name, num_options) not in self._splits:
-            last = min(NUM_HELD_OUT, len(self.goals) // 5)
-            first = last + min(NUM_DEVELOPMENT, len(self.goals) // 5)
-            chosen = range(last) if name == "heldout" else range(first, len(self.goals))
-            self._splits[name, num_options] = [
+    def split(self, name: str, num_options: int | None, department: str | None) -> list[int]:
+        """Indices of `train`'s or `heldout`'s goals that ask for so many options (2: or more), and
+        for a product of that department."""
+        key = (name, num_options, department)
+        if key not in self._splits:
+            goals = ((i, self.goals[i]) for i in self._parts[name])
+            self._splits[key] = [
                 i
-                for i in chosen
-                if num_options is None or min(len(self.goals[i].options), 2) == num_options
+                for i, goal in goals
+                if (num_options is None or min(len(goal.options), 2) == num_options)
+                and (department is None or self.products[goal.asin].department == department)
             ]
-        return self._splits[name, num_options]
+        return self._splits[key]
+
+    def departments(self) -> list[str]:
+        """Those of its products, sorted."""
+        return sorted({product.department for product in self.products.values()})
 
 
 @lru_cache(maxsize=4)
@@ -106,7 +115,16 @@ def load_shop(path: str | None, num_products: int | None, instructions: Instruct
         for text in texts
     ]
     index.index((ids, vocabulary), show_progress=False)
-    return Shop(products, goals, list(products), index)
+    return Shop(products, goals, _split(len(goals), path is None), list(products), index)
+
+
+def _split(num_goals: int, own: bool) -> dict[str, range]:
+    """Which goals, by their numbers, are held out and which for training."""
+    if own:
+        return {"heldout": range(num_goals // 6), "train": range(num_goals // 6, num_goals)}
+    last = min(NUM_HELD_OUT, num_goals // 5)
+    first = last + min(NUM_DEVELOPMENT, num_goals // 5)
+    return {"heldout": range(last), "train": range(first, num_goals)}
 
 
 def _own_files() -> dict[str, Any]:
@@ -178,6 +196,7 @@ def _product(
         title=row["name"],
         query=row["query"].lower().strip(),
         category=row["product_category"],
+        department=row.get("category", ""),
         description=row["full_description"] or "",
         bullets=(bullets,) if isinstance(bullets, str) else tuple(bullets),
         attributes=tuple(listed.get("attributes", ("DUMMY_ATTR",))),

@@ -37,6 +37,7 @@ def product(**changed: Any) -> Product:
         title="Norara Shampoo, Tea Tree",
         query="shampoo",
         category="Beauty › Hair Care › Wash",
+        department="beauty",
         description="Smells of rosemary.",
         bullets=("Sulfate free.",),
         attributes=("tea tree", "long lasting"),
@@ -153,8 +154,8 @@ def test_search_is_ordered_bounded_and_robust() -> None:
 
 
 def test_training_and_held_out_goals_are_disjoint() -> None:
-    train, heldout = SHOP.split("train", None), SHOP.split("heldout", None)
-    assert (len(train), len(heldout)) == (16932, 500)
+    train, heldout = SHOP.split("train", None, None), SHOP.split("heldout", None, None)
+    assert (len(train), len(heldout)) == (15360, 3072)
     assert not set(train) & set(heldout)
     asked = {(g.asin, frozenset(g.attributes), frozenset(g.options)) for g in SHOP.goals}
     assert len(asked) == len(SHOP.goals), "two goals ask for the same"
@@ -317,6 +318,10 @@ def test_tool_calls_are_checked() -> None:
         ({}, "needs a goal, or a split"),
         ({"split": "test", "seed": 1}, "needs a goal, or a split"),
         ({"split": "train", "seed": None}, "needs a goal, or a split"),
+        (
+            {"split": "train", "seed": 1, "department": "toys"},
+            "no department 'toys'; there is beauty, clothing, electronics",
+        ),
     ],
 )
 async def test_wrong_tasks_are_named(data: dict[str, Any], problem: str) -> None:
@@ -327,6 +332,17 @@ async def test_wrong_tasks_are_named(data: dict[str, Any], problem: str) -> None
 def test_wrong_tiers_are_named() -> None:
     with pytest.raises(ConfigError, match=r"options-3.*did you mean options-"):
         WebShop.task("options-3", 0)
+    with pytest.raises(ConfigError, match="name a department"):
+        WebShop.check_tier("options-1:")
+
+
+def test_a_tier_may_name_a_department() -> None:
+    train = SHOP.split("train", 0, "beauty")
+    assert 500 < len(train) < len(SHOP.split("train", 0, None)) / 3
+    assert {SHOP.products[SHOP.goals[i].asin].category.split(" ›")[0] for i in train} == {"Beauty"}
+    task = WebShop.task("options-0:beauty", FIRST_HELD_OUT + 2)
+    assert (task.data["department"], task.data["options"], task.data["seed"]) == ("beauty", 0, 2)
+    assert set(SHOP.departments()) > {"beauty", "grocery", "shoes"}
 
 
 def write(folder: Path, name: str, content: Any) -> None:
