@@ -75,6 +75,9 @@ class ALFWorld(Env):
             Literal["full", "search"],
             Field(description="full knows where things are; search looks for them first."),
         ] = "full",
+        repeat_task: Annotated[
+            bool, Field(description="Say the task again with each answer, for a small model.")
+        ] = False,
         max_steps: Annotated[
             int | None, Field(ge=1, description="Actions in an episode; null: no limit.")
         ] = None,
@@ -83,6 +86,7 @@ class ALFWorld(Env):
         ] = False,
     ) -> None:
         self.expert, self.max_steps, self.guide = expert, max_steps, guide
+        self._repeat_task = repeat_task
         self._engine: alfworld_engine.Engine | None = None
         self._done = False
 
@@ -93,6 +97,7 @@ class ALFWorld(Env):
         self._done, self._num_steps = True, 0  # over, should the engine break below
         text = self._engine.reset(game).partition("\n\n")[2].replace("\n\n", "\n")
         self._done = False
+        self._said_task = text.rpartition("\n")[2]
         self._type = str(game["traj_data"]["task_type"])
         self._expert = Expert(game["traj_data"], search=self.expert == "search")
         self._see()
@@ -110,6 +115,8 @@ class ALFWorld(Env):
         success = self._engine.won
         truncated = not success and self._num_steps == self.max_steps
         self._done = success or truncated
+        if self._repeat_task and not self._done:
+            reply += f"\n{self._said_task}"
         return StepResult(
             messages=answer(action, reply),
             reward=float(success),

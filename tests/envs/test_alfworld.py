@@ -228,6 +228,20 @@ async def test_old_words_win() -> None:
     await env.close()
 
 
+async def test_the_task_may_be_said_again() -> None:
+    env = ALFWorld(expert="search", repeat_task=True)
+    opening = (await env.reset(ALFWorld.task(SMALL, 0))).messages[0].content
+    said = opening.rpartition("\n")[2]
+    assert said.startswith("Your task is to: ")
+    while True:
+        result = await act(env, env.expert_action())
+        assert result.messages[0].content.endswith(f"\n{said}") is not result.done
+        if result.done:
+            break
+    assert result.info["success"]
+    await env.close()
+
+
 async def test_limits_and_life_cycle() -> None:
     env = ALFWorld(max_steps=2)
     with pytest.raises(EnvError, match="call reset first"):
