@@ -3,7 +3,7 @@
     python scripts/make_webshop_catalogue.py
 
 1,536 invented products of 48 types, 32 of each, which differ in attributes, options, price and
-rating, and twelve instructions for each. The output depends on this file alone, byte for byte.
+rating, and twenty instructions for each. The output depends on this file alone, byte for byte.
 Three things are checked, for without them a wrong purchase could score: no two values of an option
 count as the same, nor do two attributes, and no text names an attribute that its product has not.
 """
@@ -21,7 +21,7 @@ from ludus.envs.webshop_reward import same_attribute, same_option
 
 OUTPUT = Path(__file__).parents[1] / "ludus/envs/data/webshop.json.gz"
 PRODUCTS_PER_TYPE = 32
-GOALS_PER_PRODUCT = 12
+GOALS_PER_PRODUCT = 20
 
 ATTRIBUTES = {
     "wear": "machine wash|long sleeve|slim fit|loose fit|elastic waist|quick drying|"

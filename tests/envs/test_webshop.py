@@ -123,8 +123,8 @@ def test_options_are_compared_by_color_and_loosely() -> None:
 
 def test_the_shop_is_large_and_its_goals_are_reachable() -> None:
     assert len(SHOP.products) == 1536
-    assert len(SHOP.goals) == 18432
-    assert len({goal.instruction for goal in SHOP.goals}) > 18000
+    assert len(SHOP.goals) == 30720
+    assert len({goal.instruction for goal in SHOP.goals}) > 30000
     for wanted in SHOP.goals:
         target = SHOP.products[wanted.asin]
         chosen = [v for values in target.options.values() for v in values if v in wanted.options]
@@ -155,7 +155,7 @@ def test_search_is_ordered_bounded_and_robust() -> None:
 
 def test_training_and_held_out_goals_are_disjoint() -> None:
     train, heldout = SHOP.split("train", None, None), SHOP.split("heldout", None, None)
-    assert (len(train), len(heldout)) == (15360, 3072)
+    assert (len(train), len(heldout)) == (25600, 5120)
     assert not set(train) & set(heldout)
     asked = {(g.asin, frozenset(g.attributes), frozenset(g.options)) for g in SHOP.goals}
     assert len(asked) == len(SHOP.goals), "two goals ask for the same"
@@ -313,8 +313,8 @@ def test_tool_calls_are_checked() -> None:
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        ({"goal": 18432}, "not one of 0 to 18431"),
-        ({"goal": "1"}, "not one of 0 to 18431"),
+        ({"goal": 30720}, "not one of 0 to 30719"),
+        ({"goal": "1"}, "not one of 0 to 30719"),
         ({}, "needs a goal, or a split"),
         ({"split": "test", "seed": 1}, "needs a goal, or a split"),
         ({"split": "train", "seed": None}, "needs a goal, or a split"),
@@ -338,7 +338,7 @@ def test_wrong_tiers_are_named() -> None:
 
 def test_a_tier_may_name_a_department() -> None:
     train = SHOP.split("train", 0, "beauty")
-    assert 500 < len(train) < len(SHOP.split("train", 0, None)) / 3
+    assert 1000 < len(train) < len(SHOP.split("train", 0, None)) / 3
     assert {SHOP.products[SHOP.goals[i].asin].category.split(" ›")[0] for i in train} == {"Beauty"}
     task = WebShop.task("options-0:beauty", FIRST_HELD_OUT + 2)
     assert (task.data["department"], task.data["options"], task.data["seed"]) == ("beauty", 0, 2)
