@@ -29,7 +29,8 @@ from textworld.generator.game import EntityInfo
 from textworld.logic import Placeholder, Proposition, Variable
 
 from ludus.core.errors import EnvError
-from ludus.envs.alfworld_planning import LOCK, Episode, Operator, Problem
+from ludus.envs.alfworld_planning import Episode, Operator, Problem
+from ludus.envs.alfworld_translation import LOCK
 
 Facts = Mapping[str, list[tuple[str, ...]]]
 """Predicate to the names that it holds of: {"holds": [("agent1", "apple 1")], ...}."""
@@ -37,7 +38,7 @@ Facts = Mapping[str, list[tuple[str, ...]]]
 T = TypeVar("T")
 
 NUM_GAMES = 32
-"""Games that are remembered, 1 to 4 MB each: groups play the same ones."""
+"""Games that are remembered, 0.4 to 2 MB each: groups play the same ones."""
 
 TASK = re.compile(r'"rhs": ("Your task is to: [^"\\\n]*")')
 """In a grammar: all that the games of a kind do not have in common."""

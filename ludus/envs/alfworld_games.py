@@ -12,10 +12,8 @@ Generated ones are kept, with their version, in the user's cache folder.
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
-import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any, get_args
 
 from ludus.core.errors import ConfigError, EnvError, did_you_mean
 from ludus.core.types import Task
+from ludus.envs import alfworld_cache
 from ludus.envs.alfworld_scenes import ROOMS, TASK_TYPES, Split, floor_plans, generate
 
 VERSION = 1
@@ -44,8 +43,7 @@ def data_folder() -> Path | None:
 
 def cache_folder() -> Path:
     """Where generated games are kept: in $XDG_CACHE_HOME, or ~/.cache."""
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(root).expanduser() / "ludus" / "alfworld" / f"games-v{VERSION}"
+    return alfworld_cache.cache_root() / f"games-v{VERSION}"
 
 
 def tiers() -> list[str]:
@@ -158,19 +156,10 @@ def _read(path: Path) -> dict[str, Any]:
 def _generated(task_type: str, split: Split, seed: int, room: str | None) -> dict[str, Any]:
     """The generated game, from the cache where it is there and whole."""
     path = cache_folder() / split / task_type / f"{f'{room}-' if room else ''}{seed}.json.gz"
-    try:
-        game: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-        return game
-    except (OSError, EOFError, ValueError):
-        game = generate(task_type, split, seed, room)
+    kept = alfworld_cache.read(path)
+    if isinstance(kept, dict):
+        return kept
+    game = generate(task_type, split, seed, room)
     with suppress(OSError):  # without a cache, games are generated anew
-        _write(path, json.dumps(game).encode())
+        alfworld_cache.write(path, game)
     return game
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Written aside and renamed: other processes read and write the same games."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(gzip.compress(data, mtime=0))
-    Path(file.name).replace(path)

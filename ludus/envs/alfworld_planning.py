@@ -8,61 +8,18 @@ of the possible actions is the library's, for where two have the same words the 
     unmet                                       of each operator, how many preconditions do not hold
     ready                                       the operators that have none
 
-The translator (PDDL to SAS+, Helmert, JAIR 2006) is Fast Downward's own, in Python.
+What an operator does is made when it is first possible, as most never are.
 """
 
 from __future__ import annotations
 
-import gc
-import importlib
-import sys
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from textworld.logic import Proposition, Signature, State, Type, TypeHierarchy, Variable
 
-LOCK = threading.RLock()
-"""Held while parsing or translating: both write to globals."""
-
-AS_IT_IS = {
-    "filter_unimportant_vars": False,
-    "filter_unreachable_facts": False,
-    "use_partial_encoding": False,
-    "skip_variable_reordering": True,
-    "add_implied_preconditions": False,
-    "invariant_generation_max_candidates": 0,
-}
-"""The translator's options as TextWorld sets them, so that no operator and no fact is left out."""
-
-Fact = tuple[int, int]
-"""A variable's number and its value."""
-
-
-def _print_to_files(*values: object, file: Any = None, **options: Any) -> None:
-    if file is not None:
-        print(*values, file=file, **options)
-
-
-def _silence() -> None:
-    """The translator prints as it works."""
-    arguments, sys.argv = sys.argv, ["translate.py", "domain", "task"]  # parsed when imported
-    try:
-        importlib.import_module("fast_downward.translate.translate")
-    finally:
-        sys.argv = arguments
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fast_downward.translate"):
-            vars(module)["print"] = _print_to_files
-
-
-_silence()
-
-from fast_downward.translate import normalize, options, translate  # noqa: E402
-from fast_downward.translate.pddl import Assign, Atom  # noqa: E402
-from fast_downward.translate.pddl_parser import lisp_parser, parsing_functions  # noqa: E402
+from ludus.envs.alfworld_translation import Fact, Row, numbers, translation, with_derived
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,96 +53,49 @@ class Problem:
     raises; ValueError where nothing leads to the goal."""
 
     def __init__(self, domain: str, problem: str) -> None:
-        task, sas = _translated(domain, problem)
-        if not sas.operators:
-            raise ValueError("nothing leads to the goal")
-        self.parameters = {
-            action.name: [(p.name.strip("?"), p.type_name) for p in action.parameters]
-            for action in task.actions
-        }
+        self._tables = tables = translation(domain, problem)
+        self.parameters = tables.parameters
         self.types = TypeHierarchy()
-        for type_ in task.types:
+        for name, above in tables.types:
             with suppress(ValueError):  # the domain's `object` and the translator's
-                self.types.add(Type(type_.name, type_.supertype_names))
-        self._variables = {
-            thing.name: Variable(thing.name, thing.type_name) for thing in task.objects
-        }
-        self.goal: list[Fact] = list(sas.goal.pairs)
-        self._read_operators(sas)
-        self._read_axioms(sas)
-        self.values: list[int] = self.with_derived(list(sas.init.values))
-        self.facts = self._first_facts(task.init, sas.variables.value_names)
-        self.changing = {
-            effect.told.name.removeprefix("not_")
-            for operator in self.operators
-            for effect in operator.effects
-        }
-
-    def _read_operators(self, sas: Any) -> None:
-        needs = [_preconditions(operator) for operator in sas.operators]
-        order = sorted(range(len(needs)), key=lambda number: (needs[number], number))
-        names, values = sas.variables.value_names, sas.init.values
-        effects: dict[Any, Effect] = {}  # thousands of operators have some hundreds in common
-        self.operators: list[Operator] = []
-        self.unmet: list[int] = []
-        self.needing: dict[Fact, list[int]] = {}
-        for rank, number in enumerate(order):
-            operator = sas.operators[number]
-            found = []
-            for var, _, value, conditions in operator.pre_post:
-                key = ((var, value), tuple(conditions))
-                if key not in effects:
-                    told = self._proposition(names[var][value])
-                    effects[key] = Effect(*key, told, _negated(told))
-                found.append(effects[key])
-            self.operators.append(Operator(operator.name[1:-1], tuple(found)))
-            different = set(needs[number])
-            self.unmet.append(sum(values[var] != value for var, value in different))
-            for fact in different:
-                self.needing.setdefault(fact, []).append(rank)
-
-    def _read_axioms(self, sas: Any) -> None:
-        layers = sas.variables.axiom_layers
-        self._underived = {v: sas.init.values[v] for v, layer in enumerate(layers) if layer >= 0}
-        self._axioms: dict[int, list[tuple[Sequence[Fact], Fact]]] = {}
-        for axiom in sas.axioms:
-            rule = (axiom.condition, axiom.effect)
-            self._axioms.setdefault(layers[axiom.effect[0]], []).append(rule)
+                self.types.add(Type(name, above))
+        self._variables = {name: Variable(name, type_) for name, type_ in tables.objects.items()}
+        self._propositions: dict[int, Proposition] = {}
+        self._effects: dict[int, Effect] = {}
+        self._operators: dict[int, Operator] = {}
+        self.unmet, self.values, self.goal = tables.unmet, tables.values, tables.goal
+        self.needing = {(var, value): ranks for var, value, ranks in tables.needing}
+        self.facts = [self._proposition(number) for number in tables.facts]
+        self.changing = set(tables.changing)
 
     def with_derived(self, values: list[int]) -> list[int]:
-        """The values with those of derived variables: layer by layer, what the axioms say."""
-        for var, value in self._underived.items():
-            values[var] = value
-        for _, axioms in sorted(self._axioms.items()):
-            found = True
-            while found:
-                found = False
-                for conditions, (var, value) in axioms:
-                    if values[var] != value and all(values[v] == x for v, x in conditions):
-                        values[var] = value
-                        found = True
-        return values
+        """The values with those of derived variables."""
+        return with_derived(values, self._tables.underived, self._tables.layers)
 
-    def _first_facts(self, init: Iterable[Any], names: list[list[str]]) -> list[Proposition]:
-        found = []
-        for said in init:
-            if isinstance(said, Atom) and said.predicate != "=":
-                arguments = [self._variables[arg] for arg in said.args]
-                found.append(_proposition(said.predicate, arguments))
-            elif isinstance(said, Assign) and said.fluent.symbol != "total-cost":
-                name = str(said.expression.value)
-                if not name.isdigit():  # digits are distances
-                    arguments = [self._variables[arg] for arg in said.fluent.args]
-                    found.append(_proposition(name, arguments))
-        told = (self._proposition(names[var][value]) for var, value in enumerate(self.values))
-        return list(dict.fromkeys([*found, *(fact for fact in told if not fact.is_negation)]))
+    def operator(self, rank: int) -> Operator:
+        if rank not in self._operators:
+            name = " ".join(self._words(self._tables.operators[rank]))
+            effects = numbers(self._tables.effects_of[rank])
+            self._operators[rank] = Operator(name, tuple(map(self._effect, effects)))
+        return self._operators[rank]
 
-    def _proposition(self, text: str) -> Proposition:
-        """`NegatedAtom holds(agent1, apple_1)` as a fact, as TextWorld reads it."""
-        kind, rest = text.split(" ", 1)
-        name, arguments = rest.split("(", 1)
-        told = [self._variables[arg] for arg in arguments[:-1].split(", ") if arg]
-        return _proposition(f"not_{name}" if kind == "NegatedAtom" else name, told)
+    def _effect(self, number: int) -> Effect:
+        if number not in self._effects:
+            var, value, told, *rest = numbers(self._tables.effects[number])
+            conditions = tuple(zip(rest[::2], rest[1::2], strict=True))
+            fact = self._proposition(told)
+            self._effects[number] = Effect((var, value), conditions, fact, _negated(fact))
+        return self._effects[number]
+
+    def _proposition(self, number: int) -> Proposition:
+        if number not in self._propositions:
+            name, *arguments = self._words(self._tables.propositions[number])
+            told = [self._variables[argument] for argument in arguments]
+            self._propositions[number] = _proposition(name, told)
+        return self._propositions[number]
+
+    def _words(self, row: Row) -> list[str]:
+        return [self._tables.words[number] for number in numbers(row)]
 
 
 class Episode(State):  # type: ignore[misc]
@@ -213,10 +123,10 @@ class Episode(State):  # type: ignore[misc]
 
     def possible(self) -> list[Operator]:
         """The operators that can be applied, one of a name."""
-        operators = self._problem.operators
         found: dict[str, Operator] = {}
         for rank in sorted(self._ready):
-            found.setdefault(operators[rank].name, operators[rank])
+            operator = self._problem.operator(rank)
+            found.setdefault(operator.name, operator)
         return list(found.values())
 
     def apply(self, operator: Operator) -> None:
@@ -248,37 +158,6 @@ class Episode(State):  # type: ignore[misc]
     @property
     def won(self) -> bool:
         return all(self._values[var] == value for var, value in self._problem.goal)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """The translator makes hundreds of thousands of objects that live until it is done: to look
-    for garbage among them takes a third of its time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _translated(domain: str, problem: str) -> tuple[Any, Any]:
-    with LOCK, _without_collections():
-        vars(options).update(AS_IT_IS)
-        try:
-            said = [lisp_parser.parse_nested_list(text.split("\n")) for text in (domain, problem)]
-            task = parsing_functions.parse_task(*said)
-            normalize.normalize(task)
-            return task, translate.pddl_to_sas(task)
-        except SystemExit as error:  # as a program it would end; here it must not
-            raise ValueError(str(error)) from error
-
-
-def _preconditions(operator: Any) -> list[Fact]:
-    """Sorted; twice where two effects say the same one, as the library has them."""
-    needs = [*operator.prevail, *((var, pre) for var, pre, _, _ in operator.pre_post if pre != -1)]
-    return sorted(needs)
 
 
 def _proposition(name: str, arguments: Sequence[Variable]) -> Proposition:

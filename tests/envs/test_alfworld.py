@@ -519,8 +519,9 @@ async def test_nothing_is_printed_and_only_the_cache_is_written(
     )
     assert capfd.readouterr() == ("", "")
     files = [path.relative_to(home).as_posix() for path in home.rglob("*") if path.is_file()]
-    (file,) = files
-    assert file.startswith(".cache/ludus/alfworld/games-v1/train/")
+    game, translated = sorted(files)
+    assert game.startswith(".cache/ludus/alfworld/games-v1/train/")
+    assert translated.startswith(".cache/ludus/alfworld/translated-")
 
 
 def test_a_missing_engine_is_named() -> None:

@@ -1,0 +1,42 @@
+"""What ALFWorld keeps in the user's cache folder: generated games, and games that were translated.
+
+Files are JSON within gzip, whose checksum tells a damaged one: it is treated as absent.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+
+def cache_root() -> Path:
+    """The folder of all that is kept: in $XDG_CACHE_HOME, or ~/.cache."""
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(root).expanduser() / "ludus" / "alfworld"
+
+
+def read(path: Path) -> Any:
+    """What a file holds; None where there is none, or one that is damaged."""
+    try:
+        return json.loads(gzip.decompress(path.read_bytes()))
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error):
+        return None
+
+
+def write(path: Path, value: Any) -> None:
+    """Written aside and renamed: other processes read and write the same files. Errors: OSError."""
+    data = gzip.compress(json.dumps(value, separators=(",", ":")).encode(), 6, mtime=0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        aside = Path(file.name)
+    try:
+        aside.write_bytes(data)
+        aside.replace(path)
+    except BaseException:  # such as a full disk
+        aside.unlink(missing_ok=True)
+        raise
