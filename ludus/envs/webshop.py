@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -41,11 +42,13 @@ from ludus.envs.webshop_pages import (
     text_of_page,
 )
 from ludus.envs.webshop_reward import Product, score
-from ludus.envs.webshop_shop import Instructions, load_shop
+from ludus.envs.webshop_shop import Instructions, Kind, load_shop
 
 TIERS = ("options-0", "options-1", "options-2")
-"""How many options the goal asks for; options-2: two or more. With `:beauty` behind it, of that
-department alone."""
+"""How many options the goal asks for; options-2: two or more. `options-0/attributes-1:beauty` is
+narrower: goals that ask for one attribute as well, for products of that department."""
+
+TIER = re.compile(r"(options-\d)(?:/attributes-(\d))?(?::(.+))?")
 
 FIRST_HELD_OUT = 1_000_000
 """Seeds from here on are of the held-out goals, those below of the training goals."""
@@ -66,8 +69,8 @@ class WebShop(Env):
     `type`, `num_attributes`, `num_options`, `price`.
 
     A task's data is `{"goal": index}`, in the original's order of goals, or
-    `{"split": "train" or "heldout", "options": 0 to 2 or None, "department": name or None,
-    "seed": n}`.
+    `{"split": "train" or "heldout", "seed": n}`, with `options`, `attributes` and `department`
+    where it is to be a goal of that `webshop_shop.Kind`.
     """
 
     blocking: ClassVar[bool] = False  # a step takes well under a millisecond and cannot hang
@@ -136,14 +139,15 @@ class WebShop(Env):
                 f"webshop: task {task.id!r}: its data needs a goal, or a split (train or heldout) "
                 "and a seed"
             )
-        department = data.get("department")
-        if department is not None and department not in (known := self._shop.departments()):
+        kind = Kind(data.get("options"), data.get("attributes"), data.get("department"))
+        known = self._shop.departments()
+        if kind.department not in (None, *known):
             there = ", ".join(name for name in known if name) or "none"
             raise EnvError(
-                f"webshop: task {task.id!r}: this shop has no department {department!r:.40}; there "
-                f"is {there}"
+                f"webshop: task {task.id!r}: this shop has no department "
+                f"{kind.department!r:.40}; there is {there}"
             )
-        goals = self._shop.split(data["split"], data.get("options"), department)
+        goals = self._shop.split(data["split"], kind)
         if not goals:
             raise EnvError(f"webshop: task {task.id!r}: this shop has no goal of {task.tier}")
         return goals[int(data["seed"]) % len(goals)]
@@ -284,35 +288,33 @@ class WebShop(Env):
 
     @classmethod
     def check_tier(cls, tier: str) -> None:
-        _options_and_department(tier)
+        _kind(tier)
 
     @classmethod
     def task(cls, tier: str | None, seed: int) -> Task:
-        """Goal number `seed` of those that ask for so many options, beginning anew after the last;
-        of a tier `options-0:beauty`, of those for products of that department.
+        """Goal number `seed` of the tier's, beginning anew after the last.
 
         Seeds from 1,000,000 on are of the held-out goals, which share none with the training goals.
         """
         heldout = seed >= FIRST_HELD_OUT
-        options, department = _options_and_department(tier) if tier else (None, None)
         return Task(
             id=f"webshop/{tier or 'all'}/{seed}",
             data={
                 "split": "heldout" if heldout else "train",
-                "options": options,
-                "department": department,
                 "seed": seed - FIRST_HELD_OUT if heldout else seed,
+                **(asdict(_kind(tier)) if tier else {}),
             },
             tier=tier,
             source="webshop",
         )
 
 
-def _options_and_department(tier: str) -> tuple[int, str | None]:
+def _kind(tier: str) -> Kind:
     """What a tier stands for; which departments there are, the shop knows."""
-    name, colon, department = tier.partition(":")
-    if name not in TIERS:
-        raise ConfigError(f"{name!r} is not a tier of webshop{did_you_mean(name, TIERS)}")
-    if colon and not department:
-        raise ConfigError(f"{tier!r}: name a department behind the colon, as in options-0:beauty")
-    return TIERS.index(name), department or None
+    parsed = TIER.fullmatch(tier)
+    if parsed is None or parsed[1] not in TIERS:
+        raise ConfigError(
+            f"{tier!r} is not a tier of webshop{did_you_mean(tier, TIERS)} (narrower ones are "
+            "written options-0:beauty, options-0/attributes-1, options-0/attributes-1:beauty)"
+        )
+    return Kind(TIERS.index(parsed[1]), int(parsed[2]) if parsed[2] else None, parsed[3])

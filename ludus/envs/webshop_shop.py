@@ -43,6 +43,30 @@ NO_LIMIT = 1_000_000.0
 WORD = r"(?u)\b\w+\b"
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What goals have in common; None: whatever it is.
+
+    `options` and `attributes` are how many of them the instruction asks for (2 options: or more),
+    `department` is that of the product that was meant.
+    """
+
+    options: int | None = None
+    attributes: int | None = None
+    department: str | None = None
+
+    def has(self, goal: Goal, product: Product) -> bool:
+        """Whether a goal, for this product, is of the kind."""
+        return (
+            self.options in (None, min(len(goal.options), 2))
+            and self.attributes in (None, len(goal.attributes))
+            and self.department in (None, product.department)
+        )
+
+
+ANY = Kind()
+
+
 @dataclass(frozen=True)
 class Shop:
     """Products by asin, goals in the original's order, and `search`."""
@@ -52,7 +76,7 @@ class Shop:
     _parts: dict[str, range]
     _asins: list[str]
     _index: bm25s.BM25
-    _splits: dict[tuple[str, int | None, str | None], list[int]] = field(default_factory=dict)
+    _splits: dict[tuple[str, Kind], list[int]] = field(default_factory=dict)
 
     def search(self, keywords: str) -> list[str]:
         """Asins of the products that share a word with `keywords`, best first, at most 50.
@@ -68,19 +92,14 @@ class Shop:
         best = found[np.argsort(-scores[found], kind="stable")[:NUM_HITS]]
         return [self._asins[i] for i in best]
 
-    def split(self, name: str, num_options: int | None, department: str | None) -> list[int]:
-        """Indices of `train`'s or `heldout`'s goals that ask for so many options (2: or more), and
-        for a product of that department."""
-        key = (name, num_options, department)
-        if key not in self._splits:
+    def split(self, name: str, kind: Kind = ANY) -> list[int]:
+        """Indices of `train`'s or `heldout`'s goals of that kind."""
+        if (name, kind) not in self._splits:
             goals = ((i, self.goals[i]) for i in self._parts[name])
-            self._splits[key] = [
-                i
-                for i, goal in goals
-                if (num_options is None or min(len(goal.options), 2) == num_options)
-                and (department is None or self.products[goal.asin].department == department)
+            self._splits[name, kind] = [
+                i for i, goal in goals if kind.has(goal, self.products[goal.asin])
             ]
-        return self._splits[key]
+        return self._splits[name, kind]
 
     def departments(self) -> list[str]:
         """Those of its products, sorted."""

@@ -25,7 +25,7 @@ pytest.importorskip("rapidfuzz", reason="needs ludus-rl[webshop]")
 
 from ludus.envs.webshop import FIRST_HELD_OUT, TIERS, WebShop
 from ludus.envs.webshop_reward import Goal, Product, normalise_color, same_option, score
-from ludus.envs.webshop_shop import load_shop
+from ludus.envs.webshop_shop import Kind, load_shop
 
 ROOT = Path(ludus.__file__).parents[1]
 SHOP = load_shop(None, None, "human")
@@ -154,7 +154,7 @@ def test_search_is_ordered_bounded_and_robust() -> None:
 
 
 def test_training_and_held_out_goals_are_disjoint() -> None:
-    train, heldout = SHOP.split("train", None, None), SHOP.split("heldout", None, None)
+    train, heldout = SHOP.split("train"), SHOP.split("heldout")
     assert (len(train), len(heldout)) == (25600, 5120)
     assert not set(train) & set(heldout)
     asked = {(g.asin, frozenset(g.attributes), frozenset(g.options)) for g in SHOP.goals}
@@ -332,16 +332,27 @@ async def test_wrong_tasks_are_named(data: dict[str, Any], problem: str) -> None
 def test_wrong_tiers_are_named() -> None:
     with pytest.raises(ConfigError, match=r"options-3.*did you mean options-"):
         WebShop.task("options-3", 0)
-    with pytest.raises(ConfigError, match="name a department"):
-        WebShop.check_tier("options-1:")
+    for tier in ("options-1:", "options-0/attributes-x", "options-7/attributes-1", "beauty"):
+        with pytest.raises(ConfigError, match="written options-0:beauty"):
+            WebShop.check_tier(tier)
 
 
-def test_a_tier_may_name_a_department() -> None:
-    train = SHOP.split("train", 0, "beauty")
-    assert 1000 < len(train) < len(SHOP.split("train", 0, None)) / 3
-    assert {SHOP.products[SHOP.goals[i].asin].category.split(" ›")[0] for i in train} == {"Beauty"}
-    task = WebShop.task("options-0:beauty", FIRST_HELD_OUT + 2)
-    assert (task.data["department"], task.data["options"], task.data["seed"]) == ("beauty", 0, 2)
+def test_a_tier_may_be_narrowed() -> None:
+    def goals(tier: str) -> list[Goal]:
+        data = WebShop.task(tier, 0).data
+        kind = Kind(data["options"], data["attributes"], data["department"])
+        found = [SHOP.goals[i] for i in SHOP.split("train", kind)]
+        assert found
+        assert {min(len(goal.options), 2) for goal in found} == {kind.options}
+        return found
+
+    whole, beauty = goals("options-0"), goals("options-0:beauty")
+    assert {goal.asin for goal in beauty} < {goal.asin for goal in whole}
+    departments = {SHOP.products[goal.asin].category.split(" ›")[0] for goal in beauty}
+    assert departments == {"Beauty"}
+    assert {len(goal.attributes) for goal in goals("options-0/attributes-1:beauty")} == {1}
+    assert {len(goal.attributes) for goal in goals("options-2/attributes-3")} == {3}
+    assert WebShop.task("options-0:beauty", FIRST_HELD_OUT + 2).data["seed"] == 2
     assert set(SHOP.departments()) > {"beauty", "grocery", "shoes"}
 
 
