@@ -102,11 +102,19 @@ class WebShop(Env):
         repeat_instruction: Annotated[
             bool, Field(description="On every page, as in the original; false: on the first.")
         ] = True,
+        reward: Annotated[
+            Literal["score", "success"],
+            Field(
+                description="The original's score, half of which is paid for any product of the "
+                "kind; or 1 for a purchase that is right in everything, else 0."
+            ),
+        ] = "score",
         guide: Annotated[
             bool, Field(description="Open with an explanation, for a model that reads English.")
         ] = False,
     ) -> None:
         self.page_size, self.repeat_instruction, self.guide = page_size, repeat_instruction, guide
+        self.reward = reward
         self._places = codes == "place"
         self._shop = load_shop(path, num_products, instructions)
         self._page: Page | None = None
@@ -234,7 +242,7 @@ class WebShop(Env):
         said = SEPARATOR.join([*THANKS, f"{parts.value:g}"])
         return StepResult(
             messages=answer(action, said),
-            reward=parts.value,
+            reward=float(success) if self.reward == "success" else parts.value,
             terminated=True,
             info={
                 "success": success,

@@ -24,7 +24,15 @@ pytest.importorskip("bm25s", reason="needs ludus-rl[webshop]")
 pytest.importorskip("rapidfuzz", reason="needs ludus-rl[webshop]")
 
 from ludus.envs.webshop import FIRST_HELD_OUT, TIERS, WebShop
-from ludus.envs.webshop_reward import Goal, Product, normalise_color, same_option, score
+from ludus.envs.webshop_pages import Page
+from ludus.envs.webshop_reward import (
+    Goal,
+    Product,
+    has_attribute,
+    normalise_color,
+    same_option,
+    score,
+)
 from ludus.envs.webshop_shop import Kind, load_shop
 
 ROOT = Path(ludus.__file__).parents[1]
@@ -173,6 +181,30 @@ async def test_the_expert_buys_what_was_asked_for() -> None:
     ]
     assert sum(reward == 1.0 for reward, _ in results) >= 0.95 * len(results)
     assert max(turns for _, turns in results) <= 10
+
+
+@pytest.mark.parametrize(("reward", "earned"), [("score", 0.5), ("success", 0.0)])
+async def test_half_of_the_score_may_count_for_nothing(reward: str, earned: float) -> None:
+    wanted = next(i for i, g in enumerate(SHOP.goals) if not g.options and len(g.attributes) == 1)
+    env = await shopping(wanted, reward=reward)
+    target = SHOP.products[SHOP.goals[wanted].asin]
+    env._page = Page("item", asin=_another(target, SHOP.goals[wanted]).asin)
+    result = await act(env, "click[Buy Now]")
+    assert (result.reward, result.info["success"]) == (earned, False)
+    env = await shopping(wanted, reward=reward)
+    env._page = Page("item", asin=target.asin)
+    assert (await act(env, "click[Buy Now]")).reward == 1.0
+
+
+def _another(target: Product, wanted: Goal) -> Product:
+    """One of the same kind that is cheap enough, and has not what is asked for."""
+    return next(
+        found
+        for found in SHOP.products.values()
+        if found.query == target.query
+        and found.price <= wanted.price_upper
+        and not has_attribute(found, wanted.attributes[0])
+    )
 
 
 async def test_the_expert_finds_its_way_from_any_page() -> None:
