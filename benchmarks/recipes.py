@@ -81,7 +81,7 @@ def draw(path: Path, folders: dict[int, RunFolder]) -> None:
         )
     axes[0].set(xlabel="RL episodes", ylabel="success", ylim=(0, 1))
     axes[1].set(xlabel="minutes since the start, SFT included")
-    axes[0].legend(loc="lower right", frameon=False)
+    axes[0].legend(loc="best", frameon=False)
     for axis in axes:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
