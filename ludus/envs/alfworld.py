@@ -23,7 +23,7 @@ from pydantic import Field
 from ludus.core.errors import EnvError
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
 from ludus.envs import alfworld_engine, alfworld_games
-from ludus.envs.actions import action_text, answer, call_text
+from ludus.envs.actions import action_text, answer, call_text, tool_spec
 from ludus.envs.alfworld_expert import SIGHT, Expert
 from ludus.envs.base import Env, NoExpert
 
@@ -140,7 +140,7 @@ class ALFWorld(Env):
 
     def tools(self) -> Sequence[ToolSpec]:
         return [
-            ToolSpec(name=name, description=description, parameters=_parameters(form))
+            tool_spec(name, description, **_arguments(form))
             for name, (form, description) in COMMANDS.items()
         ]
 
@@ -188,11 +188,7 @@ def command_of(text: str) -> str:
     return f"move {match[1]} to {match[2]}" if match else text
 
 
-def _parameters(form: str) -> dict[str, Any]:
+def _arguments(form: str) -> dict[str, dict[str, Any]]:
+    """The JSON schemas of a command's arguments."""
     names = re.findall(r"{(\w+)}", form)
-    return {
-        "type": "object",
-        "properties": {name: {"type": "string", "description": WORDS[name]} for name in names},
-        "required": names,
-        "additionalProperties": False,
-    }
+    return {name: {"type": "string", "description": WORDS[name]} for name in names}

@@ -19,13 +19,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from ludus.core.errors import ConfigError, EnvError, did_you_mean
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
-from ludus.envs.actions import action_text, answer, call_text
+from ludus.envs.actions import JSON_NAMES, action_text, answer, call_text, tool_spec
 from ludus.envs.base import Env, NoExpert
 from ludus.envs.webshop_expert import advise
 from ludus.envs.webshop_pages import (
@@ -147,16 +147,22 @@ class WebShop(Env):
                 f"webshop: task {task.id!r}: its data needs a goal, or a split (train or heldout) "
                 "and a seed"
             )
+        for name, wanted in (("options", int), ("attributes", int), ("department", str)):
+            if not isinstance(given := data.get(name), wanted | None):
+                raise EnvError(
+                    f"webshop: task {task.id!r}: data.{name} is {given!r:.40}, no "
+                    f"{JSON_NAMES[wanted]}, nor null"
+                )
         kind = Kind(data.get("options"), data.get("attributes"), data.get("department"))
-        known = self._shop.departments()
-        if kind.department not in (None, *known):
-            there = ", ".join(name for name in known if name) or "none"
-            raise EnvError(
-                f"webshop: task {task.id!r}: this shop has no department "
-                f"{kind.department!r:.40}; there is {there}"
-            )
         goals = self._shop.split(data["split"], kind)
         if not goals:
+            known = self._shop.departments()
+            if kind.department not in (None, *known):
+                there = ", ".join(name for name in known if name) or "none"
+                raise EnvError(
+                    f"webshop: task {task.id!r}: this shop has no department "
+                    f"{kind.department!r:.40}; there is {there}"
+                )
             raise EnvError(f"webshop: task {task.id!r}: this shop has no goal of {task.tier}")
         return goals[int(data["seed"]) % len(goals)]
 
@@ -255,18 +261,11 @@ class WebShop(Env):
         )
 
     def tools(self) -> Sequence[ToolSpec]:
-        def spec(name: str, description: str, argument: str, meaning: str) -> ToolSpec:
-            parameters: dict[str, Any] = {
-                "type": "object",
-                "properties": {argument: {"type": "string", "description": meaning}},
-                "required": [argument],
-                "additionalProperties": False,
-            }
-            return ToolSpec(name=name, description=description, parameters=parameters)
-
+        keywords = {"type": "string", "description": "What to look for."}
+        text = {"type": "string", "description": "A button, a product's code or an option."}
         return [
-            spec("search", "Search the shop.", "keywords", "What to look for."),
-            spec("click", "Click on the page.", "text", "A button, a product's code or an option."),
+            tool_spec("search", "Search the shop.", keywords=keywords),
+            tool_spec("click", "Click on the page.", text=text),
         ]
 
     def text_of(self, call: ToolCall) -> str:

@@ -94,12 +94,13 @@ class Shop:
 
     def split(self, name: str, kind: Kind = ANY) -> list[int]:
         """Indices of `train`'s or `heldout`'s goals of that kind."""
-        if (name, kind) not in self._splits:
+        found = self._splits.get((name, kind))
+        if found is None:
             goals = ((i, self.goals[i]) for i in self._parts[name])
-            self._splits[name, kind] = [
-                i for i, goal in goals if kind.has(goal, self.products[goal.asin])
-            ]
-        return self._splits[name, kind]
+            found = [i for i, goal in goals if kind.has(goal, self.products[goal.asin])]
+            if found:  # kinds without a goal are without end, and whoever sends a task may ask
+                self._splits[name, kind] = found
+        return found
 
     def departments(self) -> list[str]:
         """Those of its products, sorted."""

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from turns import act, say
 
 pytest.importorskip("textworld", reason="needs the extra alfworld")
 pytest.importorskip("alfworld", reason="needs the extra alfworld")
 
 from ludus.core.errors import ConfigError, EnvError
-from ludus.core.types import Message, StepResult, Task, ToolCall
+from ludus.core.types import Message, Task, ToolCall
 from ludus.envs import alfworld_engine, alfworld_games
 from ludus.envs.alfworld import COMMANDS, ALFWorld, command_of
 from ludus.envs.alfworld_scenes import TASK_TYPES, TREATMENTS, floor_plans, generate
@@ -35,14 +36,6 @@ SMALL = "pick_and_place_simple:bathroom"
 def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "data"))
-
-
-async def act(env: ALFWorld, text: str) -> StepResult:
-    return await env.step(Message(role="assistant", content=text))
-
-
-async def say(env: ALFWorld, text: str) -> str:
-    return (await act(env, text)).messages[0].content
 
 
 async def play(env: ALFWorld, task: Task) -> tuple[bool, list[str]]:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from turns import act, say
 
 import ludus
 from ludus.core.errors import ConfigError, DataError, EnvError
-from ludus.core.types import Message, StepResult, Task, ToolCall
+from ludus.core.types import Task, ToolCall
 
 pytest.importorskip("bm25s", reason="needs ludus-rl[webshop]")
 pytest.importorskip("rapidfuzz", reason="needs ludus-rl[webshop]")
@@ -61,14 +62,6 @@ def product(**changed: Any) -> Product:
 def goal(**changed: Any) -> Goal:
     row = Goal("B0AAAAAAAA", "i need shampoo", ("tea tree", "sulfate free"), ("citrus",), 20.0)
     return replace(row, **changed)
-
-
-async def act(env: WebShop, text: str) -> StepResult:
-    return await env.step(Message(role="assistant", content=text))
-
-
-async def say(env: WebShop, text: str) -> str:
-    return (await act(env, text)).messages[0].content
 
 
 async def shopping(index: int = 0, **args: Any) -> WebShop:
@@ -350,6 +343,9 @@ def test_tool_calls_are_checked() -> None:
         ({}, "needs a goal, or a split"),
         ({"split": "test", "seed": 1}, "needs a goal, or a split"),
         ({"split": "train", "seed": None}, "needs a goal, or a split"),
+        ({"split": "train", "seed": 1, "options": [1]}, r"data.options is \[1\], no integer"),
+        ({"split": "train", "seed": 1, "department": {}}, r"data.department is {}, no string"),
+        ({"split": "train", "seed": 1, "attributes": 9}, "this shop has no goal of"),
         (
             {"split": "train", "seed": 1, "department": "toys"},
             "no department 'toys'; there is beauty, clothing, electronics",
