@@ -40,7 +40,7 @@ types: setup
 	$(BIN)/mypy
 
 layers: setup
-	$(BIN)/pytest -q tests/test_imports.py
+	$(BIN)/pytest -q tests/project/test_imports.py
 
 format: setup  ## format the code, and mend what the linter can
 	$(BIN)/ruff format .

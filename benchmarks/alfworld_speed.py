@@ -19,9 +19,10 @@ from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
 from textworld.envs import PddlEnv
 
 from ludus.core.types import Message, Task
-from ludus.envs import alfworld_engine, alfworld_games
-from ludus.envs.alfworld import ALFWorld
-from ludus.envs.alfworld_scenes import TASK_TYPES
+from ludus.envs.alfworld import engine as alfworld_engine
+from ludus.envs.alfworld import games as alfworld_games
+from ludus.envs.alfworld.env import ALFWorld
+from ludus.envs.alfworld.scenes import TASK_TYPES
 
 Said = list[tuple[str, list[str]]]
 

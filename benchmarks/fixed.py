@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from ludus.backends.local import LocalBackend
-from ludus.core.schema import OptimizerConfig, RunConfig
+from ludus.config.schema import OptimizerConfig, RunConfig
 from ludus.core.types import Group, Message, Observation, Spec, StepResult, Task
 from ludus.envs.base import Env
-from ludus.loop import Recorder, Stage, run_stage
-from ludus.models.renderer import Renderer
-from ludus.models.sampler import Completion, Sampler, SamplingParams
-from ludus.models.tokenizers import train_tokenizer
+from ludus.loop.loop import Recorder, Stage, run_stage
+from ludus.models.chat.renderer import Renderer
+from ludus.models.chat.tokenizers import train_tokenizer
+from ludus.models.samplers.base import Completion, Sampler, SamplingParams
 from ludus.rollout.collect import Collector
-from ludus.tasks.sampler import TaskSampler
+from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
 
 NUM_WORDS = 500  # those that prompts and observations are made of

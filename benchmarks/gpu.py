@@ -32,15 +32,15 @@ from common import RESULTS, table
 from fixed import LudusSteps, Work
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from ludus.core.schema import LearnerConfig, OptimizerConfig
+from ludus.config.schema import LearnerConfig, OptimizerConfig
 from ludus.core.types import Sample
-from ludus.models.engine import InProcessSampler
+from ludus.models.decoders.static import StaticDecoder
 from ludus.models.flops import Shape, peak_flops
-from ludus.models.sampler import SamplingParams
-from ludus.models.static import StaticDecoder
-from ludus.train.aggregates import trajectory_mean
+from ludus.models.samplers.base import SamplingParams
+from ludus.models.samplers.engine import InProcessSampler
+from ludus.train.algorithms.aggregates import trajectory_mean
+from ludus.train.algorithms.losses import clipped
 from ludus.train.learner import Learner
-from ludus.train.losses import clipped
 from ludus.train.packing import Layout, pack
 
 DTYPE = torch.bfloat16

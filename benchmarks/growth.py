@@ -24,17 +24,17 @@ from typing import Any
 from fixed import Kept
 
 from ludus.backends.local import LocalBackend
-from ludus.core.occupancy import PARTS
-from ludus.core.schema import OptimizerConfig, RunConfig
+from ludus.config.schema import OptimizerConfig, RunConfig
 from ludus.core.types import Group, Message, Observation, Spec, StepResult, Task, Trajectory
 from ludus.envs.base import Env
-from ludus.loop import Stage, run_stage
+from ludus.loop.loop import Stage, run_stage
 from ludus.models.build import build_model
-from ludus.models.renderer import Renderer
-from ludus.models.tokenizers import train_tokenizer
+from ludus.models.chat.renderer import Renderer
+from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.rollout.collect import Collector
 from ludus.rollout.replay import ReplayCollector, replay
-from ludus.tasks.sampler import TaskSampler
+from ludus.tasks.curriculum import TaskSampler
+from ludus.telemetry.occupancy import PARTS
 from ludus.train import ALGORITHMS
 
 WORDS = ("red", "green", "blue", "key", "door", "box", "ball", "left", "right", "open")

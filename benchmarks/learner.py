@@ -23,11 +23,11 @@ from common import MODELS, Spread, alternate, arguments, machine, make_model, ra
 
 import torch  # isort: skip - after common, which sets the threads' policy
 
-from ludus.core.schema import LearnerConfig, OptimizerConfig
+from ludus.config.schema import LearnerConfig, OptimizerConfig
 from ludus.core.types import Sample
-from ludus.train.aggregates import trajectory_mean
+from ludus.train.algorithms.aggregates import trajectory_mean
+from ludus.train.algorithms.losses import clipped
 from ludus.train.learner import Learner
-from ludus.train.losses import clipped
 from ludus.train.packing import Layout, pack
 
 BUDGET = 4096  # positions of one forward pass, padding included

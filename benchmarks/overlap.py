@@ -33,13 +33,13 @@ from fixed import FixedEnv, FixedSampler, Work, make_tokenizer
 from quiet import QuietLoop
 
 from ludus.backends.local import LocalBackend
-from ludus.core.schema import OptimizerConfig, RunConfig
+from ludus.config.schema import OptimizerConfig, RunConfig
 from ludus.core.types import Group, Message, StepResult, Task
-from ludus.loop import Stage, run_stage
-from ludus.models.renderer import Renderer
+from ludus.loop.loop import Stage, run_stage
+from ludus.models.chat.renderer import Renderer
 from ludus.rollout.collect import Collector
 from ludus.rollout.prefetch import Prefetch
-from ludus.tasks.sampler import TaskSampler
+from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
 
 MEDIAN_S, P99_S = 0.05, 5.0

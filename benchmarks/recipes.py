@@ -17,14 +17,14 @@ mpl.use("svg")
 import matplotlib.pyplot as plt
 from common import RESULTS
 
-from ludus.core.config import load_config
-from ludus.core.evaluation import Evaluation
-from ludus.core.metrics import Line, MetricsLog
+from ludus.config.load import load_config
 from ludus.evaluate import compare
-from ludus.launch import open_store, train
-from ludus.progress import Display
-from ludus.reporting import read_evaluations
-from ludus.runs import RunFolder
+from ludus.evaluate.results import Evaluation
+from ludus.pipeline.launch import open_store, train
+from ludus.pipeline.progress import Display
+from ludus.report.collect import read_evaluations
+from ludus.store.folders import RunFolder
+from ludus.telemetry.metrics import Line, MetricsLog
 
 WINDOW = 5  # steps that a point of the smoothed curve averages over
 

@@ -39,8 +39,8 @@ import torch  # isort: skip - after common, which sets the threads' policy
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from ludus.models.engine import InProcessSampler
-from ludus.models.sampler import Completion, SamplingParams
+from ludus.models.samplers.base import Completion, SamplingParams
+from ludus.models.samplers.engine import InProcessSampler
 
 PROMPT, COMPLETION = 64, 64
 BATCHES = (1, 16, 64, 256)

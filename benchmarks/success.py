@@ -34,18 +34,18 @@ from common import machine
 import torch  # isort: skip - after common, which sets the threads' policy
 from fixed import Kept
 
-from ludus.assemble import read_splits
-from ludus.core.config import load_config
-from ludus.core.schema import EvaluateConfig, RunConfig
+from ludus.config.load import load_config
+from ludus.config.schema import EvaluateConfig, RunConfig
 from ludus.core.types import Group, Task
-from ludus.launch import train
-from ludus.loop import Stage, run_stage
+from ludus.loop.loop import Stage, run_stage
 from ludus.pipeline import TrainingRun
-from ludus.progress import Display
-from ludus.runs import RunFolder
-from ludus.tasks.sampler import TaskSampler
+from ludus.pipeline.assemble import read_splits
+from ludus.pipeline.launch import train
+from ludus.pipeline.progress import Display
+from ludus.store.folders import RunFolder
+from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
-from ludus.train.checkpoint import CheckpointStore, load
+from ludus.train.checkpoint.store import CheckpointStore, load
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "babyai-tiny.yaml"
 PROGRAMS = ("ludus", "rollout", "environment")

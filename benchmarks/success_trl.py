@@ -25,9 +25,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOTrainer
 
-from ludus.core.schema import OptimizerConfig
+from ludus.config.schema import OptimizerConfig
 from ludus.core.types import Message, Task
-from ludus.envs.babyai import BabyAI
+from ludus.envs.babyai.env import BabyAI
 from ludus.train.learner import learning_rate
 
 ROOM = 400

@@ -24,7 +24,7 @@ from common import Spread, arguments, machine, make_model, ratios, table, write
 from sampler import COMPLETION, PROMPT, prompts_of, run_ours
 from vllm_server import PYTHON, processor_seconds
 
-from ludus.models.engine import InProcessSampler
+from ludus.models.samplers.engine import InProcessSampler
 
 MODEL = "5.8 M"
 BATCHES = (64, 1, 16, 256)

@@ -19,9 +19,9 @@ from typing import Any
 from common import RESULTS, Spread, arguments, machine, make_model, table, write
 
 from ludus.core.types import Spec
-from ludus.models.sampler import SamplingParams
-from ludus.models.tokenizers import train_tokenizer
-from ludus.models.vllm import VllmSampler
+from ludus.models.chat.tokenizers import train_tokenizer
+from ludus.models.samplers.base import SamplingParams
+from ludus.models.samplers.vllm import VllmSampler
 
 PYTHON = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
 MODEL, PROMPT, COMPLETION = "5.8 M", 64, 64

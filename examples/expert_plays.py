@@ -3,8 +3,8 @@
 import asyncio
 
 from ludus import Spec
+from ludus.data.demonstrations import play
 from ludus.envs import ENVS
-from ludus.envs.demonstrate import play
 
 env = ENVS.build(Spec(name="textcraft", args={"num_distractors": 1}))
 episode = asyncio.run(play(env, env.task("depth-2", seed=3)))

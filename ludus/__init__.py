@@ -17,7 +17,7 @@ _EXPORTS = {
     "LudusError": "ludus.core.errors",
     "Message": "ludus.core.types",
     "Observation": "ludus.core.types",
-    "RunConfig": "ludus.core.schema",
+    "RunConfig": "ludus.config.schema",
     "Segment": "ludus.core.types",
     "Spec": "ludus.core.types",
     "StepResult": "ludus.core.types",
@@ -28,8 +28,8 @@ _EXPORTS = {
 }
 
 if TYPE_CHECKING:
+    from ludus.config.schema import RunConfig as RunConfig
     from ludus.core.errors import LudusError as LudusError
-    from ludus.core.schema import RunConfig as RunConfig
     from ludus.core.types import Group as Group
     from ludus.core.types import Message as Message
     from ludus.core.types import Observation as Observation

@@ -1,4 +1,4 @@
-"""Write ludus/envs/data/recipes.json, TextCraft's recipe table, from the package minecraft-data.
+"""Write ludus/envs/textcraft/recipes.json, TextCraft's recipes, from the package minecraft-data.
 
     pip install --no-deps minecraft-data==3.20.0 && python scripts/extract_recipes.py
 
@@ -60,7 +60,7 @@ Recipe = tuple[str, int, tuple[tuple[str, int], ...]]
 def main() -> None:
     """Read the installed package and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    target = Path(__file__).parents[1] / "ludus/envs/data/recipes.json"
+    target = Path(__file__).parents[1] / "ludus/envs/textcraft/recipes.json"
     parser.add_argument("--output", type=Path, default=target)
     output = parser.parse_args().output
     spec = importlib.util.find_spec("minecraft_data")

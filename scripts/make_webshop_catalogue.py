@@ -1,4 +1,4 @@
-"""Write ludus/envs/data/webshop.json.gz: the shop that ludus brings along, in WebShop's formats.
+"""Write ludus/envs/webshop/webshop.json.gz: the shop that ludus brings along, in WebShop's formats.
 
     python scripts/make_webshop_catalogue.py
 
@@ -17,9 +17,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from ludus.envs.webshop_reward import same_attribute, same_option
+from ludus.envs.webshop.reward import same_attribute, same_option
 
-OUTPUT = Path(__file__).parents[1] / "ludus/envs/data/webshop.json.gz"
+OUTPUT = Path(__file__).parents[1] / "ludus/envs/webshop/webshop.json.gz"
 PRODUCTS_PER_TYPE = 32
 GOALS_PER_PRODUCT = 20
 

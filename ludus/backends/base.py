@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ludus.core.schema import OptimizerConfig
+from ludus.config.schema import OptimizerConfig
 from ludus.core.types import Trajectory
-from ludus.models.sampler import Sampler
-from ludus.train.algorithm import Algorithm
-from ludus.train.losses import LossFn
+from ludus.models.samplers.base import Sampler
+from ludus.train.algorithms.base import Algorithm
+from ludus.train.algorithms.losses import LossFn
 from ludus.train.packing import Batch, Layout
 
 

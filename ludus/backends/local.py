@@ -10,18 +10,18 @@ from typing import Any, TypeVar
 
 import torch
 
+from ludus.config.schema import ModelConfig, OptimizerConfig, RunConfig
 from ludus.core.errors import ConfigError
-from ludus.core.schema import ModelConfig, OptimizerConfig, RunConfig
 from ludus.core.types import Spec, Trajectory
 from ludus.models import SAMPLERS
 from ludus.models.build import build_model
-from ludus.models.engine import InProcessSampler
-from ludus.models.renderer import Renderer
-from ludus.models.sampler import PolicySampler
-from ludus.train.algorithm import Algorithm
-from ludus.train.checkpoint import CheckpointStore, load, random_state, set_random_state
+from ludus.models.chat.renderer import Renderer
+from ludus.models.samplers.base import PolicySampler
+from ludus.models.samplers.engine import InProcessSampler
+from ludus.train.algorithms.base import Algorithm
+from ludus.train.algorithms.losses import LossFn
+from ludus.train.checkpoint.store import CheckpointStore, load, random_state, set_random_state
 from ludus.train.learner import Learner
-from ludus.train.losses import LossFn
 from ludus.train.packing import Batch, Layout
 from ludus.train.reference import Reference
 from ludus.train.scoring import Scorer

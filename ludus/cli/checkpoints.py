@@ -15,8 +15,8 @@ app = typer.Typer(help="Checkpoints: list, check, export.", no_args_is_help=True
 @app.command("list")
 def checkpoint_list(run: Run, runs_dir: RunsDir = "runs") -> None:
     """List a run's checkpoints."""
-    from ludus.runs import find_run
-    from ludus.train.checkpoint import CheckpointStore
+    from ludus.store.folders import find_run
+    from ludus.train.checkpoint.store import CheckpointStore
 
     for info in CheckpointStore(find_run(runs_dir, run).checkpoints).list():
         kept = ", pinned" if info.pinned else ""
@@ -30,8 +30,8 @@ def checkpoint_check(
     runs_dir: RunsDir = "runs",
 ) -> None:
     """Find truncated, altered or missing files."""
-    from ludus.runs import find_run
-    from ludus.train.checkpoint import check
+    from ludus.store.folders import find_run
+    from ludus.train.checkpoint.store import check
 
     folder = Path(path) if Path(path).is_dir() else find_run(runs_dir, path).checkpoints
     problems = check(folder)
@@ -54,7 +54,7 @@ def checkpoint_export(
     runs_dir: RunsDir = "runs",
 ) -> None:
     """Export a checkpoint as a Hugging Face folder that `from_pretrained` loads."""
-    from ludus.evaluating import export_checkpoint
+    from ludus.pipeline.evaluate import export_checkpoint
 
     export_checkpoint(run, runs_dir, checkpoint, path, merge=merge, overwrite=overwrite)
     typer.echo(str(path))

@@ -109,7 +109,7 @@ def generate_data(
 ) -> None:
     """Make SFT data of an expert's episodes, a model's best ones, or both; with a data card."""
     from ludus.data import options
-    from ludus.data.generate import generate
+    from ludus.data.generation import generate
     from ludus.services import serving
 
     wanted = options.generation(

@@ -17,7 +17,7 @@ app = typer.Typer()
 @app.command()
 def report(run: Run, runs_dir: RunsDir = "runs", store: StoreUrl = None) -> None:
     """Write a run's report again, from what is stored."""
-    from ludus import launch
+    from ludus.pipeline import launch
 
     typer.echo(launch.report_again(run, runs_dir, store))
 
@@ -25,7 +25,7 @@ def report(run: Run, runs_dir: RunsDir = "runs", store: StoreUrl = None) -> None
 @app.command()
 def runs(runs_dir: RunsDir = "runs", store: StoreUrl = None) -> None:
     """List the runs in the store."""
-    from ludus.launch import open_store
+    from ludus.pipeline.launch import open_store
     from ludus.store.show import render_runs
 
     with open_store(runs_dir, store) as opened:
@@ -42,7 +42,7 @@ def show(
     store: StoreUrl = None,
 ) -> None:
     """Show a run, or one of its rollouts with trained tokens told apart."""
-    from ludus.launch import decoder, open_store
+    from ludus.pipeline.launch import decoder, open_store
     from ludus.store.show import render_run, render_trajectory
 
     with open_store(runs_dir, store) as opened:
@@ -66,7 +66,7 @@ def export(
     store: StoreUrl = None,
 ) -> None:
     """Write a run's trajectories, steps, or an SFT data set to a file."""
-    from ludus.launch import decoder, open_store
+    from ludus.pipeline.launch import decoder, open_store
     from ludus.store.export import export as write
 
     with open_store(runs_dir, store) as opened:
@@ -92,8 +92,8 @@ def config(
     markdown: Annotated[bool, typer.Option(help="Print the page of the documentation.")] = False,
 ) -> None:
     """Print the reference of every key, and of every plug-in's arguments."""
-    from ludus.core.reference import config_reference, show_reference
-    from ludus.registries import REGISTRIES
+    from ludus.config.reference import config_reference, show_reference
+    from ludus.pipeline.registries import REGISTRIES
 
     if markdown:
         sys.stdout.write(config_reference(REGISTRIES))
@@ -108,7 +108,7 @@ def check_env_command(
     tasks: Annotated[int, typer.Option(min=1, help="Tasks to try.")] = 6,
 ) -> None:
     """Check that an environment keeps the protocol: deterministic, robust, quiet."""
-    from ludus.envs.check import check_env
+    from ludus.envs.checks.check import check_env
 
     findings = asyncio.run(check_env(spec(name, args), num_tasks=tasks))
     for finding in findings:
@@ -121,7 +121,7 @@ def check_env_command(
 @app.command()
 def doctor(runs_dir: RunsDir = "runs") -> None:
     """Check this machine, and say what to install."""
-    from ludus.doctor import exit_code, render_checks, run_doctor
+    from ludus.diagnostics.doctor import exit_code, render_checks, run_doctor
 
     checks = run_doctor(runs_dir)
     show_on_screen(render_checks(checks))

@@ -23,7 +23,7 @@ Run = Annotated[str, typer.Argument(help="A run's id (see `ludus runs`).")]
 
 def load(recipe: str, overrides: list[str] | None, runs_dir: str = "runs") -> Any:
     """The recipe's configuration, changed."""
-    from ludus.core.config import load_config
+    from ludus.config.load import load_config
 
     changes = list(overrides or [])
     if runs_dir != "runs":
@@ -33,7 +33,7 @@ def load(recipe: str, overrides: list[str] | None, runs_dir: str = "runs") -> An
 
 def spec(name: str, args: list[str] | None) -> Any:
     """A plug-in's name and its arguments, `key=value` each."""
-    from ludus.core import yaml12
+    from ludus.config import yaml12
     from ludus.core.types import Spec
 
     pairs: dict[str, Any] = {}

@@ -28,9 +28,9 @@ def train(
     runs_dir: RunsDir = "runs",
 ) -> None:
     """Train: demonstrations, SFT, RL, evaluation, report, as the recipe says."""
-    from ludus import launch
-    from ludus.core.config import dump_config
-    from ludus.progress import Display
+    from ludus.config.load import dump_config
+    from ludus.pipeline import launch
+    from ludus.pipeline.progress import Display
 
     if (recipe is None) == (resume is None) and not (resume and recipe and "=" in recipe):
         raise ConfigError("give a recipe, or --resume RUN")
@@ -62,7 +62,7 @@ def debug(
     tasks: Annotated[int, typer.Option(min=1, help="Tasks to play.")] = 1,
 ) -> None:
     """Play a few tasks in this thread, show every turn and every training row, and stop."""
-    from ludus.debug import debug as run_debug
+    from ludus.pipeline.debug import debug as run_debug
 
     run_debug(load(recipe, overrides), tasks)
 
@@ -77,8 +77,8 @@ def profile(
     ] = Path("profile.html"),
 ) -> None:
     """Show where a run's steps spend their time: the parts of a step, and a flame graph."""
-    from ludus import profiling
-    from ludus.progress import Display
+    from ludus.diagnostics import profiling
+    from ludus.pipeline.progress import Display
 
     profiling.check_out(out)
     config = load(recipe, overrides)
@@ -99,8 +99,8 @@ def verify(
     steps: Annotated[int, typer.Option(min=1, help="RL steps to play and train.")] = 2,
 ) -> None:
     """Check that sampler and learner agree in every bit, or name the operation that parts them."""
-    from ludus import profiling
-    from ludus.progress import Display
+    from ludus.diagnostics import profiling
+    from ludus.pipeline.progress import Display
 
     config = load(recipe, [*(overrides or []), "verify=true"])
     if config.rl is None:
@@ -116,7 +116,8 @@ def _train_briefly(config: Any, steps: int, observer: Any) -> None:
     """A few steps of the last stage, in a folder that is gone afterwards."""
     import tempfile
 
-    from ludus import launch, profiling
+    from ludus.diagnostics import profiling
+    from ludus.pipeline import launch
 
     with tempfile.TemporaryDirectory(prefix="ludus-brief-") as folder:
         try:
@@ -143,8 +144,8 @@ def plan(
     ] = 0.0,
 ) -> None:
     """Estimate what a recipe takes on some hardware: memory, time, cost. Starts nothing."""
-    from ludus import planning
-    from ludus.hardware import find_hardware
+    from ludus.diagnostics import plan as planning
+    from ludus.diagnostics.hardware import find_hardware
 
     config = load(recipe, overrides)
     found = planning.plan(
@@ -175,7 +176,7 @@ def evaluate(
     runs_dir: RunsDir = "runs",
 ) -> None:
     """Evaluate a run's checkpoint on its held-out tasks, or compare two with a paired test."""
-    from ludus.evaluating import evaluate_checkpoints
+    from ludus.pipeline.evaluate import evaluate_checkpoints
 
     names = [checkpoint, against] if against else [checkpoint]
     evaluate_checkpoints(run, runs_dir, names, num_tasks, samples, temperature)

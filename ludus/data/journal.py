@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from ludus.core.errors import DataError
 from ludus.core.types import Message, Status, Wire
-from ludus.envs.demonstrate import Demonstration, Dropped
+from ludus.data.demonstrations import Demonstration, Dropped
 from ludus.rollout.chat import Episode
 
 Source = Literal["expert", "model"]

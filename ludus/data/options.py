@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from ludus.config.schema import RolloutConfig
 from ludus.core.errors import ConfigError, DataError, did_you_mean
-from ludus.core.schema import RolloutConfig
 from ludus.core.types import Spec
-from ludus.data.generate import Generation, Model, Which
+from ludus.data.demonstrations import Format
+from ludus.data.generation import Generation, Model, Which
 from ludus.data.rollouts import KEY
-from ludus.envs.demonstrate import Format
-from ludus.models.endpoint import check_url
+from ludus.models.endpoint.client import check_url
 from ludus.rollout.batches import parse_ids
 
 Source = Literal["expert", "model", "mixed"]

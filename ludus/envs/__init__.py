@@ -1,17 +1,17 @@
 """Environments: one file each, and one row in this table."""
 
-from ludus.core.registry import Registry, Row
+from ludus.config.registry import Registry, Row
 from ludus.envs.base import Env
 
 ENVS: Registry[Env] = Registry(
     "env",
     {
         "alfworld": Row(
-            "ludus.envs.alfworld:ALFWorld", "alfworld", "ALFWorld's household tasks, in text"
+            "ludus.envs.alfworld.env:ALFWorld", "alfworld", "ALFWorld's household tasks, in text"
         ),
-        "babyai": Row("ludus.envs.babyai:BabyAI", "envs", "minigrid's BabyAI levels, in text"),
+        "babyai": Row("ludus.envs.babyai.env:BabyAI", "envs", "minigrid's BabyAI levels, in text"),
         "scienceworld": Row(
-            "ludus.envs.scienceworld:ScienceWorld", "scienceworld", "30 science tasks, in text"
+            "ludus.envs.java.scienceworld:ScienceWorld", "scienceworld", "30 science tasks, in text"
         ),
         "mixture": Row("ludus.envs.mixture:Mixture", "", "several environments in one run"),
         "remote": Row(
@@ -20,12 +20,12 @@ ENVS: Registry[Env] = Registry(
         "reasoning": Row(
             "ludus.envs.reasoning:Reasoning", "reasoning", "reasoning-gym's tasks and verifiers"
         ),
-        "textcraft": Row("ludus.envs.textcraft:TextCraft", "", "crafting with a recipe table"),
+        "textcraft": Row("ludus.envs.textcraft.env:TextCraft", "", "crafting with a recipe table"),
         "textworldexpress": Row(
-            "ludus.envs.textworldexpress:TextWorldExpress", "textworldexpress", "8 text games"
+            "ludus.envs.java.textworldexpress:TextWorldExpress", "textworldexpress", "8 text games"
         ),
         "webshop": Row(
-            "ludus.envs.webshop:WebShop", "webshop", "buying what an instruction asks for"
+            "ludus.envs.webshop.env:WebShop", "webshop", "buying what an instruction asks for"
         ),
     },
 )

@@ -19,8 +19,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from ludus.config.registry import Registry
 from ludus.core.errors import ConfigError, EnvError, LudusError, did_you_mean
-from ludus.core.registry import Registry
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec
 from ludus.envs.base import Env, NoExpert
 from ludus.tasks.mixture import PART, part_of

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ludus.core.errors import DataError
-from ludus.core.evaluation import Comparison, Difference, Evaluation, TaskOutcome
 from ludus.evaluate.estimates import num_successes, t_interval, tier_names
+from ludus.evaluate.results import Comparison, Difference, Evaluation, TaskOutcome
 
 _NUM_SHOWN = 3
 

@@ -22,8 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from ludus.core.errors import DataError
-from ludus.core.evaluation import Estimate, Evaluation, Exclusion, TaskOutcome, TierResult
 from ludus.core.types import Group, Task, Trajectory
+from ludus.evaluate.results import Estimate, Evaluation, Exclusion, TaskOutcome, TierResult
 from ludus.tasks.mixture import part_of
 from ludus.tasks.splits import fingerprint
 

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from ludus.core.evaluation import Comparison, Difference, Estimate, Evaluation
+from ludus.evaluate.results import Comparison, Difference, Estimate, Evaluation
 
 
 def render_evaluation(evaluation: Evaluation) -> RenderableType:

@@ -1,6 +1,6 @@
 """What turns a trajectory into a score."""
 
-from ludus.core.registry import Registry, Row
+from ludus.config.registry import Registry, Row
 from ludus.judges.base import Judge
 
 JUDGES: Registry[Judge] = Registry(

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from ludus.core.registry import Registry, Row
+from ludus.config.registry import Registry, Row
 
 # OpenMP threads that spin while they wait steal the cores from everything beside torch
 # (environments, a second run); it must be set before torch is first imported.
@@ -22,8 +22,12 @@ ARCHITECTURES: Registry[object] = Registry(
 TOKENIZERS: Registry[object] = Registry(
     "tokenizer",
     {
-        "words": Row("ludus.models.tokenizers:words", "train", "a token a word, digit or sign"),
-        "bpe": Row("ludus.models.tokenizers:bpe", "train", "byte pairs: every text round-trips"),
+        "words": Row(
+            "ludus.models.chat.tokenizers:words", "train", "a token a word, digit or sign"
+        ),
+        "bpe": Row(
+            "ludus.models.chat.tokenizers:bpe", "train", "byte pairs: every text round-trips"
+        ),
     },
     context=frozenset({"texts", "framing", "special_tokens"}),
 )
@@ -33,17 +37,17 @@ SAMPLERS: Registry[Any] = Registry(
     "sampler",
     {
         "in_process": Row(
-            "ludus.models.engine:InProcessSampler",
+            "ludus.models.samplers.engine:InProcessSampler",
             "train",
             "in this process, on the learner's weights",
         ),
         "exact": Row(
-            "ludus.models.exact_sampler:ExactSampler",
+            "ludus.models.exact.sampler:ExactSampler",
             "train",
             "in this process, each token alike in any batch; slow, see `verify`",
         ),
         "vllm": Row(
-            "ludus.models.vllm:VllmSampler",
+            "ludus.models.samplers.vllm:VllmSampler",
             "vllm",
             "a vLLM server, weights swapped while it serves",
         ),

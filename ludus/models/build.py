@@ -18,10 +18,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from ludus.config.schema import LoraConfig, ModelConfig
 from ludus.core.errors import ConfigError, MissingDependency, did_you_mean
-from ludus.core.schema import LoraConfig, ModelConfig
 from ludus.models import ARCHITECTURES
-from ludus.models.tokenizers import unloadable
+from ludus.models.chat.tokenizers import unloadable
 
 HiddenSize = Annotated[int, Field(ge=8, description="Width of the residual stream.")]
 NumLayers = Annotated[int, Field(ge=1, description="Transformer blocks.")]

@@ -5,26 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ludus.assemble import Conversation, make_renderer, make_renderers, replay_all
 from ludus.backends.local import LocalBackend
+from ludus.config.schema import EvaluateConfig, RunConfig
 from ludus.core.errors import DataError
-from ludus.core.occupancy import busy
-from ludus.core.schema import EvaluateConfig, RunConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Task
 from ludus.envs import ENVS
 from ludus.envs.mixture import Mixture
 from ludus.evaluate import Evaluation, summarise
 from ludus.judges import JUDGES
-from ludus.loop import Stage
+from ludus.loop.loop import Stage
 from ludus.models.build import build_model
-from ludus.models.tokenizers import load_tokenizer
-from ludus.progress import Observer
+from ludus.models.chat.tokenizers import load_tokenizer
+from ludus.pipeline.assemble import Conversation, make_renderer, make_renderers, replay_all
+from ludus.pipeline.progress import Observer
 from ludus.rollout.collect import Collector
 from ludus.rollout.prefetch import Prefetch
 from ludus.rollout.replay import ReplayCollector
-from ludus.runs import RunFolder
+from ludus.store.folders import RunFolder
 from ludus.tasks.mixture import part_of, task_sampler
+from ludus.telemetry.occupancy import busy
 from ludus.train import ALGORITHMS
 from ludus.train.meter import Meter
 from ludus.train.schedule import turn_limit

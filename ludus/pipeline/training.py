@@ -15,26 +15,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ludus.assemble import Conversation, make_tokenizer, read_conversations
-from ludus.budget import Budget
+from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, DataError
-from ludus.core.logs import get_logger
-from ludus.core.metrics import MetricsLog
-from ludus.core.occupancy import busy
-from ludus.core.schema import RunConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Task
-from ludus.envs.demonstrate import Demonstration, dropped_path, generate, load
+from ludus.data.demonstrations import Demonstration, dropped_path, generate, load
 from ludus.evaluate import Evaluation
-from ludus.loop import Stage, run_stage
+from ludus.loop.loop import Stage, run_stage
+from ludus.pipeline.assemble import Conversation, make_tokenizer, read_conversations
+from ludus.pipeline.budget import Budget
 from ludus.pipeline.prepared import PreparedRun
-from ludus.progress import Observer
-from ludus.runs import RunFolder, write_folder, write_text
+from ludus.pipeline.progress import Observer
+from ludus.pipeline.watchdog import Watch
 from ludus.store import RunStore
+from ludus.store.folders import RunFolder, write_folder, write_text
 from ludus.tasks.readers import TaskList
-from ludus.train.checkpoint import CheckpointInfo
-from ludus.train.state import seed_random
-from ludus.watch import Watch
+from ludus.telemetry.logs import get_logger
+from ludus.telemetry.metrics import MetricsLog
+from ludus.telemetry.occupancy import busy
+from ludus.train.checkpoint.state import seed_random
+from ludus.train.checkpoint.store import CheckpointInfo
 
 log = get_logger(__name__)
 

@@ -21,8 +21,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ludus.core.evaluation import Comparison, Difference, Estimate, Evaluation
 from ludus.core.types import Segment, Task, Trajectory
+from ludus.evaluate.results import Comparison, Difference, Estimate, Evaluation
 from ludus.report import charts
 from ludus.report.charts import CURVES, Curve, Record
 from ludus.report.stacked import make_stacked

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ludus.core.occupancy import PARTS
 from ludus.report import charts
 from ludus.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Record
+from ludus.telemetry.occupancy import PARTS
 
 MAX_COLUMNS = 80
 

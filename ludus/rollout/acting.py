@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ludus.core.types import Message, StepResult
-from ludus.models.parsing import parse_react
+from ludus.models.chat.parsing import parse_react
 from ludus.rollout.host import HostedEnv
 
 

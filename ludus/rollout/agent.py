@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ludus.config.schema import RolloutConfig
 from ludus.core.errors import (
     ContextOverflow,
     EnvError,
@@ -15,17 +16,16 @@ from ludus.core.errors import (
     LudusError,
     Unscorable,
 )
-from ludus.core.occupancy import busy
-from ludus.core.schema import RolloutConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Message, Score, Status, Task, Trajectory
-from ludus.models.renderer import Renderer
-from ludus.models.sampler import Sampler, SamplingParams
+from ludus.models.chat.renderer import Renderer
+from ludus.models.samplers.base import Sampler, SamplingParams
 from ludus.rollout.acting import act
 from ludus.rollout.host import HostedEnv
+from ludus.rollout.session import TreeBuilder, opened
 from ludus.rollout.status import status_of
-from ludus.rollout.tree import TreeBuilder, opened
 from ludus.tasks.mixture import for_part
+from ludus.telemetry.occupancy import busy
 
 if TYPE_CHECKING:
     from ludus.judges.base import Judge

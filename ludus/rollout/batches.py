@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr
 
+from ludus.config.schema import RolloutConfig
 from ludus.core.errors import ConfigError, LudusError
-from ludus.core.schema import RolloutConfig
 from ludus.core.types import Spec, Task, ToolSpec, Wire
 from ludus.envs import ENVS
 from ludus.envs.base import Env
-from ludus.models.endpoint import Endpoint
+from ludus.models.endpoint.client import Endpoint
 from ludus.rollout.chat import Episode
 from ludus.tasks.agentgym import ITEMS, index_of, task_of
 

@@ -15,13 +15,13 @@ from typing import Protocol
 
 from pydantic import Field
 
+from ludus.config.schema import RolloutConfig
 from ludus.core.errors import ContextOverflow, EnvError, EpisodeError, Unscorable
-from ludus.core.schema import RolloutConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Message, Status, Task, ToolSpec, Wire
 from ludus.envs.base import Env
-from ludus.models.endpoint import Endpoint, Reply
-from ludus.models.sampler import SamplingParams
+from ludus.models.endpoint.client import Endpoint, Reply
+from ludus.models.samplers.base import SamplingParams
 from ludus.rollout.acting import act
 from ludus.rollout.host import HostedEnv, Seat
 from ludus.rollout.status import status_of

@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ludus.config.schema import RolloutConfig
 from ludus.core.errors import EnvError, EpisodeError, LudusError
-from ludus.core.logs import get_logger
-from ludus.core.schema import RolloutConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Spec, Status, Task, Trajectory
 from ludus.envs import ENVS
 from ludus.judges import JUDGES
-from ludus.models.renderer import Renderer
-from ludus.models.sampler import Sampler
+from ludus.models.chat.renderer import Renderer
+from ludus.models.samplers.base import Sampler
 from ludus.rollout.agent import Agent
 from ludus.rollout.host import HostedEnv, Seat
 from ludus.tasks.mixture import part_of
+from ludus.telemetry.logs import get_logger
 
 if TYPE_CHECKING:
     from ludus.judges.base import Judge

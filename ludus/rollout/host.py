@@ -20,9 +20,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from ludus.core.errors import EnvError, EpisodeTimeout, ToolError, Unscorable
-from ludus.core.occupancy import busy
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall
 from ludus.envs.base import Env
+from ludus.telemetry.occupancy import busy
 
 T = TypeVar("T")
 Act = Callable[[], Coroutine[Any, Any, T]]

@@ -18,11 +18,11 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ludus.core.occupancy import OCCUPANCY
 from ludus.core.types import Group, Status, Task, Trajectory
 from ludus.rollout.collect import Collector
 from ludus.rollout.host import Seat
-from ludus.tasks.sampler import Curriculum
+from ludus.tasks.curriculum import Curriculum
+from ludus.telemetry.occupancy import OCCUPANCY
 
 PATIENCE = 0.2
 """How long a step waits for those that it would have to cut, as a share of the last step's time."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Group, Message, Task, Trajectory
-from ludus.models.renderer import Renderer
-from ludus.models.sampler import Completion
-from ludus.rollout.tree import TreeBuilder
+from ludus.models.chat.renderer import Renderer
+from ludus.models.samplers.base import Completion
+from ludus.rollout.session import TreeBuilder
 
 
 def replay(

@@ -43,8 +43,8 @@ def serve_env(
     Errors: ConfigError, MissingDependency.
     """
     try:
-        from ludus.services.serve import ServeOptions, serve
-        from ludus.services.sessions import Limits
+        from ludus.services.envs.sessions import Limits
+        from ludus.services.server.serve import ServeOptions, serve
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("ludus"):
             raise
@@ -68,8 +68,8 @@ def serve_model(checkpoint: str, *, wish: Mapping[str, Any], **options: Any) -> 
     Errors: ConfigError, CheckpointError, MissingDependency.
     """
     try:
-        from ludus.services import model_serving
-        from ludus.services.model_source import Wish
+        from ludus.services.model import serving as model_serving
+        from ludus.services.model.source import Wish
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("ludus"):
             raise

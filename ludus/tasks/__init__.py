@@ -1,6 +1,6 @@
 """Where tasks come from, and in which order they are visited."""
 
-from ludus.core.registry import Registry, Row
+from ludus.config.registry import Registry, Row
 from ludus.core.types import Task
 
 READERS: Registry[list[Task]] = Registry(

@@ -25,8 +25,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.core.errors import CheckpointError, ConfigError
 from ludus.core.types import Group, Spec, Task
+from ludus.tasks.curriculum import TaskSampler
 from ludus.tasks.readers import OnBadLine, TaskList, read_tasks
-from ludus.tasks.sampler import TaskSampler
 
 PART = "part"
 """Key of a task's data: the name of the part that it is of."""

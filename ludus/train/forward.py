@@ -20,16 +20,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ludus.config.schema import LearnerConfig
 from ludus.core.errors import ConfigError
-from ludus.core.schema import LearnerConfig
 from ludus.core.types import Sample
-from ludus.models.llama import NotLlama
-from ludus.train.attention import attending
-from ludus.train.compiled import CompiledLayers
-from ludus.train.fused import FusedLayers
-from ludus.train.logprobs import Head, backbone, find_head, score_logits
+from ludus.models.decoders.llama import NotLlama
+from ludus.train.kernels.attention import attending
+from ludus.train.kernels.compiled import CompiledLayers
+from ludus.train.kernels.fused import FusedLayers
+from ludus.train.kernels.logprobs import Head, backbone, find_head, score_logits
+from ludus.train.kernels.tiles import tiles
 from ludus.train.packing import Layout, MicroBatch, attention_mask, pack
-from ludus.train.tiles import tiles
 
 Attention = Literal["tiles", "dense", "none"]
 

@@ -16,12 +16,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ludus.config.schema import LearnerConfig, OptimizerConfig
 from ludus.core.errors import TrainingError
-from ludus.core.logs import get_logger
-from ludus.core.schema import LearnerConfig, OptimizerConfig
+from ludus.telemetry.logs import get_logger
+from ludus.train.algorithms.losses import (
+    LossFn,
+    LossInputs,
+    needs_whole_trajectories,
+    trajectory_means,
+)
 from ludus.train.critic import Critic
 from ludus.train.forward import Forward
-from ludus.train.losses import LossFn, LossInputs, needs_whole_trajectories, trajectory_means
 from ludus.train.packing import Batch, MicroBatch
 
 log = get_logger(__name__)

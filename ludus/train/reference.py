@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core.errors import CheckpointError, ConfigError
-from ludus.train.checkpoint import CheckpointStore, load, read_state
+from ludus.train.checkpoint.state import fingerprint
+from ludus.train.checkpoint.store import CheckpointStore, load, read_state
 from ludus.train.forward import Forward
-from ludus.train.state import fingerprint
 
 
 class Reference:

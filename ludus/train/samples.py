@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from ludus.core.types import Group, Sample, Trajectory
-from ludus.train.algorithm import Algorithm
-from ludus.train.credit import Advantage, Credit, spread
+from ludus.train.algorithms.base import Algorithm
+from ludus.train.algorithms.credit import Advantage, Credit, spread
 
 
 def to_samples(groups: Sequence[Group], algorithm: Algorithm) -> list[Sample]:

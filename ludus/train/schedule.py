@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ludus.core.schema import RunConfig
+from ludus.config.schema import RunConfig
 
 
 def horizon(schedule: Sequence[tuple[int, int]], step: int) -> int:

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ludus.core.errors import TrainingError
 from ludus.core.types import Sample, Trajectory
-from ludus.models.exact import exact, log_softmax
-from ludus.models.exact_sampler import ExactSampler
-from ludus.models.sampler import SamplingParams
-from ludus.models.trace import Record, Tracer, first_difference
+from ludus.models.exact.forward import exact, log_softmax
+from ludus.models.exact.sampler import ExactSampler
+from ludus.models.exact.trace import Record, Tracer, first_difference
+from ludus.models.samplers.base import SamplingParams
 from ludus.train.forward import Attention, Forward
 from ludus.train.packing import Batch, Layout, MicroBatch, pack
 from ludus.train.samples import rows

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from ludus.backends.local import LocalBackend
+from ludus.config.schema import LoraConfig, OptimizerConfig, RunConfig
 from ludus.core.errors import CheckpointError
-from ludus.core.schema import LoraConfig, OptimizerConfig, RunConfig
 from ludus.core.types import Sample, Spec
 from ludus.models.build import build_model
-from ludus.models.renderer import Renderer
-from ludus.models.sampler import Completion, SamplingParams
-from ludus.models.tokenizers import train_tokenizer
-from ludus.train.aggregates import token_mean
-from ludus.train.losses import clipped
+from ludus.models.chat.renderer import Renderer
+from ludus.models.chat.tokenizers import train_tokenizer
+from ludus.models.samplers.base import Completion, SamplingParams
+from ludus.train.algorithms.aggregates import token_mean
+from ludus.train.algorithms.losses import clipped
 from ludus.train.packing import pack
 
 SHAPE = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "init_range": 0.2}

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from ludus.backends.local import LocalBackend
+from ludus.config.schema import ModelConfig, OptimizerConfig, RunConfig, TasksConfig
 from ludus.core.errors import TrainingError
-from ludus.core.schema import ModelConfig, OptimizerConfig, RunConfig, TasksConfig
 from ludus.core.types import Group, Message, Spec, Task, Trajectory
-from ludus.loop import Stage, run_stage
+from ludus.loop.loop import Stage, run_stage
 from ludus.models.build import build_model
-from ludus.models.renderer import Renderer
-from ludus.models.sampler import Completion, SamplingParams
-from ludus.models.tokenizers import train_tokenizer
-from ludus.rollout.tree import TreeBuilder
-from ludus.tasks.sampler import TaskSampler
+from ludus.models.chat.renderer import Renderer
+from ludus.models.chat.tokenizers import train_tokenizer
+from ludus.models.samplers.base import Completion, SamplingParams
+from ludus.rollout.session import TreeBuilder
+from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
 from ludus.train.packing import pack
 from ludus.train.samples import to_samples

@@ -14,11 +14,11 @@ HEAVY = ("torch", "numpy", "sqlalchemy", "transformers", "ray", "vllm", "wandb",
     ("module", "also_without"),
     [
         ("ludus", ("pydantic", "yaml", "rich")),
-        ("ludus.core.config", ("rich",)),
-        ("ludus.core.logs", ("rich", "pydantic", "yaml")),
-        ("ludus.core.metrics", ("rich",)),
-        ("ludus.core.reference", ()),
-        ("ludus.doctor", ()),
+        ("ludus.config.load", ("rich",)),
+        ("ludus.telemetry.logs", ("rich", "pydantic", "yaml")),
+        ("ludus.telemetry.metrics", ("rich",)),
+        ("ludus.config.reference", ()),
+        ("ludus.diagnostics.doctor", ()),
     ],
 )
 def test_an_import_is_light(module, also_without):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ludus.core.config import load_config
+from ludus.config.load import load_config
+from ludus.config.registry import Registry
 from ludus.core.errors import ConfigError
 from ludus.core.modules import load_module
-from ludus.core.registry import Registry
 
 SOURCE = """
 from dataclasses import dataclass

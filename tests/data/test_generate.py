@@ -11,16 +11,16 @@ import pytest
 from chat_server import ChatServer, num_turns, text
 from starlette.responses import Response
 
-from ludus.assemble import read_conversations as read_sft
+from ludus.config.schema import RolloutConfig, RunConfig
 from ludus.core.errors import ConfigError, DataError
-from ludus.core.schema import RolloutConfig, RunConfig
 from ludus.core.types import Message, Spec
 from ludus.data import options
-from ludus.data.card import Enough, choose
-from ludus.data.generate import Generation, Model, Which, generate
+from ludus.data.cards import Enough, choose
+from ludus.data.demonstrations import play
+from ludus.data.generation import Generation, Model, Which, generate
 from ludus.data.journal import JOURNAL, Record
-from ludus.envs.demonstrate import play
-from ludus.envs.textcraft import TextCraft
+from ludus.envs.textcraft.env import TextCraft
+from ludus.pipeline.assemble import read_conversations as read_sft
 from ludus.tasks.agentgym import messages_of, read_agentgym, read_conversations
 
 TEXTCRAFT = [Spec(name="textcraft")]

@@ -44,10 +44,10 @@ def test_a_number_that_another_takes_meanwhile(ludus: Ludus) -> None:
 @pytest.mark.parametrize(
     ("argv", "target"),
     [
-        (["train", BABYAI], "ludus.core.config:load_config"),
-        (["train", BABYAI], "ludus.launch:read_splits"),
-        (["runs"], "ludus.launch:open_store"),
-        (["checkpoint", "list", "x"], "ludus.runs:find_run"),
+        (["train", BABYAI], "ludus.config.load:load_config"),
+        (["train", BABYAI], "ludus.pipeline.launch:read_splits"),
+        (["runs"], "ludus.pipeline.launch:open_store"),
+        (["checkpoint", "list", "x"], "ludus.store.folders:find_run"),
     ],
 )
 def test_ctrl_c_before_a_run_begins(ludus: Ludus, argv: list[str], target: str) -> None:
@@ -58,7 +58,7 @@ def test_ctrl_c_before_a_run_begins(ludus: Ludus, argv: list[str], target: str) 
 
 def test_log_lines_stand_above_the_progress(ludus: Ludus) -> None:
     warn = (
-        "from ludus.core.logs import get_logger\n"
+        "from ludus.telemetry.logs import get_logger\n"
         "from ludus.train.learner import Learner\n"
         "step = Learner.train_step\n"
         "def told(*args, **kwargs):\n"

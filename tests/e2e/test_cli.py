@@ -14,9 +14,9 @@ import torch
 from harness import BABYAI, Ludus
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ludus.core.config import load_config
-from ludus.models.engine import InProcessSampler
-from ludus.models.sampler import SamplingParams
+from ludus.config.load import load_config
+from ludus.models.samplers.base import SamplingParams
+from ludus.models.samplers.engine import InProcessSampler
 
 FILES = {
     "config.yaml", "demonstrations.jsonl", "demonstrations.dropped.jsonl", "tokenizer",

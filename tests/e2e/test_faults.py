@@ -15,7 +15,7 @@ from harness import BABYAI, Ludus
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-BROKEN = Path(__file__).with_name("broken_envs.py")
+BROKEN = Path(__file__).parents[1] / "support" / "broken_envs.py"
 
 ECHO = """\
 name: echo
@@ -267,13 +267,13 @@ FULL = {
     "demonstrations": ("ludus.pipeline.training:generate", 1),
     "the tokenizer": ("ludus.pipeline.training:write_folder", 1),
     "the store": ("ludus.store.store:RunStore.record_step", 3),
-    "the metrics": ("ludus.core.metrics:MetricsLog.log", 1),
+    "the metrics": ("ludus.telemetry.metrics:MetricsLog.log", 1),
     "a checkpoint": ("ludus.backends.local:LocalBackend.save", 2),
-    "rewinding": ("ludus.core.metrics:MetricsLog.rewind", 1),
+    "rewinding": ("ludus.telemetry.metrics:MetricsLog.rewind", 1),
     "an evaluation": ("ludus.pipeline.training:write_text", 1),
     "the RL checkpoint": ("ludus.backends.local:LocalBackend.save", 1),
-    "timings": ("ludus.launch:write_text", 2),
-    "the report": ("ludus.launch:report", 1),
+    "timings": ("ludus.pipeline.launch:write_text", 2),
+    "the report": ("ludus.pipeline.launch:report", 1),
 }
 
 

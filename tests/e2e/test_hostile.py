@@ -8,7 +8,7 @@ import pytest
 from harness import BABYAI, Ludus
 
 from ludus.core.errors import ConfigError
-from ludus.models.chat_template import load_template
+from ludus.models.chat.template import load_template
 
 
 @pytest.mark.parametrize(

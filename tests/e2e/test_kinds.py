@@ -153,7 +153,7 @@ def test_two_runs_share_a_store_by_url(ludus: Ludus) -> None:
 def test_another_runs_folder_and_a_recipe_in_python(ludus: Ludus) -> None:
     """A run is found by its path too, from wherever it is resumed."""
     (ludus.cwd / "recipe.py").write_text(
-        "from ludus.core.config import load_config\n"
+        "from ludus.config.load import load_config\n"
         f"def tiny():\n    return load_config({BABYAI!r}, ['rl=null', 'sft.steps=2'])\n"
     )
     (ludus.cwd / "deep").mkdir()

@@ -9,21 +9,21 @@ from pathlib import Path
 
 from harness import BABYAI, Ludus
 
-from ludus.mirror import Remote
+from ludus.store.mirror import Remote
 
 # What kills the process, and whether the machine's disk is lost with it.
 DEATHS = [
-    ("ludus.progress:Display.tick", 5, "kill", True),
+    ("ludus.pipeline.progress:Display.tick", 5, "kill", True),
     ("ludus.train.learner:Learner.train_step", 3, "kill", False),
-    ("ludus.mirror.remote:Remote.put", 4, "kill", True),
+    ("ludus.store.mirror.remote:Remote.put", 4, "kill", True),
     ("ludus.train.learner:Learner.train_step", 10, "kill", True),
-    ("ludus.mirror.remote:Remote.commit", 3, "kill", True),
-    ("ludus.mirror.remote:Remote.commit", 3, "kill after", True),
-    ("ludus.mirror.remote:Remote.get", 6, "kill", False),
+    ("ludus.store.mirror.remote:Remote.commit", 3, "kill", True),
+    ("ludus.store.mirror.remote:Remote.commit", 3, "kill after", True),
+    ("ludus.store.mirror.remote:Remote.get", 6, "kill", False),
     ("ludus.store.store:RunStore.unpack_step", 3, "kill after", False),
     ("ludus.rollout.agent:Agent.play", 20, "kill", True),
     ("ludus.train.learner:Learner.train_step", 2, "kill after", False),
-    ("ludus.launch:report", 1, "kill", True),
+    ("ludus.pipeline.launch:report", 1, "kill", True),
 ]
 
 
@@ -64,7 +64,7 @@ def test_a_machine_that_comes_back_late_stops(ludus: Ludus, reference: Ludus) ->
     url = f"file://{ludus.cwd}/copy"
     wait = "while Path('hold').exists(): time.sleep(0.02)"
     setup = (
-        "import time\nfrom pathlib import Path\nfrom ludus.mirror.sync import RunMirror\n"
+        "import time\nfrom pathlib import Path\nfrom ludus.store.mirror.sync import RunMirror\n"
         "push, count = RunMirror._push, iter(range(99))\n"
         "def slow(self):\n"
         "    if next(count) == 3:\n"

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from harness import MIXTURE, Ludus, Zygote
 
-from ludus.models.tokenizers import load_tokenizer
+from ludus.models.chat.tokenizers import load_tokenizer
 
 RUN = "mixed-1"
 SHORT = ("sft.steps=2", "demonstrations.num_episodes=12")

@@ -17,32 +17,32 @@ LORA = ["model.lora={rank: 2, dropout: 0.1}", "sft.optimizer.lr=0.02"]
 # They follow one another, so the run dies at every stage, and goes on after each death.
 KILLS = {
     "migrating the store": ("sqlalchemy.engine.default:DefaultDialect.do_execute", 12, "kill"),
-    "naming the run": ("ludus.launch:create_run", 1, "kill after"),
+    "naming the run": ("ludus.pipeline.launch:create_run", 1, "kill after"),
     "entering it in the store": ("ludus.store.store:RunStore.create_run", 1, "kill"),
-    "demonstrations": ("ludus.progress:Display.tick", 5, "kill"),
-    "the tokenizer, aside": ("ludus.runs:shutil.rmtree", 2, "kill"),
+    "demonstrations": ("ludus.pipeline.progress:Display.tick", 5, "kill"),
+    "the tokenizer, aside": ("ludus.store.folders:shutil.rmtree", 2, "kill"),
     "the tokenizer, in place": ("ludus.pipeline.training:write_folder", 1, "kill after"),
     "the first SFT step": ("ludus.train.learner:Learner.train_step", 3, "kill"),
-    "between store and metrics": ("ludus.core.metrics:MetricsLog.log", 6, "kill"),
-    "a line of metrics": ("ludus.core.metrics:MetricsLog.log", 9, "kill after"),
-    "a checkpoint, half-written": ("ludus.train.checkpoint:require_intact", 2, "kill"),
-    "a checkpoint, renamed": ("ludus.train.aside:_rename_over", 1, "kill after"),
+    "between store and metrics": ("ludus.telemetry.metrics:MetricsLog.log", 6, "kill"),
+    "a line of metrics": ("ludus.telemetry.metrics:MetricsLog.log", 9, "kill after"),
+    "a checkpoint, half-written": ("ludus.train.checkpoint.store:require_intact", 2, "kill"),
+    "a checkpoint, renamed": ("ludus.train.checkpoint.aside:_rename_over", 1, "kill after"),
     "a transaction": ("ludus.store.recording:StepWriter.write", 2, "kill after"),
     "the end of SFT": ("ludus.backends.local:LocalBackend.save", 2, "kill after"),
     "the evaluation before RL": ("ludus.rollout.agent:Agent.play", 5, "kill"),
     "recording that evaluation": ("ludus.pipeline.training:write_text", 1, "kill"),
-    "rewinding, first half": ("ludus.core.metrics:MetricsLog.rewind", 1, "kill after"),
+    "rewinding, first half": ("ludus.telemetry.metrics:MetricsLog.rewind", 1, "kill after"),
     "rewinding, second half": ("ludus.store.store:RunStore.rewind", 1, "kill after"),
     "a rollout": ("ludus.rollout.agent:Agent.play", 20, "kill"),
     "an RL step": ("ludus.train.learner:Learner.train_step", 2, "kill after"),
     "an evaluation in between": ("ludus.pipeline.training:write_text", 2, "kill after"),
-    "letting go of a checkpoint": ("ludus.train.checkpoint:remove", 1, "kill"),
+    "letting go of a checkpoint": ("ludus.train.checkpoint.store:remove", 1, "kill"),
     "the last RL step": ("ludus.pipeline.training:TrainingRun.record", 1, "kill"),
-    "the last checkpoint": ("ludus.train.aside:_flush", 1, "kill"),
+    "the last checkpoint": ("ludus.train.checkpoint.aside:_flush", 1, "kill"),
     "the evaluation after RL": ("ludus.rollout.agent:Agent.play", 18, "kill"),
-    "timings": ("ludus.launch:write_text", 2, "kill after"),
-    "the report": ("ludus.reporting:write_report", 1, "kill"),
-    "the report, written": ("ludus.launch:report", 1, "kill after"),
+    "timings": ("ludus.pipeline.launch:write_text", 2, "kill after"),
+    "the report": ("ludus.report.collect:write_report", 1, "kill"),
+    "the report, written": ("ludus.pipeline.launch:report", 1, "kill after"),
 }  # fmt: skip
 
 
@@ -225,7 +225,10 @@ def test_adapters_with_dropout_resume_too(
     """Dropout draws from torch's global generator, whose state has to come back as well."""
     undisturbed = Ludus(zygote, tmp_path_factory.mktemp("lora"))
     undisturbed("train", BABYAI, *LORA).ok()
-    for target, nth in (("ludus.train.learner:Learner.train_step", 7), ("ludus.launch:report", 1)):
+    for target, nth in (
+        ("ludus.train.learner:Learner.train_step", 7),
+        ("ludus.pipeline.launch:report", 1),
+    ):
         done = go_on(ludus, *LORA, setup=f"strike({target!r}, {nth}, 'kill')")
         assert done.code == -signal.SIGKILL, done.all
     go_on(ludus).ok()

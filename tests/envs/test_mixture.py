@@ -9,16 +9,16 @@ import pytest
 
 from ludus.core.errors import ConfigError, EnvError
 from ludus.core.types import Message, Spec, Task, ToolCall
-from ludus.envs.babyai import BabyAI
+from ludus.data.demonstrations import generate, load, play
+from ludus.envs.babyai.env import BabyAI
 from ludus.envs.base import NoExpert
-from ludus.envs.check import check_env
-from ludus.envs.demonstrate import generate, load, play
+from ludus.envs.checks.check import check_env
 from ludus.envs.mixture import Mixture
-from ludus.envs.textcraft import TextCraft
+from ludus.envs.textcraft.env import TextCraft
 from ludus.tasks.mixture import PART
 from ludus.tasks.readers import read_tasks
 
-RANGED = f"{Path(__file__).with_name('ranged_envs.py')}:Ranged"
+RANGED = f"{Path(__file__).parents[1] / 'support' / 'ranged_envs.py'}:Ranged"
 SPEC = Spec(
     name="mixture",
     args={

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from ludus.core.schema import OptimizerConfig
+from ludus.config.schema import OptimizerConfig
 from ludus.core.types import Group, Segment, Task, Trajectory
-from ludus.train.advantages import group_normalised
-from ludus.train.algorithms import GRPO
+from ludus.train.algorithms.advantages import group_normalised
+from ludus.train.algorithms.losses import LossInputs
+from ludus.train.algorithms.table import GRPO
 from ludus.train.learner import Learner
-from ludus.train.losses import LossInputs
 from ludus.train.packing import Batch, pack
 from ludus.train.samples import to_samples
 

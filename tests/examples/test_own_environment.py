@@ -9,10 +9,10 @@ import pytest
 
 import ludus
 from ludus import Message, Task
-from ludus.core.config import load_config
+from ludus.config.load import load_config
 from ludus.envs import ENVS
 from ludus.envs.base import Env
-from ludus.envs.check import check_env
+from ludus.envs.checks.check import check_env
 from ludus.tasks.readers import read_tasks
 from ludus.tasks.splits import check_disjoint
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from ludus.config.schema import LoraConfig, ModelConfig
 from ludus.core.errors import ConfigError
-from ludus.core.schema import LoraConfig, ModelConfig
 from ludus.core.types import Spec
 from ludus.models import ARCHITECTURES
 from ludus.models.build import build_model, merge_lora
-from ludus.models.tokenizers import train_tokenizer
+from ludus.models.chat.tokenizers import train_tokenizer
 
 TINY = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "intermediate_size": 64}
 

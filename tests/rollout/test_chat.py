@@ -13,16 +13,15 @@ from played_envs import Say, task_of
 from rollout_world import CONTEXT, World
 from starlette.responses import Response
 
+from ludus.config.schema import RolloutConfig
 from ludus.core.errors import ConfigError, SamplerError
-from ludus.core.schema import RolloutConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Message, Spec, Status
-from ludus.envs.demonstrate import play
-from ludus.models import addresses
-from ludus.models.addresses import off_limits
-from ludus.models.endpoint import Endpoint, Reply, check_url
-from ludus.models.engine import InProcessSampler
-from ludus.models.sampler import SamplingParams
+from ludus.data.demonstrations import play
+from ludus.models.endpoint.addresses import off_limits
+from ludus.models.endpoint.client import Endpoint, Reply, addresses, check_url
+from ludus.models.samplers.base import SamplingParams
+from ludus.models.samplers.engine import InProcessSampler
 from ludus.rollout.batches import LocalEnvs, summary, tasks_of
 from ludus.rollout.chat import Batch, ChatAgent, Episode, TokenRow, grown
 

@@ -22,7 +22,7 @@ from ludus.core.types import Group, Message, Spec, Status, Task, Trajectory
 from ludus.train import ALGORITHMS
 from ludus.train.samples import to_samples
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "support"
 
 FAULTS = {
     "raise": (Status.ERROR_ENV, "step raised RuntimeError: the disk is full of eels"),

@@ -10,9 +10,9 @@ from rollout_world import STYLES, Scripted, World, demonstration
 
 from ludus.core.errors import DataError
 from ludus.core.types import Message, Task, Trajectory
-from ludus.models.renderer import Renderer
+from ludus.models.chat.renderer import Renderer
 from ludus.rollout.replay import ReplayCollector, replay
-from ludus.rollout.tree import opened
+from ludus.rollout.session import opened
 from ludus.train import ALGORITHMS
 from ludus.train.samples import rows, to_samples
 

@@ -21,7 +21,7 @@ from ludus.store import RunStore
 from ludus.store import schema as db
 
 Open = Callable[..., RunStore]
-CHILD = Path(__file__).with_name("store_child.py")
+CHILD = Path(__file__).parents[1] / "support" / "store_child.py"
 
 
 def child(url: str, action: str, pattern: str = "never", nth: int = 1) -> subprocess.Popen[str]:

@@ -22,7 +22,7 @@ from ludus.store.database import Database
 from ludus.store.migrate import MIGRATIONS, VERSION_TABLE, migrate
 from ludus.store.schema import metadata
 
-CHILD = Path(__file__).with_name("store_child.py")
+CHILD = Path(__file__).parents[1] / "support" / "store_child.py"
 Open = Callable[..., RunStore]
 
 NEXT = '''

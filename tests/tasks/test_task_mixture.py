@@ -13,6 +13,7 @@ import pytest
 from ludus.core.errors import CheckpointError, ConfigError, DataError
 from ludus.core.types import Spec, Task
 from ludus.envs.mixture import Mixture
+from ludus.tasks.curriculum import TaskSampler
 from ludus.tasks.mixture import (
     PART,
     MixtureSampler,
@@ -23,7 +24,6 @@ from ludus.tasks.mixture import (
     task_sampler,
 )
 from ludus.tasks.readers import read_tasks
-from ludus.tasks.sampler import TaskSampler
 
 ENV = Mixture(envs={"grid": Spec(name="babyai"), "crafting": Spec(name="textcraft")})
 

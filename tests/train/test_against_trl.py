@@ -18,10 +18,10 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from ludus.core.schema import OptimizerConfig
+from ludus.config.schema import OptimizerConfig
 from ludus.core.types import Group, Segment, Spec, Task, Trajectory
 from ludus.train import ALGORITHMS
-from ludus.train.credit import truncated_importance
+from ludus.train.algorithms.credit import truncated_importance
 from ludus.train.learner import Learner
 from ludus.train.packing import pack
 from ludus.train.samples import to_samples

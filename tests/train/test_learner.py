@@ -32,17 +32,17 @@ from transformers import (
     LlamaConfig,
 )
 
+from ludus.config.schema import LearnerConfig, LoraConfig, OptimizerConfig
 from ludus.core.errors import TrainingError
-from ludus.core.schema import LearnerConfig, LoraConfig, OptimizerConfig
 from ludus.core.types import Sample
 from ludus.models.build import _with_lora
-from ludus.models.engine import InProcessSampler
-from ludus.models.sampler import SamplingParams
-from ludus.train import compiled, fused, tiles
-from ludus.train.aggregates import trajectory_mean
-from ludus.train.compiled import has_compiler
+from ludus.models.samplers.base import SamplingParams
+from ludus.models.samplers.engine import InProcessSampler
+from ludus.train.algorithms.aggregates import trajectory_mean
+from ludus.train.algorithms.losses import LossFn, LossInputs, LossOutput, clipped, cross_entropy
+from ludus.train.kernels.bindings import compiled, fused, tiles
+from ludus.train.kernels.compiled import has_compiler
 from ludus.train.learner import Learner, learning_rate
-from ludus.train.losses import LossFn, LossInputs, LossOutput, clipped, cross_entropy
 from ludus.train.packing import Batch, MicroBatch, pack
 
 COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -389,7 +389,7 @@ def test_no_loss_beyond_the_sampled_tokens() -> None:
 
 
 def test_a_fresh_process_repeats_every_bit() -> None:
-    script = Path(__file__).with_name("learner_helpers.py")
+    script = Path(__file__).parents[1] / "support" / "learner_helpers.py"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     there = subprocess.run(
         [sys.executable, str(script), "1", "2"], env=env, capture_output=True, text=True, check=True
@@ -550,7 +550,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space, as Linux does")
 def test_a_real_limit_of_memory() -> None:
     """A child process whose address space holds half the pass, not the whole."""
-    script = Path(__file__).with_name("learner_helpers.py")
+    script = Path(__file__).parents[1] / "support" / "learner_helpers.py"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     there = subprocess.run(
         [sys.executable, str(script), "limited"], env=env, capture_output=True, text=True

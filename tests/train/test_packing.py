@@ -15,8 +15,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ludus.core.errors import ConfigError, TrainingError
 from ludus.core.types import Sample
-from ludus.train.aggregates import trajectory_mean
-from ludus.train.losses import LossInputs, clipped
+from ludus.train.algorithms.aggregates import trajectory_mean
+from ludus.train.algorithms.losses import LossInputs, clipped
 from ludus.train.packing import Batch, MicroBatch, arrange, attention_mask, pack
 
 VOCABULARY = 32

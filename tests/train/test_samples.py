@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core.types import Group, Sample, Segment, Task, Trajectory
-from ludus.train.algorithms import DR_GRPO, SFT
+from ludus.train.algorithms.table import DR_GRPO, SFT
 from ludus.train.samples import rows, split, staleness, to_samples
 
 P0 = Segment(-1, [5, 6, 7])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ludus.core.schema import RLConfig
+from ludus.config.schema import RLConfig
 from ludus.train.schedule import horizon
 
 

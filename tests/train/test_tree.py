@@ -27,14 +27,14 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from ludus.core.schema import OptimizerConfig
+from ludus.config.schema import OptimizerConfig
 from ludus.core.types import Sample
-from ludus.models.engine import InProcessSampler
-from ludus.models.sampler import SamplingParams
-from ludus.train.aggregates import trajectory_mean
+from ludus.models.samplers.base import SamplingParams
+from ludus.models.samplers.engine import InProcessSampler
+from ludus.train.algorithms.aggregates import trajectory_mean
+from ludus.train.algorithms.losses import clipped, with_entropy_bonus
 from ludus.train.forward import Forward
 from ludus.train.learner import Learner
-from ludus.train.losses import clipped, with_entropy_bonus
 from ludus.train.packing import Layout, MicroBatch, attention_mask, pack
 from ludus.train.tree import grow
 

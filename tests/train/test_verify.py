@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ludus.core.errors import TrainingError
 from ludus.core.types import Sample
-from ludus.models.engine import InProcessSampler
-from ludus.models.exact_sampler import ExactSampler
-from ludus.models.sampler import SamplingParams
-from ludus.models.trace import first_difference
+from ludus.models.exact.sampler import ExactSampler
+from ludus.models.exact.trace import first_difference
+from ludus.models.samplers.base import SamplingParams
+from ludus.models.samplers.engine import InProcessSampler
 from ludus.train.forward import Forward
 from ludus.train.packing import Batch, Layout, pack
 from ludus.train.verify import ExactForward, verify

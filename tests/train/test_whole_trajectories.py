@@ -9,12 +9,10 @@ import pytest
 import torch
 from learner_helpers import make_samples, policy
 
-from ludus.core.schema import OptimizerConfig
+from ludus.config.schema import OptimizerConfig
 from ludus.core.types import Sample
-from ludus.train.aggregates import trajectory_mean
-from ludus.train.critic import Critic
-from ludus.train.learner import Learner
-from ludus.train.losses import (
+from ludus.train.algorithms.aggregates import trajectory_mean
+from ludus.train.algorithms.losses import (
     LossInputs,
     clipped,
     kl_estimate,
@@ -22,6 +20,8 @@ from ludus.train.losses import (
     trajectory_clipped,
     with_entropy_bonus,
 )
+from ludus.train.critic import Critic
+from ludus.train.learner import Learner
 from ludus.train.packing import pack
 
 

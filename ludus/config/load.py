@@ -1,0 +1,299 @@
+"""Loading a run's configuration: from YAML or Python, with overrides, strictly.
+
+    config = load_config("recipes/babyai-tiny.yaml", ["rl.steps=50", "env.args.level=GoToObj"])
+
+Every fault is found at once and told with its place, and with what would be right:
+
+    recipes/babyai-tiny.yaml: rollout.max_truns is not a key (did you mean rollout.max_turns?)
+    override rl.steps=0: rl.steps must be a whole number >= 1, got 0
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from ludus.config import yaml12
+from ludus.config.messages import PathKey, Type, dotted, explain, show
+from ludus.config.overrides import apply_override
+from ludus.config.registry import Registry
+from ludus.config.schema import RunConfig
+from ludus.core.errors import ConfigError, LudusError, MissingDependency, did_you_mean
+from ludus.core.modules import load_module
+from ludus.core.types import Spec
+
+Source = str | Path | Mapping[str, Any] | RunConfig | Callable[[], Any]
+
+
+def load_config(source: Source, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration that `source` describes, with `dotted.key=value` overrides on top.
+
+    `source` is the path of a YAML file, "module:function" or "path.py:function", a function, a
+    mapping, or a `RunConfig`. A function takes nothing and returns a `RunConfig` or a mapping.
+    The value of an override is YAML: `rl=null` leaves the stage out, `metrics.0.args.port=9000`
+    reaches into a list, and a section that is null or absent is made.
+
+    Raises:
+        ConfigError: one line for each fault, with the file or the override, the dotted path, what
+            is allowed, and the nearest name.
+    """
+    raw = _read(source)
+    faults: list[str] = []
+    data = _plain(raw.data, (), faults, raw)
+    if not faults and not isinstance(data, dict):
+        faults.append(f"{raw.origin}: must be a mapping of keys, got {show(data)}")
+    if faults:
+        raise ConfigError("\n".join(faults))
+    for override in overrides:
+        try:
+            path, data = apply_override(data, override)
+            raw.mark(path, override)
+        except ConfigError as error:
+            faults.append(str(error))
+    try:
+        # As JSON, because strict mode then takes a list for a tuple, and nothing else.
+        config = RunConfig.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        faults += [raw.tell(path, line) for path, line in explain(error, RunConfig)]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved configuration, every key of it, as YAML that `load_config` reads back."""
+    return yaml12.dump(config.model_dump(mode="json"))
+
+
+def diff(before: RunConfig, after: RunConfig) -> list[str]:
+    """The dotted keys whose values differ, in the order of the configuration."""
+    return list(_differences((), before.model_dump(mode="json"), after.model_dump(mode="json")))
+
+
+def lookup(config: RunConfig, key: str) -> Any:
+    """The value at a dotted key; None where the path ends early. For `diff`'s keys."""
+    value: Any = config.model_dump(mode="json")
+    for part in key.split("."):
+        if isinstance(value, list):
+            value = value[int(part)] if int(part) < len(value) else None
+        else:
+            value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def check_specs(
+    config: RunConfig, registries: Mapping[str, Registry[Any]], source: str = ""
+) -> None:
+    """Validate the arguments of every plug-in, before anything runs.
+
+    `registries` says which registry owns which path: {"env": ENVS, "tasks.train": READERS,
+    "metrics": SINKS}. A path may hold a spec, a list of specs, or nothing; where it may also hold
+    a plain text (`model.tokenizer`), that is not a plug-in's name and is left alone. `source` is
+    put before each line.
+
+    Raises:
+        ConfigError: one line for each fault.
+        MissingDependency: all that is wrong is a package that is not installed.
+    """
+    faults: list[LudusError] = []
+    for path, registry in registries.items():
+        for where, spec in _specs(config, path):
+            try:
+                registry.check(spec, where)
+            except LudusError as error:
+                faults.append(error)
+    if not faults:
+        return
+    if all(isinstance(fault, MissingDependency) for fault in faults):
+        raise faults[0]
+    prefix = f"{source}: " if source else ""
+    lines = [line for fault in faults for line in str(fault).splitlines()]
+    raise ConfigError("\n".join(prefix + line for line in lines))
+
+
+def _specs(config: RunConfig, path: str) -> Iterator[tuple[str, Spec]]:
+    value: Any = config
+    for part in path.split("."):
+        value = getattr(value, part) if value is not None else None
+    items = [(path, value)]
+    if isinstance(value, list):
+        items = [(f"{path}.{i}", item) for i, item in enumerate(value)]
+    yield from ((where, item) for where, item in items if isinstance(item, Spec))
+
+
+@dataclass(slots=True)
+class _Raw:
+    """Values not yet validated, and where each came from."""
+
+    origin: str
+    data: Any
+    lines: dict[PathKey, int] = field(default_factory=dict)
+    overridden: dict[PathKey, str] = field(default_factory=dict)
+
+    def tell(self, path: PathKey, text: str) -> str:
+        """A fault with its origin: the override that caused it, or the file and the line."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.overridden:
+                return f"override {self.overridden[path[:length]]}: {text}"
+            if path[:length] in self.lines:
+                return f"{self.origin}: {text} [line {self.lines[path[:length]]}]"
+        return f"{self.origin}: {text}"
+
+    def mark(self, path: PathKey, override: str) -> None:
+        """From here on, `path` and what lies below it come from the override."""
+        for known in (self.lines, self.overridden):
+            for key in [key for key in known if key[: len(path)] == path]:
+                del known[key]
+        for length in range(1, len(path) + 1):
+            if path[:length] not in self.lines:
+                self.overridden.setdefault(path[:length], override)
+
+
+# Reading a source
+
+
+def _read(source: Source) -> _Raw:
+    if isinstance(source, RunConfig):
+        return _Raw("config", source)
+    if isinstance(source, Mapping):
+        return _Raw("config", source)
+    if callable(source):
+        name = f"{source.__module__}:{getattr(source, '__qualname__', type(source).__name__)}"
+        return _Raw(name, _call(source, name))
+    path = Path(source)
+    if path.is_file():
+        if path.suffix == ".py":
+            raise ConfigError(f"{source}: name the function too, e.g. {source}:config")
+        return _read_yaml(path)
+    text = str(source)
+    if ":" in text:
+        return _Raw(text, _call(_import(text), text))
+    raise ConfigError(f"{text}: {_why_not(path)}")
+
+
+def _read_yaml(path: Path) -> _Raw:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    data, lines = yaml12.parse(text, str(path))
+    if data is None:
+        raise ConfigError(f"{path}: the file is empty; a run needs at least model and tasks")
+    return _Raw(str(path), data, lines)
+
+
+def _why_not(path: Path) -> str:
+    if path.is_dir():
+        return "is a folder, not a YAML file"
+    folders = [path.parent, Path("recipes")]
+    known = {f.stem: str(f) for folder in reversed(folders) for f in sorted(folder.glob("*.y*ml"))}
+    hint = did_you_mean(path.stem, known)
+    for stem, found in known.items():
+        hint = hint.replace(f"(did you mean {stem}?)", f"(did you mean {found}?)")
+    return f"no such file{hint}"
+
+
+def _import(target: str) -> Callable[[], Any]:
+    """The function of "module:function" or "path.py:function"."""
+    module_name, _, name = target.rpartition(":")
+    is_file = module_name.endswith(".py")
+    if is_file and not Path(module_name).expanduser().is_file():
+        raise ConfigError(f"{target}: no such file")
+    try:
+        module = load_module(module_name)
+    except LudusError:
+        raise
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and not is_file:
+            raise ConfigError(f"{target}: no module named {error.name!r}") from None
+        raise ConfigError(f"{target}: {_raised(error, module_name)}") from error
+    function = getattr(module, name, None)
+    if function is None or not callable(function):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        problem = "has no function" if function is None else "is no function:"
+        raise ConfigError(
+            f"{target}: {module_name} {problem} {name!r}{did_you_mean(name, functions)}"
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _call(function: Callable[[], Any], name: str) -> Any:
+    try:
+        return function()
+    except ValidationError as error:
+        lines = [f"{item['loc']}: {item['msg']}" for item in error.errors()]
+        for model in _sections(RunConfig):
+            if model.__name__ == error.title:
+                lines = [text for _, text in explain(error, model)]
+        raise ConfigError("\n".join(f"{name}: {line}" for line in lines)) from None
+    except LudusError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{name}: {_raised(error, 'it')}") from error
+
+
+def _sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    yield model
+    for info in model.model_fields.values():
+        below = Type.of(info).model()
+        if below is not None:
+            yield from _sections(below)
+
+
+def _raised(error: Exception, who: str) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    line = f" [{Path(frames[-1].filename).name}, line {frames[-1].lineno}]" if frames else ""
+    return f"{who} raised {type(error).__name__}: {error}{line}"
+
+
+# Values that a configuration can hold
+
+
+def _plain(value: Any, path: PathKey, faults: list[str], raw: _Raw) -> Any:
+    """The value as mappings, lists and plain values; what cannot be stored is a fault."""
+    if isinstance(value, BaseModel):
+        value = {name: getattr(value, name) for name in type(value).model_fields}
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                text = f"a key must be text, got {show(key)}"
+                faults.append(
+                    raw.tell((*path, str(key)), f"{dotted(path)}: {text}" if path else text)
+                )
+        return {str(k): _plain(v, (*path, str(k)), faults, raw) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, (*path, i), faults, raw) for i, item in enumerate(value)]
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):  # an enum's member
+        return str.__str__(value)
+    if isinstance(value, int | float):  # numpy's float64 is a float
+        return int(value) if isinstance(value, int) else float(value)
+    text = f"{show(value)} is a {type(value).__name__}, which a configuration cannot hold"
+    faults.append(raw.tell(path, f"{dotted(path)}: {text}" if path else text))
+    return None
+
+
+def _differences(path: PathKey, before: Any, after: Any) -> Iterator[str]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in {**before, **after}:
+            if key not in before or key not in after:
+                yield dotted((*path, key))
+            else:
+                yield from _differences((*path, key), before[key], after[key])
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for index, (one, other) in enumerate(zip(before, after, strict=True)):
+            yield from _differences((*path, index), one, other)
+    elif type(before) is not type(after) or before != after:
+        yield dotted(path)

@@ -1,0 +1,194 @@
+"""The reference of the configuration: every key, and every plug-in's arguments.
+
+Nothing here is written by hand: keys, types, defaults, limits and descriptions are read off the
+schema (`core/schema.py`) and off the plug-ins' signatures. `ludus config` shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ludus.config import yaml12
+from ludus.config.messages import Type, dotted, type_at, walk
+from ludus.config.registry import Registry
+from ludus.config.schema import RunConfig, Section
+from ludus.core.errors import ConfigError, LudusError, did_you_mean
+from ludus.core.types import Spec
+
+Registries = Mapping[str, Registry[Any]]
+"""Which registry owns which path: {"env": ENVS, "tasks.train": READERS, "metrics": SINKS}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key, or one argument of a plug-in."""
+
+    key: str
+    type: str
+    default: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """One row of a registry, with its arguments; `problem` says why they cannot be read."""
+
+    name: str
+    summary: str
+    arguments: list[Entry]
+    open_ended: bool = False
+    problem: str = ""
+
+
+def keys(model: type[BaseModel] = RunConfig) -> list[Entry]:
+    """Every key of the configuration, in order; a section's own entry comes before its keys."""
+    entries = []
+    for path in walk(model):
+        owner = type_at(model, path[:-1])
+        section = owner.model() if owner else None
+        assert section is not None  # walk yields the keys of sections
+        entries.append(_entry(dotted(path), section.model_fields[str(path[-1])]))
+    return entries
+
+
+def plugins(registry: Registry[Any]) -> list[Plugin]:
+    """Every plug-in of a registry, with the arguments that a config may give it."""
+    found = []
+    for name in registry.names():
+        summary = registry.row(name).summary
+        try:
+            model = registry.arguments(name)
+        except LudusError as error:
+            found.append(Plugin(name, summary, [], problem=str(error)))
+            continue
+        arguments = [_entry(key, field) for key, field in model.model_fields.items()]
+        open_ended = model.model_config.get("extra") == "allow"
+        found.append(Plugin(name, summary, arguments, open_ended))
+    return found
+
+
+def config_reference(registries: Registries) -> str:
+    """The whole reference as Markdown: a table a section, then a table a plug-in."""
+    lines = ["# Configuration", ""]
+    for section, title, about, entries in _sections():
+        lines += [f"## {title}", "", about, ""] if section else [about, ""]
+        lines += [*_table(entries, "key"), ""]
+    for paths, registry in _by_registry(registries):
+        where = ", ".join(f"`{path}`" for path in paths)
+        lines += [f"## Plug-ins: {registry.kind}", "", f"Named by {where}.", ""]
+        for plugin in plugins(registry):
+            lines += _plugin_markdown(plugin)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def show_reference(key: str | None, registries: Registries) -> RenderableType:
+    """What `ludus config [KEY]` prints: all keys, or one key or section with what it may hold.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
+    entries = keys()
+    if key is None:
+        return _grid(entries)
+    chosen = [entry for entry in entries if entry.key == key or entry.key.startswith(f"{key}.")]
+    if not chosen:
+        hint = did_you_mean(key, [entry.key for entry in entries])
+        raise ConfigError(f"{key} is not a key{hint}")
+    parts: list[RenderableType] = [_grid(chosen)]
+    for paths, registry in _by_registry(registries):
+        owned = [path for path in paths if any(entry.key == path for entry in chosen)]
+        if owned:
+            parts.append(Text(f"\nPlug-ins for {', '.join(owned)}:\n", style="bold"))
+            parts += [_plugin_shown(plugin) for plugin in plugins(registry)]
+    return Group(*parts)
+
+
+def _entry(key: str, field: FieldInfo) -> Entry:
+    return Entry(key, Type.of(field).words(), _default(field), field.description or "")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(value, Section):
+        return ""
+    if isinstance(value, Spec):
+        value = {"name": value.name, "args": value.args} if value.args else value.name
+    if isinstance(value, tuple):
+        value = list(value)
+    return yaml12.inline(value)
+
+
+def _sections() -> Iterator[tuple[str, str, str, list[Entry]]]:
+    """Path, title, docstring and direct entries of each section, the root first."""
+    paths = [(), *walk(RunConfig)]
+    entries = {entry.key: entry for entry in keys()}
+    for path in paths:
+        at = type_at(RunConfig, path)
+        model = at.model() if at else None
+        if model is None or not issubclass(model, Section):
+            continue
+        own = [entries[dotted((*path, name))] for name in model.model_fields]
+        yield dotted(path), f"`{dotted(path)}`", " ".join((model.__doc__ or "").split()), own
+
+
+def _by_registry(registries: Registries) -> list[tuple[list[str], Registry[Any]]]:
+    grouped: dict[int, tuple[list[str], Registry[Any]]] = {}
+    for path, registry in registries.items():
+        grouped.setdefault(id(registry), ([], registry))[0].append(path)
+    return list(grouped.values())
+
+
+def _table(entries: list[Entry], head: str) -> list[str]:
+    rows = [f"| {head} | type | default | meaning |", "|---|---|---|---|"]
+    for entry in entries:
+        default = f"`{entry.default}`" if entry.default else ""
+        cells = [f"`{entry.key}`", entry.type, default, entry.description]
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return rows
+
+
+def _plugin_markdown(plugin: Plugin) -> list[str]:
+    lines = [f"### `{plugin.name}`", ""]
+    if plugin.summary:
+        lines += [f"{plugin.summary[0].upper()}{plugin.summary[1:]}.", ""]
+    if plugin.problem:
+        return [*lines, plugin.problem, ""]
+    if plugin.arguments:
+        lines += [*_table(plugin.arguments, "argument"), ""]
+    if plugin.open_ended:
+        lines += ["Further arguments are passed on.", ""]
+    return lines if plugin.arguments or plugin.open_ended else [*lines, "No arguments.", ""]
+
+
+def _grid(entries: list[Entry], head: str = "key") -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column(head, no_wrap=True, overflow="fold")
+    table.add_column("default", overflow="fold", max_width=24)
+    table.add_column("type and meaning", overflow="fold")
+    for entry in entries:
+        meaning = Text(f"{entry.type}. " if not entry.description else f"{entry.type}: ")
+        table.add_row(Text(entry.key), Text(entry.default), meaning + Text(entry.description))
+    return table
+
+
+def _plugin_shown(plugin: Plugin) -> RenderableType:
+    title = Text.assemble((plugin.name, "bold"), f"  {plugin.summary}")
+    if plugin.problem:
+        return Group(title, Padding(Text(plugin.problem), (0, 0, 0, 2)))
+    inner: list[RenderableType] = []
+    if plugin.arguments:
+        inner.append(_grid(plugin.arguments, "argument"))
+    if plugin.open_ended:
+        inner.append(Text("Further arguments are passed on."))
+    return Group(title, Padding(Group(*inner or [Text("No arguments.")]), (0, 0, 1, 2)))

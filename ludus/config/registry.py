@@ -1,0 +1,143 @@
+"""Plug-ins by name: one row each, loaded on first use.
+
+A row names its target as "module:attribute", so a registry costs nothing until a plug-in is built.
+Outsiders add rows by an entry point of the group `ludus.<kind>`, or write "module:Class" or
+"path/file.py:Class" in place of a name. The target's signature is the schema of the plug-in's
+arguments: a parameter annotated `Annotated[int, Field(ge=1, description="...")]` is checked and
+documented as such.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Generic, TypeVar, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from ludus.config.messages import explain
+from ludus.core.errors import ConfigError, LudusError, MissingDependency, did_you_mean
+from ludus.core.modules import load_module
+from ludus.core.types import Spec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Where a plug-in lives ("module:attribute"), and the extra that brings what it imports."""
+
+    target: str
+    extra: str = ""
+    summary: str = ""
+
+
+class Registry(Generic[T]):
+    """The plug-ins of one kind ("env", "judge", ...).
+
+    `context` names the parameters that ludus itself supplies when it builds a plug-in (a tokenizer,
+    say): they are not arguments that a config may give.
+    """
+
+    def __init__(
+        self, kind: str, rows: Mapping[str, Row], context: frozenset[str] = frozenset()
+    ) -> None:
+        self.kind = kind
+        self.context = context
+        self._rows = dict(rows)
+        self._schemas: dict[Callable[..., T], type[BaseModel]] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def names(self) -> list[str]:
+        """All known names, those of installed entry points included."""
+        outside = [point.name for point in entry_points(group=f"ludus.{self.kind}")]
+        return sorted({*self._rows, *outside})
+
+    def row(self, name: str) -> Row:
+        """The row of a name, of an entry point, or of "module:Class"."""
+        if name in self._rows:
+            return self._rows[name]
+        if ":" in name:  # before entry points: reading them opens a file a package
+            return Row(name)
+        for point in entry_points(group=f"ludus.{self.kind}", name=name):
+            return Row(point.value)
+        raise ConfigError(f"{name!r} is not a known {self.kind}{did_you_mean(name, self.names())}")
+
+    def load(self, name: str) -> Callable[..., T]:
+        """The plug-in's class or factory."""
+        row = self.row(name)
+        module_name, _, attribute = row.target.rpartition(":")
+        try:
+            module = load_module(module_name)
+        except ModuleNotFoundError as error:
+            missing = module_name if error.name is None else error.name
+            if row.extra and not missing.startswith("ludus"):
+                raise MissingDependency(missing, row.extra, f"{self.kind} {name!r}") from error
+            raise ConfigError(
+                f"{self.kind} {name!r}: cannot import {module_name} (no module named {missing!r})"
+            ) from error
+        except LudusError:
+            raise
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise ConfigError(
+                f"{self.kind} {name!r}: importing {module_name} raised {type(error).__name__}: "
+                f"{error} [{Path(place.filename).name}, line {place.lineno}]"
+            ) from error
+        if not hasattr(module, attribute):
+            raise ConfigError(f"{self.kind} {name!r}: module {module_name} has no {attribute!r}")
+        target: Callable[..., T] = getattr(module, attribute)
+        return target
+
+    def arguments(self, name: str) -> type[BaseModel]:
+        """A model of the arguments that a config may give, made from the target's signature."""
+        target = self.load(name)
+        if target in self._schemas:
+            return self._schemas[target]
+        function = target.__init__ if inspect.isclass(target) else target
+        hints = get_type_hints(function, include_extras=True)
+        fields: dict[str, Any] = {}
+        open_ended = False
+        for parameter in inspect.signature(target).parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                open_ended = True
+            elif parameter.kind is parameter.VAR_POSITIONAL or parameter.name in self.context:
+                continue
+            else:
+                default = ... if parameter.default is parameter.empty else parameter.default
+                fields[parameter.name] = (hints.get(parameter.name, Any), default)
+        config = ConfigDict(extra="allow" if open_ended else "forbid", arbitrary_types_allowed=True)
+        model: type[BaseModel] = create_model(
+            f"{name.replace(':', '_')}_args", __config__=config, **fields
+        )
+        self._schemas[target] = model
+        return model
+
+    def check(self, spec: Spec, where: str = "") -> dict[str, Any]:
+        """The spec's arguments, validated and converted; raises ConfigError with their path."""
+        place = f"{where}.args" if where else f"{self.kind} {spec.name!r}: args"
+        try:
+            schema = self.arguments(spec.name)
+            parsed = schema.model_validate(spec.args)
+        except ConfigError as error:
+            raise ConfigError(f"{where}.name: {error}" if where else str(error)) from None
+        except ValidationError as error:
+            lines = [text for _, text in explain(error, schema, place, noun="an argument")]
+            raise ConfigError("\n".join(lines)) from None
+        return {key: getattr(parsed, key) for key in parsed.model_fields_set}
+
+    def build(self, spec: Spec | str, where: str = "", **context: Any) -> T:
+        """The plug-in itself. `context` holds what ludus supplies; what it does not ask for is
+        left out."""
+        spec = Spec(name=spec) if isinstance(spec, str) else spec
+        args = self.check(spec, where)
+        target = self.load(spec.name)
+        wanted = inspect.signature(target).parameters
+        given = {key: value for key, value in context.items() if key in wanted}
+        return target(**args, **given)

@@ -1,0 +1,102 @@
+"""Devices that `ludus plan` reckons with: known GPUs, and this machine, measured."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ludus.config.schema import ModelConfig
+from ludus.core.errors import ConfigError, did_you_mean
+from ludus.models.flops import peak_flops
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A device.
+
+    Args:
+        memory: bytes.
+        bandwidth: of that memory, bytes a second.
+        flops: operations a second of dense matrix products in bfloat16.
+        flops32: the same in float32 (on GPUs without TF32, which ludus leaves off).
+        layer_s: what one pass of a layer takes at least, however few the tokens.
+        source: where the figures are from.
+    """
+
+    name: str
+    memory: float
+    bandwidth: float
+    flops: float
+    flops32: float
+    layer_s: float = 50e-6  # a dozen kernels of 4 us
+    source: str = "its data sheet"
+
+
+def _gpu(name: str, gib: float, gbs: float, bf16: float, fp32: float) -> Hardware:
+    return Hardware(name, gib * 1e9, gbs * 1e9, bf16 * 1e12, fp32 * 1e12)
+
+
+HARDWARE = {
+    hardware.name: hardware
+    for hardware in (
+        _gpu("b200", 180, 8000, 2250, 75),
+        _gpu("h200", 141, 4800, 989, 67),
+        _gpu("h100", 80, 3350, 989, 67),
+        _gpu("a100-80gb", 80, 2039, 312, 19.5),
+        _gpu("a100-40gb", 40, 1555, 312, 19.5),
+        _gpu("l40s", 48, 864, 362, 91.6),
+        _gpu("a10g", 24, 600, 70, 31.2),
+        _gpu("l4", 24, 300, 121, 30.3),
+        _gpu("t4", 16, 320, 65, 8.1),
+        _gpu("rtx-4090", 24, 1008, 165, 82.6),
+        _gpu("rtx-3090", 24, 936, 71, 35.6),
+    )
+}
+"""Peaks of dense products, as the makers give them (T4: in float16)."""
+
+
+def find_hardware(name: str, model: ModelConfig) -> Hardware:
+    """A row of HARDWARE, or `here`: the model's device on this machine, measured.
+
+    Errors: ConfigError.
+    """
+    if name in HARDWARE:
+        return HARDWARE[name]
+    if name != "here":
+        known = [*HARDWARE, "here"]
+        raise ConfigError(f"--hardware: there is no {name!r}{did_you_mean(name, known)}")
+    device = torch.device(model.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"--hardware here: model.device is {model.device}, and this machine has no CUDA "
+            "device; name the GPU that the run will have, e.g. --hardware h100"
+        )
+    if device.type == "cuda":
+        memory = float(torch.cuda.get_device_properties(device).total_memory)
+    else:
+        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return Hardware(
+        "here",
+        memory,
+        _bandwidth(device),
+        peak_flops(device, torch.bfloat16),
+        peak_flops(device, torch.float32),
+        source="measured just now",
+    )
+
+
+def _bandwidth(device: torch.device) -> float:
+    """Bytes a second that a copy reads, the best of five of 256 MB."""
+    source = torch.zeros(1 << 26, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return source.numel() * 4 / best

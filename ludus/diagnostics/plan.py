@@ -1,0 +1,365 @@
+"""What a recipe would take on given hardware: memory, time, money, before anything is started.
+
+Everything is counted from the recipe and the model's shape, on the assumption that episodes fill a
+given part of the room that they have; `efficiency` says which part of a device's peak is reached.
+
+    weights, gradients, AdamW's moments    parameters * bytes of model.dtype (gradients and moments:
+                                           of trained parameters)
+    activations                            what autograd keeps of tokens_per_batch tokens
+    keys and values                        rollout.concurrency * model.context_length tokens
+    sampling    max(bytes read / bandwidth, operations / peak), one pass a token of a turn
+    training    3 forward passes of every token of every episode
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from ludus.config.schema import RunConfig
+from ludus.core.errors import ConfigError
+from ludus.core.types import Spec
+from ludus.diagnostics.hardware import Hardware
+from ludus.envs import ENVS
+from ludus.models import ARCHITECTURES
+from ludus.models.chat.tokenizers import unloadable
+from ludus.models.flops import Shape
+from ludus.tasks import READERS
+from ludus.train.schedule import turn_limit
+
+GIB = 1024**3
+UNKNOWN_VOCABULARY = 1024
+"""Of a tokenizer that is yet to be trained, and names no size."""
+
+
+REMEDIES = {
+    "activations": "lower rl.tokens_per_batch and sft.tokens_per_batch, or set "
+    "learner.gradient_checkpointing: true",
+    "keys and values": "lower rollout.concurrency or model.context_length",
+    "optimizer": "set model.lora, or model.dtype: bfloat16",
+    "gradients": "set model.lora, or model.dtype: bfloat16",
+    "weights": "set model.dtype: bfloat16, or take a smaller model",
+    "packed weights": "set sampler.args.dtype: bfloat16, or take a smaller model",
+}
+"""What to change where a part of the memory is too large."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Bytes and seconds by part, in the order of the run."""
+
+    hardware: Hardware
+    num_parameters: int
+    memory: dict[str, float]
+    seconds: dict[str, float]
+    tokens: float
+
+    @property
+    def fits(self) -> bool:
+        return sum(self.memory.values()) <= self.hardware.memory
+
+    @property
+    def hours(self) -> float:
+        return sum(self.seconds.values()) / 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """Sizes of an episode: tokens in all, tokens that are sampled, turns."""
+
+    length: float
+    sampled: float
+    turns: float
+
+
+def plan(
+    config: RunConfig,
+    on: Hardware,
+    *,
+    fill: float = 1.0,
+    efficiency: float = 0.35,
+    env_step_s: float = 0.0,
+) -> Plan:
+    """What the recipe takes.
+
+    Args:
+        fill: part of the turns, of the tokens a turn and of the context that episodes use.
+        efficiency: part of the device's peak that training and sampling reach.
+        env_step_s: seconds of one step of the environment, all episodes of a round together.
+
+    Errors: ConfigError for a model that cannot be read.
+    """
+    shape = _shape(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape)
+    if config.model.lora is not None:
+        trained = _adapters(model, config.model.lora.rank)
+    else:
+        trained = sum(p.numel() for p in model.parameters())
+    estimate = _Estimate(config, on, shape, Shape.of(model), fill, efficiency, env_step_s)
+    num = sum(p.numel() for p in model.parameters())
+    seconds = estimate.seconds()
+    return Plan(on, num, estimate.memory(num, trained), seconds, estimate.tokens)
+
+
+def _shape(config: RunConfig) -> PreTrainedConfig:
+    model = config.model
+    if model.path is not None:
+        try:
+            found: PreTrainedConfig = AutoConfig.from_pretrained(model.path)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(unloadable("model.path", model.path, error)) from error
+        return found
+    assert model.architecture is not None
+    given = model.tokenizer.args.get("vocab_size") if isinstance(model.tokenizer, Spec) else None
+    shape: PreTrainedConfig = ARCHITECTURES.build(
+        model.architecture,
+        where="model.architecture",
+        vocab_size=given or UNKNOWN_VOCABULARY,
+        context_length=model.context_length,
+    )
+    return shape
+
+
+def _adapters(model: Any, rank: int) -> int:
+    """Parameters of low-rank adapters on all linear layers but the head."""
+    head = model.get_output_embeddings()
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    return sum(rank * (m.in_features + m.out_features) for m in linear)
+
+
+@dataclass(slots=True)
+class _Estimate:
+    config: RunConfig
+    on: Hardware
+    shape: PreTrainedConfig
+    cost: Shape
+    fill: float
+    efficiency: float
+    env_step_s: float
+    tokens: float = 0.0
+    """Of all training episodes; counted by `seconds`."""
+
+    @property
+    def item(self) -> int:
+        """Bytes of a weight."""
+        return 2 if self.config.model.dtype == "bfloat16" else 4
+
+    @property
+    def _layers(self) -> int:
+        return int(self.shape.get_text_config().num_hidden_layers)
+
+    @property
+    def _halves(self) -> bool:
+        """Whether the sampler multiplies in bfloat16."""
+        return self.config.sampler.args.get("dtype") == "bfloat16"
+
+    @property
+    def training_item(self) -> int:
+        """Bytes of a product's number in training."""
+        return 2 if self.config.learner.dtype == "bfloat16" else self.item
+
+    def _flops(self, item: int) -> float:
+        return self.efficiency * (self.on.flops if item == 2 else self.on.flops32)
+
+    def _heads(self) -> tuple[int, int, int]:
+        """Query heads, key-value heads, head size."""
+        text = self.shape.get_text_config()
+        heads = text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return heads, getattr(text, "num_key_value_heads", None) or heads, size
+
+    @property
+    def cache_item(self) -> int:
+        """Bytes of the keys and values of a token."""
+        _, kv_heads, size = self._heads()
+        item = 2 if self._halves else self.item
+        return int(self.shape.get_text_config().num_hidden_layers * 2 * kv_heads * size * item)
+
+    def memory(self, parameters: int, trained: int) -> dict[str, float]:
+        config = self.config
+        room = config.model.context_length
+        stages = []
+        if config.sft:
+            stages.append(min(config.sft.tokens_per_batch, config.sft.episodes_per_step * room))
+        if config.rl:
+            played = config.rl.groups_per_step * config.rl.group_size
+            stages.append(min(config.rl.tokens_per_batch, played * room))
+        found = {
+            "weights": float(parameters * self.item),
+            "gradients": float(trained * self.item),
+            "optimizer": float(2 * trained * self.item),
+            "activations": max(stages, default=0) * self._activations(),
+        }
+        if config.env is not None or config.rl is not None:
+            found["keys and values"] = float(
+                config.rollout.concurrency * config.model.context_length * self.cache_item
+            )
+        if config.model.device == "cpu" and config.sampler.name == "in_process":
+            found["packed weights"] = float(parameters * (2 if self._halves else self.item))
+        return found
+
+    def _activations(self) -> float:
+        """Bytes that autograd keeps for a token, all layers together.
+
+        A layer: the stream before each norm and after it, queries, keys and values before and after
+        rotation, what attention found, gate, up, the activated gate and their product.
+        """
+        text = self.shape.get_text_config()
+        heads, kv_heads, size = self._heads()
+        inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+        layer = 4 * text.hidden_size + (3 * heads + 4 * kv_heads) * size + 4 * inner
+        if self.config.learner.gradient_checkpointing:
+            kept = text.num_hidden_layers * text.hidden_size + layer
+        else:
+            kept = text.num_hidden_layers * layer
+        return float(kept * self.training_item)
+
+    def seconds(self) -> dict[str, float]:
+        config, found = self.config, {}
+        self.tokens = 0.0
+        episode = self._episode(config.rollout.max_turns)
+        if config.sft is not None:
+            number = config.sft.steps * config.sft.episodes_per_step
+            found["sft"] = self._training(number, episode.length, config.sft.tokens_per_batch)
+        if config.rl is not None:
+            sampling, training, waiting = 0.0, 0.0, 0.0
+            for steps, turns in _phases(config):
+                now = self._episode(turns)
+                number = config.rl.groups_per_step * config.rl.group_size
+                sampling += steps * self._sampling(number, now)
+                training += config.rl.epochs * self._training(
+                    steps * number, now.length, config.rl.tokens_per_batch
+                )
+                waiting += steps * now.turns * self.env_step_s * self._waves(number)
+            found |= {"rl: sampling": sampling, "rl: training": training}
+            if waiting:
+                found["rl: environment"] = waiting
+        if config.tasks.heldout is not None:
+            found["evaluation"] = self._evaluations(episode)
+        return found
+
+    def _episode(self, max_turns: int | dict[str, int] | None) -> Episodes:
+        """The most that an episode may have, times `fill`; of a mixture, the mean of its parts."""
+        room, tokens = self.config.model.context_length, self.config.rollout.max_tokens_per_turn
+        parts = _turns(self.config, max_turns)
+        turns = sum(share * number for share, number in parts)
+        sampled = sum(share * min(number * tokens, room) for share, number in parts)
+        return Episodes(self.fill * room, self.fill * sampled, max(self.fill * turns, 1.0))
+
+    def _waves(self, episodes: int) -> float:
+        return max(episodes / self.config.rollout.concurrency, 1.0)
+
+    def _sampling(self, episodes: int, one: Episodes) -> float:
+        """Seconds: all tokens of prompts and observations, then the turns token by token."""
+        batch = min(episodes, self.config.rollout.concurrency)
+        item = 2 if self._halves else self.item
+        flops = self._flops(item)
+        weights = (self.cost.body + self.cost.head) * item
+        read = weights + batch * one.length / 2 * self.cache_item
+        step = max(
+            read / (self.efficiency * self.on.bandwidth),
+            self.cost.forward(batch, batch, batch * one.length / 2) / flops,
+        )
+        observed = max(one.length - one.sampled, 0.0) * episodes
+        prefill = self.cost.forward(observed, 0, observed * one.length / 2) / flops
+        step += self._layers * self.on.layer_s
+        return prefill + step * one.sampled * episodes / batch
+
+    def _training(self, episodes: float, length: float, tokens_per_batch: int) -> float:
+        tokens = episodes * length
+        self.tokens += tokens
+        passes = 4 if self.config.learner.gradient_checkpointing else 3
+        work = passes * self.cost.forward(tokens, tokens, tokens * length / 2)
+        least = passes * tokens / tokens_per_batch * self._layers * self.on.layer_s
+        return work / self._flops(self.training_item) + least
+
+    def _evaluations(self, episode: Episodes) -> float:
+        settings, rl = self.config.evaluate, self.config.rl
+        heldout = self.config.tasks.heldout
+        listed = int(heldout.args.get("num_tasks", 0)) if heldout else 0
+        whole = settings.num_tasks or listed
+        between = settings.num_tasks_between or whole
+        times = (rl.steps - 1) // settings.every if rl and settings.every else 0
+        played = (whole * (2 if rl else 1) + between * times) * settings.samples_per_task
+        return self._sampling(played, episode) if played else 0.0
+
+
+def _phases(config: RunConfig) -> list[tuple[int, int | dict[str, int] | None]]:
+    """Steps of RL, and the turns that their episodes may have."""
+    rl = config.rl
+    assert rl is not None
+    grown = rl.horizon or []
+    schedules = grown.values() if isinstance(grown, dict) else [grown]
+    begins = {start for schedule in schedules for start, _ in schedule if start < rl.steps}
+    starts = [*sorted({0, *begins}), rl.steps]
+    return [(stop - start, turn_limit(config, start)) for start, stop in pairwise(starts)]
+
+
+def _turns(config: RunConfig, limit: int | dict[str, int] | None) -> list[tuple[float, int]]:
+    """Shares of the episodes, which add up to 1, and the most turns that those may have."""
+    if config.env is None or isinstance(limit, int):
+        return [(1.0, limit if isinstance(limit, int) else 1)]
+    envs, ratios = {"": config.env}, {"": 1}
+    if config.env.name == "mixture":
+        envs = ENVS.check(config.env, "env")["envs"]
+        parts = READERS.check(config.tasks.train, "tasks.train").get("parts", {})
+        ratios = {name: part.ratio for name, part in parts.items() if name in envs}
+    own, total = limit or {}, sum(ratios.values())
+    return [
+        (ratio / total, own.get(name) or int(getattr(ENVS.load(envs[name].name), "max_turns", 1)))
+        for name, ratio in ratios.items()
+    ]
+
+
+def lines(config: RunConfig, found: Plan) -> list[str]:
+    """The plan for a reader: memory, time and cost by part, what to change where it is too much."""
+    on = found.hardware
+    text = [
+        f"{config.name}: {found.num_parameters:,} parameters, at most {found.tokens:,.0f} tokens "
+        "of training episodes",
+        f"on {on.name}: {on.memory / GIB:,.0f} GiB, {on.bandwidth / 1e9:,.0f} GB/s, "
+        f"{on.flops / 1e12:,.2f} TFLOP/s in bfloat16, {on.flops32 / 1e12:,.2f} in float32 "
+        f"({on.source})",
+        "",
+        "memory",
+        *[f"  {part:18} {_size(count):>12}" for part, count in found.memory.items()],
+        f"  {'all':18} {_size(sum(found.memory.values())):>12} of {_size(on.memory)}",
+        "",
+        "time",
+        *[f"  {part:18} {_time(seconds):>12}" for part, seconds in found.seconds.items()],
+        f"  {'all':18} {_time(found.hours * 3600):>12}",
+    ]
+    budget = config.budget
+    if budget.price_per_hour is not None:
+        cost = found.hours * budget.price_per_hour
+        text += ["", f"cost  {cost:,.2f} {budget.currency}"]
+        if budget.max_cost is not None and cost > budget.max_cost:
+            text.append(f"more than budget.max_cost, {budget.max_cost:g}: the run may stop there")
+    if budget.max_hours is not None and found.hours > budget.max_hours:
+        text.append(f"longer than budget.max_hours, {budget.max_hours:g}: the run may stop there")
+    if budget.max_tokens is not None and found.tokens > budget.max_tokens:
+        text.append(f"more than budget.max_tokens, {budget.max_tokens:,}: the run may stop there")
+    if not found.fits:
+        text += ["", f"it does not fit: {_remedy(found)}"]
+    return text
+
+
+def _remedy(found: Plan) -> str:
+    """The settings behind the largest part of the memory."""
+    largest = max(found.memory, key=lambda part: found.memory[part])
+    return f"the largest part is {largest}: {REMEDIES[largest]}"
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 1024**2:,.0f} MiB"
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 3600:
+        return f"{seconds / 3600:,.1f} h"
+    return f"{seconds / 60:,.0f} min" if seconds >= 60 else f"{seconds:,.0f} s"

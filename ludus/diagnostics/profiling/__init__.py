@@ -1,0 +1,157 @@
+"""`ludus profile`: which functions a run's steps spend their time in, as a flame graph.
+
+The run is a short one in a folder that is thrown away: as many steps as asked for, a few
+demonstrations, no evaluation. Stacks are sampled while its last stage trains.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from ludus.config.schema import RunConfig
+from ludus.core.errors import ConfigError
+from ludus.core.types import Trajectory
+from ludus.diagnostics.profiling.flames import flame_page, folded, speedscope
+from ludus.diagnostics.profiling.sampling import Stacks, StackSampler, start_sampling
+from ludus.pipeline.progress import Observer
+from ludus.telemetry.occupancy import PARTS
+
+NUM_DEMONSTRATIONS = 64
+
+WRITERS = {".html": flame_page, ".json": speedscope, ".txt": folded}
+"""Kinds of files by their suffix: a page that needs nothing but a browser, what speedscope.app
+reads, and a line a stack, as flamegraph.pl reads it."""
+
+
+def check_out(path: Path) -> None:
+    """Errors: ConfigError where no such file can be written."""
+    if path.suffix not in WRITERS:
+        raise ConfigError(
+            f"--out: {path}: give a name that ends in .html (a page), .json (for speedscope) or "
+            ".txt (folded stacks)"
+        )
+    if not path.parent.is_dir():
+        raise ConfigError(f"--out: {path.parent} is no folder; make it first")
+
+
+def short_run(config: RunConfig, steps: int, runs_dir: Path) -> RunConfig:
+    """The configuration of the run that is profiled."""
+    changes: dict[str, object] = {
+        "name": "profile",
+        "runs_dir": str(runs_dir),
+        "store": None,
+        "metrics": [],
+        "report": False,
+        "tasks": config.tasks.model_copy(update={"heldout": None}),
+        "checkpoint": config.checkpoint.model_copy(update={"every": steps}),
+    }
+    if config.demonstrations:
+        count = min(config.demonstrations.num_episodes, NUM_DEMONSTRATIONS)
+        changes["demonstrations"] = config.demonstrations.model_copy(update={"num_episodes": count})
+    if config.sft:
+        changes["sft"] = config.sft.model_copy(update={"steps": steps})
+    if config.rl:
+        changes["rl"] = config.rl.model_copy(update={"steps": steps})
+    return config.model_copy(update=changes)
+
+
+class Listener:
+    """Observes in the place of `shown`, whom it tells everything."""
+
+    def __init__(self, shown: Observer) -> None:
+        self._shown = shown
+
+    def stage(self, name: str, total: int, start: int = 0) -> None:
+        """Pass it on."""
+        self._shown.stage(name, total, start)
+
+    def step(self, stage: str, step: int, metrics: dict[str, float]) -> None:
+        """Pass it on."""
+        self._shown.step(stage, step, metrics)
+
+    def tick(self) -> None:
+        """Pass it on."""
+        self._shown.tick()
+
+    def episode(self, trajectory: Trajectory) -> None:
+        """Pass it on."""
+        self._shown.episode(trajectory)
+
+    def note(self, text: str) -> None:
+        """Pass it on."""
+        self._shown.note(text)
+
+    def close(self) -> None:
+        """Pass it on."""
+        self._shown.close()
+
+
+class Verified(Listener):
+    """Counts the tokens that `verify` mode has compared."""
+
+    num_tokens = num_episodes = 0
+
+    def step(self, stage: str, step: int, metrics: dict[str, float]) -> None:
+        """Count the step's tokens."""
+        super().step(stage, step, metrics)
+        if stage == "rl":
+            self.num_tokens += int(metrics["rollout/verified_tokens"])
+            self.num_episodes += int(metrics["rollout/episodes"])
+
+    def __str__(self) -> str:
+        if not self.num_tokens:
+            return "no token was sampled: nothing could be verified"
+        return (
+            f"sampler and learner agree in every bit on {self.num_tokens:,} sampled tokens of "
+            f"{self.num_episodes:,} episodes: the divergence between them is 0"
+        )
+
+
+class Profiler(Listener):
+    """Samples a run's stacks while `stage` goes on, and sums up its time."""
+
+    def __init__(self, stage: str, shown: Observer) -> None:
+        super().__init__(shown)
+        self.stacks: Stacks = Counter()
+        self.how = ""
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.num_steps = 0
+        self._stage = stage
+        self._sampler: StackSampler | None = None
+
+    def stage(self, name: str, total: int, start: int = 0) -> None:
+        """Begin where the stage begins."""
+        super().stage(name, total, start)
+        if name == self._stage:
+            self._sampler = start_sampling()
+            self.how = self._sampler.how
+
+    def step(self, stage: str, step: int, metrics: dict[str, float]) -> None:
+        """Count the step's parts."""
+        super().step(stage, step, metrics)
+        if stage == self._stage:
+            self.num_steps += 1
+            for part in PARTS:
+                self.seconds[part] += metrics[f"time/{part}_s"]
+
+    def close(self) -> None:
+        """Stop sampling."""
+        super().close()
+        if self._sampler is not None:
+            self.stacks += self._sampler.stop()
+            self._sampler = None
+
+    def table(self) -> list[tuple[str, float, float]]:
+        """Parts, seconds a step and shares, the largest first."""
+        total = sum(self.seconds.values()) or 1.0
+        ordered = sorted(self.seconds.items(), key=lambda item: -item[1])
+        steps = max(self.num_steps, 1)
+        return [(part, value / steps, value / total) for part, value in ordered if value > 0]
+
+    def write(self, path: Path, title: str) -> None:
+        """Write the flame graph, as the path's suffix asks for."""
+        seconds = sum(self.seconds.values()) / max(self.num_steps, 1)
+        subtitle = f"{self.num_steps} steps of {seconds:.2f} s; {self.how}"
+        page = WRITERS[path.suffix](self.stacks, title, subtitle)
+        path.write_text(page, encoding="utf-8")

@@ -1,0 +1,195 @@
+"""ALFWorld: household tasks in text (Shridhar et al., ICLR 2021, arXiv:2010.03768), on its engine.
+
+    user        You are in the middle of a room. Looking quickly around you, you see a cabinet 1,
+                a countertop 1, and a fridge 1.
+                Your task is to: put a cool apple in countertop.
+    assistant   open fridge 1
+    user        Nothing happens.
+    assistant   go to fridge 1
+    user        You arrive at fridge 1. The fridge 1 is closed.
+
+The engine is TextWorld's, with ALFWorld's domain and grammar from its package. Games are the
+downloaded ones where the user has them, else generated: see `alfworld_games`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ludus.core.errors import EnvError
+from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
+from ludus.envs.actions import action_text, answer, call_text, tool_spec
+from ludus.envs.alfworld import engine as alfworld_engine
+from ludus.envs.alfworld import games as alfworld_games
+from ludus.envs.alfworld.expert import SIGHT, Expert
+from ludus.envs.base import Env, NoExpert
+
+COMMANDS = {
+    "go_to": ("go to {place}", "Walk to a place."),
+    "open": ("open {place}", "Open what you stand before."),
+    "close": ("close {place}", "Close what you stand before."),
+    "take": ("take {thing} from {place}", "Take a thing in your hands, which have to be empty."),
+    "move": ("move {thing} to {place}", "Put down what you hold, in or on a place."),
+    "clean": ("clean {thing} with {place}", "Clean what you hold, at a sinkbasin."),
+    "heat": ("heat {thing} with {place}", "Heat what you hold, at a microwave."),
+    "cool": ("cool {thing} with {place}", "Cool what you hold, at a fridge."),
+    "slice": ("slice {thing} with {knife}", "Slice a thing with the knife that you hold."),
+    "use": ("use {thing}", "Switch on a lamp."),
+    "examine": ("examine {thing}", "Look closely at a thing or a place."),
+    "inventory": ("inventory", "See what you hold."),
+    "look": ("look", "Look around."),
+    "help": ("help", "Do nothing."),
+}
+"""Tool name to the command's form and its description."""
+
+WORDS = {"thing": "A thing, such as apple 1.", "place": "Furniture, such as fridge 1."} | {
+    "knife": "A knife, such as butterknife 1."
+}
+PUT = re.compile(r"put (.+?) (?:in/on|in|on|into|onto) (.+)")
+
+GUIDE = """You are in a room and have a task. Answer with one action a turn: go to PLACE, open \
+PLACE, close PLACE, take THING from PLACE, move THING to PLACE, clean THING with PLACE, heat THING \
+with PLACE, cool THING with PLACE, slice THING with KNIFE, use THING, examine THING, inventory, or \
+look. Name things as they are listed, with their number. You can hold one thing. What lies in a \
+closed place can be seen once you have gone there and opened it."""
+
+
+class ALFWorld(Env):
+    """One household task. Reward 1 when it is done, else 0; its type is the tier.
+
+    `StepResult.info` has `success`, `type` and `available_actions`, the commands that the engine
+    would take now, sorted. A command that it does not know is answered `Nothing happens.`
+    """
+
+    blocking: ClassVar[bool] = True  # the first reset of a game translates its PDDL
+    score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    success_at: ClassVar[float] = 1.0
+    max_turns: ClassVar[int] = 30
+
+    def __init__(
+        self,
+        expert: Annotated[
+            Literal["full", "search"],
+            Field(description="full knows where things are; search looks for them first."),
+        ] = "full",
+        repeat_task: Annotated[
+            bool, Field(description="Say the task again with each answer, for a small model.")
+        ] = False,
+        max_steps: Annotated[
+            int | None, Field(ge=1, description="Actions in an episode; null: no limit.")
+        ] = None,
+        guide: Annotated[
+            bool, Field(description="Open with an explanation, for a model that reads English.")
+        ] = False,
+    ) -> None:
+        self.expert, self.max_steps, self.guide = expert, max_steps, guide
+        self._repeat_task = repeat_task
+        self._engine: alfworld_engine.Engine | None = None
+        self._done = False
+
+    async def reset(self, task: Task) -> Observation:
+        game = alfworld_games.game_of(task)
+        if self._engine is None:
+            self._engine = alfworld_engine.Engine()
+        self._done, self._num_steps = True, 0  # over, should the engine break below
+        text = self._engine.reset(game).partition("\n\n")[2].replace("\n\n", "\n")
+        self._done = False
+        self._said_task = text.rpartition("\n")[2]
+        self._type = str(game["traj_data"]["task_type"])
+        self._expert = Expert(game["traj_data"], search=self.expert == "search")
+        self._see()
+        return Observation(
+            messages=[Message(role="user", content=f"{GUIDE}\n\n{text}" if self.guide else text)],
+            info={"type": self._type, "available_actions": self._engine.commands},
+        )
+
+    async def step(self, action: Message) -> StepResult:
+        if self._engine is None or self._done:
+            raise EnvError("alfworld: the episode is over, or was never reset; call reset first")
+        self._num_steps += 1
+        reply = self._engine.step(command_of(action_text(self, action)))
+        self._see()
+        success = self._engine.won
+        truncated = not success and self._num_steps == self.max_steps
+        self._done = success or truncated
+        if self._repeat_task and not self._done:
+            reply += f"\n{self._said_task}"
+        return StepResult(
+            messages=answer(action, reply),
+            reward=float(success),
+            terminated=success,
+            truncated=truncated,
+            info={
+                "success": success,
+                "type": self._type,
+                "available_actions": self._engine.commands,
+            },
+        )
+
+    async def close(self) -> None:
+        self._done = True
+        self._engine = None
+
+    def _see(self) -> None:
+        if self.expert == "search":  # the other one need not look
+            assert self._engine is not None
+            self._expert.see(self._engine.facts(*SIGHT))
+
+    def tools(self) -> Sequence[ToolSpec]:
+        return [
+            tool_spec(name, description, **_arguments(form))
+            for name, (form, description) in COMMANDS.items()
+        ]
+
+    def text_of(self, call: ToolCall) -> str:
+        if call.name not in COMMANDS:
+            raise ValueError(f"there is no such tool; there are {', '.join(COMMANDS)}")
+        form, _ = COMMANDS[call.name]
+        names = re.findall(r"{(\w+)}", form)
+        words = call_text(call, dict.fromkeys(names, str))
+        return form.format(**dict(zip(names, words, strict=True)))
+
+    def call_of(self, action: str) -> ToolCall:
+        for name, (form, _) in COMMANDS.items():
+            pattern = re.sub(r"{(\w+)}", r"(?P<\1>.+)", form)
+            if match := re.fullmatch(pattern, action):
+                return ToolCall(name=name, arguments=match.groupdict())
+        raise ValueError(f"{action!r} is no command of ALFWorld")
+
+    def expert_action(self) -> str:
+        if self._engine is None or self._done:
+            raise NoExpert("alfworld: no episode is being played")
+        return self._expert.action(self._engine.facts())
+
+    @classmethod
+    def tiers(cls) -> Sequence[str]:
+        return alfworld_games.tiers()
+
+    @classmethod
+    def check_tier(cls, tier: str) -> None:
+        alfworld_games.task_of(tier, 0)
+
+    @classmethod
+    def task(cls, tier: str | None, seed: int) -> Task:
+        """The game of a tier and a seed: a downloaded one where there are any, else generated.
+
+        A tier is a task type, on the floor plans for training or, with `unseen/` before it, on the
+        others; with `:bathroom` (kitchen, livingroom, bedroom) behind it, in such rooms only.
+        """
+        return alfworld_games.task_of(tier, seed)
+
+
+def command_of(text: str) -> str:
+    """The engine's words: up to version 0.3 it said `put X in/on Y` where it now says `move`."""
+    match = PUT.fullmatch(text)
+    return f"move {match[1]} to {match[2]}" if match else text
+
+
+def _arguments(form: str) -> dict[str, dict[str, Any]]:
+    """The JSON schemas of a command's arguments."""
+    names = re.findall(r"{(\w+)}", form)
+    return {name: {"type": "string", "description": WORDS[name]} for name in names}

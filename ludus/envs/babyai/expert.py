@@ -1,0 +1,170 @@
+"""The expert of the BabyAI levels: minigrid's own bot, in lockstep with an episode.
+
+The bot plays on a copy of the level, regenerated from the seed, so nothing it does can touch the
+episode, and it can join an episode at any turn: it is shown the actions taken so far, and replans
+after each of them as the bot's authors meant for advising another agent.
+
+The bot gives up or plans for ever on some seeds (of GoToImpUnlock and UnlockToUnlock, mostly): both
+become NoExpert; the latter after a fixed number of plans, not after a time, so that it happens
+always or never. Two kinds of level that its authors say it cannot play need a word in its ear: that
+it already carries what it is to put down (PutNext...Carrying), and that the key is in the box
+(KeyInBox).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minigrid.utils.baby_ai_bot import (
+    BabyAIBot,
+    DisappearedBoxError,
+    GoNextToSubgoal,
+    OpenSubgoal,
+)
+
+from ludus.envs.babyai.world import Cell, cell_at, make_level, visible
+from ludus.envs.base import NoExpert
+
+MAX_PLANS = 500
+"""Subgoals that the bot may add before one action. Those that reach an action need a dozen."""
+
+
+MAX_BOTS = 3
+"""Plans from the start on before the bot's word that it is done is taken."""
+
+DONE = 6
+"""minigrid's action `done`, which changes nothing."""
+
+
+class _EndlessPlanning(Exception):
+    """The bot adds subgoals and never comes to an action."""
+
+
+class _Plans(list[Any]):
+    """The bot's stack of subgoals, with a count of those added since the last action."""
+
+    added = 0
+
+    def append(self, plan: Any) -> None:
+        self.added += 1
+        if self.added > MAX_PLANS:
+            raise _EndlessPlanning
+        super().append(plan)
+
+
+class _OpenBox(GoNextToSubgoal):  # type: ignore[misc]
+    """Walk up to a box and open it, which puts what it holds in its place."""
+
+    def replan_before_action(self) -> Any:
+        if cell_at(self.bot.mission, self.datum.cur_pos) is not self.datum:
+            self.bot.stack.pop()
+            return None
+        if self.fwd_cell is self.datum:
+            return self.actions.toggle
+        return super().replan_before_action()
+
+    def replan_after_action(self, action_taken: Any) -> None:
+        pass  # nothing done on the way has to be undone
+
+
+class Expert:
+    """Advises one episode of a level.
+
+    expert = Expert("GoToLocal", seed=7)
+    expert.action([])            # the first action, of minigrid's Actions
+    expert.action([2, 2, 0])     # after the agent went forward twice and turned left
+    """
+
+    def __init__(self, level: str, seed: int) -> None:
+        self.level, self.seed = level, seed
+        self.world = make_level(level, seed)
+        self._bot = self._new_bot()
+        self._num_bots = 1
+        self._mend_first_plan()
+        self._num_followed = 0
+        self._advice: int | None = None
+        self._failure: str | None = None
+
+    def _new_bot(self) -> Any:
+        bot = BabyAIBot(self.world)
+        bot.stack = _Plans(bot.stack)
+        bot._process_obs = self._remember_view  # the same, without minigrid's copies of the grid
+        return bot
+
+    def _remember_view(self) -> None:
+        seen = self._bot.vis_mask
+        seen[tuple(self.world.agent_pos)] = True
+        for cell in visible(self.world):
+            seen[cell.position] = True
+
+    def _mend_first_plan(self) -> None:
+        """Mend the first plan on the levels that start as no level of the bot's authors does."""
+        if self.world.carrying is not None:
+            del self._bot.stack[-2:]  # go to it, pick it up
+        boxes = [cell for cell in self.world.grid.grid if getattr(cell, "contains", None)]
+        if boxes:
+            self._bot.stack.append(_OpenBox(self._bot, boxes[0]))
+            self._bot._check_erroneous_box_opening = lambda action: None
+
+    def action(self, taken: list[int]) -> int:
+        """The bot's next action, after the episode's actions `taken` (all of them, from its start).
+
+        Errors: NoExpert where the bot gave up on this episode.
+        """
+        if self._advice is None:
+            self._replan(None)
+        while self._num_followed < len(taken):
+            action = taken[self._num_followed]
+            self._num_followed += 1
+            self.world.step(action)
+            self._replan(action)
+        if self._failure is not None or self._advice is None:
+            raise NoExpert(f"babyai: {self.level}, seed {self.seed}: the bot {self._failure}")
+        return self._advice
+
+    def _replan(self, action: int | None) -> None:
+        if self._failure is not None:
+            return
+        self._bot.stack.added = 0
+        try:
+            self._advice = int(self._bot.replan(action))
+            while self._advice == DONE and self._num_bots < MAX_BOTS:
+                self._start_over()
+                self._advice = int(self._bot.replan(None))
+        except _EndlessPlanning:
+            self._failure = "plans for ever"
+        except DisappearedBoxError:
+            self._failure = "cannot go on after a box was opened"
+        except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
+            # What its own checks and oversights end in; the bot has no other way to give up.
+            self._failure = f"gave up ({type(error).__name__}: {error})"
+
+    def _start_over(self) -> None:
+        """Plan anew, with what was seen: the bot finished its plan, and the mission goes on.
+
+        minigrid does not count what an episode's first action puts down, for one.
+        """
+        seen, self._bot = self._bot.vis_mask, self._new_bot()
+        self._bot.vis_mask = seen
+        self._num_bots += 1
+
+    def target(self) -> Cell | None:
+        """The cell of the object that the bot is on its way to, if it is on its way to one."""
+        plan = self._bot.stack[-1] if self._bot.stack else None
+        if not isinstance(plan, GoNextToSubgoal) or plan.reason not in (None, "Open"):
+            return None
+        if hasattr(plan.datum, "obj_set"):
+            try:
+                _, position = self._bot._find_obj_pos(plan.datum)
+            except AssertionError:
+                return None
+        else:
+            position = getattr(plan.datum, "cur_pos", None)
+        return None if position is None else (int(position[0]), int(position[1]))
+
+    def passes_door(self) -> bool:
+        """Whether the bot is about to open a door in order to walk on through it."""
+        stack = self._bot.stack
+        if len(stack) < 2 or not isinstance(stack[-1], OpenSubgoal) or stack[-1].reason is not None:
+            return False
+        return isinstance(stack[-2], GoNextToSubgoal)

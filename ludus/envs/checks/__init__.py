@@ -1,0 +1,1 @@
+"""`ludus check-env`."""

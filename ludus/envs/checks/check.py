@@ -1,0 +1,343 @@
+"""Does an environment keep its promises? What `ludus check-env NAME` runs.
+
+    for finding in await check_env("babyai"):
+        print(finding)
+
+Every check plays real episodes and says what it finds. No check stops the others, except that an
+environment that hangs ends them all: its thread cannot be stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from ludus.core.errors import EnvError, EpisodeTimeout
+from ludus.core.types import Message, Spec, Task, ToolCall
+from ludus.envs import ENVS
+from ludus.envs.base import Env, NoExpert
+from ludus.envs.checks.play import MOST_TURNS, Player, Turn, play_elsewhere
+
+RUBBISH = {
+    "an empty action": Message(role="assistant", content=""),
+    "white space": Message(role="assistant", content=" \n\t\n "),
+    "an action of 1 MB": Message(role="assistant", content="go " * 350_000),
+    "unicode and control characters": Message(role="assistant", content="Ω\x00\u202e🜁\r\n%s{}\\"),
+    "JSON": Message(role="assistant", content='{"action": null}'),
+    "a call of an unknown tool": Message(
+        role="assistant", tool_calls=[ToolCall(name="no_such_tool", arguments={"x": [1, None]})]
+    ),
+    "two calls without arguments": Message(
+        role="assistant", tool_calls=[ToolCall(name="act"), ToolCall(name="")]
+    ),
+}
+"""Actions that no environment knows. Each has to be answered; none may raise."""
+
+PROCESS_START_S = 60.0
+"""Time that a fresh process may take for its imports, beside the episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that a check found: an `error` breaks a promise, a `note` is worth knowing."""
+
+    severity: Literal["error", "note"]
+    check: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.check}: {self.detail}"
+
+
+@dataclass
+class _Subject:
+    """The environment under test, and what was found so far (each thing once)."""
+
+    spec: Spec | None
+    env_class: Any
+    make: Callable[[], Env]
+    timeout_s: float
+    tasks: list[Task] = field(default_factory=list)
+    findings: dict[Finding, None] = field(default_factory=dict)
+
+    def error(self, check: str, detail: str) -> None:
+        self.findings[Finding("error", check, detail)] = None
+
+    def note(self, check: str, detail: str) -> None:
+        self.findings[Finding("note", check, detail)] = None
+
+
+async def check_env(
+    env: Spec | str | type[Env],
+    num_tasks: int = 6,
+    tasks: Sequence[Task] | None = None,
+    timeout_s: float = 10.0,
+) -> list[Finding]:
+    """Check an environment on `num_tasks` of its own tasks, spread over its tiers, or on `tasks`.
+
+    It conforms if no finding has severity `error`. `timeout_s` is how long one of its calls may
+    take. The checks watch this process's `sys.stdout` and random states: run nothing beside them.
+
+    Errors: ConfigError for a name or arguments that do not exist; nothing the environment does.
+    """
+    subject = _subject(env, timeout_s)
+    subject.tasks = list(tasks) if tasks is not None else _own_tasks(subject, num_tasks)
+    printed, before = io.StringIO(), _random_states()
+    player = Player(subject.make, timeout_s, subject.error)
+    try:
+        with contextlib.redirect_stdout(printed):
+            for name, check in CHECKS.items() if subject.tasks else ():
+                await _guarded(name, check, subject, player)
+    except EpisodeTimeout as error:
+        subject.error("time", f"{error}; the checks after this one were not made")
+    finally:
+        player.close()
+    if printed.getvalue():
+        text = repr(printed.getvalue()[:60])
+        subject.error("standard output", f"it prints, for example {text}; use logging")
+    for library, state in _random_states().items():
+        if before.get(library, state) != state:
+            text = f"it changes the global random state of {library}; use a generator of its own"
+            subject.error("random state", text)
+    return list(subject.findings)
+
+
+def _subject(env: Spec | str | type[Env], timeout_s: float) -> _Subject:
+    if isinstance(env, type):
+        return _Subject(None, env, env, timeout_s)
+    spec = Spec(name=env) if isinstance(env, str) else env
+    args, target = ENVS.check(spec), ENVS.load(spec.name)
+    return _Subject(spec, target, partial(target, **args), timeout_s)
+
+
+def _own_tasks(subject: _Subject, num_tasks: int) -> list[Task]:
+    """Tasks of the first seeds, spread over the tiers from the easiest to the hardest."""
+    env_class, name = subject.env_class, "tasks"
+    try:
+        tiers: list[Any] = list(env_class.tiers()) or [None]
+        chosen = [tiers[i * len(tiers) // num_tasks] for i in range(num_tasks)]
+        tasks, again = (
+            [env_class.task(tier, seed) for seed, tier in enumerate(chosen)] for _ in range(2)
+        )
+    except NotImplementedError:
+        subject.error(name, "it makes no tasks from seeds: give check_env some tasks")
+        return []
+    except Exception as error:
+        subject.error(name, f"tiers or task raised {type(error).__name__}: {error}")
+        return []
+    if tasks != again:
+        subject.error(name, "the same tier and seed give different tasks")
+    if len({task.id for task in tasks}) < len(tasks):
+        subject.error(name, "different seeds give tasks of the same id")
+    return tasks
+
+
+def _random_states() -> dict[str, str]:
+    """The global random states of the libraries that are loaded."""
+    states = {"random": repr(random.getstate())}
+    if numpy := sys.modules.get("numpy"):
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = repr((name, keys.tobytes(), rest))
+    if torch := sys.modules.get("torch"):
+        states["torch"] = repr(torch.random.get_rng_state().numpy().tobytes())
+    return states
+
+
+Check = Callable[[_Subject, Player], Awaitable[None]]
+
+
+async def _guarded(name: str, check: Check, subject: _Subject, player: Player) -> None:
+    try:
+        await check(subject, player)
+    except EpisodeTimeout:
+        raise
+    except Exception as error:
+        subject.error(name, f"{type(error).__name__}: {str(error)[:200]}")
+
+
+async def _declarations(subject: _Subject, player: Player) -> None:
+    env = subject.make()
+    low, high = env.score_range
+    if not low < high:
+        subject.error("declarations", f"score_range {env.score_range} is empty")
+    elif not low <= env.success_at <= high:
+        subject.error("declarations", f"success_at {env.success_at} is outside of score_range")
+    if env.max_turns < 1:
+        subject.error("declarations", f"max_turns is {env.max_turns}; an episode needs a turn")
+    await player.close_env(env)
+
+
+async def _determinism(subject: _Subject, player: Player) -> None:
+    for task in subject.tasks:
+        first = await player.episode(task)
+        second = await player.episode(task, _actions(first))
+        if first != second:
+            text = f"{task.id}, twice with the same actions, differs: {_difference(first, second)}"
+            subject.error("determinism", text)
+    if subject.spec is not None:
+        task, limit = subject.tasks[0], subject.timeout_s + PROCESS_START_S
+        first = await player.episode(task)
+        second = play_elsewhere(subject.spec, task, _actions(first), limit)
+        if first != second:
+            text = f"{task.id} differs in another process: {_difference(first, second)}"
+            subject.error("determinism", text)
+
+
+async def _expert(subject: _Subject, player: Player) -> None:
+    without: list[str] = []
+    for task in subject.tasks:
+        env = subject.make()
+        low, high = env.score_range
+        total, done, num_turns = 0.0, False, 0
+        try:
+            await player.reset(env, task)
+            while not done and num_turns < MOST_TURNS:
+                action = await player.expert(env)
+                result = await player.step(env, Message(role="assistant", content=action))
+                total, done, num_turns = total + (result.reward or 0.0), result.done, num_turns + 1
+        except NoExpert:
+            without.append(task.id)
+            continue
+        finally:
+            await player.close_env(env)
+        if not low - 1e-9 <= total <= high + 1e-9:
+            text = f"{task.id}: the reward {total:g} is outside of score_range {env.score_range}"
+            subject.error("rewards", text)
+        if not done:
+            subject.error("expert", f"{task.id}: the episode does not end in {MOST_TURNS} turns")
+        elif total < env.success_at:
+            subject.note("expert", f"{task.id}: the expert lost, with a reward of {total:g}")
+    if without:
+        subject.note("expert", f"there is none for {', '.join(without)}")
+
+
+async def _rubbish(subject: _Subject, player: Player) -> None:
+    for name, action in RUBBISH.items():
+        env = subject.make()
+        await player.reset(env, subject.tasks[0])
+        try:
+            await player.step(env, action)
+        except EpisodeTimeout:
+            raise
+        except Exception as error:
+            text = f"{name} raised {type(error).__name__}: {str(error)[:100]}; tell the model"
+            subject.error("rubbish", text)
+        finally:
+            await player.close_env(env)
+
+
+async def _tools(subject: _Subject, player: Player) -> None:
+    """An expert's action survives the way to a tool call and back."""
+    env = subject.make()
+    specs = list(env.tools())
+    for spec in specs:
+        if spec.parameters.get("type") != "object":
+            subject.error("tools", f"{spec.name}: its parameters are no schema of type object")
+    if not specs:
+        return
+    try:
+        await player.reset(env, subject.tasks[0])
+        action = await player.expert(env)
+    except NoExpert:
+        return
+    finally:
+        await player.close_env(env)
+    call = env.call_of(action)
+    if call.name not in {spec.name for spec in specs}:
+        subject.error("tools", f"call_of({action!r}) calls {call.name!r}, which is not offered")
+    if env.text_of(call) != action:
+        subject.error("tools", f"text_of(call_of({action!r})) is {env.text_of(call)!r}")
+
+
+async def _life_cycle(subject: _Subject, player: Player) -> None:
+    """Steps out of turn are refused, close may come twice, and reset works after it."""
+    env, task = subject.make(), subject.tasks[0]
+    await _refuses_step(subject, player, env, "before reset")
+    first = [turn async for turn in player.turns(env, task)]
+    if any(first[-1][3:]):
+        await _refuses_step(subject, player, env, "after the episode's end")
+    for time in ("first", "second"):
+        try:
+            await player.call("close", env.close)
+        except EpisodeTimeout:
+            raise
+        except Exception as error:
+            subject.error("close", f"the {time} close raised {type(error).__name__}: {error}")
+    second = [turn async for turn in player.turns(env, task, _actions(first))]
+    if first != second:
+        text = f"reset after close: {task.id} differs: {_difference(first, second)}"
+        subject.error("life cycle", text)
+    await player.close_env(env)
+
+
+async def _refuses_step(subject: _Subject, player: Player, env: Env, when: str) -> None:
+    try:
+        await player.call("step", lambda: env.step(Message(role="assistant", content="x")))
+    except EnvError:
+        return
+    except EpisodeTimeout:
+        raise
+    except Exception as error:
+        text = f"a step {when} raised {type(error).__name__}; raise EnvError, which says so"
+    else:
+        text = f"a step {when} was taken; raise EnvError"
+    subject.error("life cycle", text)
+
+
+async def _independence(subject: _Subject, player: Player) -> None:
+    """Episodes that are played at the same time, turn by turn, do not touch each other: those of
+    different tasks, and those of one, as in a group."""
+    some = subject.tasks[:4]
+    once = [await player.episode(task) for task in some]
+    tasks, alone = [*some, *some], [*once, *once]
+    envs = [subject.make() for _ in tasks]
+    plays = [
+        player.turns(env, task, _actions(turns))
+        for env, task, turns in zip(envs, tasks, alone, strict=True)
+    ]
+    together: list[list[Turn]] = [[] for _ in tasks]
+    for i in [
+        i for k in range(max(map(len, alone))) for i in range(len(tasks)) if k < len(alone[i])
+    ]:
+        if (turn := await anext(plays[i], None)) is not None:
+            together[i].append(turn)
+    for task, one, other in zip(tasks, alone, together, strict=True):
+        if one != other:
+            text = f"{task.id} differs beside other episodes: {_difference(one, other)}"
+            subject.error("independence", text)
+    for env in envs:
+        await player.close_env(env)
+
+
+CHECKS: dict[str, Check] = {
+    "declarations": _declarations,
+    "determinism": _determinism,
+    "expert": _expert,
+    "rubbish": _rubbish,
+    "tools": _tools,
+    "life cycle": _life_cycle,
+    "independence": _independence,
+}
+
+
+def _actions(turns: list[Turn]) -> list[str]:
+    return [action for action, *_ in turns[1:]]
+
+
+def _difference(first: list[Turn], second: list[Turn]) -> str:
+    for number, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            place = f"turn {number}" if number else "the opening"
+            return f"{place}, {_short(one)} and then {_short(other)}"
+    return f"{len(first) - 1} turns and then {len(second) - 1}"
+
+
+def _short(turn: Turn) -> str:
+    text = repr(turn[1:])
+    return text if len(text) <= 120 else text[:117] + "..."

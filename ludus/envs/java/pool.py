@@ -1,0 +1,205 @@
+"""Pools of JVMs: where the episodes of a Java engine are played.
+
+    pool = pool_of(ENGINE, num_jvms=2, heap_mb=512)
+    session = pool.open()                       one episode's engine object
+    text = session.run(lambda engine: engine.step("look around"))
+    session.close()                             the JVM is kept for the next episode
+
+When a JVM dies, the call under way fails at once, its episodes end with EnvError, which is retried,
+and another JVM is started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar
+
+from py4j.protocol import Py4JError, Py4JJavaError
+
+from ludus.core.errors import EnvError
+from ludus.envs.java.machine import CALL_LIMIT_S, Engine, Jvm, Place
+
+T = TypeVar("T")
+
+SESSIONS_PER_JVM = 256
+"""Episodes open in one JVM: a world of ScienceWorld takes 0.6 MB of its heap."""
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One episode's engine object in one of the pool's JVMs."""
+
+    pool: Pool
+    jvm: Jvm
+    place: Place = field(default_factory=Place)
+    _closed: bool = False
+
+    def run(self, act: Callable[[Any], T]) -> T:
+        """What `act` makes of the engine object; nothing else runs in the JVM meanwhile.
+
+        Errors: EnvError where the engine raises, or the JVM dies or does not answer.
+        """
+        name = self.jvm.engine.name
+        if self._closed:
+            raise EnvError(f"{name}: the session is closed")
+        if not self.jvm.lock.acquire(timeout=2 * CALL_LIMIT_S):
+            raise EnvError(f"{name}: the JVM {self.jvm.pid} is busy for {2 * CALL_LIMIT_S:g} s")
+        try:
+            self.jvm.enter(self.place)
+            if self.place.interface is None:
+                self.place.interface = self.jvm.take_interface()
+            return act(self.place.interface)
+        except Py4JJavaError as error:
+            reason = str(error.java_exception.toString()) if self.jvm.alive else "the JVM died"
+            raise EnvError(f"{name}: the engine raised {reason}") from None
+        except (Py4JError, OSError) as error:
+            self.pool.discard(self.jvm)
+            raise EnvError(
+                f"{name}: the JVM {self.jvm.pid} died or did not answer ({type(error).__name__}); "
+                "the episode is to be played again"
+            ) from None
+        finally:
+            self.jvm.lock.release()
+
+    def seed(self, value: int) -> None:
+        """Seed the engine's global random generator for what `run` does next."""
+        self.run(lambda _: self.jvm.seed(value))
+
+    def close(self) -> None:
+        """Give the place back. May be called more than once."""
+        if not self._closed:
+            self._closed = True
+            self.pool.release(self)
+
+
+@dataclass(eq=False)
+class Pool:
+    """Up to `size` JVMs of an engine. One more than is needed is started ahead."""
+
+    engine: Engine
+    size: int
+    heap_mb: int
+    _jvms: list[Jvm] = field(default_factory=list)
+    _starting: int = 0
+    _failure: BaseException | None = None
+    _closed: bool = False
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def open(self) -> Session:
+        """A session in the JVM that has the fewest.
+
+        Errors: EnvError where no JVM starts, or all are full; ConfigError where there is no Java.
+        """
+        with self._changed:
+            while True:
+                self._jvms = [jvm for jvm in self._jvms if jvm.alive]
+                free = [jvm for jvm in self._jvms if jvm.num_sessions < SESSIONS_PER_JVM]
+                best = min(free, key=lambda jvm: jvm.num_sessions, default=None)
+                if best is None and self._failure is not None:
+                    failure, self._failure = self._failure, None
+                    raise failure
+                if best is None or best.num_sessions:
+                    self._start()
+                if best is not None:
+                    best.num_sessions += 1
+                    return Session(self, best)
+                if not self._starting:
+                    raise EnvError(
+                        f"{self.engine.name}: all {self.size * SESSIONS_PER_JVM} sessions are "
+                        f"taken: raise env.args.num_jvms above {self.size}, or lower "
+                        "rollout.concurrency"
+                    )
+                self._changed.wait()
+
+    def release(self, session: Session) -> None:
+        """The session's episode is over."""
+        with self._changed:
+            session.jvm.num_sessions -= 1
+        # A thread that hangs in the JVM has the lock: then its engine object is lost, no more.
+        if session.jvm.lock.acquire(blocking=False):
+            session.jvm.give_back(session.place)
+            session.jvm.lock.release()
+
+    def discard(self, jvm: Jvm) -> None:
+        """A JVM broke: end it, and start another."""
+        jvm.kill()
+        with self._changed:
+            if jvm in self._jvms:
+                self._jvms.remove(jvm)
+                self._start()
+
+    def shutdown(self) -> None:
+        """End all JVMs."""
+        with self._changed:
+            self._closed = True
+            jvms, self._jvms = self._jvms, []
+        for jvm in jvms:
+            jvm.kill()
+
+    def jvms(self) -> list[Jvm]:
+        """Those that run now."""
+        with self._changed:
+            return [jvm for jvm in self._jvms if jvm.alive]
+
+    def _start(self) -> None:
+        if len(self._jvms) + self._starting < self.size and not self._closed:
+            self._starting += 1
+            threading.Thread(target=self._add, name="ludus-jvm", daemon=True).start()
+
+    def _add(self) -> None:
+        jvm, failure = None, None
+        try:
+            jvm = Jvm(self.engine, self.heap_mb)
+        except BaseException as error:
+            failure = error
+        with self._changed:
+            self._starting -= 1
+            self._failure = failure
+            if jvm is not None and not self._closed:
+                self._jvms.append(jvm)
+                jvm = None
+            self._changed.notify_all()
+        if jvm is not None:  # the pool was closed meanwhile
+            jvm.kill()
+
+
+_pools: dict[tuple[Engine, int, int], Pool] = {}
+_pools_lock = threading.Lock()
+
+
+def pool_of(engine: Engine, num_jvms: int, heap_mb: int) -> Pool:
+    """This process's pool for an engine; made at first use, and shut down with the process."""
+    key = (engine, num_jvms, heap_mb)
+    with _pools_lock:
+        if key not in _pools:
+            _pools[key] = Pool(*key)
+            _at_exit()
+        return _pools[key]
+
+
+@cache
+def _at_exit() -> None:
+    atexit.register(_shut_down)
+
+
+def _shut_down() -> None:
+    for pool in list(_pools.values()):
+        pool.shutdown()
+
+
+def _after_fork() -> None:
+    """A forked child has none of the parent's JVMs."""
+    global _pools_lock
+    _pools_lock = threading.Lock()
+    for pool in _pools.values():
+        for jvm in pool._jvms:
+            jvm.leave_to_parent()
+    _pools.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,239 @@
+"""TextWorldExpress: eight small text games, generated from seeds (Jansen and Côté, EACL 2023,
+arXiv:2208.01174), on the authors' engine.
+
+    user        Your task is to collect a coin. ...
+
+                You are in the kitchen. In one part of the room you see ...
+                actions: close door to south, inventory, look around, move east, take coin
+    assistant   take coin
+    user        You take the coin.
+                The task is completed.
+
+The games: cookingworld, twc (put things where they belong), coin, mapreader, arithmetic, sorting,
+simonsays and peckingorder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+from pydantic import Field
+from textworld_express.constants import JAR_PATH
+
+from ludus.core.errors import ConfigError, EnvError, did_you_mean
+from ludus.core.types import Message, Observation, StepResult, Task
+from ludus.envs.actions import OneTool, act_tool, action_text, answer, printable
+from ludus.envs.base import NoExpert
+from ludus.envs.java.machine import Engine, find_java
+from ludus.envs.java.pool import Session, pool_of
+
+ENGINE = Engine(
+    name="textworldexpress",
+    jar=JAR_PATH,
+    interface="textworldexpress.runtime.PythonInterface",
+)
+
+GAMES: dict[str, int] = {
+    "coin": 3,
+    "simonsays": 6,
+    "arithmetic": 6,
+    "sorting": 7,
+    "peckingorder": 10,
+    "mapreader": 10,
+    "twc": 16,
+    "cookingworld": 27,
+}
+"""The games, and roughly how many steps a gold path has."""
+
+FIRST_SEEDS = {"train": 0, "dev": 10_000, "test": 20_000}
+NUM_SEEDS = 1000
+"""Seeds of a fold, as the engine has them."""
+
+GUIDE = """You play a text game: carry out the task with as few commands as you can. Answer with \
+one command a turn, as the list of actions has them."""
+
+
+class Game(NamedTuple):
+    """What a task names: one game of 24,000."""
+
+    name: str
+    fold: str
+    seed: int
+
+
+class TextWorldExpress(OneTool):
+    """One game of TextWorldExpress, or several: the task's data names game, fold and seed.
+
+    Reward: what the step added to the game's score, which is 0 to 1. `StepResult.info` has
+    `success`, `score`, `game` and `num_steps`.
+    """
+
+    score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    success_at: ClassVar[float] = 0.999  # the sum of fractions, rounded
+    max_turns: ClassVar[int] = 50
+    tool = act_tool()
+
+    def __init__(
+        self,
+        list_actions: Annotated[
+            bool, Field(description="End every observation with the actions that are possible.")
+        ] = True,
+        max_steps: Annotated[
+            int | None, Field(ge=1, description="Actions in an episode; null: no limit.")
+        ] = None,
+        guide: Annotated[
+            bool, Field(description="Open with an explanation, for a model that reads English.")
+        ] = False,
+        num_jvms: Annotated[
+            int, Field(ge=1, le=64, description="JVMs of a process; one plays many episodes.")
+        ] = 1,
+        heap_mb: Annotated[
+            int, Field(ge=64, description="Most memory of a JVM's heap, in MiB.")
+        ] = 256,
+    ) -> None:
+        find_java("textworldexpress")
+        self.list_actions, self.max_steps, self.guide = list_actions, max_steps, guide
+        self._pool = pool_of(ENGINE, num_jvms, heap_mb)
+        self._session: Session | None = None
+
+    async def reset(self, task: Task) -> Observation:
+        await self.close()
+        self._game = _named(task)
+        self._taken: list[str] = []
+        self._score = 0.0
+        session = self._pool.open()
+        try:
+            session.seed(self._game.seed)  # the gold path is drawn from the engine's own generator
+            classes = session.jvm.classes
+            opening, self._gold = session.run(lambda engine: self._load(engine, classes))
+        except BaseException:
+            session.close()
+            raise
+        self._session = session
+        text = f"{GUIDE}\n\n{opening}" if self.guide else opening
+        return Observation(
+            messages=[Message(role="user", content=text)], info={"game": self._game.name}
+        )
+
+    def _load(self, engine: Any, classes: Any) -> tuple[str, tuple[str, ...]]:
+        """Generate the game: its opening, and its gold path."""
+        game = self._game
+        if game.name == "sorting":  # in the same call: another game must not take the copy
+            _renew_problem(classes, game)
+        if error := engine.load(game.name, ""):
+            raise EnvError(f"textworldexpress: {game.name}: {error}")
+        state = json.loads(engine.generateNewGameJSON(game.seed, game.fold, True))
+        path = tuple(str(action).lower() for action in engine.getGoldActionSequence())
+        return f"{engine.getTaskDescription().strip()}\n\n{self._view(state)}", path
+
+    def _view(self, state: dict[str, Any]) -> str:
+        # The engine tells a T-shirt from a t-shirt; actions come in lower case.
+        self._spelled = {action.lower(): action for action in state["validActions"]}
+        lines = [line.rstrip() for line in state["observation"].strip().splitlines()]
+        if self.list_actions:
+            lines.append(f"actions: {', '.join(sorted(self._spelled))}")
+        return "\n".join(lines)
+
+    async def step(self, action: Message) -> StepResult:
+        if self._session is None:
+            raise EnvError(
+                "textworldexpress: the episode is over, or was never reset; call reset first"
+            )
+        text = printable(action_text(self, action))
+        spelled = self._spelled.get(text, text)
+        state = json.loads(self._session.run(lambda engine: str(engine.stepJSON(spelled))))
+        self._taken.append(text)
+        reward, self._score = state["score"] - self._score, float(state["score"])
+        success = bool(state["tasksuccess"]) or self._score >= 1
+        terminated = success or bool(state["taskfailure"])
+        truncated = not terminated and len(self._taken) == self.max_steps
+        reply = self._view(state)
+        if terminated or truncated:
+            await self.close()
+            end = "The task is completed." if success else "The task has failed."
+            reply = f"{state['observation'].strip()}\n{'out of steps.' if truncated else end}"
+        return StepResult(
+            messages=answer(action, reply),
+            reward=reward,
+            terminated=terminated,
+            truncated=truncated,
+            info={
+                "success": success,
+                "score": self._score,
+                "game": self._game.name,
+                "num_steps": len(self._taken),
+            },
+        )
+
+    async def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def expert_action(self) -> str:
+        """The next action of the engine's own gold path; NoExpert where another one was taken."""
+        if self._session is None:
+            raise NoExpert("textworldexpress: no episode is being played")
+        done = len(self._taken)
+        if list(self._gold[:done]) != self._taken or done == len(self._gold):
+            raise NoExpert("textworldexpress: there is a gold path from a game's start only")
+        return self._gold[done]
+
+    @classmethod
+    def tiers(cls) -> Sequence[str]:
+        """The games, shortest first; `coin/dev` and `coin/test` have the seeds held out."""
+        find_java("textworldexpress")
+        return [
+            game if fold == "train" else f"{game}/{fold}" for fold in FIRST_SEEDS for game in GAMES
+        ]
+
+    @classmethod
+    def task(cls, tier: str | None, seed: int) -> Task:
+        """The tier's game number `seed % 1000`; no tier: of all games."""
+        games = list(GAMES)
+        chosen = tier or games[seed % len(games)]
+        name, slash, fold = chosen.partition("/")
+        if name not in GAMES or (slash and fold not in FIRST_SEEDS):
+            near = did_you_mean(*((fold, FIRST_SEEDS) if name in GAMES else (name, GAMES)))
+            raise ConfigError(f"{chosen!r} is not a tier of textworldexpress{near}")
+        fold = fold or "train"
+        number = seed if tier else seed // len(games)
+        return Task(
+            id=f"textworldexpress/{tier or 'all'}/{seed}",
+            data={"game": name, "fold": fold, "seed": FIRST_SEEDS[fold] + number % NUM_SEEDS},
+            tier=chosen,
+            source="textworldexpress",
+        )
+
+
+def _renew_problem(classes: Any, game: Game) -> None:
+    """Put a new copy of a sorting problem in the engine's list of them: the things that are sorted
+    belong to the problem, and all games of it that a JVM plays would move the same ones."""
+    by_name = classes.java.lang.Class.forName
+    problems = (
+        by_name("textworldexpress.data.SortingProblemGenerator$").getField("MODULE$").get(None)
+    )
+    old = problems.getProblem(game.seed, game.fold).get()
+    items = old.getClass().getDeclaredField("inputItems")
+    items.setAccessible(True)
+    listed = getattr(problems, f"{game.fold}Set")()
+    size = len(listed)
+    places = ((game.seed + number) % size for number in range(size))  # it is the first of them
+    place = next(place for place in places if listed[place] == old)
+    listed[place] = classes.textworldexpress.preprocessing.SortingProblem(items.get(old))
+
+
+def _named(task: Task) -> Game:
+    """The game that a task's data names. Errors: EnvError."""
+    where = f"textworldexpress: task {task.id!r}: data"
+    name, fold, seed = (task.data.get(key) for key in ("game", "fold", "seed"))
+    if not isinstance(name, str) or name not in GAMES:
+        raise EnvError(f"{where}.game {name!r} is not a game{did_you_mean(str(name), GAMES)}")
+    if not isinstance(fold, str) or fold not in FIRST_SEEDS:
+        raise EnvError(f"{where}.fold {fold!r} is not a fold{did_you_mean(str(fold), FIRST_SEEDS)}")
+    first = FIRST_SEEDS[fold]
+    if type(seed) is not int or not first <= seed < first + NUM_SEEDS:
+        raise EnvError(f"{where}.seed {seed!r} is not {first} to {first + NUM_SEEDS - 1}")
+    return Game(name, fold, seed)

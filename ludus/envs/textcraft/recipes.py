@@ -1,0 +1,138 @@
+"""TextCraft's recipe table: what can be made of what, how deep, and the goals.
+
+The table is `data/recipes.json`, written once by scripts/extract_recipes.py. An ingredient is an
+item (`stick`) or a tag, a family of items of which any will do (`planks`: oak planks, ...).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.resources import files
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`count` of `item` are made, exactly, from `ingredients`: (item or tag, how many)."""
+
+    item: str
+    count: int
+    ingredients: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        used = ", ".join(f"{count} {name}" for name, count in self.ingredients)
+        return f"craft {self.count} {self.item} using {used}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """All recipes, by the item that they make, and the tags with their items."""
+
+    recipes: Mapping[str, tuple[Recipe, ...]]
+    tags: Mapping[str, tuple[str, ...]]
+
+    @cached_property
+    def items(self) -> frozenset[str]:
+        """Every item there is: crafted, used, or in a tag."""
+        used = {
+            name for ways in self.recipes.values() for way in ways for name, _ in way.ingredients
+        }
+        members = {item for family in self.tags.values() for item in family}
+        return frozenset((used - set(self.tags)) | members | set(self.recipes))
+
+    def choices(self, name: str) -> tuple[str, ...]:
+        """The items that will do for an ingredient."""
+        return self.tags.get(name, (name,))
+
+    @cached_property
+    def depths(self) -> Mapping[str, int]:
+        """Crafting steps from raw items, by the shallowest recipe; raw items have depth 0."""
+        depths = {item: 0 for item in self.items if item not in self.recipes}
+
+        def depth_of(recipe: Recipe) -> int | None:
+            found = []
+            for name, _ in recipe.ingredients:
+                known = [depths[item] for item in self.choices(name) if item in depths]
+                if not known:
+                    return None
+                found.append(min(known))
+            return 1 + max(found)
+
+        changed = True
+        while changed:
+            changed = False
+            for item in sorted(self.recipes):
+                known = [d for d in map(depth_of, self.recipes[item]) if d is not None]
+                if known and min(known) < depths.get(item, len(self.items)):
+                    depths[item], changed = min(known), True
+        return depths
+
+    def depth_of(self, recipe: Recipe) -> int:
+        """One more than the depth of the recipe's deepest ingredient."""
+        return 1 + max(
+            min(self.depths[item] for item in self.choices(name)) for name, _ in recipe.ingredients
+        )
+
+    @cached_property
+    def goals(self) -> Mapping[int, tuple[str, ...]]:
+        """Craftable items by depth, in an order that is fixed but says nothing about the names."""
+        by_depth: dict[int, list[str]] = defaultdict(list)
+        for item in sorted(self.recipes, key=lambda item: hashlib.sha256(item.encode()).digest()):
+            by_depth[self.depths[item]].append(item)
+        return {depth: tuple(by_depth[depth]) for depth in sorted(by_depth)}
+
+
+@cache
+def load_table() -> Table:
+    """The shipped table."""
+    text = files("ludus.envs.textcraft").joinpath("recipes.json").read_text(encoding="utf-8")
+    data = json.loads(text)
+    recipes: dict[str, list[Recipe]] = defaultdict(list)
+    for item, count, ingredients in data["recipes"]:
+        recipes[item].append(Recipe(item, count, tuple(ingredients.items())))
+    return Table(
+        recipes={item: tuple(ways) for item, ways in recipes.items()},
+        tags={tag: tuple(members) for tag, members in data["tags"].items()},
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to a goal: a recipe for every item crafted, and the item that stands for each tag."""
+
+    recipes: Mapping[str, Recipe]
+    members: Mapping[str, str]
+
+    def actions(self, goal: str, inventory: Counter[str]) -> list[str]:
+        """The actions that are left, by backward chaining; what is gathered is gathered at once.
+
+        What an ingredient needs is made first, then set aside, so that the next ingredient does not
+        take it.
+        """
+        free = Counter(inventory)
+        gathered: Counter[str] = Counter()
+        steps: list[Recipe | str] = []  # what is crafted, and which raw item is gathered
+
+        def provide(item: str, count: int) -> None:
+            """Set aside `count` of `item`, making what is missing."""
+            while free[item] < count:
+                recipe = self.recipes.get(item)
+                if recipe is None:
+                    if item not in gathered:
+                        steps.append(item)
+                    gathered[item] += count - free[item]
+                    free[item] = count
+                else:
+                    made_of = [(self.members.get(n, n), k) for n, k in recipe.ingredients]
+                    for name, needed in made_of:
+                        provide(name, needed)
+                    steps.append(Recipe(item, recipe.count, tuple(made_of)))
+                    free[item] += recipe.count
+            free[item] -= count
+
+        provide(goal, inventory[goal] + 1)
+        return [f"get {gathered[s]} {s}" if isinstance(s, str) else str(s) for s in steps]

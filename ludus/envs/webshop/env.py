@@ -1,0 +1,327 @@
+"""WebShop: buy what an instruction asks for (Yao et al., NeurIPS 2022, arXiv:2207.01206).
+
+    user        WebShop [SEP] Instruction: [SEP] i need tea tree shampoo, with citrus scent, and
+                price lower than 30.00 dollars [SEP] Search
+    assistant   search[tea tree shampoo citrus]
+    user        Instruction: [SEP] ... [SEP] Back to Search [SEP] Page 1 (Total results: 50) [SEP]
+                Next > [SEP] B0QWXRTKLM [SEP] Norara Shampoo, Tea Tree [SEP] $9.49 [SEP] ...
+    assistant   click[B0QWXRTKLM]
+    user        Instruction: [SEP] ... [SEP] scent [SEP] citrus [SEP] jasmine [SEP] ... Buy Now
+    assistant   click[citrus]
+    assistant   click[Buy Now]
+
+Pages, actions and reward are the original's; the search is BM25 over titles, descriptions, bullets
+and options.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from ludus.core.errors import ConfigError, EnvError, did_you_mean
+from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
+from ludus.envs.actions import JSON_NAMES, action_text, answer, call_text, tool_spec
+from ludus.envs.base import Env, NoExpert
+from ludus.envs.webshop.expert import advise
+from ludus.envs.webshop.pages import (
+    BACK,
+    BUY,
+    NEXT,
+    PREVIOUS,
+    SEPARATOR,
+    SUB_PAGES,
+    THANKS,
+    Page,
+    clickable,
+    links,
+    text_of_page,
+)
+from ludus.envs.webshop.reward import Product, score
+from ludus.envs.webshop.shop import Instructions, Kind, load_shop
+
+TIERS = ("options-0", "options-1", "options-2")
+"""How many options the goal asks for; options-2: two or more. `options-0/attributes-1:beauty` is
+narrower: goals that ask for one attribute as well, for products of that department."""
+
+TIER = re.compile(r"(options-\d)(?:/attributes-(\d))?(?::(.+))?")
+
+FIRST_HELD_OUT = 1_000_000
+"""Seeds from here on are of the held-out goals, those below of the training goals."""
+
+ACTION = re.compile(r"(search|click)\[(.+)\]", re.DOTALL)
+
+GUIDE = """You are in a web shop and buy what the instruction asks for. Answer with one action a \
+turn: search[keywords], or click[text], where text is a button, a product's code or an option on \
+the page. Open a product, click its options that were asked for, then click[Buy Now]. You may buy \
+once."""
+
+
+class WebShop(Env):
+    """One instruction; the episode ends with a purchase, whose reward is between 0 and 1.
+
+    `StepResult.info` has `success`, `available_actions` (`search[keywords]` where the page has a
+    search bar, and a click on all that it shows) and, after the purchase, the reward's parts:
+    `type`, `num_attributes`, `num_options`, `price`.
+
+    A task's data is `{"goal": index}`, in the original's order of goals, or
+    `{"split": "train" or "heldout", "seed": n}`, with `options`, `attributes` and `department`
+    where it is to be a goal of that `webshop_shop.Kind`.
+    """
+
+    blocking: ClassVar[bool] = False  # a step takes well under a millisecond and cannot hang
+    score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    success_at: ClassVar[float] = 1.0
+    max_turns: ClassVar[int] = 10
+
+    def __init__(
+        self,
+        path: Annotated[
+            str | None, Field(description="Folder of WebShop's files; null: the shop of ludus.")
+        ] = None,
+        num_products: Annotated[
+            int | None, Field(ge=1, description="Use only the first products; null: all.")
+        ] = None,
+        instructions: Annotated[
+            Instructions, Field(description="Written by people, or made by rules (own files only).")
+        ] = "human",
+        page_size: Annotated[
+            int, Field(ge=1, le=50, description="Products on a page of results.")
+        ] = 10,
+        codes: Annotated[
+            Literal["asin", "place"],
+            Field(
+                description="What names a product in the results: its ASIN, as in the original, or "
+                "its place on the page (`item 1`), for a model too small to copy ASINs."
+            ),
+        ] = "asin",
+        repeat_instruction: Annotated[
+            bool, Field(description="On every page, as in the original; false: on the first.")
+        ] = True,
+        reward: Annotated[
+            Literal["score", "success"],
+            Field(
+                description="The original's score, half of which is paid for any product of the "
+                "kind; or 1 for a purchase that is right in everything, else 0."
+            ),
+        ] = "score",
+        guide: Annotated[
+            bool, Field(description="Open with an explanation, for a model that reads English.")
+        ] = False,
+    ) -> None:
+        self.page_size, self.repeat_instruction, self.guide = page_size, repeat_instruction, guide
+        self.reward = reward
+        self._places = codes == "place"
+        self._shop = load_shop(path, num_products, instructions)
+        self._page: Page | None = None
+
+    async def reset(self, task: Task) -> Observation:
+        index = self._goal_index(task)
+        self._goal = self._shop.goals[index]
+        self._target = self._shop.products[self._goal.asin]
+        self._page = Page()
+        text = self._view(instruction=True)
+        return Observation(
+            messages=[Message(role="user", content=f"{GUIDE}\n\n{text}" if self.guide else text)],
+            info={
+                "goal": index,
+                "instruction": self._goal.instruction,
+                "available_actions": self._actions(),
+            },
+        )
+
+    def _goal_index(self, task: Task) -> int:
+        data, total = task.data, len(self._shop.goals)
+        if "goal" in data:
+            index = data["goal"]
+            if type(index) is not int or not 0 <= index < total:
+                where = f"webshop: task {task.id!r}"
+                raise EnvError(f"{where}: data.goal is {index!r:.40}, not one of 0 to {total - 1}")
+            return int(index)
+        if data.get("split") not in ("train", "heldout") or type(data.get("seed")) is not int:
+            raise EnvError(
+                f"webshop: task {task.id!r}: its data needs a goal, or a split (train or heldout) "
+                "and a seed"
+            )
+        for name, wanted in (("options", int), ("attributes", int), ("department", str)):
+            if not isinstance(given := data.get(name), wanted | None):
+                raise EnvError(
+                    f"webshop: task {task.id!r}: data.{name} is {given!r:.40}, no "
+                    f"{JSON_NAMES[wanted]}, nor null"
+                )
+        kind = Kind(data.get("options"), data.get("attributes"), data.get("department"))
+        goals = self._shop.split(data["split"], kind)
+        if not goals:
+            known = self._shop.departments()
+            if kind.department not in (None, *known):
+                there = ", ".join(name for name in known if name) or "none"
+                raise EnvError(
+                    f"webshop: task {task.id!r}: this shop has no department "
+                    f"{kind.department!r:.40}; there is {there}"
+                )
+            raise EnvError(f"webshop: task {task.id!r}: this shop has no goal of {task.tier}")
+        return goals[int(data["seed"]) % len(goals)]
+
+    async def step(self, action: Message) -> StepResult:
+        if self._page is None:
+            raise EnvError("webshop: the episode is over, or was never reset; call reset first")
+        parsed = ACTION.fullmatch(action_text(self, action))
+        remark = ""
+        if parsed is None:
+            remark = "no such action. use search[keywords] or click[text]. "
+        elif parsed[1] == "search":
+            self._search(parsed[2])
+        else:
+            # As an action's text is made: in lower case, with single spaces.
+            shown = {" ".join(text.lower().split()): text for text in self._clickable()}
+            if parsed[2] not in shown:
+                remark = "there is nothing of that name to click. "
+            elif shown[parsed[2]] == BUY:
+                return self._buy(action)
+            else:
+                self._click(shown[parsed[2]])
+        text = f"{remark}{self._view(self.repeat_instruction)}"
+        info = {"success": False, "available_actions": self._actions()}
+        return StepResult(messages=answer(action, text), reward=0.0, info=info)
+
+    async def close(self) -> None:
+        self._page = None
+
+    @property
+    def _product(self) -> Product | None:
+        assert self._page is not None
+        return self._shop.products.get(self._page.asin)
+
+    def _clickable(self) -> list[str]:
+        assert self._page is not None
+        return clickable(self._page, self._product, self.page_size, self._places)
+
+    def _actions(self) -> list[str]:
+        """What the page offers; two options may share a value."""
+        assert self._page is not None
+        search = ["search[keywords]"] if self._page.kind == "search" else []
+        clicks = dict.fromkeys(text.lower() for text in self._clickable())
+        return [*search, *(f"click[{text}]" for text in clicks)]
+
+    def _view(self, instruction: bool) -> str:
+        assert self._page is not None
+        said = self._goal.instruction if instruction else None
+        products = self._shop.products
+        return text_of_page(self._page, products, said, self.page_size, self._places)
+
+    def _search(self, keywords: str) -> None:
+        self._page = Page("results", keywords, self._shop.search(keywords))
+
+    def _click(self, text: str) -> None:
+        """Follow a link, choose an option, or press a button other than the last."""
+        page = self._page
+        assert page is not None
+        if text == BACK:
+            self._page = Page()
+        elif text in (NEXT, PREVIOUS) and page.kind == "results":
+            page.number += 1 if text == NEXT else -1
+        elif text == PREVIOUS and page.kind == "item":
+            page.kind, page.options = "results", {}
+        elif text == PREVIOUS:
+            page.kind = "item"
+        elif text in SUB_PAGES and page.kind == "item":
+            page.kind = text
+        elif page.kind == "results":
+            page.asin = links(page, self.page_size, self._places)[text]
+            page.kind = "item"
+        else:
+            for name, values in self._shop.products[page.asin].options.items():
+                if text in values:
+                    page.options[name] = text
+
+    def _buy(self, action: Message) -> StepResult:
+        page, bought = self._page, self._product
+        assert page is not None
+        assert bought is not None
+        parts = score(self._goal, self._target, bought, page.options.values())
+        self._page = None
+        success = parts.value >= self.success_at
+        said = SEPARATOR.join([*THANKS, f"{parts.value:g}"])
+        return StepResult(
+            messages=answer(action, said),
+            reward=float(success) if self.reward == "success" else parts.value,
+            terminated=True,
+            info={
+                "success": success,
+                "available_actions": [],
+                "type": parts.type,
+                "num_attributes": parts.num_attributes,
+                "num_options": parts.num_options,
+                "price": parts.price,
+            },
+        )
+
+    def tools(self) -> Sequence[ToolSpec]:
+        keywords = {"type": "string", "description": "What to look for."}
+        text = {"type": "string", "description": "A button, a product's code or an option."}
+        return [
+            tool_spec("search", "Search the shop.", keywords=keywords),
+            tool_spec("click", "Click on the page.", text=text),
+        ]
+
+    def text_of(self, call: ToolCall) -> str:
+        names = {"search": "keywords", "click": "text"}
+        if call.name not in names:
+            raise ValueError("there is no such tool; there are search and click")
+        return f"{call.name}[{call_text(call, {names[call.name]: str})[0]}]"
+
+    def call_of(self, action: str) -> ToolCall:
+        parsed = ACTION.fullmatch(action)
+        if parsed is None:
+            raise ValueError(f"{action!r:.80} is neither search[...] nor click[...]")
+        argument = "keywords" if parsed[1] == "search" else "text"
+        return ToolCall(name=parsed[1], arguments={argument: parsed[2]})
+
+    def expert_action(self) -> str:
+        if self._page is None:
+            raise NoExpert("webshop: no episode is being played")
+        action = advise(self._shop, self._goal, self._page, self.page_size)
+        shown = links(self._page, self.page_size, self._places)
+        names = {f"click[{asin}]": f"click[{name}]" for name, asin in shown.items()}
+        return names.get(action, action)
+
+    @classmethod
+    def tiers(cls) -> Sequence[str]:
+        return TIERS
+
+    @classmethod
+    def check_tier(cls, tier: str) -> None:
+        _kind(tier)
+
+    @classmethod
+    def task(cls, tier: str | None, seed: int) -> Task:
+        """Goal number `seed` of the tier's, beginning anew after the last.
+
+        Seeds from 1,000,000 on are of the held-out goals, which share none with the training goals.
+        """
+        heldout = seed >= FIRST_HELD_OUT
+        return Task(
+            id=f"webshop/{tier or 'all'}/{seed}",
+            data={
+                "split": "heldout" if heldout else "train",
+                "seed": seed - FIRST_HELD_OUT if heldout else seed,
+                **(asdict(_kind(tier)) if tier else {}),
+            },
+            tier=tier,
+            source="webshop",
+        )
+
+
+def _kind(tier: str) -> Kind:
+    """What a tier stands for; which departments there are, the shop knows."""
+    parsed = TIER.fullmatch(tier)
+    if parsed is None or parsed[1] not in TIERS:
+        raise ConfigError(
+            f"{tier!r} is not a tier of webshop{did_you_mean(tier, TIERS)} (narrower ones are "
+            "written options-0:beauty, options-0/attributes-1, options-0/attributes-1:beauty)"
+        )
+    return Kind(TIERS.index(parsed[1]), int(parsed[2]) if parsed[2] else None, parsed[3])

@@ -1,0 +1,105 @@
+"""WebShop's pages as text, and what can be clicked on them.
+
+    Instruction: [SEP] i need a shampoo [SEP] Back to Search [SEP] Page 1 (Total results: 50) [SEP]
+    Next > [SEP] B0QWXRTKLM [SEP] Norara Shampoo, Tea Tree [SEP] $9.49 [SEP] ...
+
+As in the original's text mode, texts are joined by ` [SEP] `; a page does not show which options
+were chosen. What the original's last page shows of the goal is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ludus.envs.webshop.reward import Product
+
+SEPARATOR = " [SEP] "
+BACK, PREVIOUS, NEXT, BUY = "Back to Search", "< Prev", "Next >", "Buy Now"
+THANKS = ("Thank you for shopping with us!", "Your score (min 0.0, max 1.0)")
+SUB_PAGES = ("Description", "Features", "Reviews")
+
+
+@dataclass(slots=True)
+class Page:
+    """Where the customer is. `kind`: search, results, item, or one of SUB_PAGES.
+
+    `hits` are the asins that the last search found, `number` the page of them, from 1 on; `options`
+    the values chosen of the product `asin`, by the name of the option.
+    """
+
+    kind: str = "search"
+    keywords: str = ""
+    hits: Sequence[str] = ()
+    number: int = 1
+    asin: str = ""
+    options: dict[str, str] = field(default_factory=dict)
+
+
+def on_page(page: Page, size: int) -> Sequence[str]:
+    """Asins of the hits on this page of the results."""
+    return page.hits[(page.number - 1) * size : page.number * size]
+
+
+def links(page: Page, size: int, places: bool = False) -> dict[str, str]:
+    """What is clicked to open each product of this page of the results, and the product's asin: the
+    asin itself, or its place on the page, `item 1` and so on."""
+    return {
+        f"item {place}" if places else asin: asin
+        for place, asin in enumerate(on_page(page, size), 1)
+    }
+
+
+def buttons(page: Page, size: int) -> list[str]:
+    """The buttons of a page, as they are shown and in their order."""
+    if page.kind == "search":
+        return []
+    if page.kind == "results":
+        back = [PREVIOUS] if page.number > 1 else []
+        more = [NEXT] if page.number * size < len(page.hits) else []
+        return [BACK, *back, *more]
+    return [BACK, PREVIOUS, *([*SUB_PAGES, BUY] if page.kind == "item" else [])]
+
+
+def clickable(page: Page, product: Product | None, size: int, places: bool = False) -> list[str]:
+    """All that can be clicked, as it is shown."""
+    products = list(links(page, size, places)) if page.kind == "results" else []
+    values: list[str] = []
+    if page.kind == "item" and product is not None:
+        values = [value for choices in product.options.values() for value in choices]
+    return [*buttons(page, size), *products, *values]
+
+
+def text_of_page(
+    page: Page,
+    products: dict[str, Product],
+    instruction: str | None,
+    size: int,
+    places: bool = False,
+) -> str:
+    """What the customer sees; without an instruction, what stands below it."""
+    head = [] if instruction is None else ["Instruction:", instruction]
+    shown = buttons(page, size)
+    if page.kind == "search":
+        return SEPARATOR.join(["WebShop", *head, "Search"])
+    if page.kind == "results":
+        count = f"Page {page.number} (Total results: {len(page.hits)})"
+        body = [shown[0], count, *shown[1:]]
+        for name, asin in links(page, size, places).items():
+            body += [name, products[asin].title, products[asin].price_tag]
+        return SEPARATOR.join([*head, *body])
+    product = products[page.asin]
+    if page.kind == "item":
+        choices = [text for name, values in product.options.items() for text in (name, *values)]
+        about = [product.title, f"Price: {product.price_tag}", f"Rating: {product.rating}"]
+        return SEPARATOR.join([*head, *shown[:2], *choices, *about, *shown[2:]])
+    return SEPARATOR.join([*head, *shown, *_sub_page(page.kind, product)])
+
+
+def _sub_page(kind: str, product: Product) -> list[str]:
+    if kind == "Description":
+        return [product.description or "No Description"]
+    if kind == "Features":
+        return list(product.bullets) or ["No Features"]
+    rows = [text for title, stars, body in product.reviews for text in (f'"{title}"', stars, body)]
+    return rows or ["No reviews found"]

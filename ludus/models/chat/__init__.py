@@ -1,0 +1,1 @@
+"""Chat templates, rendering, parsing and tokenizers."""

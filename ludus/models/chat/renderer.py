@@ -1,0 +1,287 @@
+"""Messages to token ids, by appending: what was sampled is never rendered again.
+
+    open([user])           prompt ids P0, up to where the assistant's turn begins
+    (sampled)              A0, as the engine returned it
+    extend([user], A0)     E0: closes the turn, the new messages, the next generation prompt
+    (sampled)              A1
+    ...                    the conversation is P0 + A0 + E0 + A1 + ...
+
+Everything is derived from the chat template by probing, so any Hugging Face template works; see
+docs/decisions/0001-renderer.md for the reasons.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from ludus.core.errors import ConfigError
+from ludus.core.types import Message, ToolCall, ToolSpec
+from ludus.models.chat.parsing import (
+    CALL_FORM,
+    CALL_OPEN,
+    THINK_CLOSE,
+    THINK_OPEN,
+    Parsed,
+    Thinking,
+    ToolParser,
+    split_thinking,
+)
+from ludus.models.chat.template import (
+    SENTINEL,
+    THOUGHT,
+    ChatTemplate,
+    Encoder,
+    end_of_turn,
+    load_template,
+)
+
+_USER: dict[str, Any] = {"role": "user", "content": "u"}
+_TURN: dict[str, Any] = {"role": "assistant", "content": SENTINEL}
+
+MOST_REMEMBERED, LONGEST_REMEMBERED = 2048, 4096
+"""Renderings that are kept, and characters of the messages that one is kept for."""
+
+
+class Renderer:
+    """Renders conversations for one tokenizer, one template and one set of tools.
+
+    `chat_template` is a shipped name (plain, qwen3), a file, or None for the tokenizer's own.
+    `thinking` is the policy for thinking blocks: "keep" and "strip" leave them to the model (with
+    "strip", the caller replaces a sampled turn by `strip_thinking` of it, in a new branch);
+    "forbid" tells the template not to ask for one (`enable_thinking=False`) and makes `parse`
+    report one as an error.
+
+    Content never becomes a special token, whoever wrote it and whatever it spells: `<|im_end|>`
+    in an observation is tokenised as ordinary text. (A template whose framing is ordinary text to
+    the tokenizer cannot be protected so; its turns end with the tokenizer's eos token.)
+
+    Errors: ConfigError where the template cannot be appended to, writes tool calls in another
+    form than `<tool_call>{json}</tool_call>`, or names no token that ends a turn.
+    """
+
+    stop_token_ids: list[int]
+    """Ids that end a turn: the template's end-of-turn token first, then the tokenizer's eos."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        chat_template: str | None = None,
+        tools: Sequence[ToolSpec] = (),
+        thinking: Thinking = "keep",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.thinking = thinking
+        source = _source(tokenizer, chat_template)
+        variables = {"enable_thinking": False} if thinking == "forbid" else {}
+        self._template = ChatTemplate(tokenizer, source, **variables)
+        self._encoder = Encoder(tokenizer, source)
+        self._tools = self._encoder.tools(tools)
+        self._parser = ToolParser(tools) if tools else None
+        self._memory: dict[str, list[int]] = {}
+        self._find_end()
+        self._probe_turn()
+        self._probe_thinking()
+        if tools:
+            self._check_tools(tools[0])
+
+    def open(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of the opening conversation, tools included, up to the assistant's turn."""
+        return self._remembered("open", messages, lambda: self._opening(messages))
+
+    def extend(self, messages: Sequence[Message], after: Sequence[int]) -> list[int]:
+        """The ids to append after a sampled turn `after`, up to the next assistant turn.
+
+        They begin with the end-of-turn token, unless the turn ends with it already: a turn that
+        was cut, or stopped by a string or another id, is closed and never altered.
+        """
+        ended = bool(after) and after[-1] == self.stop_token_ids[0]
+        what = "after its end" if ended else "after"
+        return self._remembered(what, messages, lambda: self._extension(messages, ended))
+
+    def assistant(self, message: Message) -> list[int]:
+        """The ids that a model would sample for `message`, the end-of-turn id included.
+
+        Under "forbid", the message's thinking is left out.
+        """
+        lead = self._think_close if self._think_prompted else self._lead
+        if message.thinking is not None and self.thinking != "forbid":
+            thought = self._encoder.defuse(message.thinking)
+            lead = self._think_open + thought + self._think_close
+        text = lead + self._body(message) + self._closing + self._end
+        return self._encoder.encode_after(self._end, text)
+
+    def parse(self, token_ids: Sequence[int]) -> Parsed:
+        """A sampled turn in parts; what is wrong with it is an error text, never an exception."""
+        ids = list(token_ids)
+        if ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        text = self._decode(ids).removeprefix(self._lead)
+        if self.thinking == "forbid" and (THINK_OPEN in text or THINK_CLOSE in text):
+            refusal = f"Thinking is not allowed: answer without {THINK_OPEN} blocks."
+            return Parsed(Message(role="assistant", content=text), refusal)
+        thought, content, closed = split_thinking(text, opened=self._think_prompted)
+        calls: list[ToolCall] = []
+        error: str | None = (
+            None if closed else f"The thinking block was never closed with {THINK_CLOSE}."
+        )
+        if self._parser and not error:
+            content, calls, error = self._parser.parse(content)
+        message = Message(role="assistant", content=content, thinking=thought, tool_calls=calls)
+        return Parsed(message, error)
+
+    def strip_thinking(self, token_ids: Sequence[int]) -> list[int]:
+        """The sampled ids without their thinking block: a slice of them, never re-tokenised.
+
+        The cut is behind the token that completes `</think>` and the newlines that follow it. Of
+        a block that was never closed, only the stop id remains.
+        """
+        ids = list(token_ids)
+        text = self._decode(ids)
+        thought, _, closed = split_thinking(text, opened=self._think_prompted)
+        if thought is None:
+            return ids
+        if not closed:
+            return [i for i in ids[-1:] if i in self.stop_token_ids]
+        cut = bisect_left(range(len(ids)), True, key=lambda k: THINK_CLOSE in self._decode(ids[:k]))
+        while cut < len(ids) and self._decode(ids[cut : cut + 1]).strip("\n") == "":
+            cut += 1
+        return ids[cut:]
+
+    def _opening(self, messages: Sequence[Message]) -> list[int]:
+        fields = [self._encoder.message(message) for message in messages]
+        return self._encoder.encode(self._template.render(fields, self._tools, prompt=True))
+
+    def _extension(self, messages: Sequence[Message], ended: bool) -> list[int]:
+        text = self._after_turn([self._encoder.message(message) for message in messages])
+        if not self._end_in_template:
+            return self._encoder.encode_after(self._end, text)
+        if ended:
+            return self._encoder.encode_after(self._end, text.partition(self._end)[2])
+        return self._encoder.encode(text)
+
+    def _remembered(
+        self, what: str, messages: Sequence[Message], render: Callable[[], list[int]]
+    ) -> list[int]:
+        """The ids, rendered once: a group's episodes open alike, and often hear the same."""
+        key = f"{what}: {[message.__dict__ for message in messages]}"
+        if len(key) > LONGEST_REMEMBERED:
+            return render()
+        if key not in self._memory:
+            if len(self._memory) >= MOST_REMEMBERED:
+                self._memory.clear()
+            self._memory[key] = render()
+        return list(self._memory[key])
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(
+            self.tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _after_turn(self, messages: Sequence[dict[str, Any]]) -> str:
+        """What the template writes from the end of an assistant turn's content on."""
+        text = self._template.render([_USER, _TURN, *messages], prompt=True)
+        return text.rpartition(SENTINEL)[2]
+
+    def _body(self, message: Message) -> str:
+        """What the template writes between a turn's header and its end, thinking left out."""
+        fields = self._encoder.message(message.model_copy(update={"thinking": None}))
+        text = self._template.render([_USER, fields, _USER])
+        if not (text.startswith(self._before) and text.endswith(self._after)):
+            raise ConfigError(
+                "model.chat_template: the template frames an assistant turn differently for its "
+                f"content {message.content[:80]!r} and {len(message.tool_calls)} tool calls"
+            )
+        return text[len(self._before) : len(text) - len(self._after)]
+
+    def _find_end(self) -> None:
+        """The token that ends a turn, from the template or else the tokenizer."""
+        found = end_of_turn(self._template, self._encoder.special)
+        eos = self.tokenizer.eos_token
+        if found is None and eos is None:
+            raise ConfigError(
+                "model.chat_template: no special token ends an assistant turn, and the tokenizer "
+                "has no eos token: a turn could never end"
+            )
+        self._end_in_template = found is not None
+        self._closing, self._end = found or ("", str(eos))
+        ids = [self.tokenizer.convert_tokens_to_ids(self._end), self.tokenizer.eos_token_id]
+        self.stop_token_ids = list(dict.fromkeys(i for i in ids if i is not None))
+
+    def _probe_turn(self) -> None:
+        """The text around a turn; refuses a template that cannot be appended to."""
+        text = self._template.render([_USER, _TURN, _USER])
+        if text.count(SENTINEL) != 1:
+            raise ConfigError(
+                f"model.chat_template: the template writes an assistant's content "
+                f"{text.count(SENTINEL)} times; it must be written once, as it is"
+            )
+        self._before, _, self._after = text.partition(SENTINEL)
+        long = self._template.render([_USER, _TURN, _USER, _TURN, _USER], prompt=True)
+        if long.rpartition(SENTINEL)[2] != self._after_turn([_USER]):
+            raise ConfigError(
+                "model.chat_template: what the template writes after a turn depends on the turns "
+                "before it, so nothing can be appended to it; use plain or qwen3"
+            )
+
+    def _probe_thinking(self) -> None:
+        """What a turn begins with: how thinking is framed, and whether the prompt opens it."""
+        prompt = self._template.render([_USER], prompt=True)
+        self._think_prompted = prompt.rstrip().endswith(THINK_OPEN)
+        if self._think_prompted and self.thinking == "forbid":
+            raise ConfigError(
+                f"model.thinking: forbid cannot work, for the template opens each turn with "
+                f"{THINK_OPEN} itself; use keep or strip, or another chat_template"
+            )
+        # Llama 2 and Mistral put a space between prompt and content, gpt-oss a channel's name.
+        follows = self._before.startswith(prompt) and not self._think_prompted
+        self._lead = self._before.removeprefix(prompt) if follows else ""
+        self._think_open = "" if self._think_prompted else f"{self._lead}{THINK_OPEN}\n"
+        self._think_close = f"\n{THINK_CLOSE}\n\n"
+        text = self._template.render([_USER, {**_TURN, "reasoning_content": THOUGHT}])
+        opening, found, rest = text.partition(THOUGHT)
+        if found and opening.startswith(prompt) and SENTINEL in rest:
+            self._think_open = opening[len(prompt) :]
+            self._think_close = rest.partition(SENTINEL)[0]
+
+    def _check_tools(self, tool: ToolSpec) -> None:
+        """Refuses a template that leaves tools out, or writes calls that `parse` cannot read."""
+        call = ToolCall(name=tool.name, arguments={"x": 1})
+        shown = self._template.render([_USER], self._tools, prompt=True)
+        try:
+            body = self._body(Message(role="assistant", tool_calls=[call]))
+        except ConfigError:  # gpt-oss, say, has another header for a turn that calls tools
+            body = ""
+        parser = ToolParser([ToolSpec(name=tool.name)])
+        if tool.name not in shown:
+            problem = "does not show tools to the model"
+        elif CALL_OPEN not in body or parser.parse(body)[1] != [call]:
+            problem = f"does not write tool calls as {CALL_FORM}"
+        else:
+            return
+        raise ConfigError(
+            f"model.chat_template: the template {problem}; use chat_template: qwen3 or plain, or "
+            "rollout.format: react"
+        )
+
+
+def _source(tokenizer: PreTrainedTokenizerFast, chat_template: str | None) -> str:
+    """The Jinja source to use, after checking that the tokenizer can serve it."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(
+            f"model.tokenizer: {type(tokenizer).__name__} has no tokenizer.json form (a 'fast' "
+            "tokenizer), which rendering needs"
+        )
+    if chat_template is not None:
+        return load_template(chat_template)
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            "model.chat_template: the tokenizer has no chat template of its own; set "
+            "`model.chat_template: plain` (or qwen3, or the path of a Jinja file)"
+        )
+    return str(tokenizer.get_chat_template())

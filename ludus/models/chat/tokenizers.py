@@ -1,0 +1,218 @@
+"""Tokenizers: load any, or train a small one on a recipe's own texts.
+
+row    a token is                                  which texts come back exactly
+words  a word, a digit or a sign, each with the    those of known words, digits and signs;
+       space before it; a white-space character    anything else is <unk>
+bpe    a run of bytes                              every text
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from ludus.core.errors import ConfigError, did_you_mean
+from ludus.core.types import Spec, ToolSpec
+from ludus.models import TOKENIZERS
+from ludus.models.chat.template import (
+    SENTINEL,
+    SHIPPED,
+    ChatTemplate,
+    end_of_turn,
+    load_template,
+    special_tokens,
+)
+
+PAD, UNK = "<pad>", "<unk>"
+
+WORDS = r" ?[^\W\d]+| ?\d| ?[^\w\s]|\s"
+"""A word (letters and underscores), one digit or one sign, each with the space before it, or one
+white-space character. Every text is a sequence of these, and is their concatenation."""
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of a Hugging Face folder, or of a name on the hub.
+
+    Errors: ConfigError where there is no such folder (the nearest is named), the hub cannot be
+    reached, or what is there is no tokenizer.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(unloadable("model.tokenizer", path, error)) from error
+    if len(tokenizer) == 0:
+        raise ConfigError(f"model.tokenizer: {path} holds no tokenizer (its vocabulary is empty)")
+    return tokenizer
+
+
+def unloadable(key: str, path: str, error: Exception) -> str:
+    """Why a folder or hub name gave nothing, for the user."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return f"{key}: cannot load from the folder {path}: {_first_line(error)}"
+    siblings = [item.name for item in folder.parent.glob("*") if item.is_dir()]
+    hint = did_you_mean(folder.name, siblings, f"{folder.parent}/{{}}") if "/" in path else ""
+    if path.count("/") != 1 or path[0] in "./~":
+        return f"{key}: there is no folder {path}{hint}"
+    return (
+        f"{key}: there is no folder {path}{hint}, and the Hugging Face hub did not give it "
+        f"(unreachable, or no such name): {_first_line(error)}"
+    )
+
+
+def train_tokenizer(
+    spec: Spec,
+    texts: Iterable[str],
+    chat_template: str = "plain",
+    tools: Sequence[ToolSpec] = (),
+) -> PreTrainedTokenizerFast:
+    """Train a row of TOKENIZERS on `texts`; the same texts give the same files, byte for byte.
+
+    The template's special tokens, `<pad>` and `<unk>` come first; what the template itself writes
+    (role names, the tools' descriptions) is part of the vocabulary; eos is the template's
+    end-of-turn token, and the template is stored with the tokenizer.
+
+    Errors: ConfigError for an unknown row or argument, a vocabulary too small, no texts.
+    """
+    source = load_template(chat_template)
+    special = list(dict.fromkeys([PAD, UNK, *special_tokens(source)]))
+    bare = _wrap(Tokenizer(models.WordLevel({UNK: 0}, unk_token=UNK)), special, source)
+    template = ChatTemplate(bare, source)
+    found = end_of_turn(template, special)
+    if found is None:
+        raise ConfigError(
+            f"model.chat_template: {chat_template} ends an assistant turn without a special token, "
+            f"so a tokenizer cannot be trained for it; use {' or '.join(SHIPPED)}"
+        )
+    backend = TOKENIZERS.build(
+        spec,
+        where="model.tokenizer",
+        texts=texts,
+        framing=_framing(template, tools),
+        special_tokens=special,
+    )
+    assert isinstance(backend, Tokenizer)
+    return _wrap(backend, special, source, eos_token=found[1])
+
+
+def words(
+    texts: Iterable[str],
+    framing: Sequence[str],
+    special_tokens: Sequence[str],
+    vocab_size: Annotated[
+        int, Field(ge=16, description="Most tokens; the rarest words become <unk>.")
+    ] = 4096,
+    min_count: Annotated[
+        int, Field(ge=1, description="Words seen less often than this become <unk>.")
+    ] = 1,
+) -> Tokenizer:
+    """A token a word, with the space before it: `turn left` is `turn` and ` left`.
+
+    A text comes back exactly if its words are known: encoding splits it, decoding concatenates.
+    A word at the start of a text and one behind a space are two tokens (`red` and ` red`).
+    """
+    trained = Tokenizer(models.WordLevel(unk_token=UNK))
+    splitter = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
+    trained.pre_tokenizer = splitter
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=2**31, min_frequency=min_count, show_progress=False
+    )
+    trained.train_from_iterator(texts, trainer)
+    counted = sorted(trained.get_vocab().items(), key=lambda item: item[1])
+    if not counted:
+        raise ConfigError("model.tokenizer: there are no texts to train it on")
+    required = [piece for text in framing for piece, _ in splitter.pre_tokenize_str(text)]
+    first = list(dict.fromkeys([*special_tokens, " ", "\n", *required]))
+    if len(first) >= vocab_size:
+        raise ConfigError(
+            f"model.tokenizer.args.vocab_size: {vocab_size} leaves no room for words: the chat "
+            f"template alone needs {len(first)} tokens"
+        )
+    tokens = list(dict.fromkeys([*first, *(piece for piece, _ in counted)]))[:vocab_size]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
+    backend.pre_tokenizer = splitter
+    backend.decoder = decoders.Fuse()
+    return backend
+
+
+def bpe(
+    texts: Iterable[str],
+    framing: Sequence[str],
+    special_tokens: Sequence[str],
+    vocab_size: Annotated[
+        int, Field(ge=288, description="Tokens: 256 bytes, the special tokens, and merges.")
+    ] = 1024,
+) -> Tokenizer:
+    """Byte-level byte-pair encoding (as in GPT-2), digits apart: every text comes back exactly."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    if vocab_size < (least := 256 + len(special_tokens)):
+        raise ConfigError(
+            f"model.tokenizer.args.vocab_size: at least {least} are needed for the bytes and the "
+            f"special tokens, got {vocab_size}"
+        )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator((*framing, *texts), trainer)
+    return backend
+
+
+def _wrap(
+    backend: Tokenizer, special: Sequence[str], source: str, **named: Any
+) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        unk_token=UNK,
+        additional_special_tokens=[t for t in special if t not in (PAD, UNK, *named.values())],
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
+    tokenizer.chat_template = source
+    return tokenizer
+
+
+def _framing(template: ChatTemplate, tools: Sequence[ToolSpec]) -> list[str]:
+    """What the template itself writes, in every shape of conversation that it accepts."""
+    specs = [{"type": "function", "function": tool.model_dump()} for tool in tools]
+    text = {role: {"role": role, "content": SENTINEL} for role in ("system", "user", "tool")}
+    call = {"type": "function", "function": {"name": SENTINEL, "arguments": {SENTINEL: SENTINEL}}}
+    turn = {"role": "assistant", "content": SENTINEL}
+    shapes: list[list[dict[str, Any]]] = [
+        [text["user"], turn, text["user"]],
+        [text["system"], text["user"], turn],
+        [text["user"], {**turn, "reasoning_content": SENTINEL}],
+        [text["user"], {**turn, "tool_calls": [call, call]}, text["tool"], text["tool"]],
+    ]
+    pieces: dict[str, None] = {}
+    for shape in shapes:
+        for offered in ([], specs):
+            try:
+                rendered = template.render(shape, offered, prompt=True)
+            except ConfigError:
+                continue  # gemma, say, takes no system message
+            pieces |= dict.fromkeys(rendered.split(SENTINEL))
+    markers = special_tokens(template.source)
+    for marker in markers:
+        pieces = dict.fromkeys(part for piece in pieces for part in piece.split(marker))
+    return [piece for piece in pieces if piece]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:200]

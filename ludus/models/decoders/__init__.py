@@ -1,0 +1,1 @@
+"""Decoders: logits for the sampler."""

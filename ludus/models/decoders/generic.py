@@ -1,0 +1,109 @@
+"""Any Hugging Face causal LM as a decoder: its own forward pass, over our blocks.
+
+The slower path. It needs layers that all attend to every position, and a model that leaves
+positions and the attention mask to the caller (`probe` tells).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ludus.models.kv_cache.padded import Padded, SlotStore
+from ludus.models.kv_cache.paging import BLOCK, Pass
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one decoder layer."""
+
+    is_sliding = False
+
+    def __init__(self, cache: BlockCache) -> None:
+        super().__init__()
+        self.cache = cache
+        self.stores = (SlotStore(), SlotStore())
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: storage grows when it is written to."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values [R, H, L, D]; return those of all positions so far."""
+        plan = self.cache.plan
+        for store, states_RHLD in zip(self.stores, (key_states, value_states), strict=True):
+            states_NHD = states_RHLD.transpose(1, 2).flatten(0, 1)
+            store.num_slots = self.cache.num_slots
+            store.write(states_NHD[plan.write_places_W], plan.write_slots_W)
+        return self.stores[0].read(plan.slots_RT), self.stores[1].read(plan.slots_RT)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.plan.slots_RT.shape[1], 0
+
+    def get_seq_length(self) -> int:
+        return int(self.cache.plan.slots_RT.shape[1])
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class BlockCache(Cache):  # type: ignore[misc]
+    """A transformers cache that stores and reads as the plan of the pass under way says."""
+
+    plan: Padded
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_slots = 0
+        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
+
+
+class GenericDecoder:
+    """A `Decoder` that calls the model's own module."""
+
+    name = "generic"
+    mixes = False
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._num_layers = model.config.get_text_config().num_hidden_layers
+        self._cache = BlockCache(self._num_layers)
+
+    def reserve(self, num_blocks: int) -> None:
+        self._cache.num_slots = max(self._cache.num_slots, BLOCK * num_blocks)
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        for layer in self._cache.layers:
+            for store in layer.stores:
+                store.num_slots = self._cache.num_slots
+                store.copy(BLOCK * source, BLOCK * target, count)
+
+    @torch.inference_mode()
+    def forward(self, batch: Pass) -> Tensor:
+        if self._model.training:
+            self._model.eval()
+        plan = Padded.of(batch, next(self._model.parameters()).device)
+        self._cache.plan = plan
+        width = plan.ids_RL.shape[1]
+        columns, column_of_output = torch.unique(plan.output_columns, return_inverse=True)
+        last = columns.tolist() == [width - 1]
+        logits_RCV: Tensor = self._model(
+            input_ids=plan.ids_RL,
+            attention_mask=plan.mask_R1LT,
+            position_ids=plan.positions_RL,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1 if last else columns,
+        ).logits
+        if not last and logits_RCV.shape[1] == width:  # a model that keeps them all
+            return logits_RCV[plan.output_rows, plan.output_columns]
+        return logits_RCV[plan.output_rows, column_of_output]
+
+    def refresh(self) -> None:
+        """The module is called as it is."""
+
+    def clear(self) -> None:
+        self._cache = BlockCache(self._num_layers)

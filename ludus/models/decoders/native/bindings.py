@@ -1,0 +1,156 @@
+"""The kernels' interface: the structures of decoder.c, and calls on tensors and arrays."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ludus.models.decoders.native import library
+
+_POINTER = ctypes.c_void_p
+_INT = ctypes.c_int32
+_LAYER = (
+    "attention_norm",
+    "mlp_norm",
+    "query_norm",
+    "key_norm",
+    "qkv_bias",
+    "output_bias",
+    "gate_up_bias",
+    "down_bias",
+    "qkv",
+    "output",
+    "gate_up",
+    "down",
+    "keys",
+    "values",
+)
+_SIZES = (
+    "hidden",
+    "layers",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "rotary",
+    "inner",
+    "vocab",
+    "activation",
+)
+_FLOATS = ("eps", "attention_scale", "embedding_scale")
+_WEIGHTS = ("embeddings", "final_norm", "cosine", "sine", "head")
+
+
+class Layer(ctypes.Structure):
+    """Pointers to one layer's packed weights, and to its keys and values."""
+
+    _fields_ = [(name, _POINTER) for name in _LAYER]
+
+
+class Model(ctypes.Structure):
+    """A decoder's sizes and weights."""
+
+    _fields_ = [
+        *[(name, _INT) for name in _SIZES],
+        *[(name, ctypes.c_float) for name in _FLOATS],
+        *[(name, _POINTER) for name in _WEIGHTS],
+        ("layer", ctypes.POINTER(Layer)),
+    ]
+
+
+_COUNTS = ("tokens", "writes", "outputs", "table_stride", "max_length")
+_ARRAYS = ("ids", "positions", "rows", "write_tokens", "write_slots", "tables", "output_tokens")
+
+
+class NativePass(ctypes.Structure):
+    """`ludus.models.kv_cache.paging.Pass`, as C sees it."""
+
+    _fields_ = [*[(name, _INT) for name in _COUNTS], *[(name, _POINTER) for name in _ARRAYS]]
+
+
+class Kernels:
+    """The library's functions, with their types.
+
+    Args:
+        half: multiply in bfloat16; sums stay in float32.
+
+    Errors: `ludus.models.decoders.native.Unavailable`.
+    """
+
+    def __init__(self, half: bool = False) -> None:
+        lib = library(half)
+        self.dtype = torch.bfloat16 if half else torch.float32
+        long, model, pass_ = ctypes.c_long, ctypes.POINTER(Model), ctypes.POINTER(NativePass)
+        lib.ludus_scratch.argtypes = [model, pass_, ctypes.c_int]
+        lib.ludus_scratch.restype = long
+        lib.ludus_forward.argtypes = [model, pass_, _POINTER, _POINTER, ctypes.c_int]
+        lib.ludus_forward.restype = None
+        lib.ludus_copy.argtypes = [model, ctypes.c_int, long, long, ctypes.c_int]
+        lib.ludus_copy.restype = None
+        lib.ludus_pack.argtypes = [_POINTER, _POINTER, long, long, long, ctypes.c_int]
+        lib.ludus_pack.restype = None
+        pointers = [_POINTER] * 5
+        lib.ludus_sample.argtypes = [_POINTER, long, long, long, *pointers, ctypes.c_int]
+        lib.ludus_sample.restype = long
+        self.lib = lib
+        self.panel = int(lib.ludus_panel())
+        self.lanes = int(lib.ludus_lanes())
+        self.block = int(lib.ludus_block())
+        self.pair = int(lib.ludus_pair())
+
+    def whole(self, size: int) -> int:
+        """`size` rounded up to whole panels."""
+        return -(-size // self.panel) * self.panel
+
+    def pack(self, weights: list[Tensor], pair: bool = False) -> Tensor:
+        """Panels of matrices [outputs, inputs] below each other, in `dtype`; of a pair, side by
+        side."""
+        inputs = weights[0].shape[1]
+        depth = -(-inputs // self.pair) * self.pair
+        unit = self.lanes if pair else self.panel
+        outputs = weights[0].shape[0] if pair else sum(len(w) for w in weights)
+        panels = -(-outputs // unit)
+        packed = torch.zeros(panels * depth * self.panel, dtype=self.dtype)
+        start = 0
+        for number, weight in enumerate(weights):
+            weight = weight.float().contiguous()
+            half = number if pair else -1
+            self.lib.ludus_pack(
+                weight.data_ptr(), packed.data_ptr(), len(weight), inputs, start, half
+            )
+            start += 0 if pair else len(weight)
+        return packed
+
+    def sample(
+        self,
+        logits_RV: Tensor,
+        temperatures_R: NDArray[np.float64],
+        uniforms_R: NDArray[np.float64],
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64], int]:
+        """Token ids and log-probabilities [R], and the first row that is not finite (-1: none)."""
+        rows, vocab = logits_RV.shape
+        threads = torch.get_num_threads()
+        tokens_R = np.zeros(rows, np.int64)
+        logprobs_R = np.zeros(rows, np.float64)
+        scratch = np.empty(vocab * threads, np.float32)
+        bad = self.lib.ludus_sample(
+            logits_RV.data_ptr(),
+            logits_RV.stride(0),
+            rows,
+            vocab,
+            _at(temperatures_R),
+            _at(uniforms_R),
+            _at(scratch),
+            _at(tokens_R),
+            _at(logprobs_R),
+            threads,
+        )
+        return tokens_R, logprobs_R, int(bad)
+
+
+def _at(array: NDArray[Any]) -> int:
+    return array.ctypes.data

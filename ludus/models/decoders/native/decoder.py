@@ -1,0 +1,180 @@
+"""A Llama-shaped decoder on the CPU, as one call of native code for each pass.
+
+It reads packed copies of the weights, which are made anew when a parameter has changed. A token's
+numbers do not depend on what else is computed with it, to the bit. In bfloat16 weights, keys,
+values and what they are multiplied with have 8 bits; sums, norms and the residual stream keep 24.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ludus.models.decoders.llama import Llama, LlamaLayer
+from ludus.models.decoders.native.bindings import Kernels, Layer, Model, NativePass
+from ludus.models.kv_cache.paging import BLOCK, Pass
+
+_ACTIVATIONS = {"silu": 2, "gelu_tanh": 3}  # as in decoder.c
+
+
+class NativeDecoder:
+    """A `Decoder` of a model read by `ludus.models.decoders.llama.read`.
+
+    Args:
+        dtype: of the products. float32 needs weights in float32, bfloat16 takes both.
+
+    Errors: `ludus.models.decoders.native.Unavailable` where the kernels cannot be had; ValueError
+    for a model or a precision that they do not serve.
+    """
+
+    name = "native"
+    mixes = True
+
+    def __init__(self, llama: Llama, dtype: torch.dtype = torch.float32) -> None:
+        weight, half = llama.embedding.weight, dtype == torch.bfloat16
+        known = {torch.float32, torch.bfloat16} if half else {torch.float32}
+        if weight.device.type != "cpu" or dtype not in known or weight.dtype not in known:
+            raise ValueError("native code computes in float32 or bfloat16 on the CPU")
+        if llama.head_dim % 2:
+            raise ValueError("native code computes heads of an even size")
+        self.kernels, self._exact = Kernels(half), Kernels()
+        self._llama = llama
+        self._layers = (Layer * len(llama.layers))()
+        self._model = Model(
+            hidden=llama.hidden,
+            layers=len(llama.layers),
+            heads=llama.heads,
+            kv_heads=llama.kv_heads,
+            head_dim=llama.head_dim,
+            rotary=llama.cosine_TD.shape[1],
+            inner=llama.inner,
+            vocab=llama.vocab,
+            activation=_ACTIVATIONS[llama.activation],
+            eps=llama.eps,
+            attention_scale=llama.attention_scale,
+            embedding_scale=llama.embedding_scale,
+            cosine=llama.cosine_TD.data_ptr(),
+            sine=llama.sine_TD.data_ptr(),
+            layer=self._layers,
+        )
+        self._versions: list[int] = []
+        self._sources: list[Tensor] = []
+        self._weights: list[Tensor] = []  # what the structures point to
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._scratch = torch.empty(0)
+        self._logits = torch.empty(0)
+        self._num_blocks = 0
+
+    def reserve(self, num_blocks: int) -> None:
+        if num_blocks <= self._num_blocks:
+            return
+        llama, unit = self._llama, self.kernels.lanes * 2
+        width = -(-llama.head_dim // unit) * unit
+        sizes = (llama.head_dim * BLOCK, BLOCK * width)
+        for number in range(len(llama.layers)):
+            for name, stored, size in zip(
+                ("keys", "values"), (self._keys, self._values), sizes, strict=True
+            ):
+                grown = torch.empty(num_blocks, llama.kv_heads * size, dtype=self.kernels.dtype)
+                if self._num_blocks:
+                    grown[: self._num_blocks] = stored[number]
+                    stored[number] = grown
+                else:
+                    stored.append(grown)
+                setattr(self._layers[number], name, grown.data_ptr())
+        self._num_blocks = num_blocks
+
+    def clear(self) -> None:
+        self._keys, self._values, self._num_blocks = [], [], 0
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        for number in range(len(self._layers)):
+            self.kernels.lib.ludus_copy(ctypes.byref(self._model), number, source, target, count)
+
+    def refresh(self) -> None:
+        self._versions = []
+
+    @torch.inference_mode()
+    def forward(self, batch: Pass) -> Tensor:
+        self._pack_if_changed()
+        threads = torch.get_num_threads()
+        tables = np.ascontiguousarray(batch.tables)
+        native = NativePass(
+            tokens=len(batch.ids),
+            writes=len(batch.write_tokens),
+            outputs=len(batch.outputs),
+            table_stride=tables.shape[1],
+            max_length=int(batch.positions.max()) + 1,
+            ids=batch.ids.ctypes.data,
+            positions=batch.positions.ctypes.data,
+            rows=batch.rows.ctypes.data,
+            write_tokens=batch.write_tokens.ctypes.data,
+            write_slots=batch.write_slots.ctypes.data,
+            tables=tables.ctypes.data,
+            output_tokens=batch.outputs.ctypes.data,
+        )
+        model = ctypes.byref(self._model)
+        lib = self.kernels.lib
+        size = lib.ludus_scratch(model, ctypes.byref(native), threads)
+        if len(self._scratch) < size:
+            self._scratch = torch.empty(size)
+        rows, width = len(batch.outputs), self.kernels.whole(self._llama.vocab)
+        if len(self._logits) < rows or self._logits.dim() == 1:
+            self._logits = torch.empty(rows, width)
+        lib.ludus_forward(
+            model,
+            ctypes.byref(native),
+            self._scratch.data_ptr(),
+            self._logits.data_ptr(),
+            threads,
+        )
+        return self._logits[:rows, : self._llama.vocab]
+
+    def _pack_if_changed(self) -> None:
+        """Pack the weights, if one of them has changed since; in place counts."""
+        if not self._versions:
+            self._sources = list(self._llama.model.parameters())
+        versions = [source._version for source in self._sources]
+        if versions == self._versions:
+            return
+        self._versions = versions
+        llama, model = self._llama, self._model
+        self._weights = []
+        model.embeddings = self._floats(llama.embedding.weight)
+        model.final_norm = self._floats(llama.final_norm.scale())
+        model.head = self._keep(self.kernels.pack([llama.head.weight()]))
+        for layer, native in zip(llama.layers, self._layers, strict=True):
+            self._pack_layer(layer, native)
+
+    def _pack_layer(self, layer: LlamaLayer, native: Layer) -> None:
+        for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm"):
+            norm = getattr(layer, name)
+            setattr(native, name, None if norm is None else self._floats(norm.scale()))
+        for name, parts in (
+            ("qkv", [layer.query, layer.key, layer.value]),
+            ("output", [layer.output]),
+            ("gate_up", [layer.gate, layer.up]),
+            ("down", [layer.down]),
+        ):
+            pair = name == "gate_up"
+            weights = [part.weight() for part in parts]
+            biases = [part.bias() for part in parts]
+            setattr(native, name, self._keep(self.kernels.pack(weights, pair)))
+            if any(bias is not None for bias in biases):
+                columns = [
+                    weight.new_zeros(len(weight), 1) if bias is None else bias[:, None]
+                    for weight, bias in zip(weights, biases, strict=True)
+                ]
+                setattr(native, f"{name}_bias", self._keep(self._exact.pack(columns, pair)))
+
+    def _floats(self, tensor: Tensor) -> int:
+        return self._keep(tensor.detach().float().contiguous())
+
+    def _keep(self, tensor: Tensor) -> int:
+        """The tensor's address; it lives until the weights are packed anew."""
+        self._weights.append(tensor)
+        return tensor.data_ptr()

@@ -1,0 +1,187 @@
+"""Which models the in-process engine can serve: what a model says of itself, then a trial.
+
+Keys and values of every position have to be all that a layer remembers, positions and the attention
+mask have to be the caller's to set. Most decoders are such; state-space models, sliding windows and
+attention biases of a model's own making are not, and would sample from a wrong distribution without
+a word.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any, Literal
+
+import torch
+
+from ludus.core.errors import ConfigError
+from ludus.models.decoders.base import Decoder
+from ludus.models.decoders.generic import GenericDecoder
+from ludus.models.decoders.lean import LeanDecoder
+from ludus.models.decoders.llama import Llama, NotLlama, read
+from ludus.models.decoders.native import Unavailable
+from ludus.models.decoders.native.decoder import NativeDecoder
+from ludus.models.decoders.static import StaticDecoder
+from ludus.models.kv_cache.paging import BLOCK, Block, BlockTree, Planner
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = 1e-4
+"""Of the largest logit; rounding in float32 leaves about 1e-6."""
+
+
+def choose_decoder(
+    model: Any,
+    context_length: int,
+    path: Literal["auto", "fast", "static", "generic"] = "auto",
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+) -> Decoder:
+    """The decoder that serves a model, tried against a plain pass of the model's own module.
+
+    Puts the model into evaluation mode. Errors: ConfigError that says what the model needs and the
+    engine lacks.
+    """
+    model.eval()
+    stored = next(model.parameters()).dtype
+    half = dtype == "bfloat16" or (dtype == "auto" and stored == torch.bfloat16)
+    if dtype == "float32" and stored != torch.float32:
+        raise ConfigError(
+            f"sampler.args.dtype: float32 needs weights in float32, not {_name(stored)}; "
+            "set model.dtype: float32"
+        )
+    config = model.config.get_text_config()
+    if config._attn_implementation != "sdpa":
+        raise _refusal(
+            model,
+            f"its attention is {config._attn_implementation!r}; load it with "
+            "attn_implementation='sdpa', if it supports that",
+        )
+    _require_full_attention(model, config, context_length)
+    if path != "generic":
+        try:
+            fast = _fast_decoder(model, context_length, half, static=path == "static")
+        except NotLlama as reason:
+            if path != "auto":
+                raise ConfigError(
+                    f"the sampler's {path} path cannot serve {type(model).__name__}: {reason}"
+                ) from None
+            _tell_slower(type(model).__name__, str(reason))
+        else:
+            return fast
+    if half and stored != torch.bfloat16:
+        raise ConfigError(
+            f"sampler.args.dtype: bfloat16 with weights in {_name(stored)} is served on the fast "
+            f"path only; set model.dtype: bfloat16, or sampler.args.dtype: auto"
+        )
+    decoder = GenericDecoder(model)
+    try:
+        deviation = _deviation(model, decoder, context_length)
+    except Exception as error:
+        raise _refusal(model, f"a trial pass failed: {type(error).__name__}: {error}") from error
+    if deviation > TOLERANCE and next(model.parameters()).dtype.itemsize >= 4:
+        raise _refusal(
+            model,
+            f"with a cache and padding its logits differ from those of a plain pass by "
+            f"{deviation:.1%} of their size: it computes positions or attention masks itself",
+        )
+    return decoder
+
+
+def _fast_decoder(model: Any, context_length: int, half: bool, *, static: bool) -> Decoder:
+    """The fastest there is for the model's device. Errors: NotLlama, also where a trial shows that
+    the model computes otherwise than its parts tell."""
+    llama = read(model, context_length)
+    weight = llama.embedding.weight
+    autocast = half and weight.dtype.itemsize >= 4
+    decoder: Decoder
+    if static or weight.device.type != "cpu":
+        decoder = StaticDecoder(llama, autocast=autocast)
+    else:
+        decoder = _cpu_decoder(llama, half)
+    try:
+        deviation = _deviation(model, decoder, context_length)
+    except RuntimeError as error:
+        if static or not isinstance(decoder, StaticDecoder):
+            raise
+        logger.warning("sampling without CUDA graphs, which is slower: %s", error)
+        decoder = LeanDecoder(llama, autocast=autocast)
+        deviation = _deviation(model, decoder, context_length)
+    # Half precision keeps 8 bits of a number.
+    tolerance = 0.05 if half or weight.dtype.itemsize < 4 else TOLERANCE
+    if deviation > tolerance:
+        raise NotLlama(
+            f"its logits differ from those of its own parts, put together as Llama's, by "
+            f"{deviation:.1%} of their size"
+        )
+    return decoder
+
+
+def _cpu_decoder(llama: Llama, half: bool) -> Decoder:
+    """Native code where it can be had, else lean torch."""
+    try:
+        return NativeDecoder(llama, torch.bfloat16 if half else torch.float32)
+    except (Unavailable, ValueError) as reason:
+        logger.debug("no native decoder: %s", reason)
+        return LeanDecoder(llama, autocast=half and llama.embedding.weight.dtype.itemsize >= 4)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _tell_slower(name: str, reason: str) -> None:
+    """Say it once."""
+    logger.info("sampling %s on the generic path, the slower one: %s", name, reason)
+
+
+def _require_full_attention(model: Any, config: Any, context_length: int) -> None:
+    """Refuse layers that see less than all positions, or keep something else than them."""
+    kinds = set(getattr(config, "layer_types", None) or [])
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in kinds if kinds else window is not None
+    other = kinds - {"full_attention", "sliding_attention"}
+    if other:
+        raise _refusal(model, f"it has layers of type {', '.join(sorted(other))}")
+    if slides and (window is None or window < context_length):
+        raise _refusal(
+            model,
+            f"it has sliding-window attention over {window} tokens, fewer than "
+            f"model.context_length = {context_length}",
+        )
+
+
+@torch.inference_mode()
+def _deviation(model: Any, decoder: Decoder, context_length: int) -> float:
+    """How far a decoder's logits are from those of a plain pass, in parts of the largest logit.
+
+    Three rows, of which two begin alike, with a whole block: a prefill, padded; then one more token
+    each, from the cache, three times (a graph is captured at the second, and replayed). In half
+    precision a mixture of experts may route a token otherwise, and rightly so.
+    """
+    device = next(model.parameters()).device
+    vocab = model.config.get_text_config().vocab_size
+    longest = max(6, min(BLOCK + 4, context_length))
+    rows = [[(7 * i + n) % vocab for i in range(n)] for n in (3, longest)]
+    rows.append([*rows[1][:-2], 1, 2])
+    plain = [model(torch.tensor([ids], device=device), use_cache=False).logits for ids in rows]
+    expected_RV = torch.stack([logits[0, -1] for logits in plain])
+    tree = BlockTree(decoder.copy)
+    blocks: list[list[Block]] = [[] for _ in rows]
+    for cut in (1, 0):
+        planner = Planner()
+        for number, ids in enumerate(rows):
+            blocks[number] = tree.admit(blocks[number], ids[: len(ids) - cut], planner)
+        decoder.reserve(tree.num_blocks)
+        for _ in range(1 if cut else 3):
+            logits_RV = decoder.forward(planner.result())
+    deviation = float((logits_RV - expected_RV).abs().max() / expected_RV.abs().max())
+    decoder.clear()
+    return deviation
+
+
+def _refusal(model: Any, reason: str) -> ConfigError:
+    return ConfigError(
+        f"the in-process sampler cannot serve {type(model).__name__}: {reason}. It serves causal "
+        "LMs whose layers all attend to every position, such as Llama, Qwen2, Qwen3, GPT-2"
+    )

@@ -1,0 +1,112 @@
+"""The in-process sampler, batch-invariant: what `verify` samples with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ludus.models.decoders.base import Decoder
+from ludus.models.exact.forward import exact, log_softmax
+from ludus.models.exact.trace import Record, Tracer
+from ludus.models.kv_cache.paging import Pass
+from ludus.models.samplers.base import SamplingParams
+from ludus.models.samplers.engine import InProcessSampler
+from ludus.models.samplers.sampling import choose
+
+
+class ExactSampler(InProcessSampler):
+    """Computes each token by the model's own module, exactly alike in any batch and cut.
+
+    A token's log-probability is `exact.log_softmax` of its logits, in float32; the learner computes
+    it by the same function. Many times slower than the sampler that it stands in for.
+
+    Args: as for `InProcessSampler`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        context_length: int,
+        decode: Callable[[list[int]], str] | None = None,
+        deterministic: bool = True,
+        tokenizer: Any = None,
+    ) -> None:
+        super().__init__(
+            model,
+            context_length=context_length,
+            decode=decode,
+            deterministic=deterministic,
+            path="generic",
+        )
+        self.exact_decoder = ExactDecoder(self.decoder, model)
+        self.decoder = self.exact_decoder
+        self._chooser = ExactChooser(None if tokenizer is None else len(tokenizer))  # type: ignore[assignment]
+
+
+class ExactDecoder:
+    """A decoder whose passes are batch-invariant.
+
+    With `following` set, it keeps what each operation of its newest pass of one row made of the
+    row's last token, in `records`.
+    """
+
+    def __init__(self, decoder: Decoder, model: Any) -> None:
+        self.name = f"exact {decoder.name}"
+        self.mixes = decoder.mixes
+        self.following = False
+        self.records: list[Record] = []
+        self._decoder = decoder
+        self._model = model
+
+    def forward(self, batch: Pass) -> Tensor:
+        """Logits [R, V] of the rows' outputs."""
+        if not self.following:
+            with exact():
+                return self._decoder.forward(batch)
+        width = len(batch.ids)
+        tracer = Tracer(self._model, (1, width), (0, width - 1))
+        with exact(), tracer.following():
+            logits_RV = self._decoder.forward(batch)
+        self.records = tracer.records
+        return logits_RV
+
+    def reserve(self, num_blocks: int) -> None:
+        self._decoder.reserve(num_blocks)
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        self._decoder.copy(source, target, count)
+
+    def refresh(self) -> None:
+        self._decoder.refresh()
+
+    def clear(self) -> None:
+        self._decoder.clear()
+
+
+class ExactChooser:
+    """Chooses tokens as `choose` does, and gives their exact log-probabilities.
+
+    Those are over all logits, as the learner's are, also over ids that no token has.
+
+    Args:
+        vocab_size: ids from here on are never chosen.
+    """
+
+    def __init__(self, vocab_size: int | None = None) -> None:
+        self._vocab_size = vocab_size
+
+    def __call__(
+        self, logits_RV: Tensor, params: list[SamplingParams], uniforms_R: NDArray[np.float64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """One token id and its log-probability a row. Errors: as `choose`."""
+        token_ids, _ = choose(logits_RV[:, : self._vocab_size], params, uniforms_R.tolist())
+        with torch.inference_mode():
+            logprobs_RV = log_softmax(logits_RV, [one.temperature for one in params])
+        logprobs_R = logprobs_RV[range(len(token_ids)), token_ids].float()
+        return np.array(token_ids), logprobs_R.double().cpu().numpy()

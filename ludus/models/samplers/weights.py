@@ -1,0 +1,61 @@
+"""A policy's weights on their way to another process: written, hashed, compared by content."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from ludus.core.errors import TrainingError
+from ludus.models.build import merge_lora
+from ludus.models.samplers.vllm_side.ludus_vllm_side import content_hash
+
+WEIGHTS = "model.safetensors"
+
+
+def write_model(model: Any, folder: Path) -> str:
+    """Write a Hugging Face folder with all weights in one file; returns their content hash.
+
+    `model` has no adapters (see `plain`). An earlier content of the folder is replaced.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder, max_shard_size="1000TB")
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+    return content_hash(folder / WEIGHTS)
+
+
+def plain(model: Any) -> Any:
+    """The model with its adapters folded into the weights, on a copy; itself where it has none."""
+    return merge_lora(model)
+
+
+@torch.inference_mode()
+def probe_logprobs(model: Any, token_ids: list[int]) -> list[float]:
+    """Log-probabilities of `token_ids[1:]`, each after those before it, in float32.
+
+    Errors: TrainingError where they are not finite.
+    """
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    try:
+        logits_LV = model(torch.tensor([token_ids], device=device), use_cache=False).logits[0]
+    finally:
+        model.train(was_training)
+    logprobs_LV = logits_LV[:-1].float().log_softmax(-1)
+    chosen_L = logprobs_LV.gather(-1, torch.tensor(token_ids[1:], device=device)[:, None])[:, 0]
+    if not bool(chosen_L.isfinite().all()):
+        raise TrainingError(
+            "the model's logits are not finite: the weights have diverged; lower the learning rate "
+            "and resume from the last checkpoint"
+        )
+    logprobs: list[float] = chosen_L.tolist()
+    return logprobs

@@ -1,0 +1,134 @@
+"""A run's report, made from what its folder and the run store hold."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ludus.config.load import load_config
+from ludus.config.schema import RunConfig
+from ludus.evaluate import compare
+from ludus.evaluate.results import Evaluation
+from ludus.models.chat.tokenizers import load_tokenizer
+from ludus.report import ReportData, Rollout, write_report
+from ludus.store import RunStore
+from ludus.store.folders import RunFolder
+from ludus.telemetry.metrics import MetricsLog
+
+NAMES = {"before": "before RL", "after": "after RL", "rl": "RL step {step}"}
+
+
+def report(folder: RunFolder, store: RunStore) -> Path:
+    """Write `report.html` into the run's folder."""
+    config = load_config(folder.config)
+    row = store.run(folder.id)
+    evaluations = read_evaluations(folder)
+    ends = [evaluations[name] for name in ("before RL", "after RL") if name in evaluations]
+    data = ReportData(
+        name=folder.id,
+        status=str(row.status) if row.error else "completed",
+        started=row.created.strftime("%Y-%m-%d %H:%M UTC"),
+        records=_records(folder),
+        evaluations=evaluations,
+        comparison=compare(*ends) if len(ends) == 2 else None,
+        rollouts=_rollouts(folder, store),
+        settings=_settings(config),
+        config=folder.config.read_text(encoding="utf-8"),
+        versions={name: str(value) for name, value in row.versions.items()},
+        timings=_timings(folder),
+        dropped=_dropped(store, folder.id),
+    )
+    return write_report(folder.report, data)
+
+
+def read_evaluations(folder: RunFolder) -> dict[str, Evaluation]:
+    """The run's evaluations in the order in which they were made, by what a reader calls them."""
+    order = {"before": 0, "rl": 1, "after": 2}
+    found: list[tuple[int, int, str, Path]] = []
+    for path in folder.evaluations.glob("*.json"):
+        label, _, step = path.stem.rpartition("-")
+        name = NAMES.get(label, label).format(step=int(step))
+        found.append((order.get(label, 1), int(step), name, path))
+    return {
+        name: Evaluation.model_validate_json(path.read_text(encoding="utf-8"))
+        for _, _, name, path in sorted(found)
+    }
+
+
+def _records(folder: RunFolder) -> list[dict[str, Any]]:
+    """Metrics lines, with `time` as seconds of the run's own work: pauses between resumes and the
+    clock of the wall have no place in a curve."""
+    return [
+        {
+            **line.metrics,
+            "stage": line.stage,
+            "step": line.step,
+            "time": line.metrics.get("time/elapsed_s", 0.0),
+        }
+        for line in MetricsLog.read(folder.metrics)
+    ]
+
+
+def _rollouts(folder: RunFolder, store: RunStore) -> list[Rollout]:
+    """The best and the worst episode of the first and of the last RL step."""
+    steps = [row.step for row in store.steps(folder.id, "rl")]
+    if not steps:
+        return []
+    tokenizer = load_tokenizer(str(folder.tokenizer))
+
+    def texts(rollout: Any) -> list[Sequence[str]]:
+        return [
+            [str(tokenizer.decode([token])) for token in segment.token_ids]
+            if segment.token_ids
+            else [segment.message.content if segment.message else ""]
+            for segment in rollout.segments
+        ]
+
+    chosen: list[Rollout] = []
+    for when, step in {"first": steps[0], "last": steps[-1]}.items():
+        scored = [
+            (trajectory.reward, group.task, trajectory)
+            for group in store.groups(folder.id, "rl", step)
+            for trajectory in group.trajectories
+            if trajectory.reward is not None
+        ]
+        scored.sort(key=lambda item: (item[0], item[2].id))
+        for which, (_, task, trajectory) in (
+            (
+                ("best", scored[-1]),
+                ("worst", scored[0]),
+            )
+            if scored
+            else ()
+        ):
+            label = f"{which} of the {when} RL step ({step})"
+            chosen.append(Rollout(label, task, trajectory, texts(trajectory)))
+    return chosen
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """What one wants to see first."""
+    shown: dict[str, Any] = {"seed": config.seed}
+    if config.env:
+        shown["environment"] = config.env.name
+    if config.sft:
+        shown["SFT"] = f"{config.sft.steps} steps of {config.sft.episodes_per_step} episodes"
+    if config.rl:
+        shown["algorithm"] = config.rl.algorithm.name
+        episodes = f"{config.rl.groups_per_step} x {config.rl.group_size} episodes"
+        shown["RL"] = f"{config.rl.steps} steps of {episodes}"
+        shown["learning rate"] = f"{config.rl.optimizer.lr:g}"
+    return shown
+
+
+def _timings(folder: RunFolder) -> dict[str, float]:
+    path = folder.path / "timings.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def _dropped(store: RunStore, run_id: str) -> dict[str, int]:
+    """How often each reason was given, the details of single episodes left out."""
+    return dict(Counter(row.reason.split(":")[0] for row in store.dropped(run_id)).most_common())

@@ -1,0 +1,200 @@
+"""OpenEnv's protocol (https://github.com/huggingface/OpenEnv), so that its clients play here.
+
+`/openenv/NAME` is the `base_url` of an OpenEnv client, which talks over the WebSocket at `ws` below
+it. An action is `{"text": "go forward"}`, or `{"name": tool, "arguments": {...}}` for a tool call;
+an observation is `{"text": ..., "messages": [...], "info": {...}}`.
+
+    with GenericEnvClient(base_url="http://localhost:8000/openenv/textcraft").sync() as env:
+        result = env.reset(seed=3)
+        result = env.step({"text": "get 1 oak log"})
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Annotated, Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from ludus.core.types import Message, ToolCall
+from ludus.services.envs.served import Served, Session, State
+from ludus.services.envs.sessions import Sessions
+from ludus.services.server.app import ERRORS, ServiceError, invalid, owner_of, parse_json
+from ludus.telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+CODES = {
+    "invalid_json": "INVALID_JSON",
+    "invalid": "VALIDATION_ERROR",
+    "unknown_type": "UNKNOWN_TYPE",
+    "too_many_sessions": "CAPACITY_REACHED",
+    "out_of_memory": "CAPACITY_REACHED",
+    "session_closed": "SESSION_ERROR",
+    "unknown_session": "SESSION_ERROR",
+}
+"""OpenEnv's names for our errors; what is not here is an EXECUTION_ERROR."""
+
+
+class OpenEnvAction(BaseModel):
+    """What an OpenEnv client does: a text, or a tool call."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    text: str | None = None
+    name: str | None = None
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one(self) -> OpenEnvAction:
+        if (self.text is None) == (self.name is None):
+            raise ValueError("give a text, or a name (and arguments)")
+        return self
+
+    def turn(self) -> Message:
+        """The assistant's message."""
+        if self.name is not None:
+            call = ToolCall(name=self.name, arguments=self.arguments)
+            return Message(role="assistant", tool_calls=[call])
+        return Message(role="assistant", content=self.text or "")
+
+
+class OpenEnvReset(BaseModel):
+    """Which episode to start: the environment's own, of a tier and a seed."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    tier: str | None = None
+    episode_id: str | None = Field(None, max_length=255)
+
+
+class OpenEnvObservation(BaseModel):
+    """What the environment said."""
+
+    text: str
+    messages: list[Message]
+    info: dict[str, Any]
+
+
+class OpenEnvState(BaseModel):
+    """Where the episode stands."""
+
+    episode_id: str | None
+    step_count: int
+
+
+def add_routes(app: FastAPI, sessions: Sessions, served: Served) -> None:
+    """Serve one environment under `/openenv/NAME`."""
+    folder = f"/openenv/{served.name}"
+    options: dict[str, Any] = {"responses": ERRORS, "tags": ["openenv"]}
+
+    @app.get(f"{folder}/health", **options)
+    async def health() -> dict[str, str]:
+        """Whether the environment is served."""
+        return {"status": "healthy"}
+
+    @app.get(f"{folder}/metadata", **options)
+    async def metadata() -> dict[str, str]:
+        """The environment's name."""
+        return {"name": served.name, "description": f"ludus: {served.name}"}
+
+    @app.get(f"{folder}/schema", **options)
+    async def schema() -> dict[str, Any]:
+        """JSON schemas of actions, observations and states."""
+        models: dict[str, type[BaseModel]] = {
+            "action": OpenEnvAction,
+            "observation": OpenEnvObservation,
+            "state": OpenEnvState,
+        }
+        return {name: model.model_json_schema() for name, model in models.items()}
+
+    @app.websocket(f"{folder}/ws")
+    async def socket(websocket: WebSocket) -> None:
+        """One session: it begins and ends with the socket."""
+        await websocket.accept()
+        talk: _Talk | None = None
+        try:
+            talk = _Talk(websocket, sessions, served)
+            await talk.run()
+        except ServiceError as error:
+            await websocket.send_text(_error(error))
+        except (WebSocketDisconnect, KeyError):  # KeyError: a message of bytes
+            pass
+        finally:
+            if talk is not None:
+                await sessions.close(talk.session, "its socket was closed")
+            with suppress(RuntimeError, WebSocketDisconnect):
+                await websocket.close()
+
+
+class _Talk:
+    """The messages of one socket."""
+
+    def __init__(self, websocket: WebSocket, sessions: Sessions, served: Served) -> None:
+        self._websocket, self._sessions, self._served = websocket, sessions, served
+        self._episode: str | None = None
+        self.session = self._open()
+
+    def _open(self) -> Session:
+        return self._sessions.create(self._served, owner_of(self._websocket.scope))
+
+    async def run(self) -> None:
+        """Answer one message after the other, until the client closes."""
+        while True:
+            text = await self._websocket.receive_text()
+            try:
+                answer = await self._answer(text)
+            except ValidationError as error:
+                answer = _error(invalid(error.errors()))
+            except ServiceError as error:
+                answer = _error(error)
+            if answer is None:
+                return
+            await self._websocket.send_text(answer)
+
+    async def _answer(self, text: str) -> str | None:
+        message = parse_json(text)
+        if not isinstance(message, dict):
+            raise ServiceError(422, "invalid", "a message is a JSON object")
+        kind, data = message.get("type"), message.get("data", {})
+        if kind == "close":
+            return None
+        if kind == "reset":
+            return await self._reset(OpenEnvReset.model_validate(data))
+        if kind == "step":
+            return await self._step(OpenEnvAction.model_validate(data))
+        if kind == "state":
+            count = self.session.num_steps
+            state = OpenEnvState(episode_id=self._episode, step_count=count)
+            return f'{{"type":"state","data":{state.model_dump_json()}}}'
+        raise ServiceError(422, "unknown_type", f"{kind!r:.80}: reset, step, state and close are")
+
+    async def _reset(self, given: OpenEnvReset) -> str:
+        if not self._sessions.is_open(self.session):  # what it played broke: begin anew
+            self.session = self._open()
+        session = self.session
+        task = session.served.task(given.tier, given.seed or 0)
+        observation = await self._sessions.reset(session, task, own=True)
+        self._episode = given.episode_id or task.id
+        return self._said(observation.messages, None)
+
+    async def _step(self, action: OpenEnvAction) -> str:
+        result = await self._sessions.step(self.session, action.turn())
+        return self._said(result.messages, result.reward)
+
+    def _said(self, messages: list[Message], reward: float | None) -> str:
+        said = OpenEnvObservation(text=self.session.last, messages=messages, info=self.session.info)
+        done = json.dumps(self.session.state is State.OVER)
+        return (
+            f'{{"type":"observation","data":{{"observation":{said.model_dump_json()},'
+            f'"reward":{json.dumps(reward)},"done":{done}}}}}'
+        )
+
+
+def _error(error: ServiceError) -> str:
+    data = {"message": str(error), "code": CODES.get(error.kind, "EXECUTION_ERROR")}
+    return json.dumps({"type": "error", "data": data})

@@ -1,0 +1,180 @@
+"""What a model service serves: a run's checkpoint, or a Hugging Face folder.
+
+    a run's id or folder           its newest checkpoint
+    .../checkpoints/rl-000100      that checkpoint
+    a folder with a config.json    as `from_pretrained` loads it
+
+All three become a plain model (adapters merged), its tokenizer and its chat template, so that
+weights of one kind can take the place of another's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from transformers import AutoConfig
+
+from ludus.config.load import load_config
+from ludus.config.schema import ModelConfig
+from ludus.core.errors import CheckpointError, ConfigError
+from ludus.core.seeds import derive_seed
+from ludus.models.build import build_model, merge_lora
+from ludus.models.chat.parsing import Thinking
+from ludus.models.chat.renderer import Renderer
+from ludus.models.chat.tokenizers import load_tokenizer
+from ludus.store.folders import RunFolder, find_run
+from ludus.train.checkpoint.store import CheckpointStore, load
+
+LONGEST_BY_DEFAULT = 8192
+"""Most tokens of a conversation with a Hugging Face model whose user names no limit."""
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user may decide; None leaves it to the run, or to the model's folder."""
+
+    device: str | None = None
+    dtype: Dtype | None = None
+    context_length: int | None = None
+    chat_template: str | None = None
+    thinking: Thinking | None = None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model that can be served. `version` is its run's own count of weights; 0 for a folder."""
+
+    name: str
+    origin: str
+    model: Any
+    tokenizer: Any
+    context_length: int
+    chat_template: str | None
+    thinking: Thinking
+    version: int
+
+    def renderer(self, tools: Any = ()) -> Renderer:
+        """How conversations with these tools are written. Errors: ConfigError."""
+        return Renderer(self.tokenizer, self.chat_template, tools, self.thinking)
+
+
+def open_policy(checkpoint: str, runs_dir: str, wish: Wish) -> Policy:
+    """Load what the user names.
+
+    Errors: ConfigError where it is neither a run, a checkpoint, nor a model's folder;
+    CheckpointError where it is damaged.
+    """
+    path = Path(checkpoint).expanduser()
+    if (path / "manifest.json").is_file() and (path.parent.parent / "config.yaml").is_file():
+        return _of_run(RunFolder(path.parent.parent.resolve()), path.resolve(), wish)
+    if (path / "config.json").is_file():
+        return _of_folder(path, wish)
+    if path.is_dir() and not (path / "config.yaml").is_file():
+        raise ConfigError(
+            f"{checkpoint} is neither a run, nor a checkpoint in a run's folder, nor a Hugging "
+            "Face folder (which has a config.json)"
+        )
+    return _of_run(find_run(runs_dir, checkpoint), None, wish)
+
+
+def _of_run(folder: RunFolder, path: Path | None, wish: Wish) -> Policy:
+    if not folder.tokenizer.exists():
+        raise ConfigError(f"run {folder.id} stopped before it had a tokenizer: resume it first")
+    if path is None:
+        newest = CheckpointStore(folder.checkpoints).latest()
+        if newest is None:
+            raise ConfigError(f"run {folder.id} has no checkpoint yet")
+        path = newest.path
+    config = load_config(folder.config)
+    settings = _changed(config.model, wish)
+    tokenizer = load_tokenizer(str(folder.tokenizer))
+    model = build_model(settings, tokenizer, derive_seed(config.seed, "model"))
+    state = load(path, model=model)
+    return Policy(
+        name=folder.id,
+        origin=f"{folder.id}/{path.name}",
+        model=merge_lora(model),
+        tokenizer=tokenizer,
+        context_length=settings.context_length,
+        chat_template=settings.chat_template,
+        thinking=settings.thinking,
+        version=int(state.get("policy_version", 0)),
+    )
+
+
+def _of_folder(path: Path, wish: Wish) -> Policy:
+    try:
+        shape = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0][:200]
+        raise ConfigError(f"{path}: its config.json describes no model: {reason}") from None
+    positions = getattr(shape.get_text_config(), "max_position_embeddings", LONGEST_BY_DEFAULT)
+    half = getattr(shape, "dtype", None) == torch.bfloat16
+    settings = _changed(
+        ModelConfig(
+            path=str(path),
+            context_length=min(positions, LONGEST_BY_DEFAULT),
+            dtype="bfloat16" if half else "float32",
+        ),
+        wish,
+    )
+    tokenizer = load_tokenizer(str(path))
+    try:
+        model = build_model(settings, tokenizer, 0)
+    except (RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{path}: its weights cannot be loaded: {reason}") from None
+    return Policy(
+        name=path.resolve().name,
+        origin=str(path),
+        model=model,
+        tokenizer=tokenizer,
+        context_length=settings.context_length,
+        chat_template=settings.chat_template,
+        thinking=settings.thinking,
+        version=0,
+    )
+
+
+def _changed(config: ModelConfig, wish: Wish) -> ModelConfig:
+    given = {key: value for key, value in vars(wish).items() if value is not None}
+    try:
+        return ModelConfig(**{**config.model_dump(), **given})
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        option = str(wrong["loc"][0]).replace("_", "-")
+        raise ConfigError(f"--{option} {wrong['input']}: {wrong['msg']}") from None
+
+
+def fitting_weights(served: Policy, offered: Policy) -> dict[str, torch.Tensor]:
+    """The offered weights, by the names of the served model's.
+
+    Errors: CheckpointError that names the first tensors that differ, or the tokenizers.
+    """
+    if offered.tokenizer.get_vocab() != served.tokenizer.get_vocab():
+        raise CheckpointError(f"{offered.origin} has another tokenizer than {served.origin}")
+    given, held = offered.model.state_dict(), served.model.state_dict()
+    wrong = [
+        f"{name}: {_shape(given.get(name))} offered, {_shape(held.get(name))} served"
+        for name in dict.fromkeys([*held, *given])
+        if _shape(given.get(name)) != _shape(held.get(name))
+    ]
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"{offered.origin} is another model than {served.origin}: {'; '.join(wrong[:3])}{more}"
+        )
+    if bad := [name for name, tensor in given.items() if not bool(tensor.isfinite().all())]:
+        raise CheckpointError(f"{offered.origin}: {bad[0]} is not finite")
+    return dict(given)
+
+
+def _shape(tensor: torch.Tensor | None) -> str:
+    return "absent" if tensor is None else "x".join(map(str, tensor.shape)) or "scalar"

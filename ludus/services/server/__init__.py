@@ -1,0 +1,1 @@
+"""The generic server: auth, health, metrics, worker processes."""

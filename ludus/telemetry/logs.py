@@ -1,0 +1,253 @@
+"""Structured logs: an event and its fields, for people on a terminal and as JSON for machines.
+
+    log = get_logger(__name__)
+    log.info("step done", step=3, success=0.4)
+
+    12:03:04 INFO  step done step=3 success=0.4                          on a terminal
+    {"time": "...", "level": "info", "logger": "ludus.loop.loop", "event": "step done", ...}
+
+`LOG_LEVEL` (debug, info, warning, error, critical) is how much is shown, `LOG_FORMAT` (human,
+json) is how. The run's folder always gets `log.jsonl`, from info on. Built on the standard
+library's logging, so that other packages' warnings and errors arrive in the same places.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ludus.core.errors import ConfigError, LudusError, did_you_mean
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+FORMATS = ("human", "json")
+
+NOISY = (
+    "absl", "asyncio", "datasets", "filelock", "fsspec", "git", "httpcore", "httpx",
+    "huggingface_hub", "torch", "transformers", "urllib3", "wandb",
+)  # fmt: skip
+"""Packages of which only warnings and errors are shown, whatever `LOG_LEVEL` is."""
+
+_MARK = "_ludus_handler"
+
+
+class EventLogger:
+    """A logger whose keyword arguments are the event's fields."""
+
+    __slots__ = ("_fields", "_logger")
+
+    def __init__(self, logger: logging.Logger, fields: Mapping[str, Any] | None = None) -> None:
+        self._logger = logger
+        self._fields = dict(fields or {})
+
+    def bind(self, **fields: Any) -> EventLogger:
+        """The same logger, with these fields on every event."""
+        return EventLogger(self._logger, {**self._fields, **fields})
+
+    def debug(self, event: str, /, **fields: Any) -> None:
+        self._log(logging.DEBUG, event, fields)
+
+    def info(self, event: str, /, **fields: Any) -> None:
+        self._log(logging.INFO, event, fields)
+
+    def warning(self, event: str, /, **fields: Any) -> None:
+        self._log(logging.WARNING, event, fields)
+
+    def error(self, event: str, /, **fields: Any) -> None:
+        self._log(logging.ERROR, event, fields)
+
+    def exception(self, event: str, /, **fields: Any) -> None:
+        """An error, with the traceback of the exception that is being handled."""
+        self._log(logging.ERROR, event, fields, exc_info=True)
+
+    def _log(self, level: int, event: str, fields: dict[str, Any], exc_info: bool = False) -> None:
+        if self._logger.isEnabledFor(level):
+            extra = {"fields": {**self._fields, **fields}}
+            self._logger.log(level, event, exc_info=exc_info, extra=extra, stacklevel=3)
+
+
+def get_logger(name: str) -> EventLogger:
+    """The event logger of a module: `get_logger(__name__)`."""
+    return EventLogger(logging.getLogger(name))
+
+
+def setup_logging(run_dir: Path | None = None, console: Console | None = None) -> None:
+    """Send logs to stderr as the environment asks, and to `run_dir/log.jsonl`.
+
+    Calling it again replaces what an earlier call set up. `console` is where a live display
+    writes, so that log lines appear above it instead of tearing it.
+
+    Raises:
+        ConfigError: `LOG_LEVEL` or `LOG_FORMAT` is none of the known ones.
+        LudusError: the log file cannot be opened.
+    """
+    level = _choice("LOG_LEVEL", LEVELS, "info").upper()
+    handlers = [_screen(_choice("LOG_FORMAT", FORMATS, "human"), console)]
+    handlers[0].setLevel(level)
+    if run_dir is not None:
+        handlers.append(_file(run_dir / "log.jsonl"))
+    shutdown_logging()
+    root = logging.getLogger()
+    for handler in handlers:
+        setattr(handler, _MARK, True)
+        root.addHandler(handler)
+    logging.getLogger("ludus").setLevel(min(logging.getLevelName(level), logging.INFO))
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    _hush_transformers()
+
+
+def shutdown_logging() -> None:
+    """Take away, flush and close what `setup_logging` set up."""
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if hasattr(handler, _MARK)]:
+        root.removeHandler(handler)
+        handler.close()
+
+
+def _choice(variable: str, allowed: tuple[str, ...], default: str) -> str:
+    given = os.environ.get(variable, "").strip()
+    if given.lower() in allowed:
+        return given.lower()
+    if given:
+        near = did_you_mean(given.lower(), allowed)
+        hint = near if "did you mean" in near else ""
+        raise ConfigError(f"{variable} must be one of {', '.join(allowed)}, got {given!r}{hint}")
+    return default
+
+
+def _screen(style: str, console: Console | None) -> logging.Handler:
+    """To stderr: JSON, or coloured lines on a terminal, or plain dated lines elsewhere."""
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    live = console is not None and console.is_terminal
+    if style == "json":
+        handler = _AboveDisplay(console) if console is not None and live else handler
+        handler.setFormatter(JsonFormatter())
+    elif live or (console is None and sys.stderr.isatty()):
+        from rich.console import Console
+        from rich.logging import RichHandler
+
+        handler = RichHandler(
+            console=console or Console(stderr=True),
+            show_path=False,
+            log_time_format="%H:%M:%S",
+            rich_tracebacks=True,
+            keywords=[],
+        )
+        handler.setFormatter(HumanFormatter("%(message)s"))
+    else:
+        handler.setFormatter(HumanFormatter("%(asctime)s %(levelname)-7s %(message)s"))
+    return handler
+
+
+def _file(path: Path) -> logging.Handler:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = _RunLog(path, encoding="utf-8")
+    except OSError as error:
+        raise LudusError(f"{path}: the log cannot be opened: {error.strerror}") from error
+    handler.setFormatter(JsonFormatter())
+    handler.setLevel(logging.DEBUG)
+    return handler
+
+
+class _AboveDisplay(logging.Handler):
+    """Whole lines on a console that redraws what it shows live below them."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from rich.text import Text
+
+        try:
+            self._console.print(Text(self.format(record)), soft_wrap=True)
+        except Exception:
+            self.handleError(record)
+
+
+class _RunLog(logging.FileHandler):
+    """The run's log file. What a full disk keeps out of it is on the screen, and on it alone."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):  # closing flushes what the disk had no room for
+            super().close()
+
+
+def _hush_transformers() -> None:
+    """transformers prints by a handler of its own, which only its own switch reaches."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    loaded = sys.modules.get("transformers.utils.logging")
+    if loaded is not None:
+        loaded.set_verbosity_error()
+
+
+class JsonFormatter(logging.Formatter):
+    """One line of valid JSON an event: time (UTC), level, logger, event, then its fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        for key, value in _fields(record).items():
+            line[f"{key}_" if key in line or key == "exception" else key] = plain(value)
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, allow_nan=False)
+
+
+class HumanFormatter(logging.Formatter):
+    """The event, then its fields as key=value; nothing in a field can move the cursor."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        shown = [f"{key}={_shown(value)}" for key, value in _fields(record).items()]
+        return " ".join([super().formatMessage(record), *shown])
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
+    return getattr(record, "fields", None) or {}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    return text if text and text.isprintable() and " " not in text else repr(text)
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it; what is not finite is spelled "NaN", "Infinity"."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else spelled(value)
+    if isinstance(value, str):  # lone surrogates cannot be encoded
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    return str(value)
+
+
+def spelled(value: float) -> str:
+    """A float that JSON has no number for, as a text that `float` reads back."""
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")

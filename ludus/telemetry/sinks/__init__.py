@@ -1,0 +1,57 @@
+"""Metrics sinks: one file each, and one row in this table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ludus.config.registry import Registry, Row
+from ludus.config.schema import RunConfig
+from ludus.core.errors import ConfigError, MissingDependency
+from ludus.telemetry.sinks.base import Guarded, Sink
+
+SINKS: Registry[Sink] = Registry(
+    "metrics",
+    {
+        "prometheus": Row(
+            "ludus.telemetry.sinks.prometheus:Prometheus", "metrics", "gauges to scrape over HTTP"
+        ),
+        "tensorboard": Row(
+            "ludus.telemetry.sinks.tensorboard:TensorBoard",
+            "metrics",
+            "event files for TensorBoard",
+        ),
+        "wandb": Row(
+            "ludus.telemetry.sinks.wandb:Wandb", "metrics", "Weights & Biases, or offline"
+        ),
+    },
+    context=frozenset({"run_dir", "run_name", "config"}),
+)
+
+
+def build_sinks(config: RunConfig, run_dir: Path) -> list[Guarded]:
+    """The sinks that `config.metrics` asks for, guarded; one that cannot start is switched off.
+
+    Raises:
+        ConfigError, MissingDependency: a sink is unknown, misconfigured, or not installed.
+    """
+    context = {
+        "run_dir": run_dir,
+        "run_name": run_dir.resolve().name,
+        "config": config.model_dump(mode="json"),
+    }
+    places = [(f"metrics.{index}", spec) for index, spec in enumerate(config.metrics)]
+    for where, spec in places:  # all of them, before any opens a port or a file
+        SINKS.check(spec, where)
+    sinks: list[Guarded] = []
+    for where, spec in places:
+        sink = Guarded(f"{spec.name} ({where})")
+        try:
+            sink.start(SINKS.build(spec, where, **context))
+        except (ConfigError, MissingDependency):
+            for started in sinks:
+                started.close()
+            raise
+        except Exception as error:
+            sink.switch_off(error)
+        sinks.append(sink)
+    return sinks

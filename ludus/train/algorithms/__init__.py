@@ -1,0 +1,1 @@
+"""Algorithms: advantages, losses, aggregates."""

@@ -1,0 +1,309 @@
+"""Credit: what the trajectories of a step earned -> the advantage of each sampled token.
+
+Time runs through a trajectory's sampled segments, its turns, in the order in which they were
+sampled; what the environment wrote in between is no step of it. With two turns of two tokens that
+earned 1 and 2, and a discount of 0.5 a turn:
+
+    tokens           a0  a1 | b0  b1
+    rewards           0   1 |  0   2        a turn's reward comes with its last token
+    turn_returns      2   2 |  2   2        1 + 0.5 * 2, and 2, before they are compared
+    token_returns     3   3 |  2   2        undiscounted
+
+An advantage that all tokens share is one number, else a `Credit`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ludus.core.types import Segment, Status, Trajectory
+from ludus.train.algorithms.advantages import EPS, AdvantageFn
+
+PerToken = list[list[float]]
+"""One number a token: a list a segment, in the order of `Trajectory.segments`; empty for those
+that were not sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What each sampled token of a trajectory deserves.
+
+    Args:
+        advantages: one number a token.
+        returns: what a critic should have expected before each token; None without a critic.
+    """
+
+    advantages: PerToken
+    returns: PerToken | None = None
+
+
+Advantage = float | Credit
+Unit = Literal["token", "rollout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Earned:
+    """A trajectory with its reward, and what the algorithm adds to it.
+
+    Args:
+        bonus: comes with the last token (DAPO's punishment of overlong answers, below 0).
+        penalties: taken off each token's reward (the divergence from a reference).
+    """
+
+    trajectory: Trajectory
+    bonus: float = 0.0
+    penalties: PerToken | None = None
+
+    @property
+    def total(self) -> float:
+        """The whole reward; 0 where there is none."""
+        taken = math.fsum(x for row in self.penalties or [] for x in row)
+        return (self.trajectory.reward or 0.0) + self.bonus - taken
+
+    def turn_rewards(self) -> list[float]:
+        """The reward of each segment, which add up to the trajectory's; 0 for those not sampled.
+
+        What the trajectory has beyond its turns' rewards, a judge's verdict, comes with the last
+        turn. A turn without a token hands its reward on to the next one.
+        """
+        segments = self.trajectory.segments
+        rewards = [0.0] * len(segments)
+        turns = [i for i, _ in turns_of(self.trajectory)]
+        if not turns:
+            return rewards
+        for i, segment in enumerate(segments):
+            if segment.reward is not None:
+                rewards[next((turn for turn in turns if turn >= i), turns[-1])] += segment.reward
+        rewards[turns[-1]] += (self.trajectory.reward or 0.0) - math.fsum(rewards) + self.bonus
+        if self.penalties is not None:
+            for i in turns:
+                rewards[i] -= math.fsum(self.penalties[i])
+        return rewards
+
+    def token_rewards(self) -> PerToken:
+        """The reward of each sampled token."""
+        rewards = replace(self, penalties=None).turn_rewards()
+        rows: PerToken = [[] for _ in rewards]
+        for i, segment in turns_of(self.trajectory):
+            rows[i] = [0.0] * (len(segment.token_ids) - 1) + [rewards[i]]
+            if self.penalties is not None:
+                rows[i] = [r - p for r, p in zip(rows[i], self.penalties[i], strict=True)]
+        return rows
+
+
+CreditFn = Callable[[Sequence[Sequence[Earned]]], list[list[Advantage]]]
+"""The trainable trajectories of each group of a step to their advantages, in the same order."""
+
+
+def turns_of(trajectory: Trajectory) -> list[tuple[int, Segment]]:
+    """The sampled segments that have tokens, with their indices."""
+    return [(i, s) for i, s in enumerate(trajectory.segments) if s.sampled and s.token_ids]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One number a trajectory: its whole reward, compared with those of its group."""
+
+    compare: AdvantageFn
+
+    def __call__(self, groups: Sequence[Sequence[Earned]]) -> list[list[Advantage]]:
+        return [list(self.compare([earned.total for earned in group])) for group in groups]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenReturns:
+    """The rewards from each token on, sum over k of gamma^k r_{t+k}: REINFORCE with reward to go.
+
+    With a penalty in the reward, tokens differ: REINFORCE++, Hu et al. 2025 (arXiv:2501.03262).
+    """
+
+    gamma: float = 1.0
+
+    def __call__(self, groups: Sequence[Sequence[Earned]]) -> list[list[Advantage]]:
+        return [[Credit(self._one(earned)) for earned in group] for group in groups]
+
+    def _one(self, earned: Earned) -> PerToken:
+        rows, to_go = earned.token_rewards(), 0.0
+        for row in reversed(rows):
+            for t in reversed(range(len(row))):
+                to_go = row[t] = row[t] + self.gamma * to_go
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReturns:
+    """The rewards from each turn on, discounted by `gamma` a turn, and normalised in their group.
+
+    Kevin, Baronio et al. 2025 (arXiv:2507.11948), section 3: a turn is judged by what it and those
+    after it earned. Mean and standard deviation are over all turns of the group, where each
+    trajectory weighs the same, however many turns it has; with one turn each it is GRPO's.
+    """
+
+    gamma: float
+
+    def __call__(self, groups: Sequence[Sequence[Earned]]) -> list[list[Advantage]]:
+        return [self._group(group) for group in groups]
+
+    def _group(self, group: Sequence[Earned]) -> list[Advantage]:
+        returns = [self._returns(earned) for earned in group]
+        played = [list(of_turn.values()) for of_turn in returns]
+        mean, square = _moments(played, "rollout")
+        std = math.sqrt(square * len(group) / max(len(group) - 1, 1))
+        return [
+            Credit(
+                [
+                    [(of_turn[i] - mean) / (std + EPS)] * len(segment.token_ids)
+                    if i in of_turn
+                    else []
+                    for i, segment in enumerate(earned.trajectory.segments)
+                ]
+            )
+            for earned, of_turn in zip(group, returns, strict=True)
+        ]
+
+    def _returns(self, earned: Earned) -> dict[int, float]:
+        rewards, to_go = earned.turn_rewards(), 0.0
+        returns: dict[int, float] = {}
+        for i, _ in reversed(turns_of(earned.trajectory)):
+            to_go = returns[i] = rewards[i] + self.gamma * to_go
+        return dict(reversed(returns.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Whitened:
+    """The advantages of `credit`, minus their mean and divided by their std over the whole step.
+
+    REINFORCE++, Hu et al. 2025 (arXiv:2501.03262), equation 8: over all tokens. `unit` "rollout"
+    lets each trajectory weigh the same, however many tokens it has. The std is the population's.
+    """
+
+    credit: CreditFn
+    unit: Unit = "token"
+
+    def __call__(self, groups: Sequence[Sequence[Earned]]) -> list[list[Advantage]]:
+        assigned = self.credit(groups)
+        played = [
+            [x for row in spread(earned.trajectory, advantage) for x in row]
+            for group, advantages in zip(groups, assigned, strict=True)
+            for earned, advantage in zip(group, advantages, strict=True)
+        ]
+        mean, square = _moments(played, self.unit)
+        # Rewards that differ by a rounding error do not become advantages.
+        scale = 1 / math.sqrt(max(square, 1e-8))
+        return [[_mapped(a, mean, scale) for a in advantages] for advantages in assigned]
+
+
+@dataclass(frozen=True, slots=True)
+class Gae:
+    """Generalised advantage estimates, Schulman et al. 2016 (arXiv:1506.02438), equation 16.
+
+        delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}
+
+    A step is a token, or a whole turn: then one value, that before its first token, and one
+    advantage a turn, which its tokens share. V after the last step is the critic's where the
+    episode was cut, for it might have earned more; 0 where it ended. The critic is to learn
+    A_t + V_t.
+    """
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    level: Literal["token", "turn"] = "token"
+
+    def __call__(self, groups: Sequence[Sequence[Earned]]) -> list[list[Advantage]]:
+        return [[self._one(earned) for earned in group] for group in groups]
+
+    def _one(self, earned: Earned) -> Credit:
+        trajectory = earned.trajectory
+        advantages: PerToken = [[] for _ in trajectory.segments]
+        returns: PerToken = [[] for _ in trajectory.segments]
+        steps = list(self._steps(earned))
+        after = (
+            _value(steps[-1][1], -1) if steps and trajectory.status is not Status.COMPLETED else 0.0
+        )
+        to_go = 0.0
+        for i, segment, start, length, reward in reversed(steps):
+            value = _value(segment, start)
+            delta = reward + self.gamma * after - value
+            to_go = delta + self.gamma * self.lam * to_go
+            advantages[i] = [to_go] * length + advantages[i]
+            returns[i] = [to_go + value] * length + returns[i]
+            after = value
+        return Credit(advantages, returns)
+
+    def _steps(self, earned: Earned) -> Iterator[tuple[int, Segment, int, int, float]]:
+        """Segment's index, segment, first token, number of tokens, reward of each step."""
+        if self.level == "turn":
+            rewards = earned.turn_rewards()
+            for i, segment in turns_of(earned.trajectory):
+                yield i, segment, 0, len(segment.token_ids), rewards[i]
+        else:
+            tokens = earned.token_rewards()
+            for i, segment in turns_of(earned.trajectory):
+                for t, reward in enumerate(tokens[i]):
+                    yield i, segment, t, 1, reward
+
+
+def truncated_importance(
+    trajectory: Trajectory, cap: float, level: Literal["token", "trajectory"]
+) -> PerToken:
+    """min(pi_learner / pi_sampler, cap) of each sampled token, before any update.
+
+    Truncated importance sampling, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training": learner and sampler compute the same weights with other arithmetic, or
+    hold other versions of them. On the level of trajectories, the ratio of all tokens' product.
+    Multiplies advantages, which is to multiply the policy's loss.
+    """
+    gaps: PerToken = [[] for _ in trajectory.segments]
+    for i, segment in turns_of(trajectory):
+        if segment.learner_logprobs is None or segment.logprobs is None:
+            raise ValueError("truncated importance sampling needs the learner's log-probabilities")
+        gaps[i] = [a - b for a, b in zip(segment.learner_logprobs, segment.logprobs, strict=True)]
+    top = math.log(cap)
+    if level == "token":
+        return [[math.exp(min(gap, top)) for gap in row] for row in gaps]
+    whole = math.exp(min(math.fsum(gap for row in gaps for gap in row), top))
+    return [[whole] * len(row) for row in gaps]
+
+
+def weighed(trajectory: Trajectory, advantage: Advantage, weights: PerToken) -> Credit:
+    """An advantage, times one weight a token."""
+    rows = [
+        [a * w for a, w in zip(row, of_row, strict=True)]
+        for row, of_row in zip(spread(trajectory, advantage), weights, strict=True)
+    ]
+    return Credit(rows, advantage.returns if isinstance(advantage, Credit) else None)
+
+
+def spread(trajectory: Trajectory, advantage: Advantage) -> PerToken:
+    """An advantage as one number a sampled token."""
+    if isinstance(advantage, Credit):
+        return advantage.advantages
+    return [[advantage] * len(s.token_ids) if s.sampled else [] for s in trajectory.segments]
+
+
+def _mapped(advantage: Advantage, mean: float, scale: float) -> Advantage:
+    if isinstance(advantage, Credit):
+        rows = [[(x - mean) * scale for x in row] for row in advantage.advantages]
+        return Credit(rows, advantage.returns)
+    return (advantage - mean) * scale
+
+
+def _moments(played: Sequence[Sequence[float]], unit: Unit) -> tuple[float, float]:
+    """Mean and population variance of the trajectories' numbers."""
+    counted = [row for row in played if row]
+    if unit == "token":
+        counted = [[x for row in counted for x in row]] if counted else []
+    if not counted:
+        return 0.0, 0.0
+    mean = math.fsum(math.fsum(row) / len(row) for row in counted) / len(counted)
+    squares = [math.fsum((x - mean) ** 2 for x in row) / len(row) for row in counted]
+    return mean, math.fsum(squares) / len(counted)
+
+
+def _value(segment: Segment, t: int) -> float:
+    if segment.values is None:
+        raise ValueError("generalised advantage estimation needs the critic's values")
+    return segment.values[t]

@@ -1,0 +1,311 @@
+"""The table of algorithms. What differs from a neighbour is what you see.
+
+Each row is a value with the paper's settings, and a function of its arguments by the row's name,
+which is what a configuration names. `algorithm` says what a row consists of; `terms` has the
+arguments that all rows of reinforcement learning share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ludus.core.errors import ConfigError
+from ludus.train.algorithms.advantages import (
+    group_centred,
+    group_normalised,
+    has_signal,
+    leave_one_out,
+    ones,
+)
+from ludus.train.algorithms.aggregates import (
+    constant_length,
+    token_mean,
+    trajectory_mean,
+    trajectory_sum,
+)
+from ludus.train.algorithms.base import Algorithm, Overlong
+from ludus.train.algorithms.credit import Gae, Outcome, TokenReturns, TurnReturns, Unit, Whitened
+from ludus.train.algorithms.losses import (
+    capped_reinforce,
+    clipped,
+    cross_entropy,
+    reinforce,
+    trajectory_clipped,
+    with_value_loss,
+)
+from ludus.train.algorithms.terms import shared
+
+__all__ = ["Algorithm"]
+
+GRPO = Algorithm(
+    "grpo",
+    advantages=Outcome(group_normalised),
+    loss=clipped(0.2, 0.2),
+    aggregate=trajectory_mean,
+    source="DeepSeekMath, Shao et al. 2024, arXiv:2402.03300",
+)
+
+DR_GRPO = Algorithm(
+    "dr_grpo",
+    advantages=Outcome(group_centred),
+    loss=clipped(0.2, 0.2),
+    aggregate=constant_length(1024),
+    source="Understanding R1-Zero-Like Training, Liu et al. 2025, arXiv:2503.20783",
+)
+
+DAPO = Algorithm(
+    "dapo",
+    advantages=Outcome(group_normalised),
+    loss=clipped(0.2, 0.28),
+    aggregate=token_mean,
+    keep=has_signal,
+    max_rounds=4,
+    source="DAPO, Yu et al. 2025, arXiv:2503.14476",
+)
+
+GSPO = Algorithm(
+    "gspo",
+    advantages=Outcome(group_normalised),
+    loss=trajectory_clipped(3e-4, 4e-4),
+    aggregate=trajectory_mean,
+    source="Group Sequence Policy Optimization, Zheng et al. 2025, arXiv:2507.18071",
+)
+
+GSPO_TOKEN = Algorithm(
+    "gspo_token",
+    advantages=TurnReturns(1.0),
+    loss=trajectory_clipped(3e-4, 4e-4),
+    aggregate=trajectory_mean,
+    source="GSPO-token, Zheng et al. 2025, arXiv:2507.18071, section 4.3",
+)
+
+CISPO = Algorithm(
+    "cispo",
+    advantages=Outcome(group_normalised),
+    loss=capped_reinforce(5.0),
+    aggregate=token_mean,
+    source="MiniMax-M1, 2025, arXiv:2506.13585",
+)
+
+TURN_GRPO = Algorithm(
+    "turn_grpo",
+    advantages=TurnReturns(0.4),
+    loss=clipped(0.2, 0.28),
+    aggregate=trajectory_mean,
+    source="Kevin, Baronio et al. 2025, arXiv:2507.11948",
+)
+
+RLOO = Algorithm(
+    "rloo",
+    advantages=Outcome(leave_one_out),
+    loss=reinforce,
+    aggregate=trajectory_sum,
+    source="Back to Basics, Ahmadian et al. 2024, arXiv:2402.14740; Kool et al. 2019",
+)
+
+REINFORCE_PP = Algorithm(
+    "reinforce_pp",
+    advantages=Whitened(TokenReturns()),
+    loss=clipped(0.2, 0.2),
+    aggregate=token_mean,
+    compares=False,
+    source="REINFORCE++, Hu et al. 2025, arXiv:2501.03262",
+)
+
+REINFORCE_PP_BASELINE = Algorithm(
+    "reinforce_pp_baseline",
+    advantages=Whitened(Outcome(group_centred)),
+    loss=clipped(0.2, 0.2),
+    aggregate=token_mean,
+    source="REINFORCE++ with a group's mean as baseline, Hu et al. 2025, arXiv:2501.03262",
+)
+
+PPO = Algorithm(
+    "ppo",
+    advantages=Whitened(Gae()),
+    loss=with_value_loss(clipped(0.2, 0.2), 0.5, 0.2),
+    aggregate=token_mean,
+    compares=False,
+    regularised=True,  # by the critic's loss
+    critic_lr=1e-3,
+    source="PPO, Schulman et al. 2017, arXiv:1707.06347; GAE, 2016, arXiv:1506.02438",
+)
+
+SFT = Algorithm(
+    "sft",
+    advantages=Outcome(ones),
+    loss=cross_entropy,
+    aggregate=token_mean,
+    compares=False,
+    scored=False,
+    source="maximum likelihood",
+)
+
+ROWS = [
+    GRPO,
+    DR_GRPO,
+    DAPO,
+    GSPO,
+    GSPO_TOKEN,
+    CISPO,
+    TURN_GRPO,
+    RLOO,
+    REINFORCE_PP,
+    REINFORCE_PP_BASELINE,
+    PPO,
+    SFT,
+]
+"""Every row, with its paper's settings."""
+
+
+ClipLow = Annotated[
+    float, Field(gt=0, le=1, description="The ratio is clipped below 1 minus this.")
+]
+ClipHigh = Annotated[float, Field(gt=0, description="The ratio is clipped above 1 plus this.")]
+Length = Annotated[
+    float, Field(gt=0, description="The constant: the most tokens that an episode may sample.")
+]
+MaxRounds = Annotated[
+    int,
+    Field(
+        ge=1,
+        description="Rounds of sampling in one step, until it has `rl.groups_per_step` groups with "
+        "signal.",
+    ),
+]
+OverlongLength = Annotated[
+    int,
+    Field(ge=0, description="Sampled tokens of an episode from which on its reward falls by 1."),
+]
+OverlongMargin = Annotated[
+    int, Field(ge=0, description="Tokens before that over which it falls; 0: no punishment.")
+]
+Gamma = Annotated[float, Field(ge=0, le=1, description="Discount of later rewards, a turn.")]
+WhitenOver = Annotated[
+    Unit, Field(description="Advantages are normalised over all tokens, or each rollout the same.")
+]
+
+
+@shared
+def grpo(clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2) -> Algorithm:
+    """GRPO: group-normalised advantages, clipped loss, trajectory mean. By default without KL."""
+    return replace(GRPO, loss=clipped(clip_low, clip_high))
+
+
+@shared
+def dr_grpo(clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2, length: Length = 1024) -> Algorithm:
+    """Dr. GRPO: GRPO that divides neither by the std nor by a trajectory's own length."""
+    return replace(DR_GRPO, loss=clipped(clip_low, clip_high), aggregate=constant_length(length))
+
+
+@shared
+def dapo(
+    clip_low: ClipLow = 0.2,
+    clip_high: ClipHigh = 0.28,
+    max_rounds: MaxRounds = 4,
+    overlong_length: OverlongLength = 0,
+    overlong_margin: OverlongMargin = 0,
+) -> Algorithm:
+    """DAPO: a higher upper clip, token mean, groups with signal only, overlong answers punished.
+
+    A step samples on in place of groups without signal, `max_rounds` times in all; then it trains
+    on the groups it has. Errors: ConfigError for a margin wider than the length.
+    """
+    if overlong_margin > overlong_length:
+        raise ConfigError(
+            f"rl.algorithm.args.overlong_margin = {overlong_margin} must be at most "
+            f"overlong_length = {overlong_length}, where the reward has fallen by 1"
+        )
+    overlong = Overlong(overlong_length, overlong_margin) if overlong_margin else None
+    loss = clipped(clip_low, clip_high)
+    return replace(DAPO, loss=loss, max_rounds=max_rounds, overlong=overlong)
+
+
+@shared
+def gspo(clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> Algorithm:
+    """GSPO: GRPO with one ratio a trajectory, the geometric mean over its tokens."""
+    return replace(GSPO, loss=trajectory_clipped(clip_low, clip_high))
+
+
+@shared
+def gspo_token(
+    clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4, gamma: Gamma = 1.0
+) -> Algorithm:
+    """GSPO with an advantage of its own for each turn, of the rewards from that turn on."""
+    loss = trajectory_clipped(clip_low, clip_high)
+    return replace(GSPO_TOKEN, loss=loss, advantages=TurnReturns(gamma))
+
+
+@shared
+def cispo(
+    cap: Annotated[float, Field(gt=0, description="The ratio is at most this.")] = 5.0,
+) -> Algorithm:
+    """CISPO: REINFORCE whose ratios are capped, so that no token is cut off from learning."""
+    return replace(CISPO, loss=capped_reinforce(cap))
+
+
+@shared
+def turn_grpo(clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.28, gamma: Gamma = 0.4) -> Algorithm:
+    """GRPO over turns: each turn is judged by the discounted rewards from it on."""
+    return replace(TURN_GRPO, loss=clipped(clip_low, clip_high), advantages=TurnReturns(gamma))
+
+
+@shared
+def rloo() -> Algorithm:
+    """RLOO: REINFORCE on whole trajectories, each against the mean of the others."""
+    return RLOO
+
+
+@shared
+def reinforce_pp(
+    clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2, whiten_over: WhitenOver = "token"
+) -> Algorithm:
+    """REINFORCE++: no group, no critic; rewards to go, normalised over the whole step."""
+    advantages = Whitened(TokenReturns(), whiten_over)
+    return replace(REINFORCE_PP, loss=clipped(clip_low, clip_high), advantages=advantages)
+
+
+@shared
+def reinforce_pp_baseline(
+    clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2, whiten_over: WhitenOver = "token"
+) -> Algorithm:
+    """REINFORCE++ whose rewards are taken against their group's mean first."""
+    advantages = Whitened(Outcome(group_centred), whiten_over)
+    return replace(REINFORCE_PP_BASELINE, loss=clipped(clip_low, clip_high), advantages=advantages)
+
+
+@shared
+def ppo(
+    clip_low: ClipLow = 0.2,
+    clip_high: ClipHigh = 0.2,
+    gamma: Annotated[float, Field(ge=0, le=1, description="Discount of a step.")] = 1.0,
+    lam: Annotated[
+        float, Field(ge=0, le=1, description="Lambda of GAE: 1 trusts returns, 0 the critic.")
+    ] = 0.95,
+    level: Annotated[
+        Literal["token", "turn"], Field(description="What a step of GAE is.")
+    ] = "token",
+    value_coefficient: Annotated[
+        float, Field(gt=0, description="Weight of the critic's loss.")
+    ] = 0.5,
+    critic_lr: Annotated[float, Field(gt=0, description="Learning rate of the critic.")] = 1e-3,
+    value_clip: Annotated[
+        float, Field(gt=0, description="How far an update may take the critic's values.")
+    ] = 0.2,
+    whiten_over: WhitenOver = "token",
+) -> Algorithm:
+    """PPO: a critic on the policy's own trunk, generalised advantage estimates, clipped losses."""
+    return replace(
+        PPO,
+        advantages=Whitened(Gae(gamma, lam, level), whiten_over),
+        loss=with_value_loss(clipped(clip_low, clip_high), value_coefficient, value_clip),
+        critic_lr=critic_lr,
+    )
+
+
+def sft() -> Algorithm:
+    """Cross-entropy on demonstrations, averaged over tokens."""
+    return SFT

@@ -1,0 +1,401 @@
+"""Checkpoints: all that a run needs to go on as if it had never stopped, without pickle.
+
+    <run>/checkpoints/rl-000040/
+        model.safetensors        the trained tensors: all weights, or the adapters of a LoRA run
+        optimizer.safetensors    moments and step counts, named `parameter/key`
+        optimizer.json           class, parameter groups with their settings, other scalars
+        state.json               the loop's own state, whatever it is
+        manifest.json            size and SHA-256 of each file, the model's identity, the order
+
+A checkpoint is written aside, flushed, read back, and only then renamed to its name: a process
+killed at any moment leaves each checkpoint whole or absent. Loading verifies every file first.
+
+A damaged newest checkpoint is refused, not passed over: to fall back costs the work since the one
+before, so that is the user's decision (`skip_damaged`). It is then set aside, under the name
+`.damaged-<name>`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import ludus
+from ludus.core.errors import CheckpointError, ConfigError
+from ludus.train.checkpoint.aside import recover, remove, write_text, written_aside
+from ludus.train.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    Problem,
+    damage_of,
+    file_sha256,
+    manifest_sha256,
+    problems_of,
+    read_manifest,
+    require_intact,
+)
+from ludus.train.checkpoint.state import (
+    all_tensors,
+    digest,
+    fingerprint,
+    layout,
+    load_optimizer,
+    optimizer_state,
+    random_state,
+    raw,
+    require_json,
+    require_same_optimizer,
+    set_random_state,
+    trained_tensors,
+)
+
+__all__ = [
+    "CheckpointInfo",
+    "CheckpointStore",
+    "Problem",
+    "check",
+    "fingerprint",
+    "load",
+    "random_state",
+    "read_state",
+    "set_random_state",
+]
+
+MODEL, OPTIMIZER, OPTIMIZER_GROUPS = "model.safetensors", "optimizer.safetensors", "optimizer.json"
+STATE = "state.json"
+
+_STAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*-\d{6,}")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """One checkpoint, as its manifest tells it. `sequence` grows with every save of a run."""
+
+    path: Path
+    stage: str
+    step: int
+    sequence: int
+    metric: float | None
+    pinned: bool
+
+
+class CheckpointStore:
+    """The checkpoints of one run. One process at a time may save; any may read.
+
+    Opening it clears away what a killed process left half-written.
+
+    Args:
+        folder: `<run>/checkpoints`; created by the first save.
+        keep_last: how many of the newest stay.
+        keep_best: how many of those with the highest metric stay (of equal ones, the newest).
+            Pinned checkpoints stay beside both.
+    """
+
+    def __init__(self, folder: str | Path, keep_last: int = 2, keep_best: int = 1) -> None:
+        if keep_last < 1 or keep_best < 0:
+            raise ConfigError(
+                f"checkpoint.keep_last = {keep_last} must be at least 1, "
+                f"checkpoint.keep_best = {keep_best} at least 0"
+            )
+        self.folder = Path(folder)
+        self.keep_last, self.keep_best = keep_last, keep_best
+        recover(self.folder)
+
+    def save(
+        self,
+        stage: str,
+        step: int,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        state: dict[str, Any],
+        metric: float | None = None,
+        pin: bool = False,
+    ) -> Path:
+        """Save, verify, then let go of checkpoints beyond those to keep. Returns the folder.
+
+        A checkpoint of the same stage and step is replaced.
+
+        Args:
+            stage, step: name it: `<stage>-<step:06d>`.
+            state: the loop's state; JSON values only (tuples come back as lists).
+            metric: what `keep_best` compares; higher is better; NaN counts as none.
+            pin: never remove it, e.g. the end of a stage.
+
+        Errors: CheckpointError where the disk refuses, or where something cannot be saved exactly;
+        the checkpoints that were there are then as they were.
+        """
+        if not _STAGE.fullmatch(stage) or step < 0:
+            raise CheckpointError(f"{stage!r}, step {step}, cannot name a checkpoint")
+        require_json(state, "state")
+        trained = trained_tensors(model)
+        moments, groups = optimizer_state(optimizer, model) if optimizer else ({}, None)
+        target = self.folder / f"{stage}-{step:06d}"
+        num_bytes = sum(t.nbytes for t in [*trained.values(), *moments.values()]) + 4096
+        with written_aside(target, num_bytes) as folder:
+            _write_tensors(folder / MODEL, trained)
+            if groups is not None:
+                _write_tensors(folder / OPTIMIZER, moments)
+                write_text(folder / OPTIMIZER_GROUPS, json.dumps(groups))
+            write_text(folder / STATE, json.dumps(state))
+            manifest = {
+                "format": FORMAT,
+                "sequence": max((info.sequence for info in self.list()), default=0) + 1,
+                "stage": stage,
+                "step": step,
+                "metric": None if metric is None or math.isnan(metric) else float(metric),
+                "pinned": pin,
+                "ludus": ludus.__version__,
+                "torch": str(torch.__version__),
+                "model": _identity(model, trained),
+                "files": {
+                    path.name: {"size": path.stat().st_size, "sha256": file_sha256(path)}
+                    for path in sorted(folder.iterdir())
+                },
+            }
+            manifest["sha256"] = manifest_sha256(manifest)
+            write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
+            require_intact(folder)
+        self._let_go()
+        return target
+
+    def list(self) -> list[CheckpointInfo]:
+        """The checkpoints, oldest first; without those whose manifest cannot be read."""
+        infos = []
+        for folder in _checkpoint_folders(self.folder):
+            manifest = read_manifest(folder)
+            if isinstance(manifest, dict):
+                infos.append(_info(folder, manifest))
+        return sorted(infos, key=lambda info: info.sequence)
+
+    def latest(self, *, skip_damaged: bool = False) -> CheckpointInfo | None:
+        """The newest checkpoint, verified; None where there is none at all.
+
+        Args:
+            skip_damaged: pass over damaged ones, with a warning, to the newest that is intact.
+
+        Errors: CheckpointError where the newest is damaged, or none is intact.
+        """
+        damage = [
+            manifest
+            for folder in _checkpoint_folders(self.folder)
+            if isinstance(manifest := read_manifest(folder), Problem)
+        ]
+        intact = None
+        for info in reversed(self.list()):
+            found = damage_of(info.path)
+            if not found:
+                intact = info
+                break
+            damage += found
+        if damage and (intact is None or not skip_damaged):
+            told = "; ".join(map(str, damage))
+            if intact is None:
+                raise CheckpointError(f"{told}. No checkpoint of {self.folder} is intact")
+            raise CheckpointError(
+                f"{told}. The newest intact checkpoint is {intact.path.name}: go on from it with "
+                f"`ludus train --resume {self.folder.absolute().parent.name} --skip-damaged`"
+            )
+        for problem in damage:
+            _log.warning("skipped a damaged checkpoint: %s", problem)
+        return intact
+
+    def forget_after(self, resumed: CheckpointInfo | None) -> None:
+        """Set aside what a run that resumes from an older checkpoint has turned its back on."""
+        last = resumed.sequence if resumed else 0
+        known = {info.path for info in self.list() if info.sequence <= last}
+        for folder in _checkpoint_folders(self.folder):
+            if folder not in known:
+                self._try(_set_aside, folder)
+
+    def best(self) -> CheckpointInfo | None:
+        """The checkpoint with the highest metric, of equal ones the newest; None without any."""
+        ranked = _ranked(self.list())
+        return ranked[0] if ranked else None
+
+    def _let_go(self) -> None:
+        """Remove what is not to be kept. Called after a save, hence never the only good one."""
+        for folder in _checkpoint_folders(self.folder):
+            manifest = read_manifest(folder)
+            found = [manifest] if isinstance(manifest, Problem) else damage_of(folder, hashes=False)
+            if found:
+                _log.warning("set aside as .damaged-%s: %s", folder.name, found[0])
+                self._try(_set_aside, folder)
+        infos = self.list()
+        keep = [*infos[-self.keep_last :], *_ranked(infos)[: self.keep_best]]
+        for info in infos:
+            if not info.pinned and info not in keep:
+                self._try(remove, info.path)
+
+    @staticmethod
+    def _try(action: Callable[[Path], None], folder: Path) -> None:
+        """A folder that cannot be removed costs space, not the run."""
+        try:
+            action(folder)
+        except OSError as error:
+            _log.warning("the old checkpoint %s stays: %s", folder, error)
+
+
+def load(
+    path: str | Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """Load a checkpoint into `model` and `optimizer` in place; returns the loop's state.
+
+    Parameters keep their storage, so whoever shares them sees the new weights. Nothing is changed
+    unless everything fits: the files intact, the model the same class with the same tensors and,
+    where part of it was frozen, the same base.
+
+    Errors: CheckpointError that names the file, or the first tensors that differ.
+    """
+    folder = Path(path)
+    require_intact(folder)
+    manifest = read_manifest(folder)
+    assert isinstance(manifest, dict)
+    tensors = all_tensors(model)
+    with safe_open(folder / MODEL, framework="pt") as file:
+        trained = set(file.keys())
+    _require_same_model(folder, model, tensors, trained, manifest["model"])
+    groups = None
+    if optimizer is not None:
+        if OPTIMIZER not in manifest["files"]:
+            raise CheckpointError(f"{folder} holds no state of an optimizer: it cannot be resumed")
+        groups = json.loads((folder / OPTIMIZER_GROUPS).read_text(encoding="utf-8"))
+        try:
+            require_same_optimizer(optimizer, model, groups)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
+    with torch.no_grad(), safe_open(folder / MODEL, framework="pt") as file:
+        for name in trained:
+            tensors[name].copy_(file.get_tensor(name))
+    if optimizer is not None and groups is not None:
+        with safe_open(folder / OPTIMIZER, framework="pt") as file:
+            # Cloned, because what safetensors returns is backed by the file.
+            moments = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        load_optimizer(optimizer, model, moments, groups)
+    return _read_state(folder)
+
+
+def read_state(path: str | Path) -> dict[str, Any]:
+    """The loop's state of a checkpoint alone, verified: what a run must know to build its model."""
+    require_intact(Path(path))
+    return _read_state(Path(path))
+
+
+def check(path: str | Path) -> list[Problem]:
+    """All that is wrong with a checkpoint, or with every checkpoint of a run; empty if nothing.
+
+    Args:
+        path: a checkpoint, a run, or a run's `checkpoints` folder.
+
+    Errors: CheckpointError where there is no checkpoint at `path`.
+    """
+    folder = Path(path)
+    if any((folder / name).exists() for name in (MANIFEST, MODEL, STATE)):
+        return problems_of(folder)
+    if (folder / "checkpoints").is_dir():
+        folder = folder / "checkpoints"
+    found = _checkpoint_folders(folder)
+    if not found:
+        raise CheckpointError(f"{path} is neither a checkpoint nor a run that has one")
+    return [problem for checkpoint in found for problem in problems_of(checkpoint)]
+
+
+def _checkpoint_folders(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.is_dir() and _NAME.fullmatch(path.name))
+
+
+def _ranked(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Those with a metric, best first."""
+    scored = [(info.metric, info.sequence, info) for info in infos if info.metric is not None]
+    return [info for _, _, info in sorted(scored, key=lambda row: row[:2], reverse=True)]
+
+
+def _info(folder: Path, manifest: dict[str, Any]) -> CheckpointInfo:
+    keys = ("stage", "step", "sequence", "metric", "pinned")
+    return CheckpointInfo(folder, *(manifest[key] for key in keys))
+
+
+def _set_aside(folder: Path) -> None:
+    aside = folder.with_name(f".damaged-{folder.name}")
+    if aside.exists():
+        remove(aside)
+    os.rename(folder, aside)
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    return state
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors, flush them, and compare what the file holds with what was to be written."""
+    save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    with safe_open(path, framework="pt") as written:
+        for name, tensor in tensors.items():
+            if not torch.equal(raw(written.get_tensor(name)), raw(tensor)):
+                raise CheckpointError(f"{path}: {name} reads back otherwise: is the disk failing?")
+
+
+def _identity(model: nn.Module, trained: dict[str, Tensor]) -> dict[str, Any]:
+    """Which model a checkpoint is of: class, tensors by name, digest of the frozen ones."""
+    tensors = all_tensors(model)
+    base = {name: tensor for name, tensor in tensors.items() if name not in trained}
+    layouts = {name: layout(tensor) for name, tensor in tensors.items()}
+    return {
+        "class": type(model).__name__,
+        "signature": hashlib.sha256(json.dumps(layouts, sort_keys=True).encode()).hexdigest(),
+        "base": digest(base) if base else None,
+        "tensors": layouts,
+    }
+
+
+def _require_same_model(
+    folder: Path,
+    model: nn.Module,
+    tensors: dict[str, Tensor],
+    trained: set[str],
+    saved: dict[str, Any],
+) -> None:
+    """Errors: CheckpointError that names the first tensors which differ."""
+    now = {name: layout(tensor) for name, tensor in tensors.items()}
+    differing = [
+        f"{name}: {saved['tensors'].get(name, 'absent')} in the checkpoint, "
+        f"{now.get(name, 'absent')} in the model"
+        for name in dict.fromkeys([*saved["tensors"], *now])
+        if saved["tensors"].get(name) != now.get(name)
+    ]
+    if differing:
+        more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise CheckpointError(
+            f"{folder} is a checkpoint of another model: {'; '.join(differing[:3])}{more}"
+        )
+    if type(model).__name__ != saved["class"]:
+        raise CheckpointError(
+            f"{folder} is a checkpoint of another model: of class {saved['class']}, this is "
+            f"{type(model).__name__}"
+        )
+    base = {name: tensor for name, tensor in tensors.items() if name not in trained}
+    if base and digest(base) != saved["base"]:
+        raise CheckpointError(
+            f"{folder} was trained on another base model: its adapters fit, but the frozen weights "
+            "differ; load the base that the run started from"
+        )

@@ -1,0 +1,170 @@
+"""Attention over a packed row of token trees, without the work that a dense mask throws away.
+
+The row is cut into tiles (`ludus.train.kernels.tiles`). So a prefix costs once, samples packed
+side by side cost as if alone, and no T x T mask exists. Beyond a constant, scores are computed
+again in the backward pass, as in FlashAttention (Dao et al. 2022, arXiv:2205.14135): memory does
+not grow with T x T either.
+
+Shape suffixes: T positions, H query heads, K key heads, G = H / K, D head size, Q queries of a
+tile, S keys of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from transformers import AttentionInterface
+
+from ludus.train.kernels.bindings import Kernels, kernels
+from ludus.train.kernels.tiles import Plan, Tile
+
+NAME = "ludus_tiles"
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_KTGD: Tensor, k_KTD: Tensor, v_KTD: Tensor, plan: Plan) -> Tensor:
+        out_KTGD = torch.empty_like(q_KTGD)
+        keeps = any(ctx.needs_input_grad) and plan.keeps(q_KTGD)
+        kept: list[Tensor] = []
+        for tile in plan.tiles:
+            queries = slice(tile.start, tile.stop)
+            q = q_KTGD[:, queries].flatten(1, 2)
+            weights = _weights(q, tile.gather(k_KTD), tile)
+            out_KTGD[:, queries] = torch.bmm(weights, tile.gather(v_KTD)).view_as(
+                q_KTGD[:, queries]
+            )
+            if keeps:
+                kept.append(weights)
+        ctx.save_for_backward(q_KTGD, k_KTD, v_KTD, out_KTGD, *kept)
+        ctx.tiles = plan.tiles
+        return out_KTGD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_KTGD: Tensor) -> tuple[Any, ...]:
+        q_KTGD, k_KTD, v_KTD, out_KTGD, *kept = ctx.saved_tensors
+        grad_KTGD = grad_KTGD.contiguous()
+        delta_KTG = (grad_KTGD * out_KTGD).sum(-1)
+        dq_KTGD = torch.empty_like(q_KTGD)
+        dk_KTD = torch.zeros_like(k_KTD, dtype=torch.float32)
+        dv_KTD = torch.zeros_like(dk_KTD)
+        for number, tile in enumerate(ctx.tiles):
+            queries = slice(tile.start, tile.stop)
+            q, grad = q_KTGD[:, queries].flatten(1, 2), grad_KTGD[:, queries].flatten(1, 2)
+            keys = tile.gather(k_KTD)
+            weights = kept[number] if kept else _weights(q, keys, tile)
+            tile.scatter(torch.bmm(weights.mT, grad), dv_KTD)
+            inner = torch.bmm(grad, tile.gather(v_KTD).mT)
+            inner = inner.sub_(delta_KTG[:, queries].flatten(1)[..., None]).mul_(weights)
+            dq_KTGD[:, queries] = torch.bmm(inner, keys).view_as(q_KTGD[:, queries])
+            tile.scatter(torch.bmm(inner.mT, q), dk_KTD)
+        return dq_KTGD, dk_KTD.to(k_KTD.dtype), dv_KTD.to(v_KTD.dtype), None
+
+
+class _Native(torch.autograd.Function):
+    """The same by kernels.c, for queries [T, H, D], keys and values [T, K, D] of any strides."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: Plan, scale: float, by: Kernels
+    ) -> Tensor:
+        q_THD, k_TKD, v_TKD = (
+            x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_TKD, v_TKD)
+        )
+        out_THD, total_TH = by.attention(q_THD, k_TKD, v_TKD, plan, scale)
+        ctx.save_for_backward(q_THD, k_TKD, v_TKD, out_THD, total_TH)
+        ctx.rest = plan, scale, by
+        return out_THD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Any, ...]:
+        *qkv, out_THD, total_TH = ctx.saved_tensors
+        plan, scale, by = ctx.rest
+        into = [torch.zeros(x.shape, dtype=torch.float32) for x in qkv]
+        by.attention_back(qkv, plan, scale, out_THD, total_TH, grad_THD.contiguous(), into)
+        return *(x.to(by.dtype) for x in into), None, None, None
+
+
+def _weights(q: Tensor, keys: Tensor, tile: Tile) -> Tensor:
+    """Softmax of the tile's scores [K, Q * G, S]."""
+    scores = torch.bmm(q, keys.mT)
+    num_queries = tile.stop - tile.start
+    shape = scores.shape[0], num_queries, -1, scores.shape[2]
+    scores.view(shape)[..., tile.num_full :].masked_fill_(tile.hidden_QS[None, :, None], -torch.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+
+
+_active: list[Plan] = []
+"""The plan of the pass under way. Not a context variable: autograd may recompute a checkpointed
+layer on a thread of its own."""
+
+
+def active_plan() -> Plan | None:
+    """The tiles of the pass under way; None where there are none."""
+    return _active[-1] if _active else None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def tiled_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """An attention function of transformers: [1, H, T, D] to [1, T, H, D].
+
+    Errors: TypeError for what it does not do: dropout, caps, sinks, biases, windows.
+    """
+    window = options.get("sliding_window")
+    extras = ("softcap", "s_aux", "position_bias", "dropout")
+    narrow = window is not None and window < query.shape[2]
+    if narrow or any(_is_set(options.get(name)) for name in extras):
+        raise TypeError("an attention with extras")
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    dtype, device = value.dtype, query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    native = kernels(dtype)
+    if native is not None:
+        q_THD, k_TKD, v_TKD = (x[0].to(dtype).transpose(0, 1) for x in (query, key, value))
+        out_THD = _Native.apply(q_THD, k_TKD, v_TKD, _active[-1], scale, native)  # type: ignore[no-untyped-call]
+        return out_THD[None], None
+    q_KTGD = (query[0] * scale).unflatten(0, (key.shape[1], -1)).transpose(1, 2).to(dtype)
+    with torch.autocast(device, enabled=False):
+        out_KTGD = _Tiled.apply(  # type: ignore[no-untyped-call]
+            q_KTGD.contiguous(),
+            key[0].to(dtype).contiguous(),
+            value[0].to(dtype).contiguous(),
+            _active[-1],
+        )
+    return out_KTGD.transpose(0, 1).flatten(1, 2)[None], None
+
+
+def _is_set(value: Any) -> bool:
+    return isinstance(value, Tensor) or bool(value)
+
+
+AttentionInterface.register(NAME, tiled_attention)
+
+
+@contextmanager
+def attending(model: Any, plan: Sequence[Tile], *, keep: bool = True) -> Iterator[None]:
+    """Let the model's layers attend by these tiles, in single-row passes and their backward.
+
+    Without `keep`, no weights are kept for the backward: a layer that is computed twice has to do
+    the same both times. The choice is undone afterwards: the in-process sampler runs the very same
+    modules.
+    """
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    config._attn_implementation = NAME
+    _active.append(Plan(plan, keep=keep))
+    try:
+        yield
+    finally:
+        _active.pop()
+        config._attn_implementation = before

@@ -1,0 +1,55 @@
+"""torch.compile for the decoder's layers, in training passes only.
+
+The in-process sampler runs the same modules, with other shapes at every turn: there it would
+compile again and again. So the compiled calls are put in place around a training pass alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ludus.telemetry.logs import get_logger
+from ludus.train.kernels.logprobs import backbone
+
+log = get_logger(__name__)
+
+BACKEND = "inductor"
+
+
+class CompiledLayers:
+    """The compiled calls of a model's layers; none where the machine has no C++ compiler."""
+
+    def __init__(self, model: Any) -> None:
+        self._calls: list[tuple[nn.Module, Any]] = []
+        if not has_compiler():
+            log.warning("learner.compile: no C++ compiler here (CXX, g++ or clang++): it is off")
+            return
+        lists = [m for m in backbone(model).children() if isinstance(m, nn.ModuleList)]
+        for layer in max(lists, key=len, default=nn.ModuleList()):
+            self._calls.append(
+                (layer, torch.compile(layer._call_impl, dynamic=True, backend=BACKEND))
+            )
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within, the layers run compiled. `nn.Module.compile` sets the same attribute for good."""
+        for layer, call in self._calls:
+            layer._compiled_call_impl = call
+        try:
+            yield
+        finally:
+            for layer, _ in self._calls:
+                layer._compiled_call_impl = None
+
+
+def has_compiler() -> bool:
+    """Whether inductor finds a C++ compiler."""
+    names = (os.environ.get("CXX"), "g++", "clang++")
+    return any(name and shutil.which(name) for name in names)

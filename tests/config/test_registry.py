@@ -1,0 +1,122 @@
+"""Plug-ins by name: loading, checking arguments, building."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field
+
+from ludus.config.registry import Registry, Row
+from ludus.core.errors import ConfigError, MissingDependency
+from ludus.core.types import Spec
+
+
+@dataclass
+class Walk:
+    tokenizer: str
+    level: Annotated[str, Field(description="Where to walk.")] = "easy"
+    size: Annotated[int, Field(ge=2)] = 8
+    mode: Literal["slow", "fast"] = "slow"
+    seeds: int | list[int] | None = None
+
+
+def talk(**rest: Any) -> dict[str, Any]:
+    return rest
+
+
+def registry() -> Registry[Any]:
+    return Registry(
+        "env",
+        {
+            "walk": Row(f"{__name__}:Walk", summary="walks"),
+            "talk": Row(f"{__name__}:talk"),
+            "absent": Row("no_such_package.env:Env", "envs"),
+            "unbuilt": Row("ludus.core.no_such_module:Env", "envs"),
+            "empty": Row(f"{__name__}:Nothing"),
+        },
+        context=frozenset({"tokenizer"}),
+    )
+
+
+def complaint(spec: Any, where: str = "") -> str:
+    with pytest.raises(ConfigError) as caught:
+        registry().check(Spec.model_validate(spec), where)
+    return str(caught.value)
+
+
+def test_names_are_sorted():
+    assert list(registry()) == ["absent", "empty", "talk", "unbuilt", "walk"]
+
+
+def test_build_gives_arguments_and_context():
+    spec = Spec(name="walk", args={"size": 3})
+    assert registry().build(spec, tokenizer="words", unused=1) == Walk("words", size=3)
+    assert registry().build("walk", tokenizer="words") == Walk("words")
+    assert registry().build(Spec(name="talk", args={"a": 1})) == {"a": 1}
+    assert registry().build(f"{__name__}:Walk", tokenizer="w") == Walk("w")
+
+
+def test_check_gives_only_what_was_given():
+    assert registry().check(Spec(name="walk", args={"seeds": [1]})) == {"seeds": [1]}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("wlak", "'wlak' is not a known env (did you mean walk?)"),
+        ("zzz", "'zzz' is not a known env (known: absent, empty, talk, unbuilt, walk)"),
+        ("empty", f"env 'empty': module {__name__} has no 'Nothing'"),
+        (
+            "unbuilt",
+            "env 'unbuilt': cannot import ludus.core.no_such_module "
+            "(no module named 'ludus.core.no_such_module')",
+        ),
+        (
+            {"name": "walk", "args": {"sise": 3}},
+            "env 'walk': args.sise is not an argument (did you mean env 'walk': args.size?)",
+        ),
+        (
+            {"name": "walk", "args": {"size": 1}},
+            "env 'walk': args.size must be a whole number >= 2, got 1",
+        ),
+        (
+            {"name": "walk", "args": {"mode": "fats"}},
+            "env 'walk': args.mode must be one of slow, fast, got 'fats' (did you mean fast?)",
+        ),
+        (
+            {"name": "walk", "args": {"seeds": "x"}},
+            "env 'walk': args.seeds must be a whole number, or a list (of a whole number), "
+            "or null, got 'x'",
+        ),
+        (
+            {"name": "walk", "args": {"seeds": [1, "x"]}},
+            "env 'walk': args.seeds.1 must be a whole number, got 'x'",
+        ),
+        (
+            {"name": "walk", "args": {"tokenizer": "mine"}},
+            "env 'walk': args.tokenizer is not an argument (known: level, mode, seeds, size)",
+        ),
+    ],
+)
+def test_a_fault_is_told_exactly(spec, message):
+    assert complaint(spec) == message
+
+
+def test_where_takes_the_place_of_the_kind():
+    assert complaint({"name": "walk", "args": {"sise": 3, "size": 0}}, "env").splitlines() == [
+        "env.args.size must be a whole number >= 2, got 0",
+        "env.args.sise is not an argument (did you mean env.args.size?)",
+    ]
+    assert complaint("wlak", "env") == "env.name: 'wlak' is not a known env (did you mean walk?)"
+
+
+def test_a_missing_package_names_its_extra():
+    with pytest.raises(MissingDependency) as caught:
+        registry().load("absent")
+    assert str(caught.value) == (
+        "env 'absent' needs the package no_such_package, which is not installed: "
+        "pip install 'ludus-rl[envs]'"
+    )
+    assert caught.value.extra == "envs"

@@ -1,0 +1,161 @@
+"""Demonstrations: faults stay with their episode, files are complete and reproducible."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import faulty_envs
+import pytest
+
+from ludus.core.errors import ConfigError, DataError
+from ludus.core.types import Spec, Task
+from ludus.data.demonstrations import Demonstration, Dropped, dropped_path, generate, load, play
+from ludus.envs.babyai.env import BabyAI
+from ludus.envs.textcraft.env import TextCraft
+
+MOODY = Spec(name="faulty_envs:Moody")
+
+
+def moody(seed: int, fault: str | None = None) -> Task:
+    return Task(id=f"moody/{seed}", data={"seed": seed, "fault": fault})
+
+
+def test_faults_are_recorded_and_the_others_go_on(tmp_path: Path) -> None:
+    faults = [None, "hang", "raise", None, "exit", "lose", "no expert", None]
+    tasks = [moody(seed, fault) for seed, fault in enumerate(faults)]
+    seen: list[Demonstration | Dropped] = []
+    path = tmp_path / "demonstrations.jsonl"
+    summary = generate(MOODY, tasks, path, timeout_s=2.0, on_episode=seen.append)
+    assert [d.task_id for d in load(path)] == ["moody/0", "moody/3", "moody/7"]
+    assert [d.task_id for d in seen] == [task.id for task in tasks]
+    dropped = [json.loads(line) for line in dropped_path(path).read_text().splitlines()]
+    assert [(d["task_id"], d["kind"], d["reason"]) for d in dropped] == [
+        ("moody/1", "timeout", "took longer than 2 s"),
+        ("moody/2", "error", "RuntimeError: the disk is full of eels"),
+        ("moody/4", "died", "the worker process died with exit code 3"),
+        ("moody/5", "lost", "the expert's reward was 0"),
+        ("moody/6", "no expert", "nobody knows"),
+    ]
+    assert summary.num_kept == 3
+    assert sum(summary.dropped.values()) == 5
+    assert "1 timeout" in str(summary)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "demonstrations.dropped.jsonl",
+        "demonstrations.jsonl",
+    ]
+
+
+def test_the_file_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
+    tasks = [BabyAI.task(level, s) for s in range(25) for level in ("GoToLocal", "UnlockToUnlock")]
+    env = Spec(name="babyai", args={"actions": "macro"})
+    one, three = tmp_path / "one.jsonl", tmp_path / "three.jsonl"
+    generate(env, tasks, one, num_workers=1)
+    generate(env, tasks, three, num_workers=3)
+    assert one.read_bytes() == three.read_bytes()
+    assert dropped_path(one).read_bytes() == dropped_path(three).read_bytes()
+    assert b"no expert" in dropped_path(one).read_bytes()
+
+
+def test_lost_episodes_are_kept_on_request(tmp_path: Path) -> None:
+    path = tmp_path / "all.jsonl"
+    generate(MOODY, [moody(0, "lose")], path, only_successful=False)
+    (lost,) = load(path)
+    assert (lost.success, lost.reward, lost.num_turns) == (False, 0.0, 1)
+
+
+async def test_a_plain_episode_alternates_between_environment_and_expert() -> None:
+    shown = await play(TextCraft(), TextCraft.task("depth-2", 3))
+    roles = [message.role for message in shown.messages]
+    assert roles == ["user", "assistant"] * shown.num_turns + ["user"]
+    assert shown.success
+    assert shown.reward == 1.0
+
+
+async def test_react_turns_name_their_action() -> None:
+    plain = await play(BabyAI(), BabyAI.task("GoToLocal", 5))
+    react = await play(BabyAI(), BabyAI.task("GoToLocal", 5), "react")
+    turns = [m.content for m in plain.messages if m.role == "assistant"]
+    assert [m.content for m in react.messages if m.role == "assistant"] == [
+        f"Action: {turn}" for turn in turns
+    ]
+
+
+async def test_tool_turns_are_calls_and_the_answers_refer_to_them() -> None:
+    shown = await play(TextCraft(), TextCraft.task("depth-1", 3), "tools")
+    calls = [m.tool_calls[0] for m in shown.messages if m.role == "assistant"]
+    answers = [m for m in shown.messages if m.role == "tool"]
+    assert all(m.content == "" for m in shown.messages if m.role == "assistant")
+    assert [a.tool_call_id for a in answers] == [c.id for c in calls]
+    assert calls[-1].name == "craft"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{not json", "Invalid JSON"),
+        ('{"task_id": "x"}', "tier: Field required"),
+        ('"text"', "an object"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
+    path = tmp_path / "d.jsonl"
+    generate(MOODY, [moody(0)], path)
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(DataError, match=rf"d\.jsonl, line 2: .*{problem}"):
+        list(load(path))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.jsonl: cannot read"):
+        list(load(tmp_path / "none.jsonl"))
+
+
+def test_a_wrong_spec_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    env = Spec(name="babyai", args={"actons": "macro"})
+    with pytest.raises(ConfigError, match=r"actons is not an argument"):
+        generate(env, [BabyAI.task(None, 0)], tmp_path / "d.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot write demonstrations"):
+        generate(MOODY, [moody(0)], tmp_path / "file" / "d.jsonl")
+
+
+SCRIPT = """
+import sys
+from ludus.core.types import Spec, Task
+from ludus.data.demonstrations import generate
+if __name__ == "__main__":
+    tasks = [Task(id=str(s), data={"seed": s, "fault": "hang" if s else None}) for s in range(99)]
+    generate(Spec(name="faulty_envs:Moody"), tasks, sys.argv[1], timeout_s=1.0,
+             on_episode=lambda _: print("one", flush=True))
+"""
+
+
+def test_an_interrupt_leaves_no_half_file(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    out = tmp_path / "out"
+    folder = str(Path(faulty_envs.__file__).parent)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(out / "d.jsonl")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": folder},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    assert len(list(out.iterdir())) == 2  # both are being written aside
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert b"KeyboardInterrupt" in error
+    assert list(out.iterdir()) == []

@@ -1,0 +1,118 @@
+"""Plans: memory held against what torch keeps, time against arithmetic, and the verb's answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from ludus.cli import app
+from ludus.config.load import load_config
+from ludus.config.schema import RunConfig
+from ludus.core.errors import ConfigError
+from ludus.diagnostics import plan as planning
+from ludus.diagnostics.hardware import HARDWARE, find_hardware
+from ludus.models.flops import Shape
+
+RECIPE = str(Path(__file__).parents[2] / "recipes" / "babyai-tiny.yaml")
+
+
+def recipe(*changes: str) -> RunConfig:
+    return load_config(RECIPE, list(changes))
+
+
+@pytest.mark.parametrize("layers", [2, 5])
+@pytest.mark.parametrize("inner", [384, 1024])
+def test_activations_are_what_autograd_keeps(layers: int, inner: int) -> None:
+    """The module's own saved tensors, each storage once, its parameters left out."""
+    args = f"model.architecture.args.num_layers={layers}"
+    config = recipe(args, f"model.architecture.args.intermediate_size={inner}")
+    shape = planning._shape(config)
+    model = AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")
+    kept: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens, alive = 512, []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (alive.append(t), keep(t))[1], lambda t: t
+    ):
+        model.model(torch.randint(0, 100, (1, tokens)), use_cache=False)
+    estimate = planning._Estimate(config, HARDWARE["l4"], shape, Shape.of(model), 1.0, 0.35, 0.0)
+    assert estimate._activations() * tokens == pytest.approx(sum(kept.values()), rel=0.3)
+
+
+def test_parameters_and_their_memory() -> None:
+    found = planning.plan(recipe("model.dtype=bfloat16"), HARDWARE["h100"])
+    model = AutoModelForCausalLM.from_config(planning._shape(recipe()))
+    num = sum(p.numel() for p in model.parameters())
+    assert found.num_parameters == num
+    assert found.memory["weights"] == found.memory["gradients"] == 2 * num
+    assert found.memory["optimizer"] == 4 * num
+    # 256 episodes of 512 tokens, 4 layers, keys and values, 2 heads of 32, 2 bytes
+    assert found.memory["keys and values"] == 256 * 512 * 4 * 2 * 2 * 32 * 2
+    lora = planning.plan(recipe("model.lora={rank: 4}"), HARDWARE["h100"])
+    assert lora.memory["optimizer"] < 0.2 * lora.memory["weights"]
+
+
+def test_time_grows_with_the_work_and_falls_with_the_hardware() -> None:
+    base = planning.plan(recipe(), HARDWARE["l4"])
+    twice = planning.plan(recipe("rl.steps=200", "evaluate.every=0"), HARDWARE["l4"])
+    for part in ("rl: sampling", "rl: training"):
+        assert twice.seconds[part] == pytest.approx(2 * base.seconds[part])
+    assert planning.plan(recipe(), HARDWARE["h200"]).hours < base.hours
+    assert planning.plan(recipe(), HARDWARE["l4"], fill=0.5).hours < base.hours
+    grown = planning.plan(recipe("rl.horizon=[[0, 4], [50, 8]]"), HARDWARE["l4"])
+    assert 0.5 * base.seconds["rl: sampling"] < grown.seconds["rl: sampling"]
+    assert grown.seconds["rl: sampling"] < base.seconds["rl: sampling"]
+    waits = planning.plan(recipe(), HARDWARE["l4"], env_step_s=0.1)
+    assert waits.seconds["rl: environment"] == pytest.approx(100 * 8 * 0.1)
+
+
+def test_this_machine() -> None:
+    here = find_hardware("here", recipe().model)
+    assert here.source == "measured just now"
+    assert here.memory > 2**30
+    assert min(here.bandwidth, here.flops, here.flops32) > 0  # how much, depends on other load
+    with pytest.raises(ConfigError, match=r"--hardware: there is no 'h20'.*h200"):
+        find_hardware("h20", recipe().model)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_gpu_that_is_not_here_has_to_be_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--hardware here: model\.device is cuda, and this machine"
+    ):
+        find_hardware("here", recipe("model.device=cuda").model)
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(app, ["plan", RECIPE, *args])
+
+
+def test_the_verb_tells_cost_and_what_to_lower() -> None:
+    priced = run("--hardware", "l4", "budget.price_per_hour=1000", "budget.max_cost=0.01",
+                 "budget.max_hours=0.0001", "budget.max_tokens=1000")  # fmt: skip
+    assert priced.exit_code == 0
+    assert " USD" in priced.output
+    for limit in ("max_cost, 0.01", "max_hours, 0.0001", "max_tokens, 1,000"):
+        assert f"budget.{limit}: the run may stop there" in priced.output
+    big = run("--hardware", "t4", "rl.tokens_per_batch=4000000", "rl.groups_per_step=4096")
+    assert big.exit_code == 1
+    assert (
+        "it does not fit: the largest part is activations: lower rl.tokens_per_batch" in big.output
+    )
+
+
+def test_a_model_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"model\.path: there is no folder"):
+        planning.plan(recipe("model={path: ./nowhere}"), HARDWARE["l4"])

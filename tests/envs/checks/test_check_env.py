@@ -1,0 +1,95 @@
+"""The checker finds what is planted, and finds nothing where nothing is."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+
+import faulty_envs as faulty
+import pytest
+
+from ludus.core.errors import ConfigError, EnvError
+from ludus.core.types import Message, Spec, Task
+from ludus.envs import base
+from ludus.envs.base import Env
+from ludus.envs.checks.check import check_env
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(name="babyai"),
+        Spec(name="babyai", args={"actions": "macro", "guide": True}),
+        Spec(name="textcraft"),
+    ],
+    ids=["babyai", "babyai-macro", "textcraft"],
+)
+async def test_own_environments_conform(spec: Spec) -> None:
+    assert await check_env(spec, num_tasks=5) == []
+
+
+async def test_the_environment_of_the_protocol_s_page_conforms() -> None:
+    """The example in the docstring of `ludus.envs.base`, as it stands there."""
+    text = inspect.getdoc(base) or ""
+    names = dict(vars(base)) | {"Message": Message, "EnvError": EnvError}
+    exec(textwrap.dedent(text[text.index("    class Guess") :]), names)
+    tasks = [Task(id=str(seed), data={"seed": seed}) for seed in range(4)]
+    findings = await check_env(names["Guess"], tasks=tasks)
+    assert [finding.severity for finding in findings] == ["note"], "it has no expert"
+
+
+async def test_a_faultless_environment_has_no_findings() -> None:
+    assert await check_env(faulty.Digit) == []
+
+
+FAULTS: list[tuple[type[Env], str, str]] = [
+    (faulty.RaisesOnRubbish, "rubbish", "an empty action raised ValueError"),
+    (faulty.ReturnsRubbish, "expert", "step returned a str, not a StepResult"),
+    (faulty.AnswersAsAssistant, "messages", "assistant message"),
+    (faulty.Prints, "standard output", "'a step"),
+    (faulty.NotDeterministic, "determinism", "the opening"),
+    (faulty.SeedsTheWorld, "random state", "random"),
+    (faulty.Shares, "independence", "beside other episodes"),
+    (faulty.GoesOn, "expert", "does not end"),
+    (faulty.PaysTooMuch, "rewards", "outside of score_range"),
+    (faulty.ClosesOnce, "close", "the second close raised RuntimeError"),
+    (faulty.Silent, "answers", "no messages"),
+]
+
+
+@pytest.mark.parametrize(("env", "check", "detail"), FAULTS, ids=[f[0].__name__ for f in FAULTS])
+async def test_a_planted_fault_is_found(env: type[Env], check: str, detail: str) -> None:
+    found = [f for f in await check_env(env) if f.severity == "error" and f.check == check]
+    assert any(detail in finding.detail for finding in found), found
+
+
+async def test_an_environment_that_hangs_ends_the_checks() -> None:
+    findings = await check_env(faulty.Hangs, timeout_s=0.3)
+    assert [f.check for f in findings] == ["time"]
+    assert "step takes longer than 0.3 s" in str(findings[0])
+
+
+async def test_a_hash_seed_is_seen_through_in_another_process() -> None:
+    findings = await check_env(Spec(name="faulty_envs:HashDependent"), num_tasks=1)
+    assert [f.check for f in findings] == ["determinism"]
+    assert "another process" in findings[0].detail
+
+
+async def test_a_step_out_of_turn_has_to_be_refused() -> None:
+    findings = await check_env(faulty.GoesOn, num_tasks=1)
+    assert any("a step before reset was taken" in f.detail for f in findings)
+
+
+async def test_an_environment_without_tasks_of_its_own_is_given_some() -> None:
+    class Bare(faulty.Digit):
+        @classmethod
+        def task(cls, tier: str | None, seed: int) -> Task:
+            raise NotImplementedError
+
+    assert "give check_env some tasks" in str((await check_env(Bare))[0])
+    assert await check_env(Bare, tasks=[Task(id="a", data={"seed": 4})]) == []
+
+
+async def test_an_unknown_name_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="did you mean babyai"):
+        await check_env("babyia")

@@ -1,0 +1,246 @@
+import io
+import math
+import random
+
+import pytest
+from rich.console import Console
+
+from ludus.core.errors import DataError
+from ludus.core.types import Group, Segment, Status, Task, Trajectory
+from ludus.evaluate import compare, render_comparison, render_evaluation, summarise
+from ludus.evaluate.results import Comparison, Evaluation
+
+
+def played(reward, status=Status.COMPLETED, error=None):
+    trajectory = Trajectory(id="t", group_id="g", task_id="x", reward=reward, status=status)
+    trajectory.error = error
+    trajectory.segments = [Segment(-1, [1, 2]), Segment(0, [3, 4, 5], [-0.1] * 3)]
+    return trajectory
+
+
+def group(name, *rewards, tier=None):
+    trajectories = [r if isinstance(r, Trajectory) else played(r) for r in rewards]
+    return Group(name, Task(id=name, tier=tier, data={"name": name}), trajectories)
+
+
+def groups(rewards, tier=None):
+    return [group(f"task-{i}", *one, tier=tier) for i, one in enumerate(rewards)]
+
+
+def wilson(successes, n, z=1.959963984540054):
+    """Wilson's interval, as in his paper of 1927."""
+    p = successes / n
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return pytest.approx((centre - half, centre + half))
+
+
+def ends(estimate):
+    return estimate.low, estimate.high
+
+
+def test_one_episode_a_task_gives_wilsons_interval():
+    evaluation = summarise(groups([[1.0]] * 57 + [[0.0]] * 43))
+    assert evaluation.success.value == 0.57
+    assert ends(evaluation.success) == wilson(57, 100)
+    assert evaluation.pass_at == {1: evaluation.success}
+    assert evaluation.num_tasks == evaluation.num_episodes == 100
+    assert evaluation.success_bounds == (0.57, 0.57)
+    assert (evaluation.mean_turns, evaluation.mean_sampled_tokens) == (1.0, 3.0)
+    assert evaluation.sampling == "greedy"
+    assert str(evaluation) == "success 57.0 % (47.2 to 66.3) of 100 tasks"
+
+
+@pytest.mark.parametrize(("reward", "other"), [(1.0, 0), (0.0, 1)])
+def test_all_or_none_still_has_an_interval(reward, other):
+    success = summarise(groups([[reward]] * 20)).success
+    assert success.value == reward
+    assert success.low <= success.value <= success.high
+    assert success.high - success.low == pytest.approx(0.1611, abs=1e-4)
+    assert 0 <= success.low <= success.high <= 1
+
+
+def test_success_starts_at_the_threshold():
+    evaluation = summarise(groups([[0.5], [0.49], [1.0]]), success_at=0.5)
+    assert evaluation.success.value == pytest.approx(2 / 3)
+    assert evaluation.score.value == pytest.approx(1.99 / 3)
+
+
+def test_score_interval_is_students():
+    score = summarise(groups([[1.0], [2.0], [3.0], [4.0]])).score
+    half = 3.182446305284263 * math.sqrt(5 / 3) / 2  # t(0.975, 3), s / sqrt(n)
+    assert score.value == 2.5
+    assert ends(score) == pytest.approx((2.5 - half, 2.5 + half))
+    assert ends(summarise(groups([[1.0]])).score) == (None, None)
+
+
+def test_pass_at_k_by_hand():
+    # 2 of 4 succeed: pass@2 = 1 - C(2,2)/C(4,2) = 5/6; none of 4: 0; 1 of 4: 1 - 3/6 = 1/2
+    evaluation = summarise(groups([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0]]), temperature=1.0)
+    values = {k: estimate.value for k, estimate in evaluation.pass_at.items()}
+    expected = {1: 3 / 12, 2: (5 / 6 + 1 / 2) / 3, 3: (1 + 3 / 4) / 3, 4: 2 / 3}
+    assert values == pytest.approx(expected)
+    assert evaluation.samples_per_task == 4
+    assert evaluation.sampling == "sampled"
+
+
+def test_tasks_with_too_few_scored_episodes_are_left_out_of_that_k():
+    broken = played(None, Status.ERROR_ENV, "boom")
+    evaluation = summarise([group("a", 1, 0), group("b", 1, broken)])
+    assert evaluation.pass_at[1].num_tasks == 2
+    assert evaluation.pass_at[2].num_tasks == 1
+
+
+def test_intervals_are_over_tasks():
+    agreeing = summarise(groups([[1] * 8] * 25 + [[0] * 8] * 25)).success
+    assert ends(agreeing) == wilson(25, 50)  # 400 episodes tell no more than 50
+    mixed = summarise(groups([[1, 0] * 4] * 50)).success
+    assert ends(mixed) == wilson(200, 400)  # every task alike: all episodes count
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    draw = random.Random(0)
+    hits = 0
+    for _ in range(400):
+        chances = [draw.betavariate(1.5, 1.0) for _ in range(40)]  # mean 0.6
+        rewards = [[float(draw.random() < p) for _ in range(4)] for p in chances]
+        success = summarise(groups(rewards)).success
+        hits += success.low <= 0.6 <= success.high
+    assert 0.92 <= hits / 400 <= 0.98
+
+
+def test_excluded_episodes_are_reported_not_failed():
+    evaluation = summarise(
+        [
+            group("a", 1.0),
+            group("b", played(None, Status.ERROR_TIMEOUT, "60 s passed")),
+            group("c", played(0.0, Status.ERROR_ENV, "KeyError: 'key'")),
+            group("d", played(None)),
+            group("e", played(math.nan)),
+            group("f", played(0.0, Status.TRUNCATED_TURNS)),
+        ]
+    )
+    assert evaluation.success.value == 0.5
+    assert evaluation.success.num_tasks == 2
+    assert evaluation.num_excluded == 4
+    assert evaluation.success_bounds == pytest.approx((1 / 6, 5 / 6))
+    assert {reason: x.count for reason, x in evaluation.excluded.items()} == {
+        "error_timeout": 1,
+        "error_env": 1,
+        "no reward": 1,
+        "reward is not finite": 1,
+    }
+    assert evaluation.excluded["error_env"].example == "KeyError: 'key'"
+
+
+def test_nothing_scored():
+    with pytest.raises(DataError, match="1 tasks, 1 episodes, none of them scored"):
+        summarise([group("a", played(None, Status.ABORTED))])
+    with pytest.raises(DataError, match="no episode was played"):
+        summarise([])
+
+
+def test_tiers():
+    evaluation = summarise(
+        [
+            group("a", 1.0, tier="easy"),
+            group("b", 1.0, tier="easy"),
+            group("c", 0.0, tier="hard"),
+            group("d", played(None, Status.ABORTED), tier="hard"),
+            group("e", 0.0),
+        ]
+    )
+    assert list(evaluation.tiers) == ["easy", "hard"]
+    assert evaluation.tiers["easy"].success.value == 1.0
+    assert ends(evaluation.tiers["easy"].success) == wilson(2, 2)
+    assert evaluation.tiers["hard"].num_episodes == 2
+    assert evaluation.tiers["hard"].num_excluded == 1
+
+
+def test_json_round_trip():
+    a = summarise(groups([[1, 0], [0, 0]], tier="x"), label="sft", policy_version=3, seconds=1.5)
+    assert Evaluation.model_validate_json(a.model_dump_json()) == a
+    comparison = compare(a, a)
+    assert Comparison.model_validate_json(comparison.model_dump_json()) == comparison
+
+
+def test_mcnemar_by_hand():
+    # 1 lost, 9 won, 10 the same: p = 2 * (C(10,0) + C(10,1)) / 2**10
+    before = summarise(groups([[1]] + [[0]] * 9 + [[1]] * 5 + [[0]] * 5), label="sft")
+    after = summarise(groups([[0]] + [[1]] * 9 + [[1]] * 5 + [[0]] * 5), label="rl")
+    comparison = compare(before, after)
+    success = comparison.success
+    assert (success.a, success.b, success.value) == pytest.approx((0.3, 0.7, 0.4))
+    assert success.test == "McNemar exact"
+    assert success.p_value == pytest.approx(22 / 1024)
+    assert (comparison.num_better, comparison.num_worse) == (9, 1)
+    # Bonett and Price: p12 = 10/22, p21 = 2/22
+    half = 1.959963984540054 * math.sqrt((12 / 22 - (8 / 22) ** 2) / 22)
+    assert ends(success) == pytest.approx((8 / 22 - half, 8 / 22 + half))
+
+
+def test_several_episodes_a_task_are_compared_by_signed_ranks():
+    draw = random.Random(1)
+    before = summarise(groups([[float(draw.random() < 0.4) for _ in range(4)] for _ in range(60)]))
+    after = summarise(groups([[float(draw.random() < 0.7) for _ in range(4)] for _ in range(60)]))
+    comparison = compare(before, after)
+    assert comparison.success.test == "Wilcoxon signed-rank"
+    assert comparison.success.p_value < 1e-4
+    assert 0 < comparison.success.low < comparison.success.value < comparison.success.high
+    assert compare(after, before).success.value == pytest.approx(-comparison.success.value)
+
+
+def test_equal_evaluations_do_not_differ():
+    same = summarise(groups([[1.0], [0.0], [1.0]]))
+    comparison = compare(same, same)
+    assert comparison.success.p_value == comparison.score.p_value == 1.0
+    assert comparison.success.value == comparison.score.value == 0.0
+    assert comparison.success.low < 0 < comparison.success.high
+
+
+def test_tasks_without_a_score_on_one_side_are_left_out_and_counted():
+    a = summarise([group("a", 1.0), group("b", 0.0), group("c", played(None))])
+    b = summarise([group("a", 1.0), group("b", played(None)), group("c", 1.0)])
+    comparison = compare(a, b)
+    assert comparison.num_left_out == 2
+    assert comparison.success.num_tasks == 1
+    assert comparison.score.low is None
+
+
+def test_other_tasks_are_refused_by_name():
+    a = summarise(groups([[1.0]] * 6), label="sft")
+    with pytest.raises(DataError, match=r"4 only in sft \(task-2, task-3, task-4, \.\.\.\)"):
+        compare(a, summarise(groups([[1.0]] * 2)))
+    with pytest.raises(DataError, match=r"1 only in the second \(task-6\)"):
+        compare(a, summarise(groups([[1.0]] * 7)))
+    changed = groups([[1.0]] * 6)
+    changed[3].task = changed[3].task.model_copy(update={"data": {}})
+    with pytest.raises(DataError, match=r"1 of the same id but another content \(task-3\)"):
+        compare(a, summarise(changed))
+    with pytest.raises(DataError, match=r"another success_at: 1.0 and 0.5"):
+        compare(a, summarise(groups([[1.0]] * 6), success_at=0.5))
+
+
+def printed(renderable):
+    console = Console(width=120, file=io.StringIO())
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_rendering_says_what_counts():
+    before = summarise(
+        [*groups([[1.0, 0.0], [0.0, 0.0]], tier="GoTo[x]"), group("z", played(None), 1.0)],
+        label="after SFT",
+        temperature=0.7,
+    )
+    text = printed(render_evaluation(before))
+    assert "after SFT, sampled at temperature 0.7" in text
+    assert "GoTo[x]" in text
+    assert "50.0 %" in text
+    assert "pass@2" in text
+    assert "1 episodes left out (1 no reward): success would be 33.3 %" in text
+    after = summarise([*groups([[1.0, 1.0], [1.0, 0.0]], tier="GoTo[x]"), group("z", 1.0, 1.0)])
+    text = printed(render_comparison(compare(before, after)))
+    assert "after SFT against b, 3 tasks" in text
+    assert "+33.3" in text
+    assert "better on 2 tasks, worse on 0" in text

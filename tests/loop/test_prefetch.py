@@ -1,0 +1,436 @@
+"""Playing ahead: the policy learns while episodes go on, within a bound on their weights' age."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_helpers import LEVERS, PLACES, Bandit, Recording, World, task
+
+from ludus.config.schema import RunConfig
+from ludus.core.errors import ConfigError, TrainingError
+from ludus.core.types import Group, Message, Spec, Status, StepResult, Task
+from ludus.loop.loop import Stage, age_metrics, run_stage
+from ludus.models.samplers.base import SamplingParams
+from ludus.rollout.prefetch import Prefetch
+from ludus.train.packing import pack
+from ludus.train.samples import to_samples
+
+GRPO = Spec(name="grpo", args={"importance_cap": 2.0})
+EVERYTHING = [(place, lever) for place in PLACES for lever in LEVERS]
+
+
+MADE: list[World] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """No learner's thread outlives its test."""
+    yield
+    while MADE:
+        MADE.pop().backend.close()
+
+
+class Moody(Bandit):
+    """Three pulls, each of which takes its time: mostly none, now and then very long."""
+
+    max_turns = 3
+
+    def __init__(self, seconds: float, share: float = 1.0) -> None:
+        self.seconds, self.share, self.pulls = seconds, share, 0
+
+    async def step(self, action: Message) -> StepResult:
+        self.pulls += 1
+        if random.random() < self.share:
+            time.sleep(self.seconds * random.random())
+        result = await super().step(action)
+        more = [Message(role="user", content="pull a lever in the hall")]
+        return result.model_copy(update={"messages": more, "terminated": self.pulls == 3})
+
+
+class Lottery(Bandit):
+    """Any lever wins something."""
+
+    async def step(self, action: Message) -> StepResult:
+        return StepResult(reward=random.random(), terminated=True)
+
+
+async def world_of(folder: Path, env: str | dict[str, Any] | None = None) -> World:
+    """A world whose learner has a thread of its own, and whose policy pulls any lever."""
+    world = World(folder)
+    changed = world.config.model_dump()
+    changed["rl"] = {"max_staleness": 2, "tokens_per_batch": 128, "algorithm": GRPO}
+    changed["rollout"]["deterministic"] = False
+    if env is not None:
+        changed["env"] = env
+    world.config = RunConfig.model_validate(changed)
+    world.backend = type(world.backend)(world.backend.model, world.renderer, world.config, folder)
+    MADE.append(world)
+    await run_stage(world.sft(EVERYTHING, steps=30), world.backend, Recording())
+    return world
+
+
+def ahead(world: World, tasks: Sequence[Task], steps: int, bound: int = 2, **options: Any) -> Stage:
+    """The reinforcement learning of `World`, played ahead."""
+    stage = world.rl(tasks, steps, **{"algorithm": GRPO, **options})
+    collector = world.collector(concurrency=24 * (bound + 1))
+    stage.ahead = Prefetch(
+        lambda step: collector,
+        stage.tasks,
+        steps=steps,
+        groups_per_step=stage.groups_per_step,
+        group_size=8,
+        max_staleness=bound,
+    )
+    return stage
+
+
+def played(kept: Recording) -> list[Group]:
+    return [group for _, _, groups, _ in kept.steps for group in groups]
+
+
+async def test_grpo_finds_the_lever_that_pays(tmp_path: Path) -> None:
+    world, kept = await world_of(tmp_path), Recording()
+    stage = ahead(world, [task(place) for place in PLACES], steps=18)
+    await run_stage(stage, world.backend, kept)
+    success = kept.metric("rollout/success")
+    assert sum(success[:2]) / 2 < 0.6
+    assert sum(success[-2:]) / 2 > 0.9
+    assert kept.metric("train/policy_version") == list(range(31, 49))
+    ages = kept.metric("rollout/staleness_max")
+    assert max(ages) == 2  # it does play ahead
+    assert ages[0] == 0
+    assert len({group.id for group in played(kept)}) == len(played(kept))
+
+
+@pytest.mark.parametrize("bound", [1, 3])
+async def test_no_turn_is_older_than_the_bound(tmp_path: Path, bound: int) -> None:
+    moody = {"name": "test_ahead:Moody", "args": {"seconds": 0.2, "share": 0.1}}
+    world, kept = await world_of(tmp_path, moody), Recording()
+    stage = ahead(world, [task(place) for place in PLACES], 12, bound)
+    await run_stage(stage, world.backend, kept)
+    for _, step, groups, metrics in kept.steps:
+        ages = {
+            30 + step - s.policy_version
+            for g in groups
+            for t in g.trajectories
+            for s in t.segments
+            if s.policy_version is not None
+        }
+        assert ages <= set(range(bound + 1))
+        assert metrics["rollout/staleness_max"] <= bound
+        assert metrics["rollout/staleness_mean"] <= metrics["rollout/staleness_max"]
+        assert len(groups) >= 3
+    assert max(kept.metric("rollout/staleness_max")) == bound
+    everyone = [t for group in played(kept) for t in group.trajectories]
+    cut = [t for t in everyone if t.status is Status.ABORTED]
+    assert len(cut) == sum(kept.metric("rollout/cut"))
+    assert all("rl.max_staleness" in str(t.error) and t.error in str(t.dropped) for t in cut)
+    assert all(t.status.trainable for t in everyone if t not in cut)
+    assert all(t.dropped is None for t in everyone if t not in cut)
+
+
+async def test_stragglers_are_cut_and_the_rest_of_their_group_trains(tmp_path: Path) -> None:
+    """One episode in every task hangs for good: the others do not wait for it."""
+    world, kept = await world_of(tmp_path, "test_ahead:OneHangs"), Recording()
+    stage = ahead(world, [task("hall"), task("roof")], 6, 1, groups_per_step=2)
+    try:
+        await run_stage(stage, world.backend, kept)
+    finally:
+        RELEASE.set()
+    everyone = [t for group in played(kept) for t in group.trajectories]
+    cut = [t for t in everyone if t.status is Status.ABORTED]
+    assert 0 < len(cut) == sum(kept.metric("rollout/cut"))
+    hit = [g for g in played(kept) if any(t in cut for t in g.trajectories)]
+    for group in hit:
+        assert [t.dropped is None for t in group.trajectories] == [
+            t not in cut for t in group.trajectories
+        ]
+    assert sum(len(group.trajectories) for group in hit) > len(cut)
+    assert len(kept.steps) == 6
+
+
+RELEASE = threading.Event()
+HANGING: set[str] = set()
+
+
+class OneHangs(Bandit):
+    """The first two episodes of all never end."""
+
+    async def step(self, action: Message) -> StepResult:
+        if len(HANGING) < 2:
+            HANGING.add(str(id(self)))
+            RELEASE.wait(20)
+        return await super().step(action)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
+@pytest.mark.parametrize("pays", ["all", "broken"])
+async def test_steps_of_which_everything_is_dropped_go_on(
+    tmp_path: Path, algorithm: str, pays: str
+) -> None:
+    world, kept = await world_of(tmp_path), Recording()
+    row = Spec(name=algorithm, args={"importance_cap": 2.0})
+    stage = ahead(world, [task(place, pays=pays) for place in PLACES], 4, algorithm=row)
+    async with asyncio.timeout(60):
+        await run_stage(stage, world.backend, kept)
+    assert kept.metric("train/policy_version") == [31, 32, 33, 34]
+    rounds = 4 if algorithm == "dapo" else 1
+    assert kept.metric("rollout/rounds") == [rounds] * 4
+
+
+def left(tasks: set[asyncio.Task[Any]]) -> list[str]:
+    """What still runs, but for the paused sampler, which waits for another turn."""
+    names = [str(t) for t in asyncio.all_tasks() - tasks if not t.done()]
+    return [name for name in names if "_run_rounds" not in name]
+
+
+async def test_a_failing_learner_stops_the_episodes(tmp_path: Path) -> None:
+    world = await world_of(tmp_path, "test_ahead:Lottery")
+    before = asyncio.all_tasks()
+    stage = ahead(world, [task(place) for place in PLACES], 5)
+
+    def fail(*_: Any) -> None:
+        raise TrainingError("the loss is nan")
+
+    world.backend.learner.train_step = fail  # type: ignore[method-assign, assignment]
+    with pytest.raises(TrainingError, match="the loss is nan"):
+        await run_stage(stage, world.backend, Recording())
+    assert not left(before)
+    assert not world.backend.sampler._sessions  # type: ignore[attr-defined]
+
+
+async def test_a_failing_sampler_stops_the_learner(tmp_path: Path) -> None:
+    world, kept = await world_of(tmp_path), Recording()
+    before = asyncio.all_tasks()
+    stage = ahead(world, [task(place) for place in PLACES], 50)
+    sample = world.backend.sampler.sample
+
+    async def fail(*args: Any, **options: Any) -> Any:
+        if len(kept.steps) >= 2:
+            raise TrainingError("logits are not finite")
+        return await sample(*args, **options)
+
+    world.backend.sampler.sample = fail  # type: ignore[method-assign]
+    with pytest.raises(TrainingError, match="not finite"):
+        await run_stage(stage, world.backend, kept)
+    assert 2 <= len(kept.steps) <= 5  # what had been played by then may have been trained on
+    assert not left(before)
+
+
+async def test_cancelling_the_run_stops_both(tmp_path: Path) -> None:
+    """What Ctrl-C does: asyncio cancels the main task."""
+    world = await world_of(tmp_path, {"name": "test_ahead:Moody", "args": {"seconds": 0.1}})
+    kept = Recording()
+    before = asyncio.all_tasks()
+    stage = ahead(world, [task(place) for place in PLACES], 10_000)
+    running = asyncio.create_task(run_stage(stage, world.backend, kept))
+    while len(kept.steps) < 2:
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not left(before)
+    world.backend.close()
+    assert world.backend._thread is not None
+    assert not any(thread.is_alive() for thread in world.backend._thread._threads)
+
+
+async def test_the_sampler_rests_from_the_first_look_to_the_publication(tmp_path: Path) -> None:
+    """No token is sampled with weights that change, or that have no version."""
+    world, kept = await world_of(tmp_path, "test_ahead:Lottery"), Recording()
+    backend, seen = world.backend, []
+    stage = ahead(world, [task(place) for place in PLACES], 6, minibatches=2)
+    forward = backend.sampler.decoder.forward  # type: ignore[attr-defined]
+    tree = {"version": [p._version for p in backend.model.parameters()]}
+
+    def watched(batch: Any) -> Any:
+        now = [p._version for p in backend.model.parameters()]
+        seen.append(now == tree["version"])
+        return forward(batch)
+
+    publish = backend.sampler.publish
+
+    def published(version: int) -> None:
+        tree["version"] = [p._version for p in backend.model.parameters()]
+        publish(version)
+
+    backend.sampler.decoder.forward = watched  # type: ignore[attr-defined]
+    backend.sampler.publish = published  # type: ignore[method-assign]
+    await run_stage(stage, backend, kept)
+    assert seen
+    assert all(seen)
+    assert sum(kept.metric("train/optimizer_steps")) > 0
+
+
+async def test_a_server_that_takes_the_weights_holds_nobody_up(tmp_path: Path) -> None:
+    """Publishing to what does not share the learner's thread leaves the event loop free."""
+    backend, ticked = (await world_of(tmp_path)).backend, asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Server:
+        """Is done with the weights when the event loop has had a turn."""
+
+        def publish(self, version: int) -> None:
+            done = asyncio.run_coroutine_threadsafe(ticked.wait(), loop)
+            loop.call_soon_threadsafe(ticked.set)
+            assert done.result(timeout=60)
+
+        def resume(self) -> None: ...
+
+        def shutdown(self) -> None: ...
+
+    backend._sampler, backend._shares = Server(), False  # type: ignore[assignment]
+    assert await backend.publish_weights() == 31
+    assert backend.policy_version == 31
+
+
+async def test_a_turn_may_go_on_over_an_update_and_keeps_its_first_version(tmp_path: Path) -> None:
+    world = await world_of(tmp_path)
+    sampler = world.backend.sampler
+    params = SamplingParams(max_tokens=40, seed=3)
+    sampler.open("s")
+    turn = asyncio.create_task(sampler.sample([5, 6, 7], params, session="s"))
+    while not sampler.num_decode_tokens:  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+    sampler.pause()
+    sampled = sampler.num_decode_tokens  # type: ignore[attr-defined]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert sampler.num_decode_tokens == sampled  # type: ignore[attr-defined]
+    assert not turn.done()
+    sampler.publish(31)
+    sampler.resume()
+    done = await turn
+    assert (len(done.token_ids), done.policy_version) == (40, 30)
+    sampler.close("s")
+
+
+async def test_a_resumed_run_plays_what_was_under_way_again(tmp_path: Path) -> None:
+    world, kept = await world_of(tmp_path), Recording()
+    tasks = [task(place, number=i) for i, place in enumerate(PLACES * 2)]
+    stage = ahead(world, tasks, 5)
+    saved: dict[str, Any] = {}
+
+    async def after_step(done: int) -> bool:
+        if done == 2:
+            assert stage.ahead is not None
+            saved["ahead"] = json.loads(json.dumps(stage.ahead.state_dict()))
+            saved["tasks"] = stage.tasks.state_dict()
+        return done < 2
+
+    stage.after_step = after_step
+    await run_stage(stage, world.backend, kept)
+    stage = ahead(world, tasks, 5)
+    assert stage.ahead is not None
+    stage.ahead.load_state_dict(saved["ahead"])
+    stage.tasks.load_state_dict(saved["tasks"])
+    assert stage.ahead.state_dict() == saved["ahead"]
+    await run_stage(stage, world.backend, kept, start=2)
+    names = sorted(group.id for group in played(kept))
+    assert names == [f"rl-{step:06d}/g{i:04d}" for step in range(5) for i in range(3)]
+    order = [group.task.id for group in sorted(played(kept), key=lambda g: g.id)]
+    plain = world.rl(tasks, 5).tasks
+    assert order == [next(plain).id for _ in range(15)]  # each in its turn, none left out
+
+
+@pytest.mark.parametrize("pays", ["all", "broken"])
+async def test_the_last_step_ends_whatever_is_due(tmp_path: Path, pays: str) -> None:
+    """All of the last groups are due and useless, and there are no others to wait for."""
+    world, kept = await world_of(tmp_path), Recording()
+    stage = ahead(world, [task(place, pays=pays) for place in PLACES], 3, 1)
+    async with asyncio.timeout(60):
+        await run_stage(stage, world.backend, kept)
+    assert len(kept.steps) == 3
+
+
+async def test_what_no_step_trained_on_comes_back_with_the_reason(tmp_path: Path) -> None:
+    world, kept = await world_of(tmp_path), Recording()
+    stage = ahead(world, [task(place) for place in PLACES], 20, 2)
+    assert stage.ahead is not None
+    left: list[Group] = []
+
+    async def after_step(done: int) -> bool:
+        assert stage.ahead is not None
+        if done == 3:
+            left.extend(await stage.ahead.close())
+        return done < 3
+
+    stage.after_step = after_step
+    await run_stage(stage, world.backend, kept)
+    names = [group.id for group in [*played(kept), *left]]
+    assert left
+    assert len(set(names)) == len(names) == stage.ahead.state_dict()["next_number"]
+    assert stage.ahead.state_dict()["again"] == []
+    for trajectory in (t for group in left for t in group.trajectories):
+        assert "no step was left" in str(trajectory.dropped)
+        assert trajectory.status in (Status.COMPLETED, Status.ABORTED)
+        assert (trajectory.reward is None) == (trajectory.status is Status.ABORTED)
+
+
+async def test_without_playing_ahead_it_is_the_synchronous_loop_to_the_bit(tmp_path: Path) -> None:
+    """Written out here, line by line: the same losses, gradients and weights."""
+    tasks, steps = [task(place) for place in PLACES], 4
+    world, kept = World(tmp_path / "a"), Recording()
+    changed = {**world.config.model_dump(), "rl": {"max_staleness": 0, "algorithm": GRPO}}
+    world.config = RunConfig.model_validate(changed)
+    world.backend = type(world.backend)(world.backend.model, world.renderer, world.config, tmp_path)
+    await run_stage(world.sft(EVERYTHING, steps=10), world.backend, Recording())
+    await run_stage(world.rl(tasks, steps, GRPO), world.backend, kept)
+
+    plain = World(tmp_path / "b")
+    await run_stage(plain.sft(EVERYTHING, steps=10), plain.backend, Recording())
+    stage, backend, found = plain.rl(tasks, steps, GRPO), plain.backend, []
+    algorithm, pad_id = stage.algorithm, stage.pad_id
+    for step in range(steps):
+        collector = plain.collector()
+        chosen = [next(stage.tasks) for _ in range(stage.groups_per_step)]
+        groups = await collector.collect(chosen, step, 8)
+        kept_rows = [t for group in algorithm.screen(groups) for t in group]
+        await backend.score(kept_rows, stage.tokens_per_batch, pad_id)
+        samples = to_samples(groups, algorithm)
+        weighted = zip(samples, algorithm.aggregate(samples), strict=True)
+        live = [(sample, weight) for sample, weight in weighted if any(sample.advantages)]
+        rows, weights = [s for s, _ in live], [w for _, w in live]
+        batch = pack(
+            rows, weights, tokens_per_batch=128, pad_id=pad_id, layout=backend.layout
+        )  # fmt: skip
+        found.append(await backend.train_step(batch, algorithm.loss))
+        await backend.publish_weights()
+
+    for name in ("loss", "grad_norm", "ratio", "entropy"):
+        assert kept.metric(f"train/{name}") == [metrics[name] for metrics in found]
+    assert min(kept.metric("train/grad_norm")) > 0
+    for ours, theirs in zip(
+        world.backend.model.parameters(), plain.backend.model.parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_age_of_turns_by_hand() -> None:
+    assert age_metrics([], 3) == {"rollout/staleness_mean": 0.0, "rollout/staleness_max": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "told"),
+    [
+        ("rollout", "deterministic", True, "rollout.deterministic: false"),
+        ("rl", "algorithm", "grpo", "importance_cap"),
+        (None, "verify", True, "verify: false"),
+    ],
+)
+async def test_what_playing_ahead_needs(
+    tmp_path: Path, section: str | None, key: str, value: Any, told: str
+) -> None:
+    config = (await world_of(tmp_path)).config.model_dump()
+    (config[section] if section else config)[key] = value
+    with pytest.raises((ConfigError, ValueError), match=told):
+        RunConfig.model_validate(config)

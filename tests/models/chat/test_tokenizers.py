@@ -1,0 +1,153 @@
+"""Trained tokenizers: what comes back exactly, and the same files from the same texts."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import Qwen3Config
+
+from ludus.core.errors import ConfigError
+from ludus.core.types import Message, Spec, ToolSpec
+from ludus.models.chat.renderer import Renderer
+from ludus.models.chat.tokenizers import load_tokenizer, train_tokenizer
+
+TEXTS = [
+    "Goal: go to the red ball\nYou see a red ball 2 steps forward and 13 steps left.",
+    "You carry: nothing.  (It's a grey_key!)\n\n\tAvailable: turn left, pick up",
+    "craft 4 oak planks using 1 oak log",
+    "turn left",
+]
+TOOL = ToolSpec(name="turn", description="Turns you.")
+
+
+@pytest.fixture(scope="module")
+def words():  # type: ignore[no-untyped-def]
+    return train_tokenizer(Spec(name="words"), TEXTS)
+
+
+def test_words_bring_back_the_texts_they_were_trained_on(words) -> None:  # type: ignore[no-untyped-def]
+    for text in TEXTS:
+        ids = words.encode(text, add_special_tokens=False)
+        assert words.decode(ids) == text
+        assert words.unk_token_id not in ids
+    assert len(words.encode("turn left")) == 2
+
+
+@given(
+    st.lists(st.sampled_from([" red", " ball", ".", "\n", " 2", " ", "turn", ":", "(", " left"]))
+)
+def test_any_mixture_of_known_pieces_comes_back(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    tokenizer = MIXTURE
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if tokenizer.unk_token_id not in ids:  # "turn" + "turn" is a word of its own
+        assert tokenizer.decode(ids) == text
+
+
+MIXTURE = train_tokenizer(Spec(name="words"), TEXTS)
+
+
+def test_unknown_words_become_unk(words) -> None:  # type: ignore[no-untyped-def]
+    assert words.decode(words.encode("turn sideways")) == "turn<unk>"
+
+
+def test_words_arguments() -> None:
+    texts = ["a a a b b c"]
+    rare = train_tokenizer(Spec(name="words", args={"min_count": 2}), texts)
+    assert " c" not in rare.get_vocab()
+    assert " b" in rare.get_vocab()
+    small = train_tokenizer(Spec(name="words", args={"vocab_size": len(rare)}), texts)
+    assert len(small) == len(rare)
+    with pytest.raises(ConfigError, match=r"model\.tokenizer\.args\.vocab_size"):
+        train_tokenizer(Spec(name="words", args={"vocab_size": 16}), texts, "qwen3", [TOOL])
+    with pytest.raises(ConfigError, match=r"did you mean model\.tokenizer\.args\.vocab_size"):
+        train_tokenizer(Spec(name="words", args={"vocabsize": 16}), texts)
+    with pytest.raises(ConfigError, match="no texts"):
+        train_tokenizer(Spec(name="words"), [])
+
+
+BPE = train_tokenizer(Spec(name="bpe", args={"vocab_size": 320}), TEXTS)
+
+
+@given(st.text())
+def test_bpe_brings_back_every_text(text: str) -> None:
+    encoder = Renderer(BPE)._encoder
+    ids = encoder.encode(encoder.defuse(text))
+    assert BPE.decode(ids) == text
+
+
+def test_bpe_keeps_its_size() -> None:
+    assert len(BPE) == 320
+    with pytest.raises(ConfigError, match=r"model\.tokenizer\.args\.vocab_size .*288"):
+        train_tokenizer(Spec(name="bpe", args={"vocab_size": 100}), TEXTS)
+
+
+@pytest.mark.parametrize("name", ["words", "bpe"])
+@pytest.mark.parametrize("template", ["plain", "qwen3"])
+def test_the_template_is_served(name: str, template: str) -> None:
+    tokenizer = train_tokenizer(Spec(name=name), TEXTS, template, [TOOL])
+    end = {"plain": "<|end|>", "qwen3": "<|im_end|>"}[template]
+    assert tokenizer.eos_token == end
+    assert tokenizer.pad_token_id == 0
+    renderer = Renderer(tokenizer, tools=[TOOL])
+    assert tokenizer.unk_token_id not in renderer.open([Message(role="user", content="turn left")])
+    specs = [{"type": "function", "function": TOOL.model_dump()}]
+    messages = [{"role": "user", "content": "turn left"}]
+    ids = tokenizer.apply_chat_template(messages, tools=specs, return_dict=False)
+    assert tokenizer.unk_token_id not in ids
+
+
+SCRIPT = """
+import sys
+from ludus.core.types import Spec
+from ludus.models.chat.tokenizers import train_tokenizer
+for name in ("words", "bpe"):
+    train_tokenizer(Spec(name=name), eval(sys.argv[2])).save_pretrained(f"{sys.argv[1]}/{name}")
+"""
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+
+
+def test_the_same_texts_give_the_same_bytes_in_another_process(tmp_path: Path) -> None:
+    texts = [f"{a} {b} of {a}{b}" for a in "abcdefghij" for b in "klmnop"] + TEXTS
+    for name in ("words", "bpe"):
+        train_tokenizer(Spec(name=name), texts).save_pretrained(tmp_path / "here" / name)
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "there"), repr(texts)]
+    subprocess.run(command, check=True, env=None)
+    assert hashes(tmp_path / "here") == hashes(tmp_path / "there")
+
+
+@pytest.mark.parametrize("name", ["words", "bpe"])
+def test_saved_and_loaded_beside_a_model_configuration(name: str, tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(Spec(name=name), TEXTS)
+    tokenizer.save_pretrained(tmp_path)
+    Qwen3Config().save_pretrained(tmp_path)  # its model type may not choose another tokenizer
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.chat_template == tokenizer.chat_template
+    assert (loaded.eos_token, loaded.pad_token, loaded.unk_token) == ("<|end|>", "<pad>", "<unk>")
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    for text in [*TEXTS, "<|user|>turn left<|assistant|>", " the  red\n "]:
+        assert loaded.encode(text) == tokenizer.encode(text)
+        assert loaded.decode(loaded.encode(text)) == tokenizer.decode(tokenizer.encode(text))
+
+
+def test_what_cannot_be_loaded_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "qwen3-small").mkdir()
+    with pytest.raises(ConfigError, match=r"no folder .*did you mean .*qwen3-small"):
+        load_tokenizer(str(tmp_path / "qwen3-smal"))
+    with pytest.raises(ConfigError, match=r"model\.tokenizer: cannot load from the folder"):
+        load_tokenizer(str(tmp_path / "qwen3-small"))
+    with pytest.raises(ConfigError, match="hub did not give it"):
+        load_tokenizer("nobody/no-such-model")

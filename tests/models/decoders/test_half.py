@@ -1,0 +1,161 @@
+"""Products in bfloat16: native code and lean torch, held near the model's own module."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from engine_helpers import CONTEXT, episode, sampler, tiny, tokens
+from test_decoders import FAST, MISSING, VARIANTS, Reader, conversations, made, needs_native
+
+from ludus.core.errors import ConfigError
+from ludus.models.decoders import native
+from ludus.models.decoders.base import Decoder
+from ludus.models.decoders.lean import LeanDecoder
+from ludus.models.decoders.llama import read
+from ludus.models.decoders.native.bindings import Kernels
+from ludus.models.decoders.native.decoder import NativeDecoder
+from ludus.models.samplers.base import SamplingParams
+
+BFLOAT16 = torch.bfloat16
+
+
+def halves(model: Any) -> list[Decoder]:
+    llama = read(model, CONTEXT)
+    single = next(model.parameters()).dtype == torch.float32
+    lean: list[Decoder] = [LeanDecoder(llama, autocast=single)]
+    return lean if MISSING else [*lean, NativeDecoder(llama, BFLOAT16)]
+
+
+@torch.no_grad()
+def check_near(model: Any, decoder: Decoder) -> None:
+    """As near to the module in float32 as the module is under torch's autocast: prefill, then turns
+    of 1 and 5 tokens."""
+    reader = Reader(decoder)
+    exact = type(model)(model.config).eval()
+    exact.load_state_dict(model.state_dict())
+    prompts = dict(enumerate(conversations(model.config.vocab_size)))
+    for extra in ([], [9], [4, 8, 7, 7, 2]):
+        prompts = {number: prompt + extra for number, prompt in prompts.items()}
+        found = reader.logits(prompts).float()
+        expected = plain_logits(exact, prompts)
+        with torch.autocast("cpu", BFLOAT16):
+            rounded = plain_logits(exact, prompts).float()
+        usual = float((rounded - expected).square().mean().sqrt())
+        assert 0 < float((found - expected).square().mean().sqrt()) < 1.5 * usual
+
+
+def plain_logits(model: Any, prompts: dict[int, list[int]]) -> torch.Tensor:
+    rows = [model(torch.tensor([p]), use_cache=False).logits[0, -1] for p in prompts.values()]
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("family", FAST)
+def test_families(family: str) -> None:
+    model = tiny(family)
+    for decoder in halves(model):
+        check_near(model, decoder)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant: str) -> None:
+    model = made(VARIANTS[variant]())
+    for decoder in halves(model):
+        check_near(model, decoder)
+
+
+def test_weights_in_bfloat16() -> None:
+    model = tiny().to(BFLOAT16)
+    for decoder in halves(model):
+        check_near(model, decoder)
+
+
+@needs_native
+@pytest.mark.parametrize("variant", ["qwen3", "odd sizes"])
+def test_bits_do_not_depend_on_company_nor_on_the_cut(variant: str) -> None:
+    llama = read(tiny() if variant == "qwen3" else made(VARIANTS[variant]()), CONTEXT)
+    prompts = dict(enumerate(conversations()))
+    together = Reader(NativeDecoder(llama, BFLOAT16)).logits(prompts)
+    for number, prompt in prompts.items():
+        alone = Reader(NativeDecoder(llama, BFLOAT16))
+        assert torch.equal(alone.logits({0: prompt})[0], together[number])
+        decoding = Reader(NativeDecoder(llama, BFLOAT16))
+        for length in range(1, len(prompt) + 1):
+            found = decoding.logits({0: prompt[:length]})
+        assert torch.equal(found[0], together[number])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+def test_what_was_never_written_is_never_read(dtype: torch.dtype) -> None:
+    llama = read(tiny(), CONTEXT)
+    prompts = dict(enumerate(conversations()))
+    expected = Reader(NativeDecoder(llama, dtype)).logits(prompts)
+    spoilt = NativeDecoder(llama, dtype)
+    spoilt.reserve(64)
+    for stored in (*spoilt._keys, *spoilt._values):
+        stored.fill_(float("nan"))
+    assert torch.equal(Reader(spoilt).logits(prompts), expected)
+
+
+@needs_native
+@pytest.mark.parametrize("half", [False, True])
+def test_kernels_of_a_plain_build_agree(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the machine's own instructions: four lanes, pairs multiplied one by one."""
+    model, prompts = made(VARIANTS["six heads a key"]()), dict(enumerate(conversations()))
+    llama = read(model, CONTEXT)
+    dtype = BFLOAT16 if half else torch.float32
+    own = Reader(NativeDecoder(llama, dtype)).logits(prompts)
+    monkeypatch.setattr(native, "VARIANTS", ((),))
+    native.library.cache_clear()
+    try:
+        assert Kernels(half).lanes == 4
+        plain = Reader(NativeDecoder(llama, dtype)).logits(prompts)
+    finally:
+        native.library.cache_clear()
+    tolerance = 0.02 if half else 1e-5
+    assert float((own - plain).abs().max() / own.abs().max()) < tolerance
+
+
+@needs_native
+def test_numbers_that_are_not_numbers_stay_so() -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = float("nan")
+    decoder = NativeDecoder(read(model, CONTEXT), BFLOAT16)
+    found = Reader(decoder).logits({0: [7, 3], 1: [3, 4]})
+    assert found[0].isnan().any()
+
+
+async def test_the_engine_samples_alike() -> None:
+    """Same tokens whatever the company; log-probabilities near those in float32."""
+    model = tiny()
+    engine = sampler(model, dtype="bfloat16")
+    assert engine.decoder.name == ("lean" if MISSING else "native")
+    turns = [SamplingParams(max_tokens=7, seed=s, temperature=0.8) for s in range(3)]
+    prompts = conversations()
+    together = await asyncio.gather(
+        *[episode(engine, f"{n}", prompt, turns) for n, prompt in enumerate(prompts)]
+    )
+    plain = sampler(model)
+    compared = 0
+    for prompt, played in zip(prompts, together, strict=True):
+        if not MISSING:
+            assert tokens(await episode(engine, "a", prompt, turns)) == tokens(played)
+        exact = await episode(plain, "a", prompt, turns)
+        if tokens(exact) == tokens(played):
+            compared += 1
+            for (_, _, mine), (_, _, theirs) in zip(played, exact, strict=True):
+                assert mine.logprobs == pytest.approx(theirs.logprobs, abs=0.05)
+    assert compared
+
+
+def test_precisions_that_cannot_be_served() -> None:
+    with pytest.raises(ConfigError, match=r"float32 needs weights in float32, not bfloat16"):
+        sampler(tiny().to(BFLOAT16), dtype="float32")
+    with pytest.raises(
+        ConfigError, match=r"bfloat16 with weights in float32 is served on the fast"
+    ):
+        sampler(tiny("gpt2"), dtype="bfloat16")

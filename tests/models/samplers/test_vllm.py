@@ -1,0 +1,401 @@
+"""vLLM as the sampler, on the real thing: what it samples, how it takes weights, how it fails.
+
+One server serves the tests of this file, and is killed by the last of them but one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from engine_helpers import expected_logprobs, tiny
+
+from ludus.backends.local import LocalBackend
+from ludus.config.schema import OptimizerConfig, RunConfig
+from ludus.core.errors import (
+    ConfigError,
+    ContextOverflow,
+    LudusError,
+    SamplerError,
+    TrainingError,
+)
+from ludus.core.types import Group, Message, Spec, Status, Task
+from ludus.loop.loop import Stage, run_stage
+from ludus.models.build import build_model
+from ludus.models.chat.renderer import Renderer
+from ludus.models.chat.tokenizers import train_tokenizer
+from ludus.models.samplers.base import Completion, SamplingParams
+from ludus.models.samplers.vllm import VllmSampler
+from ludus.models.samplers.vllm_server import VllmServer
+from ludus.models.samplers.weights import WEIGHTS, write_model
+from ludus.rollout.collect import Collector
+from ludus.tasks.curriculum import TaskSampler
+from ludus.train import ALGORITHMS
+
+ROOT = Path(__file__).parents[3]
+PYTHON = os.environ.get("LUDUS_VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
+CONTEXT = 1024
+LEVERS = ("red", "green", "blue", "grey")
+PROMPT = [5, 6, 7]
+
+needs_vllm = pytest.mark.skipif(
+    shutil.which(PYTHON) is None, reason="no environment with vLLM: `make vllm` makes one"
+)
+
+
+class World:
+    """A back end whose sampler is vLLM, and a collector of one-turn episodes."""
+
+    def __init__(self, folder: Path) -> None:
+        texts = [f"pull a lever {lever}" for lever in LEVERS]
+        self.renderer = Renderer(train_tokenizer(Spec(name="words"), texts))
+        shape = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
+        self.config = RunConfig.model_validate(
+            {
+                "model": {
+                    "architecture": {"name": "qwen3", "args": shape | {"head_dim": 32}},
+                    "tokenizer": "words",
+                    "context_length": CONTEXT,
+                },
+                "sampler": {"name": "vllm", "args": {"python": PYTHON, "threads": 1}},
+                "judge": "test_vllm:ByLever",
+                "tasks": {"train": "env"},
+                "rollout": {
+                    "deterministic": False,
+                    "max_tokens_per_turn": 4,
+                    "max_retries": 1,
+                },
+            }
+        )
+        model = build_model(self.config.model, self.renderer.tokenizer, 0)
+        self.backend = LocalBackend(model, self.renderer, self.config, folder)
+        self.model = model
+        sampler = self.backend.sampler
+        assert isinstance(sampler, VllmSampler)
+        self.sampler = sampler
+
+    @property
+    def server(self) -> VllmServer:
+        assert self.sampler.server is not None
+        return self.sampler.server
+
+    def collector(self, **settings: Any) -> Collector:
+        config = self.config.rollout.model_copy(update=settings)
+        return Collector(self.sampler, self.renderer, config, None, ByLever())
+
+
+class ByLever:
+    """More for earlier letters: any two answers differ."""
+
+    async def __call__(self, task: Task, trajectory: Any) -> Any:
+        from ludus.core.types import Score
+
+        return Score(value=sum(trajectory.token_ids()) % 97 / 97)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    made = World(tmp_path_factory.mktemp("vllm"))
+    asyncio.run(sample(made, SamplingParams(1)))
+    yield made
+    made.backend.close()
+
+
+async def sample(world: World, params: SamplingParams, name: str = "a") -> Completion:
+    world.sampler.open(name)
+    try:
+        return await world.sampler.sample(PROMPT, params, session=name)
+    finally:
+        world.sampler.close(name)
+
+
+def error_of(world: World, completion: Completion, params: SamplingParams) -> float:
+    """How far its log-probabilities are from those of the model as it is now."""
+    expected = expected_logprobs(world.model, PROMPT, completion, params)
+    return max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True))
+
+
+async def until_sampling(world: World, num_turns: int) -> None:
+    """Return once vLLM is in the midst of as many turns."""
+    start = await counter(world, "generation_tokens_total")
+    while (
+        await counter(world, "num_requests_running") < num_turns
+        or await counter(world, "generation_tokens_total") < start + num_turns
+    ):
+        await asyncio.sleep(0.01)
+
+
+async def counter(world: World, name: str) -> float:
+    async with httpx.AsyncClient(
+        transport=httpx.AsyncHTTPTransport(uds=world.server.socket), base_url="http://vllm"
+    ) as client:
+        text = (await client.get("/metrics")).text
+    return sum(float(v) for v in re.findall(rf"^vllm:{name}{{.*}} (\S+)$", text, re.M))
+
+
+@torch.no_grad()
+def perturb(world: World) -> None:
+    torch.manual_seed(1)
+    for parameter in world.model.parameters():
+        parameter.add_(0.05 * torch.randn_like(parameter))
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 0.6, "top_k": 5}, {"temperature": 1.4, "top_p": 0.7}, {"temperature": 0}],
+    ids=str,
+)
+async def test_logprobs_are_of_the_distribution_sampled_from(
+    world: World, settings: dict[str, Any]
+) -> None:
+    asked = [SamplingParams(24, seed=2**64 - 1 - n, **settings) for n in range(12)]
+    done = await asyncio.gather(*[sample(world, p, f"s{n}") for n, p in enumerate(asked)])
+    for params, completion in zip(asked, done, strict=True):
+        assert len(completion.token_ids) == 24
+        assert (completion.finish_reason, completion.policy_version) == ("length", 0)
+        assert error_of(world, completion, params) < 1e-3
+    assert len({tuple(c.token_ids) for c in done}) == (
+        1 if settings.get("temperature") == 0 else 12
+    )
+
+
+@needs_vllm
+async def test_a_turn_ends_at_a_stop(world: World) -> None:
+    free = await sample(world, SamplingParams(30, seed=3))
+    assert (await sample(world, SamplingParams(30, seed=3))).token_ids == free.token_ids
+    stop = free.token_ids[12]
+    cut = await sample(world, SamplingParams(30, seed=3, stop_token_ids=(stop,)))
+    assert cut.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert cut.finish_reason == "stop"
+    decode = world.renderer.tokenizer.decode
+    words = [decode([i]).strip() for i in free.token_ids]
+    word = next(word for word in words[3:] if word in LEVERS)
+    cut = await sample(world, SamplingParams(30, seed=3, stop=(word,)))
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids == free.token_ids[: words.index(word) + 1]
+
+
+@needs_vllm
+async def test_turns_that_cannot_be(world: World) -> None:
+    with pytest.raises(ContextOverflow, match="exceed"):
+        await sample(world, SamplingParams(CONTEXT))
+    with pytest.raises(ValueError, match="not open"):
+        await world.sampler.sample(PROMPT, SamplingParams(1), session="nobody")
+    world.sampler.open("a")
+    with pytest.raises(LudusError, match="refused a turn"):
+        await world.sampler.sample([10**6], SamplingParams(1), session="a")
+    long = asyncio.create_task(
+        world.sampler.sample(PROMPT, SamplingParams(CONTEXT - 3), session="a")
+    )
+    await asyncio.sleep(0.05)
+    world.sampler.close("a")
+    with pytest.raises(asyncio.CancelledError):
+        await long
+
+
+@needs_vllm
+async def test_two_steps_of_grpo(world: World) -> None:
+    kept: list[tuple[list[Group], dict[str, float]]] = []
+
+    class Recorder:
+        def record(self, stage: str, step: int, groups: Any, metrics: dict[str, float]) -> None:
+            kept.append((list(groups), dict(metrics)))
+
+    collector = world.collector()
+
+    async def collect(tasks: Any, step: int, *_: Any) -> list[Group]:
+        return await collector.collect(tasks, step, 8)
+
+    prompts = [[Message(role="user", content=f"pull a lever {lever}")] for lever in LEVERS]
+    stage = Stage(
+        name="rl",
+        steps=2,
+        tasks=TaskSampler([Task(id=str(i), prompt=p) for i, p in enumerate(prompts)]),
+        groups_per_step=4,
+        collect=collect,
+        algorithm=ALGORITHMS.build("grpo"),
+        optimizer=OptimizerConfig(lr=0.01),
+        tokens_per_batch=CONTEXT,
+        pad_id=world.renderer.tokenizer.pad_token_id,
+    )
+    world.backend.begin_stage(stage.optimizer, stage.optimizer_steps, stage.temperature)
+    await run_stage(stage, world.backend, Recorder())
+    for step, (groups, metrics) in enumerate(kept):
+        sampled = [s for g in groups for t in g.trajectories for s in t.segments if s.sampled]
+        assert len(sampled) == 32
+        assert {s.policy_version for s in sampled} == {step}
+        # The learner computes the very log-probabilities that vLLM sampled with.
+        assert metrics["train/ratio"] == pytest.approx(1, abs=1e-3)
+        assert metrics["train/policy_version"] == step + 1
+    completion = await sample(world, SamplingParams(24, seed=8))
+    assert completion.policy_version == 2
+    assert error_of(world, completion, SamplingParams(24)) < 1e-3
+
+
+@needs_vllm
+async def test_weights_change_under_a_running_turn(world: World) -> None:
+    before = world.sampler.policy_version
+    turns = [
+        asyncio.create_task(sample(world, SamplingParams(CONTEXT - 3, seed=n), f"s{n}"))
+        for n in range(8)
+    ]
+    await until_sampling(world, 8)
+    assert not any(turn.done() for turn in turns)
+    perturb(world)
+    await asyncio.to_thread(world.sampler.publish, before + 1)
+    done = await asyncio.gather(*turns)
+    assert {turn.policy_version for turn in done} == {before}
+    assert {len(turn.token_ids) for turn in done} == {CONTEXT - 3}
+    after = await sample(world, SamplingParams(24, seed=8))
+    assert after.policy_version == before + 1
+    assert error_of(world, after, SamplingParams(24)) < 1e-3
+    # The end of a turn was sampled by the new weights, from their own keys and values.
+    expected = expected_logprobs(world.model, PROMPT, done[0], SamplingParams(1))
+    assert done[0].logprobs[-4:] == pytest.approx(expected[-4:], abs=1e-3)
+    assert done[0].logprobs[:4] != pytest.approx(expected[:4], abs=1e-3)
+
+
+@needs_vllm
+async def test_weights_that_do_not_match_are_refused(world: World, tmp_path: Path) -> None:
+    params, version = SamplingParams(24, seed=8), world.sampler.policy_version
+    before = await sample(world, params)
+    found = write_model(world.model, tmp_path / "same")
+    path = str(tmp_path / "same" / WEIGHTS)
+
+    def load(expected_hash: str) -> Any:
+        call = {"path": path, "expected_hash": expected_hash}
+        return world.server.post("/collective_rpc", {"method": "ludus_load", "kwargs": call})
+
+    assert load(found)["results"] == [{"hash": found}]
+    assert "content hash" in load("0" * 32)["results"][0]["refused"]
+    world.sampler._model = tiny()
+    with pytest.raises(TrainingError, match=r"refuses weights 99: lm_head\.weight is unknown"):
+        world.sampler.publish(99)
+    world.sampler._model = world.model
+    assert world.sampler.policy_version == version
+    after = await sample(world, params)
+    assert (after.token_ids, after.policy_version) == (before.token_ids, version)
+
+
+@needs_vllm
+def test_a_server_that_computes_with_other_weights_is_found_out(world: World) -> None:
+    world.sampler.publish(world.sampler.policy_version)
+    served = world.sampler._probe
+    world.sampler._probe = [value + 0.1 for value in served]
+    with pytest.raises(TrainingError, match=r"differ from the learner's by up to 0\.1"):
+        world.sampler._require_probe(world.server)
+    world.sampler._probe = served
+
+
+@needs_vllm
+async def test_a_killed_server_fails_its_turns_and_is_started_anew(world: World) -> None:
+    """Episodes are tried again; the weights are those that were last published."""
+    first, version = world.server, world.sampler.policy_version
+    collector = world.collector(max_tokens_per_turn=CONTEXT - 64)
+    task = Task(id="t", prompt=[Message(role="user", content="pull a lever")])
+    first.post("/pause?mode=keep")
+    turn = asyncio.create_task(sample(world, SamplingParams(CONTEXT - 3)))
+    episodes = asyncio.create_task(collector.collect([task], 0, 6))
+    await asyncio.sleep(0.5)
+    os.kill(first.pid, signal.SIGKILL)
+    with pytest.raises(SamplerError, match="died in the midst of a turn"):
+        await turn
+    (group,) = await episodes
+    assert world.server is not first
+    for trajectory in group.trajectories:
+        assert trajectory.status in (Status.COMPLETED, Status.TRUNCATED_LENGTH)
+        assert trajectory.metrics["retries"] == 1
+        assert trajectory.reward is not None
+    after = await sample(world, SamplingParams(24, seed=8))
+    assert after.policy_version == version
+    assert error_of(world, after, SamplingParams(24)) < 1e-3
+
+
+@needs_vllm
+async def test_episodes_of_a_dead_server_are_no_failures_of_the_policy(world: World) -> None:
+    """No retries, and no more restarts: status, no reward, then the end of the run."""
+    world.sampler._restarts_left = 0
+    collector = world.collector(max_tokens_per_turn=CONTEXT - 64, max_retries=0)
+    task = Task(id="t", prompt=[Message(role="user", content="pull a lever")])
+    world.server.post("/pause?mode=keep")
+    episodes = asyncio.create_task(collector.collect([task], 0, 2))
+    await asyncio.sleep(0.5)
+    os.kill(world.server.pid, signal.SIGKILL)
+    (group,) = await episodes
+    for trajectory in group.trajectories:
+        assert (trajectory.status, trajectory.reward) == (Status.ERROR_SAMPLER, None)
+        assert "server.log" in (trajectory.error or "")
+    with pytest.raises(LudusError, match="max_restarts"):
+        await collector.collect([task], 1, 2)
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("flags", "deadline_s", "told"),
+    [
+        (["--model", "nowhere"], 120, r"ended before it answered \(code 1\)[\s\S]*OSError: "),
+        (["--model", "nowhere"], 0.1, "startup_deadline_s = 0.1"),
+    ],
+    ids=["bad model", "too slow"],
+)
+def test_a_server_that_never_comes_up(
+    tmp_path: Path, flags: list[str], deadline_s: float, told: str
+) -> None:
+    server = VllmServer(PYTHON, flags, {}, tmp_path / "log")
+    with pytest.raises(LudusError, match=told):
+        server.wait_until_up(deadline_s)
+    assert not server.alive
+
+
+@needs_vllm
+def test_the_server_ends_with_a_killed_parent(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path\n"
+        "from ludus.models.samplers.vllm_server import VllmServer\n"
+        f"log = Path({str(tmp_path)!r}, 'log')\n"
+        f"server = VllmServer({PYTHON!r}, ['--model', 'nowhere'], {{}}, log)\n"
+        "print(server.pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        os.killpg(pid, 0)  # it is there
+        parent.kill()
+    while group_exists(pid):
+        time.sleep(0.05)
+
+
+def group_exists(pid: int) -> bool:
+    try:
+        os.killpg(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
+
+
+def refusal(**options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        VllmSampler(tiny(), None, Path("unused"), CONTEXT, **options)
+    return str(caught.value)
+
+
+def test_a_python_without_vllm_is_refused(tmp_path: Path) -> None:
+    assert "make vllm" in refusal(python=sys.executable)
+    assert "No such file" in refusal(python=str(tmp_path / "python"))
+
+
+def test_determinism_is_not_promised() -> None:
+    assert "rollout.deterministic" in refusal(deterministic=True)

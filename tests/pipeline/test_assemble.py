@@ -1,0 +1,198 @@
+"""From the configuration to its objects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ludus
+from ludus.config.load import load_config
+from ludus.config.schema import RunConfig
+from ludus.core.errors import ConfigError, DataError, EnvError
+from ludus.core.types import Message, Spec, Task
+from ludus.data.demonstrations import Demonstration, play
+from ludus.envs import ENVS as ENVIRONMENTS
+from ludus.pipeline.assemble import (
+    check,
+    environment_messages,
+    make_renderer,
+    make_tokenizer,
+    read_conversations,
+    read_splits,
+    replay_all,
+    tools_of,
+)
+
+ENVS = f"{Path(ludus.__file__).parents[1]}/tests/support/debugged_envs.py"
+RECIPE = f"""
+model:
+  architecture: qwen3
+  tokenizer: {{name: words}}
+  context_length: 64
+env: "{ENVS}:Count"
+tasks:
+  train: {{name: env, args: {{num_tasks: 20}}}}
+  heldout: {{name: env, args: {{num_tasks: 5, first_seed: 20}}}}
+rollout: {{max_tokens_per_turn: 8}}
+rl: {{}}
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Any:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return lambda *overrides: load_config(path, list(overrides))
+
+
+def user(content: str) -> Message:
+    return Message(role="user", content=content)
+
+
+def said(content: str) -> Message:
+    return Message(role="assistant", content=content)
+
+
+def shown(task_id: str, *messages: Message) -> Demonstration:
+    return Demonstration(
+        task_id=task_id, tier=None, messages=list(messages), reward=1.0, success=True, num_turns=1
+    )
+
+
+def test_all_wrong_plug_ins_are_told_at_once(load: Any):
+    check(load())
+    with pytest.raises(ConfigError) as error:
+        check(load("rl.algorithm=grpoo", "judge=anser", "tasks.train.args.num_taks=3"))
+    for told in ("rl.algorithm", "did you mean grpo?", "judge", "answer", "num_taks"):
+        assert told in str(error.value)
+
+
+def test_rl_samples_from_the_whole_distribution(load: Any):
+    with pytest.raises(ConfigError) as error:
+        check(load("rollout.top_p=0.9", "rollout.top_k=20"))
+    first, second = str(error.value).splitlines()
+    assert first.startswith("rollout.top_p must be 1 where `rl` trains, got 0.9: the sampler's")
+    assert second.startswith("rollout.top_k must be 0 where `rl` trains, got 20: the sampler's")
+    assert "leave it out" in first
+    check(load("rollout.top_p=0.9", "rollout.top_k=20", "rl=null"))
+    check(load("rollout.top_p=0.9", "rl.algorithm=sft"))
+
+
+def test_the_splits(load: Any):
+    train, heldout = read_splits(load())
+    assert (len(train), len(heldout)) == (20, 5)
+    assert read_splits(load("tasks.heldout=null"))[1] == []
+    with pytest.raises((DataError, ConfigError), match="count/19"):
+        read_splits(load("tasks.heldout.args.first_seed=19"))
+
+
+def test_a_tokenizer_knows_what_it_will_read(load: Any):
+    """The demonstrations' words; without any, what the environment says first."""
+    config: RunConfig = load("rollout.system_prompt=be brief", "model.chat_template=plain")
+    train, _ = read_splits(config)
+    for messages, known in (([user("say red"), said("red")], "red"), ([], "count : 9")):
+        tokenizer = make_tokenizer(config, train, messages)
+        for text in (known, "be brief"):
+            assert tokenizer.unk_token_id not in tokenizer.encode(text, add_special_tokens=False)
+    renderer = make_renderer(config, tokenizer)
+    assert tokenizer.decode(renderer.open([user("count : 9")])) == "<|user|>count : 9<|assistant|>"
+
+
+def test_an_environment_that_breaks_at_its_first_look(load: Any):
+    config = load()
+    tasks = [Task(id="x", data={})]
+    with pytest.raises(EnvError, match=r"Count.* opens no episode: task x: .*KeyError: 'seed'"):
+        environment_messages(config, tasks)
+    assert [m.content for m in environment_messages(config, read_splits(config)[0][:2])] == [
+        "count : 0",
+        "count : 1",
+    ]
+
+
+def test_tools_need_an_environment_that_has_some(load: Any):
+    assert tools_of(load()) == ()
+    with pytest.raises(ConfigError, match="Count' has no tools; use plain or react"):
+        tools_of(load("rollout.format=tools"))
+    with pytest.raises(ConfigError, match=r"rollout\.format: `tools` needs an `env`"):
+        tools_of(load("rollout.format=tools", "env=null", "judge=answer"))
+
+
+def test_conversations_open_as_rollouts_do(load: Any):
+    config = load("rollout.system_prompt=be brief", "demonstrations={}", "sft={}")
+    task = Task(id="a", prompt=[user("you count .")], tier="easy")
+    known, skipped = read_conversations(
+        config, [shown("a", user("count : 1"), said("2")), shown("b", user("x"), said("y"))], [task]
+    )
+    assert [m.content for m in known[0].messages] == ["be brief", "you count .", "count : 1", "2"]
+    assert [m.content for m in known[1].messages] == ["be brief", "x", "y"]
+    assert (known[0].task, known[0].reward, known[0].success) == (task, 1.0, True)
+    assert skipped == []
+
+
+def test_conversations_of_a_file(load: Any, tmp_path: Path):
+    path = tmp_path / "data.jsonl"
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    system = {"role": "system", "content": "be brief"}
+    path.write_text(
+        json.dumps({"messages": turns, "reward": 0.5, "success": False})
+        + "\nnot json\n"
+        + json.dumps({"messages": [system, *turns]})
+    )
+    prompt = "rollout.system_prompt=be brief"
+    config = load(f"sft.data={path}", prompt, "tasks.on_bad_line=skip")
+    known, skipped = read_conversations(config, [], [])
+    assert known[0].messages == known[1].messages
+    assert [m.role for m in known[0].messages] == ["system", "user", "assistant"]
+    assert [(c.reward, c.success) for c in known] == [(0.5, False), (None, None)]
+    assert len(skipped) == 1
+    assert "2" in skipped[0]
+    with pytest.raises(DataError, match="line 2"):
+        read_conversations(load(f"sft.data={path}"), [], [])
+
+
+def test_conversations_that_do_not_fit_are_left_out_with_the_reason(load: Any):
+    config = load("demonstrations={}", "sft={}", "model.chat_template=plain")
+    demonstrations = [
+        shown("fits", user("count : 1"), said("2")),
+        shown("long", user("count : 1 " * 40), said("2")),
+    ]
+    known, _ = read_conversations(config, demonstrations, [])
+    tokenizer = make_tokenizer(config, [], [m for c in known for m in c.messages])
+    tasks, played, left_out = replay_all(known, make_renderer(config, tokenizer), 64)
+    assert [t.id for t in tasks] == [t.task_id for t in played] == ["fits"]
+    assert played[0].metrics["success"] == 1.0
+    ((task_id, reason),) = left_out
+    assert task_id == "long"
+    assert "tokens exceed model.context_length = 64" in reason
+    bad, _ = read_conversations(config, [shown("bad", said("2"))], [])
+    with pytest.raises(DataError, match=r"^bad: a conversation needs"):
+        replay_all(bad, make_renderer(config, tokenizer), 64)
+
+
+def test_a_tokenizer_knows_what_an_environment_answers_to_mistakes():
+    """An expert makes none, so its demonstrations never show the words of an error message."""
+    spec = Spec(name="textcraft", args={"num_distractors": 1})
+    config = RunConfig.model_validate(
+        {
+            "name": "craft",
+            "model": {"architecture": "qwen3", "tokenizer": "words", "chat_template": "plain"},
+            "env": spec,
+            "tasks": {"train": {"name": "env", "args": {"tiers": ["depth-1"], "num_tasks": 20}}},
+        }
+    )
+    train, _ = read_splits(config)
+    shown = [
+        m for task in train for m in asyncio.run(play(ENVIRONMENTS.build(spec), task)).messages
+    ]
+    errors = [
+        "there is no such recipe for cauldron",
+        "no such action. use get, craft or inventory",
+        "not enough. you have",
+    ]
+    tokenizer = make_tokenizer(config, train, shown)
+    for error in errors:
+        assert tokenizer.unk_token_id not in tokenizer.encode(error, add_special_tokens=False)

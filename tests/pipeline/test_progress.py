@@ -1,0 +1,195 @@
+"""What a user reads while a run goes on: on a terminal, and in a log."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from ludus.core.types import Trajectory
+from ludus.pipeline import progress
+from ludus.pipeline.progress import Display, summary, time_split
+
+METRICS = {
+    "rollout/success": 0.456,
+    "rollout/reward": 0.5,
+    "train/loss": 1.25,
+    "time/tokens_per_s": 12345.6,
+}
+
+
+class Clock:
+    """`time.monotonic`, set by hand."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", clock)
+    return clock
+
+
+def played(run: Callable[[Display], None], terminal: bool = False, width: int = 80) -> str:
+    """What a display wrote."""
+    written = io.StringIO()
+    console = Console(
+        file=written, force_terminal=terminal, width=width, color_system=None, _environ={}
+    )
+    display = Display(console)
+    run(display)
+    display.close()
+    display.close()
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue())
+
+
+def test_plain_lines_say_it_all(clock: Clock):
+    def run(display: Display) -> None:
+        display.note("run demo-1 in runs/demo-1")
+        display.stage("rl", 60)
+        for step in range(60):
+            clock.now += 4.0
+            for _ in range(16):
+                display.episode(Trajectory("", "", ""))
+            display.step("rl", step, METRICS)
+
+    lines = played(run).splitlines()
+    assert lines[:3] == [
+        "run demo-1 in runs/demo-1",
+        "rl: 60 steps",
+        "rl 3/60 success 46%  reward 0.50  tok/s 12,346 3:48 left",
+    ]
+    assert lines[-1] == "rl 60/60 success 46%  reward 0.50  tok/s 12,346"
+    assert len(lines) == 2 + 20, "one line every ten seconds or more, and the last"
+
+
+def test_sft_shows_its_loss(clock: Clock):
+    def run(display: Display) -> None:
+        display.stage("sft", 2)
+        clock.now += 11
+        display.step("sft", 0, METRICS)
+
+    assert played(run).splitlines()[-1] == "sft 1/2 loss 1.250  tok/s 12,346 0:11 left"
+
+
+def test_metrics_that_are_missing_are_left_out():
+    assert summary("rl", {}) == ""
+    assert summary("rl", {"time/tokens_per_s": 0.0}) == "tok/s 0"
+    assert summary("sft", METRICS) == "loss 1.250  tok/s 12,346"
+
+
+def test_a_resumed_stage_counts_its_own_steps_only(clock: Clock):
+    def run(display: Display) -> None:
+        display.stage("rl", 100, 90)
+        clock.now += 20
+        display.step("rl", 90, {})
+
+    assert played(run).splitlines() == ["rl: 100 steps, from step 90", "rl 91/100  3:00 left"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_nothing_is_divided_by_zero(terminal: bool, clock: Clock):
+    def run(display: Display) -> None:
+        display.tick()
+        display.episode(Trajectory("", "", ""))
+        for total, start in ((0, 0), (5, 5), (1, 0), (3, 7)):
+            display.stage("rl", total, start)
+            display.step("rl", start, METRICS)
+            display.tick()
+
+    assert "rl" in played(run, terminal)
+
+
+def test_demonstrations_tick(clock: Clock):
+    def run(display: Display) -> None:
+        display.stage("demonstrations", 3)
+        for _ in range(3):
+            clock.now += 3700
+            display.tick()
+
+    assert played(run).splitlines() == [
+        "demonstrations: 3 steps",
+        "demonstrations 1/3  2 h 03 min left",
+        "demonstrations 2/3  1 h 01 min left",
+        "demonstrations 3/3",
+    ]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_notes_are_told_as_they_are(terminal: bool):
+    text = "changed: env.args from [bold]x[/bold] :smile: to [/] " + 60 * "long "
+
+    def run(display: Display) -> None:
+        display.stage("rl", 1)
+        display.note(text)
+
+    out = played(run, terminal)
+    assert text.strip() in (" ".join(out.split()) if terminal else out)
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_a_terminal_shows_it_all_in_one_line(width: int):
+    def run(display: Display) -> None:
+        display.stage("demonstrations", 2400)
+        for _ in range(2400):
+            display.tick()
+        display.stage("rl", 1000, 100)
+        time.sleep(0.01)
+        for step in range(100, 160):
+            for _ in range(16):
+                display.episode(Trajectory("", "", ""))
+            display.step("rl", step, METRICS)
+
+    lines = played(run, terminal=True, width=width).replace("\r", "\n").splitlines()
+    last = [line.strip() for line in lines if line.startswith("rl ")][-1]
+    for part in ("160/1000", "success 46%", "reward 0.50", "tok/s 12,346", "left"):
+        assert part in last
+    assert re.search(r"\d:\d\d left", last)
+    done = [line for line in lines if line.startswith("demonstrations")][-1]
+    assert "2400/2400" in done
+    assert "left" not in done
+
+
+def test_episodes_of_a_long_step_are_counted():
+    def run(display: Display) -> None:
+        display.stage("rl", 10)
+        for _ in range(32):
+            display.episode(Trajectory("", "", ""))
+
+    assert "32 episodes in this step" in played(run, terminal=True, width=120)
+
+
+def test_a_terminal_is_left_alone_until_a_stage_begins():
+    assert played(lambda display: None, terminal=True) == ""
+    assert played(lambda display: display.note("hello"), terminal=True) == "hello\n"
+
+
+SPLIT = {"time/wall_s": 2.0, "time/sample_s": 1.1, "time/train_s": 0.8, "time/env_wait_s": 0.09}
+
+
+@pytest.mark.parametrize(("terminal", "width"), [(True, 80), (True, 140), (False, 80)])
+def test_the_split_of_a_step_is_shown_where_there_is_room(
+    terminal: bool, width: int, clock: Clock
+) -> None:
+    def run(display: Display) -> None:
+        display.stage("rl", 2)
+        clock.now += 20
+        display.step("rl", 0, METRICS | SPLIT)
+
+    shown = "sample 55% train 40% env 4%" in played(run, terminal, width)
+    assert shown is (width == 140 or not terminal)
+
+
+def test_parts_of_less_than_a_percent_are_left_out() -> None:
+    assert time_split({"time/wall_s": 10.0, "time/sample_s": 9.97, "time/judge_s": 0.03}) == (
+        "sample 100%"
+    )
+    assert time_split({}) == ""

@@ -1,0 +1,226 @@
+"""`POST /rollouts`: episodes that the service plays against a model's endpoint, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from chat_server import ChatServer, num_turns, text
+from service_world import OBEYS, alive, service, until
+from starlette.responses import Response
+
+from ludus.data.demonstrations import play
+from ludus.envs.textcraft.env import TextCraft
+
+TOKENS = ("a-token-of-one-client", "a-token-of-another-one")
+
+
+class Model:
+    """Says what `say` says; a turn of an id that hangs waits until the test is over."""
+
+    def __init__(self) -> None:
+        self.say: Any = lambda body: text("Action: win")
+
+    async def __call__(self, body: dict[str, Any]) -> Any:
+        said = self.say(body)
+        return await said if asyncio.iscoroutine(said) else said
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[tuple[Model, str]]:
+    made = Model()
+    with ChatServer(made) as server:
+        yield made, server.url
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[httpx.Client]:
+    with (
+        service("textcraft", OBEYS, tokens=TOKENS, step_deadline_s=5.0) as address,
+        httpx.Client(base_url=address, timeout=60, headers=bearer(0)) as client,
+    ):
+        yield client
+
+
+def bearer(number: int) -> dict[str, str]:
+    return {"authorization": f"Bearer {TOKENS[number]}"}
+
+
+def asked(url: str, env: str = OBEYS, **more: Any) -> dict[str, Any]:
+    return {"env": env, "model": "m", "base_url": url, "ids": [0, 1, 2], "max_retries": 0, **more}
+
+
+def task_number(body: dict[str, Any]) -> int:
+    """`order 3` of the first observation."""
+    return int(body["messages"][0]["content"].split()[1])
+
+
+def test_the_expert_behind_an_endpoint_wins(model: tuple[Model, str], server: httpx.Client) -> None:
+    spoken, url = model
+    shown: dict[str, list[str]] = {}
+    for index in (3, 40):
+        messages = asyncio.run(play(TextCraft(), TextCraft.task(None, index))).messages
+        shown[messages[0].content] = [m.content for m in messages if m.role == "assistant"]
+    spoken.say = lambda body: text(
+        f"Thought: x\n\nAction: {shown[body['messages'][0]['content']][num_turns(body)]}"
+    )
+    answer = server.post("/rollouts", json=asked(url, "textcraft", ids=[3, "textcraft_40"]))
+    told = answer.json()
+    assert [entry["id"] for entry in told["results"]] == [3, "textcraft_40"]
+    assert told["mean_reward"] == told["success_rate"] == 1.0
+    assert (told["env"], told["num_evaluated"], told["stopped"]) == ("textcraft", 2, None)
+    entry = told["results"][0]
+    assert (entry["reward"], entry["success"], entry["status"]) == (1.0, True, "completed")
+    assert entry["num_turns"] == len(shown[entry["conversation"][0]["content"]])
+
+
+def test_rubbish_in_the_middle_gives_typed_entries(
+    model: tuple[Model, str], server: httpx.Client
+) -> None:
+    spoken, url = model
+
+    def say(body: dict[str, Any]) -> Any:
+        order = ["Action: sleep 0", "Action: win"][num_turns(body)]
+        wrong = {1: Response("{}"), 2: text("Action: raise")}
+        return (num_turns(body) and wrong.get(task_number(body))) or text(order)
+
+    spoken.say = say
+    told = server.post("/rollouts", json=asked(url)).json()
+    entries = told["results"]
+    assert [e["status"] for e in entries] == ["completed", "error_sampler", "error_env"]
+    assert [e["reward"] for e in entries] == [1.0, None, None]
+    assert "answered rubbish" in entries[1]["error"]
+    assert "out of order" in entries[2]["error"]
+    assert entries[1]["num_turns"] == 1  # what was played before stays
+    assert (told["num_evaluated"], told["success_rate"]) == (1, 1.0)
+
+
+def test_progress_is_streamed(model: tuple[Model, str], server: httpx.Client) -> None:
+    spoken, url = model
+    first = threading.Event()
+
+    async def say(body: dict[str, Any]) -> Any:
+        while task_number(body) and not first.is_set():  # until the first was heard of
+            await asyncio.sleep(0.01)
+        return text("Action: win")
+
+    spoken.say = say
+    events = []
+    with server.stream("POST", "/rollouts", json=asked(url, stream=True)) as answer:
+        for line in answer.iter_lines():
+            events.append(json.loads(line))
+            if events[-1]["event"] == "episode":
+                first.set()
+    assert [e["event"] for e in events] == ["start", *["episode"] * 3, "end"]
+    assert events[1]["id"] == 0
+    assert events[-1]["success_rate"] == 1.0
+
+
+@pytest.mark.parametrize("how", ["delete", "leave", "deadline"])
+def test_a_batch_can_be_ended(how: str, model: tuple[Model, str], server: httpx.Client) -> None:
+    spoken, url = model
+    over = threading.Event()
+
+    async def say(body: dict[str, Any]) -> Any:
+        while task_number(body) and not over.is_set():
+            await asyncio.sleep(0.01)
+        return text("Action: win")
+
+    spoken.say = say
+    body = asked(url, stream=True, deadline_s=2.0 if how == "deadline" else 60.0)
+    events = []
+    with server.stream("POST", "/rollouts", json=body) as answer:
+        for line in answer.iter_lines():
+            events.append(json.loads(line))
+            if events[-1]["event"] == "episode" and len(events) == 2:
+                job = events[0]["job"]
+                assert [j["job"] for j in server.get("/rollouts").json()] == [job]
+                assert server.get("/rollouts", headers=bearer(1)).json() == []
+                other = server.delete(f"/rollouts/{job}", headers=bearer(1))
+                assert other.json()["error"]["type"] == "unknown_rollout"
+                if how == "leave":
+                    break
+                if how == "delete":
+                    assert server.delete(f"/rollouts/{job}").json()["num_done"] == 1
+    until(lambda: server.get("/rollouts").json() == [])
+    over.set()
+    if how == "leave":
+        return
+    status = {"delete": "aborted", "deadline": "error_timeout"}[how]
+    assert [e["status"] for e in events[1:-1]] == ["completed", status, status]
+    assert events[-1]["stopped"] == {"delete": "cancelled", "deadline": "deadline"}[how]
+    assert (events[-1]["num_evaluated"], events[-1]["num_ids"]) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "kind"),
+    [
+        ({"env": "nowhere"}, 404, "unknown_env"),
+        ({"base_url": "file:///etc/passwd"}, 422, "invalid"),
+        ({"base_url": "http://169.254.169.254/v1"}, 422, "invalid"),
+        ({"base_url": "http://[::ffff:169.254.169.254]/v1"}, 422, "invalid"),
+        ({"ids": []}, 422, "invalid"),
+        ({"ids": [-1]}, 422, "invalid"),
+        ({"env": "textcraft", "ids": [549]}, 422, "invalid"),
+        ({"env": "textcraft", "ids": ["babyai_1"]}, 422, "invalid"),
+        ({"max_round": 0}, 422, "invalid"),
+        ({"max_rounds": 3}, 422, "invalid"),
+    ],
+)
+def test_bad_requests_are_refused(
+    change: dict[str, Any], status: int, kind: str, server: httpx.Client
+) -> None:
+    answer = server.post("/rollouts", json={**asked("http://127.0.0.1:1/v1"), **change})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
+
+
+@pytest.mark.parametrize("address", ["169.254.169.254", "fe80::1", "fd00:ec2::254"])
+def test_a_name_for_a_clouds_own_service_is_refused(
+    address: str, server: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = socket.getaddrinfo
+    asked_for = []
+
+    def resolve(host: Any, port: Any, *rest: Any, **more: Any) -> Any:
+        if host != "metadata.example":
+            return own(host, port, *rest, **more)
+        asked_for.append(host)
+        stream = (socket.SOCK_STREAM, 6, "")
+        second = (address, port, 0, 0) if ":" in address else (address, port)
+        kind = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return [(socket.AF_INET, *stream, ("127.0.0.1", port)), (kind, *stream, second)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    answer = server.post("/rollouts", json=asked("http://metadata.example:9/v1"))
+    told = answer.json()["error"]
+    assert (answer.status_code, told["type"]) == (422, "invalid")
+    assert f"metadata.example is {address}" in told["message"]
+    assert asked_for
+
+
+def test_a_key_is_nowhere_to_be_read(model: tuple[Model, str], server: httpx.Client) -> None:
+    spoken, url = model
+    spoken.say = lambda body: Response('{"error": "no"}', 401)
+    answer = server.post("/rollouts", json=asked(url, api_key="very-secret"))
+    assert [e["status"] for e in answer.json()["results"]] == ["error_sampler"] * 3
+    assert "very-secret" not in answer.text
+
+
+def test_an_isolated_episode_that_hangs_leaves_no_process(model: tuple[Model, str]) -> None:
+    spoken, url = model
+    orders = {0: ["hang"], 1: ["exit"], 2: ["pid", "hang"], 3: ["pid", "win"]}
+    spoken.say = lambda body: text(f"Action: {orders[task_number(body)][num_turns(body)]}")
+    asks = asked(url, ids=[0, 1, 2, 3], episode_deadline_s=3.0)
+    with service(OBEYS, isolate=True) as address:
+        entries = httpx.post(f"{address}/rollouts", json=asks, timeout=60).json()["results"]
+        statuses = ["error_timeout", "error_env", "error_timeout", "completed"]
+        assert [e["status"] for e in entries] == statuses
+        for entry in entries[2:]:
+            pid = int(entry["conversation"][2]["content"])
+            until(lambda pid=pid: not alive(pid))

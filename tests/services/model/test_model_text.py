@@ -1,0 +1,95 @@
+"""A stream's parts are the whole turn, however the text is cut into tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_world import TOOL, make_tokenizer
+
+from ludus.core.types import ToolSpec
+from ludus.models.chat.renderer import Renderer
+from ludus.models.samplers.base import Completion
+from ludus.services.model.engine import Token
+from ludus.services.model.text import ChatWriter, TextWriter, cut, held, message_of, text_of
+
+TOKENIZER = make_tokenizer()
+PLAIN = Renderer(TOKENIZER)
+TOOLS = Renderer(TOKENIZER, None, [ToolSpec(**TOOL["function"])])
+CALL = '<tool_call>{"name": "press", "arguments": {"lever": "red"}}</tool_call>'
+UNKNOWN = '<tool_call>{"name": "pull"}</tool_call>'
+PIECES = ["<think>", "</think>", "\n", " ", "a", "stop", "<thi", "é€🙂", CALL, "<tool_call>", "<im"]
+
+
+def turn(text: str, ended: bool = True) -> tuple[list[Token], Completion]:
+    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    ids += PLAIN.stop_token_ids[:1] if ended else []
+    tokens = [Token(id, -1.0, 0, []) for id in ids]
+    return tokens, Completion(ids, [-1.0] * len(ids), "stop", 0)
+
+
+def streamed(writer: TextWriter, tokens: list[Token], done: Completion) -> dict[str, Any]:
+    parts: dict[str, Any] = {}
+    for delta in [*(writer.add(token) for token in tokens), writer.end(done)]:
+        for key, value in delta.items():
+            parts[key] = parts[key] + value if key in parts else value
+    return parts
+
+
+def test_where_a_text_is_cut_and_what_is_held() -> None:
+    assert cut("one two three", ["three", " two"]) == "one"
+    assert cut("one", ["two"]) == "one"
+    assert held("ends with <thin", ["<think>", "x"]) == 5
+    assert held("abab", ["ababc", "bad"]) == 4
+    assert held("<think>", ["<think>"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "content", "calls"),
+    [
+        ("plain < text", None, "plain < text", 0),
+        ("<think>\nwhy not\n</think>\n\nbecause", "why not", "because", 0),
+        ("<think>\nnever closed", "never closed", "", 0),
+        (f"I press.\n{CALL}", None, "I press.", 1),
+        (f"<think>\nred\n</think>\n\n{CALL}\n{CALL}", "red", "", 2),
+        (UNKNOWN, None, UNKNOWN, 0),
+        ("half a <tool_call>{", None, "half a <tool_call>{", 0),
+    ],
+)  # fmt: skip
+def test_a_turn_in_parts(text: str, thinking: str | None, content: str, calls: int) -> None:
+    tokens, done = turn(text)
+    message = message_of(done, TOOLS, ())
+    assert (message.thinking, message.content) == (thinking, content)
+    assert len(message.tool_calls) == calls
+    parts = streamed(ChatWriter(TOOLS, True, ()), tokens, done)
+    assert parts.get("reasoning_content", "") == (thinking or "")
+    assert parts.get("content", "").strip() == content
+    assert len(parts.get("tool_calls", [])) == calls
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(PIECES), max_size=8), st.booleans())
+def test_a_streamed_text_is_the_whole_text(pieces: list[str], ended: bool) -> None:
+    tokens, done = turn("".join(pieces), ended)
+    for stops in ((), ("stop",), ("a\n", "🙂")):
+        whole = text_of(done, TOKENIZER, PLAIN.stop_token_ids, stops)
+        writer = TextWriter(TOKENIZER, PLAIN.stop_token_ids, stops)
+        assert streamed(writer, tokens, done).get("text", "") == whole
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(PIECES), max_size=8), st.booleans())
+def test_a_streamed_turn_is_the_whole_turn(pieces: list[str], ended: bool) -> None:
+    text = "".join(pieces)
+    lone = text.partition("</think>")[0].lstrip()
+    if "</think>" in text and not lone.startswith("<think>"):
+        return  # a block that nothing opened is known for one when it has been sent
+    tokens, done = turn(text, ended)
+    for stops in ((), ("stop",)):
+        whole = message_of(done, TOOLS, stops)
+        parts = streamed(ChatWriter(TOOLS, True, stops), tokens, done)
+        assert parts.get("reasoning_content", "") == (whole.thinking or "")
+        assert parts.get("content", "").strip() == whole.content.strip()
+        assert len(parts.get("tool_calls", [])) == len(whole.tool_calls)

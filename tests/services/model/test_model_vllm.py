@@ -1,0 +1,55 @@
+"""The model service in front of vLLM: its answers, and weights swapped while it serves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import httpx
+import pytest
+from model_world import ANSWERS, CALLS, PLAIN, TOOL, make_folder, served, taught
+
+from ludus.core.types import Spec
+
+openai = pytest.importorskip("openai", reason="the openai client is not installed")
+
+ROOT = Path(__file__).parents[3]
+PYTHON = os.environ.get("LUDUS_VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
+ADMIN = "an-administrators-token"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which(PYTHON) is None, reason="no environment with vLLM: `make vllm` makes one"
+)
+def test_vllm_serves_and_takes_other_weights(tmp_path: Path) -> None:
+    wild, learnt = make_folder(tmp_path / "wild", 1), taught(tmp_path / "taught")
+    sampler = Spec(name="vllm", args={"python": PYTHON, "threads": 1})
+    with served(wild, sampler=sampler, folder=tmp_path, admin_token=ADMIN) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=280)
+        ask = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": PLAIN}],
+            "temperature": 0,
+            "max_tokens": 60,
+        }
+        assert client.chat.completions.create(**ask).choices[0].message.content != (
+            ANSWERS[PLAIN].content
+        )
+        body = {"checkpoint": str(learnt)}
+        headers = {"Authorization": f"Bearer {ADMIN}"}
+        done = httpx.post(f"{url}/admin/weights", json=body, headers=headers, timeout=280)
+        assert done.json()["policy_version"] == 1, done.text
+        got = client.chat.completions.create(**ask, logprobs=True)
+        assert got.policy_version == 1
+        assert got.choices[0].message.content == ANSWERS[PLAIN].content
+        assert all(entry.logprob > -0.5 for entry in got.choices[0].logprobs.content)
+        stream = client.chat.completions.create(**ask, stream=True)
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert said == ANSWERS[PLAIN].content
+        ask["messages"] = [{"role": "user", "content": CALLS}]
+        (choice,) = client.chat.completions.create(**ask, tools=[TOOL]).choices
+        assert choice.message.tool_calls[0].function.name == "press"
+        with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+            client.chat.completions.create(**ask, logprobs=True, top_logprobs=2)

@@ -1,0 +1,157 @@
+"""Run folders: names, locks, files that are whole or absent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ludus.core.errors import ConfigError, LudusError
+from ludus.store.folders import RunFolder, create_run, find_run, write_folder, write_text
+
+
+def make(runs_dir: Path, *names: str) -> None:
+    for name in names:
+        write_text(create_run(runs_dir, name).config, "name: x\n")
+
+
+def test_runs_are_numbered(tmp_path: Path):
+    runs = tmp_path / "deep" / "runs"
+    assert [create_run(runs, "demo").id for _ in range(3)] == ["demo-1", "demo-2", "demo-3"]
+    assert create_run(runs, "other").id == "other-1"
+    (runs / "demo-2").rmdir()
+    assert create_run(runs, "demo").id == "demo-2", "the first number that is free"
+
+
+def test_a_number_that_a_shared_store_holds_is_left_out(tmp_path: Path):
+    taken = {"demo-1", "demo-3", "other-2"}
+    made = [create_run(tmp_path, "demo", taken).id for _ in range(2)]
+    assert made == ["demo-2", "demo-4"]
+    assert not (tmp_path / "demo-1").exists()
+
+
+def test_runs_made_at_once_have_folders_of_their_own(tmp_path: Path):
+    ids: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: ids.append(create_run(tmp_path, "x").id)) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(ids) == [f"x-{n}" for n in range(1, 9)]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"runs_dir: cannot create a run in .*file/runs: Not a"):
+        create_run(tmp_path / "file" / "runs", "demo")
+    with pytest.raises(ConfigError, match="runs_dir: cannot create a run in"):
+        create_run(tmp_path / "file", "demo")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_the_right_to_write(tmp_path: Path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        create_run(tmp_path, "demo")
+
+
+def test_a_run_is_found_by_id_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make(tmp_path / "runs", "babyai-tiny")
+    path = tmp_path / "runs" / "babyai-tiny-1"
+    assert find_run(tmp_path / "runs", "babyai-tiny-1").path == path
+    assert find_run("elsewhere", str(path)).id == "babyai-tiny-1"
+    monkeypatch.chdir(path)
+    assert find_run("elsewhere", ".").id == "babyai-tiny-1"
+
+
+def test_the_nearest_run_is_suggested(tmp_path: Path):
+    make(tmp_path, "babyai-tiny", "textcraft")
+    with pytest.raises(ConfigError, match=r"no run 'babyai-tyni-1' .*\(did you mean babyai-tiny-1"):
+        find_run(tmp_path, "babyai-tyni-1")
+    with pytest.raises(ConfigError, match=r"\(known: babyai-tiny-1, textcraft-1\)"):
+        find_run(tmp_path, "zzz")
+    with pytest.raises(ConfigError, match="holds no runs"):
+        find_run(tmp_path / "nothing", "x")
+    with pytest.raises(ConfigError, match="there is no run ''"):
+        find_run(tmp_path, "")
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from ludus.store.folders import RunFolder
+with RunFolder(Path(sys.argv[1])).lock():
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_one_process_at_a_time_owns_a_run(tmp_path: Path):
+    folder = create_run(tmp_path, "demo")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder.path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(LudusError, match=rf"run demo-1 is in use by process {holder.pid}$"):
+            folder.lock()
+        holder.kill()  # the lock dies with its process
+    with folder.lock():
+        assert (folder.path / ".lock").read_text() == str(os.getpid())
+        with pytest.raises(LudusError, match="is in use"):
+            folder.lock()
+    folder.lock().close()
+
+
+def test_a_run_that_cannot_be_locked(tmp_path: Path):
+    with pytest.raises(LudusError, match="demo-1: cannot lock the run: No such file"):
+        RunFolder(tmp_path / "demo-1").lock()
+
+
+def test_the_parts_of_a_folder(tmp_path: Path):
+    folder = RunFolder(tmp_path / "demo-1")
+    parts = [folder.config, folder.demonstrations, folder.tokenizer, folder.checkpoints]
+    parts += [folder.evaluations, folder.metrics, folder.report]
+    assert {part.parent for part in parts} == {folder.path}
+    assert len(set(parts)) == 7
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "a" / "b.txt"
+    write_text(path, "old")
+
+    def full(self: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="No space"):
+            write_text(path, "new")
+    assert path.read_text() == "old"
+    write_text(path, "new")
+    assert path.read_text() == "new"
+    assert [p.name for p in path.parent.iterdir()] == ["b.txt"]
+
+
+def test_a_folder_is_filled_aside(tmp_path: Path):
+    path = tmp_path / "tokenizer"
+
+    def broken(aside: Path) -> None:
+        (aside / "half").write_text("x")
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError):
+        write_folder(path, broken)
+    assert not path.exists()
+    for text in ("one", "two"):
+        write_folder(path, lambda aside, text=text: (aside / text).write_text(text))  # type: ignore[misc]
+        assert [p.name for p in path.iterdir()] == [text]
+    assert [p.name for p in tmp_path.iterdir()] == ["tokenizer"]

@@ -1,0 +1,49 @@
+"""The native layers and scores are the model's own, in values and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_tree import COMMON, TILED, branching, outcome, require_equal
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+
+from ludus.train.forward import Forward
+from ludus.train.kernels.bindings import kernels, logprobs
+
+pytestmark = pytest.mark.skipif(
+    kernels(torch.float32) is None, reason="no C compiler here, or LUDUS_NATIVE=0"
+)
+FUSED = {
+    "llama": TILED["llama"],
+    "gemma": TILED["gemma"],
+    "qwen2": Qwen2Config(**COMMON, num_key_value_heads=2),
+    "qwen3": Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=8),
+}
+
+
+def make(family: str) -> Any:
+    torch.manual_seed(0)
+    config = (FUSED | TILED)[family]
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_layers(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    model, samples = make(family), branching(7)
+    assert Forward(model)._layers is not None
+    assert all("forward" not in vars(layer) for layer in model.model.layers)
+    found = outcome(model, samples, "tree", 200)
+    monkeypatch.setattr(Forward, "_fused", lambda _: None)
+    monkeypatch.setattr(logprobs, "_kernels", lambda *_: None)
+    require_equal(found, outcome(model, samples, "tree", 200))
+
+
+def test_a_scaled_residual_keeps_its_own_layers() -> None:
+    """Granite is built as Llama is, and computes something else: the trial finds it."""
+    model = AutoModelForCausalLM.from_config(
+        type(TILED["granite"])(**COMMON, num_key_value_heads=2, residual_multiplier=0.5),
+        attn_implementation="sdpa",
+    )
+    assert Forward(model)._layers is None
