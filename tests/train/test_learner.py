@@ -40,7 +40,7 @@ from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
 from ludus.train.algorithms.aggregates import trajectory_mean
 from ludus.train.algorithms.losses import LossFn, LossInputs, LossOutput, clipped, cross_entropy
-from ludus.train.kernels.bindings import compiled, fused, tiles
+from ludus.train.kernels import compiled, fused, tiles
 from ludus.train.kernels.compiled import has_compiler
 from ludus.train.learner import Learner, learning_rate
 from ludus.train.packing import Batch, MicroBatch, pack

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ludus.core.errors import CheckpointError, ConfigError
+from ludus.train.checkpoint import store as checkpoint
 from ludus.train.checkpoint.aside import recover, written_aside
 from ludus.train.checkpoint.store import (
     CheckpointStore,
@@ -32,7 +33,6 @@ from ludus.train.checkpoint.store import (
     read_state,
     set_random_state,
 )
-from ludus.train.checkpoint.store import store as checkpoint
 
 # peft asks transformers for an attribute by its former name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from ludus.train.kernels.bindings import logprobs
+from ludus.train.kernels import logprobs
 from ludus.train.kernels.logprobs import Head, backbone, find_head, score_logits
 
 COMMON: dict[str, Any] = {
