@@ -18,8 +18,9 @@ from ludus.core.errors import ConfigError, SamplerError
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Message, Spec, Status
 from ludus.data.demonstrations import play
+from ludus.models.endpoint import addresses
 from ludus.models.endpoint.addresses import off_limits
-from ludus.models.endpoint.client import Endpoint, Reply, addresses, check_url
+from ludus.models.endpoint.client import Endpoint, Reply, check_url
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
 from ludus.rollout.batches import LocalEnvs, summary, tasks_of

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ludus.train.kernels import attention
-from ludus.train.kernels import bindings as kernels
 from ludus.train.kernels import tiles as tiling
 from ludus.train.kernels.attention import tiled_attention
+from ludus.train.kernels.bindings import kernels
 from ludus.train.kernels.tiles import Plan, tiles
 
 needs_kernels = pytest.mark.skipif(

@@ -10,8 +10,8 @@ from test_tree import COMMON, TILED, branching, outcome, require_equal
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from ludus.train.forward import Forward
-from ludus.train.kernels import bindings as kernels
 from ludus.train.kernels import logprobs
+from ludus.train.kernels.bindings import kernels
 
 pytestmark = pytest.mark.skipif(
     kernels(torch.float32) is None, reason="no C compiler here, or LUDUS_NATIVE=0"
