@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from ludus.backends.local import LocalBackend
 from ludus.config.schema import EvaluateConfig, RunConfig
-from ludus.core.errors import DataError
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Task
 from ludus.envs import ENVS
@@ -17,17 +16,12 @@ from ludus.judges import JUDGES
 from ludus.loop.loop import Stage
 from ludus.models.build import build_model
 from ludus.models.chat.tokenizers import load_tokenizer
-from ludus.pipeline.assemble import Conversation, make_renderer, make_renderers, replay_all
+from ludus.pipeline.assemble import Conversation, make_renderer, make_renderers
 from ludus.pipeline.progress import Observer
+from ludus.pipeline.stages import rl_stage, sft_stage
 from ludus.rollout.collect import Collector
-from ludus.rollout.prefetch import Prefetch
-from ludus.rollout.replay import ReplayCollector
 from ludus.store.folders import RunFolder
-from ludus.tasks.mixture import part_of, task_sampler
-from ludus.telemetry.occupancy import busy
-from ludus.train import ALGORITHMS
 from ludus.train.meter import Meter
-from ludus.train.schedule import turn_limit
 
 
 class PreparedRun:
@@ -90,89 +84,34 @@ class PreparedRun:
         )
         return groups, result
 
+    @property
+    def pad_id(self) -> int:
+        """The tokenizer's padding id, or 0."""
+        return self.tokenizer.pad_token_id or 0
+
     def _sft_stage(self, conversations: Sequence[Conversation]) -> Stage:
-        settings = self.config.sft
-        assert settings is not None
-        limit = self.config.model.context_length
-        tasks, played, self._left_out = replay_all(
-            conversations, self.renderer, limit, self.renderers
+        stage, self._left_out = sft_stage(
+            self.config,
+            conversations,
+            self.renderer,
+            self.renderers,
+            ratios=self.ratios,
+            pad_id=self.pad_id,
+            note=self.observer.note,
         )
-        if self._left_out:
-            told = (
-                f"{len(self._left_out)} of {len(conversations)} conversations left out, the first"
-            )
-            told = "sft: {} ({}): {}".format(told, *self._left_out[0])
-            if not played:
-                raise DataError(told)
-            self.observer.note(told)
-        if missing := sorted(set(self.ratios) - {part_of(task) for task in tasks}):
-            self.observer.note(f"sft: no conversation of {', '.join(missing)}: the others have all")
-        return Stage(
-            name="sft",
-            steps=settings.steps,
-            tasks=task_sampler(
-                tasks, derive_seed(self.config.seed, "sft"), shuffle=True, ratios=self.ratios
-            ),
-            groups_per_step=settings.episodes_per_step,
-            collect=ReplayCollector(played).collect,
-            algorithm=ALGORITHMS.build("sft"),
-            optimizer=settings.optimizer,
-            tokens_per_batch=settings.tokens_per_batch,
-            pad_id=self.tokenizer.pad_token_id or 0,
-            seed=self.config.seed,
-        )
+        return stage
 
     def _rl_stage(self, train: Sequence[Task]) -> Stage:
-        settings = self.config.rl
-        assert settings is not None
+        def on_verified(count: int) -> None:
+            self._verified += count
 
-        def collector_of(step: int) -> Collector:
-            if not settings.horizon:
-                return self.collector
-            return self.collector.with_config("rl", max_turns=turn_limit(self.config, step))
-
-        async def collect(tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
-            collector = collector_of(step)
-            with self.meter.rollout():
-                groups = await collector.collect(tasks, step, settings.group_size, first_group)
-            if self.config.verify:
-                await self._verify(groups, settings.tokens_per_batch)
-            return groups
-
-        seed = derive_seed(self.config.seed, "rl")
-        shuffle = self.config.tasks.shuffle
-        sampler = task_sampler(train, seed, shuffle=shuffle, ratios=self.ratios)
-        ahead: Prefetch | None = None
-        if settings.max_staleness:
-            ahead = Prefetch(
-                collector_of,
-                sampler,
-                steps=settings.steps,
-                groups_per_step=settings.groups_per_step,
-                group_size=settings.group_size,
-                max_staleness=settings.max_staleness,
-                around=self.meter.rollout,
-            )
-        return Stage(
-            name="rl",
-            steps=settings.steps,
-            tasks=sampler,
-            groups_per_step=settings.groups_per_step,
-            collect=collect,
-            algorithm=ALGORITHMS.build(settings.algorithm, "rl.algorithm"),
-            optimizer=settings.optimizer,
-            tokens_per_batch=settings.tokens_per_batch,
-            pad_id=self.tokenizer.pad_token_id or 0,
-            epochs=settings.epochs,
-            minibatches=settings.minibatches,
-            temperature=self.config.rollout.temperature,
-            seed=self.config.seed,
-            ahead=ahead,
+        return rl_stage(
+            self.config,
+            train,
+            self.collector,
+            self.backend,
+            self.meter,
+            ratios=self.ratios,
+            pad_id=self.pad_id,
+            on_verified=on_verified,
         )
-
-    async def _verify(self, groups: Sequence[Group], tokens_per_batch: int) -> None:
-        """Count the sampled tokens on which sampler and learner agree in every bit."""
-        played = [trajectory for group in groups for trajectory in group.trajectories]
-        pad_id = self.tokenizer.pad_token_id or 0
-        with busy("train"):
-            self._verified += await self.backend.verify(played, tokens_per_batch, pad_id)
