@@ -95,8 +95,9 @@ def read_agentgym(
 ) -> TaskList:
     """The tasks of AgentGym's items, for the environment that the config names."""
     known = {items.prefix: env for env, items in ITEMS.items()}
-    own = getattr(env_class, "__module__", "").removeprefix("ludus.envs.")
-    if own not in ITEMS:
+    module = getattr(env_class, "__module__", "").split(".")
+    own = next((name for name in module if name in ITEMS), None)
+    if own is None:
         raise ConfigError(f"the reader 'agentgym' needs one of {', '.join(sorted(ITEMS))} as env")
     tasks: dict[str, Task] = {}
     bad: list[BadLine] = []

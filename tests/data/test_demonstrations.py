@@ -143,12 +143,12 @@ def test_an_interrupt_leaves_no_half_file(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     out = tmp_path / "out"
-    folder = str(Path(faulty_envs.__file__).parent)
+    support = Path(faulty_envs.__file__).parent
     process = subprocess.Popen(
         [sys.executable, str(script), str(out / "d.jsonl")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": folder},
+        env={**os.environ, "PYTHONPATH": f"{support}{os.pathsep}{support.parents[1]}"},
         start_new_session=True,
     )
     assert process.stdout is not None

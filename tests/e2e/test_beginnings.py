@@ -25,7 +25,7 @@ def test_two_folders_of_runs_share_a_store(ludus: Ludus) -> None:
 
 def test_a_number_that_another_takes_meanwhile(ludus: Ludus) -> None:
     faster = (
-        "from ludus import launch\n"
+        "from ludus.pipeline import launch\n"
         "from ludus.store import RunStore\n"
         "make = launch.create_run\n"
         "def late(*args):\n"

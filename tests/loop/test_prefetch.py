@@ -113,7 +113,7 @@ async def test_grpo_finds_the_lever_that_pays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bound", [1, 3])
 async def test_no_turn_is_older_than_the_bound(tmp_path: Path, bound: int) -> None:
-    moody = {"name": "test_ahead:Moody", "args": {"seconds": 0.2, "share": 0.1}}
+    moody = {"name": "test_prefetch:Moody", "args": {"seconds": 0.2, "share": 0.1}}
     world, kept = await world_of(tmp_path, moody), Recording()
     stage = ahead(world, [task(place) for place in PLACES], 12, bound)
     await run_stage(stage, world.backend, kept)
@@ -140,7 +140,7 @@ async def test_no_turn_is_older_than_the_bound(tmp_path: Path, bound: int) -> No
 
 async def test_stragglers_are_cut_and_the_rest_of_their_group_trains(tmp_path: Path) -> None:
     """One episode in every task hangs for good: the others do not wait for it."""
-    world, kept = await world_of(tmp_path, "test_ahead:OneHangs"), Recording()
+    world, kept = await world_of(tmp_path, "test_prefetch:OneHangs"), Recording()
     stage = ahead(world, [task("hall"), task("roof")], 6, 1, groups_per_step=2)
     try:
         await run_stage(stage, world.backend, kept)
@@ -194,7 +194,7 @@ def left(tasks: set[asyncio.Task[Any]]) -> list[str]:
 
 
 async def test_a_failing_learner_stops_the_episodes(tmp_path: Path) -> None:
-    world = await world_of(tmp_path, "test_ahead:Lottery")
+    world = await world_of(tmp_path, "test_prefetch:Lottery")
     before = asyncio.all_tasks()
     stage = ahead(world, [task(place) for place in PLACES], 5)
 
@@ -228,7 +228,7 @@ async def test_a_failing_sampler_stops_the_learner(tmp_path: Path) -> None:
 
 async def test_cancelling_the_run_stops_both(tmp_path: Path) -> None:
     """What Ctrl-C does: asyncio cancels the main task."""
-    world = await world_of(tmp_path, {"name": "test_ahead:Moody", "args": {"seconds": 0.1}})
+    world = await world_of(tmp_path, {"name": "test_prefetch:Moody", "args": {"seconds": 0.1}})
     kept = Recording()
     before = asyncio.all_tasks()
     stage = ahead(world, [task(place) for place in PLACES], 10_000)
@@ -246,7 +246,7 @@ async def test_cancelling_the_run_stops_both(tmp_path: Path) -> None:
 
 async def test_the_sampler_rests_from_the_first_look_to_the_publication(tmp_path: Path) -> None:
     """No token is sampled with weights that change, or that have no version."""
-    world, kept = await world_of(tmp_path, "test_ahead:Lottery"), Recording()
+    world, kept = await world_of(tmp_path, "test_prefetch:Lottery"), Recording()
     backend, seen = world.backend, []
     stage = ahead(world, [task(place) for place in PLACES], 6, minibatches=2)
     forward = backend.sampler.decoder.forward  # type: ignore[attr-defined]

@@ -390,7 +390,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @needs_native
 def test_processes_may_build_at_once(tmp_path: Path) -> None:
-    program = "from ludus.models import native; print(native.library()._name)"
+    program = "from ludus.models.decoders import native; print(native.library()._name)"
     builders = [
         subprocess.Popen(
             [sys.executable, "-c", program],
