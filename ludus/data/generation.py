@@ -31,8 +31,8 @@ from ludus.data.cards import Chosen, Enough, EnvCard, card_of, choose, render
 from ludus.data.journal import Journal, Record, of_expert, of_model
 from ludus.envs import ENVS
 from ludus.models.endpoint.client import Endpoint
-from ludus.rollout.batches import LocalEnvs, agentgym_spec, tasks_of
-from ludus.rollout.chat import Batch, ChatAgent, Episode
+from ludus.rollout.jobs import ChatAgent, EpisodeRecord, RolloutJob
+from ludus.rollout.requests import LocalEnvs, agentgym_spec, tasks_of
 from ludus.tasks.agentgym import conversations_of, read_agentgym
 from ludus.tasks.readers import read_env
 
@@ -223,7 +223,7 @@ async def _play_model(
     wanted: Generation, model: Model, spec: Spec, tasks: list[Task], journal: Journal, say: Say
 ) -> None:
     work = [
-        (task, Episode(id=task.id, task_id=task.id, tier=task.tier, sample=sample))
+        (task, EpisodeRecord(id=task.id, task_id=task.id, tier=task.tier, sample=sample))
         for task in tasks
         for sample in range(model.samples)
         if not journal.has((spec.name, "model", task.id, sample))
@@ -234,7 +234,7 @@ async def _play_model(
     timeout = model.turn_deadline_s
     async with Endpoint(model.base_url, model.name, model.api_key, timeout_s=timeout) as endpoint:
         agent = ChatAgent(endpoint, LocalEnvs(spec), wanted.rollout, wanted.seed)
-        await Batch(
+        await RolloutJob(
             agent, work, on_episode=lambda episode: journal.add(of_model(spec.name, episode))
         ).run()
 

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from ludus.core.errors import DataError
 from ludus.core.types import Message, Status, Wire
 from ludus.data.demonstrations import Demonstration, Dropped
-from ludus.rollout.chat import Episode
+from ludus.rollout.jobs import EpisodeRecord
 
 Source = Literal["expert", "model"]
 Key = tuple[str, str, str, int]
@@ -71,7 +71,7 @@ def of_expert(
     )
 
 
-def of_model(env: str, episode: Episode) -> Record:
+def of_model(env: str, episode: EpisodeRecord) -> Record:
     """The record of a model's episode."""
     again = episode.status.retryable or episode.status is Status.ABORTED
     return Record(

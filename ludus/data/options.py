@@ -14,7 +14,7 @@ from ludus.data.demonstrations import Format
 from ludus.data.generation import Generation, Model, Which
 from ludus.data.rollouts import KEY
 from ludus.models.endpoint.client import check_url
-from ludus.rollout.batches import parse_ids
+from ludus.rollout.requests import parse_ids
 
 Source = Literal["expert", "model", "mixed"]
 

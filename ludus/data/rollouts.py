@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Spec
-from ludus.rollout.batches import (
+from ludus.rollout.jobs import ChatAgent, EpisodeRecord, RolloutJob
+from ludus.rollout.requests import (
     LocalEnvs,
     RolloutAnswer,
     RolloutRequest,
@@ -23,7 +24,6 @@ from ludus.rollout.batches import (
     summary,
     tasks_of,
 )
-from ludus.rollout.chat import Batch, ChatAgent, Episode
 
 KEY = "LUDUS_API_KEY"
 """The environment variable of the endpoint's key: keys have no place on a command line."""
@@ -65,16 +65,16 @@ def rollout(
     return answer
 
 
-async def _play(env: Spec, asked: RolloutRequest, say: Callable[[str], object]) -> Batch:
+async def _play(env: Spec, asked: RolloutRequest, say: Callable[[str], object]) -> RolloutJob:
     tasks = list(tasks_of(env, asked.ids, asked.tier))
     work = [
-        (task, Episode(id=id, task_id=task.id, tier=task.tier))
+        (task, EpisodeRecord(id=id, task_id=task.id, tier=task.tier))
         for id, task in zip(asked.ids, tasks, strict=True)
     ]
     made = LocalEnvs(agentgym_spec(env, asked.tier))
     num_done = 0
 
-    def note(episode: Episode) -> None:
+    def note(episode: EpisodeRecord) -> None:
         nonlocal num_done
         num_done += 1
         reward = "no reward" if episode.reward is None else f"reward {episode.reward:g}"
@@ -83,7 +83,7 @@ async def _play(env: Spec, asked: RolloutRequest, say: Callable[[str], object]) 
 
     async with asked.endpoint() as endpoint:
         agent = ChatAgent(endpoint, made, asked.config(), asked.seed)
-        batch = Batch(agent, work, deadline_s=asked.deadline_s, on_episode=note)
+        batch = RolloutJob(agent, work, deadline_s=asked.deadline_s, on_episode=note)
         with suppress(NotImplementedError):  # not every platform has it
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, batch.stop)
         await batch.run()

@@ -31,9 +31,10 @@ from ludus.models import TOKENIZERS
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import load_tokenizer, train_tokenizer
 from ludus.pipeline.registries import REGISTRIES
-from ludus.rollout.host import HostedEnv, Seat
+from ludus.rollout.host import HostedEnv
 from ludus.rollout.replay import replay
-from ludus.rollout.session import opened
+from ludus.rollout.session import with_system_prompt
+from ludus.rollout.threads import EnvThread
 from ludus.tasks.agentgym import is_agentgym, read_trajectories
 from ludus.tasks.mixture import part_of
 from ludus.tasks.readers import OnBadLine, TaskList, read_json, read_tasks
@@ -148,7 +149,7 @@ def read_conversations(
         conversations = []
         for shown in demonstrations:
             task = known.get(shown.task_id) or Task(id=shown.task_id, tier=shown.tier)
-            messages = opened([*task.prompt, *shown.messages], system_prompt)
+            messages = with_system_prompt([*task.prompt, *shown.messages], system_prompt)
             conversations.append(Conversation(task, messages, shown.reward, shown.success))
         return conversations, []
     if is_agentgym(config.sft.data):
@@ -161,7 +162,7 @@ def read_conversations(
     conversations = [
         Conversation(
             Task(id=line.id, source=line.source),
-            opened(line.prompt, system_prompt),
+            with_system_prompt(line.prompt, system_prompt),
             _number(line.data.get("reward")),
             _truth(line.data.get("success")),
         )
@@ -179,7 +180,7 @@ def _read_agenttraj(
     conversations = []
     for known in recorded:
         own = known.messages[0].role == "system" and system_prompt is not None
-        messages = opened(known.messages[own:], system_prompt)
+        messages = with_system_prompt(known.messages[own:], system_prompt)
         task = Task(id=known.item_id, source="agentgym")
         conversations.append(Conversation(task, messages, None, None))
     return conversations, left_out
@@ -312,7 +313,7 @@ def environment_messages(
     async def look() -> list[Message]:
         seen: list[Message] = []
         tried = cycle(actions)
-        seat = Seat()
+        seat = EnvThread()
         for task in tasks:
             env = HostedEnv(lambda: ENVS.build(spec, "env"), seat, config.rollout.step_deadline_s)
             try:

@@ -22,7 +22,7 @@ from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import Sampler, SamplingParams
 from ludus.rollout.acting import act
 from ludus.rollout.host import HostedEnv
-from ludus.rollout.session import TreeBuilder, opened
+from ludus.rollout.session import TreeBuilder, with_system_prompt
 from ludus.rollout.status import status_of
 from ludus.tasks.mixture import for_part
 from ludus.telemetry.occupancy import busy
@@ -81,7 +81,7 @@ class Agent:
             messages += (await env.reset(task)).messages
             if not messages:
                 raise EnvError("reset returned no messages, and the task has no prompt")
-        messages = opened(messages, config.system_prompt)
+        messages = with_system_prompt(messages, config.system_prompt)
         builder.given(messages, self.renderer.open(messages))
         limit = for_part(config.max_turns, task)
         max_turns = limit or (env.env.max_turns if env else 1)

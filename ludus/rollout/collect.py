@@ -18,7 +18,8 @@ from ludus.judges import JUDGES
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import Sampler
 from ludus.rollout.agent import Agent
-from ludus.rollout.host import HostedEnv, Seat
+from ludus.rollout.host import HostedEnv
+from ludus.rollout.threads import EnvThread
 from ludus.tasks.mixture import part_of
 from ludus.telemetry.logs import get_logger
 
@@ -89,7 +90,7 @@ class Collector:
         ]
         return Group(group_id, task, members)
 
-    async def play(self, seat: Seat, task: Task, trajectory: Trajectory) -> None:
+    async def play(self, seat: EnvThread, task: Task, trajectory: Trajectory) -> None:
         """Play one episode in a seat; whatever goes wrong inside it ends up in the trajectory."""
         self.sampler.open(trajectory.id)
         try:
@@ -105,14 +106,14 @@ class Collector:
         The next session opens in the same breath in which the last one closes, so that the sampler
         never sees this seat empty while there is work left.
         """
-        seat = Seat(inline=self.inline)
+        seat = EnvThread(inline=self.inline)
         try:
             while episodes:
                 await self.play(seat, *episodes.popleft())
         finally:
             seat.close()
 
-    async def _episode(self, seat: Seat, task: Task, trajectory: Trajectory) -> None:
+    async def _episode(self, seat: EnvThread, task: Task, trajectory: Trajectory) -> None:
         for attempt in range(1 + self.config.max_retries):
             if attempt:
                 log.warning(
@@ -133,7 +134,7 @@ class Collector:
             if not trajectory.status.retryable:
                 return
 
-    async def _attempt(self, seat: Seat, task: Task, trajectory: Trajectory) -> None:
+    async def _attempt(self, seat: EnvThread, task: Task, trajectory: Trajectory) -> None:
         deadline = None if self.inline else self.config.episode_deadline_s
         env: HostedEnv | None = None
         try:
@@ -167,7 +168,7 @@ class Collector:
             self._judges[name] = JUDGES.build(task.judge, f"the judge of task {task.id}")
         return self._judges[name]
 
-    def _host(self, task: Task, seat: Seat) -> HostedEnv | None:
+    def _host(self, task: Task, seat: EnvThread) -> HostedEnv | None:
         """The task's environment, not yet made. Errors: EnvError where the task names a wrong one.
 
         Plug-ins are imported and their arguments checked here, in one thread, for each episode: no

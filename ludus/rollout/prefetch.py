@@ -20,7 +20,7 @@ from typing import Any
 
 from ludus.core.types import Group, Status, Task, Trajectory
 from ludus.rollout.collect import Collector
-from ludus.rollout.host import Seat
+from ludus.rollout.threads import EnvThread
 from ludus.tasks.curriculum import Curriculum
 from ludus.telemetry.occupancy import OCCUPANCY
 
@@ -201,7 +201,7 @@ class Prefetch:
         async with self._seats:  # first come, first served: the oldest group's episodes come first
             if flight.began is None:
                 flight.began = self._version
-            seat = Seat(inline=collector.inline)
+            seat = EnvThread(inline=collector.inline)
             try:
                 await collector.play(seat, flight.group.task, trajectory)
             finally:

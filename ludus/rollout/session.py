@@ -9,7 +9,7 @@ from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import Completion
 
 
-def opened(messages: Sequence[Message], system_prompt: str | None) -> list[Message]:
+def with_system_prompt(messages: Sequence[Message], system_prompt: str | None) -> list[Message]:
     """A conversation as rollouts open it: the system prompt first, where it is not there yet."""
     system = Message(role="system", content=system_prompt or "")
     return [system, *messages] if system_prompt and system not in messages[:1] else list(messages)

@@ -13,8 +13,9 @@ from played_envs import Say, task_of
 from ludus.core.errors import EnvError, EpisodeTimeout
 from ludus.core.types import Message, Observation, StepResult, Task
 from ludus.envs.base import Env
-from ludus.rollout import host
-from ludus.rollout.host import HostedEnv, Overdue, Seat, WorkerThread
+from ludus.rollout import threads
+from ludus.rollout.host import HostedEnv
+from ludus.rollout.threads import EnvThread, Overdue, WorkerThread
 
 ACT = Message(role="assistant", content="red")
 
@@ -68,7 +69,7 @@ def gates() -> Any:
 @pytest.mark.parametrize("where", ["init", "reset", "step"])
 @pytest.mark.parametrize("how", ["deadline", "cancel"])
 async def test_what_is_left_behind_is_closed_in_its_own_thread(where: str, how: str):
-    seat = Seat()
+    seat = EnvThread()
     env = HostedEnv(lambda: Gate(where), seat, 0.1 if how == "deadline" else 60.0)
 
     async def play() -> None:
@@ -100,7 +101,7 @@ async def test_a_close_that_hangs_is_left_behind():
         async def close(self) -> None:
             played_envs.RELEASE.wait()
 
-    seat = Seat()
+    seat = EnvThread()
     env = HostedEnv(Clings, seat, 0.1)
     await env.reset(task_of(0))
     await env.close()
@@ -111,7 +112,7 @@ async def test_a_close_that_hangs_is_left_behind():
 
 
 async def test_closing_twice_closes_once():
-    seat = Seat()
+    seat = EnvThread()
     env = HostedEnv(Say, seat, 60.0)
     await env.close()
     await env.reset(task_of(0))
@@ -125,7 +126,7 @@ async def test_closing_twice_closes_once():
 
 async def test_results_and_deadlines_that_meet():
     """Whichever wins, the outcome is one of the two, and the seat goes on."""
-    seat, outcomes = Seat(), set()
+    seat, outcomes = EnvThread(), set()
     for _ in range(60):
         try:
             outcomes.add(
@@ -141,9 +142,9 @@ async def test_results_and_deadlines_that_meet():
 async def test_a_cancellation_is_never_lost():
     """Cancelled in the very moment in which the result arrives, too."""
     for turns in range(60):
-        seat = Seat()
+        seat = EnvThread()
 
-        async def endless(seat: Seat = seat) -> None:
+        async def endless(seat: EnvThread = seat) -> None:
             while True:
                 await seat.run(lambda: asyncio.sleep(0), 60.0, blocking=True)
 
@@ -173,7 +174,7 @@ async def test_a_blocking_environment_keeps_its_thread_and_loop():
         async def close(self) -> None:
             seen.add((threading.get_ident(), asyncio.get_running_loop()))
 
-    seat = Seat()
+    seat = EnvThread()
     env = HostedEnv(Looks, seat, 60.0)
     await env.reset(task_of(0))
     await env.step(ACT)
@@ -198,7 +199,7 @@ async def test_an_awaiting_environment_lives_in_the_loop_of_the_rollouts():
             loops.add(asyncio.get_running_loop())
             return await super().step(action)
 
-    env = HostedEnv(Looks, Seat(), 60.0, blocking=False)
+    env = HostedEnv(Looks, EnvThread(), 60.0, blocking=False)
     await env.reset(task_of(0))
     await env.step(ACT)
     await env.close()
@@ -210,7 +211,7 @@ async def test_step_that_is_no_coroutine():
         def step(self, action: Message) -> StepResult:  # type: ignore[override]
             return StepResult()
 
-    env = HostedEnv(Plain, Seat(), 60.0)
+    env = HostedEnv(Plain, EnvThread(), 60.0)
     await env.reset(task_of(0))
     with pytest.raises(EnvError, match="step raised TypeError: object StepResult can't be used"):
         await env.step(ACT)
@@ -218,17 +219,17 @@ async def test_step_that_is_no_coroutine():
 
 def test_threads_end_when_they_are_idle(monkeypatch: pytest.MonkeyPatch):
     """And none is lost or handed out dead, however the end and the taking fall together."""
-    monkeypatch.setattr(host, "IDLE_S", 0.002)
-    monkeypatch.setattr(host, "_idle", type(host._idle)())
+    monkeypatch.setattr(threads, "IDLE_S", 0.002)
+    monkeypatch.setattr(threads, "_idle", type(threads._idle)())
     before = {t.ident for t in threading.enumerate()}
 
     async def use() -> None:
         for n in range(150):
-            seat = Seat()
+            seat = EnvThread()
             assert await seat.run(lambda n=n: asyncio.sleep(0, n), 60.0, blocking=True) == n
             seat.close()
             await asyncio.sleep(0.0015 + 0.001 * (n % 3) / 3)
-        await until(lambda: not host._idle)
+        await until(lambda: not threads._idle)
 
     asyncio.run(use())
     for thread in threading.enumerate():

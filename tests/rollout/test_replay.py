@@ -12,7 +12,7 @@ from ludus.core.errors import DataError
 from ludus.core.types import Message, Task, Trajectory
 from ludus.models.chat.renderer import Renderer
 from ludus.rollout.replay import ReplayCollector, replay
-from ludus.rollout.session import opened
+from ludus.rollout.session import with_system_prompt
 from ludus.train import ALGORITHMS
 from ludus.train.samples import rows, to_samples
 
@@ -38,7 +38,7 @@ async def test_a_demonstration_is_what_the_rollout_would_have_built(
     (group,) = await collector.collect([task_of(seed)], 0, 1)
     (played,) = group.trajectories
     assert played.reward == 3.0
-    replayed = replay(opened(messages, style), renderer, Trajectory("", "", ""))
+    replayed = replay(with_system_prompt(messages, style), renderer, Trajectory("", "", ""))
     assert shape(replayed) == shape(played)
     assert [r.loss_mask for r in rows(replayed, 1.0)] == [r.loss_mask for r in rows(played, 1.0)]
     assert {s.policy_version for s in replayed.segments} == {None}
@@ -87,12 +87,12 @@ def test_a_turn_that_nothing_answers_is_as_in_a_silent_environment(world: World)
 
 def test_the_system_prompt_stands_first_and_once():
     system, asked = Message(role="system", content="be brief"), user("say red .")
-    assert opened([asked], "be brief") == [system, asked]
-    assert opened([system, asked], "be brief") == [system, asked]
-    assert opened([asked], None) == opened([asked], "") == [asked]
+    assert with_system_prompt([asked], "be brief") == [system, asked]
+    assert with_system_prompt([system, asked], "be brief") == [system, asked]
+    assert with_system_prompt([asked], None) == with_system_prompt([asked], "") == [asked]
     other = Message(role="system", content="be long")
-    assert opened([other, asked], "be brief") == [system, other, asked]
-    assert opened([], "be brief") == [system]
+    assert with_system_prompt([other, asked], "be brief") == [system, other, asked]
+    assert with_system_prompt([], "be brief") == [system]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ludus.models.samplers.base import Completion, SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
 from ludus.rollout.collect import Collector
 from ludus.rollout.replay import replay
-from ludus.rollout.session import opened
+from ludus.rollout.session import with_system_prompt
 from ludus.train.samples import rows
 
 CONTEXT = 256
@@ -185,7 +185,9 @@ def _teach(world: World, conversations: dict[str, list[list[Message]]]) -> None:
     for style, messages in conversations.items():
         renderer = world.renderer(style)
         for conversation in messages:
-            trajectory = replay(opened(conversation, style), renderer, Trajectory("", "", ""))
+            trajectory = replay(
+                with_system_prompt(conversation, style), renderer, Trajectory("", "", "")
+            )
             found += rows(trajectory, 1.0)
     found.sort(key=lambda row: len(row.token_ids))
     optimizer = torch.optim.AdamW(world.model.parameters(), lr=1e-2)

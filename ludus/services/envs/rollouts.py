@@ -32,8 +32,8 @@ from ludus.core.errors import LudusError
 from ludus.core.types import ToolSpec, Wire
 from ludus.envs.base import Env
 from ludus.models.endpoint.client import Endpoint
-from ludus.rollout.batches import RolloutAnswer, RolloutRequest, agentgym_spec, summary, tasks_of
-from ludus.rollout.chat import Batch, ChatAgent, Episode
+from ludus.rollout.jobs import ChatAgent, EpisodeRecord, RolloutJob
+from ludus.rollout.requests import RolloutAnswer, RolloutRequest, agentgym_spec, summary, tasks_of
 from ludus.services.envs.isolated import IsolatedEnv
 from ludus.services.envs.served import ID_BITS, Served
 from ludus.services.envs.sessions import Sessions
@@ -68,8 +68,8 @@ class Job:
     owner: str
     request: RolloutRequest
     endpoint: Endpoint
-    batch: Batch
-    done: list[Episode]
+    batch: RolloutJob
+    done: list[EpisodeRecord]
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -141,12 +141,12 @@ class Jobs:
                 raise
             raise ServiceError(422, "invalid", str(error)) from error
         work = [
-            (task, Episode(id=id, task_id=task.id, tier=task.tier))
+            (task, EpisodeRecord(id=id, task_id=task.id, tier=task.tier))
             for id, task in zip(request.ids, tasks, strict=True)
         ]
         agent = ChatAgent(endpoint, ServedEnvs(env), request.config(), request.seed)
-        done: list[Episode] = []
-        batch = Batch(agent, work, deadline_s=request.deadline_s, on_episode=done.append)
+        done: list[EpisodeRecord] = []
+        batch = RolloutJob(agent, work, deadline_s=request.deadline_s, on_episode=done.append)
         place = self._sessions
         number = secrets.randbits(ID_BITS - 8) * place.num_workers + place.worker
         return Job(f"{number:0{ID_BITS // 4}x}", owner, request, endpoint, batch, done)

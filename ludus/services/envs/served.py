@@ -13,7 +13,8 @@ from ludus.core.errors import EnvError, EpisodeError, EpisodeTimeout, LudusError
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec, Wire
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert
-from ludus.rollout.host import HostedEnv, Overdue, Seat
+from ludus.rollout.host import HostedEnv
+from ludus.rollout.threads import EnvThread, Overdue
 from ludus.services.envs.isolated import IsolatedEnv
 from ludus.services.server.app import ServiceError
 
@@ -108,7 +109,7 @@ class Session:
     number: int
     owner: str
     served: Served
-    seat: Seat
+    seat: EnvThread
     deadline_s: float
     host: HostedEnv | None = None
     env: Env | None = None

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ludus.core.errors import EpisodeError, EpisodeTimeout, ToolError, Unscorable
 from ludus.core.types import Message, Observation, StepResult, Task
-from ludus.rollout.host import Act, Seat
+from ludus.rollout.threads import Act, EnvThread
 from ludus.services.envs.served import ID_BITS, Served, Session
 from ludus.services.server.app import BUCKETS_S, ServiceError
 
@@ -54,7 +54,7 @@ class Limits:
     max_action_chars: int = 200_000
 
 
-class LightSeat(Seat):
+class LightSeat(EnvThread):
     """A seat without a thread of its own: each call borrows one.
 
     Thousands of sessions share a few threads, and one that hangs keeps none of the others.
@@ -68,7 +68,7 @@ class LightSeat(Seat):
         self, act: Act[T], deadline: float, *, blocking: bool, last: Act[None] | None = None
     ) -> T:
         async with self._slots:
-            seat = Seat()
+            seat = EnvThread()
             try:
                 return await seat.run(act, deadline, blocking=True, last=last)
             finally:
@@ -157,7 +157,7 @@ class Sessions:
             )
         drawn = secrets.randbits(ID_BITS - 8)
         number = drawn * self.num_workers + self.worker
-        seat = Seat() if served.blocking else LightSeat(self._slots)
+        seat = EnvThread() if served.blocking else LightSeat(self._slots)
         session = Session(number, owner, served, seat, self.limits.step_deadline_s)
         self._sessions[number] = session
         self._tally.tell(len(self._sessions))

@@ -23,8 +23,8 @@ from ludus.models.endpoint.addresses import off_limits
 from ludus.models.endpoint.client import Endpoint, Reply, check_url
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
-from ludus.rollout.batches import LocalEnvs, summary, tasks_of
-from ludus.rollout.chat import Batch, ChatAgent, Episode, TokenRow, grown
+from ludus.rollout.jobs import ChatAgent, EpisodeRecord, RolloutJob, TokenRow, grown
+from ludus.rollout.requests import LocalEnvs, summary, tasks_of
 
 NUMBER = {
     derive_seed(0, str(number), 0, turn) % 2**31: number for number in range(6) for turn in range(5)
@@ -43,7 +43,7 @@ def knowing(body: dict[str, Any]) -> dict[str, Any]:
 
 def batch(
     url: str, seeds: list[int], env: str = "Say", timeout_s: float = 20.0, **settings: Any
-) -> Batch:
+) -> RolloutJob:
     settings = {"format": "plain", "max_tokens_per_turn": 40, "max_retries": 0, **settings}
     deadline = settings.pop("deadline_s", None)
     agent = ChatAgent(
@@ -51,8 +51,8 @@ def batch(
         LocalEnvs(Spec(name=f"played_envs:{env}")),
         RolloutConfig(**settings),
     )
-    work = [(task_of(seed), Episode(id=seed)) for seed in seeds]
-    return Batch(agent, work, deadline_s=deadline)
+    work = [(task_of(seed), EpisodeRecord(id=seed)) for seed in seeds]
+    return RolloutJob(agent, work, deadline_s=deadline)
 
 
 def wanted(seed: int) -> list[str]:
@@ -61,12 +61,12 @@ def wanted(seed: int) -> list[str]:
     return env.wanted
 
 
-async def run(made: Batch) -> list[Episode]:
+async def run(made: RolloutJob) -> list[EpisodeRecord]:
     async with made._agent.endpoint:
         return await made.run()
 
 
-def played(*args: Any, **settings: Any) -> list[Episode]:
+def played(*args: Any, **settings: Any) -> list[EpisodeRecord]:
     return asyncio.run(run(batch(*args, **settings)))
 
 
@@ -256,7 +256,7 @@ def test_a_batch_that_ends_early_keeps_what_it_has(how: str) -> None:
             await asyncio.sleep(60)
         return knowing(body)
 
-    async def ended(url: str) -> Batch:
+    async def ended(url: str) -> RolloutJob:
         made = batch(url, [0, 1, 2], concurrency=1, deadline_s=4.0 if how == "deadline" else None)
         if how == "stop":
             running = asyncio.create_task(run(made))

@@ -14,7 +14,7 @@ from ludus.core.types import Spec, Task, ToolSpec, Wire
 from ludus.envs import ENVS
 from ludus.envs.base import Env
 from ludus.models.endpoint.client import Endpoint
-from ludus.rollout.chat import Episode
+from ludus.rollout.jobs import EpisodeRecord
 from ludus.tasks.agentgym import ITEMS, index_of, task_of
 
 MAX_SEED = 2**63 - 1
@@ -91,11 +91,11 @@ class RolloutSummary(Wire):
 class RolloutAnswer(RolloutSummary):
     """The numbers, and an entry for each id, in their order."""
 
-    results: list[Episode]
+    results: list[EpisodeRecord]
 
 
 def summary(
-    env: str, episodes: Sequence[Episode], seconds: float, stopped: str | None
+    env: str, episodes: Sequence[EpisodeRecord], seconds: float, stopped: str | None
 ) -> RolloutSummary:
     """The numbers of a batch."""
     scored = [e for e in episodes if e.scored]

@@ -1,4 +1,4 @@
-"""Episodes against an OpenAI-compatible endpoint: one model, one environment -> one Episode.
+"""Episodes against an OpenAI-compatible endpoint: one model, one environment -> one EpisodeRecord.
 
 What `agent.py` does in token ids, for a model that is only known by its messages. There is no tree:
 the endpoint renders the whole conversation anew each turn.
@@ -23,8 +23,9 @@ from ludus.envs.base import Env
 from ludus.models.endpoint.client import Endpoint, Reply
 from ludus.models.samplers.base import SamplingParams
 from ludus.rollout.acting import act
-from ludus.rollout.host import HostedEnv, Seat
+from ludus.rollout.host import HostedEnv
 from ludus.rollout.status import status_of
+from ludus.rollout.threads import EnvThread
 from ludus.tasks.mixture import for_part
 
 
@@ -39,7 +40,7 @@ class TokenRow(Wire):
     logprobs: list[float]
 
 
-class Episode(Wire):
+class EpisodeRecord(Wire):
     """What became of one id.
 
     `reward` is the sum of what the steps earned, `score` where it lies in the environment's range,
@@ -96,7 +97,7 @@ class ChatAgent:
     config: RolloutConfig
     seed: int = 0
 
-    async def play(self, task: Task, episode: Episode, seat: Seat) -> None:
+    async def play(self, task: Task, episode: EpisodeRecord, seat: EnvThread) -> None:
         """Fill `episode`; whatever goes wrong inside it ends up as its status and error.
 
         Failures of the infrastructure are tried again, `config.max_retries` times. Where the caller
@@ -116,7 +117,7 @@ class ChatAgent:
             if all(version is None for version in episode.policy_versions or []):
                 episode.policy_versions = None
 
-    async def _attempt(self, task: Task, episode: Episode, seat: Seat) -> None:
+    async def _attempt(self, task: Task, episode: EpisodeRecord, seat: EnvThread) -> None:
         episode.status, episode.error = Status.ABORTED, "it was stopped"
         deadline = self.config.episode_deadline_s
         made: list[Env] = []
@@ -144,7 +145,7 @@ class ChatAgent:
                 for env in made:
                     self.env.release(env)
 
-    async def _episode(self, task: Task, episode: Episode, host: HostedEnv) -> None:
+    async def _episode(self, task: Task, episode: EpisodeRecord, host: HostedEnv) -> None:
         rewards: list[float] = []
         try:
             status = await self._turns(task, episode, host, rewards)
@@ -162,7 +163,7 @@ class ChatAgent:
         episode.status, episode.error = status, error
 
     async def _turns(
-        self, task: Task, episode: Episode, host: HostedEnv, rewards: list[float]
+        self, task: Task, episode: EpisodeRecord, host: HostedEnv, rewards: list[float]
     ) -> Status:
         config, conversation = self.config, episode.conversation
         opening = [*task.prompt, *(await host.reset(task)).messages]
@@ -225,7 +226,7 @@ def grown(rows: list[TokenRow] | None, reply: Reply) -> list[TokenRow] | None:
     return rows
 
 
-class Batch:
+class RolloutJob:
     """Many ids, `config.concurrency` at a time. `episodes` is whole at any moment.
 
     Consumes tasks, waits for the endpoint and the environments, is unblocked by whichever episode
@@ -236,10 +237,10 @@ class Batch:
     def __init__(
         self,
         agent: ChatAgent,
-        work: list[tuple[Task, Episode]],
+        work: list[tuple[Task, EpisodeRecord]],
         *,
         deadline_s: float | None = None,
-        on_episode: Callable[[Episode], object] = lambda _: None,
+        on_episode: Callable[[EpisodeRecord], object] = lambda _: None,
     ) -> None:
         self.episodes = [episode for _, episode in work]
         self.stopped: str | None = None
@@ -249,7 +250,7 @@ class Batch:
         self._seats: list[asyncio.Task[None]] = []
         self._under_way: set[int] = set()
 
-    async def run(self) -> list[Episode]:
+    async def run(self) -> list[EpisodeRecord]:
         """Play all of it. Errors: what is no episode's fault, such as a wrong configuration."""
         num_seats = min(self._agent.config.concurrency, len(self._waiting))
         self._seats = [asyncio.create_task(self._seat()) for _ in range(num_seats)]
@@ -279,7 +280,7 @@ class Batch:
                 seat.cancel()
 
     async def _seat(self) -> None:
-        seat = Seat()
+        seat = EnvThread()
         try:
             while self._waiting and self.stopped is None:
                 task, episode = self._waiting.pop()

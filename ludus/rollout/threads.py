@@ -1,0 +1,185 @@
+"""Worker threads in which blocking environments compute.
+
+Each of the episodes played at the same time has an EnvThread, which owns a worker thread. Python
+cannot stop a thread: if an environment hangs, its worker thread is abandoned and the EnvThread
+takes another, so the other episodes continue. Code that may hang and keep a core busy belongs in
+a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from ludus.core.errors import EnvError
+
+T = TypeVar("T")
+Act = Callable[[], Coroutine[Any, Any, T]]
+
+IDLE_S = 30.0
+"""Seconds after which an idle worker thread ends."""
+
+
+class Overdue(Exception):
+    """A coroutine exceeded its deadline."""
+
+
+class WorkerThread:
+    """A daemon thread that runs coroutines in its own event loop, one after the other.
+
+    Released threads are reused: starting a thread costs as much as several environment steps.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[asyncio.AbstractEventLoop], bool]]
+        self._jobs = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="ludus-env", daemon=True).start()
+
+    @classmethod
+    def take(cls) -> WorkerThread:
+        """Returns an idle thread, or a new one."""
+        try:
+            return _idle.pop()
+        except IndexError:
+            return cls()
+
+    def give_back(self) -> None:
+        """Release the thread for reuse. It may have no job left."""
+        _idle.append(self)
+
+    def retire(self, last: Act[None] | None) -> None:
+        """End after the running job, if that ever ends; run `last` before."""
+
+        def leave(loop: asyncio.AbstractEventLoop) -> bool:
+            if last is not None:
+                with suppress(BaseException):
+                    loop.run_until_complete(last())
+            return False
+
+        self._jobs.put(leave)
+
+    async def run(self, act: Act[T]) -> T:
+        """Returns the coroutine's result. If the caller is cancelled, the thread still runs it."""
+        caller_loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = caller_loop.create_future()
+
+        def work(loop: asyncio.AbstractEventLoop) -> bool:
+            result: Any = None
+            failure: BaseException | None = None
+            try:
+                result = loop.run_until_complete(act())
+            except BaseException as error:
+                failure = error
+            try:
+                caller_loop.call_soon_threadsafe(_settle, future, result, failure)
+            except RuntimeError:  # the caller's loop has closed
+                return False
+            return True
+
+        self._jobs.put(work)
+        return await future
+
+    def _work(self) -> None:
+        with asyncio.Runner() as runner:
+            loop = runner.get_loop()
+            while True:
+                try:
+                    job = self._jobs.get(timeout=IDLE_S)
+                except queue.Empty:
+                    try:
+                        _idle.remove(self)
+                    except ValueError:  # an EnvThread has taken this thread: a job will come
+                        continue
+                    return
+                if not job(loop):
+                    return
+                del job  # holds the environment
+
+
+_idle: deque[WorkerThread] = deque()
+os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of these threads
+
+
+def _settle(future: asyncio.Future[Any], result: Any, failure: BaseException | None) -> None:
+    if future.done():
+        return
+    if failure is None:
+        future.set_result(result)
+    elif isinstance(failure, Exception):
+        future.set_exception(failure)
+    else:
+        future.set_exception(_exit_error(failure))
+
+
+def _exit_error(failure: BaseException) -> EnvError:
+    return EnvError(f"the environment called for exit: {failure!r}")
+
+
+class EnvThread:
+    """The worker thread of one of the episodes that are played at the same time.
+
+    With `inline`, all runs in the calling thread and no deadline applies, so a debugger can stop
+    anywhere.
+    """
+
+    def __init__(self, *, inline: bool = False) -> None:
+        self.inline = inline
+        self._thread: WorkerThread | None = None
+
+    async def run(
+        self, act: Act[T], deadline: float, *, blocking: bool, last: Act[None] | None = None
+    ) -> T:
+        """Run a coroutine: in the worker thread if it blocks, else in this event loop.
+
+        A worker thread whose coroutine exceeds `deadline` seconds, or whose caller is cancelled, is
+        abandoned. If its coroutine ends later, `last` runs there.
+
+        Errors: Overdue; whatever the coroutine raises.
+        """
+        if self.inline:
+            return await act()
+        if not blocking:
+            return await _within(deadline, _without_exit(act))
+        self._thread = thread = self._thread or WorkerThread.take()
+        try:
+            return await _within(deadline, thread.run(act))
+        except (Overdue, asyncio.CancelledError):
+            thread.retire(last)
+            self._thread = None
+            raise
+
+    def close(self) -> None:
+        """Release the worker thread."""
+        if self._thread is not None:
+            self._thread.give_back()
+            self._thread = None
+
+
+async def _within(deadline: float, work: Awaitable[T]) -> T:
+    """Returns the result of `work`. Errors: Overdue; its own TimeoutError is raised unchanged."""
+    try:
+        async with asyncio.timeout(deadline) as timer:
+            return await work
+    except TimeoutError:
+        if timer.expired():
+            raise Overdue from None
+        raise
+
+
+async def _without_exit(act: Act[T]) -> T:
+    """Run `act` in this loop. Its own SystemExit or CancelledError becomes an EnvError."""
+    try:
+        return await act()
+    except SystemExit as failure:
+        raise _exit_error(failure) from None
+    except asyncio.CancelledError as failure:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise _exit_error(failure) from None
