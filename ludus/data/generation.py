@@ -100,13 +100,12 @@ class Generation:
 
     def tasks(self, spec: Spec) -> list[Task]:
         """The tasks of an environment. Errors: ConfigError, DataError."""
-        env_class: Any = ENVS.load(spec.name)
         which = self.which
         if which.ids:
             return list(tasks_of(spec, which.ids, None))
         if which.items:
-            return list(read_agentgym(which.items, name=spec.name, env_class=env_class))
-        return list(read_env(which.num_tasks, which.tiers, which.first_seed, env_class))
+            return list(read_agentgym(which.items, name=spec.name, maker=ENVS.build(spec)))
+        return list(read_env(which.num_tasks, which.tiers, which.first_seed, ENVS.build(spec)))
 
 
 @dataclass(frozen=True, slots=True)

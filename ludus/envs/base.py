@@ -21,7 +21,7 @@ A whole environment:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ludus.core.errors import ConfigError, did_you_mean
@@ -53,6 +53,17 @@ class Env(ABC):
     """Whether `reset` and `step` compute rather than await. Blocking environments run in worker
     threads, so that a deadline can pass over one that hangs. Set it to False for an environment
     that only awaits a network, or whose steps cannot hang and cost less than another thread."""
+
+    agentgym: ClassVar[str | None] = None
+    """Key of this environment in `ludus.tasks.agentgym.ITEMS`; None: AgentGym does not have it."""
+
+    def members(self) -> Mapping[str, Env]:
+        """The environments of a mixture, by name; empty for any other environment."""
+        return {}
+
+    def success_of(self, task: Task) -> float:
+        """The episode reward from which `task` counts as solved."""
+        return self.success_at
 
     @classmethod
     def blocks(cls, task: Task, **args: Any) -> bool:

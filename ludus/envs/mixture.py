@@ -13,7 +13,7 @@ the tasks, in exact ratios.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
@@ -58,20 +58,19 @@ class Mixture(Env):
         if spec is None:
             return cls.blocking
         member: Any = _registry().load(spec.name)
-        return bool(member.blocks(task, **spec.args)) if hasattr(member, "blocks") else True
+        return bool(member.blocks(task, **spec.args))
+
+    def members(self) -> Mapping[str, Env]:
+        """One object of each environment; they play no episode. Errors: ConfigError."""
+        return self._members
 
     @cached_property
-    def members(self) -> dict[str, Env]:
-        """One object of each environment, which plays no episode. Errors: ConfigError."""
+    def _members(self) -> dict[str, Env]:
         return {name: self._make(name) for name in self.envs}
-
-    def member_class(self, name: str) -> Any:
-        """The class of an environment, which makes its tasks. Errors: ConfigError."""
-        return _registry().load(self._spec(name).name)
 
     def success_of(self, task: Task) -> float:
         """The reward, of 0 to 1, from which on an episode of the task is a success."""
-        return _success_at(self.members[self._name_of(task)])
+        return _success_at(self.members()[self._name_of(task)])
 
     async def reset(self, task: Task) -> Observation:
         await self.close()
@@ -103,7 +102,7 @@ class Mixture(Env):
         """Those of the last episode's environment; before any episode, those of all."""
         if self._env is not None:
             return self._env.tools()
-        return [tool for env in self.members.values() for tool in env.tools()]
+        return [tool for env in self.members().values() for tool in env.tools()]
 
     def text_of(self, call: ToolCall) -> str:
         return self._playing().text_of(call)
@@ -130,21 +129,13 @@ class Mixture(Env):
         if name is None:
             raise EnvError(f"mixture: task {task.id!r} names no environment in data.{PART}")
         if name not in self.envs:
-            raise EnvError(f"mixture: task {task.id!r} is of {name!r}{self._known(name)}")
+            near = did_you_mean(name, self.envs)
+            raise EnvError(f"mixture: task {task.id!r} is of {name!r}{near}")
         return name
 
-    def _spec(self, name: str) -> Spec:
-        if name not in self.envs:
-            raise ConfigError(f"{name!r} is no environment of the mixture{self._known(name)}")
-        return self.envs[name]
-
-    def _known(self, name: str) -> str:
-        return did_you_mean(name, self.envs)
-
     def _make(self, name: str) -> Env:
-        spec = self._spec(name)
         try:
-            return _registry().build(spec, f"env.args.envs.{name}")
+            return _registry().build(self.envs[name], f"env.args.envs.{name}")
         except LudusError:
             raise
         except Exception as error:

@@ -25,7 +25,6 @@ from ludus.core.types import Message, Spec, Task, ToolSpec, Trajectory
 from ludus.data.demonstrations import Demonstration
 from ludus.envs import ENVS
 from ludus.envs.base import Env
-from ludus.envs.mixture import Mixture
 from ludus.judges import JUDGES
 from ludus.models import TOKENIZERS
 from ludus.models.chat.renderer import Renderer
@@ -54,7 +53,7 @@ def check(config: RunConfig) -> None:
     if config.env is not None:
         try:
             env = ENVS.build(config.env, "env")
-            _check_parts(config, env.members if isinstance(env, Mixture) else {})
+            _check_parts(config, env.members())
         except LudusError:
             raise
         except Exception as error:
@@ -103,17 +102,13 @@ def read_splits(config: RunConfig) -> tuple[TaskList, TaskList]:
 
     Errors: DataError for files and lines, ConfigError for a judge that a task names wrongly.
     """
-    env_class: Any = ENVS.load(config.env.name) if config.env else None
-    if env_class is Mixture and config.env:
-        env_class = ENVS.build(config.env, "env")  # its tasks are made by those that it holds
+    env = ENVS.build(config.env, "env") if config.env else None
     lines = config.tasks.on_bad_line
-    train = read_tasks(config.tasks.train, "tasks.train", env_class=env_class, on_bad_line=lines)
+    train = read_tasks(config.tasks.train, "tasks.train", maker=env, on_bad_line=lines)
     _check_judges(train, "tasks.train")
     if config.tasks.heldout is None:
         return train, TaskList()
-    heldout = read_tasks(
-        config.tasks.heldout, "tasks.heldout", env_class=env_class, on_bad_line=lines
-    )
+    heldout = read_tasks(config.tasks.heldout, "tasks.heldout", maker=env, on_bad_line=lines)
     _check_judges(heldout, "tasks.heldout")
     check_disjoint(train, heldout)
     return train, heldout
@@ -275,7 +270,7 @@ def make_renderers(config: RunConfig, tokenizer: Any) -> dict[str, Renderer]:
         return {}
     env = ENVS.build(config.env, "env")
     made = {}
-    for name, member in env.members.items() if isinstance(env, Mixture) else ():
+    for name, member in env.members().items():
         if not (tools := member.tools()):
             raise ConfigError(
                 f"rollout.format: environment {name!r} has no tools; use plain or react"

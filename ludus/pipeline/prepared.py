@@ -10,7 +10,6 @@ from ludus.config.schema import EvaluateConfig, RunConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Task
 from ludus.envs import ENVS
-from ludus.envs.mixture import Mixture
 from ludus.evaluate import Evaluation, summarise
 from ludus.judges import JUDGES
 from ludus.loop.loop import Stage
@@ -75,7 +74,7 @@ class PreparedRun:
         result = summarise(
             groups,
             success_at=env.success_at if env else 1.0,
-            success_of=env.success_of if isinstance(env, Mixture) else None,
+            success_of=env.success_of if env and env.members() else None,
             confidence=settings.confidence,
             label=f"{label} {step}" if step else label,
             policy_version=self.backend.sampler.policy_version,

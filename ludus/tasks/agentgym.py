@@ -19,7 +19,7 @@ from pydantic import Field
 
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Message, Task
-from ludus.tasks.readers import BadLine, OnBadLine, TaskList
+from ludus.tasks.readers import BadLine, OnBadLine, TaskList, TaskMaker
 
 BABYAI_LEVELS = (
     "GoToRedBallGrey", "GoToRedBall", "GoToRedBallNoDists", "GoToObjS6", "GoToLocalS8N7",
@@ -90,13 +90,12 @@ def read_agentgym(
     limit: Annotated[
         int | None, Field(ge=1, description="Read only the first items; null: all.")
     ] = None,
-    env_class: Any = None,
+    maker: TaskMaker | None = None,
     on_bad_line: OnBadLine = "refuse",
 ) -> TaskList:
     """The tasks of AgentGym's items, for the environment that the config names."""
     known = {items.prefix: env for env, items in ITEMS.items()}
-    module = getattr(env_class, "__module__", "").split(".")
-    own = next((name for name in module if name in ITEMS), None)
+    own = maker.agentgym if maker is not None else None
     if own is None:
         raise ConfigError(f"the reader 'agentgym' needs one of {', '.join(sorted(ITEMS))} as env")
     tasks: dict[str, Task] = {}
@@ -109,7 +108,7 @@ def read_agentgym(
             prefix = item.partition("_")[0]
             if name is not None and name not in (prefix, known.get(prefix)):
                 continue
-            tasks[item] = task_of(own, env_class, index_of(own, item))
+            tasks[item] = task_of(own, maker, index_of(own, item))
         except (KeyError, TypeError):
             bad.append(BadLine(path, number, "has no item_id"))
         except ConfigError as error:

@@ -23,10 +23,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ludus.core.errors import CheckpointError, ConfigError
+from ludus.core.errors import CheckpointError, ConfigError, did_you_mean
 from ludus.core.types import Group, Spec, Task
 from ludus.tasks.curriculum import TaskSampler
-from ludus.tasks.readers import OnBadLine, TaskList, read_tasks
+from ludus.tasks.readers import OnBadLine, TaskList, TaskMaker, read_tasks
 
 PART = "part"
 """Key of a task's data: the name of the part that it is of."""
@@ -81,7 +81,7 @@ def for_part(setting: T | dict[str, T] | None, task: Task) -> T | None:
 
 def read_mixture(
     parts: Annotated[dict[str, Part], Field(min_length=1, description="By environment.")],
-    env_class: Any = None,
+    maker: TaskMaker | None = None,
     on_bad_line: OnBadLine = "refuse",
     place: str = "",
 ) -> TaskList:
@@ -90,17 +90,18 @@ def read_mixture(
     Parts that run out of tasks leave the rest of the list to the others; in training each part
     begins its own tasks anew, and the ratios hold for ever.
     """
-    if not hasattr(env_class, "member_class"):
+    members = maker.members() if maker is not None else {}
+    if not members:
         raise ConfigError("the reader 'mixture' needs the environment 'mixture': set `env`")
     queues: dict[str, list[Task]] = {}
     skipped = []
     for name, part in parts.items():
         where = f"{place}.args.parts.{name}"
-        try:
-            member = env_class.member_class(name)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
-        read = read_tasks(part.tasks, f"{where}.tasks", env_class=member, on_bad_line=on_bad_line)
+        if name not in members:
+            near = did_you_mean(name, members)
+            raise ConfigError(f"{where}: {name!r} is no environment of the mixture{near}")
+        member = members[name]
+        read = read_tasks(part.tasks, f"{where}.tasks", maker=member, on_bad_line=on_bad_line)
         queues[name] = [_labelled(task, name, where) for task in read]
         skipped += read.skipped
     ratios = {name: part.ratio for name, part in parts.items()}

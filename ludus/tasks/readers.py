@@ -57,24 +57,26 @@ class TaskList(list[Task]):
         self.ratios = dict(ratios or {})
 
 
-class MakesTasks(Protocol):
-    """What the reader `env` needs of an environment's class."""
+class TaskMaker(Protocol):
+    """The part of an environment that readers use; `ludus.envs.base.Env` has it."""
 
-    @classmethod
-    def tiers(cls) -> Sequence[str]: ...
+    @property
+    def agentgym(self) -> str | None: ...
 
-    @classmethod
-    def check_tier(cls, tier: str) -> None: ...
+    def members(self) -> Mapping[str, TaskMaker]: ...
 
-    @classmethod
-    def task(cls, tier: str | None, seed: int) -> Task: ...
+    def tiers(self) -> Sequence[str]: ...
+
+    def check_tier(self, tier: str) -> None: ...
+
+    def task(self, tier: str | None, seed: int) -> Task: ...
 
 
 def read_tasks(
     spec: Spec,
     where: str = "",
     *,
-    env_class: type[MakesTasks] | None = None,
+    maker: TaskMaker | None = None,
     on_bad_line: OnBadLine = "refuse",
 ) -> TaskList:
     """Read the tasks that a config names. `where` is the config's path, for errors.
@@ -83,7 +85,7 @@ def read_tasks(
     (unless they are skipped), for two tasks of one id, and where there is no task at all.
     """
     place = where or f"reader {spec.name!r}"
-    read = READERS.build(spec, where, env_class=env_class, on_bad_line=on_bad_line, place=place)
+    read = READERS.build(spec, where, maker=maker, on_bad_line=on_bad_line, place=place)
     tasks = read if isinstance(read, TaskList) else TaskList(read)
     if not tasks:
         reason = f": all {len(tasks.skipped)} lines are malformed" if tasks.skipped else ""
@@ -177,21 +179,21 @@ def read_env(
         list[str] | None, Field(min_length=1, description="Levels or depths; null: all.")
     ] = None,
     first_seed: Annotated[int, Field(ge=0, description="Seed of the first task.")] = 0,
-    env_class: type[MakesTasks] | None = None,
+    maker: TaskMaker | None = None,
 ) -> TaskList:
     """Make tasks from seeds: task i is of tier i mod n and of seed first_seed + i div n.
 
     Two readers of one environment share no task when their seed ranges do not touch; with n
     tiers, `num_tasks` tasks use ceil(num_tasks / n) seeds.
     """
-    if env_class is None:
+    if maker is None:
         raise ConfigError("the reader 'env' needs an environment: set the config's `env`")
     for tier in tiers or ():
-        env_class.check_tier(tier)
-    chosen: list[str] | list[None] = tiers or list(env_class.tiers()) or [None]
+        maker.check_tier(tier)
+    chosen: list[str] | list[None] = tiers or list(maker.tiers()) or [None]
     num_tiers = len(chosen)
     return TaskList(
-        env_class.task(chosen[i % num_tiers], first_seed + i // num_tiers) for i in range(num_tasks)
+        maker.task(chosen[i % num_tiers], first_seed + i // num_tiers) for i in range(num_tasks)
     )
 
 

@@ -105,7 +105,7 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     assert [first.item_id, second.item_id] == ["textcraft_3", "textcraft_40"]
     ours = [Message(**m) for m in rows(tmp_path)[0]["messages"]]
     assert first.messages == ours
-    tasks = read_agentgym(str(path), env_class=TextCraft)
+    tasks = read_agentgym(str(path), maker=TextCraft())
     assert [t.data["goal"] for t in tasks] == [
         TextCraft.task(None, i).data["goal"] for i in (3, 40)
     ]
@@ -259,15 +259,15 @@ def test_what_was_generated_is_sft_data(
 def test_agentevals_items_are_tasks(tmp_path: Path) -> None:
     path = tmp_path / "eval.json"
     path.write_text(json.dumps([{"item_id": i} for i in ("textcraft_7", "babyai_1")]))
-    [task] = read_agentgym(str(path), name="textcraft", env_class=TextCraft)
+    [task] = read_agentgym(str(path), name="textcraft", maker=TextCraft())
     assert (task.id, task.data) == ("textcraft_7", TextCraft.task(None, 7).data)
     with pytest.raises(DataError, match="babyai_1"):
-        read_agentgym(str(path), env_class=TextCraft)
+        read_agentgym(str(path), maker=TextCraft())
     with pytest.raises(ConfigError, match="needs one of"):
-        read_agentgym(str(path), env_class=None)
+        read_agentgym(str(path), maker=None)
     path.write_text("[{")
     with pytest.raises(DataError, match="no JSON"):
-        read_agentgym(str(path), env_class=TextCraft)
+        read_agentgym(str(path), maker=TextCraft())
 
 
 @pytest.mark.parametrize(

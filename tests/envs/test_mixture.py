@@ -122,8 +122,7 @@ def test_demonstrations_are_by_each_ones_expert(tmp_path: Path) -> None:
             "crafting": {"tasks": {"name": "env", "args": _args(2, "depth-1")}},
         }
     }
-    env_class: Any = mixture()
-    tasks = read_tasks(Spec(name="mixture", args=spec), "tasks.train", env_class=env_class)
+    tasks = read_tasks(Spec(name="mixture", args=spec), "tasks.train", maker=mixture())
     summary = generate(SPEC, tasks, tmp_path / "d.jsonl", num_workers=1)
     shown = list(load(summary.path))
     assert [one.task_id for one in shown] == [task.id for task in tasks]
@@ -147,8 +146,8 @@ def test_what_it_holds_is_checked_when_it_is_built() -> None:
     with pytest.raises(ConfigError, match=r"envs\.a: a mixture holds no other mixture"):
         Mixture(envs={"a": inner})
     with pytest.raises(ConfigError, match=r"env\.args\.envs\.a\.name: 'babyay' is not a known env"):
-        Mixture(envs={"a": Spec(name="babyay")}).members  # noqa: B018 - builds them
+        Mixture(envs={"a": Spec(name="babyay")}).members()
     with pytest.raises(ConfigError, match=r"env\.args\.envs\.a\.args\.levle is not an argument"):
-        Mixture(envs={"a": Spec(name="babyai", args={"levle": "GoTo"})}).members  # noqa: B018
+        Mixture(envs={"a": Spec(name="babyai", args={"levle": "GoTo"})}).members()
     with pytest.raises(ConfigError, match="come from the reader `mixture`"):
         Mixture.task("GoToObj", 0)

@@ -73,10 +73,10 @@ def test_the_recipe_is_valid(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     config = load_config("examples/own_environment.yaml")
     assert config.env is not None
-    env_class = ENVS.load(config.env.name)
-    train = read_tasks(config.tasks.train, "tasks.train", env_class=env_class)
+    env = ENVS.build(config.env)
+    train = read_tasks(config.tasks.train, "tasks.train", maker=env)
     assert config.tasks.heldout is not None
-    heldout = read_tasks(config.tasks.heldout, "tasks.heldout", env_class=env_class)
+    heldout = read_tasks(config.tasks.heldout, "tasks.heldout", maker=env)
     check_disjoint(train, heldout)
     assert (len(train), len(heldout)) == (1200, 60)
 

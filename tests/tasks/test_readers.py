@@ -138,7 +138,7 @@ def test_every_reader_documents_its_arguments(name):
 
 
 def environment(**args):
-    return read_tasks(Spec(name="env", args=args), "tasks.train", env_class=Levels)
+    return read_tasks(Spec(name="env", args=args), "tasks.train", maker=Levels)
 
 
 def test_env_tasks_walk_the_tiers_then_the_seeds():
@@ -154,7 +154,7 @@ def test_env_tasks_without_tiers_or_environment():
             return ()
 
     spec = Spec(name="env", args={"num_tasks": 2})
-    assert [t.tier for t in read_tasks(spec, env_class=Plain)] == [None, None]
+    assert [t.tier for t in read_tasks(spec, maker=Plain)] == [None, None]
     with pytest.raises(ConfigError, match="set the config's `env`"):
         read_tasks(spec)
     with pytest.raises(ConfigError, match=r"'esy' is not a tier of Levels \(did you mean easy\?\)"):

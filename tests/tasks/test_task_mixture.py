@@ -142,13 +142,13 @@ def test_the_reader_interleaves_and_labels() -> None:
         grid={"ratio": 2, "tasks": reader(6, "GoToObj", "GoToLocal")},
         crafting={"tasks": reader(5, "depth-1")},
     )
-    tasks = read_tasks(spec, "tasks.train", env_class=ENV)  # type: ignore[arg-type]
+    tasks = read_tasks(spec, "tasks.train", maker=ENV)
     assert tasks.ratios == {"grid": 2, "crafting": 1}
     parts = [part_of(task) for task in tasks]
     assert all(Counter(parts[i : i + 3]) == {"grid": 2, "crafting": 1} for i in (0, 3, 6))
     assert parts[9:] == ["crafting"] * 2, "those of the longer part come last"
     assert {task.tier for task in tasks} == {"grid/GoToObj", "grid/GoToLocal", "crafting/depth-1"}
-    assert tasks == read_tasks(spec, "tasks.train", env_class=ENV)  # type: ignore[arg-type]
+    assert tasks == read_tasks(spec, "tasks.train", maker=ENV)
 
 
 REFUSED: dict[str, tuple[Spec, str]] = {
@@ -177,14 +177,14 @@ REFUSED: dict[str, tuple[Spec, str]] = {
 def test_the_reader_says_what_is_wrong_and_where(case: str) -> None:
     spec, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
-        read_tasks(spec, "tasks.train", env_class=ENV)  # type: ignore[arg-type]
+        read_tasks(spec, "tasks.train", maker=ENV)
 
 
 def test_the_same_tasks_twice_are_refused() -> None:
     twice = Mixture(envs={"a": Spec(name="babyai"), "b": Spec(name="babyai")})
     spec = mixture(a={"tasks": reader(2, "GoToObj")}, b={"tasks": reader(2, "GoToObj")})
     with pytest.raises(DataError, match="2 ids belong to more than one task"):
-        read_tasks(spec, "tasks.train", env_class=twice)  # type: ignore[arg-type]
+        read_tasks(spec, "tasks.train", maker=twice)
 
 
 def test_the_reader_needs_the_environment() -> None:

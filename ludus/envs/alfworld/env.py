@@ -65,6 +65,7 @@ class ALFWorld(Env):
     would take now, sorted. A command that it does not know is answered `Nothing happens.`
     """
 
+    agentgym: ClassVar[str | None] = "alfworld"
     blocking: ClassVar[bool] = True  # the first reset of a game translates its PDDL
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     success_at: ClassVar[float] = 1.0

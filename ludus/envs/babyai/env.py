@@ -69,6 +69,7 @@ class BabyAI(OneTool):
     `num_steps` and `level`.
     """
 
+    agentgym: ClassVar[str | None] = "babyai"
     blocking: ClassVar[bool] = False  # a step takes microseconds; another thread costs more
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     success_at: ClassVar[float] = 1e-6

@@ -111,6 +111,7 @@ class ScienceWorld(Env):
     engine's own), `task`, `variation` and `num_steps`.
     """
 
+    agentgym: ClassVar[str | None] = "scienceworld"
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     success_at: ClassVar[float] = 0.999  # the sum of hundredths, rounded
     max_turns: ClassVar[int] = 30

@@ -51,6 +51,7 @@ class TextCraft(Env):
     seed draws which recipes are shown where there is a choice, the distractors and their order.
     """
 
+    agentgym: ClassVar[str | None] = "textcraft"
     blocking: ClassVar[bool] = False  # a step takes microseconds; another thread costs more
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     success_at: ClassVar[float] = 1.0

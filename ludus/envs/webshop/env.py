@@ -73,6 +73,7 @@ class WebShop(Env):
     where it is to be a goal of that `webshop_shop.Kind`.
     """
 
+    agentgym: ClassVar[str | None] = "webshop"
     blocking: ClassVar[bool] = False  # a step takes well under a millisecond and cannot hang
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     success_at: ClassVar[float] = 1.0

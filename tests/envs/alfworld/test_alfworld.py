@@ -298,9 +298,9 @@ def test_games_depend_on_the_seed_alone() -> None:
 
 def test_a_recipe_may_name_the_room() -> None:
     tiers = ["look_at_obj_in_light:bedroom", "unseen/pick_and_place_simple:bathroom"]
-    assert [task.tier for task in read_env(2, tiers, env_class=ALFWorld)] == tiers
+    assert [task.tier for task in read_env(2, tiers, maker=ALFWorld())] == tiers
     with pytest.raises(ConfigError, match="not 'bathrom'"):
-        read_env(2, ["pick_and_place_simple:bathrom"], env_class=ALFWorld)
+        read_env(2, ["pick_and_place_simple:bathrom"], maker=ALFWorld())
 
 
 def test_unknown_tiers_are_refused() -> None:

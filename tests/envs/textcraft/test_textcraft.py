@@ -194,6 +194,6 @@ def test_a_tier_can_be_its_first_goals():
             TextCraft.task(wrong, 0)
     with pytest.raises(ConfigError, match="did you mean depth-"):
         TextCraft.task("depth-l:3", 0)
-    assert len(read_env(4, ["depth-1:3"], env_class=TextCraft)) == 4
+    assert len(read_env(4, ["depth-1:3"], maker=TextCraft())) == 4
     with pytest.raises(ConfigError, match="is not a tier"):
-        read_env(4, ["GoToObj:3"], env_class=BabyAI)
+        read_env(4, ["GoToObj:3"], maker=BabyAI())
