@@ -79,7 +79,7 @@ def serve_model(
     """Serve a model over OpenAI's API. Tokens: LUDUS_TOKENS=a,b; to swap: LUDUS_ADMIN_TOKEN."""
     from ludus.services import serving
 
-    wish = {
+    overrides = {
         "device": device,
         "dtype": dtype,
         "context_length": context_length,
@@ -92,7 +92,7 @@ def serve_model(
         port=port,
         name=name,
         runs_dir=runs_dir,
-        wish=wish,
+        overrides=overrides,
         sampler=spec(sampler, sampler_arg),
         max_turns=max_turns,
         say=typer.echo,

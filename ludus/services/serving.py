@@ -38,12 +38,12 @@ def serve_env(
     limits: Mapping[str, Any],
     say: Callable[[str], object],
 ) -> None:
-    """Serve until told to stop. `limits`: those of `sessions.Limits`, for all workers together.
+    """Serve until told to stop. `limits`: those of `SessionLimits`, for all workers together.
 
     Errors: ConfigError, MissingDependency.
     """
     try:
-        from ludus.services.envs.sessions import Limits
+        from ludus.services.envs.manager import SessionLimits
         from ludus.services.server.serve import ServeOptions, serve
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("ludus"):
@@ -56,25 +56,27 @@ def serve_env(
         workers=workers,
         tokens=tokens(),
         isolate=isolate,
-        limits=Limits(**limits),
+        limits=SessionLimits(**limits),
     )
     names = ", ".join(spec.name for spec in specs)
     serve(options, lambda address: say(f"{names}: {address} (description: {address}/docs)"))
 
 
-def serve_model(checkpoint: str, *, wish: Mapping[str, Any], **options: Any) -> None:
-    """Serve until told to stop. `wish`: of `model_source.Wish`; `options`: of `serve_model` there.
+def serve_model(checkpoint: str, *, overrides: Mapping[str, Any], **options: Any) -> None:
+    """Serve until told to stop. `overrides`: of `model_source.ModelOverrides`; `options`: of `serve_model` there.
 
     Errors: ConfigError, CheckpointError, MissingDependency.
     """
     try:
         from ludus.services.model import serving as model_serving
-        from ludus.services.model.source import Wish
+        from ludus.services.model.policy import ModelOverrides
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("ludus"):
             raise
         raise MissingDependency(str(error.name), "serve,train", "ludus serve model") from error
-    model_serving.serve_model(checkpoint, tokens=tokens(), wish=Wish(**wish), **options)
+    model_serving.serve_model(
+        checkpoint, tokens=tokens(), overrides=ModelOverrides(**overrides), **options
+    )
 
 
 def tokens() -> tuple[str, ...]:

@@ -21,9 +21,9 @@ from ludus.core.types import Message, Spec, ToolCall, ToolSpec
 from ludus.models.build import build_model
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
+from ludus.services.model.policy import ModelOverrides, load_policy
 from ludus.services.model.service import ModelOptions, model_service
 from ludus.services.model.serving import make_engine
-from ludus.services.model.source import Wish, open_policy
 from ludus.services.server.app import Settings
 from ludus.train.checkpoint.export import export_hf
 from ludus.train.checkpoint.state import trained_tensors
@@ -154,7 +154,7 @@ def served(
     **options: Any,
 ) -> Iterator[str]:
     """A service of this process; its address. `rigged` may change policy and engine before."""
-    policy = open_policy(str(checkpoint), "runs", Wish())
+    policy = load_policy(str(checkpoint), "runs", ModelOverrides())
     engine = make_engine(policy, Spec.model_validate(sampler), folder)
     if rigged:
         rigged(policy, engine)

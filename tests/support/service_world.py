@@ -20,8 +20,8 @@ import httpx
 import uvicorn
 
 from ludus.core.types import Spec
+from ludus.services.envs.manager import SessionLimits
 from ludus.services.envs.service import environment_service
-from ludus.services.envs.sessions import Limits
 from ludus.services.server.app import Settings
 
 HERE = Path(__file__).parent
@@ -36,7 +36,10 @@ def service(
     """A service of this process; its address."""
     specs = [Spec(name=name) for name in envs]
     app = environment_service(
-        specs, Settings(tokens=tokens, max_body_bytes=900_000), Limits(**limits), isolate=isolate
+        specs,
+        Settings(tokens=tokens, max_body_bytes=900_000),
+        SessionLimits(**limits),
+        isolate=isolate,
     )
     config = uvicorn.Config(app, log_level="warning", access_log=False, ws_ping_interval=None)
     server = uvicorn.Server(config)

@@ -23,13 +23,13 @@ from pydantic import BaseModel, Field, create_model
 
 from ludus.core.errors import ConfigError
 from ludus.core.types import Message, Spec, Task
-from ludus.services.envs.served import ID_BITS, Served, Session, State
-from ludus.services.envs.sessions import Sessions
+from ludus.services.envs.manager import SessionManager
+from ludus.services.envs.session import ID_BITS, EnvSession, ServedEnv, State
 from ludus.services.server.app import ERRORS, ServiceError, owner_of
 from ludus.tasks.agentgym import ITEMS, task_of
 
 Id = Annotated[int, Field(ge=0, lt=2 ** (ID_BITS + 1))]
-Tell = Callable[[Session], Any]
+Tell = Callable[[EnvSession], Any]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Row:
     goal: Callable[[str], Task] | None = None
 
 
-def _scored(session: Session) -> dict[str, Any]:
+def _scored(session: EnvSession) -> dict[str, Any]:
     """The answer to a step of the environments that also tell the score so far."""
     return {
         "observation": session.last,
@@ -64,15 +64,15 @@ def _scored(session: Session) -> dict[str, Any]:
     }
 
 
-def _actions(session: Session) -> list[str]:
+def _actions(session: EnvSession) -> list[str]:
     return [str(action) for action in session.info.get("available_actions", [])]
 
 
-def _last(session: Session) -> str:
+def _last(session: EnvSession) -> str:
     return session.last
 
 
-def _science_opening(session: Session) -> dict[str, Any]:
+def _science_opening(session: EnvSession) -> dict[str, Any]:
     """The description and the first look, which the environment tells in one text."""
     description, _, look = session.last.partition("\n\n")
     return {
@@ -87,7 +87,7 @@ def _science_opening(session: Session) -> dict[str, Any]:
     }
 
 
-def _science_step(session: Session) -> dict[str, Any]:
+def _science_step(session: EnvSession) -> dict[str, Any]:
     """Scores are the engine's own here, to 100, and not the environment's, to 1."""
     told = _scored(session)
     score = float(session.info.get("score", 0.0))
@@ -99,7 +99,7 @@ def _textcraft_goal(goal: str) -> Task:
     return Task(id=f"textcraft/goal/{item}", data={"goal": item, "seed": 0})
 
 
-def _webshop_state(session: Session) -> dict[str, Any]:
+def _webshop_state(session: EnvSession) -> dict[str, Any]:
     info = session.info
     return {
         "url": str(info.get("url", "")),
@@ -108,11 +108,11 @@ def _webshop_state(session: Session) -> dict[str, Any]:
     }
 
 
-def _webshop_instruction(session: Session) -> str:
+def _webshop_instruction(session: EnvSession) -> str:
     return f"Instruction: {session.info.get('instruction', '')}"
 
 
-def _webshop_actions(session: Session) -> dict[str, Any]:
+def _webshop_actions(session: EnvSession) -> dict[str, Any]:
     """The search bar's own button is listed too, though a click on it does nothing."""
     actions = _actions(session)
     search = any(action.startswith("search[") for action in actions)
@@ -179,10 +179,10 @@ ROWS: dict[str, Row] = {
 }
 
 
-def add_routes(app: FastAPI, sessions: Sessions, spec: Spec, isolate: bool) -> None:
+def add_routes(app: FastAPI, sessions: SessionManager, spec: Spec, isolate: bool) -> None:
     """Serve an environment under `/agentgym/NAME`, with AgentGym's arguments beneath its own."""
     row = ROWS[spec.name]
-    served = Served(Spec(name=spec.name, args={**ITEMS[spec.name].args, **spec.args}), isolate)
+    served = ServedEnv(Spec(name=spec.name, args={**ITEMS[spec.name].args, **spec.args}), isolate)
     routes = _Routes(sessions, served, row)
     folder = f"/agentgym/{spec.name}"
     options: dict[str, Any] = {"responses": ERRORS, "tags": ["agentgym"]}
@@ -204,7 +204,7 @@ class _Start(BaseModel):
 class _Routes:
     """The handlers of one environment. Bodies are models made from the row's keys."""
 
-    def __init__(self, sessions: Sessions, served: Served, row: Row) -> None:
+    def __init__(self, sessions: SessionManager, served: ServedEnv, row: Row) -> None:
         self._sessions, self._served, self._row = sessions, served, row
         id_key: Any = {row.id_key: (Id, ...)}
         index: Any = {row.index_key: (Annotated[int, Field(ge=0)], ...)}
@@ -232,7 +232,7 @@ class _Routes:
 
         return create
 
-    async def _start(self, session: Session, goal: str | None) -> None:
+    async def _start(self, session: EnvSession, goal: str | None) -> None:
         """Start the episode of a goal, or of index 0; where that fails, nothing stays open."""
         try:
             named = self._row.goal(goal) if goal and self._row.goal else None
@@ -290,7 +290,7 @@ class _Routes:
         except ConfigError as error:
             raise ServiceError(422, "bad_task", str(error)) from error
 
-    def _find(self, request: Request, number: int) -> Session:
+    def _find(self, request: Request, number: int) -> EnvSession:
         session = self._sessions.get(number, owner_of(request.scope))
         if session.served is not self._served:
             raise ServiceError(404, "unknown_session", "there is no such session here")

@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ludus.core.types import Message, ToolCall
-from ludus.services.envs.served import Served, Session, State
-from ludus.services.envs.sessions import Sessions
+from ludus.services.envs.manager import SessionManager
+from ludus.services.envs.session import EnvSession, ServedEnv, State
 from ludus.services.server.app import ERRORS, ServiceError, invalid, owner_of, parse_json
 from ludus.telemetry.logs import get_logger
 
@@ -87,7 +87,7 @@ class OpenEnvState(BaseModel):
     step_count: int
 
 
-def add_routes(app: FastAPI, sessions: Sessions, served: Served) -> None:
+def add_routes(app: FastAPI, sessions: SessionManager, served: ServedEnv) -> None:
     """Serve one environment under `/openenv/NAME`."""
     folder = f"/openenv/{served.name}"
     options: dict[str, Any] = {"responses": ERRORS, "tags": ["openenv"]}
@@ -134,12 +134,12 @@ def add_routes(app: FastAPI, sessions: Sessions, served: Served) -> None:
 class _Talk:
     """The messages of one socket."""
 
-    def __init__(self, websocket: WebSocket, sessions: Sessions, served: Served) -> None:
+    def __init__(self, websocket: WebSocket, sessions: SessionManager, served: ServedEnv) -> None:
         self._websocket, self._sessions, self._served = websocket, sessions, served
         self._episode: str | None = None
         self.session = self._open()
 
-    def _open(self) -> Session:
+    def _open(self) -> EnvSession:
         return self._sessions.create(self._served, owner_of(self._websocket.scope))
 
     async def run(self) -> None:

@@ -35,8 +35,8 @@ from ludus.models.endpoint.client import Endpoint
 from ludus.rollout.jobs import ChatAgent, EpisodeRecord, RolloutJob
 from ludus.rollout.requests import RolloutAnswer, RolloutRequest, agentgym_spec, summary, tasks_of
 from ludus.services.envs.isolated import IsolatedEnv
-from ludus.services.envs.served import ID_BITS, Served
-from ludus.services.envs.sessions import Sessions
+from ludus.services.envs.manager import SessionManager
+from ludus.services.envs.session import ID_BITS, ServedEnv
 from ludus.services.server.app import ERRORS, ServiceError, owner_of
 from ludus.telemetry.logs import get_logger
 
@@ -97,7 +97,7 @@ class Job:
 class ServedEnvs:
     """Environments as the service plays them: where it isolates, each in a process of its own."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: ServedEnv) -> None:
         self._served = served
         self.blocking = served.blocking
 
@@ -116,7 +116,7 @@ class ServedEnvs:
 class Jobs:
     """The batches of a process. Errors of all methods: ServiceError."""
 
-    def __init__(self, sessions: Sessions, registry: CollectorRegistry) -> None:
+    def __init__(self, sessions: SessionManager, registry: CollectorRegistry) -> None:
         self._sessions = sessions
         self._jobs: dict[str, Job] = {}
         self._episodes = Counter(
@@ -135,7 +135,7 @@ class Jobs:
             tasks = await asyncio.to_thread(
                 lambda: list(tasks_of(served.spec, request.ids, request.tier))
             )
-            env = served if spec == served.spec else Served(spec, served.isolate)
+            env = served if spec == served.spec else ServedEnv(spec, served.isolate)
         except LudusError as error:
             if isinstance(error, ServiceError):
                 raise
@@ -182,7 +182,7 @@ class Jobs:
 JobId = Annotated[str, Path(max_length=64)]
 
 
-def add_routes(app: FastAPI, sessions: Sessions, registry: CollectorRegistry) -> Jobs:
+def add_routes(app: FastAPI, sessions: SessionManager, registry: CollectorRegistry) -> Jobs:
     """Serve `/rollouts` for the environments of `sessions`."""
     jobs = Jobs(sessions, registry)
     options: dict[str, Any] = {"responses": ERRORS, "tags": ["rollouts"]}

@@ -23,7 +23,7 @@ from starlette.middleware import Middleware
 
 from ludus.core.types import Observation, Spec, StepResult, Task, ToolCall, Wire
 from ludus.services.envs import isolated
-from ludus.services.envs.calls import (
+from ludus.services.envs.api import (
     MAX_SEED,
     Act,
     Action,
@@ -39,17 +39,17 @@ from ludus.services.envs.calls import (
     Standing,
     Step,
 )
-from ludus.services.envs.served import EnvSchema, Served
-from ludus.services.envs.sessions import Limits, Sessions
-from ludus.services.envs.sockets import add_socket
+from ludus.services.envs.manager import SessionLimits, SessionManager
+from ludus.services.envs.session import EnvSchema, ServedEnv
+from ludus.services.envs.websocket import add_socket
 from ludus.services.server.app import ERRORS, Settings, create_app, owner_of
-from ludus.services.server.workers import HandOver, Peers
+from ludus.services.server.peers import HandOver, Peers
 
 
 def environment_service(
     envs: Sequence[Spec],
     settings: Settings,
-    limits: Limits,
+    limits: SessionLimits,
     *,
     isolate: bool = False,
     peers: Peers | None = None,
@@ -60,9 +60,9 @@ def environment_service(
     """
     from ludus.services.envs import agentgym, openenv, rollouts
 
-    served = {spec.name: Served(spec, isolate) for spec in envs}
+    served = {spec.name: ServedEnv(spec, isolate) for spec in envs}
     place = (peers.worker, peers.num_workers, peers.tally) if peers else (0, 1, None)
-    sessions = Sessions(served, limits, settings.registry, *place)
+    sessions = SessionManager(served, limits, settings.registry, *place)
     service = Service(sessions, peers)
 
     @asynccontextmanager
@@ -103,7 +103,7 @@ def _json(model: Wire) -> Response:
     return Response(model.model_dump_json(), media_type="application/json")
 
 
-def _add_env_routes(app: FastAPI, sessions: Sessions) -> None:
+def _add_env_routes(app: FastAPI, sessions: SessionManager) -> None:
     options: dict[str, Any] = {"responses": ERRORS, "tags": ["environments"]}
 
     @app.get("/envs", **options)

@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from ludus.core.errors import LudusError, SamplerError, TrainingError
 from ludus.models.samplers.base import Completion, SamplingParams
-from ludus.services.model.answers import Answer, Done, event
-from ludus.services.model.api import ApiError, Common
 from ludus.services.model.engine import EngineThread, Scored, Token
+from ludus.services.model.requests import ApiError, Common
+from ludus.services.model.responses import Answer, Done, event
 from ludus.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -27,8 +27,10 @@ from ludus.core.types import ToolSpec
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.template import well_formed
 from ludus.models.samplers.base import SamplingParams, check_turn
-from ludus.services.model.answers import ChatAnswer, TextAnswer
-from ludus.services.model.api import (
+from ludus.services.model.engine import EngineThread
+from ludus.services.model.generation import Turn, Turns, api_error
+from ludus.services.model.policy import ModelOverrides, Policy, fitting_weights, load_policy
+from ludus.services.model.requests import (
     NOT_HERE,
     ApiError,
     ChatRequest,
@@ -36,9 +38,7 @@ from ludus.services.model.api import (
     CompletionRequest,
     SwapRequest,
 )
-from ludus.services.model.engine import EngineThread
-from ludus.services.model.generation import Turn, Turns, api_error
-from ludus.services.model.source import Policy, Wish, fitting_weights, open_policy
+from ludus.services.model.responses import ChatAnswer, TextAnswer
 from ludus.services.server.app import ERRORS, Settings, create_app
 from ludus.telemetry.logs import get_logger
 
@@ -273,7 +273,7 @@ class ModelService:
 
     def _load(self, checkpoint: str) -> tuple[str, Any]:
         # On the CPU: a second model need not fit beside the one that is served.
-        offered = open_policy(checkpoint, self._options.runs_dir, Wish(device="cpu"))
+        offered = load_policy(checkpoint, self._options.runs_dir, ModelOverrides(device="cpu"))
         return offered.origin, fitting_weights(self._policy, offered)
 
 

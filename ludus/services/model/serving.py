@@ -14,8 +14,8 @@ from ludus.core.errors import ConfigError
 from ludus.core.types import Spec
 from ludus.models import SAMPLERS
 from ludus.services.model.engine import STREAMING, EngineThread
+from ludus.services.model.policy import ModelOverrides, Policy, load_policy
 from ludus.services.model.service import ModelOptions, model_service
-from ludus.services.model.source import Policy, Wish, open_policy
 from ludus.services.server.app import Settings
 from ludus.services.server.serve import listen, require_tokens, run
 
@@ -30,7 +30,7 @@ def serve_model(
     tokens: tuple[str, ...],
     name: str | None,
     runs_dir: str,
-    wish: Wish,
+    overrides: ModelOverrides,
     sampler: Spec,
     max_turns: int,
     say: Callable[[str], object],
@@ -50,7 +50,7 @@ def serve_model(
         tempfile.TemporaryDirectory(prefix="ludus-model-") as folder,
     ):
         transformers_logging.disable_progress_bar()  # the log is for what happens
-        policy = open_policy(checkpoint, runs_dir, wish)
+        policy = load_policy(checkpoint, runs_dir, overrides)
         options = ModelOptions(name or policy.name, runs_dir, max_turns, admin)
         address = f"http://{host}:{listening.getsockname()[1]}"
         with closing(make_engine(policy, sampler, Path(folder))) as engine:

@@ -29,11 +29,11 @@ from fastapi import FastAPI
 
 from ludus.core.errors import ConfigError
 from ludus.core.types import Spec
-from ludus.services.envs.served import Served
+from ludus.services.envs.manager import SessionLimits
 from ludus.services.envs.service import environment_service
-from ludus.services.envs.sessions import Limits
+from ludus.services.envs.session import ServedEnv
 from ludus.services.server.app import Settings
-from ludus.services.server.workers import Peers, socket_of
+from ludus.services.server.peers import Peers, socket_of
 from ludus.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -58,7 +58,7 @@ class ServeOptions:
     workers: int = 1
     tokens: tuple[str, ...] = ()
     isolate: bool = False
-    limits: Limits = field(default_factory=Limits)
+    limits: SessionLimits = field(default_factory=SessionLimits)
 
 
 def serve(options: ServeOptions, ready: Callable[[str], object] = lambda _: None) -> None:
@@ -68,7 +68,7 @@ def serve(options: ServeOptions, ready: Callable[[str], object] = lambda _: None
     """
     require_tokens(options.host, options.tokens)
     for spec in options.envs:  # before anything listens: a mistake is told at once
-        _ = Served(spec).schema
+        _ = ServedEnv(spec).schema
     listening = listen(options.host, options.port)
     with listening:
         address = f"http://{options.host}:{listening.getsockname()[1]}"

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, Phase, settings
 from service_world import OBEYS
 
 from ludus.core.types import Spec
+from ludus.services.envs.manager import SessionLimits
 from ludus.services.envs.service import environment_service
-from ludus.services.envs.sessions import Limits
 from ludus.services.server.app import Settings
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
@@ -16,7 +16,7 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not i
 APP = environment_service(
     [Spec(name="textcraft"), Spec(name=OBEYS)],
     Settings(),
-    Limits(max_sessions=100_000),
+    SessionLimits(max_sessions=100_000),
 )
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
 

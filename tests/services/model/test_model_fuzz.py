@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from model_world import make_folder
 
 from ludus.core.types import Spec
+from ludus.services.model.policy import ModelOverrides, load_policy
 from ludus.services.model.service import ModelOptions, model_service
 from ludus.services.model.serving import make_engine
-from ludus.services.model.source import Wish, open_policy
 from ludus.services.server.app import Settings
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
@@ -23,7 +23,7 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not i
 @pytest.fixture(scope="module")
 def described(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = make_folder(tmp_path_factory.mktemp("fuzzed") / "model", 1)
-    policy = open_policy(str(folder), "nowhere", Wish(context_length=64))
+    policy = load_policy(str(folder), "nowhere", ModelOverrides(context_length=64))
     engine = make_engine(policy, Spec(name="in_process"), Path("unused"))
     options = ModelOptions("tiny", max_turns=64)
     yield schemathesis.openapi.from_asgi(

@@ -33,7 +33,7 @@ from ludus.models.endpoint.client import Endpoint
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
 from ludus.services.model.engine import SCORED_TOKENS
-from ludus.services.model.source import Policy, Wish, open_policy
+from ludus.services.model.policy import ModelOverrides, Policy, load_policy
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 
@@ -65,7 +65,7 @@ def client(url: str) -> Any:
 
 @pytest.fixture(scope="module")
 def wild(folders: dict[str, Path]) -> Policy:
-    return open_policy(str(folders["wild"]), "", Wish())
+    return load_policy(str(folders["wild"]), "", ModelOverrides())
 
 
 def client_of(url: str, token: str = "none") -> Any:
@@ -506,7 +506,7 @@ def swap(url: str, **body: Any) -> httpx.Response:
 def _is_of_both(wild: Policy, taught: Path, prompt: list[int], ids: list[int]) -> None:
     """The greedy turn begins with the old weights' choices, and ends with the new ones'."""
     agree = []
-    for policy in (wild, open_policy(str(taught), "", Wish())):
+    for policy in (wild, load_policy(str(taught), "", ModelOverrides())):
         with torch.inference_mode():
             logits = policy.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
         agree.append((logits[:, : len(policy.tokenizer)].argmax(-1) == torch.tensor(ids)).tolist())

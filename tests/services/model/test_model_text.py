@@ -13,7 +13,7 @@ from ludus.core.types import ToolSpec
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import Completion
 from ludus.services.model.engine import Token
-from ludus.services.model.text import ChatWriter, TextWriter, cut, held, message_of, text_of
+from ludus.services.model.formatting import ChatWriter, TextWriter, cut, held, message_of, text_of
 
 TOKENIZER = make_tokenizer()
 PLAIN = Renderer(TOKENIZER)

@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from ludus.core.errors import EpisodeError, EpisodeTimeout, ToolError, Unscorable
 from ludus.core.types import Message, Observation, StepResult, Task
 from ludus.rollout.threads import Act, EnvThread
-from ludus.services.envs.served import ID_BITS, Served, Session
+from ludus.services.envs.session import ID_BITS, EnvSession, ServedEnv
 from ludus.services.server.app import BUCKETS_S, ServiceError
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ LIGHT_THREADS = 8
 
 
 @dataclass(frozen=True)
-class Limits:
+class SessionLimits:
     """What a service allows.
 
     `step_deadline_s` bounds one reset or step, `idle_s` the time between two calls,
@@ -97,7 +97,7 @@ class Alone:
         return 0
 
 
-class Sessions:
+class SessionManager:
     """All sessions of a process. `worker` of `num_workers` shows in the numbers that it gives.
 
     `limits.max_sessions` is for all workers together, by `tally`. Errors of all methods:
@@ -106,8 +106,8 @@ class Sessions:
 
     def __init__(
         self,
-        served: dict[str, Served],
-        limits: Limits,
+        served: dict[str, ServedEnv],
+        limits: SessionLimits,
         registry: CollectorRegistry,
         worker: int = 0,
         num_workers: int = 1,
@@ -116,7 +116,7 @@ class Sessions:
         self.served, self.limits = served, limits
         self._tally: Tally = tally or Alone()
         self.worker, self.num_workers = worker, num_workers
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, EnvSession] = {}
         self._ended: OrderedDict[int, tuple[str, str]] = OrderedDict()
         self._slots = asyncio.Semaphore(LIGHT_THREADS)
         self._closing: set[asyncio.Task[None]] = set()
@@ -138,14 +138,14 @@ class Sessions:
         """Open sessions, of one environment or of all."""
         return sum(name is None or s.served.name == name for s in self._sessions.values())
 
-    def env(self, name: str) -> Served:
+    def env(self, name: str) -> ServedEnv:
         """The environment of that name."""
         if name not in self.served:
             known = ", ".join(sorted(self.served))
             raise ServiceError(404, "unknown_env", f"{name!r:.80} is not served here; {known} is")
         return self.served[name]
 
-    def create(self, served: Served, owner: str) -> Session:
+    def create(self, served: ServedEnv, owner: str) -> EnvSession:
         """Open a session; its environment is made at the first reset."""
         if len(self._sessions) + self._tally.others() >= self.limits.max_sessions:
             raise ServiceError(
@@ -158,12 +158,12 @@ class Sessions:
         drawn = secrets.randbits(ID_BITS - 8)
         number = drawn * self.num_workers + self.worker
         seat = EnvThread() if served.blocking else LightSeat(self._slots)
-        session = Session(number, owner, served, seat, self.limits.step_deadline_s)
+        session = EnvSession(number, owner, served, seat, self.limits.step_deadline_s)
         self._sessions[number] = session
         self._tally.tell(len(self._sessions))
         return session
 
-    def get(self, number: int, owner: str) -> Session:
+    def get(self, number: int, owner: str) -> EnvSession:
         """The owner's session; another's looks like none at all."""
         session = self._sessions.get(number)
         if session is not None and session.owner == owner:
@@ -173,22 +173,22 @@ class Sessions:
             raise ServiceError(410, "session_closed", f"the session has ended: {reason}")
         raise ServiceError(404, "unknown_session", "there is no such session")
 
-    def by_id(self, id: str, owner: str) -> Session:
-        """The owner's session of that id, as `Session.id` writes it."""
+    def by_id(self, id: str, owner: str) -> EnvSession:
+        """The owner's session of that id, as `EnvSession.id` writes it."""
         try:
             number = int(id, 16) if id.isalnum() else -1
         except ValueError:
             number = -1
         return self.get(number, owner)
 
-    async def reset(self, session: Session, task: Task, *, own: bool = False) -> Observation:
+    async def reset(self, session: EnvSession, task: Task, *, own: bool = False) -> Observation:
         """Start an episode. `own`: the task is the environment's, so a failure is not the client's.
 
         The environment is made anew: nothing of an earlier episode is left.
         """
         return await self._exclusive(session, "reset", lambda: session.reset(task, own))
 
-    async def step(self, session: Session, message: Message) -> StepResult:
+    async def step(self, session: EnvSession, message: Message) -> StepResult:
         """Take an action. A single tool call without text is read by the environment."""
         if size(message) > self.limits.max_action_chars:
             raise ServiceError(
@@ -198,22 +198,22 @@ class Sessions:
             )
         return await self._exclusive(session, "step", lambda: session.step(message))
 
-    async def expert(self, session: Session) -> str:
+    async def expert(self, session: EnvSession) -> str:
         """The expert's action."""
         return await self._exclusive(session, "expert", session.expert)
 
-    async def leave(self, session: Session) -> None:
+    async def leave(self, session: EnvSession) -> None:
         """End a session at its owner's wish."""
         if session.busy:
             raise ServiceError(409, "session_busy", "another call of this session is under way")
         await self.close(session)
 
-    async def close(self, session: Session, reason: str = "it was closed") -> None:
+    async def close(self, session: EnvSession, reason: str = "it was closed") -> None:
         """End a session, whatever it is doing."""
         if self._end(session, reason):
             await self._release(session)
 
-    def _end(self, session: Session, reason: str) -> bool:
+    def _end(self, session: EnvSession, reason: str) -> bool:
         """Take a session off the table; False where that has been done."""
         if self._sessions.pop(session.number, None) is None:
             return False
@@ -224,12 +224,12 @@ class Sessions:
         self._ends.labels(reason.partition(":")[0]).inc()
         return True
 
-    async def _release(self, session: Session) -> None:
+    async def _release(self, session: EnvSession) -> None:
         """Give back what an ended session holds."""
         await session.close_env()
         session.seat.close()
 
-    def is_open(self, session: Session) -> bool:
+    def is_open(self, session: EnvSession) -> bool:
         """Whether it has not ended."""
         return session.number in self._sessions
 
@@ -253,7 +253,9 @@ class Sessions:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _exclusive(self, session: Session, what: str, act: Callable[[], Awaitable[T]]) -> T:
+    async def _exclusive(
+        self, session: EnvSession, what: str, act: Callable[[], Awaitable[T]]
+    ) -> T:
         """Run one call of a session, alone; an environment that broke ends its session."""
         self.get(session.number, session.owner)  # it may have ended since it was looked up
         if session.busy:

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, model_validator
 
 from ludus.core.types import Message, Task, Wire
-from ludus.services.envs.served import State
-from ludus.services.envs.sessions import Sessions
+from ludus.services.envs.manager import SessionManager
+from ludus.services.envs.session import State
 from ludus.services.server.app import ServiceError
-from ludus.services.server.workers import Peers
+from ludus.services.server.peers import Peers
 
 MAX_CALLS = 1024
 """Calls in a batch, and calls under way on one WebSocket."""
@@ -128,7 +128,7 @@ class Closed(Wire):
 class Service:
     """Carries out calls. Errors of all methods: ServiceError."""
 
-    def __init__(self, sessions: Sessions, peers: Peers | None = None) -> None:
+    def __init__(self, sessions: SessionManager, peers: Peers | None = None) -> None:
         self.sessions, self.peers = sessions, peers
 
     async def carry_out(self, call: Any, owner: str) -> Wire:

@@ -40,7 +40,7 @@ class EnvSchema(Wire):
     tiers: list[str]
 
 
-class Served:
+class ServedEnv:
     """An environment that is offered: its class, its arguments, what clients are told of it."""
 
     def __init__(self, spec: Spec, isolate: bool = False) -> None:
@@ -99,7 +99,7 @@ class Served:
 
 
 @dataclass(eq=False)
-class Session:
+class EnvSession:
     """One environment and its episode. `last` is what was said last, for clients that ask again.
 
     One call at a time, each of at most `deadline_s` seconds in the environment.
@@ -108,7 +108,7 @@ class Session:
 
     number: int
     owner: str
-    served: Served
+    served: ServedEnv
     seat: EnvThread
     deadline_s: float
     host: HostedEnv | None = None

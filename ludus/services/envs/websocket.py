@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from pydantic import ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ludus.services.envs.calls import CALL, MAX_CALLS, Close, Create, Service
+from ludus.services.envs.api import CALL, MAX_CALLS, Close, Create, Service
 from ludus.services.server.app import ServiceError, invalid, owner_of, parse_json
 from ludus.telemetry.logs import get_logger
 

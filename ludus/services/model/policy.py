@@ -37,7 +37,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
-class Wish:
+class ModelOverrides:
     """What the user may decide; None leaves it to the run, or to the model's folder."""
 
     device: str | None = None
@@ -65,7 +65,7 @@ class Policy:
         return Renderer(self.tokenizer, self.chat_template, tools, self.thinking)
 
 
-def open_policy(checkpoint: str, runs_dir: str, wish: Wish) -> Policy:
+def load_policy(checkpoint: str, runs_dir: str, overrides: ModelOverrides) -> Policy:
     """Load what the user names.
 
     Errors: ConfigError where it is neither a run, a checkpoint, nor a model's folder;
@@ -73,18 +73,18 @@ def open_policy(checkpoint: str, runs_dir: str, wish: Wish) -> Policy:
     """
     path = Path(checkpoint).expanduser()
     if (path / "manifest.json").is_file() and (path.parent.parent / "config.yaml").is_file():
-        return _of_run(RunFolder(path.parent.parent.resolve()), path.resolve(), wish)
+        return _of_run(RunFolder(path.parent.parent.resolve()), path.resolve(), overrides)
     if (path / "config.json").is_file():
-        return _of_folder(path, wish)
+        return _of_folder(path, overrides)
     if path.is_dir() and not (path / "config.yaml").is_file():
         raise ConfigError(
             f"{checkpoint} is neither a run, nor a checkpoint in a run's folder, nor a Hugging "
             "Face folder (which has a config.json)"
         )
-    return _of_run(find_run(runs_dir, checkpoint), None, wish)
+    return _of_run(find_run(runs_dir, checkpoint), None, overrides)
 
 
-def _of_run(folder: RunFolder, path: Path | None, wish: Wish) -> Policy:
+def _of_run(folder: RunFolder, path: Path | None, overrides: ModelOverrides) -> Policy:
     if not folder.tokenizer.exists():
         raise ConfigError(f"run {folder.id} stopped before it had a tokenizer: resume it first")
     if path is None:
@@ -93,7 +93,7 @@ def _of_run(folder: RunFolder, path: Path | None, wish: Wish) -> Policy:
             raise ConfigError(f"run {folder.id} has no checkpoint yet")
         path = newest.path
     config = load_config(folder.config)
-    settings = _changed(config.model, wish)
+    settings = _changed(config.model, overrides)
     tokenizer = load_tokenizer(str(folder.tokenizer))
     model = build_model(settings, tokenizer, derive_seed(config.seed, "model"))
     state = load(path, model=model)
@@ -109,7 +109,7 @@ def _of_run(folder: RunFolder, path: Path | None, wish: Wish) -> Policy:
     )
 
 
-def _of_folder(path: Path, wish: Wish) -> Policy:
+def _of_folder(path: Path, overrides: ModelOverrides) -> Policy:
     try:
         shape = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
@@ -123,7 +123,7 @@ def _of_folder(path: Path, wish: Wish) -> Policy:
             context_length=min(positions, LONGEST_BY_DEFAULT),
             dtype="bfloat16" if half else "float32",
         ),
-        wish,
+        overrides,
     )
     tokenizer = load_tokenizer(str(path))
     try:
@@ -143,8 +143,8 @@ def _of_folder(path: Path, wish: Wish) -> Policy:
     )
 
 
-def _changed(config: ModelConfig, wish: Wish) -> ModelConfig:
-    given = {key: value for key, value in vars(wish).items() if value is not None}
+def _changed(config: ModelConfig, overrides: ModelOverrides) -> ModelConfig:
+    given = {key: value for key, value in vars(overrides).items() if value is not None}
     try:
         return ModelConfig(**{**config.model_dump(), **given})
     except ValidationError as error:

@@ -11,9 +11,8 @@ from typing import Any
 
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import Completion
-from ludus.services.model.api import ChatRequest, Common, CompletionRequest
 from ludus.services.model.engine import Scored, Token
-from ludus.services.model.text import (
+from ludus.services.model.formatting import (
     ChatWriter,
     Delta,
     Row,
@@ -25,6 +24,7 @@ from ludus.services.model.text import (
     message_of,
     text_of,
 )
+from ludus.services.model.requests import ChatRequest, Common, CompletionRequest
 
 
 @dataclass(frozen=True, slots=True)
