@@ -63,7 +63,7 @@ def serve_env(
 
 
 def serve_model(checkpoint: str, *, overrides: Mapping[str, Any], **options: Any) -> None:
-    """Serve until told to stop. `overrides`: of `model_source.ModelOverrides`; `options`: of `serve_model` there.
+    """Serve until stopped. `overrides`: fields of ModelOverrides; `options`: of `serve_model`.
 
     Errors: ConfigError, CheckpointError, MissingDependency.
     """

@@ -79,7 +79,7 @@ def failure(checkpoint: Path, **options: Any) -> str:
         "port": 0,
         "name": None,
         "runs_dir": "nowhere",
-        "wish": {},
+        "overrides": {},
         "sampler": Spec(name="in_process"),
         "max_turns": 8,
         "say": print,
@@ -95,8 +95,8 @@ def failure(checkpoint: Path, **options: Any) -> str:
         ({"host": "0.0.0.0"}, "set a token in LUDUS_TOKENS"),
         ({"sampler": Spec(name="vlm")}, "'vlm' is not a known sampler (did you mean vllm?)"),
         ({"sampler": Spec(name="in_process", args={"pth": "fast"})}, "pth is not an argument"),
-        ({"wish": {"context_length": 99999}}, "99999 is beyond the 2048 positions"),
-        ({"wish": {"chat_template": "qwn3"}}, "'qwn3' is neither a shipped template"),
+        ({"overrides": {"context_length": 99999}}, "99999 is beyond the 2048 positions"),
+        ({"overrides": {"chat_template": "qwn3"}}, "'qwn3' is neither a shipped template"),
     ],
 )
 def test_mistakes_are_told(folder: Path, options: dict[str, Any], said: str) -> None:
