@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from ludus.core.errors import DataError, MissingDependency
+from ludus.core.files import atomic_file
 from ludus.core.types import Message, Spec, Task, Wire
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert
@@ -105,7 +105,12 @@ def generate(
     num_kept = 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _Aside(dropped_path(path)) as dropped_file, _Aside(path) as kept_file:
+        with (
+            atomic_file(dropped_path(path)) as dropped_new,
+            atomic_file(path) as kept_new,
+            dropped_new.open("w", encoding="utf-8", newline="\n") as dropped_file,
+            kept_new.open("w", encoding="utf-8", newline="\n") as kept_file,
+        ):
             for result in _play_all(env, tasks, num_workers, timeout_s, format):
                 if isinstance(result, Demonstration) and only_successful and not result.success:
                     reason = f"the expert's reward was {result.reward:g}"
@@ -114,10 +119,10 @@ def generate(
                     )
                 if isinstance(result, Dropped):
                     dropped[result.kind] += 1
-                    dropped_file.write(result)
+                    dropped_file.write(_line(result))
                 else:
                     num_kept += 1
-                    kept_file.write(result)
+                    kept_file.write(_line(result))
                 if on_episode is not None:
                     on_episode(result)
     except OSError as error:
@@ -151,30 +156,8 @@ def _parse(line: bytes, where: str) -> Demonstration:
         raise DataError(f"{where}: {place + ': ' if place else ''}{first['msg']}") from None
 
 
-class _Aside:
-    """A file of JSON lines that gets its name when it is complete, and vanishes otherwise."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
-
-    def __enter__(self) -> _Aside:
-        self._file = self._aside.open("w", encoding="utf-8", newline="\n")
-        return self
-
-    def write(self, record: Wire) -> None:
-        self._file.write(record.model_dump_json(exclude_defaults=True) + "\n")
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            with self._file:
-                if kind is None:
-                    self._file.flush()
-                    os.fsync(self._file.fileno())
-            if kind is None:
-                self._aside.replace(self._path)
-        finally:
-            self._aside.unlink(missing_ok=True)
+def _line(record: Wire) -> str:
+    return record.model_dump_json(exclude_defaults=True) + "\n"
 
 
 def _play_all(

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from ludus.config.schema import RolloutConfig
 from ludus.core.errors import ConfigError, DataError
+from ludus.core.files import atomic_write
 from ludus.core.types import Spec, Task
 from ludus.data import demonstrations as demonstrate
 from ludus.data.cards import Chosen, Enough, EnvCard, card_of, choose, render
@@ -258,10 +259,8 @@ def _write(folder: Path, wanted: Generation, chosen: Chosen, cards: dict[str, En
         ]
         files["agenttraj.json"] = json.dumps(trajectories, ensure_ascii=False, indent=1)
     for name, text in files.items():
-        aside = folder / f".{name}.{os.getpid()}.partial"
         try:
-            aside.write_text(text, "utf-8", newline="\n")
-            aside.replace(folder / name)
+            atomic_write(folder / name, text)
         except OSError as error:
             raise DataError(f"{folder / name}: cannot be written: {error.strerror}") from error
 

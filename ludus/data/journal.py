@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from ludus.core.errors import DataError
+from ludus.core.files import atomic_write
 from ludus.core.types import Message, Status, Wire
 from ludus.data.demonstrations import Demonstration, Dropped
 from ludus.rollout.jobs import EpisodeRecord
@@ -134,9 +134,7 @@ class Journal:
         if not path.exists():
             if self._path.exists():
                 raise DataError(f"{path} is missing beside {self._path.name}: use a new folder")
-            aside = path.with_suffix(f".{os.getpid()}.partial")
-            aside.write_text(json.dumps(settings, indent=2), "utf-8")
-            aside.replace(path)
+            atomic_write(path, json.dumps(settings, indent=2))
             return
         try:
             before = json.loads(path.read_text("utf-8"))

@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ludus.core.errors import ConfigError, DataError
+from ludus.core.files import atomic_write
 from ludus.core.types import Spec
 from ludus.rollout.jobs import ChatAgent, EpisodeRecord, RolloutJob
 from ludus.rollout.requests import (
@@ -91,9 +92,7 @@ async def _play(env: Spec, asked: RolloutRequest, say: Callable[[str], object]) 
 
 
 def _write(out: Path, answer: RolloutAnswer) -> None:
-    aside = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
-        aside.write_text(json.dumps(answer.model_dump(mode="json"), ensure_ascii=False), "utf-8")
-        aside.replace(out)
+        atomic_write(out, json.dumps(answer.model_dump(mode="json"), ensure_ascii=False))
     except OSError as error:
         raise DataError(f"{out}: cannot be written: {error.strerror}") from error

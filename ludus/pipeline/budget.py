@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ludus.config.schema import BudgetConfig
 from ludus.core.errors import DataError
-from ludus.store.folders import write_text
+from ludus.core.files import atomic_write
 
 PACE = 5
 """Newest steps whose mean tells what the next one takes."""
@@ -94,7 +94,7 @@ class Budget:
 
     def keep(self) -> None:
         """Write down what was spent."""
-        write_text(self._path, json.dumps(asdict(self.spent)))
+        atomic_write(self._path, json.dumps(asdict(self.spent)), flush=False)
 
     def exceeded(self) -> str | None:
         """Which limit one more step like the last would pass, in words; None: it may begin."""

@@ -18,13 +18,14 @@ from ludus import __version__
 from ludus.config.load import diff, dump_config, load_config, lookup
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, MirrorError
+from ludus.core.files import atomic_write
 from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.pipeline import BudgetSpent, Interrupted, TrainingRun
 from ludus.pipeline.assemble import check, read_splits
 from ludus.pipeline.progress import Display, Observer
 from ludus.report.collect import report
 from ludus.store import RunExists, RunStore
-from ludus.store.folders import RunFolder, create_run, find_run, write_text
+from ludus.store.folders import RunFolder, create_run, find_run
 from ludus.store.mirror import RunMirror, take_up
 from ludus.tasks.readers import TaskList
 from ludus.telemetry.logs import get_logger, setup_logging
@@ -116,7 +117,7 @@ def _go_on(folder: RunFolder, config: RunConfig, observer: Observer, skip_damage
         splits = read_splits(config)
         store.reopen_run(folder.id)
         with disk_faults(folder):
-            write_text(folder.config, dump_config(config))
+            atomic_write(folder.config, dump_config(config))
         _run(folder, config, splits, store, observer, before=before, skip_damaged=skip_damaged)
 
 
@@ -130,7 +131,7 @@ def _begin(config: RunConfig, store: RunStore) -> RunFolder:
     while True:
         folder = create_run(config.runs_dir, config.name, store.run_ids())
         with disk_faults(folder):
-            write_text(folder.config, dump_config(config))
+            atomic_write(folder.config, dump_config(config))
         try:
             _create(store, folder, config)
         except RunExists:  # from another runs_dir, a moment ago
@@ -174,7 +175,7 @@ def _run(
             )
             with _interruptible(run, observer):
                 run.run(*splits)
-            write_text(folder.path / "timings.json", json.dumps(run.timings))
+            atomic_write(folder.path / "timings.json", json.dumps(run.timings))
             if config.report:
                 report(folder, store)
             store.finish_run(folder.id, "completed")
@@ -190,7 +191,7 @@ def _run(
         _finish(store, folder, "failed", str(error))
         if before is not None and (run is None or not run.started):
             with suppress(OSError):
-                write_text(folder.config, dump_config(before))
+                atomic_write(folder.config, dump_config(before))
         observer.note(f"run {folder.id} failed; once that is mended: {resume_command(folder)}")
         if mirror is not None and not isinstance(error, MirrorError):
             with suppress(MirrorError):  # the first error is the one to tell

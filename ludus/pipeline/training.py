@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, DataError
+from ludus.core.files import atomic_folder, atomic_write
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Task
 from ludus.data.demonstrations import Demonstration, dropped_path, generate, load
@@ -28,7 +29,7 @@ from ludus.pipeline.prepared import PreparedRun
 from ludus.pipeline.progress import Observer
 from ludus.pipeline.watchdog import Watch
 from ludus.store import RunStore
-from ludus.store.folders import RunFolder, write_folder, write_text
+from ludus.store.folders import RunFolder
 from ludus.tasks.readers import TaskList
 from ludus.telemetry.logs import get_logger
 from ludus.telemetry.metrics import MetricsLog
@@ -95,7 +96,8 @@ class TrainingRun(PreparedRun):
         if not self.folder.tokenizer.exists():
             shown = [message for known in conversations for message in known.messages]
             tokenizer = make_tokenizer(self.config, train, shown)
-            write_folder(self.folder.tokenizer, lambda path: tokenizer.save_pretrained(path))
+            with atomic_folder(self.folder.tokenizer) as folder:
+                tokenizer.save_pretrained(folder)
         self.build(heldout)
         self._on_saved()
         try:
@@ -333,7 +335,9 @@ class TrainingRun(PreparedRun):
         self._latest |= metrics
         self.store.record_step(self.folder.id, stage, step, groups, metrics, seconds=result.seconds)
         self.metrics.log(stage, step, {**metrics, "time/elapsed_s": sum(self.timings.values())})
-        write_text(self.folder.evaluations / f"{label}-{step:06d}.json", result.model_dump_json())
+        self.folder.evaluations.mkdir(parents=True, exist_ok=True)
+        path = self.folder.evaluations / f"{label}-{step:06d}.json"
+        atomic_write(path, result.model_dump_json())
         self.observer.note(str(result))
         self._budget.keep()
         return result

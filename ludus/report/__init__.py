@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from ludus.core.files import atomic_write
 from ludus.core.types import Segment, Task, Trajectory
 from ludus.evaluate.results import Comparison, Difference, Estimate, Evaluation
 from ludus.report import charts
@@ -77,15 +77,9 @@ class ReportData:
 
 
 def write_report(path: Path, data: ReportData) -> Path:
-    """Write the page, aside and then renamed, and return its path."""
-    page = render(data).encode("utf-8", "replace")
+    """Write the page atomically and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_bytes(page)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    atomic_write(path, render(data).encode("utf-8", "replace"))
     return path
 
 

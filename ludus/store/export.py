@@ -8,16 +8,14 @@
 
 A float that is not finite is "NaN", "Infinity" or "-Infinity" in JSON lines, which have no such
 numbers, and itself in Parquet. Parquet keeps what has no fixed shape as JSON text: a segment's
-`message`, a tool call's `arguments`. A file is written aside and renamed: it is whole or absent.
+`message`, a tool call's `arguments`. The file is written atomically.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from ludus.core.errors import ConfigError, MissingDependency, StoreError, did_you_mean
+from ludus.core.files import atomic_file
 from ludus.core.types import Message, Segment, Status, Trajectory
 from ludus.store.rows import Record, StepRow
 from ludus.store.store import RunStore
@@ -91,16 +90,12 @@ def export(
     rows = ({"run": run_id, **row} if what != "sft" else row for row in rows)
     write = _write_jsonl if format == "jsonl" else _write_parquet
     path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        num_rows = write(rows, aside, cast(What, what))
-        os.replace(aside, path)
+        with atomic_file(path) as temporary:
+            num_rows = write(rows, temporary, cast(What, what))
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            aside.unlink()
     return Exported(path, num_rows, dict(skipped))
 
 
@@ -184,8 +179,6 @@ def _write_jsonl(rows: Iterable[dict[str, Any]], path: Path, what: What) -> int:
         for row in rows:
             file.write(_json(row) + "\n")
             num_rows += 1
-        file.flush()
-        os.fsync(file.fileno())
     return num_rows
 
 
@@ -215,13 +208,10 @@ def _write_parquet(rows: Iterable[dict[str, Any]], path: Path, what: What) -> in
     schema = _arrow_schema(what)
     num_rows = 0
     remaining = iter(rows)
-    with path.open("wb") as file:
-        with pyarrow.parquet.ParquetWriter(file, schema) as writer:
-            while batch := [_flat(row) for row in itertools.islice(remaining, _ROW_GROUP)]:
-                writer.write_table(pyarrow.Table.from_pylist(batch, schema))
-                num_rows += len(batch)
-        file.flush()
-        os.fsync(file.fileno())
+    with path.open("wb") as file, pyarrow.parquet.ParquetWriter(file, schema) as writer:
+        while batch := [_flat(row) for row in itertools.islice(remaining, _ROW_GROUP)]:
+            writer.write_table(pyarrow.Table.from_pylist(batch, schema))
+            num_rows += len(batch)
     return num_rows
 
 

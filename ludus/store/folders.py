@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -118,21 +117,3 @@ def find_run(runs_dir: str | Path, run: str) -> RunFolder:
     if not known:
         raise ConfigError(f"there is no run {run!r}: {runs_dir} holds no runs")
     raise ConfigError(f"there is no run {run!r} in {runs_dir}{did_you_mean(run, known)}")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file aside, then rename it: readers see the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(text)
-    os.replace(aside, path)
-
-
-def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder aside, then rename it to `path`."""
-    aside = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    write(aside)
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(aside, path)

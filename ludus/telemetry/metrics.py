@@ -22,6 +22,7 @@ from numbers import Real
 from pathlib import Path
 
 from ludus.core.errors import DataError, LudusError
+from ludus.core.files import atomic_write
 from ludus.telemetry.logs import spelled
 from ludus.telemetry.sinks.base import Guarded
 
@@ -80,14 +81,9 @@ class MetricsLog:
         the new one.
         """
         kept = [raw for raw, line in _lines(self.path) if line.step <= keep.get(line.stage, -1)]
-        aside = self.path.with_name(self.path.name + ".new")
         try:
-            with aside.open("wb") as file:
-                file.writelines(kept)
-                file.flush()
-                os.fsync(file.fileno())
+            atomic_write(self.path, b"".join(kept))
             os.close(self._file)
-            os.replace(aside, self.path)
             self._file = _open(self.path)
         except OSError as error:
             raise self._failure(error) from error

@@ -265,14 +265,14 @@ def small_disk(ludus: Ludus) -> Iterator[Ludus]:
 
 FULL = {
     "demonstrations": ("ludus.pipeline.training:generate", 1),
-    "the tokenizer": ("ludus.pipeline.training:write_folder", 1),
+    "the tokenizer": ("ludus.pipeline.training:atomic_folder", 1),
     "the store": ("ludus.store.store:RunStore.record_step", 3),
     "the metrics": ("ludus.telemetry.metrics:MetricsLog.log", 1),
     "a checkpoint": ("ludus.backends.local:LocalBackend.save", 2),
     "rewinding": ("ludus.telemetry.metrics:MetricsLog.rewind", 1),
-    "an evaluation": ("ludus.pipeline.training:write_text", 1),
+    "an evaluation": ("ludus.pipeline.training:atomic_write", 1),
     "the RL checkpoint": ("ludus.backends.local:LocalBackend.save", 1),
-    "timings": ("ludus.pipeline.launch:write_text", 2),
+    "timings": ("ludus.pipeline.launch:atomic_write", 2),
     "the report": ("ludus.pipeline.launch:report", 1),
 }
 

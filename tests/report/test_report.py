@@ -272,7 +272,7 @@ def test_a_failed_write_leaves_the_old_page(tmp_path, data, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ludus.report.os.replace", full)
+    monkeypatch.setattr("ludus.core.files.os.replace", full)
     with pytest.raises(OSError, match="No space left"):
         write_report(path, data)
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]

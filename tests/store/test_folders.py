@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from ludus.core.errors import ConfigError, LudusError
-from ludus.store.folders import RunFolder, create_run, find_run, write_folder, write_text
+from ludus.store.folders import RunFolder, create_run, find_run
 
 
 def make(runs_dir: Path, *names: str) -> None:
     for name in names:
-        write_text(create_run(runs_dir, name).config, "name: x\n")
+        create_run(runs_dir, name).config.write_text("name: x\n")
 
 
 def test_runs_are_numbered(tmp_path: Path):
@@ -122,36 +122,3 @@ def test_the_parts_of_a_folder(tmp_path: Path):
     parts += [folder.evaluations, folder.metrics, folder.report]
     assert {part.parent for part in parts} == {folder.path}
     assert len(set(parts)) == 7
-
-
-def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "a" / "b.txt"
-    write_text(path, "old")
-
-    def full(self: Path, text: str) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
-        with pytest.raises(OSError, match="No space"):
-            write_text(path, "new")
-    assert path.read_text() == "old"
-    write_text(path, "new")
-    assert path.read_text() == "new"
-    assert [p.name for p in path.parent.iterdir()] == ["b.txt"]
-
-
-def test_a_folder_is_filled_aside(tmp_path: Path):
-    path = tmp_path / "tokenizer"
-
-    def broken(aside: Path) -> None:
-        (aside / "half").write_text("x")
-        raise RuntimeError("killed")
-
-    with pytest.raises(RuntimeError):
-        write_folder(path, broken)
-    assert not path.exists()
-    for text in ("one", "two"):
-        write_folder(path, lambda aside, text=text: (aside / text).write_text(text))  # type: ignore[misc]
-        assert [p.name for p in path.iterdir()] == [text]
-    assert [p.name for p in tmp_path.iterdir()] == ["tokenizer"]

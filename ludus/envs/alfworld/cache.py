@@ -8,10 +8,11 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
+
+from ludus.core.files import atomic_write
 
 
 def cache_root() -> Path:
@@ -29,14 +30,7 @@ def read(path: Path) -> Any:
 
 
 def write(path: Path, value: Any) -> None:
-    """Written aside and renamed: other processes read and write the same files. Errors: OSError."""
+    """Atomic: other processes read and write the same files. Errors: OSError."""
     data = gzip.compress(json.dumps(value, separators=(",", ":")).encode(), 6, mtime=0)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        aside = Path(file.name)
-    try:
-        aside.write_bytes(data)
-        aside.replace(path)
-    except BaseException:  # such as a full disk
-        aside.unlink(missing_ok=True)
-        raise
+    atomic_write(path, data, flush=False)

@@ -15,8 +15,9 @@ from typing import Any
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, MirrorError
+from ludus.core.files import atomic_folder, atomic_write
 from ludus.store import RunStore
-from ludus.store.folders import RunFolder, write_text
+from ludus.store.folders import RunFolder
 from ludus.store.mirror.remote import Entry, MirrorTaken, Remote, Snapshot, StepEntry
 from ludus.telemetry.logs import get_logger
 
@@ -196,25 +197,16 @@ def _fetch(
 ) -> None:
     """Rows first, then the folder, which appears whole: killed before, it is fetched again."""
     try:
-        folder.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{folder.id}.", dir=folder.path.parent))
-    except OSError as error:
-        raise LudusError(f"{folder.path.parent}: {error.strerror}") from error
-    try:
-        if snapshot.steps is not None:
-            _fetch_rows(remote, snapshot, store, aside / "step")
-        for name, entry in snapshot.files.items():
-            target = _inside(aside, name)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            remote.get(entry, target)
-        _write_note(RunFolder(aside), remote.url, stands_at)
-        shutil.rmtree(folder.path, ignore_errors=True)  # one without a configuration: no run
-        os.chmod(aside, 0o755)
-        os.rename(aside, folder.path)
+        with atomic_folder(folder.path) as temporary:
+            if snapshot.steps is not None:
+                _fetch_rows(remote, snapshot, store, temporary / "step")
+            for name, entry in snapshot.files.items():
+                target = _inside(temporary, name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                remote.get(entry, target)
+            _write_note(RunFolder(temporary), remote.url, stands_at)
     except OSError as error:
         raise LudusError(f"{error.filename or folder.path}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _fetch_rows(remote: Remote, snapshot: Snapshot, store: RunStore, aside: Path) -> None:
@@ -267,4 +259,4 @@ def _noted(folder: RunFolder, url: str) -> int:
 
 
 def _write_note(folder: RunFolder, url: str, sequence: int) -> None:
-    write_text(folder.path / NOTE, json.dumps({"url": url, "sequence": sequence}))
+    atomic_write(folder.path / NOTE, json.dumps({"url": url, "sequence": sequence}))

@@ -22,7 +22,8 @@ from torch import nn
 
 import ludus
 from ludus.core.errors import CheckpointError, ConfigError
-from ludus.train.checkpoint.aside import recover, write_text, written_aside
+from ludus.core.files import recover
+from ludus.train.checkpoint.folder import checkpoint_folder
 from ludus.train.checkpoint.state import all_tensors, trained_tensors
 
 
@@ -65,17 +66,17 @@ def export_hf(
         )
     whole = _merged(model) if adapted and merge else model
     parts = trained_tensors(model) if adapted and not merge else all_tensors(model)
-    with written_aside(target, sum(tensor.nbytes for tensor in parts.values())) as folder:
+    with checkpoint_folder(target, sum(tensor.nbytes for tensor in parts.values())) as folder:
         if adapted and not merge:
             whole.save_pretrained(folder, save_embedding_layers=False)
         else:
             whole.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if chat_template is not None:
-            write_text(folder / "chat_template.jinja", chat_template)
+            (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
         _generation_config(whole, tokenizer, stop_token_ids).save_pretrained(folder)
         card = _model_card(name or target.name, base_name, adapted and not merge)
-        write_text(folder / "README.md", card)
+        (folder / "README.md").write_text(card, encoding="utf-8")
     return target
 
 

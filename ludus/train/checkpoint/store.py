@@ -35,7 +35,8 @@ from torch import Tensor, nn
 
 import ludus
 from ludus.core.errors import CheckpointError, ConfigError
-from ludus.train.checkpoint.aside import recover, remove, write_text, written_aside
+from ludus.core.files import recover, remove_folder
+from ludus.train.checkpoint.folder import checkpoint_folder
 from ludus.train.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -147,12 +148,12 @@ class CheckpointStore:
         moments, groups = optimizer_state(optimizer, model) if optimizer else ({}, None)
         target = self.folder / f"{stage}-{step:06d}"
         num_bytes = sum(t.nbytes for t in [*trained.values(), *moments.values()]) + 4096
-        with written_aside(target, num_bytes) as folder:
+        with checkpoint_folder(target, num_bytes) as folder:
             _write_tensors(folder / MODEL, trained)
             if groups is not None:
                 _write_tensors(folder / OPTIMIZER, moments)
-                write_text(folder / OPTIMIZER_GROUPS, json.dumps(groups))
-            write_text(folder / STATE, json.dumps(state))
+                (folder / OPTIMIZER_GROUPS).write_text(json.dumps(groups), encoding="utf-8")
+            (folder / STATE).write_text(json.dumps(state), encoding="utf-8")
             manifest = {
                 "format": FORMAT,
                 "sequence": max((info.sequence for info in self.list()), default=0) + 1,
@@ -169,7 +170,7 @@ class CheckpointStore:
                 },
             }
             manifest["sha256"] = manifest_sha256(manifest)
-            write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
+            (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
             require_intact(folder)
         self._let_go()
         return target
@@ -240,7 +241,7 @@ class CheckpointStore:
         keep = [*infos[-self.keep_last :], *_ranked(infos)[: self.keep_best]]
         for info in infos:
             if not info.pinned and info not in keep:
-                self._try(remove, info.path)
+                self._try(remove_folder, info.path)
 
     @staticmethod
     def _try(action: Callable[[Path], None], folder: Path) -> None:
@@ -335,7 +336,7 @@ def _info(folder: Path, manifest: dict[str, Any]) -> CheckpointInfo:
 def _set_aside(folder: Path) -> None:
     aside = folder.with_name(f".damaged-{folder.name}")
     if aside.exists():
-        remove(aside)
+        remove_folder(aside)
     os.rename(folder, aside)
 
 

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ludus.core.errors import CheckpointError, ConfigError
+from ludus.core.files import recover
 from ludus.train.checkpoint import store as checkpoint
-from ludus.train.checkpoint.aside import recover, written_aside
+from ludus.train.checkpoint.folder import checkpoint_folder
 from ludus.train.checkpoint.store import (
     CheckpointStore,
     check,
@@ -562,7 +563,7 @@ def test_what_does_not_read_back_is_not_kept(
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     def write_half() -> None:
-        with written_aside(tmp_path / "new", 0) as folder:
+        with checkpoint_folder(tmp_path / "new", 0) as folder:
             (folder / "half").write_text("half")
             raise KeyboardInterrupt
 
@@ -597,7 +598,7 @@ def test_leftovers_of_the_living_stay(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     recover(tmp_path)
     assert names_in(tmp_path) == [f".old-d-{living}", f".tmp-a-{living}", "c"]
-    with written_aside(tmp_path / "e", 0) as folder:
+    with checkpoint_folder(tmp_path / "e", 0) as folder:
         recover(tmp_path)
         assert folder.is_dir()
 

@@ -19,6 +19,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from ludus.core.files import atomic_file
+
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("decoder.c")
@@ -66,19 +68,18 @@ def _built(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
                 continue
             if path.exists():
                 return path
-            with tempfile.TemporaryDirectory(dir=folder) as aside:
-                made = Path(aside) / name
+            with atomic_file(path) as temporary:
+                temporary.touch()  # OSError where the folder is not writable
                 command = [
                     compiler,
                     *flags,
                     f"-I{HEADER.parent}",
                     str(source),
                     "-o",
-                    str(made),
+                    str(temporary),
                     "-lm",
                 ]
                 subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-                made.replace(path)
         except OSError as error:  # a folder that cannot be written
             logger.debug("no kernels in %s: %s", folder, error)
             continue

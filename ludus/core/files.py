@@ -1,0 +1,167 @@
+"""Atomic writes: a file or folder appears complete or not at all.
+
+The data is written beside the target, flushed to disk (fsync), then renamed over the target:
+
+    .tmp-<name>-<pid>    being written, or being removed
+    .old-<name>-<pid>    the former folder, between the two renames that replace a folder
+
+A killed process leaves at most these two behind. `recover` removes them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_LEFTOVER = re.compile(r"\.(tmp|old)-(.+)-(\d+)")
+_in_progress: set[Path] = set()
+
+
+def atomic_write(path: Path, content: str | bytes, *, flush: bool = True) -> None:
+    """Write a file atomically; text as UTF-8. See `atomic_file`."""
+    data = content.encode() if isinstance(content, str) else content
+    with atomic_file(path, flush=flush) as temporary:
+        temporary.write_bytes(data)
+
+
+@contextmanager
+def atomic_file(path: Path, *, flush: bool = True) -> Iterator[Path]:
+    """Yields a temporary path for the caller to write; it replaces `path` if the body succeeds.
+
+    On an error `path` stays as it was and the temporary file is removed. The parent folder has to
+    exist. Threads and processes may write the same path at the same time; the last one wins.
+
+    Args:
+        flush: survive a power cut too; without it, only a killed process.
+
+    Errors: OSError.
+    """
+    temporary = _beside(path, "tmp", f"{path.name}.{threading.get_ident()}")
+    try:
+        yield temporary
+        if flush:
+            _flush_file(temporary)
+        os.replace(temporary, path)
+        if flush:
+            _flush_entries(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Yields an empty folder; it replaces `target` if the body succeeds.
+
+    On an error `target` stays as it was and the temporary folder is removed. Missing parents are
+    created. Leftovers of killed processes are removed first.
+
+    Errors: OSError.
+    """
+    temporary = _beside(target, "tmp")
+    _in_progress.add(temporary)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        recover(target.parent, target.name)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        yield temporary
+        _flush_folder(temporary)
+        _replace_folder(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    finally:
+        _in_progress.discard(temporary)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove `folder` atomically: it is renamed first, then deleted."""
+    temporary = _beside(folder, "tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    os.rename(folder, temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def recover(parent: Path, name: str | None = None) -> None:
+    """Remove leftovers of dead processes from `parent`: those of folder `name`, or all.
+
+    An unfinished replacement is undone. Processes of other machines count as dead.
+    """
+    if not parent.is_dir():
+        return
+    for path in sorted(parent.iterdir()):
+        match = _LEFTOVER.fullmatch(path.name)
+        if match is None or (name is not None and match[2] != name):
+            continue
+        if path in _in_progress or _is_another_live_process(int(match[3])):
+            continue
+        target = parent / match[2]
+        if match[1] == "old" and not target.exists():
+            os.rename(path, target)
+        elif path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _beside(target: Path, kind: str, name: str = "") -> Path:
+    return target.with_name(f".{kind}-{name or target.name}-{os.getpid()}")
+
+
+def _replace_folder(source: Path, target: Path) -> None:
+    """Rename `source` to `target`. No portable system call swaps two folders."""
+    if not target.exists():
+        os.rename(source, target)
+        _flush_entries(target.parent)
+        return
+    old = _beside(target, "old")
+    os.rename(target, old)
+    try:
+        os.rename(source, target)
+    except OSError:
+        os.rename(old, target)
+        raise
+    _flush_entries(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Flush all files and folders below `folder`."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            _flush_file(Path(parent, name))
+        _flush_entries(Path(parent))
+
+
+def _flush_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _flush_entries(folder: Path) -> None:
+    """Flush the folder's own entries, such as a rename inside it."""
+    if os.name == "nt":  # Windows cannot open a folder
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _is_another_live_process(pid: int) -> bool:
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
