@@ -20,9 +20,10 @@ from common import RESULTS
 from ludus.config.load import load_config
 from ludus.evaluate import compare
 from ludus.evaluate.results import Evaluation
-from ludus.pipeline.launch import open_store, train
+from ludus.pipeline.launch import train
 from ludus.pipeline.progress import Display
 from ludus.report.collect import read_evaluations
+from ludus.store import RunStore
 from ludus.store.folders import RunFolder
 from ludus.telemetry.metrics import Line, MetricsLog
 
@@ -146,7 +147,7 @@ def main() -> None:
     draw(RESULTS / f"{name}.svg", folders)
     first = folders[args.seeds[0]]
     evaluations = read_evaluations(first)
-    with open_store(str(args.runs_dir), None) as store:
+    with RunStore.open(None, str(args.runs_dir), read_only=True) as store:
         versions = store.run(first.id).versions
     text = [
         f"# The recipe {name}, {len(folders)} seeds",

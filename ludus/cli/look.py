@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ludus.cli.options import Run, RunsDir, StoreUrl, show_on_screen, spec
+from ludus.cli.options import Run, RunsDir, StoreUrl, open_store, show_on_screen, spec
+from ludus.core.errors import ConfigError
 
 app = typer.Typer()
 
@@ -25,7 +27,6 @@ def report(run: Run, runs_dir: RunsDir = "runs", store: StoreUrl = None) -> None
 @app.command()
 def runs(runs_dir: RunsDir = "runs", store: StoreUrl = None) -> None:
     """List the runs in the store."""
-    from ludus.pipeline.launch import open_store
     from ludus.store.show import render_runs
 
     with open_store(runs_dir, store) as opened:
@@ -42,14 +43,13 @@ def show(
     store: StoreUrl = None,
 ) -> None:
     """Show a run, or one of its rollouts with trained tokens told apart."""
-    from ludus.pipeline.launch import decoder, open_store
     from ludus.store.show import render_run, render_trajectory
 
     with open_store(runs_dir, store) as opened:
         if trajectory is None:
             show_on_screen(render_run(opened, run))
         else:
-            decode = decoder(run, runs_dir)
+            decode = _decoder(run, runs_dir)
             show_on_screen(render_trajectory(opened, run, trajectory, decode))
 
 
@@ -66,7 +66,6 @@ def export(
     store: StoreUrl = None,
 ) -> None:
     """Write a run's trajectories, steps, or an SFT data set to a file."""
-    from ludus.pipeline.launch import decoder, open_store
     from ludus.store.export import export as write
 
     with open_store(runs_dir, store) as opened:
@@ -77,7 +76,7 @@ def export(
             format=format,
             what=what,
             min_score=min_score,
-            decode=decoder(run, runs_dir),
+            decode=_decoder(run, runs_dir),
         )
     typer.echo(f"{written.num_rows} lines in {written.path}")
     for reason, count in written.skipped.items():
@@ -126,3 +125,19 @@ def doctor(runs_dir: RunsDir = "runs") -> None:
     checks = run_doctor(runs_dir)
     show_on_screen(render_checks(checks))
     raise typer.Exit(exit_code(checks))
+
+
+def _decoder(run: str, runs_dir: str) -> Callable[[list[int]], str] | None:
+    """Token ids to text with the run's tokenizer; None without its folder (a remote store)."""
+    from ludus.store.folders import find_run
+
+    try:
+        folder = find_run(runs_dir, run)
+    except ConfigError:
+        return None
+    if not folder.tokenizer.exists():
+        return None
+    from ludus.models.chat.tokenizers import load_tokenizer
+
+    tokenizer = load_tokenizer(str(folder.tokenizer))
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -29,6 +30,15 @@ def load(recipe: str, overrides: list[str] | None, runs_dir: str = "runs") -> An
     if runs_dir != "runs":
         changes.append(f"runs_dir={runs_dir}")
     return load_config(recipe, changes)
+
+
+def open_store(runs_dir: str, url: str | None) -> Any:
+    """The run store, read-only. Errors: ConfigError where there is none yet."""
+    from ludus.store import RunStore
+
+    if url is None and not (Path(runs_dir) / "ludus.db").is_file():
+        raise ConfigError(f"{runs_dir} holds no runs yet: start one with `ludus train RECIPE`")
+    return RunStore.open(url, runs_dir, read_only=True)
 
 
 def spec(name: str, args: list[str] | None) -> Any:

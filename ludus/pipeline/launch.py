@@ -8,7 +8,7 @@ import os
 import platform
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,7 +19,6 @@ from ludus.config.load import diff, dump_config, load_config, lookup
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, MirrorError
 from ludus.core.files import atomic_write
-from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.pipeline import BudgetSpent, Interrupted, TrainingRun
 from ludus.pipeline.assemble import check, read_splits
 from ludus.pipeline.progress import Display, Observer
@@ -291,13 +290,6 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def open_store(runs_dir: str, store: str | None) -> RunStore:
-    """The run store, for reading. Errors: ConfigError where there is none yet."""
-    if store is None and not (Path(runs_dir) / "ludus.db").is_file():
-        raise ConfigError(f"{runs_dir} holds no runs yet: start one with `ludus train RECIPE`")
-    return RunStore.open(store, runs_dir, read_only=True)
-
-
 def report_again(run: str, runs_dir: str, store: str | None) -> Path:
     """Write a run's report from what is stored."""
     folder = find_run(runs_dir, run)
@@ -308,15 +300,3 @@ def report_again(run: str, runs_dir: str, store: str | None) -> Path:
         disk_faults(folder),
     ):
         return report(folder, opened)
-
-
-def decoder(run: str, runs_dir: str) -> Callable[[list[int]], str] | None:
-    """Ids to text with the run's tokenizer; None where its folder is gone (a remote store)."""
-    try:
-        folder = find_run(runs_dir, run)
-    except ConfigError:
-        return None
-    if not folder.tokenizer.exists():
-        return None
-    tokenizer = load_tokenizer(str(folder.tokenizer))
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))

@@ -73,7 +73,7 @@ class RunStore:
         """Open the store, and make it or bring its schema up to date first.
 
         `url`: sqlite:///... or postgresql://..., default `<runs_dir>/ludus.db`. `read_only` neither
-        makes nor changes anything. `timeout_s`: how long to wait for a lock that another holds.
+        creates nor changes anything. `timeout_s`: how long to wait for a lock.
         Errors: ConfigError for a wrong URL, MissingDependency, StoreError.
         """
         if url is None:
