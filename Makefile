@@ -1,36 +1,53 @@
-# What a newcomer and a developer run. `make` alone lists it.
+# Commands for users and developers. `make` alone lists them.
 
 SHELL := /bin/bash
 BIN := .venv/bin
 READY := .venv/.ready
-# Two workers of one thread each are fastest on two cores; more cores take more workers.
+# One thread a test process: two processes of one thread are fastest on two cores.
 JOBS ?= auto
-ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest
+PARALLEL := -n $(JOBS) --maxprocesses 8 --dist loadfile
+QUICK := tests/core tests/config tests/tasks tests/judges tests/evaluate tests/train/algorithms
 
-.PHONY: help setup vllm alfworld demo test check lint types layers format system constraints docs clean
+.PHONY: help setup test-setup vllm demo test quick test-slow test-engines gpu-kit gpu
+.PHONY: check lint types layers format docs constraints clean
 
-help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+help:  ## list the commands
+	@sed -n 's/^\([a-z][a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
-setup: $(READY)  ## make .venv and install ludus into it, with everything
+setup: $(READY)  ## install ludus and all that it uses into .venv
 
 $(READY): pyproject.toml constraints.txt
 	@scripts/setup.sh
 
-vllm: setup  ## make .venv-vllm, an environment with vLLM's CPU build
-	@scripts/setup-vllm.sh
+test-setup: setup  ## install what only tests need: ALFWorld's engine, system programs
+	@scripts/setup-tests.sh
 
-alfworld: setup  ## add ALFWorld's engine to .venv (its planner is compiled: some minutes)
-	@$(BIN)/python -c 'import alfworld, fast_downward, textworld' 2>/dev/null \
-		|| $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[alfworld]'
+vllm: setup  ## install vLLM's CPU build into .venv-vllm
+	@scripts/setup-vllm.sh
 
 demo: setup  ## train an agent on BabyAI: demonstrations, SFT, GRPO, evaluation, report
 	$(BIN)/ludus train recipes/babyai-tiny.yaml
 
-test: setup system lint types  ## all checks and all tests
-	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist loadfile
+test: test-setup lint types  ## run all checks, and all tests but those of the next commands
+	$(PYTEST) $(PARALLEL) -m "not slow and not engine"
 
-check: lint types layers  ## format, lint, types and import layers, without the other tests
+quick: lint layers  ## run the fast unit tests (under a minute)
+	$(PYTEST) -q $(PARALLEL) -m "not slow and not engine" $(QUICK)
+
+test-slow: test-setup  ## run the slow tests
+	$(PYTEST) $(PARALLEL) -m "slow and not engine"
+
+test-engines: setup  ## run the tests of foreign engines: those installed by `make vllm`
+	$(PYTEST) -m engine
+
+gpu-kit: setup  ## collect the wheels that a bare GPU machine lacks
+	@scripts/gpu-kit.sh
+
+gpu:  ## on a GPU machine: install the kit, run the GPU tests, measure
+	@scripts/gpu.sh
+
+check: lint types layers  ## check format, lint, types and import layers
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -42,19 +59,16 @@ types: setup
 layers: setup
 	$(BIN)/pytest -q tests/project/test_imports.py
 
-format: setup  ## format the code, and mend what the linter can
+format: setup  ## format the code, and fix what the linter can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-system:  # the programs that some tests need: installed where that is possible, named where not
-	@scripts/test-system.sh
-
-docs: setup  ## write the generated pages anew
+docs: setup  ## write the generated pages
 	$(BIN)/python scripts/generate_docs.py
 
-constraints: setup  ## pin what is installed in .venv
+constraints: setup  ## pin the versions installed in .venv
 	$(BIN)/python scripts/write_constraints.py
 
-clean:  ## remove what was built; runs/ stays
-	rm -rf .venv .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove everything built; runs/ stays
+	rm -rf .venv .venv-vllm gpu-kit build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,7 +15,7 @@ ready=.venv-vllm/.ready
 
 echo "Installing $release into .venv-vllm (3 GB; some minutes)"
 .venv/bin/python -m venv --clear .venv-vllm
-pip() { .venv-vllm/bin/python -m pip --quiet --disable-pip-version-check "$@"; }
+pip() { .venv-vllm/bin/python -m pip --quiet --quiet --disable-pip-version-check "$@"; }
 pip install --no-deps "$release"
 .venv-vllm/bin/python - >.venv-vllm/requirements.txt <<'PYTHON'
 import re

@@ -34,9 +34,9 @@ if ! suits .venv/bin/python; then
     }
 fi
 echo "Installing ludus and what it needs into .venv (the first time takes some minutes)"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check \
+.venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
     -c constraints.txt -e '.[dev]'
 # The client of OpenEnv, for its test. The rest of the package is for servers, which ludus has its
 # own of, and needs forty packages more.
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'openenv==0.10.0'
+.venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps 'openenv==0.10.0'
 touch .venv/.ready

@@ -1,4 +1,4 @@
-"""What holds for every test: no internet, one thread, seeded property tests."""
+"""Settings of all tests: no internet, one thread, seeded property tests, skips by marker."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+from engines import engine_python
 from hypothesis import settings
 
 # Set before torch and transformers are imported, and inherited by the processes that tests start.
@@ -17,12 +18,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["WANDB_MODE"] = "offline"
 
-# Where a shell starts this in the background, SIGINT is ignored, and what tests start would inherit
-# that: Ctrl-C could not be tested.
+# A shell starts background jobs with SIGINT ignored. The processes that tests start would inherit
+# that, and Ctrl-C could not be tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A deadline would be a timed assertion, which a busy machine fails.
+# A deadline would assert a time, which fails on a busy machine.
 settings.register_profile("ludus", deadline=None, derandomize=True)
 settings.load_profile("ludus")
 
@@ -43,3 +44,14 @@ def _refuse_internet(event: str, args: tuple[Any, ...]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     sys.addaudithook(_refuse_internet)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers("engine"):
+        if not engine_python(marker.args[0]).exists():
+            pytest.skip(f"`make {marker.args[0]}` installs the environment that this test needs")
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")

@@ -320,7 +320,7 @@ def test_static_is_refused_where_it_cannot_serve() -> None:
         sampler(tiny("gpt2"), path="static")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 async def test_graphs_sample_what_the_models_module_does(temperature: float) -> None:
     model = tiny().cuda()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import httpx
 import pytest
 import torch
 from engine_helpers import expected_logprobs, tiny
+from engines import engine_python
 
 from ludus.backends.local import LocalBackend
 from ludus.config.schema import OptimizerConfig, RunConfig
@@ -44,15 +44,12 @@ from ludus.rollout.collect import Collector
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
 
-ROOT = Path(__file__).parents[3]
-PYTHON = os.environ.get("LUDUS_VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
+PYTHON = str(engine_python("vllm"))
 CONTEXT = 1024
 LEVERS = ("red", "green", "blue", "grey")
 PROMPT = [5, 6, 7]
 
-needs_vllm = pytest.mark.skipif(
-    shutil.which(PYTHON) is None, reason="no environment with vLLM: `make vllm` makes one"
-)
+needs_vllm = pytest.mark.engine("vllm")
 
 
 class World:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 import httpx
 import pytest
+from engines import engine_python
 from model_world import ANSWERS, CALLS, PLAIN, TOOL, make_folder, served, taught
 
 from ludus.core.types import Spec
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 
-ROOT = Path(__file__).parents[3]
-PYTHON = os.environ.get("LUDUS_VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
+PYTHON = str(engine_python("vllm"))
 ADMIN = "an-administrators-token"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    shutil.which(PYTHON) is None, reason="no environment with vLLM: `make vllm` makes one"
-)
+@pytest.mark.engine("vllm")
 def test_vllm_serves_and_takes_other_weights(tmp_path: Path) -> None:
     wild, learnt = make_folder(tmp_path / "wild", 1), taught(tmp_path / "taught")
     sampler = Spec(name="vllm", args={"python": PYTHON, "threads": 1})
