@@ -1,12 +1,13 @@
-"""Pins in constraints.txt what `ludus-rl[dev]` needs, directly or not, as installed here.
+"""Pins the installed dependencies of `ludus-rl[dev]` in constraints.txt.
 
-Run by `make constraints`, after the tests passed with these versions. Only the packages that ludus
-brings are pinned, whatever else the environment holds; a build's local label (`+cpu`) is left out,
-so that a pin takes any build of its version.
+`make constraints` runs this after the tests passed with these versions. Packages that ludus does
+not depend on are left out. So is a build's local label (`+cpu`): a pin accepts any build of its
+version. With arguments, prints the pins of these requirements, roots included, on one line.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -22,7 +23,7 @@ HEADER = """\
 
 
 def installed(name: str) -> Distribution | None:
-    """The installed distribution of that name, or None."""
+    """Return the installed distribution, or None."""
     try:
         return distribution(name)
     except PackageNotFoundError:
@@ -30,7 +31,7 @@ def installed(name: str) -> Distribution | None:
 
 
 def closure(root: Requirement) -> dict[str, Version]:
-    """Name to version of everything that `root` brings here, itself left out."""
+    """Name to installed version of `root` and all that it depends on."""
     pins: dict[str, Version] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
     waiting = [root]
@@ -48,14 +49,18 @@ def closure(root: Requirement) -> dict[str, Version]:
             environments = [{"extra": extra} for extra in ("", *requirement.extras)]
             if needed.marker is None or any(map(needed.marker.evaluate, environments)):
                 waiting.append(needed)
-    del pins[canonicalize_name(root.name)]
     return pins
 
 
 def main() -> None:
-    pins = closure(Requirement("ludus-rl[dev]"))
+    roots = sys.argv[1:] or ["ludus-rl[dev]"]
+    pins = {key: value for root in roots for key, value in closure(Requirement(root)).items()}
+    pins.pop("ludus-rl", None)
     lines = [f"{name}=={version.public}" for name, version in sorted(pins.items())]
-    Path("constraints.txt").write_text(HEADER + "\n".join(lines) + "\n", encoding="utf-8")
+    if sys.argv[1:]:
+        print(*lines)
+    else:
+        Path("constraints.txt").write_text(HEADER + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ def test_the_gpu_page_tells_everything(gpu_results: Path) -> None:
     assert "## What failed\n\nNothing." in page
 
 
+@pytest.mark.slow
 def test_a_service_beside_its_environment() -> None:
     page = run("env_service.py", "textcraft", "--quick", "--soak", "0.1")
     rows = re.findall(r"^\| (\d+) \| (in process|HTTP|WebSocket) \| ", page, re.MULTILINE)
@@ -106,6 +107,7 @@ print([gpu.guarded(measure, part, s)["error"] for measure, s in cases])
     )
 
 
+@pytest.mark.slow
 def test_a_step_beside_trl() -> None:
     pytest.importorskip("trl", reason="TRL is not installed: nothing to compare with")
     told = run("step.py", "--quick")
@@ -119,6 +121,7 @@ def test_a_step_beside_trl() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_time_to_success_beside_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="TRL is not installed: nothing to compare with")
     names = ("ludus", "rollout", "environment")
@@ -136,6 +139,7 @@ def test_time_to_success_beside_trl(tmp_path: Path) -> None:
     assert played[0] == played[1]  # two ways of one thing: episodes end where they should in both
 
 
+@pytest.mark.slow
 def test_the_page_of_time_to_success(tmp_path: Path) -> None:
     script = f"""
 import json, pathlib, common, success_page

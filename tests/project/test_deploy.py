@@ -53,7 +53,11 @@ def test_dockerfiles_lint(path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("path", sorted(DEPLOY.glob("*.sh")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [*sorted(DEPLOY.glob("*.sh")), *sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"],
+    ids=lambda path: path.name,
+)
 def test_scripts_lint(path: Path) -> None:
     done = subprocess.run([tool("shellcheck"), path], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
@@ -241,6 +245,7 @@ def test_a_dry_run_reads_the_recipe_and_starts_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_real_run_is_stopped_and_goes_on(tmp_path: Path) -> None:
     """train.sh over ludus itself: SIGTERM, the disk lost, the same command."""
     env = {
