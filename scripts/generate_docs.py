@@ -1,7 +1,8 @@
-"""Writes the generated pages of docs/ anew. Run by `make docs`; the tests compare them."""
+"""Writes the generated pages of docs/. `make docs` runs it; a test compares the pages."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,13 +29,20 @@ ludus train recipes/babyai-tiny.yaml rl.steps=50 'env.args={level: GoToObj}'
 
 
 def configuration() -> str:
-    """The configuration page: what `ludus config --markdown` prints."""
+    """The configuration page, as `ludus config --markdown` prints it.
+
+    Raises:
+        LookupError: a plug-in's package is not installed, so its arguments are unknown.
+    """
     command = [sys.executable, "-m", "ludus", "config", "--markdown"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    page = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    if missing := re.findall(r"^.* which is not installed: .*$", page, re.MULTILINE):
+        raise LookupError("; ".join(missing))
+    return page
 
 
 def command_line() -> str:
-    """The page of the command line: every command, with its arguments and options."""
+    """The command-line page: every command, with its arguments and options."""
     parts = [CLI_HEAD]
     for path, command in commands():
         if getattr(command, "commands", None):
@@ -49,7 +57,7 @@ def command_line() -> str:
 
 
 def decisions() -> str:
-    """The index of the decisions: what stands above its list stays, the list is made anew."""
+    """The index of the decisions: its head is kept, its list is generated."""
     head, _, _ = (DOCS / "decisions" / "README.md").read_text(encoding="utf-8").partition("## All")
     lines = []
     for page in sorted((DOCS / "decisions").glob("[0-9]*.md")):
@@ -59,7 +67,7 @@ def decisions() -> str:
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """The path and the command of every command and group, the root first."""
+    """Yield the path and the command of every command and group, the root first."""
 
     def walk(path: str, command: Any) -> Iterator[tuple[str, Any]]:
         yield path, command
