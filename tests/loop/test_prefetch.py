@@ -205,7 +205,7 @@ async def test_a_failing_learner_stops_the_episodes(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="the loss is nan"):
         await run_stage(stage, world.backend, Recording())
     assert not left(before)
-    assert not world.backend.sampler._sessions  # type: ignore[attr-defined]
+    assert not world.backend.sampler._scheduler.sessions  # type: ignore[attr-defined]
 
 
 async def test_a_failing_sampler_stops_the_learner(tmp_path: Path) -> None:

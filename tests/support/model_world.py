@@ -132,15 +132,15 @@ def make_run(path: Path, vocab_size: int = 320, **model: Any) -> Path:
 
 
 def slowly(policy: Any, engine: Any) -> None:
-    """Let each round take 10 ms more, so that a turn is still under way when something happens."""
+    """Let each step take 10 ms more, so that a turn is still under way when something happens."""
     sampler = engine._sampler
-    at_once = sampler._round
+    at_once = sampler._step
 
     def later() -> None:
         time.sleep(0.01)
         at_once()
 
-    sampler._round = later
+    sampler._step = later
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ludus.models.kv_cache.paging import Pass
+from ludus.models.kv_cache.step_inputs import StepInputs
 
 
 class Decoder(Protocol):
@@ -18,7 +18,7 @@ class Decoder(Protocol):
     name: str
     """What it is, for people."""
 
-    mixes: bool
+    mixed_batches: bool
     """Whether rows of many new tokens and rows of one cost no more together than apart."""
 
     def reserve(self, num_blocks: int) -> None:
@@ -29,7 +29,7 @@ class Decoder(Protocol):
         """Copy the first `count` positions of a block to another, in all layers."""
         ...
 
-    def forward(self, batch: Pass) -> Tensor:
+    def forward(self, batch: StepInputs) -> Tensor:
         """Logits [R, V] of the rows' outputs; valid until the next call."""
         ...
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ludus.models.kv_cache.padded import Padded, SlotStore
-from ludus.models.kv_cache.paging import BLOCK, Pass
+from ludus.models.kv_cache.padded import PaddedInputs, SlotStore
+from ludus.models.kv_cache.paging import BLOCK
+from ludus.models.kv_cache.step_inputs import StepInputs
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -54,7 +55,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 class BlockCache(Cache):  # type: ignore[misc]
     """A transformers cache that stores and reads as the plan of the pass under way says."""
 
-    plan: Padded
+    plan: PaddedInputs
 
     def __init__(self, num_layers: int) -> None:
         self.num_slots = 0
@@ -65,7 +66,8 @@ class GenericDecoder:
     """A `Decoder` that calls the model's own module."""
 
     name = "generic"
-    mixes = False
+    mixed_batches = False
+    max_blocks: int | None = None
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -82,10 +84,10 @@ class GenericDecoder:
                 store.copy(BLOCK * source, BLOCK * target, count)
 
     @torch.inference_mode()
-    def forward(self, batch: Pass) -> Tensor:
+    def forward(self, batch: StepInputs) -> Tensor:
         if self._model.training:
             self._model.eval()
-        plan = Padded.of(batch, next(self._model.parameters()).device)
+        plan = PaddedInputs.of(batch, next(self._model.parameters()).device)
         self._cache.plan = plan
         width = plan.ids_RL.shape[1]
         columns, column_of_output = torch.unique(plan.output_columns, return_inverse=True)

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ludus.models.decoders.llama import Llama, LlamaLayer, Norm
-from ludus.models.kv_cache.padded import Padded, SlotStore, Store
-from ludus.models.kv_cache.paging import BLOCK, Pass
+from ludus.models.kv_cache.padded import PaddedInputs, SlotStore, Store
+from ludus.models.kv_cache.paging import BLOCK
+from ludus.models.kv_cache.step_inputs import StepInputs
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Layer, queries [N, H, D], keys and values [N, K, D] to what the heads find, [N, H * D]."""
@@ -33,7 +34,8 @@ class LeanDecoder:
     """
 
     name = "lean"
-    mixes = False
+    mixed_batches = False
+    max_blocks: int | None = None
 
     def __init__(self, llama: Llama, *, autocast: bool = False) -> None:
         self._llama = llama
@@ -66,15 +68,15 @@ class LeanDecoder:
         return [*self._keys, *self._values]
 
     @torch.inference_mode()
-    def forward(self, batch: Pass) -> Tensor:
+    def forward(self, batch: StepInputs) -> Tensor:
         device = self._llama.embedding.weight.device.type
         with torch.autocast(device, torch.bfloat16, enabled=self._autocast):
             return self._forward(batch)
 
-    def _forward(self, batch: Pass) -> Tensor:
+    def _forward(self, batch: StepInputs) -> Tensor:
         llama = self._llama
         device = llama.embedding.weight.device
-        plan = Padded.of(batch, device)
+        plan = PaddedInputs.of(batch, device)
 
         def attend(number: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
             return self._attention(number, q_NHD, k_NKD, v_NKD, plan)
@@ -125,7 +127,7 @@ class LeanDecoder:
         return _rotated(q_NHD, cosine_N1D, sine_N1D), _rotated(k_NKD, cosine_N1D, sine_N1D), v_NKD
 
     def _attention(
-        self, number: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, plan: Padded
+        self, number: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, plan: PaddedInputs
     ) -> Tensor:
         """What a layer's heads find, [N, H * D]; stores the keys and values."""
         llama = self._llama

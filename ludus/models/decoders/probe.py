@@ -22,7 +22,8 @@ from ludus.models.decoders.llama import Llama, NotLlama, read
 from ludus.models.decoders.native import Unavailable
 from ludus.models.decoders.native.decoder import NativeDecoder
 from ludus.models.decoders.static import StaticDecoder
-from ludus.models.kv_cache.paging import BLOCK, Block, BlockTree, Planner
+from ludus.models.kv_cache.paging import BLOCK, Block, BlockTree
+from ludus.models.kv_cache.step_inputs import StepInputsBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -169,12 +170,12 @@ def _deviation(model: Any, decoder: Decoder, context_length: int) -> float:
     tree = BlockTree(decoder.copy)
     blocks: list[list[Block]] = [[] for _ in rows]
     for cut in (1, 0):
-        planner = Planner()
+        builder = StepInputsBuilder()
         for number, ids in enumerate(rows):
-            blocks[number] = tree.admit(blocks[number], ids[: len(ids) - cut], planner)
+            blocks[number] = tree.admit(blocks[number], ids[: len(ids) - cut], builder)
         decoder.reserve(tree.num_blocks)
         for _ in range(1 if cut else 3):
-            logits_RV = decoder.forward(planner.result())
+            logits_RV = decoder.forward(builder.build())
     deviation = float((logits_RV - expected_RV).abs().max() / expected_RV.abs().max())
     decoder.clear()
     return deviation

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from ludus.models.decoders.lean import LeanDecoder
 from ludus.models.decoders.llama import Llama
-from ludus.models.kv_cache.paging import BLOCK, Pass
+from ludus.models.kv_cache.paging import BLOCK
+from ludus.models.kv_cache.step_inputs import StepInputs
 from ludus.models.kv_cache.shared_prefix import (
     Groups,
     Partial,
@@ -240,7 +241,7 @@ class StaticDecoder(LeanDecoder):
         return [*[p.detach() for p in self._llama.model.parameters()], *adapters]
 
     @torch.inference_mode()
-    def forward(self, batch: Pass) -> Tensor:
+    def forward(self, batch: StepInputs) -> Tensor:
         if not _is_step(batch):
             return super().forward(batch)
         rows = len(batch.ids)
@@ -316,7 +317,7 @@ class StaticDecoder(LeanDecoder):
         sums_BKGD, weights_BKG1, _ = part
         return (sums_BKGD / weights_BKG1).to(q_BHD.dtype).reshape(rows, heads * size)
 
-    def _inputs(self, batch: Pass) -> tuple[Sizes, Inputs[NDArray[Any]]]:
+    def _inputs(self, batch: StepInputs) -> tuple[Sizes, Inputs[NDArray[Any]]]:
         """The bucket of a step, and its inputs."""
         whole_R = batch.positions // BLOCK
         groups = self._groups.of(batch.tables, whole_R)
@@ -351,7 +352,7 @@ class StaticDecoder(LeanDecoder):
         )
 
 
-def _is_step(batch: Pass) -> bool:
+def _is_step(batch: StepInputs) -> bool:
     """Whether the pass computes and stores one token of each row."""
     rows = np.arange(len(batch.tables))
     return all(

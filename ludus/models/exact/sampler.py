@@ -13,10 +13,10 @@ from torch import Tensor
 from ludus.models.decoders.base import Decoder
 from ludus.models.exact.forward import exact, log_softmax
 from ludus.models.exact.trace import Record, Tracer
-from ludus.models.kv_cache.paging import Pass
+from ludus.models.kv_cache.step_inputs import StepInputs
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
-from ludus.models.samplers.sampling import choose
+from ludus.models.samplers.sampling import sample_tokens
 
 
 class ExactSampler(InProcessSampler):
@@ -46,7 +46,8 @@ class ExactSampler(InProcessSampler):
         )
         self.exact_decoder = ExactDecoder(self.decoder, model)
         self.decoder = self.exact_decoder
-        self._chooser = ExactChooser(None if tokenizer is None else len(tokenizer))  # type: ignore[assignment]
+        self._reset()
+        self._token_sampler = ExactTokenSampler(None if tokenizer is None else len(tokenizer))  # type: ignore[assignment]
 
 
 class ExactDecoder:
@@ -58,13 +59,14 @@ class ExactDecoder:
 
     def __init__(self, decoder: Decoder, model: Any) -> None:
         self.name = f"exact {decoder.name}"
-        self.mixes = decoder.mixes
+        self.mixed_batches = decoder.mixed_batches
+        self.max_blocks = decoder.max_blocks
         self.following = False
         self.records: list[Record] = []
         self._decoder = decoder
         self._model = model
 
-    def forward(self, batch: Pass) -> Tensor:
+    def forward(self, batch: StepInputs) -> Tensor:
         """Logits [R, V] of the rows' outputs."""
         if not self.following:
             with exact():
@@ -89,8 +91,8 @@ class ExactDecoder:
         self._decoder.clear()
 
 
-class ExactChooser:
-    """Chooses tokens as `choose` does, and gives their exact log-probabilities.
+class ExactTokenSampler:
+    """Chooses tokens as `sample_tokens` does, and gives their exact log-probabilities.
 
     Those are over all logits, as the learner's are, also over ids that no token has.
 
@@ -104,8 +106,8 @@ class ExactChooser:
     def __call__(
         self, logits_RV: Tensor, params: list[SamplingParams], uniforms_R: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """One token id and its log-probability a row. Errors: as `choose`."""
-        token_ids, _ = choose(logits_RV[:, : self._vocab_size], params, uniforms_R.tolist())
+        """One token id and its log-probability a row. Errors: as `sample_tokens`."""
+        token_ids, _ = sample_tokens(logits_RV[:, : self._vocab_size], params, uniforms_R.tolist())
         with torch.inference_mode():
             logprobs_RV = log_softmax(logits_RV, [one.temperature for one in params])
         logprobs_R = logprobs_RV[range(len(token_ids)), token_ids].float()

@@ -1,4 +1,4 @@
-"""Room for keys and values where there is only so much: who gives up blocks, and who waits."""
+"""KV-cache eviction and preemption."""
 
 from __future__ import annotations
 
@@ -7,54 +7,62 @@ from collections.abc import Iterable, Sequence
 from ludus.core.errors import ConfigError
 from ludus.models.kv_cache.paging import BLOCK, Block, BlockTree
 
-Claim = tuple[list[Block], int]
-"""The blocks that a turn's session holds, and the most that the round may add to them."""
+BlockRequest = tuple[list[Block], int]
+"""The blocks that a turn's session holds, and the most blocks that the step may add to them."""
 
 
-def make_room(
-    tree: BlockTree, idle: Iterable[list[Block]], old: Sequence[Claim], new: Sequence[Claim]
+def evict(
+    tree: BlockTree,
+    idle: Iterable[list[Block]],
+    decode: Sequence[BlockRequest],
+    prefill: Sequence[BlockRequest],
 ) -> tuple[int, int]:
-    """How many of the turns that run, and of those to be admitted, take part in a round.
+    """Free blocks for a step; returns how many decode turns and prefill turns fit.
 
-    Blocks are taken first from idle sessions, then from turns that wait, then from the last of
-    those that run, which then wait; what is needed again is computed anew. At least one turn takes
-    part, or will in the next round. Errors: ConfigError where there is no room for a single one.
+    Blocks are evicted first from idle sessions, then from prefill turns, then from the last decode
+    turns, which are thereby preempted. Evicted tokens are recomputed when they are needed again. At
+    least one turn fits, now or in the next step.
+
+    Errors: ConfigError where the cache is too small for a single turn.
     """
     if tree.max_blocks is None:
-        return len(old), len(new)
+        return len(decode), len(prefill)
     limit = tree.max_blocks
 
-    def free() -> int:
+    def num_free() -> int:
         return limit - tree.num_used
 
-    kept = len(old)
-    needed = sum(more for _, more in old)
-    _take(tree, idle, needed + sum(more for _, more in new), limit)
-    _take(tree, [blocks for blocks, _ in reversed(new)], needed, limit)
-    while kept and free() < needed:
-        kept -= 1
-        needed -= old[kept][1]
-        tree.release(old[kept][0])
-    if kept < len(old):
-        return kept, 0
-    chosen, left = 0, free() - needed - kept  # a block each to go on
-    while chosen < len(new) and new[chosen][1] <= left:
-        left -= new[chosen][1]
-        chosen += 1
-    if chosen or kept or not new:
-        return kept, chosen
-    _take(tree, [blocks for blocks, _ in reversed(new)], new[0][1], limit)
-    if free() < new[0][1]:
+    num_decode = len(decode)
+    needed = sum(more for _, more in decode)
+    _release_until(tree, idle, needed + sum(more for _, more in prefill), limit)
+    _release_until(tree, [blocks for blocks, _ in reversed(prefill)], needed, limit)
+    while num_decode and num_free() < needed:
+        num_decode -= 1
+        needed -= decode[num_decode][1]
+        tree.release(decode[num_decode][0])
+    if num_decode < len(decode):
+        return num_decode, 0
+    num_prefill, budget = 0, num_free() - needed - num_decode  # reserve a block per decode turn
+    while num_prefill < len(prefill) and prefill[num_prefill][1] <= budget:
+        budget -= prefill[num_prefill][1]
+        num_prefill += 1
+    if num_prefill or num_decode or not prefill:
+        return num_decode, num_prefill
+    needed = prefill[0][1]
+    _release_until(tree, [blocks for blocks, _ in reversed(prefill)], needed, limit)
+    if num_free() < needed:
         raise ConfigError(
-            f"the sampler has room for {BLOCK * limit:,} tokens of keys and values, too few for "
-            f"one conversation of up to {BLOCK * new[0][1]:,}: lower model.context_length"
+            f"the sampler's KV cache holds {BLOCK * limit:,} tokens, too few for one conversation "
+            f"of up to {BLOCK * needed:,}: lower model.context_length"
         )
     return 0, 1
 
 
-def _take(tree: BlockTree, held: Iterable[list[Block]], wanted: int, limit: int) -> None:
-    """Release what is held, one after another, until so many blocks are free."""
-    for blocks in held:
-        if limit - tree.num_used >= wanted:
+def _release_until(
+    tree: BlockTree, evictable: Iterable[list[Block]], needed: int, limit: int
+) -> None:
+    """Release block lists in order until `needed` blocks are free."""
+    for blocks in evictable:
+        if limit - tree.num_used >= needed:
             return
         tree.release(blocks)

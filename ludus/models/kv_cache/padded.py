@@ -14,11 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ludus.models.kv_cache.paging import BLOCK, Pass
+from ludus.models.kv_cache.paging import BLOCK
+from ludus.models.kv_cache.step_inputs import StepInputs
 
 
 @dataclass(slots=True)
-class Padded:
+class PaddedInputs:
     """Where a pass's tokens lie in padded rows, what they see and where they are stored.
 
     A padded query sees position 0, so that its softmax is defined; its result is never used.
@@ -37,7 +38,7 @@ class Padded:
     output_columns: Tensor
 
     @classmethod
-    def of(cls, batch: Pass, device: torch.device) -> Padded:
+    def of(cls, batch: StepInputs, device: torch.device) -> PaddedInputs:
         """Lay a pass out."""
         rows, start_R, row_N, count_R = np.unique(
             batch.rows, return_index=True, return_inverse=True, return_counts=True

@@ -1,9 +1,9 @@
-"""Which tokens a pass computes: blocks of keys and values, in a prefix tree over all sessions.
+"""Paged KV cache: blocks in a prefix tree that all sessions share.
 
-The cache is cut into blocks of BLOCK positions. A block is a node of a tree: its parent holds the
-positions before it, so that two conversations that begin alike go through the same nodes, and their
-common tokens are computed and stored once. A block that two conversations need to continue
-differently is copied up to the fork. A block lives as long as a session needs it.
+The cache consists of blocks of BLOCK positions. A block is a node of a tree whose parent holds the
+preceding positions. Conversations with a common beginning share its nodes, so common tokens are
+computed and stored once. Where two conversations diverge inside a block, the common positions are
+copied to a new block. A block is freed when no session refers to it.
 
     ids of session a    0 1 2 ... 15 | 16 17 18              two blocks
     ids of session b    0 1 2 ... 15 | 16 17 99              shares the first, copies 16 and 17
@@ -14,17 +14,15 @@ A token whose keys and values are needed in several blocks is computed once and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
+from ludus.models.kv_cache.step_inputs import StepInputsBuilder
 
 BLOCK = 16
-"""Positions in a block; ludus/models/decoders/native/decoder.c has the same number."""
+"""Positions per block; ludus/models/decoders/native/decoder.c defines the same number."""
 
 
 class Block:
-    """A node of the tree: `token_ids` of up to BLOCK positions, after those of its parents."""
+    """A tree node: `token_ids` of up to BLOCK positions, preceded by those of its ancestors."""
 
     __slots__ = ("by_ids", "children", "index", "parent", "refs", "token_ids")
 
@@ -33,121 +31,28 @@ class Block:
         self.parent = parent
         self.token_ids: tuple[int, ...] = ()
         self.refs = 1
-        self.children: dict[Block, None] = {}  # in the order of their making
+        self.children: dict[Block, None] = {}  # in creation order
         self.by_ids: dict[tuple[int, ...], Block] = {}
 
-    def name(self, token_ids: Sequence[int]) -> None:
-        """Say what the block holds; of several with the same ids, the first is found by them."""
-        self.unname()
+    def set_tokens(self, token_ids: Sequence[int]) -> None:
+        """Set the block's tokens. Of siblings with the same ids, `by_ids` keeps the first."""
+        self.clear_tokens()
         self.token_ids = tuple(token_ids)
         if self.parent is not None and self.token_ids:
             self.parent.by_ids.setdefault(self.token_ids, self)
 
-    def unname(self) -> None:
-        """Forget what the block holds."""
+    def clear_tokens(self) -> None:
         if self.parent is not None and self.parent.by_ids.get(self.token_ids) is self:
             del self.parent.by_ids[self.token_ids]
         self.token_ids = ()
 
 
-@dataclass(slots=True)
-class Pass:
-    """What a decoder computes at once. Sizes: N tokens, W writes, R rows.
-
-    A token sees all positions up to its own in the blocks of its row. Its keys and values go to the
-    slots (BLOCK * block + offset) of its writes, before any token looks. `outputs[r]` is the token
-    whose logits row r wants; rows whose prompts are the same may want the same one.
-    """
-
-    ids: NDArray[np.int64]  # [N], in the order of rows and positions
-    positions: NDArray[np.int32]  # [N]
-    rows: NDArray[np.int32]  # [N]
-    write_tokens: NDArray[np.int32]  # [W]
-    write_slots: NDArray[np.int32]  # [W]
-    tables: NDArray[np.int32]  # [R, blocks of the longest row]
-    outputs: NDArray[np.int32]  # [R]
-
-    def chunks(self, size: int) -> list[tuple[Pass, NDArray[np.intp]]]:
-        """The same as passes of at most `size` tokens, each with the rows whose logits it gives."""
-        if len(self.ids) <= size:
-            return [(self, np.arange(len(self.outputs)))]
-        parts = []
-        for start in range(0, len(self.ids), size):
-            stop = start + size
-            written = (self.write_tokens >= start) & (self.write_tokens < stop)
-            wanted = np.flatnonzero((self.outputs >= start) & (self.outputs < stop))
-            part = Pass(
-                self.ids[start:stop],
-                self.positions[start:stop],
-                self.rows[start:stop],
-                self.write_tokens[written] - np.int32(start),
-                self.write_slots[written],
-                self.tables,
-                self.outputs[wanted] - np.int32(start),
-            )
-            parts.append((part, wanted))
-        return parts
-
-
-@dataclass(slots=True)
-class Planner:
-    """Collects the rows of a pass."""
-
-    ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    write_tokens: list[int] = field(default_factory=list)
-    write_slots: list[int] = field(default_factory=list)
-    tables: list[list[int]] = field(default_factory=list)
-    outputs: list[int] = field(default_factory=list)
-    computed: dict[int, int] = field(default_factory=dict)  # slot -> the token that goes there
-
-    def add(self, token_ids: Sequence[int], start: int, slots: Sequence[int]) -> None:
-        """Compute tokens of the row under way, from position `start` on, and store them.
-
-        Without slots they are computed from what is stored already.
-        """
-        tokens = range(len(self.ids), len(self.ids) + len(slots))
-        self.computed.update(zip(slots, tokens, strict=True))
-        self.write_tokens.extend(tokens)
-        self.write_slots.extend(slots)
-        self.ids.extend(token_ids)
-        self.positions.extend(range(start, start + len(token_ids)))
-        self.rows.extend([len(self.tables)] * len(token_ids))
-
-    def write(self, token: int, slot: int) -> None:
-        """Write a token's keys and values to one more slot."""
-        self.computed[slot] = token
-        self.write_tokens.append(token)
-        self.write_slots.append(slot)
-
-    def finish_row(self, table: list[int], output: int) -> None:
-        """End the row under way, which reads the blocks of `table`."""
-        self.tables.append(table)
-        self.outputs.append(output)
-
-    def result(self) -> Pass:
-        """The pass."""
-        tables = np.zeros((len(self.tables), max(map(len, self.tables))), np.int32)
-        for row, table in enumerate(self.tables):
-            tables[row, : len(table)] = table
-        return Pass(
-            np.array(self.ids, np.int64),
-            np.array(self.positions, np.int32),
-            np.array(self.rows, np.int32),
-            np.array(self.write_tokens, np.int32),
-            np.array(self.write_slots, np.int32),
-            tables,
-            np.array(self.outputs, np.int32),
-        )
-
-
 class BlockTree:
-    """The blocks of all sessions; a session is the list of its blocks.
+    """The blocks of all sessions. A session is represented by the list of its blocks.
 
     Args:
-        copy: copies the first `count` positions of a block to another: copy(source, target, count).
-        max_blocks: the most blocks that storage may have; whoever asks for more has made no room.
+        copy: copy(source, target, count) copies the first `count` positions of a block to another.
+        max_blocks: capacity of the storage; callers evict before they exceed it.
     """
 
     def __init__(
@@ -158,131 +63,139 @@ class BlockTree:
         self._root = Block(-1, None)
         self._free: list[int] = []
         self.num_blocks = 0
-        """Blocks that storage must have room for."""
+        """Blocks that the storage must hold."""
 
     @property
     def num_used(self) -> int:
-        """Blocks that sessions hold."""
+        """Blocks that sessions hold; a shared block counts once."""
         return self.num_blocks - len(self._free)
 
-    def admit(self, blocks: list[Block], prompt: list[int], planner: Planner) -> list[Block]:
-        """Plan what a session needs to go on after `prompt`; returns its blocks from now on.
+    def admit(
+        self, blocks: list[Block], prompt: list[int], builder: StepInputsBuilder
+    ) -> list[Block]:
+        """Add the prefill of `prompt` to `builder` as one row; returns the session's new blocks.
 
-        Of the prompt only what no session holds is computed; the last token always is (unless
-        another row of this pass computes it), as its logits choose the first new token.
+        Only tokens that no session holds are computed. The last token is always computed, unless
+        another row of this pass computes it, since its logits give the first new token.
 
         Args:
-            blocks: those that the session held so far; given back where they are not needed.
-            planner: gets one row.
+            blocks: the session's blocks so far; those not needed are released.
         """
-        held, parent, start = self._whole_blocks(prompt)
-        own = blocks[len(held)] if len(held) < len(blocks) else None
+        path, parent, start = self._match_full_blocks(prompt)
+        own = blocks[len(path)] if len(path) < len(blocks) else None
         rest = tuple(prompt[start : start + BLOCK])
-        source, count = _longest(parent, rest, own if own and own.parent is parent else None)
+        source, count = _longest_match(parent, rest, own if own and own.parent is parent else None)
         if source is not None and count:
             if source is own and own.refs == 1 and not own.children:
                 own.refs += 1
-                own.name(rest)
-                held.append(own)
+                own.set_tokens(rest)
+                path.append(own)
             else:
-                held.append(self._copied(source, count, rest, parent, planner))
+                path.append(self._copy_block(source, count, rest, parent, builder))
             start += count
         for block in reversed(blocks):
-            self._release(block)
-        last, whole = len(prompt) - 1, start == len(prompt)
+            self._release_block(block)
+        last, cached = len(prompt) - 1, start == len(prompt)
         while start < len(prompt):
-            at, offset = divmod(start, BLOCK)
-            ids = prompt[BLOCK * at : BLOCK * (at + 1)]
-            if at == len(held):
-                held.append(self._new(held[-1] if held else self._root, ids))
-            first = BLOCK * held[at].index
-            planner.add(ids[offset:], start, range(first + offset, first + len(ids)))
+            number, offset = divmod(start, BLOCK)
+            ids = prompt[BLOCK * number : BLOCK * (number + 1)]
+            if number == len(path):
+                path.append(self._new_block(path[-1] if path else self._root, ids))
+            first_slot = BLOCK * path[number].index
+            builder.add_tokens(ids[offset:], start, range(first_slot + offset, first_slot + len(ids)))
             start += len(ids) - offset
-        output = len(planner.ids) - 1
-        if whole:
-            slot = BLOCK * held[last // BLOCK].index + last % BLOCK
-            pending = planner.computed.get(slot)
-            if pending is None:  # its keys and values are there, its logits are not
-                planner.add(prompt[last:], last, ())
-                pending = len(planner.ids) - 1
-            output = pending
-        planner.finish_row([block.index for block in held], output)
-        return held
+        output = len(builder.ids) - 1
+        if cached:
+            slot = BLOCK * path[last // BLOCK].index + last % BLOCK
+            token = builder.token_of_slot.get(slot)
+            if token is None:  # keys and values are cached, logits are not
+                builder.add_tokens(prompt[last:], last, ())
+                token = len(builder.ids) - 1
+            output = token
+        builder.finish_row([block.index for block in path], output)
+        return path
 
     def extend(self, blocks: list[Block], token_ids: Sequence[int]) -> Block:
-        """Add an empty block after the last, which holds `token_ids` and is full."""
+        """Append an empty block; `token_ids` fill the last block before it."""
         if blocks:
-            blocks[-1].name(token_ids)
-        blocks.append(self._new(blocks[-1] if blocks else self._root, ()))
+            blocks[-1].set_tokens(token_ids)
+        blocks.append(self._new_block(blocks[-1] if blocks else self._root, ()))
         return blocks[-1]
 
     def release(self, blocks: list[Block]) -> None:
-        """Give a session's blocks back."""
+        """Release a session's blocks and empty the list."""
         for block in reversed(blocks):
-            self._release(block)
+            self._release_block(block)
         blocks.clear()
 
-    def _whole_blocks(self, prompt: list[int]) -> tuple[list[Block], Block, int]:
-        """The full blocks that hold the beginning of the prompt, the last, and their positions."""
-        held: list[Block] = []
+    def _match_full_blocks(self, prompt: list[int]) -> tuple[list[Block], Block, int]:
+        """Returns the full blocks that match the prompt, the last node, the matched length."""
+        path: list[Block] = []
         parent = self._root
-        while (start := BLOCK * len(held)) + BLOCK <= len(prompt):
-            found = parent.by_ids.get(tuple(prompt[start : start + BLOCK]))
-            if found is None:
+        while (start := BLOCK * len(path)) + BLOCK <= len(prompt):
+            child = parent.by_ids.get(tuple(prompt[start : start + BLOCK]))
+            if child is None:
                 break
-            found.refs += 1
-            held.append(found)
-            parent = found
-        return held, parent, BLOCK * len(held)
+            child.refs += 1
+            path.append(child)
+            parent = child
+        return path, parent, BLOCK * len(path)
 
-    def _copied(
-        self, source: Block, count: int, ids: tuple[int, ...], parent: Block, planner: Planner
+    def _copy_block(
+        self,
+        source: Block,
+        count: int,
+        ids: tuple[int, ...],
+        parent: Block,
+        builder: StepInputsBuilder,
     ) -> Block:
-        """A new block that begins like another."""
-        block = self._new(parent, ids)
-        pending = [planner.computed.get(BLOCK * source.index + i) for i in range(count)]
-        if any(token is None for token in pending):
+        """Returns a new block whose first `count` positions are those of `source`."""
+        block = self._new_block(parent, ids)
+        tokens = [builder.token_of_slot.get(BLOCK * source.index + i) for i in range(count)]
+        if any(token is None for token in tokens):
             self._copy(source.index, block.index, count)
-        for offset, token in enumerate(pending):
-            if token is not None:
-                planner.write(token, BLOCK * block.index + offset)
+        for offset, token in enumerate(tokens):
+            if token is not None:  # computed in this pass
+                builder.add_write(token, BLOCK * block.index + offset)
         return block
 
-    def _new(self, parent: Block, token_ids: Sequence[int]) -> Block:
+    def _new_block(self, parent: Block, token_ids: Sequence[int]) -> Block:
         if not self._free:
             size = max(16, self.num_blocks * 3 // 2)
             if self.max_blocks is not None:
                 size = min(size, self.max_blocks)
-                assert size > self.num_blocks, "no block is free"
+                assert size > self.num_blocks, "no free block"
             self._free = list(range(size - 1, self.num_blocks - 1, -1))
             self.num_blocks = size
         block = Block(self._free.pop(), parent)
         parent.children[block] = None
-        block.name(token_ids)
+        block.set_tokens(token_ids)
         return block
 
-    def _release(self, block: Block) -> None:
+    def _release_block(self, block: Block) -> None:
         block.refs -= 1
         if not block.refs and block.parent is not None:
-            block.unname()
+            block.clear_tokens()
             del block.parent.children[block]
             self._free.append(block.index)
 
 
-def _longest(parent: Block, ids: tuple[int, ...], own: Block | None) -> tuple[Block | None, int]:
-    """The child of `parent` that shares most of its first positions with `ids`, and how many."""
+def _longest_match(
+    parent: Block, ids: tuple[int, ...], own: Block | None
+) -> tuple[Block | None, int]:
+    """Returns the child of `parent` with the longest common prefix with `ids`, and its length."""
     if not ids:
         return None, 0
     exact = parent.by_ids.get(ids)
     if exact is not None and (own is None or own.token_ids != ids):
         return exact, len(ids)
-    best, most = None, 0
+    best, longest = None, 0
     for child in parent.children if own is None else [own, *parent.children]:
         count = 0
         for a, b in zip(child.token_ids, ids, strict=False):
             if a != b:
                 break
             count += 1
-        if count > most:
-            best, most = child, count
-    return best, most
+        if count > longest:
+            best, longest = child, count
+    return best, longest

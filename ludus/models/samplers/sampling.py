@@ -16,7 +16,7 @@ from ludus.core.errors import TrainingError
 from ludus.models.decoders.native import Unavailable
 from ludus.models.decoders.native.bindings import Kernels
 from ludus.models.samplers.base import SamplingParams
-from ludus.models.samplers.device_choice import choose_there
+from ludus.models.samplers.device_sampling import sample_on_device
 
 
 def distribution(logits_BV: Tensor, params: list[SamplingParams]) -> Tensor:
@@ -62,7 +62,7 @@ def _truncated(logits_BV: Tensor, params: list[SamplingParams]) -> Tensor:
     return torch.empty_like(logits_BV).scatter_(-1, order_BV, ordered_BV)
 
 
-def choose(
+def sample_tokens(
     logits_BV: Tensor, params: list[SamplingParams], uniforms: list[float]
 ) -> tuple[list[int], list[float]]:
     """One token a row by inverting the cumulative distribution at the row's uniform number.
@@ -96,12 +96,12 @@ def _not_finite(row: int, rows: int) -> TrainingError:
     )
 
 
-class Chooser:
-    """`choose` on arrays, where the logits are, in native code where that can be had.
+class TokenSampler:
+    """`sample_tokens` on arrays, where the logits are, in native code where that can be had.
 
     Elsewhere than on the CPU see `device_choice`. Native code takes rows in float32 on the CPU from
     which nothing is cut. Its exponentials are in float32, its sums in float64: log-probabilities
-    agree with `choose` to 1e-6.
+    agree with `sample_tokens` to 1e-6.
 
     Args:
         vocab_size: ids from here on are never chosen.
@@ -117,11 +117,11 @@ class Chooser:
     def __call__(
         self, logits_BV: Tensor, params: list[SamplingParams], uniforms_B: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """One token id and its log-probability a row. Errors: as `choose`."""
+        """One token id and its log-probability a row. Errors: as `sample_tokens`."""
         logits_BV = logits_BV[:, : self._vocab_size]
         temperatures_B = np.array([p.temperature for p in params], np.float64)
         if logits_BV.device.type != "cpu":
-            token_ids_B, logprobs_B = choose_there(logits_BV, temperatures_B, uniforms_B)
+            token_ids_B, logprobs_B = sample_on_device(logits_BV, temperatures_B, uniforms_B)
             wrong = np.flatnonzero(~np.isfinite(logprobs_B))
             bad = int(wrong[0]) if len(wrong) else -1
         elif self._kernels and logits_BV.dtype == torch.float32 and logits_BV.stride(1) == 1:
@@ -129,13 +129,13 @@ class Chooser:
                 logits_BV, temperatures_B, uniforms_B
             )
         else:
-            token_ids, logprobs = choose(logits_BV, params, uniforms_B.tolist())
+            token_ids, logprobs = sample_tokens(logits_BV, params, uniforms_B.tolist())
             return np.array(token_ids), np.array(logprobs)
         if bad >= 0:
             raise _not_finite(bad, len(params))
         cut = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1)]
         if cut:
-            token_ids_B[cut], logprobs_B[cut] = choose(
+            token_ids_B[cut], logprobs_B[cut] = sample_tokens(
                 logits_BV[cut], [params[i] for i in cut], uniforms_B[cut].tolist()
             )
         return token_ids_B, logprobs_B

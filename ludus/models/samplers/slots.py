@@ -1,45 +1,45 @@
-"""The state of the turns that are being decoded, in arrays: one seat a turn.
+"""Per-slot state of the turns being decoded, in arrays; one decode slot per turn.
 
-Bookkeeping of a decode step is a handful of array operations, however many turns there are.
+The bookkeeping of a decode step is a few array operations, independent of the number of turns.
 
-Shape suffixes: S seats, W the most tokens a turn may sample, B blocks of the longest row, K stop
+Shape suffixes: S slots, W the most tokens a turn may sample, B blocks of the longest row, K stop
 ids.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ludus.models.kv_cache.paging import BLOCK, Pass
+from ludus.models.kv_cache.paging import BLOCK
+from ludus.models.kv_cache.step_inputs import StepInputs
 from ludus.models.samplers.base import SamplingParams
 
 Index = NDArray[np.intp]
 
 
 @dataclass(slots=True)
-class Seats:
-    """Arrays by seat; they grow where a turn needs it."""
+class DecodeSlots:
+    """Arrays indexed by slot; they grow on demand."""
 
     last_ids: NDArray[np.int64]
-    """The newest token of the turn: sampled, its keys and values not yet computed."""
+    """The turn's newest token: sampled, its keys and values not computed yet."""
     positions: NDArray[np.int32]
-    """Where that token stands in the conversation."""
+    """Position of that token in the conversation."""
     num_sampled: NDArray[np.int32]
     max_tokens: NDArray[np.int32]
-    watched: NDArray[np.bool_]
-    """Whether the turn has stop strings."""
+    has_stop_strings: NDArray[np.bool_]
     tables: NDArray[np.int32]  # [S, B]
     uniforms: NDArray[np.float64]  # [S, W]
     token_ids: NDArray[np.int64]  # [S, W]
     logprobs: NDArray[np.float64]  # [S, W]
     stop_ids: NDArray[np.int64]  # [S, K], -1: none
+    free: list[int] = field(default_factory=list)
 
     @classmethod
-    def empty(cls) -> Seats:
-        """No seats."""
+    def empty(cls) -> DecodeSlots:
         return cls(
             np.zeros(0, np.int64),
             np.zeros(0, np.int32),
@@ -53,93 +53,79 @@ class Seats:
             np.full((0, 0), -1, np.int64),
         )
 
-    def sit(self, seat: int, params: SamplingParams) -> None:
-        """Prepare a seat for a turn. Its random numbers are a function of the seed alone."""
+    def acquire(self, params: SamplingParams) -> int:
+        """Assign a slot to a turn. The turn's random numbers depend on its seed alone."""
         width, stops = params.max_tokens, params.stop_token_ids
-        self._grow(seat + 1, width, len(stops))
-        self.num_sampled[seat] = 0
-        self.max_tokens[seat] = width
-        self.watched[seat] = bool(params.stop)
-        self.uniforms[seat, :width] = np.random.Generator(np.random.Philox(params.seed)).random(
-            width
-        )
-        self.stop_ids[seat] = -1
-        self.stop_ids[seat, : len(stops)] = stops
+        self._grow(width, len(stops))
+        slot = self.free.pop()
+        self.num_sampled[slot] = 0
+        self.max_tokens[slot] = width
+        self.has_stop_strings[slot] = bool(params.stop)
+        generator = np.random.Generator(np.random.Philox(params.seed))
+        self.uniforms[slot, :width] = generator.random(width)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(stops)] = stops
+        return slot
 
-    def set_table(self, seat: int, blocks: list[int], position: int) -> None:
-        """Say which blocks the turn reads, and where its newest token will stand."""
+    def set_table(self, slot: int, blocks: list[int], position: int) -> None:
+        """Set the blocks that the turn reads, and the position of its newest token."""
         if len(blocks) > self.tables.shape[1]:
-            self.tables = _grown(self.tables, (len(self.tables), 2 * len(blocks)), 0)
-        self.tables[seat, : len(blocks)] = blocks
-        self.positions[seat] = position
+            self.tables = _enlarged(self.tables, (len(self.tables), 2 * len(blocks)), 0)
+        self.tables[slot, : len(blocks)] = blocks
+        self.positions[slot] = position
 
-    def next_pass(self, seats: Index) -> Pass:
-        """One more token for each of these seats."""
-        positions = self.positions[seats]
-        rows = np.arange(len(seats), dtype=np.int32)
-        tables = self.tables[seats, : int(positions.max()) // BLOCK + 1]
-        slots = tables[rows, positions // BLOCK] * np.int32(BLOCK) + positions % np.int32(BLOCK)
-        return Pass(self.last_ids[seats], positions, rows, rows, slots, tables, rows)
+    def step_inputs(self, slots: Index) -> StepInputs:
+        """Returns the inputs of a decode step: the newest token of each slot."""
+        positions = self.positions[slots]
+        rows = np.arange(len(slots), dtype=np.int32)
+        tables = self.tables[slots, : int(positions.max()) // BLOCK + 1]
+        writes = tables[rows, positions // BLOCK] * np.int32(BLOCK) + positions % np.int32(BLOCK)
+        return StepInputs(self.last_ids[slots], positions, rows, rows, writes, tables, rows)
 
-    def uniforms_of(self, seats: Index) -> NDArray[np.float64]:
-        """The random numbers that choose the next tokens."""
-        return self.uniforms[seats, self.num_sampled[seats]]
+    def next_uniforms(self, slots: Index) -> NDArray[np.float64]:
+        """Returns the random numbers for the next token of each slot."""
+        return self.uniforms[slots, self.num_sampled[slots]]
 
     def record(
-        self, seats: Index, token_ids: NDArray[np.int64], logprobs: NDArray[np.float64]
+        self, slots: Index, token_ids: NDArray[np.int64], logprobs: NDArray[np.float64]
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Add a token to each turn; returns which hit a stop id, and which their length."""
-        number = self.num_sampled[seats]
-        self.token_ids[seats, number] = token_ids
-        self.logprobs[seats, number] = logprobs
-        self.last_ids[seats] = token_ids
-        self.positions[seats] += 1
-        self.num_sampled[seats] = number + 1
-        stopped = (self.stop_ids[seats] == token_ids[:, None]).any(axis=1)
-        return stopped, number + 1 >= self.max_tokens[seats]
+        """Append a token to each slot; returns masks of stop ids and of reached `max_tokens`."""
+        number = self.num_sampled[slots]
+        self.token_ids[slots, number] = token_ids
+        self.logprobs[slots, number] = logprobs
+        self.last_ids[slots] = token_ids
+        self.positions[slots] += 1
+        self.num_sampled[slots] = number + 1
+        stopped = (self.stop_ids[slots] == token_ids[:, None]).any(axis=1)
+        return stopped, number + 1 >= self.max_tokens[slots]
 
-    def sampled(self, seat: int) -> list[int]:
-        """The tokens of the turn so far."""
-        ids: list[int] = self.token_ids[seat, : self.num_sampled[seat]].tolist()
+    def sampled_ids(self, slot: int) -> list[int]:
+        ids: list[int] = self.token_ids[slot, : self.num_sampled[slot]].tolist()
         return ids
 
-    def _grow(self, seats: int, width: int, stops: int) -> None:
-        size = max(len(self.positions), 2 * seats if seats > len(self.positions) else 0)
+    def sampled_logprobs(self, slot: int) -> list[float]:
+        logprobs: list[float] = self.logprobs[slot, : self.num_sampled[slot]].tolist()
+        return logprobs
+
+    def _grow(self, width: int, stops: int) -> None:
+        """Make room for a free slot, `width` tokens and `stops` stop ids."""
+        old = len(self.positions)
+        size = old if self.free else 2 * (old + 1)
+        self.free.extend(range(size - 1, old - 1, -1))
+        width = max(width, self.uniforms.shape[1])
         widths = {
             "tables": self.tables.shape[1],
             "stop_ids": max(stops, self.stop_ids.shape[1]),
-            **dict.fromkeys(
-                ("uniforms", "token_ids", "logprobs"), max(width, self.uniforms.shape[1])
-            ),
+            **dict.fromkeys(("uniforms", "token_ids", "logprobs"), width),
         }
-        for part in fields(self):
-            array = getattr(self, part.name)
-            shape = (size, widths[part.name]) if part.name in widths else (size,)
+        for name in (f.name for f in fields(self) if f.name != "free"):
+            array = getattr(self, name)
+            shape = (size, widths[name]) if name in widths else (size,)
             if shape != array.shape:
-                filler = -1 if part.name == "stop_ids" else 0
-                setattr(self, part.name, _grown(array, shape, filler))
+                setattr(self, name, _enlarged(array, shape, -1 if name == "stop_ids" else 0))
 
 
-def joined(first: Pass | None, second: Pass | None) -> Pass:
-    """Two passes as one, the rows of the first before those of the second."""
-    if first is None or second is None:
-        only = first or second
-        assert only is not None
-        return only
-    width = max(first.tables.shape[1], second.tables.shape[1])
-    tokens, rows = np.int32(len(first.ids)), np.int32(len(first.tables))
-    return Pass(
-        np.concatenate([first.ids, second.ids]),
-        np.concatenate([first.positions, second.positions]),
-        np.concatenate([first.rows, second.rows + rows]),
-        np.concatenate([first.write_tokens, second.write_tokens + tokens]),
-        np.concatenate([first.write_slots, second.write_slots]),
-        np.concatenate([_grown(p.tables, (len(p.tables), width), 0) for p in (first, second)]),
-        np.concatenate([first.outputs, second.outputs + tokens]),
-    )
-
-
-def _grown(array: NDArray, shape: tuple[int, ...], filler: int) -> NDArray:  # type: ignore[type-arg]
-    grown = np.full(shape, filler, array.dtype)
-    grown[tuple(slice(size) for size in array.shape)] = array
-    return grown
+def _enlarged(array: NDArray, shape: tuple[int, ...], filler: int) -> NDArray:  # type: ignore[type-arg]
+    larger = np.full(shape, filler, array.dtype)
+    larger[tuple(slice(size) for size in array.shape)] = array
+    return larger

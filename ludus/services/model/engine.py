@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ludus.models.samplers.base import Completion, PolicySampler, SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
 from ludus.models.samplers.sampling import distribution
+from ludus.models.samplers.scheduler import Turn
 
 T = TypeVar("T")
 
@@ -65,7 +68,9 @@ class StreamingSampler(InProcessSampler):
         self._watchers.pop(session, None)
         super().close(session)
 
-    def _advance(self, turns: list[Any], logits_RV: Tensor) -> list[Any]:
+    def _sample_tokens(
+        self, turns: list[Turn], logits_RV: Tensor, uniforms_R: NDArray[np.float64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         watched = [
             (row, turn, *self._watchers[turn.session.name])
             for row, turn in enumerate(turns)
@@ -75,16 +80,13 @@ class StreamingSampler(InProcessSampler):
             likeliest(logits_RV[row, :num_ids], number, turn.params)
             for row, turn, _, number, num_ids in watched
         ]
-        finished = super()._advance(turns, logits_RV)
-        for (_, turn, told, *_), best in zip(watched, alternatives, strict=True):
-            # A seat keeps what was written there until another turn sits down.
-            last = int(self._seats.num_sampled[turn.seat]) - 1
-            id = int(self._seats.token_ids[turn.seat, last])
-            logprob = float(self._seats.logprobs[turn.seat, last])
+        token_ids_R, logprobs_R = super()._sample_tokens(turns, logits_RV, uniforms_R)
+        for (row, turn, told, *_), best in zip(watched, alternatives, strict=True):
+            id, logprob = int(token_ids_R[row]), float(logprobs_R[row])
             # The engine's own number for the token itself: its arithmetic rounds otherwise.
             same = [(other, logprob if other == id else value) for other, value in best]
             told(Token(id, logprob, turn.policy_version, same))
-        return finished
+        return token_ids_R, logprobs_R
 
 
 def likeliest(logits_V: Tensor, number: int, params: SamplingParams) -> Alternatives:

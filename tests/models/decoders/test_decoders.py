@@ -27,9 +27,10 @@ from ludus.models.decoders.lean import LeanDecoder
 from ludus.models.decoders.llama import NotLlama, read
 from ludus.models.decoders.native.bindings import Kernels
 from ludus.models.decoders.native.decoder import NativeDecoder
-from ludus.models.kv_cache.paging import BLOCK, Block, BlockTree, Planner
+from ludus.models.kv_cache.paging import BLOCK, Block, BlockTree
+from ludus.models.kv_cache.step_inputs import StepInputsBuilder
 from ludus.models.samplers.base import SamplingParams
-from ludus.models.samplers.sampling import Chooser, choose, distribution
+from ludus.models.samplers.sampling import TokenSampler, distribution, sample_tokens
 
 try:
     native.library()
@@ -97,11 +98,11 @@ class Reader:
         self.decoder.copy(source, target, count)
 
     def logits(self, prompts: dict[int, list[int]]) -> Tensor:
-        planner = Planner()
+        builder = StepInputsBuilder()
         for number, prompt in prompts.items():
-            self.blocks[number] = self.tree.admit(self.blocks.get(number, []), prompt, planner)
+            self.blocks[number] = self.tree.admit(self.blocks.get(number, []), prompt, builder)
         self.decoder.reserve(self.tree.num_blocks)
-        return self.decoder.forward(planner.result()).clone()
+        return self.decoder.forward(builder.build()).clone()
 
 
 def decoders_of(model: Any) -> list[Decoder]:
@@ -146,6 +147,7 @@ async def test_paths_sample_the_same(family: str) -> None:
     async def played(path: str, decoder: Decoder | None = None) -> list[Any]:
         engine = sampler(model, path=path)
         engine.decoder = decoder or engine.decoder
+        engine._reset()
         episodes = [
             episode(engine, f"{n}", prompt, turns) for n, prompt in enumerate(conversations())
         ]
@@ -254,8 +256,8 @@ def test_native_choice_is_that_of_torch() -> None:
         params = [SamplingParams(1, temperature=t) for t in (0.0, 0.3, 1.0, 1.7) * 15]
         uniforms = rng.random(60)
         uniforms[:4], uniforms[4:8] = 0.0, np.nextafter(1.0, 0.0)
-        expected, logprobs = choose(logits, params, uniforms.tolist())
-        found, found_logprobs = Chooser()(logits, params, uniforms)
+        expected, logprobs = sample_tokens(logits, params, uniforms.tolist())
+        found, found_logprobs = TokenSampler()(logits, params, uniforms)
         np.testing.assert_allclose(found_logprobs[found == expected],
                                    np.array(logprobs)[found == expected], atol=1e-5)  # fmt: skip
         # Rounding may tip a choice between neighbours.
@@ -274,8 +276,8 @@ def test_cut_rows_and_a_smaller_vocabulary() -> None:
     logits[:, 40:] = 30.0
     params = [SamplingParams(1, top_k=5), SamplingParams(1), SamplingParams(1, top_p=0.5)] * 2
     uniforms = np.linspace(0, 0.999, 6)
-    found, logprobs = Chooser(40)(logits, params, uniforms)
-    expected, expected_logprobs = choose(logits[:, :40], params, uniforms.tolist())
+    found, logprobs = TokenSampler(40)(logits, params, uniforms)
+    expected, expected_logprobs = sample_tokens(logits[:, :40], params, uniforms.tolist())
     assert found.tolist() == expected
     np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-5)
 
@@ -299,7 +301,7 @@ def test_logits_that_are_not_finite(bad: float) -> None:
     logits = torch.zeros(3, 40)
     logits[1] = bad
     with pytest.raises(TrainingError, match=r"not finite \(row 1 of 3\)"):
-        Chooser()(logits, [SamplingParams(1)] * 3, np.full(3, 0.5))
+        TokenSampler()(logits, [SamplingParams(1)] * 3, np.full(3, 0.5))
 
 
 @pytest.mark.parametrize("path", ["fast", "generic"])

@@ -20,12 +20,13 @@ from ludus.models.decoders import static
 from ludus.models.decoders.lean import LeanDecoder
 from ludus.models.decoders.llama import read
 from ludus.models.decoders.static import StaticDecoder
-from ludus.models.kv_cache.paging import BLOCK, Pass
+from ludus.models.kv_cache.paging import BLOCK
+from ludus.models.kv_cache.step_inputs import StepInputs
 from ludus.models.kv_cache.shared_prefix import Groups, bucket
 from ludus.models.samplers.base import SamplingParams
-from ludus.models.samplers.device_choice import choose_there
+from ludus.models.samplers.device_sampling import sample_on_device
 from ludus.models.samplers.engine import InProcessSampler
-from ludus.models.samplers.sampling import choose, distribution
+from ludus.models.samplers.sampling import distribution, sample_tokens
 
 
 class Watched(StaticDecoder):
@@ -44,7 +45,7 @@ def static_sampler(model: Any, decoder: StaticDecoder | None = None) -> InProces
     engine = sampler(model, path="static")
     if decoder is not None:
         engine.decoder = decoder
-        engine._empty()  # with the decoder's limit
+        engine._reset()  # with the decoder's limit
     return engine
 
 
@@ -131,13 +132,13 @@ async def test_a_full_store_changes_nothing_but_the_time(room: int) -> None:
     assert [a for a, _ in expected] == [b for b, _ in found]
     if room < 30:
         assert engine.num_prefill_tokens > free.num_prefill_tokens  # computed anew
-    assert engine._tree.num_blocks <= room
+    assert engine._scheduler._tree.num_blocks <= room
 
 
 async def test_no_room_for_one() -> None:
     model = tiny()
     engine = static_sampler(model, StaticDecoder(read(model, CONTEXT), max_blocks=2))
-    with pytest.raises(ConfigError, match="room for 32 tokens of keys and values, too few for one"):
+    with pytest.raises(ConfigError, match="KV cache holds 32 tokens, too few for one"):
         await episode(engine, "a", [1] * 40, [SamplingParams(3)])
     assert tokens(await episode(engine, "b", [1, 2], [SamplingParams(3)]))  # goes on
 
@@ -177,13 +178,13 @@ def test_groups_follow_the_rows() -> None:
     assert groups.of(alone, whole[:2] - 1) == []
 
 
-def one_step(tables: list[list[int]], positions: list[int], seed: int) -> Pass:
+def one_step(tables: list[list[int]], positions: list[int], seed: int) -> StepInputs:
     rows = np.arange(len(tables), dtype=np.int32)
     at = np.array(positions, np.int32)
     table = np.array(tables, np.int32)
     slots = table[rows, at // BLOCK] * BLOCK + at % BLOCK
     ids = np.random.default_rng(seed).integers(1, VOCAB, len(rows))
-    return Pass(ids, at, rows, rows, slots.astype(np.int32), table, rows)
+    return StepInputs(ids, at, rows, rows, slots.astype(np.int32), table, rows)
 
 
 def test_buckets_are_few_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +203,7 @@ def test_random_steps_are_those_of_lean(seed: int) -> None:
     llama = read(tiny(), CONTEXT)
     decoders = (StaticDecoder(llama), LeanDecoder(llama))
     blocks = 40
-    fill = Pass(
+    fill = StepInputs(
         np.random.default_rng(seed).integers(1, VOCAB, BLOCK * blocks),
         np.tile(np.arange(BLOCK, dtype=np.int32), blocks),
         np.repeat(np.arange(blocks, dtype=np.int32), BLOCK),
@@ -294,8 +295,8 @@ def test_choice_where_the_logits_are() -> None:
         params = [SamplingParams(1, temperature=t) for t in temperatures]
         uniforms = rng.random(60)
         uniforms[:4], uniforms[4:8] = 0.0, np.nextafter(1.0, 0.0)
-        expected, logprobs = choose(logits, params, uniforms.tolist())
-        found, found_logprobs = choose_there(logits, temperatures, uniforms)
+        expected, logprobs = sample_tokens(logits, params, uniforms.tolist())
+        found, found_logprobs = sample_on_device(logits, temperatures, uniforms)
         same = found == np.array(expected)
         assert same.sum() > 50
         np.testing.assert_allclose(found_logprobs[same], np.array(logprobs)[same], atol=1e-5)
@@ -311,7 +312,7 @@ def test_choice_where_the_logits_are() -> None:
 def test_logits_that_are_not_finite(bad: float) -> None:
     logits = torch.zeros(3, 40)
     logits[1] = bad
-    _, logprobs = choose_there(logits, np.ones(3), np.full(3, 0.5))
+    _, logprobs = sample_on_device(logits, np.ones(3), np.full(3, 0.5))
     assert np.isfinite(logprobs).tolist() == [True, False, True]
 
 

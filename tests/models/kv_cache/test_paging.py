@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from ludus.models.kv_cache.paging import BLOCK, Block, BlockTree, Pass, Planner
+from ludus.models.kv_cache.paging import BLOCK, Block, BlockTree
+from ludus.models.kv_cache.step_inputs import StepInputs, StepInputsBuilder
 
 
 class Storage:
@@ -23,7 +24,7 @@ class Storage:
                 self.slots[BLOCK * target + offset] = self.slots[BLOCK * source + offset]
                 self.num_copied += 1
 
-    def run(self, batch: Pass) -> list[tuple[int, ...]]:
+    def run(self, batch: StepInputs) -> list[tuple[int, ...]]:
         """Compute a pass chunk by chunk, checking what each token sees; the conversations that
         the outputs stand for."""
         outputs: dict[int, tuple[int, ...]] = {}
@@ -56,12 +57,12 @@ class Storage:
         self, sessions: dict[str, list[Block]], prompts: dict[str, list[int]]
     ) -> tuple[int, int]:
         """Admit prompts together; the number of tokens computed, and of blocks held."""
-        planner = Planner()
+        builder = StepInputsBuilder()
         for name, prompt in prompts.items():
-            sessions[name] = self.tree.admit(sessions.get(name, []), prompt, planner)
-        found = self.run(planner.result())
+            sessions[name] = self.tree.admit(sessions.get(name, []), prompt, builder)
+        found = self.run(builder.build())
         assert found == [tuple(prompt) for prompt in prompts.values()]
-        return len(planner.ids), self.tree.num_used
+        return len(builder.ids), self.tree.num_used
 
 
 def ids(*spans: tuple[int, int]) -> list[int]:

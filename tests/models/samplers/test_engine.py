@@ -37,7 +37,7 @@ from transformers import (
 from ludus.config.schema import LoraConfig
 from ludus.core.errors import ConfigError, ContextOverflow, TrainingError
 from ludus.models.build import _with_lora
-from ludus.models.kv_cache.paging import Pass
+from ludus.models.kv_cache.step_inputs import StepInputs
 from ludus.models.samplers.base import Completion, SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
 
@@ -332,7 +332,7 @@ def record_batches(engine: InProcessSampler) -> list[Any]:
     passes: list[Any] = []
     original = engine.decoder.forward
 
-    def recording(batch: Pass) -> Any:
+    def recording(batch: StepInputs) -> Any:
         passes.append((batch.rows.tolist(), batch.positions.tolist(), batch.ids.tolist()))
         return original(batch)
 
@@ -429,7 +429,7 @@ async def test_new_weights_forget_the_cache() -> None:
     first = await engine.sample([1, 2, 3], MIXED[0], session="a")
     prompt = [1, 2, 3, *first.token_ids, 4, 5]
     nudge(model)
-    engine.forget()
+    engine.clear_cache()
     engine.policy_version += 1
     second = await engine.sample(prompt, MIXED[3], session="a")
     assert (first.policy_version, second.policy_version) == (0, 1)
@@ -451,7 +451,7 @@ async def test_new_weights_in_the_midst_of_a_turn() -> None:
     before = engine.num_decode_tokens
     old = tiny()
     nudge(model)
-    engine.forget()
+    engine.clear_cache()
     engine.policy_version += 1
     completion = await turn
     assert completion.policy_version == 0  # the oldest that sampled

@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 
 from ludus.core.errors import TrainingError
 from ludus.models.samplers.base import SamplingParams
-from ludus.models.samplers.sampling import choose, distribution
+from ludus.models.samplers.sampling import distribution, sample_tokens
 
 
 def params(**options: float) -> SamplingParams:
@@ -60,13 +60,13 @@ def test_ties_are_cut_in_the_order_of_ids() -> None:
 @pytest.mark.parametrize("temperature", [1e-30, 1e-45])
 def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     logits = torch.tensor([[1.0, 40.0, -3.0, 39.0]])
-    tokens, logprobs = choose(logits, [params(temperature=temperature)], [0.999])
+    tokens, logprobs = sample_tokens(logits, [params(temperature=temperature)], [0.999])
     assert (tokens, logprobs) == ([1], [0.0])
 
 
 def test_greedy_takes_the_first_maximum() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, 2.0]])
-    tokens, logprobs = choose(logits, [params(temperature=0.0, top_k=1, top_p=0.1)] * 2, [0.9, 0.9])
+    tokens, logprobs = sample_tokens(logits, [params(temperature=0.0, top_k=1, top_p=0.1)] * 2, [0.9, 0.9])
     assert tokens == [1, 0]
     assert logprobs == pytest.approx(logits.log_softmax(-1)[[0, 1], [1, 0]].tolist())
 
@@ -76,11 +76,11 @@ def test_uniform_numbers_at_the_edges() -> None:
     below_one = float(np.nextafter(1.0, 0.0))
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
     for uniform, token in ((0.0, 1), (0.499, 1), (0.5, 3), (below_one, 3)):
-        assert choose(logits, [params()], [uniform]) == ([token], [pytest.approx(np.log(0.5))])
+        assert sample_tokens(logits, [params()], [uniform]) == ([token], [pytest.approx(np.log(0.5))])
     wide = torch.randn(1, 5000, generator=torch.Generator().manual_seed(0)) * 4
     for row in (params(top_k=3), params(top_p=0.5), params(temperature=0.1)):
         for uniform in (0.0, below_one):
-            _, [logprob] = choose(wide, [row], [uniform])
+            _, [logprob] = sample_tokens(wide, [row], [uniform])
             assert np.isfinite(logprob)
 
 
@@ -89,7 +89,7 @@ def test_frequencies_are_those_of_the_distribution() -> None:
     row = params(temperature=0.8, top_k=10, top_p=0.95)
     logits = torch.randn(1, 24, generator=torch.Generator().manual_seed(1))
     size = 20_000
-    tokens, logprobs = choose(
+    tokens, logprobs = sample_tokens(
         logits.expand(size, -1), [row] * size, generator.random(size).tolist()
     )
     expected = np.exp(numpy_distribution(logits[0].numpy(), row))
@@ -107,6 +107,6 @@ def test_logits_that_are_not_finite_are_refused(bad: float, temperature: float) 
     logits = torch.zeros(3, 4)
     logits[1, 2] = bad
     with pytest.raises(TrainingError, match=r"not finite \(row 1 of 3\).*have diverged"):
-        choose(logits, [params(temperature=temperature)] * 3, [0.5] * 3)
+        sample_tokens(logits, [params(temperature=temperature)] * 3, [0.5] * 3)
     with pytest.raises(TrainingError, match="row 0 of 1"):
-        choose(torch.full((1, 4), -torch.inf), [params()], [0.5])
+        sample_tokens(torch.full((1, 4), -torch.inf), [params()], [0.5])

@@ -488,7 +488,7 @@ def test_a_sampler_that_dies_is_the_services_fault(folders: dict[str, Path]) -> 
         def die(*_: Any) -> None:
             raise SamplerError("it died in the midst of a turn")
 
-        engine._sampler._round = die
+        engine._sampler._step = die
 
     with served(folders["wild"], rigged=kill) as address:
         with pytest.raises(openai.InternalServerError, match="broke down") as caught:

@@ -66,8 +66,8 @@ _COUNTS = ("tokens", "writes", "outputs", "table_stride", "max_length")
 _ARRAYS = ("ids", "positions", "rows", "write_tokens", "write_slots", "tables", "output_tokens")
 
 
-class NativePass(ctypes.Structure):
-    """`ludus.models.kv_cache.paging.Pass`, as C sees it."""
+class NativeInputs(ctypes.Structure):
+    """`ludus.models.kv_cache.paging.StepInputs`, as C sees it."""
 
     _fields_ = [*[(name, _INT) for name in _COUNTS], *[(name, _POINTER) for name in _ARRAYS]]
 
@@ -84,7 +84,7 @@ class Kernels:
     def __init__(self, half: bool = False) -> None:
         lib = library(half)
         self.dtype = torch.bfloat16 if half else torch.float32
-        long, model, pass_ = ctypes.c_long, ctypes.POINTER(Model), ctypes.POINTER(NativePass)
+        long, model, pass_ = ctypes.c_long, ctypes.POINTER(Model), ctypes.POINTER(NativeInputs)
         lib.ludus_scratch.argtypes = [model, pass_, ctypes.c_int]
         lib.ludus_scratch.restype = long
         lib.ludus_forward.argtypes = [model, pass_, _POINTER, _POINTER, ctypes.c_int]

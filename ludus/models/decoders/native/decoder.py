@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ludus.models.decoders.llama import Llama, LlamaLayer
-from ludus.models.decoders.native.bindings import Kernels, Layer, Model, NativePass
-from ludus.models.kv_cache.paging import BLOCK, Pass
+from ludus.models.decoders.native.bindings import Kernels, Layer, Model, NativeInputs
+from ludus.models.kv_cache.paging import BLOCK
+from ludus.models.kv_cache.step_inputs import StepInputs
 
 _ACTIVATIONS = {"silu": 2, "gelu_tanh": 3}  # as in decoder.c
 
@@ -31,7 +32,8 @@ class NativeDecoder:
     """
 
     name = "native"
-    mixes = True
+    mixed_batches = True
+    max_blocks: int | None = None
 
     def __init__(self, llama: Llama, dtype: torch.dtype = torch.float32) -> None:
         weight, half = llama.embedding.weight, dtype == torch.bfloat16
@@ -99,11 +101,11 @@ class NativeDecoder:
         self._versions = []
 
     @torch.inference_mode()
-    def forward(self, batch: Pass) -> Tensor:
+    def forward(self, batch: StepInputs) -> Tensor:
         self._pack_if_changed()
         threads = torch.get_num_threads()
         tables = np.ascontiguousarray(batch.tables)
-        native = NativePass(
+        native = NativeInputs(
             tokens=len(batch.ids),
             writes=len(batch.write_tokens),
             outputs=len(batch.outputs),

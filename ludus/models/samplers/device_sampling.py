@@ -1,6 +1,6 @@
 """One token a row, chosen where the logits are: nothing is waited for but the tokens.
 
-As `sampling.choose` without cuts, by the same uniform numbers; exponentials in float32, sums in
+As `sampling.sample_tokens` without cuts, by the same uniform numbers; exponentials in float32, sums in
 float64, over chunks of the vocabulary and then within one.
 
 Shape suffixes: B rows, V vocabulary, C chunks, S size of a chunk.
@@ -18,7 +18,7 @@ CHUNK = 1024
 
 
 @torch.inference_mode()
-def choose_there(
+def sample_on_device(
     logits_BV: Tensor, temperatures_B: NDArray[np.float64], uniforms_B: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Token ids and their log-probabilities; NaN for rows whose logits are not finite.
