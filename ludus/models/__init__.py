@@ -1,32 +1,38 @@
-"""Models, tokenizers, renderers, samplers."""
+"""Models, tokenizers, chat rendering, samplers."""
 
 import os
 from typing import Any
 
 from ludus.config.registry import Registry, Row
 
-# OpenMP threads that spin while they wait steal the cores from everything beside torch
-# (environments, a second run); it must be set before torch is first imported.
+# By default, waiting OpenMP threads spin and take CPU time from environments and other processes.
+# The variable has to be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 ARCHITECTURES: Registry[object] = Registry(
     "architecture",
     {
-        "qwen3": Row("ludus.models.build:qwen3", "train", "Qwen3: grouped queries, q and k normed"),
-        "llama": Row("ludus.models.build:llama", "train", "Llama: grouped queries"),
+        "qwen3": Row(
+            "ludus.models.build:qwen3",
+            "train",
+            "Qwen3: grouped-query attention, norms on queries and keys",
+        ),
+        "llama": Row("ludus.models.build:llama", "train", "Llama: grouped-query attention"),
     },
     context=frozenset({"vocab_size", "context_length"}),
 )
-"""Models that can be initialised from scratch: a size -> a transformers configuration."""
+"""Models that can be initialised from scratch: sizes to a transformers configuration."""
 
 TOKENIZERS: Registry[object] = Registry(
     "tokenizer",
     {
         "words": Row(
-            "ludus.models.chat.tokenizers:words", "train", "a token a word, digit or sign"
+            "ludus.models.chat.tokenizers:words", "train", "one token per word, digit or sign"
         ),
         "bpe": Row(
-            "ludus.models.chat.tokenizers:bpe", "train", "byte pairs: every text round-trips"
+            "ludus.models.chat.tokenizers:bpe",
+            "train",
+            "byte-level BPE; encodes any text losslessly",
         ),
     },
     context=frozenset({"texts", "framing", "special_tokens"}),
@@ -44,16 +50,16 @@ SAMPLERS: Registry[Any] = Registry(
         "exact": Row(
             "ludus.models.exact.sampler:ExactSampler",
             "train",
-            "in this process, each token alike in any batch; slow, see `verify`",
+            "in this process, batch-invariant; slow, see `verify`",
         ),
         "vllm": Row(
             "ludus.models.samplers.vllm:VllmSampler",
             "vllm",
-            "a vLLM server, weights swapped while it serves",
+            "a vLLM server with in-place weight updates",
         ),
     },
     context=frozenset(
         {"model", "context_length", "decode", "deterministic", "tokenizer", "folder"}
     ),
 )
-"""What samples turns with the policy that is trained: each is a `PolicySampler`."""
+"""Samplers of the trained policy; each is a `PolicySampler`."""

@@ -1,4 +1,4 @@
-"""What computes logits for the sampler: a decoder over blocks of keys and values."""
+"""Decoder protocol: computes logits over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -10,33 +10,36 @@ from ludus.models.kv_cache.step_inputs import StepInputs
 
 
 class Decoder(Protocol):
-    """Computes passes. It owns the storage of keys and values; which block is whose it is told.
+    """Computes forward passes and owns the KV-cache storage; the scheduler assigns the blocks.
 
     Shape suffixes: R rows, V vocabulary.
     """
 
     name: str
-    """What it is, for people."""
+    """For logs and messages."""
 
     mixed_batches: bool
-    """Whether rows of many new tokens and rows of one cost no more together than apart."""
+    """Whether prefill and decode rows cost no more in one pass than in two."""
+
+    max_blocks: int | None
+    """Capacity of the KV cache in blocks; None: unlimited."""
 
     def reserve(self, num_blocks: int) -> None:
-        """Have storage for so many blocks; what is stored stays."""
+        """Extend the storage to `num_blocks`; stored values are kept."""
         ...
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Copy the first `count` positions of a block to another, in all layers."""
+        """Copy the first `count` positions of a block to another block, in all layers."""
         ...
 
-    def forward(self, batch: StepInputs) -> Tensor:
-        """Logits [R, V] of the rows' outputs; valid until the next call."""
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Returns logits [R, V] of the rows' output tokens; valid until the next call."""
         ...
 
     def refresh(self) -> None:
-        """The model's weights, or its modules, have been replaced."""
+        """Handle replaced weights or modules."""
         ...
 
     def clear(self) -> None:
-        """Give storage back."""
+        """Free the KV-cache storage."""
         ...

@@ -1,7 +1,7 @@
-"""Any Hugging Face causal LM as a decoder: its own forward pass, over our blocks.
+"""Decoder for any Hugging Face causal LM: the model's own forward pass over a paged KV cache.
 
-The slower path. It needs layers that all attend to every position, and a model that leaves
-positions and the attention mask to the caller (`probe` tells).
+The slower path. All layers must attend to every position, and the model must take positions and
+attention mask from the caller; `probe` verifies both.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: storage grows when it is written to."""
+        """Does nothing: storage grows at the first write."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values [R, H, L, D]; return those of all positions so far."""
-        plan = self.cache.plan
+        """Store new keys and values [R, H, L, D]; returns those of all positions so far."""
+        padded = self.cache.padded
         for store, states_RHLD in zip(self.stores, (key_states, value_states), strict=True):
             states_NHD = states_RHLD.transpose(1, 2).flatten(0, 1)
             store.num_slots = self.cache.num_slots
-            store.write(states_NHD[plan.write_places_W], plan.write_slots_W)
-        return self.stores[0].read(plan.slots_RT), self.stores[1].read(plan.slots_RT)
+            store.write(states_NHD[padded.write_places_W], padded.write_slots_W)
+        return self.stores[0].read(padded.slots_RT), self.stores[1].read(padded.slots_RT)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.plan.slots_RT.shape[1], 0
+        return self.cache.padded.slots_RT.shape[1], 0
 
     def get_seq_length(self) -> int:
-        return int(self.cache.plan.slots_RT.shape[1])
+        return int(self.cache.padded.slots_RT.shape[1])
 
     def get_max_length(self) -> int:
         return -1
 
 
 class BlockCache(Cache):  # type: ignore[misc]
-    """A transformers cache that stores and reads as the plan of the pass under way says."""
+    """A transformers cache whose reads and writes follow the current pass's `PaddedInputs`."""
 
-    plan: PaddedInputs
+    padded: PaddedInputs
 
     def __init__(self, num_layers: int) -> None:
         self.num_slots = 0
@@ -84,28 +84,28 @@ class GenericDecoder:
                 store.copy(BLOCK * source, BLOCK * target, count)
 
     @torch.inference_mode()
-    def forward(self, batch: StepInputs) -> Tensor:
+    def forward(self, inputs: StepInputs) -> Tensor:
         if self._model.training:
             self._model.eval()
-        plan = PaddedInputs.of(batch, next(self._model.parameters()).device)
-        self._cache.plan = plan
-        width = plan.ids_RL.shape[1]
-        columns, column_of_output = torch.unique(plan.output_columns, return_inverse=True)
+        padded = PaddedInputs.of(inputs, next(self._model.parameters()).device)
+        self._cache.padded = padded
+        width = padded.ids_RL.shape[1]
+        columns, column_of_output = torch.unique(padded.output_columns, return_inverse=True)
         last = columns.tolist() == [width - 1]
         logits_RCV: Tensor = self._model(
-            input_ids=plan.ids_RL,
-            attention_mask=plan.mask_R1LT,
-            position_ids=plan.positions_RL,
+            input_ids=padded.ids_RL,
+            attention_mask=padded.mask_R1LT,
+            position_ids=padded.positions_RL,
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1 if last else columns,
         ).logits
-        if not last and logits_RCV.shape[1] == width:  # a model that keeps them all
-            return logits_RCV[plan.output_rows, plan.output_columns]
-        return logits_RCV[plan.output_rows, column_of_output]
+        if not last and logits_RCV.shape[1] == width:  # the model ignores logits_to_keep
+            return logits_RCV[padded.output_rows, padded.output_columns]
+        return logits_RCV[padded.output_rows, column_of_output]
 
     def refresh(self) -> None:
-        """The module is called as it is."""
+        """Does nothing: the module is called as it is."""
 
     def clear(self) -> None:
         self._cache = BlockCache(self._num_layers)

@@ -1,4 +1,4 @@
-"""A Llama-shaped decoder in plain torch: any device and precision, on the model's own parameters.
+"""Llama-shaped decoder in plain torch: any device and dtype, on the model's own parameters.
 
 Shape suffixes as in padded.py, and: E width of the residual stream, K key-value heads, V
 vocabulary.
@@ -18,7 +18,7 @@ from ludus.models.kv_cache.paging import BLOCK
 from ludus.models.kv_cache.step_inputs import StepInputs
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Layer, queries [N, H, D], keys and values [N, K, D] to what the heads find, [N, H * D]."""
+"""attend(layer number, queries [N, H, D], keys and values [N, K, D]) -> attention [N, H * D]."""
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -27,10 +27,10 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class LeanDecoder:
-    """A `Decoder` of a model read by `ludus.models.decoders.llama.read`.
+    """`Decoder` in torch, of a model read by `ludus.models.decoders.llama.read`.
 
     Args:
-        autocast: multiply in bfloat16, whatever the weights are.
+        autocast: multiply in bfloat16, whatever the type of the weights.
     """
 
     name = "lean"
@@ -53,40 +53,39 @@ class LeanDecoder:
             store.copy(BLOCK * source, BLOCK * target, count)
 
     def refresh(self) -> None:
-        """Parameters are read where they are."""
+        """Does nothing: parameters are read in place."""
 
     def clear(self) -> None:
-        self._keys = [self._store() for _ in self._llama.layers]
-        self._values = [self._store() for _ in self._llama.layers]
+        self._keys = [self._new_store() for _ in self._llama.layers]
+        self._values = [self._new_store() for _ in self._llama.layers]
         self.reserve(0)
 
-    def _store(self) -> Store:
-        """Room for the keys or the values of a layer."""
+    def _new_store(self) -> Store:
+        """Storage of one layer's keys or values."""
         return SlotStore()
 
     def _stores(self) -> list[Store]:
         return [*self._keys, *self._values]
 
     @torch.inference_mode()
-    def forward(self, batch: StepInputs) -> Tensor:
+    def forward(self, inputs: StepInputs) -> Tensor:
         device = self._llama.embedding.weight.device.type
         with torch.autocast(device, torch.bfloat16, enabled=self._autocast):
-            return self._forward(batch)
+            return self._forward(inputs)
 
-    def _forward(self, batch: StepInputs) -> Tensor:
-        llama = self._llama
-        device = llama.embedding.weight.device
-        plan = PaddedInputs.of(batch, device)
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        device = self._llama.embedding.weight.device
+        padded = PaddedInputs.of(inputs, device)
 
         def attend(number: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-            return self._attention(number, q_NHD, k_NKD, v_NKD, plan)
+            return self._attention(number, q_NHD, k_NKD, v_NKD, padded)
 
-        ids_N = plan.ids_RL.flatten()[plan.place_N]
-        x_NE = self._layers(ids_N, plan.positions_RL.flatten()[plan.place_N], attend)
-        return self._logits(x_NE[torch.from_numpy(batch.outputs).to(device, torch.long)])
+        ids_N = padded.ids_RL.flatten()[padded.place_N]
+        x_NE = self._layers(ids_N, padded.positions_RL.flatten()[padded.place_N], attend)
+        return self._logits(x_NE[torch.from_numpy(inputs.outputs).to(device, torch.long)])
 
     def _layers(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """The residual stream after all layers, [N, E]."""
+        """Returns the residual stream after all layers, [N, E]."""
         llama = self._llama
         if llama.model.training:  # adapters may have dropout
             llama.model.eval()
@@ -97,64 +96,64 @@ class LeanDecoder:
         if llama.embedding_scale != 1:
             x_NE = x_NE * torch.tensor(llama.embedding_scale, dtype=weight.dtype)
         for number, layer in enumerate(llama.layers):
-            h_NE = self._normed(x_NE, layer.attention_norm)
+            h_NE = self._norm(x_NE, layer.attention_norm)
             heads = self._heads(layer, h_NE, cosine_N1D, sine_N1D)
             x_NE = x_NE + layer.output.module(attend(number, *heads))
-            h_NE = self._normed(x_NE, layer.mlp_norm)
+            h_NE = self._norm(x_NE, layer.mlp_norm)
             gate = _ACTIVATIONS[llama.activation](layer.gate.module(h_NE))
             x_NE = x_NE + layer.down.module(gate * layer.up.module(h_NE))
         return x_NE
 
     def _logits(self, x_RE: Tensor) -> Tensor:
-        logits_RV: Tensor = self._llama.head.module(self._normed(x_RE, self._llama.final_norm))
+        logits_RV: Tensor = self._llama.head.module(self._norm(x_RE, self._llama.final_norm))
         return logits_RV
 
-    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
+    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
         scale = norm.scale()
         return F.rms_norm(x.to(scale.dtype), x.shape[-1:], scale, self._llama.eps)
 
     def _heads(
         self, layer: LlamaLayer, h_NE: Tensor, cosine_N1D: Tensor, sine_N1D: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, H, D], keys and values [N, K, D], at their positions."""
+        """Returns queries [N, H, D] and keys [N, K, D], both rotated, and values [N, K, D]."""
         heads = (h_NE.shape[0], -1, self._llama.head_dim)
         q_NHD = layer.query.module(h_NE).view(heads)
         k_NKD = layer.key.module(h_NE).view(heads)
         v_NKD = layer.value.module(h_NE).view(heads)
         if layer.query_norm is not None and layer.key_norm is not None:
-            q_NHD = self._normed(q_NHD, layer.query_norm)
-            k_NKD = self._normed(k_NKD, layer.key_norm)
-        return _rotated(q_NHD, cosine_N1D, sine_N1D), _rotated(k_NKD, cosine_N1D, sine_N1D), v_NKD
+            q_NHD = self._norm(q_NHD, layer.query_norm)
+            k_NKD = self._norm(k_NKD, layer.key_norm)
+        return _rotate(q_NHD, cosine_N1D, sine_N1D), _rotate(k_NKD, cosine_N1D, sine_N1D), v_NKD
 
     def _attention(
-        self, number: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, plan: PaddedInputs
+        self, number: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, padded: PaddedInputs
     ) -> Tensor:
-        """What a layer's heads find, [N, H * D]; stores the keys and values."""
+        """Attention of one layer, [N, H * D]; stores its keys and values."""
         llama = self._llama
         keys, values = self._keys[number], self._values[number]
-        keys.write(k_NKD[plan.write_tokens_W], plan.write_slots_W)
-        values.write(v_NKD[plan.write_tokens_W], plan.write_slots_W)
-        rows, width = plan.ids_RL.shape
-        padded_XHD = q_NHD
+        keys.write(k_NKD[padded.write_tokens_W], padded.write_slots_W)
+        values.write(v_NKD[padded.write_tokens_W], padded.write_slots_W)
+        rows, width = padded.ids_RL.shape
+        q_XHD = q_NHD
         if len(q_NHD) < rows * width:
-            padded_XHD = q_NHD.new_zeros(rows * width, *q_NHD.shape[1:])
-            padded_XHD[plan.place_N] = q_NHD
-        found_RHLD = F.scaled_dot_product_attention(
-            padded_XHD.view(rows, width, *q_NHD.shape[1:]).transpose(1, 2),
-            keys.read(plan.slots_RT),
-            values.read(plan.slots_RT),
-            attn_mask=plan.mask_R1LT,
+            q_XHD = q_NHD.new_zeros(rows * width, *q_NHD.shape[1:])
+            q_XHD[padded.place_N] = q_NHD
+        result_RHLD = F.scaled_dot_product_attention(
+            q_XHD.view(rows, width, *q_NHD.shape[1:]).transpose(1, 2),
+            keys.read(padded.slots_RT),
+            values.read(padded.slots_RT),
+            attn_mask=padded.mask_R1LT,
             scale=llama.attention_scale,
             enable_gqa=llama.heads != llama.kv_heads,
         )
-        return found_RHLD.transpose(1, 2).reshape(rows * width, -1)[plan.place_N]
+        return result_RHLD.transpose(1, 2).reshape(rows * width, -1)[padded.place_N]
 
 
-def _rotated(x_NHD: Tensor, cosine_N1D: Tensor, sine_N1D: Tensor) -> Tensor:
-    """Rotary positions, halves against halves, on the first dimensions."""
+def _rotate(x_NHD: Tensor, cosine_N1D: Tensor, sine_N1D: Tensor) -> Tensor:
+    """Rotary position embedding (half rotation) of the first dimensions."""
     rotary = cosine_N1D.shape[-1]
-    turned, rest = x_NHD[..., :rotary], x_NHD[..., rotary:]
+    rotated, rest = x_NHD[..., :rotary], x_NHD[..., rotary:]
     half = rotary // 2
-    swapped = torch.cat((-turned[..., half:], turned[..., :half]), -1)
-    turned = turned * cosine_N1D + swapped * sine_N1D
-    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+    swapped = torch.cat((-rotated[..., half:], rotated[..., :half]), -1)
+    rotated = rotated * cosine_N1D + swapped * sine_N1D
+    return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated

@@ -1,10 +1,10 @@
-"""Reading a Hugging Face model as a Llama-shaped decoder, by its structure.
+"""Reads a Hugging Face model as a Llama-shaped decoder, from its module structure.
 
-Llama-shaped: tokens are embedded, each layer adds attention (rotary positions, grouped heads) and a
-gated MLP, each after an RMS norm, to the residual stream; a last norm, and the head. Qwen3 has
-norms on queries and keys, Qwen2 biases, Gemma norms of 1 + weight and scaled embeddings. What is
-not known here, down to a child module's name, is not read as such: `read` says what it is, and the
-sampler takes its generic path. What cannot be seen in the structure shows in a trial (`probe`).
+Llama-shaped: embeddings; layers that add attention (rotary positions, grouped heads) and a gated
+MLP, each after an RMS norm, to the residual stream; a final norm; the output head. Variants: Qwen3
+has norms on queries and keys, Qwen2 has biases, Gemma has norms of 1 + weight and scaled
+embeddings. `read` refuses unknown modules by name, and the sampler then uses its generic path.
+Deviations that the structure does not show are found by a trial pass (`probe`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
-"""Rotary frequencies that do not depend on the length of what is computed."""
+"""Rotary types whose frequencies do not depend on the sequence length."""
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -25,7 +25,7 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class NotLlama(Exception):
-    """The model has something that a Llama-shaped decoder has not; the message says what."""
+    """The model is not Llama-shaped; the message names the part that differs."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Norm:
     offset: float
 
     def scale(self) -> Tensor:
-        """What the normalised numbers are multiplied by."""
+        """Returns the factor of the normalised values."""
         weight: Tensor = self.module.weight.detach()
         return weight + self.offset if self.offset else weight
 
@@ -48,7 +48,7 @@ class Linear:
     module: Any
 
     def weight(self) -> Tensor:
-        """[outputs, inputs], adapters added."""
+        """Returns the weight [outputs, inputs] with active adapters merged."""
         module = self.module
         base = getattr(module, "base_layer", module)
         weight: Tensor = base.weight.detach()
@@ -58,14 +58,14 @@ class Linear:
         return weight
 
     def bias(self) -> Tensor | None:
-        """[outputs]"""
+        """Returns the bias [outputs]."""
         bias = getattr(self.module, "base_layer", self.module).bias
         return None if bias is None else bias.detach()
 
 
 @dataclass(frozen=True)
 class LlamaLayer:
-    """One layer's parts."""
+    """Modules of one layer."""
 
     attention_norm: Norm
     query: Linear
@@ -82,7 +82,7 @@ class LlamaLayer:
 
 @dataclass(frozen=True)
 class Llama:
-    """A decoder's sizes and parts; weights are read from the model's own parameters.
+    """Sizes and modules of a decoder; weights are read from the model's own parameters.
 
     `cosine_TD` and `sine_TD` are the rotary tables of all positions of the context, [T, rotary
     dimensions], in float32.
@@ -109,12 +109,12 @@ class Llama:
 
 @torch.no_grad()
 def read(model: Any, context_length: int) -> Llama:
-    """The model as a Llama-shaped decoder. Errors: NotLlama."""
+    """Returns the model as a Llama-shaped decoder. Errors: NotLlama."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     _require(_children(base) == {"model", "lm_head"}, f"{type(base).__name__} has other parts")
     core = base.model
-    parts = {"embed_tokens", "layers", "norm", "rotary_emb"}
-    _require(_children(core) == parts, f"{type(core).__name__} has other parts")
+    children = {"embed_tokens", "layers", "norm", "rotary_emb"}
+    _require(_children(core) == children, f"{type(core).__name__} has other parts")
     config = base.config.get_text_config()
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     _require(activation in ACTIVATIONS, f"activation {activation!r}")
@@ -150,9 +150,9 @@ def read(model: Any, context_length: int) -> Llama:
     )
 
 
-def _require(condition: bool, what: str) -> None:
+def _require(condition: bool, reason: str) -> None:
     if not condition:
-        raise NotLlama(what)
+        raise NotLlama(reason)
 
 
 def _children(module: nn.Module) -> set[str]:
@@ -162,11 +162,11 @@ def _children(module: nn.Module) -> set[str]:
 def _layer(layer: Any) -> LlamaLayer:
     _require(_children(layer) == _LAYER, f"{type(layer).__name__} has other parts")
     attention, mlp = layer.self_attn, layer.mlp
-    normed = {"q_norm", "k_norm"} <= _children(attention)
-    expected = _ATTENTION | ({"q_norm", "k_norm"} if normed else set())
+    has_norms = {"q_norm", "k_norm"} <= _children(attention)
+    expected = _ATTENTION | ({"q_norm", "k_norm"} if has_norms else set())
     _require(_children(attention) == expected, f"{type(attention).__name__} has other parts")
     _require(_children(mlp) == _MLP, f"{type(mlp).__name__} has other parts")
-    if normed:
+    if has_norms:
         width = attention.q_norm.weight.shape[0]
         _require(width == attention.head_dim, "norms over all heads together")
     return LlamaLayer(
@@ -175,8 +175,8 @@ def _layer(layer: Any) -> LlamaLayer:
         key=_linear(attention.k_proj),
         value=_linear(attention.v_proj),
         output=_linear(attention.o_proj),
-        query_norm=_norm(attention.q_norm) if normed else None,
-        key_norm=_norm(attention.k_norm) if normed else None,
+        query_norm=_norm(attention.q_norm) if has_norms else None,
+        key_norm=_norm(attention.k_norm) if has_norms else None,
         mlp_norm=_norm(layer.post_attention_layernorm),
         gate=_linear(mlp.gate_proj),
         up=_linear(mlp.up_proj),
@@ -185,7 +185,7 @@ def _layer(layer: Any) -> LlamaLayer:
 
 
 def _linear(module: Any) -> Linear:
-    """A plain linear layer, or one of peft's with plain low-rank adapters."""
+    """A plain linear layer, or a peft layer with plain low-rank adapters."""
     base = getattr(module, "base_layer", module)
     _require(type(base) is nn.Linear, f"a linear layer of type {type(base).__name__}")
     if base is not module:
@@ -206,19 +206,19 @@ def _eps(module: Any) -> float:
 
 
 def _norm(module: Any) -> Norm:
-    """An RMS norm; how it uses its weight shows in what it makes of a row of ones."""
+    """RMS norm; its output for a row of ones tells whether its factor is weight or 1 + weight."""
     _require(_is_norm(module) and _children(module) == set(), f"norm {type(module).__name__}")
     weight = module.weight
-    found = module(torch.ones_like(weight)).float()
+    output = module(torch.ones_like(weight)).float()
     for offset in (0.0, 1.0):
         expected = (weight.float() + offset) / (1 + _eps(module)) ** 0.5
-        if torch.allclose(found, expected, rtol=1e-2, atol=1e-4) or not weight.isfinite().all():
+        if torch.allclose(output, expected, rtol=1e-2, atol=1e-4) or not weight.isfinite().all():
             return Norm(module, offset)
     raise NotLlama(f"norm {type(module).__name__}")
 
 
 def _rotary(module: Any, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tables of cosines and sines [length, rotary dimensions]."""
+    """Returns the cosine and sine tables [length, rotary dimensions]."""
     kind = getattr(module, "rope_type", None)
     _require(kind in ROPE_TYPES, f"rotary positions of type {kind!r}")
     like = torch.zeros(1, device=device, dtype=torch.float32)

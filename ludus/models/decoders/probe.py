@@ -1,9 +1,8 @@
-"""Which models the in-process engine can serve: what a model says of itself, then a trial.
+"""Selects the decoder of a model and verifies it: config checks, then a trial pass.
 
-Keys and values of every position have to be all that a layer remembers, positions and the attention
-mask have to be the caller's to set. Most decoders are such; state-space models, sliding windows and
-attention biases of a model's own making are not, and would sample from a wrong distribution without
-a word.
+The engine requires that a layer's only state is keys and values of all positions, and that the
+caller sets positions and attention mask. Most causal LMs meet this. State-space models, sliding
+windows and custom attention biases do not: they would silently sample from a wrong distribution.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ludus.models.kv_cache.step_inputs import StepInputsBuilder
 logger = logging.getLogger(__name__)
 
 TOLERANCE = 1e-4
-"""Of the largest logit; rounding in float32 leaves about 1e-6."""
+"""Allowed deviation relative to the largest logit; float32 rounding causes about 1e-6."""
 
 
 def choose_decoder(
@@ -37,10 +36,10 @@ def choose_decoder(
     path: Literal["auto", "fast", "static", "generic"] = "auto",
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
 ) -> Decoder:
-    """The decoder that serves a model, tried against a plain pass of the model's own module.
+    """Returns a decoder for the model, verified against a plain pass of the model's own module.
 
-    Puts the model into evaluation mode. Errors: ConfigError that says what the model needs and the
-    engine lacks.
+    Puts the model into evaluation mode. Errors: ConfigError with the reason why the engine cannot
+    serve the model.
     """
     model.eval()
     stored = next(model.parameters()).dtype
@@ -66,7 +65,7 @@ def choose_decoder(
                 raise ConfigError(
                     f"the sampler's {path} path cannot serve {type(model).__name__}: {reason}"
                 ) from None
-            _tell_slower(type(model).__name__, str(reason))
+            _log_generic_path(type(model).__name__, str(reason))
         else:
             return fast
     if half and stored != torch.bfloat16:
@@ -76,7 +75,7 @@ def choose_decoder(
         )
     decoder = GenericDecoder(model)
     try:
-        deviation = _deviation(model, decoder, context_length)
+        deviation = _trial_deviation(model, decoder, context_length)
     except Exception as error:
         raise _refusal(model, f"a trial pass failed: {type(error).__name__}: {error}") from error
     if deviation > TOLERANCE and next(model.parameters()).dtype.itemsize >= 4:
@@ -89,8 +88,8 @@ def choose_decoder(
 
 
 def _fast_decoder(model: Any, context_length: int, half: bool, *, static: bool) -> Decoder:
-    """The fastest there is for the model's device. Errors: NotLlama, also where a trial shows that
-    the model computes otherwise than its parts tell."""
+    """Returns the fastest decoder for the model's device. Errors: NotLlama, also where a trial pass
+    shows that the model does not compute what its structure suggests."""
     llama = read(model, context_length)
     weight = llama.embedding.weight
     autocast = half and weight.dtype.itemsize >= 4
@@ -100,25 +99,25 @@ def _fast_decoder(model: Any, context_length: int, half: bool, *, static: bool) 
     else:
         decoder = _cpu_decoder(llama, half)
     try:
-        deviation = _deviation(model, decoder, context_length)
+        deviation = _trial_deviation(model, decoder, context_length)
     except RuntimeError as error:
         if static or not isinstance(decoder, StaticDecoder):
             raise
         logger.warning("sampling without CUDA graphs, which is slower: %s", error)
         decoder = LeanDecoder(llama, autocast=autocast)
-        deviation = _deviation(model, decoder, context_length)
-    # Half precision keeps 8 bits of a number.
+        deviation = _trial_deviation(model, decoder, context_length)
+    # bfloat16 has 8 bits of precision.
     tolerance = 0.05 if half or weight.dtype.itemsize < 4 else TOLERANCE
     if deviation > tolerance:
         raise NotLlama(
-            f"its logits differ from those of its own parts, put together as Llama's, by "
+            f"its logits differ from those of the same weights in Llama's architecture by "
             f"{deviation:.1%} of their size"
         )
     return decoder
 
 
 def _cpu_decoder(llama: Llama, half: bool) -> Decoder:
-    """Native code where it can be had, else lean torch."""
+    """Returns the native decoder where it is available, else `LeanDecoder`."""
     try:
         return NativeDecoder(llama, torch.bfloat16 if half else torch.float32)
     except (Unavailable, ValueError) as reason:
@@ -131,13 +130,13 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _tell_slower(name: str, reason: str) -> None:
-    """Say it once."""
-    logger.info("sampling %s on the generic path, the slower one: %s", name, reason)
+def _log_generic_path(name: str, reason: str) -> None:
+    """Log once per model class."""
+    logger.info("sampling %s on the slower generic path: %s", name, reason)
 
 
 def _require_full_attention(model: Any, config: Any, context_length: int) -> None:
-    """Refuse layers that see less than all positions, or keep something else than them."""
+    """Refuse layers that do not attend to all positions, or that keep another state."""
     kinds = set(getattr(config, "layer_types", None) or [])
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in kinds if kinds else window is not None
@@ -153,12 +152,12 @@ def _require_full_attention(model: Any, config: Any, context_length: int) -> Non
 
 
 @torch.inference_mode()
-def _deviation(model: Any, decoder: Decoder, context_length: int) -> float:
-    """How far a decoder's logits are from those of a plain pass, in parts of the largest logit.
+def _trial_deviation(model: Any, decoder: Decoder, context_length: int) -> float:
+    """Returns the largest difference from a plain pass's logits, relative to the largest logit.
 
-    Three rows, of which two begin alike, with a whole block: a prefill, padded; then one more token
-    each, from the cache, three times (a graph is captured at the second, and replayed). In half
-    precision a mixture of experts may route a token otherwise, and rightly so.
+    Trial: three rows, two of which share a full block. First a padded prefill, then a decode step,
+    run three times so that a CUDA graph is captured and replayed. In half precision a mixture of
+    experts may legitimately route a token differently.
     """
     device = next(model.parameters()).device
     vocab = model.config.get_text_config().vocab_size

@@ -1,6 +1,6 @@
-"""A pass as padded rows, for attention in torch, and its keys and values by slot.
+"""Padded layout of step inputs for attention in torch; key and value storage by slot.
 
-Shape suffixes: N tokens of the pass, R rows with new tokens, L new tokens of the longest (others
+Shape suffixes: N tokens, R rows with new tokens, L new tokens of the longest (others
 are padded on the left), T positions of the longest, W writes, H heads, D head size.
 """
 
@@ -20,15 +20,15 @@ from ludus.models.kv_cache.step_inputs import StepInputs
 
 @dataclass(slots=True)
 class PaddedInputs:
-    """Where a pass's tokens lie in padded rows, what they see and where they are stored.
+    """Step inputs in padded rows: token places, attention mask, cache slots.
 
-    A padded query sees position 0, so that its softmax is defined; its result is never used.
+    A padding query attends to position 0, so that its softmax is defined; its result is not used.
     """
 
     ids_RL: Tensor
     positions_RL: Tensor
     place_N: Tensor
-    """Each token's index in the flattened rows."""
+    """Index of each token in the flattened rows."""
     slots_RT: Tensor
     mask_R1LT: Tensor
     write_tokens_W: Tensor
@@ -38,46 +38,46 @@ class PaddedInputs:
     output_columns: Tensor
 
     @classmethod
-    def of(cls, batch: StepInputs, device: torch.device) -> PaddedInputs:
-        """Lay a pass out."""
+    def of(cls, inputs: StepInputs, device: torch.device) -> PaddedInputs:
+        """Pad step inputs on the left."""
         rows, start_R, row_N, count_R = np.unique(
-            batch.rows, return_index=True, return_inverse=True, return_counts=True
+            inputs.rows, return_index=True, return_inverse=True, return_counts=True
         )
         width = int(count_R.max())
         column_N = width - count_R[row_N] + np.arange(len(row_N)) - start_R[row_N]
         place_N = row_N * width + column_N
         ids_RL = np.zeros((len(rows), width), np.int64)
-        ids_RL.reshape(-1)[place_N] = batch.ids
+        ids_RL.reshape(-1)[place_N] = inputs.ids
         positions_RL = np.zeros((len(rows), width), np.int64)
-        positions_RL.reshape(-1)[place_N] = batch.positions
-        position_T = np.arange(int(batch.positions.max()) + 1)
-        tables = batch.tables[rows].astype(np.int64)
+        positions_RL.reshape(-1)[place_N] = inputs.positions
+        position_T = np.arange(int(inputs.positions.max()) + 1)
+        tables = inputs.tables[rows].astype(np.int64)
         slots_RT = BLOCK * tables[:, position_T // BLOCK] + position_T % BLOCK
         positions = torch.from_numpy(positions_RL).to(device)
-        seen_T = torch.arange(len(position_T), device=device)
+        column_T = torch.arange(len(position_T), device=device)
 
-        def moved(array: NDArray[Any]) -> Tensor:
+        def to_device(array: NDArray[Any]) -> Tensor:
             return torch.from_numpy(array.astype(np.int64)).to(device)
 
         return cls(
-            ids_RL=moved(ids_RL),
+            ids_RL=to_device(ids_RL),
             positions_RL=positions,
-            place_N=moved(place_N),
-            slots_RT=moved(slots_RT),
-            mask_R1LT=seen_T <= positions[:, None, :, None],
-            write_tokens_W=moved(batch.write_tokens),
-            write_places_W=moved(place_N[batch.write_tokens]),
-            write_slots_W=moved(batch.write_slots),
-            output_rows=moved(row_N[batch.outputs]),
-            output_columns=moved(column_N[batch.outputs]),
+            place_N=to_device(place_N),
+            slots_RT=to_device(slots_RT),
+            mask_R1LT=column_T <= positions[:, None, :, None],
+            write_tokens_W=to_device(inputs.write_tokens),
+            write_places_W=to_device(place_N[inputs.write_tokens]),
+            write_slots_W=to_device(inputs.write_slots),
+            output_rows=to_device(row_N[inputs.outputs]),
+            output_columns=to_device(column_N[inputs.outputs]),
         )
 
 
 class Store(Protocol):
-    """Keys or values of one layer, by slot."""
+    """Storage of one layer's keys or values, by slot."""
 
     num_slots: int
-    """For how many slots it must have room when it is next written to."""
+    """Slots that the storage must have at the next write."""
 
     def write(self, states_NHD: Tensor, slots_W: Tensor, /) -> None:
         """Store states in slots."""
@@ -88,12 +88,12 @@ class Store(Protocol):
         ...
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Copy `count` slots from `source` on to `target` on."""
+        """Copy `count` slots, from slot `source` on, to slot `target` on."""
         ...
 
 
 class SlotStore:
-    """Keys or values of one layer, [slots, H, D]."""
+    """One layer's keys or values, [slots, H, D]."""
 
     def __init__(self) -> None:
         self.stored: Tensor | None = None
@@ -112,7 +112,7 @@ class SlotStore:
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, count: int) -> None:
-        """Copy `count` slots from `source` on to `target` on."""
+        """Copy `count` slots, from slot `source` on, to slot `target` on."""
         if self.stored is not None:
             self._grow(self.stored)
             self.stored[target : target + count] = self.stored[source : source + count].clone()

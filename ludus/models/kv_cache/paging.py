@@ -102,7 +102,9 @@ class BlockTree:
             if number == len(path):
                 path.append(self._new_block(path[-1] if path else self._root, ids))
             first_slot = BLOCK * path[number].index
-            builder.add_tokens(ids[offset:], start, range(first_slot + offset, first_slot + len(ids)))
+            builder.add_tokens(
+                ids[offset:], start, range(first_slot + offset, first_slot + len(ids))
+            )
             start += len(ids) - offset
         output = len(builder.ids) - 1
         if cached:

@@ -1,4 +1,4 @@
-"""The protocol between rollouts and whatever samples: token ids in, token ids out."""
+"""Sampler protocol: token ids in, token ids and log-probabilities out."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from ludus.core.errors import ContextOverflow
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one turn is sampled.
+    """Sampling parameters of one turn.
 
-    The distribution: logits / temperature, cut to `top_k` (0: all), then to the smallest set whose
-    probability reaches `top_p`, renormalised. Temperature 0 is greedy. `seed` fixes the turn's
-    random numbers: the same seed and the same logits give the same tokens, whatever else is in
-    the batch.
+    Distribution: logits / temperature, truncated to `top_k` tokens (0: all), then to the smallest
+    set whose probability reaches `top_p`, renormalised. Temperature 0 is greedy. `seed` fixes the
+    turn's random numbers: the same seed and logits give the same tokens in any batch.
     """
 
     max_tokens: int
@@ -32,7 +31,8 @@ class Completion:
     """One sampled turn.
 
     `logprobs` are under the exact sampling distribution (temperature, top-k and top-p applied).
-    A stop id is part of `token_ids` (it was sampled, and trains); so are a stop string's tokens.
+    `token_ids` include the stop id and the tokens of a stop string: they were sampled, so they
+    are trained on.
     """
 
     token_ids: list[int]
@@ -42,45 +42,44 @@ class Completion:
 
 
 def check_turn(prompt_ids: list[int], params: SamplingParams, context_length: int) -> None:
-    """Refuse a turn that no sampler can take.
+    """Check a turn's prompt and length.
 
-    Errors: ContextOverflow where prompt and max_tokens do not fit the context; ValueError where
-    there is nothing to start from, or nothing to sample.
+    Errors: ContextOverflow where prompt and max_tokens do not fit the context; ValueError for an
+    empty prompt or `max_tokens` below 1.
     """
     if len(prompt_ids) + params.max_tokens > context_length:
         raise ContextOverflow(
-            f"{len(prompt_ids)} tokens of prompt and {params.max_tokens} to sample exceed "
+            f"{len(prompt_ids)} prompt tokens and {params.max_tokens} to sample exceed "
             f"model.context_length = {context_length}"
         )
     if not prompt_ids or params.max_tokens < 1:
-        raise ValueError("a turn needs at least one token of prompt, and one to sample")
+        raise ValueError("a turn needs at least one prompt token and max_tokens of at least 1")
 
 
 class Sampler(Protocol):
-    """Samples turns for many episodes at once.
+    """Samples turns for many concurrent episodes.
 
-    A *session* is one episode: the sampler may keep its KV cache between turns, and (in
-    deterministic mode) waits for all open sessions before it computes, so that the composition of a
-    batch does not depend on timing.
+    A *session* is one episode. The sampler may keep its KV cache between turns. In deterministic
+    mode it waits for all open sessions before it computes, so batches do not depend on timing.
     """
 
     @property
     def context_length(self) -> int:
-        """The most tokens that a prompt and its completion may have together."""
+        """The most tokens of a prompt and its completion together."""
         ...
 
     def open(self, session: str) -> None:
-        """Announce an episode. Its name, not the time, decides its place among the others."""
+        """Register an episode. Batches are ordered by session name, not by time of registration."""
         ...
 
     def close(self, session: str) -> None:
-        """Forget an episode; a turn of it that is still running is dropped. Idempotent."""
+        """Remove an episode and cancel its running turn. Idempotent."""
         ...
 
     async def sample(
         self, prompt_ids: list[int], params: SamplingParams, *, session: str
     ) -> Completion:
-        """Sample one turn after `prompt_ids`, the whole conversation so far.
+        """Sample one turn; `prompt_ids` is the whole conversation so far.
 
         Errors: ContextOverflow where prompt and max_tokens do not fit the context.
         """
@@ -88,31 +87,31 @@ class Sampler(Protocol):
 
 
 class PolicySampler(Sampler, Protocol):
-    """A sampler of the policy under training, on this machine."""
+    """A sampler of the policy being trained, on this machine."""
 
     @property
     def policy_version(self) -> int:
-        """The version of the weights that new turns are sampled with."""
+        """Version of the weights that sample new turns."""
         ...
 
     def publish(self, version: int) -> None:
-        """Sample with the model's weights as they are now, under this version.
+        """Sample with the model's current weights, under this version.
 
-        Errors: TrainingError where the sampler cannot take them, or samples from others.
+        Errors: TrainingError where the sampler refuses the weights or does not use them.
         """
         ...
 
     def pause(self) -> None:
-        """Compute with the model's weights no more until `resume`: they are about to change.
+        """Stop reading the model's weights until `resume`, since they are about to change.
 
-        Turns under way wait. A sampler that has weights of its own may go on. Idempotent.
+        Running turns wait. A sampler with a copy of the weights may continue. Idempotent.
         """
         ...
 
     def resume(self) -> None:
-        """Go on. Idempotent."""
+        """Continue after `pause`. Idempotent."""
         ...
 
     def shutdown(self) -> None:
-        """End what the sampler started. Idempotent."""
+        """Stop the sampler's processes. Idempotent."""
         ...

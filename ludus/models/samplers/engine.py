@@ -65,15 +65,15 @@ class InProcessSampler:
         path: Annotated[
             Literal["auto", "fast", "static", "generic"],
             Field(
-                description="Decoder. `auto`: `fast` where possible, else `generic`. `fast`: refuse "
-                "models that are not Llama-shaped. `generic`: call the model's own module. `static`: "
-                "what `fast` uses on a GPU, for trying it on a CPU."
+                description="`auto`: `fast` where possible, else `generic`. `fast`: refuse models "
+                "that are not Llama-shaped. `generic`: call the model's own module. `static`: the "
+                "GPU variant of `fast`, for tests on a CPU."
             ),
         ] = "auto",
         dtype: Annotated[
             Literal["auto", "float32", "bfloat16"],
             Field(
-                description="Type of matrix products, keys and values; `auto`: that of the weights. "
+                description="Type of products, keys and values; `auto`: the weights' type. "
                 "`bfloat16` is about twice as fast on processors that multiply it natively."
             ),
         ] = "auto",

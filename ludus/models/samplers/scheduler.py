@@ -109,7 +109,11 @@ class Scheduler:
         self._tree.release(session.blocks)
 
     def add(
-        self, name: str, prompt: list[int], params: SamplingParams, future: asyncio.Future[Completion]
+        self,
+        name: str,
+        prompt: list[int],
+        params: SamplingParams,
+        future: asyncio.Future[Completion],
     ) -> Turn:
         """Queue a turn of a session, which has one turn at a time."""
         session = self.sessions.get(name)
@@ -217,7 +221,10 @@ class Scheduler:
             self._tree,
             [*idle, *[turn.session.blocks for turn in self._waiting]],
             [(t.session.blocks, int(positions[t.slot] % BLOCK == 0)) for t in decode],
-            [(t.session.blocks, (len(t.prompt) + num_sampled[t.slot]) // BLOCK + 1) for t in prefill],
+            [
+                (t.session.blocks, (len(t.prompt) + num_sampled[t.slot]) // BLOCK + 1)
+                for t in prefill
+            ],
         )
         for turn in decode[num_decode:]:
             turn.prefilled = False

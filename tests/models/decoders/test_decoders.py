@@ -186,7 +186,7 @@ async def test_a_model_that_computes_otherwise_takes_the_generic_path() -> None:
     plain = attention.forward
     attention.forward = lambda *args, **kwargs: (2 * plain(*args, **kwargs)[0], None)
     assert sampler(model).decoder.name == "generic"
-    with pytest.raises(ConfigError, match=r"logits differ from those of its own parts.*%"):
+    with pytest.raises(ConfigError, match=r"logits differ from those of the same weights.*%"):
         sampler(model, path="fast")
 
 
@@ -343,7 +343,7 @@ async def test_long_prompts_are_computed_in_pieces(
 
     whole, size = await played()
     assert size > 50
-    monkeypatch.setattr(ludus.models.samplers.engine, "PREFILL_TOKENS", 11)
+    monkeypatch.setattr(ludus.models.samplers.engine, "MAX_TOKENS_PER_PASS", 11)
     assert await played() == (whole, 11)
 
 

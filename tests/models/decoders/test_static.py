@@ -21,8 +21,8 @@ from ludus.models.decoders.lean import LeanDecoder
 from ludus.models.decoders.llama import read
 from ludus.models.decoders.static import StaticDecoder
 from ludus.models.kv_cache.paging import BLOCK
+from ludus.models.kv_cache.shared_prefix import PrefixGroups, round_up
 from ludus.models.kv_cache.step_inputs import StepInputs
-from ludus.models.kv_cache.shared_prefix import Groups, bucket
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.device_sampling import sample_on_device
 from ludus.models.samplers.engine import InProcessSampler
@@ -33,11 +33,11 @@ class Watched(StaticDecoder):
     """Keeps the bucket of each step."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.buckets: list[static.Sizes] = []
+        self.buckets: list[static.Bucket] = []
         super().__init__(*args, **options)
 
-    def _run(self, step: static.Step) -> Tensor:
-        self.buckets.append(step.sizes)
+    def _run(self, step: static.BucketStep) -> Tensor:
+        self.buckets.append(step.bucket)
         return super()._run(step)
 
 
@@ -144,11 +144,11 @@ async def test_no_room_for_one() -> None:
 
 
 def test_buckets() -> None:
-    assert [bucket(n) for n in range(14)] == [0, 1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
+    assert [round_up(n) for n in range(14)] == [0, 1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
 
 
 def found_groups(tables: list[list[int]], whole: list[int]) -> list[tuple[list[int], list[int]]]:
-    groups = Groups().of(np.array(tables, np.int32), np.array(whole, np.int32))
+    groups = PrefixGroups().update(np.array(tables, np.int32), np.array(whole, np.int32))
     return [(sorted(group.rows.tolist()), group.blocks.tolist()) for group in groups]
 
 
@@ -165,17 +165,17 @@ def test_groups_save_most_reads() -> None:
 
 
 def test_groups_follow_the_rows() -> None:
-    groups = Groups()
+    groups = PrefixGroups()
     tables = np.array([[1, 2, 3], [1, 2, 4], [5, 6, 7], [5, 6, 8]], np.int32)
     whole = np.full(4, 2, np.int32)
-    first = groups.of(tables, whole)
+    first = groups.update(tables, whole)
     assert [group.blocks.tolist() for group in first] == [[1, 2], [5, 6]]
-    assert groups.of(np.pad(tables, ((0, 0), (0, 1))), whole + 1) is first
+    assert groups.update(np.pad(tables, ((0, 0), (0, 1))), whole + 1) is first
     other = tables[[0, 2, 3, 1]]
-    assert sorted(group.rows.tolist() for group in groups.of(other, whole)) == [[0, 3], [1, 2]]
-    assert groups.of(tables[:1], whole[:1]) == []
+    assert sorted(group.rows.tolist() for group in groups.update(other, whole)) == [[0, 3], [1, 2]]
+    assert groups.update(tables[:1], whole[:1]) == []
     alone = np.array([[1, 2], [3, 4]], np.int32)
-    assert groups.of(alone, whole[:2] - 1) == []
+    assert groups.update(alone, whole[:2] - 1) == []
 
 
 def one_step(tables: list[list[int]], positions: list[int], seed: int) -> StepInputs:
@@ -188,7 +188,7 @@ def one_step(tables: list[list[int]], positions: list[int], seed: int) -> StepIn
 
 
 def test_buckets_are_few_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static, "GRAPHS", 3)
+    monkeypatch.setattr(static, "MAX_GRAPHS", 3)
     decoder = Watched(read(tiny(), CONTEXT))
     decoder.reserve(8)
     for rows in (1, 2, 3, 4, 1):

@@ -223,7 +223,7 @@ async def test_bad_calls_are_refused() -> None:
     engine = sampler(tiny())
     params = SamplingParams(max_tokens=4)
     engine.open("a")
-    with pytest.raises(ContextOverflow, match=r"93 tokens of prompt and 4 to sample exceed"):
+    with pytest.raises(ContextOverflow, match=r"93 prompt tokens and 4 to sample exceed"):
         await engine.sample([1] * (CONTEXT - 3), params, session="a")
     assert len((await engine.sample([1] * (CONTEXT - 4), params, session="a")).token_ids) == 4
     with pytest.raises(ConfigError, match="stop strings need a tokenizer"):
@@ -232,7 +232,7 @@ async def test_bad_calls_are_refused() -> None:
         await engine.sample([1], params, session="b")
     with pytest.raises(ValueError, match="session 'a' is open already"):
         engine.open("a")
-    with pytest.raises(ValueError, match="at least one token of prompt"):
+    with pytest.raises(ValueError, match="at least one prompt token"):
         await engine.sample([], params, session="a")
     both = await asyncio.gather(
         engine.sample([1], params, session="a"),

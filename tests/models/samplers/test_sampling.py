@@ -66,7 +66,9 @@ def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
 
 def test_greedy_takes_the_first_maximum() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, 2.0]])
-    tokens, logprobs = sample_tokens(logits, [params(temperature=0.0, top_k=1, top_p=0.1)] * 2, [0.9, 0.9])
+    tokens, logprobs = sample_tokens(
+        logits, [params(temperature=0.0, top_k=1, top_p=0.1)] * 2, [0.9, 0.9]
+    )
     assert tokens == [1, 0]
     assert logprobs == pytest.approx(logits.log_softmax(-1)[[0, 1], [1, 0]].tolist())
 
@@ -76,7 +78,10 @@ def test_uniform_numbers_at_the_edges() -> None:
     below_one = float(np.nextafter(1.0, 0.0))
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
     for uniform, token in ((0.0, 1), (0.499, 1), (0.5, 3), (below_one, 3)):
-        assert sample_tokens(logits, [params()], [uniform]) == ([token], [pytest.approx(np.log(0.5))])
+        assert sample_tokens(logits, [params()], [uniform]) == (
+            [token],
+            [pytest.approx(np.log(0.5))],
+        )
     wide = torch.randn(1, 5000, generator=torch.Generator().manual_seed(0)) * 4
     for row in (params(top_k=3), params(top_p=0.5), params(temperature=0.1)):
         for uniform in (0.0, below_one):
