@@ -38,14 +38,15 @@ from ludus.config.load import load_config
 from ludus.config.schema import EvaluateConfig, RunConfig
 from ludus.core.types import Group, Task
 from ludus.loop.loop import Stage, run_stage
-from ludus.pipeline import TrainingRun
-from ludus.pipeline.assemble import read_splits
+from ludus.pipeline.build import Run, build, read_splits
+from ludus.pipeline.evaluate import evaluate
 from ludus.pipeline.launch import train
 from ludus.pipeline.progress import Display
 from ludus.store.folders import RunFolder
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
-from ludus.train.checkpoint.store import CheckpointStore, load
+from ludus.train.checkpoint.policy import find_checkpoint, run_tokenizer
+from ludus.train.checkpoint.store import load
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "babyai-tiny.yaml"
 PROGRAMS = ("ludus", "rollout", "environment")
@@ -83,7 +84,7 @@ class Course:
         run: plays the held-out tasks, with its own model.
     """
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
         self.points: list[dict[str, float]] = []
         self.steps: list[dict[str, float]] = []
@@ -92,7 +93,7 @@ class Course:
         """Add a point: held-out success after the steps so far."""
         settings = EvaluateConfig(num_tasks=self.run.config.evaluate.num_tasks)
         step = len(self.steps)
-        _, result = await self.run.play("course", step, settings)
+        _, result = await evaluate(self.run, settings, "course", step)
         success, seconds = result.success.value, self.steps[-1]["seconds"] if step else 0.0
         self.points.append({"step": step, "seconds": seconds, "success": success})
         # What TRL prints is kept from the terminal; this is not.
@@ -127,20 +128,17 @@ def start_of(seed: int, folder: Path, quick: bool) -> RunFolder:
     return run
 
 
-def opened(seed: int, folder: Path, quick: bool) -> tuple[TrainingRun, Sequence[Task]]:
+def opened(seed: int, folder: Path, quick: bool) -> tuple[Run, Sequence[Task]]:
     """The start, loaded, and the tasks that are trained on."""
     start, config = start_of(seed, folder, quick), config_of(seed, quick)
     splits = read_splits(config)
-    run = TrainingRun(start, config, None, None, Display())
-    run.build(splits[1])
-    newest = CheckpointStore(start.checkpoints).latest()
-    assert newest is not None
-    load(newest.path, model=run.model)
+    run = build(config, start, splits, run_tokenizer(start))
+    load(find_checkpoint(start).path, model=run.model)
     run.backend.sampler.publish(0)
-    return run, splits[0]
+    return run, splits.train
 
 
-async def train_ludus(run: TrainingRun, tasks: Sequence[Task], course: Course) -> None:
+async def train_ludus(run: Run, tasks: Sequence[Task], course: Course) -> None:
     config, kept = run.config, Kept()
     rl = config.rl
     assert rl is not None
@@ -185,7 +183,7 @@ async def train_ludus(run: TrainingRun, tasks: Sequence[Task], course: Course) -
 
 
 def train_trl(
-    mode: str, run: TrainingRun, tasks: Sequence[Task], course: Course, folder: Path
+    mode: str, run: Run, tasks: Sequence[Task], course: Course, folder: Path
 ) -> int:
     """Returns the micro-batch that was used."""
     import success_trl

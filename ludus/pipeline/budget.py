@@ -1,8 +1,8 @@
-"""What a run has spent, what it will, and where it has to stop.
+"""Time, tokens and money that a run has spent; limits that stop it.
 
-Time is the wall time in which a process had the run, over all its sittings: also that of steps
-which a killed process had to do again, for the machine was paid for it. It is kept in the run's
-folder after every step and evaluation, and never goes back.
+Time is wall time of all processes of the run. It includes steps that a killed process had to
+repeat, because they were paid for. The count is saved in the run's folder after every step and
+evaluation, and never decreases.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from ludus.config.schema import BudgetConfig
 from ludus.core.errors import DataError
 from ludus.core.files import atomic_write
 
-PACE = 5
-"""Newest steps whose mean tells what the next one takes."""
+NUM_RECENT_STEPS = 5
+"""Steps whose mean predicts the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +34,17 @@ class Spent:
         return Spent(self.seconds + other.seconds, self.tokens + other.tokens)
 
     def times(self, factor: float) -> Spent:
-        """So many times as much."""
+        """Returns both amounts multiplied by `factor`."""
         return Spent(self.seconds * factor, self.tokens * factor)
 
 
 class Budget:
-    """Counts what a run spends, and says when the next step would be too much.
+    """Counts what a run spends; refuses a step that would exceed a limit.
 
     Args:
-        path: the file that keeps the count between sittings.
+        path: file that keeps the count between processes.
 
-    Errors: DataError for a file that holds no count.
+    Errors: DataError for a malformed file.
     """
 
     def __init__(
@@ -54,21 +55,21 @@ class Budget:
         self._before = _read(path)
         self._started = clock()
         self._tokens = 0.0
-        self._steps: deque[Spent] = deque(maxlen=PACE)
+        self._steps: deque[Spent] = deque(maxlen=NUM_RECENT_STEPS)
         self._last: Spent = self.spent
 
     @property
     def spent(self) -> Spent:
-        """So far, earlier sittings included."""
+        """The total so far, earlier processes included."""
         return self._before + Spent(self._clock() - self._started, self._tokens)
 
     def cost(self, spent: Spent) -> float | None:
-        """In money; None where the configuration names no price."""
+        """Returns the cost in money; None where the configuration sets no price."""
         price = self.settings.price_per_hour
         return None if price is None else price * spent.seconds / 3600
 
     def begin_stage(self) -> None:
-        """Steps of another stage take another time."""
+        """Start a new prediction: steps of another stage take another time."""
         self._steps.clear()
         self._last = self.spent
 
@@ -88,22 +89,23 @@ class Budget:
         cost = self.cost(spent)
         if cost is not None:
             metrics["budget/cost"] = cost
-            to_come = self.cost(spent + self._next().times(steps_left))
-            metrics["budget/projected_cost"] = to_come or 0.0
+            projected = self.cost(spent + self._next().times(steps_left))
+            metrics["budget/projected_cost"] = projected or 0.0
         return metrics
 
     def keep(self) -> None:
-        """Write down what was spent."""
+        """Save the count."""
         atomic_write(self._path, json.dumps(asdict(self.spent)), flush=False)
 
     def exceeded(self) -> str | None:
-        """Which limit one more step like the last would pass, in words; None: it may begin."""
+        """Returns the limit that one more step would exceed, in words; None if there is none."""
         settings, now = self.settings, self.spent
         then = now + self._next()
-        cost, reached = self.cost(then), self.cost(now)
+        cost_then, cost_now = self.cost(then), self.cost(now)
         unit = settings.currency
-        if settings.max_cost is not None and cost is not None and cost > settings.max_cost:
-            return f"budget.max_cost: {reached:.2f} of {settings.max_cost:g} {unit} are spent"
+        if settings.max_cost is not None and cost_then is not None:
+            if cost_then > settings.max_cost:
+                return f"budget.max_cost: {cost_now:.2f} of {settings.max_cost:g} {unit} are spent"
         if settings.max_hours is not None and then.seconds > settings.max_hours * 3600:
             hours = now.seconds / 3600
             return f"budget.max_hours: {hours:.2f} of {settings.max_hours:g} hours are spent"
@@ -112,19 +114,47 @@ class Budget:
         return None
 
     def _next(self) -> Spent:
-        """What one more step takes."""
+        """Returns the prediction for one more step."""
         total = sum(self._steps, Spent())
         return total.times(1 / max(len(self._steps), 1))
+
+
+class Timings:
+    """Seconds of wall time by part of a run."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def add(self, part: str, seconds: float) -> None:
+        """Add seconds to a part."""
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the wall time of a block to a part."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(part, time.perf_counter() - started)
+
+    def restore(self, seconds: Mapping[str, float]) -> None:
+        """Continue from saved timings."""
+        self.seconds = dict(seconds)
 
 
 def _read(path: Path) -> Spent:
     if not path.exists():
         return Spent()
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        return Spent(float(kept["seconds"]), float(kept["tokens"]))
+        count = json.loads(path.read_text(encoding="utf-8"))
+        return Spent(float(count["seconds"]), float(count["tokens"]))
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{path}: it does not tell what the run has spent ({error}); mend it, or remove it to "
-            "count from nothing"
+            f"{path}: malformed count of time and tokens ({error}); repair the file, or remove it "
+            "to count from 0"
         ) from error

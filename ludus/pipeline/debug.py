@@ -1,15 +1,17 @@
-"""The `debug` back end: the same configuration, a few tasks, one thread, no optimizer step.
+"""Debug a configuration: a few tasks, one thread, no optimizer step, nothing on disk.
 
-Everything runs where the debugger is: environments, judges and readers are called in this thread,
-one episode at a time and without deadlines, so that a breakpoint in any of them just works. Nothing
-is written to disk.
+Environments, judges and readers are called in the debugger's thread, one episode at a time and
+without deadlines, so breakpoints work in all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from bdb import BdbQuit
 from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,36 +21,33 @@ from rich.traceback import Traceback
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import EpisodeError
-from ludus.core.seeds import derive_seed
-from ludus.core.types import Group, Sample, Task
+from ludus.core.types import Group, Sample, Spec, Task
 from ludus.data.demonstrations import Demonstration, play
 from ludus.envs import ENVS
 from ludus.envs.base import NoExpert
-from ludus.judges import JUDGES
-from ludus.models.build import build_model
-from ludus.models.samplers.engine import InProcessSampler
-from ludus.pipeline.assemble import (
-    check,
-    make_renderer,
-    make_renderers,
-    make_tokenizer,
-    read_conversations,
-    read_splits,
-    replay_all,
-)
-from ludus.rollout.collect import Collector
+from ludus.pipeline.build import build, read_splits
+from ludus.pipeline.conversations import read_conversations, replay_all
+from ludus.pipeline.registries import check
+from ludus.pipeline.tokenizer import make_renderer, make_renderers, make_tokenizer
 from ludus.rollout.replay import ReplayCollector
+from ludus.store.folders import RunFolder
 from ludus.store.show import render_turns
 from ludus.train import ALGORITHMS
 from ludus.train.samples import to_samples
 from ludus.train.scoring import assume_start
 
-NUM_EXPERT_EPISODES = 16  # what a tokenizer is trained on here: enough to read its output
-NUM_MEMBERS = 2  # episodes of a group: the least that can be compared
+NUM_EXPERT_EPISODES = 16
+"""Demonstrations that the tokenizer is trained on; enough to read its output."""
+
+GROUP_SIZE = 2
+"""Most episodes of a group; the least that can be compared."""
+
+NO_FOLDER = RunFolder(Path(os.devnull))
+"""Folder of a run that writes nothing: any write below it fails."""
 
 
 def debug(config: RunConfig, num_tasks: int = 1, console: Console | None = None) -> None:
-    """Show demonstrations and rollouts of the first tasks: every turn, and every training row.
+    """Print demonstrations and rollouts of the first tasks: every turn, and every training row.
 
     Errors: KeyboardInterrupt where the user quits the debugger.
     """
@@ -60,60 +59,69 @@ def debug(config: RunConfig, num_tasks: int = 1, console: Console | None = None)
 
 def _debug(config: RunConfig, num_tasks: int, console: Console) -> None:
     check(config)
-    train: Sequence[Task] = read_splits(config)[0]
-    conversations, _ = read_conversations(config, _demonstrations(config, train), train)
-    tokenizer = make_tokenizer(
-        config, train, [m for known in conversations for m in known.messages]
+    splits = read_splits(config)
+    conversations, _ = read_conversations(
+        config, _demonstrations(config, splits.train), splits.train
     )
-    renderer, renderers = make_renderer(config, tokenizer), make_renderers(config, tokenizer)
+    messages = [message for item in conversations for message in item.messages]
+    tokenizer = make_tokenizer(config, splits.train, messages)
     if config.sft:
-        limit = config.model.context_length
-        shown, replayed, left_out = replay_all(
-            conversations[:num_tasks], renderer, limit, renderers
+        tasks, trajectories, excluded = replay_all(
+            conversations[:num_tasks],
+            make_renderer(config, tokenizer),
+            config.model.context_length,
+            make_renderers(config, tokenizer),
         )
-        groups = asyncio.run(ReplayCollector(replayed).collect(shown, 0))
+        groups = asyncio.run(ReplayCollector(trajectories).collect(tasks, 0))
         _show(console, "SFT", groups, to_samples(groups, ALGORITHMS.build("sft")), tokenizer)
-        for task_id, reason in left_out:
-            console.print(Text(f"SFT: {task_id} left out: {reason}", "yellow"))
+        for task_id, reason in excluded:
+            console.print(Text(f"SFT: {task_id} skipped: {reason}", "yellow"))
     if config.rl:
-        model = build_model(config.model, tokenizer, derive_seed(config.seed, "model"))
-        collector = Collector(
-            sampler=InProcessSampler(
-                model, context_length=config.model.context_length, decode=tokenizer.decode
-            ),
-            renderer=renderer,
-            renderers=renderers,
-            config=config.rollout.model_copy(update={"concurrency": 1, "max_retries": 0}),
-            env=config.env,
-            judge=JUDGES.build(config.judge, "judge") if config.judge else None,
-            seed=config.seed,
+        run = build(
+            _inline(config),
+            NO_FOLDER,
+            splits,
+            tokenizer,
             on_error=lambda error: _show_cause(console, error),
             inline=True,
         )
         algorithm = ALGORITHMS.build(config.rl.algorithm, "rl.algorithm")
-        members = min(config.rl.group_size, NUM_MEMBERS)
-        groups = asyncio.run(collector.collect(train[:num_tasks], 0, members))
+        group_size = min(config.rl.group_size, GROUP_SIZE)
+        with closing(run.backend):
+            groups = asyncio.run(run.collector.collect(splits.train[:num_tasks], 0, group_size))
         if algorithm.asks_models:
             assume_start(t for group in groups for t in group.trajectories)
         _show(console, "RL", groups, to_samples(groups, algorithm), tokenizer)
     console.print("debug: nothing was trained, nothing was saved")
 
 
+def _inline(config: RunConfig) -> RunConfig:
+    """Returns the configuration with one episode at a time, no retries, and no other threads."""
+    assert config.rl is not None
+    changes = {
+        "rollout": config.rollout.model_copy(update={"concurrency": 1, "max_retries": 0}),
+        "rl": config.rl.model_copy(update={"max_staleness": 0}),
+        "sampler": Spec(name="in_process"),
+        "verify": False,
+    }
+    return config.model_copy(update=changes)
+
+
 def _demonstrations(config: RunConfig, tasks: Sequence[Task]) -> list[Demonstration]:
-    """A few of the expert's episodes, played in this thread."""
+    """Play a few of the expert's episodes in this thread."""
     spec = config.env
     if spec is None or config.demonstrations is None:
         return []
 
     async def play_all() -> list[Demonstration]:
-        found: list[Demonstration] = []
+        demonstrations: list[Demonstration] = []
         for task in tasks[:NUM_EXPERT_EPISODES]:
             try:
                 env = ENVS.build(spec, "env")
-                found.append(await play(env, task, config.rollout.format))
+                demonstrations.append(await play(env, task, config.rollout.format))
             except NoExpert:
                 continue
-        return found
+        return demonstrations
 
     return asyncio.run(play_all())
 
@@ -121,7 +129,7 @@ def _demonstrations(config: RunConfig, tasks: Sequence[Task]) -> list[Demonstrat
 def _show(
     console: Console, stage: str, groups: Sequence[Group], samples: Sequence[Sample], tokenizer: Any
 ) -> None:
-    """Each trajectory's turns, then its training rows token by token."""
+    """Print each trajectory's turns, then its training rows token by token."""
     rows: dict[str, list[Sample]] = {}
     for sample in samples:
         rows.setdefault(sample.trajectory_id, []).append(sample)
@@ -142,7 +150,7 @@ def _show(
 
 
 def _show_cause(console: Console, error: EpisodeError) -> None:
-    """Where in the user's code an episode failed."""
+    """Print the traceback of the user's code that ended an episode."""
     if (cause := error.__cause__) is not None:
         console.print(Traceback.from_exception(type(cause), cause, cause.__traceback__))
 
@@ -151,7 +159,7 @@ ROW_HEADER = f"{'pos':>5} {'id':>7} {'mask':>4} {'logprob':>9} {'advantage':>9} 
 
 
 def row_lines(sample: Sample, tokenizer: Any) -> list[str]:
-    """A training row as text, one token a line; mask 1 is what the loss falls on."""
+    """Returns a training row as text, one token a line; tokens with mask 1 have a loss."""
     columns = zip(
         sample.token_ids, sample.loss_mask, sample.logprobs, sample.advantages, strict=True
     )

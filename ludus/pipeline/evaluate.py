@@ -1,9 +1,10 @@
-"""Evaluating and exporting the checkpoints of runs that are over, or still going on."""
+"""Held-out evaluation of a policy; evaluation and export of a run's checkpoints."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -11,43 +12,74 @@ from pathlib import Path
 from rich.console import Console
 
 from ludus.config.load import load_config
-from ludus.core.errors import ConfigError, did_you_mean
-from ludus.evaluate import compare, render_comparison, render_evaluation
+from ludus.config.schema import EvaluateConfig
+from ludus.core.errors import ConfigError
+from ludus.core.types import Group
+from ludus.envs import ENVS
+from ludus.evaluate import compare, render_comparison, render_evaluation, summarise
 from ludus.evaluate.results import Evaluation
-from ludus.pipeline import TrainingRun
-from ludus.pipeline.assemble import read_splits
-from ludus.pipeline.progress import Display
-from ludus.store.folders import RunFolder, find_run
+from ludus.pipeline.build import Run, build, read_splits
+from ludus.pipeline.tokenizer import make_renderer
+from ludus.store.folders import find_run
 from ludus.train.checkpoint.export import export_hf
-from ludus.train.checkpoint.store import CheckpointInfo, CheckpointStore, load
+from ludus.train.checkpoint.policy import build_policy, find_checkpoint, run_tokenizer
+from ludus.train.checkpoint.store import load
+
+
+async def evaluate(
+    run: Run, settings: EvaluateConfig, label: str, step: int = 0
+) -> tuple[list[Group], Evaluation]:
+    """Play held-out tasks with the current weights. Records nothing."""
+    collector = run.collector.with_config(
+        f"evaluate/{label}", temperature=settings.temperature, top_p=1.0, top_k=0
+    )
+    started = time.perf_counter()
+    tasks = run.splits.heldout[: settings.num_tasks]
+    groups = await collector.collect(tasks, step, settings.samples_per_task)
+    env = ENVS.build(run.config.env, "env") if run.config.env else None
+    result = summarise(
+        groups,
+        success_at=env.success_at if env else 1.0,
+        success_of=env.success_of if env and env.members() else None,
+        confidence=settings.confidence,
+        label=f"{label} {step}" if step else label,
+        policy_version=run.backend.sampler.policy_version,
+        temperature=settings.temperature,
+        seconds=time.perf_counter() - started,
+    )
+    return groups, result
 
 
 def evaluate_checkpoints(
-    run: str,
+    run_id: str,
     runs_dir: str,
     checkpoints: Sequence[str | None],
     num_tasks: int | None,
     samples: int,
     temperature: float,
 ) -> list[Evaluation]:
-    """Play the held-out tasks with each checkpoint (None: the newest); print and return results.
+    """Evaluate each checkpoint (None: the newest) on the held-out tasks; print the results.
 
-    Two checkpoints are compared by a paired test. Nothing is written to the run.
+    Compares two checkpoints by a paired test. Writes nothing to the run.
     """
-    folder = find_run(runs_dir, run)
-    infos = [_checkpoint(folder, name) for name in checkpoints]
+    folder = find_run(runs_dir, run_id)
+    infos = [find_checkpoint(folder, name) for name in checkpoints]
+    tokenizer = run_tokenizer(folder)
     changes = {"num_tasks": num_tasks, "samples_per_task": samples, "temperature": temperature}
-    prepared = _open(folder, [f"evaluate.{key}={json.dumps(changes[key])}" for key in changes])
-    if not prepared.heldout:
+    config = load_config(
+        folder.config, [f"evaluate.{key}={json.dumps(value)}" for key, value in changes.items()]
+    )
+    splits = read_splits(config)
+    if not splits.heldout:
         raise ConfigError(f"run {folder.id} has no held-out tasks: tasks.heldout is null")
-    settings = prepared.config.evaluate
+    run = build(config, folder, splits, tokenizer)
     console = Console()
     results: list[Evaluation] = []
-    with closing(prepared.backend):
+    with closing(run.backend):
         for info in infos:
-            state = load(info.path, model=prepared.model)
-            prepared.backend.sampler.publish(state["policy_version"])
-            _, result = asyncio.run(prepared.play("evaluate", 0, settings))
+            state = load(info.path, model=run.model)
+            run.backend.sampler.publish(state["policy_version"])
+            _, result = asyncio.run(evaluate(run, config.evaluate, "evaluate"))
             result = result.model_copy(update={"label": info.path.name})
             console.print(render_evaluation(result))
             results.append(result)
@@ -57,42 +89,20 @@ def evaluate_checkpoints(
 
 
 def export_checkpoint(
-    run: str, runs_dir: str, checkpoint: str | None, path: Path, *, merge: bool, overwrite: bool
+    run_id: str, runs_dir: str, checkpoint: str | None, path: Path, *, merge: bool, overwrite: bool
 ) -> None:
     """Write a checkpoint as a Hugging Face folder."""
-    folder = find_run(runs_dir, run)
-    info = _checkpoint(folder, checkpoint)
-    prepared = _open(folder)
-    load(info.path, model=prepared.model)
+    folder = find_run(runs_dir, run_id)
+    info = find_checkpoint(folder, checkpoint)
+    tokenizer = run_tokenizer(folder)
+    config = load_config(folder.config)
+    model, _ = build_policy(config.model, tokenizer, config.seed, info.path)
     export_hf(
-        prepared.model,
-        prepared.tokenizer,
+        model,
+        tokenizer,
         path,
         merge=merge,
         overwrite=overwrite,
-        stop_token_ids=prepared.renderer.stop_token_ids,
+        stop_token_ids=make_renderer(config, tokenizer).stop_token_ids,
         name=f"{folder.id}, {info.path.name}",
     )
-
-
-def _open(folder: RunFolder, overrides: Sequence[str] = ()) -> TrainingRun:
-    """The run's objects, built for reading."""
-    if not folder.tokenizer.exists():
-        raise ConfigError(f"run {folder.id} stopped before it had a tokenizer: resume it first")
-    config = load_config(folder.config, overrides)
-    prepared = TrainingRun(folder, config, None, None, Display())
-    prepared.build(read_splits(config)[1])
-    return prepared
-
-
-def _checkpoint(folder: RunFolder, name: str | None) -> CheckpointInfo:
-    store = CheckpointStore(folder.checkpoints)
-    if name is None:
-        newest = store.latest()
-        if newest is None:
-            raise ConfigError(f"run {folder.id} has no checkpoint yet")
-        return newest
-    known = {info.path.name: info for info in store.list()}
-    if name not in known:
-        raise ConfigError(f"run {folder.id} has no checkpoint {name!r}{did_you_mean(name, known)}")
-    return known[name]

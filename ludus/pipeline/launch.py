@@ -1,7 +1,8 @@
-"""Starting, resuming and repeating runs: what stands between the command line and the pipeline."""
+"""Start and resume runs; record how they end."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -9,7 +10,7 @@ import platform
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
@@ -19,14 +20,15 @@ from ludus.config.load import diff, dump_config, load_config, lookup
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, MirrorError
 from ludus.core.files import atomic_write
-from ludus.pipeline import BudgetSpent, Interrupted, TrainingRun
-from ludus.pipeline.assemble import check, read_splits
+from ludus.pipeline.budget import Budget, Timings
+from ludus.pipeline.build import Splits, build_training, read_splits
 from ludus.pipeline.progress import Display, Observer
+from ludus.pipeline.registries import check
+from ludus.pipeline.training import BudgetSpent, Interrupted, Trainer
 from ludus.report.collect import report
 from ludus.store import RunExists, RunStore
 from ludus.store.folders import RunFolder, create_run, find_run
 from ludus.store.mirror import RunMirror, take_up
-from ludus.tasks.readers import TaskList
 from ludus.telemetry.logs import get_logger, setup_logging
 from ludus.telemetry.metrics import MetricsLog
 from ludus.telemetry.sinks import build_sinks
@@ -40,39 +42,40 @@ DISK_FAULTS = {
 
 
 class Stopped(Exception):
-    """The user, or the run's budget, stopped it; it can be resumed."""
+    """The user, or the run's budget, stopped the run; it can be resumed."""
 
-    def __init__(self, folder: RunFolder, over: str = "") -> None:
-        changed = f" {over.partition(':')[0]}=..." if over else ""
-        told = f"stopped before the next step: {over}" if over else "stopped"
-        super().__init__(f"{told}; go on with: {resume_command(folder)}{changed}")
-        self.exit_code = 3 if over else 130
+    def __init__(self, folder: RunFolder, exceeded: str = "") -> None:
+        override = f" {exceeded.partition(':')[0]}=..." if exceeded else ""
+        reason = f"stopped before the next step: {exceeded}" if exceeded else "stopped"
+        super().__init__(f"{reason}; resume with: {resume_command(folder)}{override}")
+        self.exit_code = 3 if exceeded else 130
 
 
 def resume_command(folder: RunFolder) -> str:
-    """What to type to go on with a run."""
-    elsewhere = "" if str(folder.path.parent) == "runs" else f" --runs-dir {folder.path.parent}"
-    return f"ludus train --resume {folder.id}{elsewhere}"
+    """Returns the command that resumes a run."""
+    runs_dir = "" if str(folder.path.parent) == "runs" else f" --runs-dir {folder.path.parent}"
+    return f"ludus train --resume {folder.id}{runs_dir}"
 
 
 def train(config: RunConfig, observer: Observer, *, skip_damaged: bool = False) -> RunFolder:
-    """A new run, from the beginning to its report; or the one that `config.mirror` holds.
+    """Train a new run, or the run that `config.mirror` holds, up to its report.
 
-    `skip_damaged`: of the mirror's run, as in `resume`.
-    Errors: Stopped after Ctrl-C; whatever LudusError ends the run.
+    `skip_damaged` applies to the mirror's run, as in `resume`.
+
+    Errors: Stopped after Ctrl-C or where the budget is spent; LudusError.
     """
     _refuse_debug(config)
     check(config)
     if config.mirror is not None:
         with RunStore.open(config.store, config.runs_dir) as store:
-            taken = take_up(config, store, observer.note, skip_damaged=skip_damaged)
-        if taken is not None:
-            with taken.lock():
-                _go_on(taken, config, observer, skip_damaged)
-            return taken
+            mirrored = take_up(config, store, observer.note, skip_damaged=skip_damaged)
+        if mirrored is not None:
+            with mirrored.lock():
+                _resume(mirrored, config, observer, skip_damaged)
+            return mirrored
     splits = read_splits(config)
     with RunStore.open(config.store, config.runs_dir) as store:
-        folder = _begin(config, store)
+        folder = _create_run(config, store)
         with folder.lock():
             observer.note(f"run {folder.id} in {folder.path}")
             _run(folder, config, splits, store, observer)
@@ -80,38 +83,38 @@ def train(config: RunConfig, observer: Observer, *, skip_damaged: bool = False) 
 
 
 def resume(
-    run: str,
+    run_id: str,
     runs_dir: str,
     observer: Observer,
     overrides: Sequence[str] = (),
     *,
     skip_damaged: bool = False,
 ) -> RunFolder:
-    """Go on with a run where its last checkpoint stands; a complete one is left as it is.
+    """Resume a run from its last checkpoint; a complete run stays as it is.
 
-    `overrides` change its configuration from here on (more steps, say); without any, the run ends
-    with the same bits as if it had never stopped.
+    `overrides` change its configuration from here on (more steps, say). Without overrides, the run
+    ends with the same bits as if it had never stopped.
     """
-    folder = find_run(runs_dir, run)
+    folder = find_run(runs_dir, run_id)
     with folder.lock():
-        _go_on(folder, load_config(folder.config, overrides), observer, skip_damaged)
+        _resume(folder, load_config(folder.config, overrides), observer, skip_damaged)
     return folder
 
 
-def _go_on(folder: RunFolder, config: RunConfig, observer: Observer, skip_damaged: bool) -> None:
+def _resume(folder: RunFolder, config: RunConfig, observer: Observer, skip_damaged: bool) -> None:
     """Resume a run that this process has locked, with `config` in place of its own."""
     before = load_config(folder.config)
     _refuse_debug(config)
     check(config)
-    changes = [key for key in diff(before, config) if key != "runs_dir"]  # where, not what
+    changes = [key for key in diff(before, config) if key != "runs_dir"]  # a location, no setting
     for key in changes:
         observer.note(f"changed: {key} from {lookup(before, key)} to {lookup(config, key)}")
     with RunStore.open(config.store, folder.path.parent) as store:
-        known = {row.id: row for row in store.runs()}
-        if folder.id not in known:
-            _create(store, folder, config)
-        elif known[folder.id].status == "completed" and not changes:
-            observer.note(f"run {folder.id} was complete already: nothing is left to do")
+        rows = {row.id: row for row in store.runs()}
+        if folder.id not in rows:
+            _insert_row(store, folder, config)
+        elif rows[folder.id].status == "completed" and not changes:
+            observer.note(f"run {folder.id} was complete already: nothing to do")
             return
         splits = read_splits(config)
         store.reopen_run(folder.id)
@@ -125,75 +128,81 @@ def _refuse_debug(config: RunConfig) -> None:
         raise ConfigError("backend: debug trains nothing and leaves no run; use `ludus debug`")
 
 
-def _begin(config: RunConfig, store: RunStore) -> RunFolder:
-    """A folder and a row of the first number that is free in both: a store may be shared."""
+def _create_run(config: RunConfig, store: RunStore) -> RunFolder:
+    """Create folder and row with the first number free in both; a store may be shared."""
     while True:
         folder = create_run(config.runs_dir, config.name, store.run_ids())
         with disk_faults(folder):
             atomic_write(folder.config, dump_config(config))
         try:
-            _create(store, folder, config)
-        except RunExists:  # from another runs_dir, a moment ago
+            _insert_row(store, folder, config)
+        except RunExists:  # another runs_dir took the number meanwhile
             shutil.rmtree(folder.path)
         else:
             return folder
 
 
-def _create(store: RunStore, folder: RunFolder, config: RunConfig) -> None:
+def _insert_row(store: RunStore, folder: RunFolder, config: RunConfig) -> None:
     store.create_run(folder.id, config.name, config.model_dump(mode="json"), versions())
 
 
 def _run(
     folder: RunFolder,
     config: RunConfig,
-    splits: tuple[TaskList, TaskList],
+    splits: Splits,
     store: RunStore,
     observer: Observer,
     *,
     before: RunConfig | None = None,
     skip_damaged: bool = False,
 ) -> None:
-    """Run in a folder that this process has locked; the run's status is true whatever happens.
+    """Train in a folder that this process has locked; record the run's status, however it ends.
 
-    `before`: the configuration that stays the run's if it fails before a step of the new one.
+    `before`: the configuration to restore if the run fails before its first step with `config`.
     """
     setup_logging(folder.path, observer.console if isinstance(observer, Display) else None)
-    run: TrainingRun | None = None
+    trainer: Trainer | None = None
     mirror: RunMirror | None = None
     try:
         with disk_faults(folder), MetricsLog(folder.metrics, build_sinks(config, folder.path)) as m:
+            budget, timings = Budget(config.budget, folder.budget), Timings()
             mirror = _mirror(folder, config, store, observer)
-            run = TrainingRun(
-                folder,
-                config,
-                store,
-                m,
-                observer,
-                skip_damaged=skip_damaged,
-                on_saved=mirror.after_checkpoint if mirror else lambda: None,
-            )
-            with _interruptible(run, observer):
-                run.run(*splits)
-            atomic_write(folder.path / "timings.json", json.dumps(run.timings))
+            on_saved = mirror.after_checkpoint if mirror else lambda: None
+            run = build_training(config, folder, splits, observer, timings)
+            with closing(run.backend):
+                on_saved()
+                trainer = Trainer(
+                    run,
+                    store,
+                    m,
+                    observer,
+                    budget=budget,
+                    timings=timings,
+                    on_saved=on_saved,
+                    skip_damaged=skip_damaged,
+                )
+                with _interruptible(trainer, observer):
+                    asyncio.run(trainer.train())
+            atomic_write(folder.path / "timings.json", json.dumps(timings.seconds))
             if config.report:
                 report(folder, store)
             store.finish_run(folder.id, "completed")
             if mirror is not None:
                 mirror.push()
     except (KeyboardInterrupt, Interrupted) as stop:
-        over = str(stop) if isinstance(stop, BudgetSpent) else ""
-        _finish(store, folder, "interrupted", over or None)
+        exceeded = str(stop) if isinstance(stop, BudgetSpent) else ""
+        _finish(store, folder, "interrupted", exceeded or None)
         if mirror is not None:
             mirror.push()
-        raise Stopped(folder, over) from None
+        raise Stopped(folder, exceeded) from None
     except LudusError as error:
         _finish(store, folder, "failed", str(error))
-        if before is not None and (run is None or not run.started):
+        if before is not None and (trainer is None or not trainer.started):
             with suppress(OSError):
                 atomic_write(folder.config, dump_config(before))
-        observer.note(f"run {folder.id} failed; once that is mended: {resume_command(folder)}")
+        observer.note(f"run {folder.id} failed; once that is fixed: {resume_command(folder)}")
         if mirror is not None and not isinstance(error, MirrorError):
-            with suppress(MirrorError):  # the first error is the one to tell
+            with suppress(MirrorError):  # report the first error
                 mirror.push()
         raise
     except Exception as error:
@@ -202,13 +211,13 @@ def _run(
         raise
     finally:
         observer.close()
-        setup_logging()  # what follows in this process is not the run's
+        setup_logging()  # later log lines of this process do not belong to the run
 
 
 def _mirror(
     folder: RunFolder, config: RunConfig, store: RunStore, observer: Observer
 ) -> RunMirror | None:
-    """The run's mirror, which has taken the run's beginning: so a wrong URL fails at once."""
+    """Returns the run's mirror after a first push, so that a wrong URL fails at once."""
     if config.mirror is None:
         return None
     rows = config.store is None or config.store.startswith("sqlite")
@@ -218,54 +227,51 @@ def _mirror(
 
 
 def _finish(store: RunStore, folder: RunFolder, status: str, message: str | None = None) -> None:
-    """Note how the run ended in the store, unless the store is what failed."""
+    """Record how the run ended, unless the store itself failed."""
     try:
         store.finish_run(folder.id, status, message)
     except LudusError as error:
-        log.error("the end of the run could not be stored", status=status, error=str(error))
+        log.error("cannot record the end of the run", status=status, error=str(error))
 
 
 @contextmanager
 def disk_faults(folder: RunFolder) -> Iterator[None]:
-    """What the disk refuses is the user's to mend, not a bug of ours.
-
-    Errors: LudusError in place of an OSError that says so.
-    """
+    """Raise LudusError in place of an OSError that the user has to fix, such as a full disk."""
     try:
         yield
     except OSError as error:
         if error.errno not in DISK_FAULTS:
             raise
         raise LudusError(
-            f"{error.filename or folder.path}: {error.strerror}. What was saved before is intact: "
-            "make room, or mend the rights, and resume the run"
+            f"{error.filename or folder.path}: {error.strerror}. Everything saved before is intact: "
+            "free some space or fix the permissions, then resume the run"
         ) from error
 
 
 @contextmanager
-def _interruptible(run: TrainingRun, observer: Observer) -> Iterator[None]:
-    """The first Ctrl-C inside a stage ends it after the step under way; any other stops at once."""
+def _interruptible(trainer: Trainer, observer: Observer) -> Iterator[None]:
+    """Let the first Ctrl-C of a stage finish the current step; any other Ctrl-C stops at once."""
 
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
-        if run.in_stage and not run.stop_requested:
-            run.stop_requested = True
+        if trainer.in_stage and not trainer.stop_requested:
+            trainer.stop_requested = True
             observer.note("finishing this step, then saving; Ctrl-C again stops at once")
         else:
             raise KeyboardInterrupt
 
     try:
-        before = signal.signal(signal.SIGINT, on_interrupt)
-    except ValueError:  # not the main thread: whoever runs us handles signals
+        previous = signal.signal(signal.SIGINT, on_interrupt)
+    except ValueError:  # not the main thread: signals belong to the caller
         yield
         return
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
 def versions() -> dict[str, str]:
-    """The machine, Python, and the packages that results depend on."""
+    """Returns the versions of machine, Python and packages that results depend on."""
     facts = {
         "ludus": __version__,
         "python": platform.python_version(),
@@ -274,10 +280,8 @@ def versions() -> dict[str, str]:
         "cores": str(os.cpu_count()),
     }
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             facts[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return facts
 
 
@@ -291,7 +295,7 @@ def _processor() -> str:
 
 
 def report_again(run: str, runs_dir: str, store: str | None) -> Path:
-    """Write a run's report from what is stored."""
+    """Write a run's report again, from the store."""
     folder = find_run(runs_dir, run)
     config = load_config(folder.config)
     url = store or config.store

@@ -11,7 +11,7 @@ from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Task
 from ludus.loop.loop import Stage
 from ludus.models.chat.renderer import Renderer
-from ludus.pipeline.assemble import Conversation, replay_all
+from ludus.pipeline.conversations import Conversation, replay_all
 from ludus.rollout.collect import Collector
 from ludus.rollout.prefetch import Prefetch
 from ludus.rollout.replay import ReplayCollector
@@ -43,11 +43,12 @@ def sft_stage(
     limit = config.model.context_length
     tasks, played, excluded = replay_all(conversations, renderer, limit, renderers)
     if excluded:
-        told = f"{len(excluded)} of {len(conversations)} conversations left out, the first"
-        told = "sft: {} ({}): {}".format(told, *excluded[0])
+        task_id, reason = excluded[0]
+        message = f"{len(excluded)} of {len(conversations)} conversations skipped, the first"
+        message = f"sft: {message} ({task_id}): {reason}"
         if not played:
-            raise DataError(told)
-        note(told)
+            raise DataError(message)
+        note(message)
     if missing := sorted(set(ratios) - {part_of(task) for task in tasks}):
         note(f"sft: no conversation of {', '.join(missing)}: the others have all")
     seed = derive_seed(config.seed, "sft")

@@ -1,352 +1,310 @@
-"""A training run, from its tasks to its report: what `ludus train` does.
+"""Train a run: SFT, evaluation, RL, evaluation.
 
-    tasks -> demonstrations -> tokenizer -> model -> SFT -> evaluation -> RL -> evaluation -> report
-
-Each part leaves its result in the run's folder, written aside and renamed; a resumed run takes up
-what is there. What is computed depends on the configuration and its seed alone, never on time or
-on what ran before: so a run that was killed and resumed ends with the same bits as one that was
-not.
+Results depend on the configuration and its seed, never on time or on earlier processes: a run
+that was killed and resumed ends with the same bits as an uninterrupted run. For that, every file
+in the run's folder is written atomically, and a resumed run forgets all steps after its checkpoint.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from ludus.config.schema import RunConfig
-from ludus.core.errors import ConfigError, DataError
-from ludus.core.files import atomic_folder, atomic_write
+from ludus.core.errors import ConfigError
+from ludus.core.files import atomic_write
 from ludus.core.seeds import derive_seed
-from ludus.core.types import Group, Task
-from ludus.data.demonstrations import Demonstration, dropped_path, generate, load
+from ludus.core.types import Group
 from ludus.evaluate import Evaluation
 from ludus.loop.loop import Stage, run_stage
-from ludus.pipeline.assemble import Conversation, make_tokenizer, read_conversations
-from ludus.pipeline.budget import Budget
-from ludus.pipeline.prepared import PreparedRun
+from ludus.pipeline.budget import Budget, Timings
+from ludus.pipeline.build import Run
+from ludus.pipeline.evaluate import evaluate
 from ludus.pipeline.progress import Observer
-from ludus.pipeline.watchdog import Watch
+from ludus.pipeline.stages import rl_stage, sft_stage
+from ludus.pipeline.watchdog import IdleWatchdog
 from ludus.store import RunStore
-from ludus.store.folders import RunFolder
-from ludus.tasks.readers import TaskList
-from ludus.telemetry.logs import get_logger
 from ludus.telemetry.metrics import MetricsLog
 from ludus.telemetry.occupancy import busy
 from ludus.train.checkpoint.state import seed_random
 from ludus.train.checkpoint.store import CheckpointInfo
 
-log = get_logger(__name__)
-
-LEFT = "left"
-"""`rl/left` holds the episodes of `rl` that no step was left to train on."""
+UNTRAINED = "left"
+"""`rl/left` in the store: RL episodes that finished after the last training step."""
 
 
 class Interrupted(Exception):
-    """The user asked to stop; everything up to the last complete step is saved."""
+    """The user stopped the run; everything up to the last complete step is saved."""
 
 
 class BudgetSpent(Interrupted):
-    """One more step would pass a limit of `budget`; the message says which."""
+    """One more step would exceed a limit of `budget`; the message names the limit."""
 
 
-class TrainingRun(PreparedRun):
-    """One run in one folder.
+class Trainer:
+    """Trains one run from its newest checkpoint, or from the start.
 
     Args:
-        folder: where everything goes; its configuration is stored already.
-        store: the run store, in which the run exists already; None: for reading only.
-        metrics: the sinks; None: for reading only.
-        observer: told of progress.
+        store: has a row for the run.
+        budget: counts since the start of this process.
+        timings: seconds by part of the run so far.
+        on_saved: called after each checkpoint.
         skip_damaged: resume from an older checkpoint where the newest is damaged.
-        on_saved: called when there is something new to go on from: a checkpoint, the beginnings.
     """
 
     def __init__(
         self,
-        folder: RunFolder,
-        config: RunConfig,
-        store: RunStore | None,
-        metrics: MetricsLog | None,
+        run: Run,
+        store: RunStore,
+        metrics: MetricsLog,
         observer: Observer,
         *,
+        budget: Budget,
+        timings: Timings,
+        on_saved: Callable[[], None],
         skip_damaged: bool = False,
-        on_saved: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(folder, config, observer)
-        self._store = store
-        self._metrics = metrics
+        self.run = run
+        self.timings = timings
         self.stop_requested = False
         self.started = self.in_stage = False
-        self.timings: dict[str, float] = {}
-        self.num_episodes = 0
-        self._latest: dict[str, float] = {}
-        self._watch = Watch(observer.note)
-        self._skip_damaged = skip_damaged
+        self._store = store
+        self._metrics = metrics
+        self._observer = observer
+        self._budget = budget
         self._on_saved = on_saved
-        self._budget = Budget(config.budget, folder.budget)
+        self._skip_damaged = skip_damaged
+        self._watchdog = IdleWatchdog(observer.note)
+        self._excluded: list[tuple[str, str]] = []
+        self._num_episodes = self._num_verified = 0
+        self._latest: dict[str, float] = {}
 
-    def run(self, train: TaskList, heldout: TaskList) -> None:
-        """Everything that is still to do. Errors: Interrupted, and whatever LudusError arises."""
-        self._tell_skipped("tasks.train", [str(line) for line in train.skipped])
-        self._tell_skipped("tasks.heldout", [str(line) for line in heldout.skipped])
-        self.ratios = train.ratios
-        conversations = self._conversations(train)
-        if not self.folder.tokenizer.exists():
-            shown = [message for known in conversations for message in known.messages]
-            tokenizer = make_tokenizer(self.config, train, shown)
-            with atomic_folder(self.folder.tokenizer) as folder:
-                tokenizer.save_pretrained(folder)
-        self.build(heldout)
-        self._on_saved()
+    async def train(self) -> None:
+        """Run all remaining stages and evaluations. Errors: Interrupted, LudusError."""
+        config = self.run.config
         try:
-            asyncio.run(self._stages(train, conversations))
+            resumed = self._rewind()
+            in_rl = resumed is not None and resumed.stage == "rl"
+            if config.sft and not in_rl:
+                await self._train_stage(self._sft_stage(), resumed)
+            if config.rl and not in_rl:
+                await self._evaluate("before", config.evaluate.num_tasks)
+            if config.rl:
+                await self._train_stage(self._rl_stage(), resumed if in_rl else None)
+            await self._evaluate("after", config.evaluate.num_tasks)
         finally:
-            self.backend.close()
             self._budget.keep()
 
-    async def _stages(self, train: Sequence[Task], conversations: Sequence[Conversation]) -> None:
-        resumed = self.backend.checkpoints.latest(skip_damaged=self._skip_damaged)
-        self._rewind(resumed)
-        first = resumed.stage if resumed else None
-        if resumed and getattr(self.config, resumed.stage) is None:
-            raise ConfigError(
-                f"{first}: null, but the newest checkpoint, {resumed.path.name}, is of that stage"
-            )
-        if self.config.sft and first in (None, "sft"):
-            await self._run_stage(self._sft_stage(conversations), resumed)
-        if self.config.rl and first in (None, "sft"):
-            await self.evaluate("before", self.config.evaluate.num_tasks)
-        if self.config.rl:
-            await self._run_stage(self._rl_stage(train), resumed if first == "rl" else None)
-        await self.evaluate("after", self.config.evaluate.num_tasks)
+    def _rewind(self) -> CheckpointInfo | None:
+        """Forget all results after the newest checkpoint; returns the checkpoint.
 
-    @property
-    def store(self) -> RunStore:
-        """The run store. Errors: RuntimeError where the run was opened for reading."""
-        if self._store is None:
-            raise RuntimeError("this run was opened for reading")
-        return self._store
-
-    @property
-    def metrics(self) -> MetricsLog:
-        """The sinks. Errors: RuntimeError where the run was opened for reading."""
-        if self._metrics is None:
-            raise RuntimeError("this run was opened for reading")
-        return self._metrics
-
-    # Set-up
-
-    def _conversations(self, train: Sequence[Task]) -> list[Conversation]:
-        """What SFT learns from, or a tokenizer alone: demonstrations, or `sft.data`."""
-        demonstrations = self._demonstrations(train)
-        conversations, skipped = read_conversations(self.config, demonstrations, train)
-        self._tell_skipped("sft.data", skipped)
-        return conversations
-
-    def _demonstrations(self, train: Sequence[Task]) -> list[Demonstration]:
-        """The expert's episodes: generated once, then read from the run's folder."""
-        settings = self.config.demonstrations
-        if settings is None or self.config.env is None:
-            return []
-        path = self.folder.demonstrations
-        if not path.exists():
-            tasks = train[: settings.num_episodes]
-            self.observer.stage("demonstrations", len(tasks))
-            with self.timed("demonstrations"):
-                summary = generate(
-                    self.config.env,
-                    tasks,
-                    path,
-                    num_workers=settings.num_workers,
-                    timeout_s=settings.timeout_s,
-                    only_successful=settings.only_successful,
-                    format=self.config.rollout.format,
-                    on_episode=lambda *_: self.observer.tick(),
-                )
-            self.observer.note(str(summary))
-        if demonstrations := list(load(path)):
-            return demonstrations
-        first = dropped_path(path).read_text(encoding="utf-8").partition("\n")[0]
-        raise DataError(
-            f"the expert left no demonstration; {dropped_path(path)} has the reasons: {first}"
-        )
-
-    def _tell_skipped(self, what: str, skipped: Sequence[str]) -> None:
-        """Report malformed lines that were left out, as `tasks.on_bad_line: skip` asks."""
-        for line in skipped:
-            log.info("malformed line left out", source=what, line=line)
-        if skipped:
-            self.observer.note(f"{what}: {len(skipped)} malformed lines left out")
-
-    def _rewind(self, resumed: CheckpointInfo | None) -> None:
-        """Forget what came after the checkpoint: it will be done again, to the same bits."""
+        The run computes these results again, bit for bit.
+        """
+        folder, config, checkpoints = self.run.folder, self.run.config, self.run.backend.checkpoints
+        resumed = checkpoints.latest(skip_damaged=self._skip_damaged)
         keep: dict[str, int] = {}
         if resumed is not None:
+            if getattr(config, resumed.stage) is None:
+                raise ConfigError(
+                    f"{resumed.stage}: null, but the newest checkpoint, {resumed.path.name}, is of "
+                    "that stage"
+                )
             keep = {resumed.stage: resumed.step - 1, f"evaluate/{resumed.stage}": resumed.step}
-            keep[f"{resumed.stage}/{LEFT}"] = resumed.step - 1
+            keep[f"{resumed.stage}/{UNTRAINED}"] = resumed.step - 1
             if resumed.stage == "rl":
-                keep |= {"sft": self.config.sft.steps if self.config.sft else 0}
-                keep |= {"evaluate/before": 0}
-            self.observer.note(
-                f"{self.folder.id}: going on after step {resumed.step} of {resumed.stage}"
-            )
-        self.backend.checkpoints.forget_after(resumed)
-        self.metrics.rewind(keep)
-        self.store.rewind(self.folder.id, keep)
-        for path in self.folder.evaluations.glob("*.json"):
+                keep |= {"sft": config.sft.steps if config.sft else 0, "evaluate/before": 0}
+            self._observer.note(f"{folder.id}: resuming after step {resumed.step} of {resumed.stage}")
+        checkpoints.forget_after(resumed)
+        self._metrics.rewind(keep)
+        self._store.rewind(folder.id, keep)
+        for path in folder.evaluations.glob("*.json"):
             stage, _, step = path.stem.rpartition("-")
             if int(step) > keep.get(f"evaluate/{stage}", -1):
                 path.unlink()
+        return resumed
 
     # Stages
 
-    async def _run_stage(self, stage: Stage, resumed: CheckpointInfo | None) -> None:
-        """Run a stage from its checkpoint on, or from its beginning."""
-        self.backend.begin_stage(
+    def _sft_stage(self) -> Stage:
+        run = self.run
+        stage, self._excluded = sft_stage(
+            run.config,
+            run.conversations,
+            run.renderer,
+            run.renderers,
+            ratios=run.splits.train.ratios,
+            pad_id=run.tokenizer.pad_token_id or 0,
+            note=self._observer.note,
+        )
+        return stage
+
+    def _rl_stage(self) -> Stage:
+        run = self.run
+        return rl_stage(
+            run.config,
+            run.splits.train,
+            run.collector,
+            run.backend,
+            run.meter,
+            ratios=run.splits.train.ratios,
+            pad_id=run.tokenizer.pad_token_id or 0,
+            on_verified=self._add_verified,
+        )
+
+    def _add_verified(self, num_tokens: int) -> None:
+        self._num_verified += num_tokens
+
+    async def _train_stage(self, stage: Stage, resumed: CheckpointInfo | None) -> None:
+        """Run a stage from its checkpoint, or from its first step."""
+        config, backend = self.run.config, self.run.backend
+        backend.begin_stage(
             stage.optimizer, stage.optimizer_steps, stage.temperature, stage.algorithm
         )
-        seed_random(derive_seed(self.config.seed, "stage", stage.name))  # LoRA's dropout, say
+        seed_random(derive_seed(config.seed, "stage", stage.name))  # e.g. LoRA's dropout
         start = 0
         if resumed is not None:
-            state = self.backend.load(resumed.path)
-            stage.tasks.load_state_dict(state["tasks"])
-            if stage.ahead is not None:
-                fresh = {"next_number": resumed.step * stage.groups_per_step, "again": []}
-                stage.ahead.load_state_dict(state.get("ahead", fresh))
-            elif left := state.get("ahead", {}).get("again"):
-                told = f"{stage.name}: {len(left)} tasks were under way ahead of their steps"
-                self.observer.note(f"{told}; rl.max_staleness is 0 now, and they are left out")
-            self.timings, self.num_episodes = dict(state["timings"]), int(state["episodes"])
+            success = self._load(stage, resumed)
             start = resumed.step
-            if start >= stage.steps or self._suffices(stage, state["success"]):
+            if start >= stage.steps or self._suffices(stage, success):
                 return
-        self.observer.stage(stage.name, stage.steps, start)
+        self._observer.stage(stage.name, stage.steps, start)
         self._budget.begin_stage()
-        if over := self._budget.exceeded():  # by the sittings before
-            raise BudgetSpent(over)
-
-        async def after_step(step: int) -> bool:
-            return await self._after_step(stage, step)
-
-        stage.after_step = after_step
+        if exceeded := self._budget.exceeded():  # by earlier processes of the run
+            raise BudgetSpent(exceeded)
+        stage.after_step = partial(self._after_step, stage)
         self.started = self.in_stage = True
-        await run_stage(stage, self.backend, self, start)
+        await run_stage(stage, backend, self, start)
         self.in_stage = False
 
+    def _load(self, stage: Stage, resumed: CheckpointInfo) -> float | None:
+        """Restore a checkpoint of the stage; returns the success that it was saved with."""
+        state = self.run.backend.load(resumed.path)
+        stage.tasks.load_state_dict(state["tasks"])
+        if stage.ahead is not None:
+            fresh = {"next_number": resumed.step * stage.groups_per_step, "again": []}
+            stage.ahead.load_state_dict(state.get("ahead", fresh))
+        elif prefetched := state.get("ahead", {}).get("again"):
+            self._observer.note(
+                f"{stage.name}: rl.max_staleness is now 0; {len(prefetched)} prefetched tasks are "
+                "dropped"
+            )
+        self.timings.restore(state["timings"])
+        self._num_episodes = int(state["episodes"])
+        success: float | None = state["success"]
+        return success
+
     async def _after_step(self, stage: Stage, step: int) -> bool:
-        """Evaluate and save where it is due. Returns whether the stage goes on."""
+        """Evaluate and save where due. Returns whether the stage continues."""
         success: float | None = None
-        every = self.config.evaluate.every
+        evaluation = self.run.config.evaluate
+        every = evaluation.every
         if stage.name == "rl" and every and step % every == 0 and step < stage.steps:
-            success = await self._evaluate_between(step)
+            num_tasks = evaluation.num_tasks_between or evaluation.num_tasks
+            result = await self._evaluate("rl", num_tasks, step)
+            success = result.success.value if result else None
         ended = step == stage.steps or self._suffices(stage, success)
-        over = None if ended else self._budget.exceeded()
+        exceeded = None if ended else self._budget.exceeded()
         if ended and stage.ahead is not None:
-            self._keep_left(stage, step, await stage.ahead.close())
-        if ended or over or self.stop_requested or step % self.config.checkpoint.every == 0:
-            with busy("checkpoint"), self.timed("checkpoints"):
-                state = {
-                    "tasks": stage.tasks.state_dict(),
-                    "timings": self.timings,
-                    "episodes": self.num_episodes,
-                    "success": success,
-                }
-                if stage.ahead is not None:
-                    state["ahead"] = stage.ahead.state_dict()
-                last = stage.name == "rl" or self.config.rl is None
-                metric = self._latest.get(self.config.checkpoint.metric) if last else None
-                self.backend.save(stage.name, step, state, metric, pin=ended)
-                self._on_saved()
-        if over:
-            raise BudgetSpent(over)
+            self._record_untrained(stage, step, await stage.ahead.close())
+        every = self.run.config.checkpoint.every
+        if ended or exceeded or self.stop_requested or step % every == 0:
+            with busy("checkpoint"), self.timings.timed("checkpoints"):
+                self._save(stage, step, success, pin=ended)
+        if exceeded:
+            raise BudgetSpent(exceeded)
         if self.stop_requested and not ended:
             raise Interrupted
         return not ended
 
-    def _keep_left(self, stage: Stage, step: int, groups: Sequence[Group]) -> None:
-        """Store what was played ahead of the stage's end, under a name of its own."""
-        if groups:
-            left = f"{stage.name}/{LEFT}"
-            self.store.record_step(self.folder.id, left, step - 1, groups, {})
-            count = sum(len(group.trajectories) for group in groups)
-            self.observer.note(f"{stage.name}: {count} episodes were played ahead of its end")
+    def _save(self, stage: Stage, step: int, success: float | None, *, pin: bool) -> None:
+        config = self.run.config
+        state = {
+            "tasks": stage.tasks.state_dict(),
+            "timings": dict(self.timings.seconds),
+            "episodes": self._num_episodes,
+            "success": success,
+        }
+        if stage.ahead is not None:
+            state["ahead"] = stage.ahead.state_dict()
+        last = stage.name == "rl" or config.rl is None
+        metric = self._latest.get(config.checkpoint.metric) if last else None
+        self.run.backend.save(stage.name, step, state, metric, pin=pin)
+        self._on_saved()
 
     def _suffices(self, stage: Stage, success: float | None) -> bool:
-        """Whether an evaluation between steps was good enough to end the stage."""
-        if stage.name != "rl" or success is None or self.config.rl is None:
+        """Returns whether an evaluation reached `rl.min_success_to_stop`."""
+        if stage.name != "rl" or success is None or self.run.config.rl is None:
             return False
-        wanted = self.config.rl.min_success_to_stop
-        return wanted is not None and success >= wanted
+        minimum = self.run.config.rl.min_success_to_stop
+        return minimum is not None and success >= minimum
+
+    # Results
 
     def record(
         self, stage: str, step: int, groups: Sequence[Group], metrics: dict[str, float]
     ) -> None:
-        """Keep a step's results: the store first, then the sinks, then the display."""
+        """Record a step: first in the store, then in the sinks, then on the display."""
+        run = self.run
+        trajectories = [t for group in groups for t in group.trajectories]
         for name in ("rollout", "train"):
-            part = f"{stage}/{name}"
-            self.timings[part] = self.timings.get(part, 0.0) + metrics[f"time/{name}_s"]
-        self.num_episodes += sum(len(group.trajectories) for group in groups)
-        metrics["time/elapsed_s"] = sum(self.timings.values())
-        metrics["rollout/episodes_total"] = float(self.num_episodes)
-        metrics["rollout/dropped"] = float(
-            sum(t.dropped is not None for group in groups for t in group.trajectories)
-        )
-        metrics |= self.meter.metrics(groups, metrics)
-        left = getattr(self.config, stage).steps - step - 1
-        metrics |= self._budget.step(metrics["rollout/tokens"], left)
-        if self.config.verify and stage == "rl":
-            metrics["rollout/verified_tokens"] = float(self._verified)
-            self._verified = 0
+            self.timings.add(f"{stage}/{name}", metrics[f"time/{name}_s"])
+        self._num_episodes += len(trajectories)
+        metrics = {
+            **metrics,
+            "time/elapsed_s": self.timings.total,
+            "rollout/episodes_total": float(self._num_episodes),
+            "rollout/dropped": float(sum(t.dropped is not None for t in trajectories)),
+        }
+        metrics |= run.meter.metrics(groups, metrics)
+        steps_left = getattr(run.config, stage).steps - step - 1
+        metrics |= self._budget.step(metrics["rollout/tokens"], steps_left)
+        if run.config.verify and stage == "rl":
+            metrics["rollout/verified_tokens"] = float(self._num_verified)
+            self._num_verified = 0
         self._latest = metrics
-        self.store.record_step(
-            self.folder.id,
+        self._store.record_step(
+            run.folder.id,
             stage,
             step,
             groups,
             metrics,
             seconds=metrics["time/step_s"],
             policy_version=int(metrics["train/policy_version"]),
-            dropped=self._left_out if (stage, step) == ("sft", 0) else (),
+            dropped=self._excluded if (stage, step) == ("sft", 0) else (),
         )
-        self.metrics.log(stage, step, metrics)
-        self.observer.step(stage, step, metrics)
-        self._watch.step(stage, groups, bool(metrics["train/optimizer_steps"]))
+        self._metrics.log(stage, step, metrics)
+        self._observer.step(stage, step, metrics)
+        self._watchdog.step(stage, groups, bool(metrics["train/optimizer_steps"]))
 
-    # Evaluation
+    def _record_untrained(self, stage: Stage, step: int, groups: Sequence[Group]) -> None:
+        """Store the prefetched groups that no step is left to train on."""
+        if groups:
+            name = f"{stage.name}/{UNTRAINED}"
+            self._store.record_step(self.run.folder.id, name, step - 1, groups, {})
+            count = sum(len(group.trajectories) for group in groups)
+            self._observer.note(f"{stage.name}: {count} prefetched episodes were not trained on")
 
-    async def _evaluate_between(self, step: int) -> float | None:
-        settings = self.config.evaluate
-        result = await self.evaluate("rl", settings.num_tasks_between or settings.num_tasks, step)
-        return result.success.value if result else None
-
-    async def evaluate(self, label: str, num_tasks: int | None, step: int = 0) -> Evaluation | None:
-        """Play held-out tasks and keep the result; None where there are no held-out tasks."""
-        if not self.heldout:
+    async def _evaluate(
+        self, label: str, num_tasks: int | None, step: int = 0
+    ) -> Evaluation | None:
+        """Evaluate held-out tasks and record the result; None where there are no such tasks."""
+        run = self.run
+        if not run.splits.heldout:
             return None
-        settings = self.config.evaluate.model_copy(update={"num_tasks": num_tasks})
-        with busy("evaluate"), self.timed("evaluation"):
-            groups, result = await self.play(label, step, settings)
+        settings = run.config.evaluate.model_copy(update={"num_tasks": num_tasks})
+        with busy("evaluate"), self.timings.timed("evaluation"):
+            groups, result = await evaluate(run, settings, label, step)
         stage = f"evaluate/{label}"
         metrics = {"evaluate/success": result.success.value, "evaluate/score": result.score.value}
         for part in sorted({o.part for o in result.outcomes if o.part in result.tiers}):
             metrics[f"evaluate/success_{part}"] = result.tiers[part].success.value
         self._latest |= metrics
-        self.store.record_step(self.folder.id, stage, step, groups, metrics, seconds=result.seconds)
-        self.metrics.log(stage, step, {**metrics, "time/elapsed_s": sum(self.timings.values())})
-        self.folder.evaluations.mkdir(parents=True, exist_ok=True)
-        path = self.folder.evaluations / f"{label}-{step:06d}.json"
+        self._store.record_step(
+            run.folder.id, stage, step, groups, metrics, seconds=result.seconds
+        )
+        self._metrics.log(stage, step, {**metrics, "time/elapsed_s": self.timings.total})
+        run.folder.evaluations.mkdir(parents=True, exist_ok=True)
+        path = run.folder.evaluations / f"{label}-{step:06d}.json"
         atomic_write(path, result.model_dump_json())
-        self.observer.note(str(result))
+        self._observer.note(str(result))
         self._budget.keep()
         return result
-
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Add the wall time of a block to a part of the run."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.timings[part] = self.timings.get(part, 0.0) + time.perf_counter() - started

@@ -20,7 +20,7 @@ from ludus.data.demonstrations import play
 from ludus.data.generation import Generation, Model, Which, generate
 from ludus.data.journal import JOURNAL, Record
 from ludus.envs.textcraft.env import TextCraft
-from ludus.pipeline.assemble import read_conversations as read_sft
+from ludus.pipeline.conversations import read_conversations as read_sft
 from ludus.tasks.agentgym import messages_of, read_agentgym, read_conversations
 
 TEXTCRAFT = [Spec(name="textcraft")]

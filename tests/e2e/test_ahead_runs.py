@@ -19,7 +19,7 @@ def test_it_may_be_switched_on_and_off_between_checkpoints(ludus: Ludus) -> None
     resume = ["train", "--resume", "tiny-1"]
     ludus(*resume, *AHEAD, setup=interrupt.format(20)).refused(130, "finishing this step")
     done = ludus(*resume, "rl.max_staleness=0").ok()
-    assert "they are left out" in done.all
+    assert "tasks are dropped" in done.all
     steps = [step for step in ludus.state()["steps"] if step["at"][0] == "rl"]
     ids = [group.id for step in steps for group in step["groups"]]
     assert len(set(ids)) == len(ids)

@@ -119,7 +119,7 @@ def test_malformed_lines(ludus: Ludus) -> None:
     refused = ludus("train", "sums.yaml").refused(1, "line 4 is not JSON", "line 5 field 'prompt'")
     assert "tasks.on_bad_line: skip" in refused.err
     done = ludus("train", "sums.yaml", "tasks.on_bad_line=skip").ok()
-    assert "tasks.train: 2 malformed lines left out" in done.err
+    assert "tasks.train: 2 malformed lines skipped" in done.err
     log = (ludus.run("sums-1") / "log.jsonl").read_text()
     assert "tasks.jsonl:4: is not JSON" in log
     assert "tasks.jsonl:5: field 'prompt'" in log
@@ -138,7 +138,7 @@ def test_malformed_conversations(ludus: Ludus) -> None:
     ludus("train", BABYAI, *alone, skip).refused(1, "chats.jsonl:3", "one assistant turn")
     (ludus.cwd / "chats.jsonl").write_text("\n".join(lines[:2]))
     done = ludus("train", BABYAI, *alone, skip).ok()
-    assert "sft.data: 1 malformed lines left out" in done.err
+    assert "sft.data: 1 malformed lines skipped" in done.err
 
 
 def test_a_tokenizer_without_a_chat_template(reference: Ludus, ludus: Ludus) -> None:
@@ -181,14 +181,14 @@ def test_training_on_nothing_is_told(ludus: Ludus) -> None:
 def test_conversations_too_long_for_the_context(ludus: Ludus) -> None:
     short = ["model.context_length=72", "rl=null", "sft.steps=2", "tasks.heldout=null"]
     done = ludus("train", BABYAI, *short).ok()
-    assert "of 40 conversations left out, the first (babyai/" in done.err
+    assert "of 40 conversations skipped, the first (babyai/" in done.err
     assert "tokens exceed model.context_length = 72" in done.err
     with ludus.store() as store:
         dropped = store.dropped("tiny-1", "sft")
         assert f"sft: {len(dropped)} of 40" in done.err
         assert all("tokens exceed" in row.reason for row in dropped)
     short[0] = "model.context_length=24"
-    ludus("train", BABYAI, *short).refused(1, "sft: 40 of 40 conversations left out")
+    ludus("train", BABYAI, *short).refused(1, "sft: 40 of 40 conversations skipped")
 
 
 # What breaks
@@ -264,8 +264,8 @@ def small_disk(ludus: Ludus) -> Iterator[Ludus]:
 
 
 FULL = {
-    "demonstrations": ("ludus.pipeline.training:generate", 1),
-    "the tokenizer": ("ludus.pipeline.training:atomic_folder", 1),
+    "demonstrations": ("ludus.pipeline.build:generate", 1),
+    "the tokenizer": ("ludus.pipeline.build:atomic_folder", 1),
     "the store": ("ludus.store.store:RunStore.record_step", 3),
     "the metrics": ("ludus.telemetry.metrics:MetricsLog.log", 1),
     "a checkpoint": ("ludus.backends.local:LocalBackend.save", 2),

@@ -162,7 +162,7 @@ def test_another_runs_folder_and_a_recipe_in_python(ludus: Ludus) -> None:
     inside = Ludus(ludus.zygote, ludus.cwd / "deep")
     assert "complete already" in inside("train", "--resume", "tiny-1").ok().err
     done = ludus("train", "--resume", "deep/runs/tiny-1", "sft.steps=3").ok()
-    assert "going on after step 2 of sft" in done.err
+    assert "resuming after step 2 of sft" in done.err
     assert not (ludus.cwd / "runs").exists()
     interrupt = "strike('ludus.train.learner:Learner.train_step', 1, 'interrupt')"
     done = ludus("train", "--resume", "deep/runs/tiny-1", "sft.steps=9", setup=interrupt)

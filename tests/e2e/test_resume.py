@@ -37,7 +37,7 @@ KILLS = {
     "an RL step": ("ludus.train.learner:Learner.train_step", 2, "kill after"),
     "an evaluation in between": ("ludus.pipeline.training:atomic_write", 2, "kill after"),
     "letting go of a checkpoint": ("ludus.train.checkpoint.store:remove_folder", 1, "kill"),
-    "the last RL step": ("ludus.pipeline.training:TrainingRun.record", 1, "kill"),
+    "the last RL step": ("ludus.pipeline.training:Trainer.record", 1, "kill"),
     "the last checkpoint": ("ludus.core.files:_flush_folder", 1, "kill"),
     "the evaluation after RL": ("ludus.rollout.agent:Agent.play", 18, "kill"),
     "timings": ("ludus.pipeline.launch:atomic_write", 2, "kill after"),
@@ -108,7 +108,7 @@ def test_interrupted_once_it_saves_twice_it_stops_at_once(ludus: Ludus, referenc
     process = ludus.start("train", BABYAI)
     process.until("demonstrations: 40 steps")
     process.signal(signal.SIGINT)
-    process.wait().refused(130, f"stopped; go on with: {again}")
+    process.wait().refused(130, f"stopped; resume with: {again}")
     assert ludus.status() == "interrupted"
 
     interrupt = "strike('ludus.train.learner:Learner.train_step', 3, 'interrupt')"
@@ -143,7 +143,7 @@ def test_a_complete_run_is_left_alone_and_may_be_given_more_steps(
     done = ludus("train", "--resume", "tiny-1", "rl.steps=7", "rollout.temperature=0.9").ok()
     assert "changed: rl.steps from 5 to 7" in done.err
     assert "changed: rollout.temperature from 1.0 to 0.9" in done.err
-    assert "going on after step 5 of rl" in done.err
+    assert "resuming after step 5 of rl" in done.err
     rl = [line["step"] for line in ludus.metrics() if line["stage"] == "rl"]
     assert rl == list(range(7))
     assert ludus.state()["steps"][:29] == reference.state()["steps"][:29]
@@ -212,7 +212,7 @@ def test_damaged_checkpoints(ludus: Ludus, reference: Ludus) -> None:
     ludus(*more).refused(1, "rl-000005", "model.safetensors", "rl-000004", "--skip-damaged")
     assert weights.read_bytes() == content
     done = ludus(*more, "--skip-damaged").ok()
-    assert "going on after step 4 of rl" in done.err
+    assert "resuming after step 4 of rl" in done.err
     ludus("checkpoint", "check", "tiny-1").ok()
     rl = [step for step in ludus.state()["steps"] if step["at"][0] == "rl"]
     mine = [step for step in reference.state()["steps"] if step["at"][0] == "rl"]

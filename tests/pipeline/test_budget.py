@@ -81,11 +81,11 @@ def test_sittings_add_up_and_work_done_twice_was_paid_twice(tmp_path: Path) -> N
     assert json.loads(path.read_text()) == {"seconds": 130, "tokens": 100}
 
 
-def test_a_file_that_tells_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_malformed_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "budget.json"
     for text in ("", "[]", '{"seconds": "x", "tokens": 1}', '{"seconds": 1}'):
         path.write_text(text)
-        with pytest.raises(DataError, match=r"budget.json: it does not tell what the run has"):
+        with pytest.raises(DataError, match=r"budget.json: malformed count of time and tokens"):
             Budget(BudgetConfig(), path)
 
 

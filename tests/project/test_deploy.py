@@ -271,7 +271,7 @@ def test_the_real_run_is_stopped_and_goes_on(tmp_path: Path) -> None:
     command += ["sft.steps=8", "budget.max_tokens=1"]
     done = shell(*command, env=env, cwd=tmp_path)
     assert "fetched snapshot" in done.stdout + done.stderr
-    assert "going on after step" in done.stdout + done.stderr
+    assert "resuming after step" in done.stdout + done.stderr
     assert done.returncode == 0, done.stdout + done.stderr
     assert "train.sh: the budget is spent" in done.stdout
 

@@ -13,7 +13,8 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import LudusError, MissingDependency
 from ludus.diagnostics import plan as planning
 from ludus.diagnostics.hardware import HARDWARE
-from ludus.pipeline.assemble import check, read_splits
+from ludus.pipeline.build import read_splits
+from ludus.pipeline.registries import check
 from ludus.tasks.mixture import part_of
 from ludus.train.schedule import turn_limit
 

@@ -1,4 +1,4 @@
-"""From the configuration to its objects."""
+"""Checks of a config; tasks, conversations and tokenizer of a run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from ludus.core.errors import ConfigError, DataError, EnvError
 from ludus.core.types import Message, Spec, Task
 from ludus.data.demonstrations import Demonstration, play
 from ludus.envs import ENVS as ENVIRONMENTS
-from ludus.pipeline.assemble import (
-    check,
+from ludus.pipeline.build import read_splits
+from ludus.pipeline.conversations import read_conversations, replay_all
+from ludus.pipeline.registries import check
+from ludus.pipeline.tokenizer import (
     environment_messages,
     make_renderer,
     make_tokenizer,
-    read_conversations,
-    read_splits,
-    replay_all,
     tools_of,
 )
 
@@ -77,7 +76,7 @@ def test_rl_samples_from_the_whole_distribution(load: Any):
     first, second = str(error.value).splitlines()
     assert first.startswith("rollout.top_p must be 1 where `rl` trains, got 0.9: the sampler's")
     assert second.startswith("rollout.top_k must be 0 where `rl` trains, got 20: the sampler's")
-    assert "leave it out" in first
+    assert "remove it" in first
     check(load("rollout.top_p=0.9", "rollout.top_k=20", "rl=null"))
     check(load("rollout.top_p=0.9", "rl.algorithm=sft"))
 

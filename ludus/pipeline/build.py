@@ -1,0 +1,194 @@
+"""Build a run: config -> tasks, conversations, tokenizer, model, back end, collector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ludus.backends.local import LocalBackend
+from ludus.config.schema import RunConfig
+from ludus.core.errors import DataError, EpisodeError
+from ludus.core.files import atomic_folder
+from ludus.core.types import Task, Trajectory
+from ludus.data.demonstrations import Demonstration, dropped_path, generate, load
+from ludus.envs import ENVS
+from ludus.judges import JUDGES
+from ludus.models.chat.renderer import Renderer
+from ludus.models.chat.tokenizers import load_tokenizer
+from ludus.pipeline.budget import Timings
+from ludus.pipeline.conversations import Conversation, read_conversations
+from ludus.pipeline.progress import Observer
+from ludus.pipeline.tokenizer import make_renderer, make_renderers, make_tokenizer
+from ludus.rollout.collect import Collector
+from ludus.store.folders import RunFolder
+from ludus.tasks.readers import TaskList, read_tasks
+from ludus.tasks.splits import check_disjoint
+from ludus.telemetry.logs import get_logger
+from ludus.train.checkpoint.policy import build_policy
+from ludus.train.meter import Meter
+
+log = get_logger(__name__)
+
+
+class Splits(NamedTuple):
+    """Training tasks and held-out tasks; they share none."""
+
+    train: TaskList
+    heldout: TaskList
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The parts of a run, complete: it can play, evaluate and train.
+
+    Args:
+        folder: holds the run's files.
+        conversations: training data of SFT.
+        renderers: by part of a mixture whose parts have tools of their own.
+    """
+
+    folder: RunFolder
+    config: RunConfig
+    splits: Splits
+    conversations: Sequence[Conversation]
+    tokenizer: Any
+    renderer: Renderer
+    renderers: Mapping[str, Renderer]
+    model: Any
+    backend: LocalBackend
+    collector: Collector
+    meter: Meter
+
+
+def build(
+    config: RunConfig,
+    folder: RunFolder,
+    splits: Splits,
+    tokenizer: Any,
+    conversations: Sequence[Conversation] = (),
+    *,
+    on_episode: Callable[[Trajectory], None] | None = None,
+    on_error: Callable[[EpisodeError], object] | None = None,
+    inline: bool = False,
+) -> Run:
+    """Build all parts of a run. The caller closes `run.backend`.
+
+    Args:
+        on_episode: receives each finished trajectory.
+        on_error: receives each error that ended an episode.
+        inline: play in the calling thread, without deadlines: for debuggers.
+
+    Errors: ConfigError, MissingDependency.
+    """
+    renderer, renderers = make_renderer(config, tokenizer), make_renderers(config, tokenizer)
+    model, _ = build_policy(config.model, tokenizer, config.seed)
+    backend = LocalBackend(model, renderer, config, folder.path)
+    collector = Collector(
+        sampler=backend.sampler,
+        renderer=renderer,
+        renderers=renderers,
+        config=config.rollout,
+        env=config.env,
+        judge=JUDGES.build(config.judge, "judge") if config.judge else None,
+        seed=config.seed,
+        on_episode=on_episode,
+        on_error=on_error,
+        inline=inline,
+    )
+    return Run(
+        folder=folder,
+        config=config,
+        splits=splits,
+        conversations=conversations,
+        tokenizer=tokenizer,
+        renderer=renderer,
+        renderers=renderers,
+        model=model,
+        backend=backend,
+        collector=collector,
+        meter=Meter(model, backend.sampler),
+    )
+
+
+def build_training(
+    config: RunConfig, folder: RunFolder, splits: Splits, observer: Observer, timings: Timings
+) -> Run:
+    """Build a run that trains: make demonstrations and tokenizer unless the folder has them."""
+    _note_skipped(observer, "tasks.train", splits.train.skipped)
+    _note_skipped(observer, "tasks.heldout", splits.heldout.skipped)
+    demonstrations = _demonstrations(config, folder, splits.train, observer, timings)
+    conversations, skipped = read_conversations(config, demonstrations, splits.train)
+    _note_skipped(observer, "sft.data", skipped)
+    if not folder.tokenizer.exists():
+        messages = [message for item in conversations for message in item.messages]
+        tokenizer = make_tokenizer(config, splits.train, messages)
+        with atomic_folder(folder.tokenizer) as path:
+            tokenizer.save_pretrained(path)
+    tokenizer = load_tokenizer(str(folder.tokenizer))
+    return build(config, folder, splits, tokenizer, conversations, on_episode=observer.episode)
+
+
+def read_splits(config: RunConfig) -> Splits:
+    """Read the training and the held-out tasks.
+
+    Errors: DataError for files, lines and shared tasks; ConfigError for a task's unknown judge.
+    """
+    env = ENVS.build(config.env, "env") if config.env else None
+    bad_line = config.tasks.on_bad_line
+    train = read_tasks(config.tasks.train, "tasks.train", maker=env, on_bad_line=bad_line)
+    _check_judges(train, "tasks.train")
+    if config.tasks.heldout is None:
+        return Splits(train, TaskList())
+    heldout = read_tasks(config.tasks.heldout, "tasks.heldout", maker=env, on_bad_line=bad_line)
+    _check_judges(heldout, "tasks.heldout")
+    check_disjoint(train, heldout)
+    return Splits(train, heldout)
+
+
+def _check_judges(tasks: Iterable[Task], where: str) -> None:
+    judges = {task.judge.model_dump_json(): task.judge for task in tasks if task.judge}
+    for spec in judges.values():
+        JUDGES.check(spec, f"{where}: judge")
+
+
+def _demonstrations(
+    config: RunConfig,
+    folder: RunFolder,
+    train: Sequence[Task],
+    observer: Observer,
+    timings: Timings,
+) -> list[Demonstration]:
+    """Returns the expert's episodes; generates them if the folder has none."""
+    settings = config.demonstrations
+    if settings is None or config.env is None:
+        return []
+    path = folder.demonstrations
+    if not path.exists():
+        tasks = train[: settings.num_episodes]
+        observer.stage("demonstrations", len(tasks))
+        with timings.timed("demonstrations"):
+            summary = generate(
+                config.env,
+                tasks,
+                path,
+                num_workers=settings.num_workers,
+                timeout_s=settings.timeout_s,
+                only_successful=settings.only_successful,
+                format=config.rollout.format,
+                on_episode=lambda *_: observer.tick(),
+            )
+        observer.note(str(summary))
+    if demonstrations := list(load(path)):
+        return demonstrations
+    dropped = dropped_path(path)
+    first = dropped.read_text(encoding="utf-8").partition("\n")[0]
+    raise DataError(f"the expert gave no demonstration; {dropped} lists the reasons: {first}")
+
+
+def _note_skipped(observer: Observer, source: str, lines: Sequence[object]) -> None:
+    """Report malformed lines that `tasks.on_bad_line: skip` excludes."""
+    for line in lines:
+        log.info("malformed line skipped", source=source, line=str(line))
+    if lines:
+        observer.note(f"{source}: {len(lines)} malformed lines skipped")

@@ -1,0 +1,48 @@
+"""Tokenizer, model and weights of a run's policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ludus.config.schema import ModelConfig
+from ludus.core.errors import ConfigError, did_you_mean
+from ludus.core.seeds import derive_seed
+from ludus.models.build import build_model
+from ludus.models.chat.tokenizers import load_tokenizer
+from ludus.store.folders import RunFolder
+from ludus.train.checkpoint.store import CheckpointInfo, CheckpointStore, load
+
+
+def build_policy(
+    config: ModelConfig, tokenizer: Any, seed: int, checkpoint: Path | None = None
+) -> tuple[Any, int]:
+    """Returns a run's model and its policy version, with the weights of `checkpoint` if given.
+
+    `seed` is the seed of the run. Errors: ConfigError, CheckpointError.
+    """
+    model = build_model(config, tokenizer, derive_seed(seed, "model"))
+    state = load(checkpoint, model=model) if checkpoint else {}
+    return model, int(state.get("policy_version", 0))
+
+
+def run_tokenizer(folder: RunFolder) -> Any:
+    """Load the tokenizer of a run. Errors: ConfigError where the run has none yet."""
+    if not folder.tokenizer.exists():
+        raise ConfigError(f"run {folder.id} stopped before it had a tokenizer: resume it first")
+    return load_tokenizer(str(folder.tokenizer))
+
+
+def find_checkpoint(folder: RunFolder, name: str | None = None) -> CheckpointInfo:
+    """Returns a run's checkpoint by name, or the newest. Errors: ConfigError."""
+    store = CheckpointStore(folder.checkpoints)
+    if name is None:
+        newest = store.latest()
+        if newest is None:
+            raise ConfigError(f"run {folder.id} has no checkpoint yet")
+        return newest
+    checkpoints = {info.path.name: info for info in store.list()}
+    if name not in checkpoints:
+        near = did_you_mean(name, checkpoints)
+        raise ConfigError(f"run {folder.id} has no checkpoint {name!r}{near}")
+    return checkpoints[name]
