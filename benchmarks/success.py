@@ -182,9 +182,7 @@ async def train_ludus(run: Run, tasks: Sequence[Task], course: Course) -> None:
     await run_stage(stage, run.backend, kept)
 
 
-def train_trl(
-    mode: str, run: Run, tasks: Sequence[Task], course: Course, folder: Path
-) -> int:
+def train_trl(mode: str, run: Run, tasks: Sequence[Task], course: Course, folder: Path) -> int:
     """Returns the micro-batch that was used."""
     import success_trl
 

@@ -103,9 +103,12 @@ class Budget:
         then = now + self._next()
         cost_then, cost_now = self.cost(then), self.cost(now)
         unit = settings.currency
-        if settings.max_cost is not None and cost_then is not None:
-            if cost_then > settings.max_cost:
-                return f"budget.max_cost: {cost_now:.2f} of {settings.max_cost:g} {unit} are spent"
+        if (
+            settings.max_cost is not None
+            and cost_then is not None
+            and cost_then > settings.max_cost
+        ):
+            return f"budget.max_cost: {cost_now:.2f} of {settings.max_cost:g} {unit} are spent"
         if settings.max_hours is not None and then.seconds > settings.max_hours * 3600:
             hours = now.seconds / 3600
             return f"budget.max_hours: {hours:.2f} of {settings.max_hours:g} hours are spent"

@@ -12,7 +12,7 @@ from ludus.core.types import Message, Task, Trajectory
 from ludus.data.demonstrations import Demonstration
 from ludus.models.chat.renderer import Renderer
 from ludus.rollout.replay import replay
-from ludus.rollout.session import opened
+from ludus.rollout.session import with_system_prompt
 from ludus.tasks.agentgym import is_agentgym, read_trajectories
 from ludus.tasks.mixture import part_of
 from ludus.tasks.readers import OnBadLine, read_json
@@ -42,7 +42,7 @@ def read_conversations(
         conversations = []
         for demo in demonstrations:
             task = tasks.get(demo.task_id) or Task(id=demo.task_id, tier=demo.tier)
-            messages = opened([*task.prompt, *demo.messages], system_prompt)
+            messages = with_system_prompt([*task.prompt, *demo.messages], system_prompt)
             conversations.append(Conversation(task, messages, demo.reward, demo.success))
         return conversations, []
     if is_agentgym(config.sft.data):
@@ -55,7 +55,7 @@ def read_conversations(
     conversations = [
         Conversation(
             Task(id=line.id, source=line.source),
-            opened(line.prompt, system_prompt),
+            with_system_prompt(line.prompt, system_prompt),
             _number(line.data.get("reward")),
             _boolean(line.data.get("success")),
         )
@@ -73,7 +73,7 @@ def _read_agenttraj(
     conversations = []
     for recorded in trajectories:
         replaced = recorded.messages[0].role == "system" and system_prompt is not None
-        messages = opened(recorded.messages[replaced:], system_prompt)
+        messages = with_system_prompt(recorded.messages[replaced:], system_prompt)
         task = Task(id=recorded.item_id, source="agentgym")
         conversations.append(Conversation(task, messages, None, None))
     return conversations, skipped

@@ -18,7 +18,8 @@ from ludus.envs.base import Env
 from ludus.models import TOKENIZERS
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import load_tokenizer, train_tokenizer
-from ludus.rollout.host import EnvThread, HostedEnv
+from ludus.rollout.host import HostedEnv
+from ludus.rollout.threads import EnvThread
 
 NUM_SAMPLE_TASKS = 512
 """Tasks whose opening observations a tokenizer is trained on."""
@@ -125,7 +126,10 @@ def make_renderers(config: RunConfig, tokenizer: Any) -> dict[str, Renderer]:
         return {}
     return {
         name: Renderer(
-            tokenizer, config.model.chat_template, _require_tools(member, name), config.model.thinking
+            tokenizer,
+            config.model.chat_template,
+            _require_tools(member, name),
+            config.model.thinking,
         )
         for name, member in ENVS.build(config.env, "env").members().items()
     }

@@ -112,7 +112,9 @@ class Trainer:
             keep[f"{resumed.stage}/{UNTRAINED}"] = resumed.step - 1
             if resumed.stage == "rl":
                 keep |= {"sft": config.sft.steps if config.sft else 0, "evaluate/before": 0}
-            self._observer.note(f"{folder.id}: resuming after step {resumed.step} of {resumed.stage}")
+            self._observer.note(
+                f"{folder.id}: resuming after step {resumed.step} of {resumed.stage}"
+            )
         checkpoints.forget_after(resumed)
         self._metrics.rewind(keep)
         self._store.rewind(folder.id, keep)
@@ -298,9 +300,7 @@ class Trainer:
         for part in sorted({o.part for o in result.outcomes if o.part in result.tiers}):
             metrics[f"evaluate/success_{part}"] = result.tiers[part].success.value
         self._latest |= metrics
-        self._store.record_step(
-            run.folder.id, stage, step, groups, metrics, seconds=result.seconds
-        )
+        self._store.record_step(run.folder.id, stage, step, groups, metrics, seconds=result.seconds)
         self._metrics.log(stage, step, {**metrics, "time/elapsed_s": self.timings.total})
         run.folder.evaluations.mkdir(parents=True, exist_ok=True)
         path = run.folder.evaluations / f"{label}-{step:06d}.json"
