@@ -243,7 +243,7 @@ def disk_faults(folder: RunFolder) -> Iterator[None]:
         if error.errno not in DISK_FAULTS:
             raise
         raise LudusError(
-            f"{error.filename or folder.path}: {error.strerror}. Everything saved before is intact: "
+            f"{error.filename or folder.path}: {error.strerror}. Everything saved is intact: "
             "free some space or fix the permissions, then resume the run"
         ) from error
 

@@ -22,13 +22,12 @@ from transformers import AutoConfig
 from ludus.config.load import load_config
 from ludus.config.schema import ModelConfig
 from ludus.core.errors import CheckpointError, ConfigError
-from ludus.core.seeds import derive_seed
 from ludus.models.build import build_model, merge_lora
 from ludus.models.chat.parsing import Thinking
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.store.folders import RunFolder, find_run
-from ludus.train.checkpoint.store import CheckpointStore, load
+from ludus.train.checkpoint.policy import build_policy, find_checkpoint, run_tokenizer
 
 LONGEST_BY_DEFAULT = 8192
 """Most tokens of a conversation with a Hugging Face model whose user names no limit."""
@@ -85,18 +84,11 @@ def load_policy(checkpoint: str, runs_dir: str, overrides: ModelOverrides) -> Po
 
 
 def _of_run(folder: RunFolder, path: Path | None, overrides: ModelOverrides) -> Policy:
-    if not folder.tokenizer.exists():
-        raise ConfigError(f"run {folder.id} stopped before it had a tokenizer: resume it first")
-    if path is None:
-        newest = CheckpointStore(folder.checkpoints).latest()
-        if newest is None:
-            raise ConfigError(f"run {folder.id} has no checkpoint yet")
-        path = newest.path
+    tokenizer = run_tokenizer(folder)
+    path = path or find_checkpoint(folder).path
     config = load_config(folder.config)
     settings = _changed(config.model, overrides)
-    tokenizer = load_tokenizer(str(folder.tokenizer))
-    model = build_model(settings, tokenizer, derive_seed(config.seed, "model"))
-    state = load(path, model=model)
+    model, version = build_policy(settings, tokenizer, config.seed, path)
     return Policy(
         name=folder.id,
         origin=f"{folder.id}/{path.name}",
@@ -105,7 +97,7 @@ def _of_run(folder: RunFolder, path: Path | None, overrides: ModelOverrides) -> 
         context_length=settings.context_length,
         chat_template=settings.chat_template,
         thinking=settings.thinking,
-        version=int(state.get("policy_version", 0)),
+        version=version,
     )
 
 
