@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ludus.cli.options import spec
+from ludus.cli.options import env_specs, spec
 
 app = typer.Typer()
 
@@ -110,10 +110,9 @@ def generate_data(
     """Make SFT data of an expert's episodes, a model's best ones, or both; with a data card."""
     from ludus.data import options
     from ludus.data.generation import generate
-    from ludus.services import serving
 
     wanted = options.generation(
-        [spec(name, args) for name, args in serving.named(envs)],
+        env_specs(envs),
         source=source,
         num_tasks=num_tasks,
         first_seed=first_seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,6 +54,22 @@ def spec(name: str, args: list[str] | None) -> Any:
             raise ConfigError(f"{item!r}: arguments are given as key=value")
         pairs[key], _ = yaml12.parse(value, item)
     return Spec(name=name, args=pairs)
+
+
+def env_specs(words: Sequence[str]) -> list[Any]:
+    """Specs of environments with their arguments: `a x=1 b` is a with x=1, and b."""
+    found: list[tuple[str, list[str]]] = []
+    for word in words:
+        if "=" not in word:
+            found.append((word, []))
+        elif found:
+            found[-1][1].append(word)
+        else:
+            raise ConfigError(f"{word}: name an environment before its arguments")
+    names = [name for name, _ in found]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{repeated[0]}: named twice; name each environment once")
+    return [spec(name, args) for name, args in found]
 
 
 def show_on_screen(renderable: Any) -> None:

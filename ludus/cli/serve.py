@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
 
-from ludus.cli.options import RunsDir, spec
+from ludus.cli.options import RunsDir, env_specs, spec
+from ludus.core.errors import MissingDependency
 
 app = typer.Typer(help="Services over HTTP and WebSocket.", no_args_is_help=True)
+
+
+@contextmanager
+def _needs(extra: str, command: str) -> Iterator[None]:
+    """Turn a failed import of another package into MissingDependency."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("ludus"):
+            raise
+        raise MissingDependency(str(error.name), extra, command) from error
 
 
 @app.command("env")
@@ -18,45 +32,60 @@ def serve_env(
         typer.Argument(help="Environments, each followed by its arguments: NAME [key=value ...]"),
     ],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Processes.")] = 1,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.")] = 1,
     isolate: Annotated[
-        bool, typer.Option("--isolate", help="A process of its own for every session.")
+        bool, typer.Option("--isolate", help="Run each session in its own process.")
     ] = False,
-    max_sessions: Annotated[int, typer.Option(min=1, help="Open at the same time.")] = 4096,
+    max_sessions: Annotated[
+        int, typer.Option(min=1, help="Maximum number of open sessions.")
+    ] = 4096,
     max_memory_mb: Annotated[
-        int, typer.Option(min=0, help="No new session above this, in each process; 0: no limit.")
+        int,
+        typer.Option(min=0, help="Open no session above this memory, per process; 0: no limit."),
     ] = 0,
-    idle: Annotated[float, typer.Option(min=1, help="Seconds until a session is closed.")] = 900.0,
-    step_deadline: Annotated[float, typer.Option(min=0.1, help="Seconds of a step.")] = 30.0,
+    idle: Annotated[
+        float, typer.Option(min=1, help="Seconds until an idle session is closed.")
+    ] = 900.0,
+    step_deadline: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that a step may take.")
+    ] = 30.0,
 ) -> None:
-    """Serve environments: ludus' API, AgentGym's and OpenEnv's. Tokens: LUDUS_TOKENS=a,b."""
-    from ludus.services import serving
-
-    limits = {
-        "max_sessions": max_sessions,
-        "max_memory_mb": max_memory_mb,
-        "idle_s": idle,
-        "step_deadline_s": step_deadline,
-    }
-    specs = [spec(name, args) for name, args in serving.named(envs)]
-    serving.serve_env(specs, host, port, workers, isolate, limits, typer.echo)
+    """Serve environments over the APIs of ludus, AgentGym and OpenEnv. Tokens: LUDUS_TOKENS=a,b."""
+    with _needs("serve", "ludus serve"):
+        from ludus.services.envs.manager import SessionLimits
+        from ludus.services.envs.serving import serve_envs
+    limits = SessionLimits(
+        max_sessions=max_sessions,
+        max_memory_mb=max_memory_mb,
+        idle_s=idle,
+        step_deadline_s=step_deadline,
+    )
+    serve_envs(
+        env_specs(envs),
+        host=host,
+        port=port,
+        workers=workers,
+        isolate=isolate,
+        limits=limits,
+        say=typer.echo,
+    )
 
 
 @app.command("model")
-def serve_model(
+def model(
     checkpoint: Annotated[
-        str, typer.Argument(help="A run, a checkpoint's folder, or a Hugging Face folder.")
+        str, typer.Argument(help="A run, a checkpoint folder, or a Hugging Face folder.")
     ],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
     name: Annotated[
         str | None,
-        typer.Option(help="The model's name to clients; default: the run's or folder's."),
+        typer.Option(help="The model's name for clients; default: the run's or folder's."),
     ] = None,
     sampler: Annotated[str, typer.Option(help="in_process or vllm.")] = "in_process",
     sampler_arg: Annotated[
-        list[str] | None, typer.Option(help="An argument of the sampler: key=value; repeat it.")
+        list[str] | None, typer.Option(help="A sampler argument, key=value; repeatable.")
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, or cuda:N; default: the run's, else cpu.")
@@ -65,7 +94,7 @@ def serve_model(
         str | None, typer.Option(help="float32 or bfloat16; default: the run's or the weights'.")
     ] = None,
     context_length: Annotated[
-        int | None, typer.Option(min=16, help="Most tokens of prompt and answer together.")
+        int | None, typer.Option(min=16, help="Maximum tokens of prompt plus answer.")
     ] = None,
     chat_template: Annotated[
         str | None, typer.Option(help="plain, qwen3, or a Jinja file; default: the model's own.")
@@ -73,26 +102,29 @@ def serve_model(
     thinking: Annotated[
         str | None, typer.Option(help="keep, strip or forbid; default: the run's, else keep.")
     ] = None,
-    max_turns: Annotated[int, typer.Option(min=1, help="Sampled at the same time.")] = 512,
+    max_turns: Annotated[
+        int, typer.Option(min=1, help="Maximum number of concurrent generations.")
+    ] = 512,
     runs_dir: RunsDir = "runs",
 ) -> None:
-    """Serve a model over OpenAI's API. Tokens: LUDUS_TOKENS=a,b; to swap: LUDUS_ADMIN_TOKEN."""
-    from ludus.services import serving
-
-    overrides = {
+    """Serve a model over OpenAI's API. Tokens: LUDUS_TOKENS=a,b; for swaps: LUDUS_ADMIN_TOKEN."""
+    with _needs("serve,train", "ludus serve model"):
+        from ludus.services.model.policy import ModelOverrides
+        from ludus.services.model.serving import serve_model
+    overrides: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
         "context_length": context_length,
         "chat_template": chat_template,
         "thinking": thinking,
     }
-    serving.serve_model(
+    serve_model(
         checkpoint,
         host=host,
         port=port,
         name=name,
         runs_dir=runs_dir,
-        overrides=overrides,
+        overrides=ModelOverrides(**overrides),
         sampler=spec(sampler, sampler_arg),
         max_turns=max_turns,
         say=typer.echo,

@@ -1,1 +1,1 @@
-"""The environment service."""
+"""Environment service: environments over HTTP and WebSocket."""

@@ -1,12 +1,12 @@
-"""AgentGym's wire format (Xi et al. 2024, arXiv:2406.04151), so that its clients work unchanged.
+"""AgentGym's wire format (Xi et al. 2024, arXiv:2406.04151), for its unchanged clients.
 
-Each environment has a folder of its own, which is the `env_server_base` of AgentGym's client:
+Each environment has its own path, the `env_server_base` of AgentGym's client:
 
     POST /agentgym/textcraft/create {}                   -> {"id": 71..., "observation": ..., ...}
     POST /agentgym/textcraft/reset {"id": 71..., "data_idx": 3}
     POST /agentgym/textcraft/step {"id": 71..., "action": "get 1 oak log"}
 
-What differs from the original: errors have honest status codes (the original answers 200 and
+Differences from the original: errors have error status codes (the original answers 200 and
 `{"error": ...}`), and ids cannot be guessed. An environment is one row of `ROWS`.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Body, FastAPI, Request
@@ -29,33 +30,34 @@ from ludus.services.server.app import ERRORS, ServiceError, owner_of
 from ludus.tasks.agentgym import ITEMS, task_of
 
 Id = Annotated[int, Field(ge=0, lt=2 ** (ID_BITS + 1))]
-Tell = Callable[[EnvSession], Any]
+View = Callable[[EnvSession], Any]
+"""Makes the JSON of a response from a session."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """How AgentGym speaks with one environment; `tasks.agentgym` knows its items.
+    """AgentGym's API of one environment; `tasks.agentgym` knows its items.
 
-    `created`, `was_reset` and `stepped` shape the answers; `asks` are the routes that only read.
-    `starts` says that `create` starts an episode already, and may name its goal.
+    `on_create`, `on_reset` and `on_step` make the responses; `reads` are the GET routes. With
+    `starts`, `create` also starts an episode; `goal_task` makes its task from a requested goal.
     """
 
     id_key: str = "id"
     index_key: str = "data_idx"
-    created: Tell = lambda session: {"id": session.number}
-    was_reset: Tell = lambda session: {"observation": session.last, "reward": 0.0, "done": False}
-    stepped: Tell = lambda session: {
+    on_create: View = lambda session: {"id": session.number}
+    on_reset: View = lambda session: {"observation": session.last, "reward": 0.0, "done": False}
+    on_step: View = lambda session: {
         "observation": session.last,
         "reward": session.reward,
         "done": session.state is State.OVER,
     }
-    asks: Mapping[str, Tell] = field(default_factory=dict)
+    reads: Mapping[str, View] = field(default_factory=dict)
     starts: bool = False
-    goal: Callable[[str], Task] | None = None
+    goal_task: Callable[[str], Task] | None = None
 
 
 def _scored(session: EnvSession) -> dict[str, Any]:
-    """The answer to a step of the environments that also tell the score so far."""
+    """The response to a step, with the score so far."""
     return {
         "observation": session.last,
         "reward": session.reward,
@@ -73,7 +75,7 @@ def _last(session: EnvSession) -> str:
 
 
 def _science_opening(session: EnvSession) -> dict[str, Any]:
-    """The description and the first look, which the environment tells in one text."""
+    """The task description and the first observation, split from one text."""
     description, _, look = session.last.partition("\n\n")
     return {
         "task_name": str(session.info.get("task", "")),
@@ -88,10 +90,9 @@ def _science_opening(session: EnvSession) -> dict[str, Any]:
 
 
 def _science_step(session: EnvSession) -> dict[str, Any]:
-    """Scores are the engine's own here, to 100, and not the environment's, to 1."""
-    told = _scored(session)
+    """Rewards and scores of the engine, up to 100 instead of 1."""
     score = float(session.info.get("score", 0.0))
-    return {**told, "reward": 100 * session.reward, "score": score}
+    return {**_scored(session), "reward": 100 * session.reward, "score": score}
 
 
 def _textcraft_goal(goal: str) -> Task:
@@ -113,7 +114,7 @@ def _webshop_instruction(session: EnvSession) -> str:
 
 
 def _webshop_actions(session: EnvSession) -> dict[str, Any]:
-    """The search bar's own button is listed too, though a click on it does nothing."""
+    """Clickables include the search button, as in AgentGym, though a click on it does nothing."""
     actions = _actions(session)
     search = any(action.startswith("search[") for action in actions)
     clicks = [action[6:-1] for action in actions if action.startswith("click[")]
@@ -122,54 +123,54 @@ def _webshop_actions(session: EnvSession) -> dict[str, Any]:
 
 ROWS: dict[str, Row] = {
     "babyai": Row(
-        was_reset=lambda session: {**_scored(session), "deleted": False},
-        stepped=_scored,
-        asks={"observation": _last},
+        on_reset=lambda session: {**_scored(session), "deleted": False},
+        on_step=_scored,
+        reads={"observation": _last},
     ),
     "textcraft": Row(
-        created=lambda session: {
+        on_create=lambda session: {
             "id": session.number,
             "observation": session.last,
             "done": False,
             "reward": 0.0,
         },
-        asks={"observation": _last, "goal": lambda session: session.info.get("goal", "")},
+        reads={"observation": _last, "goal": lambda session: session.info.get("goal", "")},
         starts=True,
-        goal=_textcraft_goal,
+        goal_task=_textcraft_goal,
     ),
     "scienceworld": Row(
-        was_reset=_science_opening,
-        stepped=_science_step,
-        asks={"observation": _last, "detail": lambda s: s.info},
+        on_reset=_science_opening,
+        on_step=_science_step,
+        reads={"observation": _last, "detail": lambda s: s.info},
     ),
     "alfworld": Row(
         index_key="game",
-        was_reset=lambda session: {
+        on_reset=lambda session: {
             "id": session.number,
             "observation": session.last,
             "available_actions": _actions(session),
             "task_type": str(session.info.get("type", "")),
         },
-        stepped=lambda session: {
+        on_step=lambda session: {
             "observation": session.last,
             "reward": session.reward,
             "available_actions": _actions(session),
             "done": session.state is State.OVER,
         },
-        asks={"observation": _last, "available_actions": _actions, "detail": lambda s: s.info},
+        reads={"observation": _last, "available_actions": _actions, "detail": lambda s: s.info},
     ),
     "webshop": Row(
         id_key="env_idx",
         index_key="session_id",
-        created=lambda session: session.number,
-        was_reset=lambda session: [session.last, None],
-        stepped=lambda session: {
+        on_create=lambda session: session.number,
+        on_reset=lambda session: [session.last, None],
+        on_step=lambda session: {
             "state": session.last,
             "reward": session.reward,
             "done": session.state is State.OVER,
             "info": None,
         },
-        asks={
+        reads={
             "observation": _last,
             "available_actions": _webshop_actions,
             "instruction_text": _webshop_instruction,
@@ -180,129 +181,119 @@ ROWS: dict[str, Row] = {
 
 
 def add_routes(app: FastAPI, sessions: SessionManager, spec: Spec, isolate: bool) -> None:
-    """Serve an environment under `/agentgym/NAME`, with AgentGym's arguments beneath its own."""
+    """Serve an environment under `/agentgym/NAME`; the spec's arguments override AgentGym's."""
     row = ROWS[spec.name]
     served = ServedEnv(Spec(name=spec.name, args={**ITEMS[spec.name].args, **spec.args}), isolate)
     routes = _Routes(sessions, served, row)
-    folder = f"/agentgym/{spec.name}"
-    options: dict[str, Any] = {"responses": ERRORS, "tags": ["agentgym"]}
-    app.add_api_route(folder + "/", routes.hello, methods=["GET"], **options)
-    for name in ("create", "reset", "step", "close"):
-        handler = getattr(routes, name)()
-        app.add_api_route(f"{folder}/{name}", handler, methods=["POST"], **options)
-    for name, tell in row.asks.items():
-        app.add_api_route(f"{folder}/{name}", routes.ask(tell), methods=["GET"], **options)
+
+    def add(path: str, method: str, handler: Callable[..., Any]) -> None:
+        path = f"/agentgym/{spec.name}/{path}"
+        app.add_api_route(path, handler, methods=[method], responses=ERRORS, tags=["agentgym"])
+
+    add("", "GET", routes.hello)
+    add("create", "POST", routes.create)
+    bodies: dict[str, dict[str, Any]] = {
+        "reset": {row.index_key: (Annotated[int, Field(ge=0)], ...)},
+        "step": {"action": (Annotated[str, Field(max_length=200_000)], ...)},
+        "close": {},
+    }
+    id_field: Any = {row.id_key: (Id, ...)}
+    for name, fields in bodies.items():
+        body = create_model(f"{spec.name.title()}{name.title()}", **id_field, **fields)
+        add(name, "POST", _typed(getattr(routes, name), body=body))
+    for name, view in row.reads.items():
+        add(name, "GET", _typed(partial(routes.read, view), **{row.id_key: Id}))
 
 
-class _Start(BaseModel):
-    """What `create` may be given; the rest is AgentGym's own business."""
+class CreateBody(BaseModel):
+    """The body of `create`; other fields are ignored."""
 
     goal: str | None = Field(None, max_length=200)
     commands: str | None = None
 
 
 class _Routes:
-    """The handlers of one environment. Bodies are models made from the row's keys."""
+    """The handlers of one environment."""
 
     def __init__(self, sessions: SessionManager, served: ServedEnv, row: Row) -> None:
         self._sessions, self._served, self._row = sessions, served, row
-        id_key: Any = {row.id_key: (Id, ...)}
-        index: Any = {row.index_key: (Annotated[int, Field(ge=0)], ...)}
-        title = served.name.title()
-        self._of: type[BaseModel] = create_model(f"{title}Session", **id_key)
-        self._reset: type[BaseModel] = create_model(f"{title}Reset", **id_key, **index)
-        self._step: type[BaseModel] = create_model(
-            f"{title}Step", **id_key, action=(Annotated[str, Field(max_length=200_000)], ...)
-        )
 
     async def hello(self) -> str:
-        """Say who is there."""
+        """The environment's name."""
         return f"This is environment {self._served.name}."
 
-    def create(self) -> Callable[..., Any]:
-        async def create(request: Request, body: Annotated[_Start | None, Body()] = None) -> Any:
-            """Open a session."""
-            start = body or _Start(goal=None, commands=None)
-            if start.commands:
-                raise ServiceError(422, "invalid", "commands: the recipes here are ludus' own")
-            session = self._sessions.create(self._served, owner_of(request.scope))
-            if self._row.starts:
-                await self._start(session, start.goal)
-            return JSONResponse(self._row.created(session))
+    async def create(
+        self, request: Request, body: Annotated[CreateBody | None, Body()] = None
+    ) -> Any:
+        """Open a session."""
+        start = body or CreateBody(goal=None, commands=None)
+        if start.commands:
+            raise ServiceError(
+                422, "invalid", "commands: not supported; the recipes are ludus' own"
+            )
+        session = self._sessions.create(self._served, owner_of(request.scope))
+        if self._row.starts:
+            await self._start(session, start.goal)
+        return JSONResponse(self._row.on_create(session))
 
-        return create
+    async def reset(self, request: Request, body: Any) -> Any:
+        """Start the episode of an index."""
+        session = self._session(request, getattr(body, self._row.id_key))
+        await self._sessions.reset(session, self._task(getattr(body, self._row.index_key)))
+        return JSONResponse(self._row.on_reset(session))
+
+    async def step(self, request: Request, body: Any) -> Any:
+        """Take an action."""
+        session = self._session(request, getattr(body, self._row.id_key))
+        await self._sessions.step(session, Message(role="assistant", content=body.action))
+        return JSONResponse(self._row.on_step(session))
+
+    async def close(self, request: Request, body: Any) -> Any:
+        """Close a session."""
+        await self._sessions.leave(self._session(request, getattr(body, self._row.id_key)))
+        return JSONResponse({"closed": True})
+
+    async def read(self, view: View, request: Request, **query: Any) -> Any:
+        """Read the session's state."""
+        session = self._session(request, query[self._row.id_key])
+        if session.state is State.NEW:
+            raise ServiceError(409, "not_reset", "the session has not been reset")
+        return JSONResponse(view(session))
 
     async def _start(self, session: EnvSession, goal: str | None) -> None:
-        """Start the episode of a goal, or of index 0; where that fails, nothing stays open."""
+        """Start the episode of a goal, or of index 0; close the session on failure."""
         try:
-            named = self._row.goal(goal) if goal and self._row.goal else None
-            task = named or self._task(0)
-            await self._sessions.reset(session, task)
+            named = self._row.goal_task(goal) if goal and self._row.goal_task else None
+            await self._sessions.reset(session, named or self._task(0))
         except ServiceError:
             await self._sessions.close(session, "its first episode could not start")
             raise
 
-    def reset(self) -> Callable[..., Any]:
-        async def reset(request: Request, body: Any) -> Any:
-            """Start the episode of an index."""
-            index = getattr(body, self._row.index_key)
-            session = self._find(request, getattr(body, self._row.id_key))
-            await self._sessions.reset(session, self._task(index))
-            return JSONResponse(self._row.was_reset(session))
-
-        reset.__annotations__["body"] = self._reset
-        return reset
-
-    def step(self) -> Callable[..., Any]:
-        async def step(request: Request, body: Any) -> Any:
-            """Take an action."""
-            session = self._find(request, getattr(body, self._row.id_key))
-            action = Message(role="assistant", content=body.action)
-            await self._sessions.step(session, action)
-            return JSONResponse(self._row.stepped(session))
-
-        step.__annotations__["body"] = self._step
-        return step
-
-    def close(self) -> Callable[..., Any]:
-        async def close(request: Request, body: Any) -> Any:
-            """End a session."""
-            await self._sessions.leave(self._find(request, getattr(body, self._row.id_key)))
-            return JSONResponse({"closed": True})
-
-        close.__annotations__["body"] = self._of
-        return close
-
-    def ask(self, tell: Tell) -> Callable[..., Any]:
-        async def ask(request: Request, **query: Any) -> Any:
-            """Read without acting."""
-            session = self._find(request, query[self._row.id_key])
-            if session.state is State.NEW:
-                raise ServiceError(409, "not_reset", "the session has not been reset")
-            return JSONResponse(tell(session))
-
-        return _with_query(ask, self._row.id_key)
-
     def _task(self, index: int) -> Task:
-        """The task of an index. Errors: ServiceError 422 for one that there is not."""
+        """The task of an index. Errors: ServiceError 422 for an unknown index."""
         try:
             return task_of(self._served.name, self._served.env_class, index)
         except ConfigError as error:
             raise ServiceError(422, "bad_task", str(error)) from error
 
-    def _find(self, request: Request, number: int) -> EnvSession:
+    def _session(self, request: Request, number: int) -> EnvSession:
         session = self._sessions.get(number, owner_of(request.scope))
         if session.served is not self._served:
             raise ServiceError(404, "unknown_session", "there is no such session here")
         return session
 
 
-def _with_query(handler: Any, key: str) -> Callable[..., Any]:
-    """The handler, with a query parameter of that name in its signature."""
+def _typed(handler: Callable[..., Any], **types: Any) -> Callable[..., Any]:
+    """A route for a handler, with the types of its parameters; FastAPI reads the signature."""
+
+    async def route(**arguments: Any) -> Any:
+        return await handler(**arguments)
+
+    method = handler.func if isinstance(handler, partial) else handler
+    route.__name__, route.__doc__ = method.__name__, method.__doc__
     parameters = [
-        inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Request),
-        inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, annotation=Id),
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=type)
+        for name, type in {"request": Request, **types}.items()
     ]
-    handler.__signature__ = inspect.Signature(parameters)
-    made: Callable[..., Any] = handler
-    return made
+    route.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return route

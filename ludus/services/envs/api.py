@@ -1,58 +1,59 @@
-"""Calls of the environment service, as they come in a batch or over a socket, and their answers."""
+"""Calls of the environment service, from HTTP routes, batches and WebSockets, and their results."""
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, model_validator
 
 from ludus.core.types import Message, Task, Wire
 from ludus.services.envs.manager import SessionManager
-from ludus.services.envs.session import State
+from ludus.services.envs.session import State, parse_id
 from ludus.services.server.app import ServiceError
 from ludus.services.server.peers import Peers
 
 MAX_CALLS = 1024
-"""Calls in a batch, and calls under way on one WebSocket."""
+"""Calls in a batch, and concurrent calls on one WebSocket."""
 
-MAX_SEED = 2**63
+EpisodeSeed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Create(Wire):
     """Open a session."""
 
     op: Literal["create"] = "create"
-    env: str = Field(description="One of those that `/envs` lists.")
+    env: str = Field(description="An environment from `/envs`.")
 
 
-class OfSession(Wire):
+class SessionCall(Wire):
     """A call of an open session."""
 
-    session: str = Field(description="Its id, as `create` gave it.", max_length=64)
+    session: str = Field(description="The session's id, as returned by `create`.", max_length=64)
 
 
-class Episode(Wire):
-    """Which episode to start: a task, or the environment's own of a tier and a seed."""
+class EpisodeStart(Wire):
+    """The episode to start: a task, or the environment's own task of a tier and a seed."""
 
     task: Task | None = None
     tier: str | None = None
-    seed: Annotated[int, Field(ge=0, lt=MAX_SEED)] | None = None
+    seed: EpisodeSeed | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> Episode:
+    def _exactly_one(self) -> EpisodeStart:
         if (self.task is None) == (self.seed is None):
             raise ValueError("give a task, or a seed (and a tier)")
         return self
 
 
 class Act(Wire):
-    """What to do: the action's text, or the assistant's message with its tool calls."""
+    """An action: its text, or the assistant's message with its tool calls."""
 
     action: str | None = None
     message: Message | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> Act:
+    def _exactly_one(self) -> Act:
         if (self.action is None) == (self.message is None):
             raise ValueError("give an action or a message")
         return self
@@ -62,26 +63,26 @@ class Act(Wire):
         return self.message or Message(role="assistant", content=self.action or "")
 
 
-class Reset(OfSession, Episode):
+class Reset(SessionCall, EpisodeStart):
     """Start an episode."""
 
     op: Literal["reset"] = "reset"
 
 
-class Step(OfSession, Act):
+class Step(SessionCall, Act):
     """Take an action."""
 
     op: Literal["step"] = "step"
 
 
-class Expert(OfSession):
+class Expert(SessionCall):
     """Ask the environment's expert for its action."""
 
     op: Literal["expert"] = "expert"
 
 
-class Close(OfSession):
-    """End a session."""
+class Close(SessionCall):
+    """Close a session."""
 
     op: Literal["close"] = "close"
 
@@ -90,8 +91,8 @@ Call = Annotated[Create | Reset | Step | Expert | Close, Field(discriminator="op
 CALL: TypeAdapter[Any] = TypeAdapter(Call)
 
 
-class Batch(Wire):
-    """Calls of different sessions, carried out at the same time."""
+class CallBatch(Wire):
+    """Calls of different sessions, carried out concurrently."""
 
     calls: list[Call] = Field(max_length=MAX_CALLS)
 
@@ -103,8 +104,8 @@ class Opened(Wire):
     env: str
 
 
-class Standing(Wire):
-    """Where a session stands. `score` is the sum of the episode's rewards so far."""
+class SessionStatus(Wire):
+    """State of a session. `score` is the sum of the episode's rewards so far."""
 
     session: str
     env: str
@@ -120,21 +121,22 @@ class Action(Wire):
 
 
 class Closed(Wire):
-    """The session has ended."""
+    """The session is closed."""
 
     closed: bool = True
 
 
-class Service:
-    """Carries out calls. Errors of all methods: ServiceError."""
+class CallExecutor:
+    """Carries out calls. Errors of all methods but `entry`: ServiceError."""
 
     def __init__(self, sessions: SessionManager, peers: Peers | None = None) -> None:
-        self.sessions, self.peers = sessions, peers
+        self.sessions, self._peers = sessions, peers
 
-    async def carry_out(self, call: Any, owner: str) -> Wire:
-        """One call's answer."""
+    async def run(self, call: Any, owner: str) -> Wire:
+        """The result of a call of this worker's session."""
         if isinstance(call, Create):
-            return self.create(call.env, owner)
+            session = self.sessions.create(self.sessions.env(call.env), owner)
+            return Opened(session=session.id, env=call.env)
         session = self.sessions.by_id(call.session, owner)
         if isinstance(call, Step):
             return await self.sessions.step(session, call.turn())
@@ -147,19 +149,26 @@ class Service:
         await self.sessions.leave(session)
         return Closed()
 
-    def create(self, env: str, owner: str) -> Opened:
-        """A new session."""
-        session = self.sessions.create(self.sessions.env(env), owner)
-        return Opened(session=session.id, env=env)
-
-    async def outcome(self, call: Any, owner: str) -> str:
-        """A call's answer or error, as the JSON of a batch's entry."""
+    async def entry(self, call: Any, owner: str) -> str:
+        """The result or error of a call of any worker's session, as a JSON entry of a batch."""
         try:
-            if self.peers is not None and not isinstance(call, Create):
-                worker = self.peers.worker_of(call.session)
-                if worker != self.peers.worker:
-                    return await self.peers.carry_out(worker, CALL.dump_json(call), owner)
-            result = await self.carry_out(call, owner)
+            if self._peers is not None and not isinstance(call, Create):
+                worker = self._peers.owner(parse_id(call.session))
+                if worker != self._peers.worker:
+                    return await self._forward(self._peers, worker, call, owner)
+            return result_entry(await self.run(call, owner))
         except ServiceError as error:
-            return error.outcome
-        return f'{{"status":200,"result":{result.model_dump_json()}}}'
+            return error.entry
+
+    @staticmethod
+    async def _forward(peers: Peers, worker: int, call: Any, owner: str) -> str:
+        body = b'{"calls":[' + CALL.dump_json(call) + b"]}"
+        answer = await peers.post(worker, "/batch", body, owner)
+        if answer.status_code != 200:
+            return json.dumps({"status": answer.status_code, **answer.json()})
+        return json.dumps(answer.json()["results"][0])
+
+
+def result_entry(result: Wire) -> str:
+    """A result as a JSON entry of a batch."""
+    return f'{{"status":200,"result":{result.model_dump_json()}}}'

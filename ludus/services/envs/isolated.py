@@ -1,8 +1,8 @@
-"""An environment in a process of its own, so that it may crash or hang and take nobody along.
+"""An environment in its own process, so a crash or hang stays contained.
 
-The process is forked from a server that has imported the environment already (a few milliseconds),
-plays for one session, and is killed when the session ends or a call passes its deadline. It ends by
-itself when the service does: its pipe closes.
+The process is forked from a server that has imported the environment already (a few milliseconds).
+It serves one session, and is killed when the session ends or a call exceeds its deadline. It exits
+when the service does.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from ludus.envs import ENVS
 from ludus.envs.base import Env
 
 CLOSE_WAIT_S = 2.0
-WATCH_S = 0.5
+PARENT_POLL_S = 0.5
+
+_LIMITS = "limits"
+"""The request for `score_range`, `success_at` and `max_turns`."""
 
 
 class IsolatedEnv(Env):
-    """The environment of a spec, in a process of its own.
+    """The environment of a spec, in its own process.
 
-    Its calls block until the process answers: it belongs into a worker thread. Errors: what the
-    environment raises; EnvError where the process dies.
+    Calls block until the process answers, so they need a worker thread. Errors: those of the
+    environment; EnvError if the process dies.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -47,10 +50,10 @@ class IsolatedEnv(Env):
         await self.close()
         context = server()
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._spec), daemon=True)
+        self._process = context.Process(target=_serve_calls, args=(theirs, self._spec), daemon=True)
         self._process.start()
         theirs.close()
-        self.score_range, self.success_at, self.max_turns = self._ask("facts")  # type: ignore[misc]
+        self.score_range, self.success_at, self.max_turns = self._ask(_LIMITS)  # type: ignore[misc]
         observation: Observation = self._ask("reset", task)
         return observation
 
@@ -59,7 +62,7 @@ class IsolatedEnv(Env):
         return result
 
     async def close(self) -> None:
-        """Let the environment close what it holds, then end its process."""
+        """Close the environment, then end its process."""
         pipe, self._pipe = self._pipe, None
         if pipe is not None:
             with suppress(EOFError, OSError):
@@ -69,13 +72,13 @@ class IsolatedEnv(Env):
         self.kill()
 
     def kill(self) -> None:
-        """End the process and what it started, whatever they are doing."""
+        """Kill the process and its children."""
         process, self._process = self._process, None
         if process is None:
             return
         try:
             os.killpg(process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # it has no group yet, or has ended
+        except (ProcessLookupError, PermissionError):  # no group yet, or ended
             process.kill()
         process.join(CLOSE_WAIT_S)
 
@@ -95,11 +98,11 @@ class IsolatedEnv(Env):
         action: str = self._ask("expert_action")
         return action
 
-    def _ask(self, what: str, *args: Any) -> Any:
+    def _ask(self, method: str, *args: Any) -> Any:
         if self._pipe is None:
-            raise EnvError(f"{self._spec.name}: no episode is being played; call reset first")
+            raise EnvError(f"{self._spec.name}: no episode is running; call reset first")
         try:
-            self._pipe.send((what, args))
+            self._pipe.send((method, args))
             answer, error = self._pipe.recv()
         except (EOFError, OSError):
             raise EnvError(f"{self._spec.name}: the environment's process died") from None
@@ -110,60 +113,59 @@ class IsolatedEnv(Env):
 
 @cache
 def server() -> ForkServerContext:
-    """The server that processes are forked from, shared by all sessions."""
+    """The fork server, shared by all sessions."""
     return multiprocessing.get_context("forkserver")
 
 
 def warm_up(modules: Sequence[str]) -> None:
-    """Start the server, and import modules in it, so that no session waits for that."""
+    """Start the fork server and import modules in it, so that no session waits for them."""
     server().set_forkserver_preload([__name__, *modules])
-    first = server().Process(target=_nothing, daemon=True)
+    first = server().Process(target=_do_nothing, daemon=True)
     first.start()
     first.join()
 
 
-def _nothing() -> None:
-    """What the first process does."""
+def _do_nothing() -> None:
+    """Main function of the first process."""
 
 
-def _serve(pipe: Connection, spec: Spec) -> None:
-    """The process: answers one call after the other until the pipe closes.
+def _serve_calls(pipe: Connection, spec: Spec) -> None:
+    """Main function of the process: answer calls until the pipe closes.
 
-    What the environment prints goes nowhere: standard output belongs to the service.
+    The environment's output is discarded: standard output belongs to the service.
     """
-    os.setsid()  # a group of its own: what the environment starts ends with it
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
+    os.setsid()  # a new group, to kill the children too
+    threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     with asyncio.Runner() as runner, suppress(EOFError, OSError, KeyboardInterrupt):
         env: Env | None = None
         while True:
-            what, args = pipe.recv()
+            method, args = pipe.recv()
             try:
                 env = env or ENVS.build(spec)
-                if what == "facts":
+                if method == _LIMITS:
                     answer: Any = (env.score_range, env.success_at, env.max_turns)
-                elif what in ("reset", "step", "close"):
-                    answer = runner.run(getattr(env, what)(*args))
+                elif method in ("reset", "step", "close"):
+                    answer = runner.run(getattr(env, method)(*args))
                 else:
-                    answer = getattr(env, what)(*args)
+                    answer = getattr(env, method)(*args)
                 outcome: tuple[Any, Exception | None] = (answer, None)
             except Exception as error:
                 outcome = (None, _portable(error))
             pipe.send(outcome)
-    os.killpg(0, signal.SIGKILL)  # the session is over: nothing that it started stays
+    os.killpg(0, signal.SIGKILL)  # kill what the environment started
 
 
-def _end_with(parent: int) -> None:
-    """End this process's group when the service is gone, even where the environment hangs."""
+def _exit_with(parent: int) -> None:
+    """Kill this process's group when the service is gone, even if the environment hangs."""
     while os.getppid() == parent:
-        time.sleep(WATCH_S)
+        time.sleep(PARENT_POLL_S)
     os.killpg(0, signal.SIGKILL)
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or one that says the same, where it cannot be sent."""
+    """The error, or an EnvError with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

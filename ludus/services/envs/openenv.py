@@ -1,8 +1,8 @@
-"""OpenEnv's protocol (https://github.com/huggingface/OpenEnv), so that its clients play here.
+"""OpenEnv's protocol (https://github.com/huggingface/OpenEnv), for its clients.
 
-`/openenv/NAME` is the `base_url` of an OpenEnv client, which talks over the WebSocket at `ws` below
-it. An action is `{"text": "go forward"}`, or `{"name": tool, "arguments": {...}}` for a tool call;
-an observation is `{"text": ..., "messages": [...], "info": {...}}`.
+`/openenv/NAME` is the `base_url` of an OpenEnv client, which uses the WebSocket below it. An action
+is `{"text": "go forward"}`, or `{"name": tool, "arguments": {...}}` for a tool call. An observation
+is `{"text": ..., "messages": [...], "info": {...}}`.
 
     with GenericEnvClient(base_url="http://localhost:8000/openenv/textcraft").sync() as env:
         result = env.reset(seed=3)
@@ -12,20 +12,16 @@ an observation is `{"text": ..., "messages": [...], "info": {...}}`.
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket
 
 from ludus.core.types import Message, ToolCall
 from ludus.services.envs.manager import SessionManager
 from ludus.services.envs.session import EnvSession, ServedEnv, State
-from ludus.services.server.app import ERRORS, ServiceError, invalid, owner_of, parse_json
-from ludus.telemetry.logs import get_logger
-
-log = get_logger(__name__)
+from ludus.services.server.app import ERRORS, ServiceError, accepted, owner_of, parse_object
 
 CODES = {
     "invalid_json": "INVALID_JSON",
@@ -36,11 +32,11 @@ CODES = {
     "session_closed": "SESSION_ERROR",
     "unknown_session": "SESSION_ERROR",
 }
-"""OpenEnv's names for our errors; what is not here is an EXECUTION_ERROR."""
+"""OpenEnv's code by error type; EXECUTION_ERROR for all others."""
 
 
 class OpenEnvAction(BaseModel):
-    """What an OpenEnv client does: a text, or a tool call."""
+    """An action: a text, or a tool call."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -49,7 +45,7 @@ class OpenEnvAction(BaseModel):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _one(self) -> OpenEnvAction:
+    def _exactly_one(self) -> OpenEnvAction:
         if (self.text is None) == (self.name is None):
             raise ValueError("give a text, or a name (and arguments)")
         return self
@@ -63,7 +59,7 @@ class OpenEnvAction(BaseModel):
 
 
 class OpenEnvReset(BaseModel):
-    """Which episode to start: the environment's own, of a tier and a seed."""
+    """The episode to start: the environment's own task of a tier and a seed."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -73,7 +69,7 @@ class OpenEnvReset(BaseModel):
 
 
 class OpenEnvObservation(BaseModel):
-    """What the environment said."""
+    """An observation of the environment."""
 
     text: str
     messages: list[Message]
@@ -81,7 +77,7 @@ class OpenEnvObservation(BaseModel):
 
 
 class OpenEnvState(BaseModel):
-    """Where the episode stands."""
+    """State of the episode."""
 
     episode_id: str | None
     step_count: int
@@ -114,25 +110,21 @@ def add_routes(app: FastAPI, sessions: SessionManager, served: ServedEnv) -> Non
 
     @app.websocket(f"{folder}/ws")
     async def socket(websocket: WebSocket) -> None:
-        """One session: it begins and ends with the socket."""
-        await websocket.accept()
-        talk: _Talk | None = None
-        try:
-            talk = _Talk(websocket, sessions, served)
-            await talk.run()
-        except ServiceError as error:
-            await websocket.send_text(_error(error))
-        except (WebSocketDisconnect, KeyError):  # KeyError: a message of bytes
-            pass
-        finally:
-            if talk is not None:
-                await sessions.close(talk.session, "its socket was closed")
-            with suppress(RuntimeError, WebSocketDisconnect):
-                await websocket.close()
+        """One session, as long as the socket is open."""
+        async with accepted(websocket):
+            try:
+                connection = _Connection(websocket, sessions, served)
+            except ServiceError as error:
+                await websocket.send_text(_error(error))
+                return
+            try:
+                await connection.run()
+            finally:
+                await sessions.close(connection.session, "its socket was closed")
 
 
-class _Talk:
-    """The messages of one socket."""
+class _Connection:
+    """A WebSocket and its session."""
 
     def __init__(self, websocket: WebSocket, sessions: SessionManager, served: ServedEnv) -> None:
         self._websocket, self._sessions, self._served = websocket, sessions, served
@@ -143,13 +135,13 @@ class _Talk:
         return self._sessions.create(self._served, owner_of(self._websocket.scope))
 
     async def run(self) -> None:
-        """Answer one message after the other, until the client closes."""
+        """Answer messages until the client closes."""
         while True:
             text = await self._websocket.receive_text()
             try:
                 answer = await self._answer(text)
             except ValidationError as error:
-                answer = _error(invalid(error.errors()))
+                answer = _error(ServiceError.from_validation(error.errors()))
             except ServiceError as error:
                 answer = _error(error)
             if answer is None:
@@ -157,9 +149,7 @@ class _Talk:
             await self._websocket.send_text(answer)
 
     async def _answer(self, text: str) -> str | None:
-        message = parse_json(text)
-        if not isinstance(message, dict):
-            raise ServiceError(422, "invalid", "a message is a JSON object")
+        message = parse_object(text)
         kind, data = message.get("type"), message.get("data", {})
         if kind == "close":
             return None
@@ -171,26 +161,27 @@ class _Talk:
             count = self.session.num_steps
             state = OpenEnvState(episode_id=self._episode, step_count=count)
             return f'{{"type":"state","data":{state.model_dump_json()}}}'
-        raise ServiceError(422, "unknown_type", f"{kind!r:.80}: reset, step, state and close are")
+        raise ServiceError(422, "unknown_type", f"{kind!r:.80}: use reset, step, state or close")
 
     async def _reset(self, given: OpenEnvReset) -> str:
-        if not self._sessions.is_open(self.session):  # what it played broke: begin anew
+        if not self._sessions.is_open(self.session):  # the environment failed: open another
             self.session = self._open()
         session = self.session
         task = session.served.task(given.tier, given.seed or 0)
         observation = await self._sessions.reset(session, task, own=True)
         self._episode = given.episode_id or task.id
-        return self._said(observation.messages, None)
+        return self._observation(observation.messages, None)
 
     async def _step(self, action: OpenEnvAction) -> str:
         result = await self._sessions.step(self.session, action.turn())
-        return self._said(result.messages, result.reward)
+        return self._observation(result.messages, result.reward)
 
-    def _said(self, messages: list[Message], reward: float | None) -> str:
-        said = OpenEnvObservation(text=self.session.last, messages=messages, info=self.session.info)
-        done = json.dumps(self.session.state is State.OVER)
+    def _observation(self, messages: list[Message], reward: float | None) -> str:
+        session = self.session
+        seen = OpenEnvObservation(text=session.last, messages=messages, info=session.info)
+        done = json.dumps(session.state is State.OVER)
         return (
-            f'{{"type":"observation","data":{{"observation":{said.model_dump_json()},'
+            f'{{"type":"observation","data":{{"observation":{seen.model_dump_json()},'
             f'"reward":{json.dumps(reward)},"done":{done}}}}}'
         )
 

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -29,14 +28,12 @@ from fastapi.responses import Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter
 
 from ludus.core.errors import LudusError
-from ludus.core.types import ToolSpec, Wire
-from ludus.envs.base import Env
+from ludus.core.types import Wire
 from ludus.models.endpoint.client import Endpoint
 from ludus.rollout.jobs import ChatAgent, EpisodeRecord, RolloutJob
 from ludus.rollout.requests import RolloutAnswer, RolloutRequest, agentgym_spec, summary, tasks_of
-from ludus.services.envs.isolated import IsolatedEnv
 from ludus.services.envs.manager import SessionManager
-from ludus.services.envs.session import ID_BITS, ServedEnv
+from ludus.services.envs.session import ServedEnv, format_id
 from ludus.services.server.app import ERRORS, ServiceError, owner_of
 from ludus.telemetry.logs import get_logger
 
@@ -94,25 +91,6 @@ class Job:
         return RolloutAnswer(**numbers.model_dump(), results=batch.episodes)
 
 
-class ServedEnvs:
-    """Environments as the service plays them: where it isolates, each in a process of its own."""
-
-    def __init__(self, served: ServedEnv) -> None:
-        self._served = served
-        self.blocking = served.blocking
-
-    def make(self) -> Env:
-        return self._served.make()
-
-    def release(self, env: Env) -> None:
-        """End its process: where a thread that waits for it was left behind, nothing else would."""
-        if isinstance(env, IsolatedEnv):
-            env.kill()
-
-    def tools(self) -> Sequence[ToolSpec]:
-        return self._served.prototype.tools()
-
-
 class Jobs:
     """The batches of a process. Errors of all methods: ServiceError."""
 
@@ -144,12 +122,11 @@ class Jobs:
             (task, EpisodeRecord(id=id, task_id=task.id, tier=task.tier))
             for id, task in zip(request.ids, tasks, strict=True)
         ]
-        agent = ChatAgent(endpoint, ServedEnvs(env), request.config(), request.seed)
+        agent = ChatAgent(endpoint, env, request.config(), request.seed)
         done: list[EpisodeRecord] = []
         batch = RolloutJob(agent, work, deadline_s=request.deadline_s, on_episode=done.append)
-        place = self._sessions
-        number = secrets.randbits(ID_BITS - 8) * place.num_workers + place.worker
-        return Job(f"{number:0{ID_BITS // 4}x}", owner, request, endpoint, batch, done)
+        id = format_id(self._sessions.new_number())
+        return Job(id, owner, request, endpoint, batch, done)
 
     async def run(self, job: Job) -> None:
         """Play a batch to its end."""
@@ -248,8 +225,7 @@ async def _told(jobs: Jobs, job: Job) -> AsyncIterator[str]:
                 told += 1
         if running.exception() is not None:
             log.error("a batch broke", error=repr(running.exception()))
-            broke = ServiceError(500, "internal", "the service broke; its log says how")
-            yield _line("error", broke.body)
+            yield _line("error", ServiceError.internal().body)
             return
         ended = set(map(id, job.done))
         for episode in job.batch.episodes:

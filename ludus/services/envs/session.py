@@ -1,8 +1,9 @@
-"""An environment that is served, and a session of it: its episode, and what each call does."""
+"""A served environment, and one session of it: an episode, and the effect of each call."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -22,7 +23,7 @@ ID_BITS = 96
 
 
 class State(StrEnum):
-    """Where a session stands."""
+    """State of a session's episode."""
 
     NEW = "new"
     PLAYING = "playing"
@@ -30,7 +31,7 @@ class State(StrEnum):
 
 
 class EnvSchema(Wire):
-    """What a client has to know of an environment."""
+    """Description of an environment for clients."""
 
     name: str
     tools: list[ToolSpec]
@@ -41,28 +42,36 @@ class EnvSchema(Wire):
 
 
 class ServedEnv:
-    """An environment that is offered: its class, its arguments, what clients are told of it."""
+    """An environment on offer: its class, its arguments, its schema."""
 
     def __init__(self, spec: Spec, isolate: bool = False) -> None:
         self.spec, self.name, self.isolate = spec, spec.name, isolate
-        self._args = ENVS.check(spec)
+        ENVS.check(spec)
         self.env_class: Any = ENVS.load(spec.name)
         self.blocking: bool = isolate or getattr(self.env_class, "blocking", True)
 
     def make(self) -> Env:
-        """A new environment, for one session."""
-        return IsolatedEnv(self.spec) if self.isolate else self.local()
+        """A new environment for one session."""
+        return IsolatedEnv(self.spec) if self.isolate else self._local()
 
-    def local(self) -> Env:
-        """A new environment in this process."""
+    def release(self, env: Env | None) -> None:
+        """Kill the process of an isolated environment: its thread may have been abandoned."""
+        if isinstance(env, IsolatedEnv):
+            env.kill()
+
+    def _local(self) -> Env:
         args = ENVS.check(self.spec)  # anew: no two environments share an argument
-        made: Env = self.env_class(**args)
-        return made
+        env: Env = self.env_class(**args)
+        return env
 
     @cached_property
     def prototype(self) -> Env:
-        """One that plays nothing: for its tools, and for reading and writing calls."""
-        return self.local()
+        """An environment without an episode, for its tools and for parsing calls."""
+        return self._local()
+
+    def tools(self) -> Sequence[ToolSpec]:
+        """The environment's tools."""
+        return self.prototype.tools()
 
     @cached_property
     def schema(self) -> EnvSchema:
@@ -77,39 +86,38 @@ class ServedEnv:
         )
 
     def task(self, tier: str | None, seed: int) -> Task:
-        """The environment's own task. Errors: ServiceError 422 for a tier or seed it has not."""
+        """The environment's own task. Errors: ServiceError 422 for an unknown tier or seed."""
         try:
-            made: Task = self.env_class.task(tier, seed)
+            task: Task = self.env_class.task(tier, seed)
         except NotImplementedError:
             raise ServiceError(
                 422, "bad_task", f"{self.name} makes no tasks from seeds: send a task"
             ) from None
         except (LudusError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise ServiceError(422, "bad_task", f"{self.name}: {error}") from error
-        return made
+        return task
 
     def call_of(self, action: str) -> ToolCall:
-        """The call for an action. Errors: ServiceError 422."""
+        """The tool call for an action. Errors: ServiceError 422."""
         try:
             return self.prototype.call_of(action)
         except (LookupError, NotImplementedError, TypeError, ValueError) as error:
-            raise ServiceError(
-                422, "bad_action", f"{action!r:.80} is no action: {error}"
-            ) from error
+            message = f"{action!r:.80} is not an action: {error}"
+            raise ServiceError(422, "bad_action", message) from error
 
 
 @dataclass(eq=False)
 class EnvSession:
-    """One environment and its episode. `last` is what was said last, for clients that ask again.
+    """One environment and its episode, one call at a time.
 
-    One call at a time, each of at most `deadline_s` seconds in the environment.
-    Errors of all methods: ServiceError, and EpisodeError where the environment broke.
+    `last` is the last text of the environment. Each call has `deadline_s` seconds in it.
+    Errors of all methods: ServiceError; EpisodeError if the environment failed.
     """
 
     number: int
     owner: str
     served: ServedEnv
-    seat: EnvThread
+    thread: EnvThread
     deadline_s: float
     host: HostedEnv | None = None
     env: Env | None = None
@@ -120,14 +128,14 @@ class EnvSession:
     last: str = ""
     info: dict[str, Any] = field(default_factory=dict)
     busy: bool = False
-    used: float = field(default_factory=time.monotonic)
+    last_used: float = field(default_factory=time.monotonic)
 
     @property
     def id(self) -> str:
-        return f"{self.number:0{ID_BITS // 4}x}"
+        return format_id(self.number)
 
     async def reset(self, task: Task, own: bool) -> Observation:
-        """Start an episode. `own`: the task is the environment's, so its failure is no bad task."""
+        """Start an episode. `own`: the environment made the task, so a failure is not bad_task."""
         await self.close_env()
         self.state = State.NEW
 
@@ -135,7 +143,7 @@ class EnvSession:
             self.env = self.served.make()
             return self.env
 
-        host = HostedEnv(make, self.seat, self.deadline_s, blocking=True)
+        host = HostedEnv(make, self.thread, self.deadline_s, blocking=True)
         self.host = host
         try:
             observation = await host.reset(task)
@@ -153,13 +161,11 @@ class EnvSession:
 
     async def step(self, message: Message) -> StepResult:
         """Take an action."""
-        if self.host is None or self.state is not State.PLAYING:
-            kind = "episode_over" if self.state is State.OVER else "not_reset"
-            raise ServiceError(409, kind, "no episode is under way: reset the session first")
+        host = self._playing("episode_over" if self.state is State.OVER else "not_reset")
         if len(message.tool_calls) == 1 and not message.content:
-            result = await self.host.call(message.tool_calls[0])
+            result = await host.call(message.tool_calls[0])
         else:
-            result = await self.host.step(message)
+            result = await host.step(message)
         self.num_steps += 1
         self.reward = result.reward or 0.0
         self.score += self.reward
@@ -172,15 +178,13 @@ class EnvSession:
 
     async def expert(self) -> str:
         """The expert's action."""
-        host = self.host
-        if host is None or self.state is not State.PLAYING:
-            raise ServiceError(409, "not_reset", "no episode is under way: reset the session first")
+        host = self._playing("not_reset")
 
         async def ask() -> str:
             return host.env.expert_action()
 
         try:
-            return await self.seat.run(ask, self.deadline_s, blocking=True)
+            return await self.thread.run(ask, self.deadline_s, blocking=True)
         except NoExpert as error:
             raise ServiceError(404, "no_expert", str(error)) from error
         except EpisodeError:
@@ -191,16 +195,34 @@ class EnvSession:
             raise EnvError(f"the expert raised {type(error).__name__}: {error}") from error
 
     async def close_env(self) -> None:
-        """Close the environment; an isolated one, whatever it is doing."""
+        """Close the environment; an isolated environment is killed if it does not close."""
         host, self.host = self.host, None
         env, self.env = self.env, None
         if host is not None:
             with suppress(Exception):
                 await host.close()
-        if isinstance(env, IsolatedEnv):
-            env.kill()  # where its thread was left behind, nothing else would
+        self.served.release(env)
+
+    def _playing(self, kind: str) -> HostedEnv:
+        """The running episode's environment. Errors: ServiceError 409 of that kind."""
+        if self.host is None or self.state is not State.PLAYING:
+            raise ServiceError(409, kind, "no episode is running: reset the session first")
+        return self.host
+
+
+def format_id(number: int) -> str:
+    """A session's or job's number as an id: hexadecimal."""
+    return f"{number:0{ID_BITS // 4}x}"
+
+
+def parse_id(id: str) -> int | None:
+    """The number of an id; None if the text is not an id."""
+    try:
+        return int(id, 16) if id.isalnum() else None
+    except ValueError:
+        return None
 
 
 def text_of(messages: list[Message]) -> str:
-    """What was said, as one text."""
+    """The messages as one text."""
     return "\n".join(message.content for message in messages)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
@@ -10,14 +9,14 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from ludus.core.errors import ConfigError
 from ludus.core.types import Spec
 from ludus.models import SAMPLERS
 from ludus.services.model.engine import STREAMING, EngineThread
 from ludus.services.model.policy import ModelOverrides, Policy, load_policy
 from ludus.services.model.service import ModelOptions, model_service
 from ludus.services.server.app import Settings
-from ludus.services.server.serve import listen, require_tokens, run
+from ludus.services.server.auth import admin_token, client_tokens
+from ludus.services.server.serve import listen, run
 
 MAX_BODY_BYTES = 4_000_000
 
@@ -27,7 +26,6 @@ def serve_model(
     *,
     host: str,
     port: int,
-    tokens: tuple[str, ...],
     name: str | None,
     runs_dir: str,
     overrides: ModelOverrides,
@@ -35,32 +33,25 @@ def serve_model(
     max_turns: int,
     say: Callable[[str], object],
 ) -> None:
-    """Serve until told to stop.
-
-    Errors: ConfigError, CheckpointError, MissingDependency.
-    """
-    require_tokens(host, tokens)
-    admin = os.environ.get("LUDUS_ADMIN_TOKEN", "").strip()
-    if admin and (len(admin) < 16 or not admin.isascii()):
-        raise ConfigError("LUDUS_ADMIN_TOKEN: it has at least 16 ASCII characters")
-    # Where clients need no token, neither does the administrator, but for what is theirs alone.
-    known = (*tokens, admin) if tokens and admin else tokens
+    """Serve until stopped. Errors: ConfigError, CheckpointError, MissingDependency."""
+    tokens, admin = client_tokens(), admin_token()
+    # If clients need no token, the administrator needs one for /admin only.
+    accepted = (*tokens, admin) if tokens and admin else tokens
     with (
-        listen(host, port) as listening,
+        listen(host, port, tokens) as (listening, address),
         tempfile.TemporaryDirectory(prefix="ludus-model-") as folder,
     ):
-        transformers_logging.disable_progress_bar()  # the log is for what happens
+        transformers_logging.disable_progress_bar()
         policy = load_policy(checkpoint, runs_dir, overrides)
         options = ModelOptions(name or policy.name, runs_dir, max_turns, admin)
-        address = f"http://{host}:{listening.getsockname()[1]}"
         with closing(make_engine(policy, sampler, Path(folder))) as engine:
-            app = model_service(policy, engine, Settings(known, MAX_BODY_BYTES), options)
+            app = model_service(policy, engine, Settings(accepted, MAX_BODY_BYTES), options)
             say(f"{options.name} ({policy.origin}): {address}/v1 (description: {address}/docs)")
             run(app, [listening])
 
 
 def make_engine(policy: Policy, sampler: Spec, folder: Path) -> EngineThread:
-    """The sampler that was asked for, over the policy; to be closed.
+    """An engine that samples from the policy; the caller closes it.
 
     Errors: ConfigError, MissingDependency.
     """

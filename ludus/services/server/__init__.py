@@ -1,1 +1,1 @@
-"""The generic server: auth, health, metrics, worker processes."""
+"""Generic HTTP server: auth, health, metrics, errors as JSON, worker processes."""

@@ -1,19 +1,18 @@
-"""What every service shares: tokens, `/health`, `/metrics`, errors as JSON, a limit on bodies.
+"""The part that all services share: tokens, `/health`, `/metrics`, JSON errors, body limit.
 
     app = create_app("environments", Settings(tokens=("secret",)), health=lambda: {"sessions": 3})
     app.add_api_route(...)
 
-Every error is `{"error": {"type": "unknown_session", "message": "..."}}`, with an honest status:
-4xx where the client can mend it, 5xx where it cannot.
+Every error is `{"error": {"type": "unknown_session", "message": "..."}}`. The status is 4xx if the
+client can fix it, else 5xx.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,59 +24,92 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ludus import __version__
 from ludus.core.errors import LudusError
+from ludus.services.server.auth import match_token
 from ludus.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
 OPEN_PATHS = ("/health",)
-"""What needs no token: a load balancer has none."""
+"""Paths without a token: a load balancer has none."""
 
 BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0)
 
 
 class ServiceError(LudusError):
-    """What a client is told: a status, a type that programs read, a message that people read."""
+    """An error response: status, `kind` for programs, message for people."""
 
     def __init__(self, status: int, kind: str, message: str) -> None:
         super().__init__(message)
         self.status, self.kind = status, kind
+
+    @classmethod
+    def invalid(cls, field: str, message: str) -> ServiceError:
+        """A request with a wrong field; `field` is its dotted path, or empty."""
+        return cls(422, "invalid", f"{field or 'the body'}: {message}")
+
+    @classmethod
+    def not_json(cls, message: str) -> ServiceError:
+        """A request whose body is not JSON."""
+        return cls(400, "invalid_json", f"not JSON: {message}")
+
+    @classmethod
+    def from_http(cls, status: int, message: str) -> ServiceError:
+        """An error of the HTTP framework, such as an unknown path."""
+        kinds = {400: "invalid_json", 404: "unknown_path", 405: "wrong_method"}
+        return cls(status, kinds.get(status, "http"), message)
+
+    @classmethod
+    def from_validation(cls, problems: Any) -> ServiceError:
+        """The first of pydantic's errors."""
+        first: Any = problems[0] if problems else {"loc": (), "msg": "invalid", "type": ""}
+        if first["type"] == "json_invalid":
+            return cls.not_json(str(first.get("ctx", {})))
+        return cls.invalid(
+            ".".join(str(part) for part in first["loc"] if part != "body"), first["msg"]
+        )
+
+    @classmethod
+    def internal(cls) -> ServiceError:
+        """An unexpected failure; details go to the log only."""
+        return ServiceError(500, "internal", "internal error; see the service's log")
 
     @property
     def body(self) -> dict[str, Any]:
         return {"error": {"type": self.kind, "message": str(self)}}
 
     @property
-    def outcome(self) -> str:
-        """As the entry of a batch, or a message of a socket."""
+    def entry(self) -> str:
+        """The error as JSON, as an entry of a batch or a WebSocket message."""
         return json.dumps({"status": self.status, **self.body})
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong: `type` for programs, `message` for people."""
+    """An error: `type` for programs, `message` for people."""
 
     type: str
     message: str
 
 
 class ErrorBody(BaseModel):
-    """The body of every answer that is not 2xx."""
+    """The body of every response that is not 2xx."""
 
     error: ErrorDetail
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request cannot be carried out."},
-    "5XX": {"model": ErrorBody, "description": "The service or what it serves broke."},
+    "5XX": {"model": ErrorBody, "description": "The service or its back end failed."},
 }
-"""What routes say of their errors in the OpenAPI description."""
+"""Error responses of a route in the OpenAPI description."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of any service. No tokens: everybody may do everything."""
+    """Settings of any service. Without tokens, every client has access."""
 
     tokens: tuple[str, ...] = ()
     max_body_bytes: int = 1_000_000
@@ -91,10 +123,12 @@ def create_app(
     health: Callable[[], Mapping[str, Any]],
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
     middleware: Sequence[Middleware] = (),
+    errors: type[ServiceError] = ServiceError,
 ) -> FastAPI:
-    """An application with the common routes and rules; the caller adds its own routes.
+    """An application with the common routes; the caller adds its own.
 
-    `health()` gives what `/health` tells besides `status`; `middleware` sees what the guard let in.
+    `health()` returns the fields of `/health` besides `status`. `middleware` runs behind the guard.
+    `errors` shapes the errors of validation and of the framework.
     """
     app = FastAPI(
         title=f"ludus: {title}",
@@ -103,34 +137,52 @@ def create_app(
         redoc_url=None,
         middleware=[Middleware(Guard, settings=settings), *middleware],
     )
-    app.add_exception_handler(ServiceError, _on_service_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_crash)
+    _add_error_handlers(app, errors)
 
     @app.get("/health", tags=["service"])
     async def read_health() -> dict[str, Any]:
-        """Whether the service works, and how busy it is."""
+        """Status and load of the service."""
         return {"status": "ok", "version": __version__, **health()}
 
     @app.get("/metrics", tags=["service"], response_class=Response, responses=ERRORS)
     async def read_metrics() -> Response:
-        """Prometheus' text format."""
+        """Metrics in Prometheus' text format."""
         return Response(generate_latest(settings.registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
 
 
+def _add_error_handlers(app: FastAPI, errors: type[ServiceError]) -> None:
+    @app.exception_handler(ServiceError)
+    async def on_service_error(request: Request, error: ServiceError) -> Response:
+        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+        return JSONResponse(error.body, error.status, headers=headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
+        return await on_service_error(request, errors.from_validation(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        body = errors.from_http(error.status_code, f"{request.url.path}: {error.detail}").body
+        return JSONResponse(body, error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def on_crash(request: Request, error: Exception) -> Response:
+        log.error("request failed", path=request.url.path, error=f"{type(error).__name__}: {error}")
+        return await on_service_error(request, ServiceError.internal())
+
+
 def owner_of(scope: Scope) -> str:
-    """The token that a request came with: what it opens belongs to it. Empty without tokens."""
+    """The token of a request, which owns whatever the request opens. Empty without tokens."""
     owner: str = scope.get("state", {}).get("owner", "")
     return owner
 
 
 class Guard:
-    """Before all routes: checks the token, bounds the body, and measures.
+    """The outermost middleware: checks the token, limits the body, measures latency.
 
-    A body that is too long is refused as soon as that is known, and never held in memory.
+    A body above the limit is refused as soon as the limit is passed, and never held in memory.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
@@ -161,7 +213,7 @@ class Guard:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, status = time.perf_counter(), 0
 
-        async def watched(message: Message) -> None:
+        async def send_and_note_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -170,25 +222,20 @@ class Guard:
         try:
             body = await read_body(receive, scope, self._settings.max_body_bytes)
         except ServiceError as error:
-            await self._refuse(error, scope, receive, watched)
+            await self._refuse(error, scope, receive, send_and_note_status)
         else:
-            await self._app(scope, replayed(body, receive), watched)
-        # What stands between may know better: another process found the route, or counts it (None).
-        found = getattr(scope.get("route"), "path", "none")
-        if (route := scope["state"].get("route", found)) is not None:
+            await self._app(scope, replayed(body, receive), send_and_note_status)
+        # A middleware may override the route: another worker's route, or None to skip counting.
+        matched = getattr(scope.get("route"), "path", "none")
+        if (route := scope["state"].get("route", matched)) is not None:
             self._seconds.labels(route, str(status)).observe(time.perf_counter() - started)
 
     def _owner(self, scope: Scope) -> str | None:
-        """The known token of the request, "" where none is needed, None where it has none."""
+        """The request's token; "" if none is needed, None if it is missing or unknown."""
         if not self._settings.tokens:
             return ""
         headers = dict(scope["headers"])
-        given = headers.get(b"authorization", b"")
-        kind, _, token = given.partition(b" ")
-        if kind.lower() != b"bearer":
-            return None
-        known = [t for t in self._settings.tokens if secrets.compare_digest(t.encode(), token)]
-        return known[0] if known else None
+        return match_token(headers.get(b"authorization", b""), self._settings.tokens)
 
     @staticmethod
     async def _refuse(error: ServiceError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -200,81 +247,57 @@ class Guard:
 
 
 async def read_body(receive: Receive, scope: Scope, limit: int) -> bytes:
-    """The whole body. Errors: ServiceError 413 where it is longer than `limit` bytes."""
-    too_long = ServiceError(413, "too_large", f"a request may have at most {limit} bytes")
+    """The whole body. Errors: ServiceError 413 above `limit` bytes."""
+    too_large = ServiceError(413, "too_large", f"a request may have at most {limit} bytes")
     declared = dict(scope["headers"]).get(b"content-length", b"0")
     if declared.isdigit() and int(declared) > limit:
-        raise too_long
-    parts, size = [], 0
+        raise too_large
+    body = bytearray()
     while True:
         message = await receive()
         if message["type"] != "http.request":
             break
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise too_long
-        parts.append(part)
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise too_large
         if not message.get("more_body", False):
             break
-    return b"".join(parts)
+    return bytes(body)
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body once more, and then what the server has to say."""
+    """A `receive` that returns a body that was read already, then the server's messages."""
     waiting = True
 
-    async def again() -> Message:
+    async def receive_again() -> Message:
         nonlocal waiting
         if waiting:
             waiting = False
             return {"type": "http.request", "body": body, "more_body": False}
         return await receive()
 
-    return again
+    return receive_again
 
 
-Handler = Callable[[Request, Exception], Awaitable[Response]]
-
-
-async def _on_service_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ServiceError)
-    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-    return JSONResponse(error.body, error.status, headers=headers)
-
-
-async def _on_invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return await _on_service_error(request, invalid(error.errors()))
-
-
-def invalid(problems: Any) -> ServiceError:
-    """The error for what pydantic found: 400 where it is no JSON, else 422 with the place."""
-    first = problems[0] if problems else {"loc": (), "msg": "it is not what is asked for"}
-    place = ".".join(str(part) for part in first["loc"] if part != "body")
-    if first.get("type") == "json_invalid":
-        return ServiceError(400, "invalid_json", f"the body is no JSON: {first.get('ctx', {})}")
-    return ServiceError(422, "invalid", f"{place or 'the body'}: {first['msg']}")
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    kinds = {404: "unknown_path", 405: "wrong_method"}
-    kind = kinds.get(error.status_code, "invalid_json" if error.status_code == 400 else "http")
-    body = ServiceError(error.status_code, kind, f"{request.url.path}: {error.detail}").body
-    return JSONResponse(body, error.status_code, headers=error.headers)
-
-
-async def _on_crash(request: Request, error: Exception) -> Response:
-    log.error("a request broke", path=request.url.path, error=f"{type(error).__name__}: {error}")
-    return JSONResponse(
-        ServiceError(500, "internal", "the service broke; its log says how").body, 500
-    )
-
-
-def parse_json(text: str | bytes) -> Any:
-    """JSON from a socket. Errors: ServiceError 400."""
+@asynccontextmanager
+async def accepted(websocket: WebSocket) -> AsyncIterator[None]:
+    """Accept a WebSocket and close it at the end; a disconnect ends the block quietly."""
+    await websocket.accept()
     try:
-        return json.loads(text)
+        yield
+    except (WebSocketDisconnect, KeyError):  # KeyError: a message of bytes
+        pass
+    finally:
+        with suppress(RuntimeError, WebSocketDisconnect):
+            await websocket.close()
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """The JSON object in a WebSocket message. Errors: ServiceError 400, 422."""
+    try:
+        message = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ServiceError(400, "invalid_json", f"this is no JSON: {error}") from None
+        raise ServiceError.not_json(str(error)) from None
+    if not isinstance(message, dict):
+        raise ServiceError(422, "invalid", "a message must be a JSON object")
+    return message

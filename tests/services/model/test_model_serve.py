@@ -16,7 +16,8 @@ from service_world import until
 
 from ludus.core.errors import LudusError
 from ludus.core.types import Spec
-from ludus.services import serving
+from ludus.services.model.policy import ModelOverrides
+from ludus.services.model.serving import serve_model
 
 COMMAND = [sys.executable, "-m", "ludus", "serve", "model"]
 
@@ -79,13 +80,13 @@ def failure(checkpoint: Path, **options: Any) -> str:
         "port": 0,
         "name": None,
         "runs_dir": "nowhere",
-        "overrides": {},
+        "overrides": ModelOverrides(),
         "sampler": Spec(name="in_process"),
         "max_turns": 8,
         "say": print,
     }
     with pytest.raises(LudusError) as caught:
-        serving.serve_model(str(checkpoint), **{**given, **options})
+        serve_model(str(checkpoint), **{**given, **options})
     return str(caught.value)
 
 
@@ -95,8 +96,11 @@ def failure(checkpoint: Path, **options: Any) -> str:
         ({"host": "0.0.0.0"}, "set a token in LUDUS_TOKENS"),
         ({"sampler": Spec(name="vlm")}, "'vlm' is not a known sampler (did you mean vllm?)"),
         ({"sampler": Spec(name="in_process", args={"pth": "fast"})}, "pth is not an argument"),
-        ({"overrides": {"context_length": 99999}}, "99999 is beyond the 2048 positions"),
-        ({"overrides": {"chat_template": "qwn3"}}, "'qwn3' is neither a shipped template"),
+        ({"overrides": ModelOverrides(context_length=99999)}, "99999 is beyond the 2048 positions"),
+        (
+            {"overrides": ModelOverrides(chat_template="qwn3")},
+            "'qwn3' is neither a shipped template",
+        ),
     ],
 )
 def test_mistakes_are_told(folder: Path, options: dict[str, Any], said: str) -> None:

@@ -18,8 +18,10 @@ import pytest
 from service_world import OBEYS, alive, command, until
 
 from ludus.cli import main
+from ludus.cli.options import env_specs
 from ludus.core.errors import ConfigError
-from ludus.services.serving import named, tokens
+from ludus.core.types import Spec
+from ludus.services.server.auth import client_tokens
 
 
 def ludus(*words: str) -> tuple[int, str]:
@@ -36,19 +38,22 @@ def ludus(*words: str) -> tuple[int, str]:
 
 def test_environments_and_their_arguments() -> None:
     words = ["babyai", "actions=macro", "max_steps=3", "textcraft"]
-    assert named(words) == [("babyai", ["actions=macro", "max_steps=3"]), ("textcraft", [])]
+    assert env_specs(words) == [
+        Spec(name="babyai", args={"actions": "macro", "max_steps": 3}),
+        Spec(name="textcraft"),
+    ]
     with pytest.raises(ConfigError, match="name an environment"):
-        named(["actions=macro"])
+        env_specs(["actions=macro"])
     with pytest.raises(ConfigError, match="twice"):
-        named(["babyai", "babyai"])
+        env_specs(["babyai", "babyai"])
 
 
 def test_weak_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LUDUS_TOKENS", "short")
     with pytest.raises(ConfigError, match="16"):
-        tokens()
+        client_tokens()
     monkeypatch.setenv("LUDUS_TOKENS", " a-token-of-16-chars, another-of-16-chars ,")
-    assert tokens() == ("a-token-of-16-chars", "another-of-16-chars")
+    assert client_tokens() == ("a-token-of-16-chars", "another-of-16-chars")
 
 
 @pytest.mark.parametrize(
