@@ -3,11 +3,11 @@
 import asyncio
 
 from ludus import Spec
-from ludus.data.demonstrations import play
+from ludus.data.demonstrations import run_expert
 from ludus.envs import ENVS
 
 env = ENVS.build(Spec(name="textcraft", args={"num_distractors": 1}))
-episode = asyncio.run(play(env, env.task("depth-2", seed=3)))
-for message in episode.messages:
+demonstration = asyncio.run(run_expert(env, env.task("depth-2", seed=3)))
+for message in demonstration.messages:
     print(f"{message.role}: {message.content}")
-print(f"reward {episode.reward}")
+print(f"reward {demonstration.reward}")

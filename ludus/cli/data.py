@@ -109,7 +109,7 @@ def generate_data(
 ) -> None:
     """Make SFT data of an expert's episodes, a model's best ones, or both; with a data card."""
     from ludus.data import options
-    from ludus.data.generation import generate
+    from ludus.data.generation import generate_dataset
 
     wanted = options.generation(
         env_specs(envs),
@@ -133,7 +133,7 @@ def generate_data(
         concurrency=concurrency,
         workers=workers,
     )
-    made = generate(wanted, folder, lambda line: typer.echo(line, err=True))
+    made = generate_dataset(wanted, folder, lambda line: typer.echo(line, err=True))
     typer.echo(
         f"{made.num_kept} episodes: {made.folder}/data.jsonl (card: {made.folder}/README.md)"
     )

@@ -1,4 +1,4 @@
-"""Which episodes a data set keeps, and the card that says what is in it."""
+"""Selection of the episodes of a data set, and its data card."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ludus.data.journal import Record
 
 
 class Lengths(Wire):
-    """Of the kept episodes."""
+    """Statistics of the kept episodes."""
 
     mean: float
     median: float
@@ -23,10 +23,10 @@ class Lengths(Wire):
 
 
 class EnvCard(Wire):
-    """One environment's part of a data set.
+    """Statistics of one environment in a data set.
 
-    `success` is the part of the scored episodes that succeeded, kept or not, by who played them.
-    `left_out` counts the episodes that are not kept, by reason.
+    `success` is the share of scored episodes that succeeded, kept or not, by source (expert or
+    model). `left_out` counts the episodes that are not kept, by reason.
     """
 
     played: dict[str, int]
@@ -43,23 +43,23 @@ class EnvCard(Wire):
     left_out: dict[str, int]
 
 
-class Chosen(Wire):
-    """The episodes that a data set keeps, in the order of their tasks, and why not the others."""
+class Selection(Wire):
+    """Kept episodes in the order of their tasks, and counts of the others by reason."""
 
     kept: list[Record]
     left_out: dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Enough:
-    """Which episodes are good enough: those that score at least `min_score`, or, where that is
-    None, succeed, in no more than `max_turns`."""
+class KeepRule:
+    """Keeps episodes with a score of at least `min_score` (None: successes), in at most
+    `max_turns` turns (None: no limit)."""
 
     min_score: float | None = None
     max_turns: int | None = None
 
-    def fault(self, record: Record) -> str | None:
-        """Why an episode is not good enough; None where it is."""
+    def rejection(self, record: Record) -> str | None:
+        """Returns the reason to leave an episode out, or None to keep it."""
         if record.score is None:
             return (record.reason or "not scored").partition(":")[0]
         if not (record.success if self.min_score is None else record.score >= self.min_score):
@@ -68,10 +68,11 @@ class Enough:
         return "more turns than allowed" if too_long else None
 
 
-def choose(records: Iterable[Record], keep: int, enough: Enough) -> Chosen:
-    """Rejection sampling: of each task, the `keep` best episodes that are good enough. Better is a
-    higher score, then fewer turns, then the earlier sample. A conversation that is there already,
-    of whatever task, is not kept twice.
+def select(records: Iterable[Record], keep: int, rule: KeepRule) -> Selection:
+    """Rejection sampling: keeps the best `keep` episodes of each task among those that pass `rule`.
+
+    Episodes rank by score, then fewer turns, then sample number. Duplicate conversations, of the
+    same or another task, are kept once.
     """
     by_task: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
@@ -82,27 +83,27 @@ def choose(records: Iterable[Record], keep: int, enough: Enough) -> Chosen:
     for (env, _), candidates in by_task.items():
         num_kept = 0
         for record in sorted(candidates, key=_rank):
-            reason = enough.fault(record)
+            reason = rule.rejection(record)
             if reason is None and fingerprint(record) in seen:
                 reason = "duplicate"
             elif reason is None and num_kept == keep:
-                reason = "a better one of its task is kept"
+                reason = "a better episode of its task is kept"
             if reason is not None:
                 left_out[env][reason] += 1
                 continue
             seen.add(fingerprint(record))
             kept.append(record)
             num_kept += 1
-    return Chosen(kept=kept, left_out={env: dict(counts) for env, counts in left_out.items()})
+    return Selection(kept=kept, left_out={env: dict(counts) for env, counts in left_out.items()})
 
 
 def fingerprint(record: Record) -> bytes:
-    """Equal for equal conversations in equal environments, whatever their task's name."""
-    told = [
+    """Hash of environment and conversation; the task's id does not enter."""
+    turns = [
         (m.role, m.content, m.thinking, [(c.name, c.arguments) for c in m.tool_calls])
         for m in record.messages
     ]
-    return hashlib.sha256(json.dumps([record.env, told], sort_keys=True).encode()).digest()
+    return hashlib.sha256(json.dumps([record.env, turns], sort_keys=True).encode()).digest()
 
 
 def _rank(record: Record) -> tuple[float, int, int, str]:
@@ -110,14 +111,14 @@ def _rank(record: Record) -> tuple[float, int, int, str]:
     return -score, record.num_turns, record.sample, record.source
 
 
-def card_of(records: Sequence[Record], chosen: Chosen) -> dict[str, EnvCard]:
-    """The card of a data set, by environment."""
+def build_cards(records: Sequence[Record], selection: Selection) -> dict[str, EnvCard]:
+    """Returns the data card of each environment."""
     envs = sorted({record.env for record in records})
     return {
         env: _env_card(
             [r for r in records if r.env == env],
-            [r for r in chosen.kept if r.env == env],
-            chosen.left_out.get(env, {}),
+            [r for r in selection.kept if r.env == env],
+            selection.left_out.get(env, {}),
         )
         for env in envs
     }
@@ -153,7 +154,7 @@ def _lengths(values: list[int]) -> Lengths | None:
 
 
 def render(cards: dict[str, EnvCard], settings: dict[str, Any]) -> str:
-    """The card as a page, with the settings as they were."""
+    """The cards and the settings as Markdown."""
     lines = ["# Data card", ""]
     for env, card in cards.items():
         lines += [f"## {env}", "", "| | |", "|---|---|"]
@@ -172,7 +173,7 @@ def _rows(card: EnvCard) -> list[tuple[str, str]]:
         rows.append(("mean reward of the kept", f"{card.mean_reward:.4g}"))
     for name, lengths in (("turns", card.turns), ("characters of the turns", card.characters)):
         if lengths is not None:
-            told = f"mean {lengths.mean:g}, median {lengths.median:g}, at most {lengths.max}"
-            rows.append((name, told))
+            text = f"mean {lengths.mean:g}, median {lengths.median:g}, at most {lengths.max}"
+            rows.append((name, text))
     rows += [(f"left out: {reason}", str(count)) for reason, count in card.left_out.items()]
     return rows + [(f"tier {tier}", str(count)) for tier, count in card.tiers.items()]

@@ -1,12 +1,11 @@
 """Demonstrations: episodes of an environment's expert, played in parallel worker processes.
 
-An episode that hangs is killed with its process; one that raises, dies or is lost is put on record
-with its reason; the others go on. The file is written aside and renamed when it is complete, and
-depends on the tasks alone, not on the number of workers or on timing (episodes that come close to
-the time limit excepted).
+A hanging episode is killed with its process. An episode that raises, dies or is lost is recorded
+with its reason; the others continue. The file is written atomically. Its content depends on the
+tasks alone, not on the number of workers or on timing (except for episodes close to the timeout).
 
-A line of `demonstrations.jsonl` is a Demonstration; beside it, a line of
-`demonstrations.dropped.jsonl` is a Dropped.
+A line of `demonstrations.jsonl` is a Demonstration, a line of `demonstrations.dropped.jsonl` is a
+Dropped.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from ludus.envs.base import Env, NoExpert
 Format = Literal["plain", "react", "tools"]
 
 EPISODES_PER_JOB = 16
-"""Episodes sent to a worker at once: sending costs as much as playing a short one."""
+"""Episodes of a job. Sending a job costs as much as playing a short episode."""
 
 JOBS_PER_WORKER = 4
-"""Jobs handed out ahead of the one that is written next."""
+"""Jobs scheduled ahead of the next job to write."""
 
 
 class Demonstration(Wire):
-    """An episode of the expert: what the environment said, and the expert's turns in between."""
+    """An episode of the expert: the environment's messages and the expert's turns."""
 
     task_id: str
     tier: str | None
@@ -61,7 +60,7 @@ class Dropped(Wire):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What `generate` did. `dropped` counts the episodes left out, by kind."""
+    """Result of `generate_demonstrations`. `dropped` counts the episodes left out, by kind."""
 
     path: Path
     num_kept: int
@@ -76,7 +75,7 @@ class Summary:
         return text
 
 
-def generate(
+def generate_demonstrations(
     env: Spec,
     tasks: Sequence[Task],
     path: Path | str,
@@ -87,16 +86,16 @@ def generate(
     format: Format = "plain",
     on_episode: Callable[[Demonstration | Dropped], object] | None = None,
 ) -> Summary:
-    """Let the expert play `tasks` and write the episodes to `path`, in the order of the tasks.
+    """Run the expert on `tasks` and write the episodes to `path`, in the order of the tasks.
 
     Args:
-        env: the environment of tasks that name none.
-        timeout_s: seconds from an episode's start to its process being killed.
-        only_successful: put lost episodes among the dropped ones.
-        format: how a turn names its action: as its text, after `Action:`, or as a tool call.
+        env: environment of the tasks that name none.
+        timeout_s: seconds after which the process of an episode is killed.
+        only_successful: drop lost episodes.
+        format: format of an action: plain text, after `Action:`, or a tool call.
         on_episode: called after each episode, in the order of the tasks.
 
-    Errors: ConfigError for a wrong spec, DataError where the file cannot be written.
+    Errors: ConfigError for a wrong spec, DataError if the file cannot be written.
     """
     path = Path(path)
     ENVS.check(env)
@@ -131,12 +130,12 @@ def generate(
 
 
 def dropped_path(path: Path) -> Path:
-    """The file of the episodes left out: `demonstrations.dropped.jsonl`, beside it."""
+    """The file of the dropped episodes, `demonstrations.dropped.jsonl` in the same folder."""
     return path.with_name(f"{path.stem}.dropped.jsonl")
 
 
-def load(path: Path | str) -> Iterator[Demonstration]:
-    """The demonstrations of a file. Errors: DataError with the line's number and what is wrong."""
+def load_demonstrations(path: Path | str) -> Iterator[Demonstration]:
+    """Yields the demonstrations of a file. Errors: DataError with line number and reason."""
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -163,7 +162,7 @@ def _line(record: Wire) -> str:
 def _play_all(
     env: Spec, tasks: Sequence[Task], num_workers: int, timeout_s: float, format: Format
 ) -> Iterator[Demonstration | Dropped]:
-    """The results of all tasks, in their order."""
+    """Yields the results of all tasks, in order."""
     try:
         from pebble import ProcessPool
     except ModuleNotFoundError as error:
@@ -182,31 +181,31 @@ def _play_all(
         args = ([task.model_dump_json() for task in job], format)
         return pool.schedule(_play_job, args=args, timeout=timeout_s)
 
-    def hand_out(count: int) -> None:
+    def schedule(count: int) -> None:
         for job in islice(waiting, count):
             running.append((job, start(job)))
 
     try:
-        hand_out(JOBS_PER_WORKER * num_workers)
+        schedule(JOBS_PER_WORKER * num_workers)
         while running:
             job, future = running.popleft()
             outcomes = _outcomes(job, future, timeout_s)
-            hand_out(1)
+            schedule(1)
             if outcomes is not None:
                 yield from outcomes
                 continue
-            for task in job:  # one of them failed the others: each alone, with the whole time
+            for task in job:  # an episode failed its job: play each alone, with the full timeout
                 yield from _outcomes([task], start([task]), timeout_s) or ()
         pool.close()
     finally:
-        pool.stop()  # ends at once what still runs; nothing does, unless we were interrupted
+        pool.stop()  # kills running jobs; there are none unless an exception interrupted us
         pool.join()
 
 
 def _outcomes(
     job: Sequence[Task], future: Any, timeout_s: float
 ) -> list[Demonstration | Dropped] | None:
-    """What became of a job; None where its process did not finish it and it had several tasks."""
+    """Results of a job; None if its process failed and the job had several tasks."""
     from pebble import ProcessExpired
 
     try:
@@ -225,14 +224,14 @@ def _outcomes(
     ]
 
 
-# In the worker processes
+# Code of the worker processes
 
 _make_env: Callable[[], Env]
 _runner: asyncio.Runner
 
 
 def _prepare_worker(spec_json: str) -> None:
-    """Import the environment once, outside of any episode's time limit."""
+    """Import the environment before the first episode, so the import does not count as its time."""
     global _make_env, _runner
     spec = Spec.model_validate_json(spec_json)
     target, args = ENVS.load(spec.name), ENVS.check(spec)
@@ -245,26 +244,26 @@ def _play_job(tasks: list[str], format: Format) -> list[tuple[str, str]]:
 
 
 def _play_one(task_json: str, format: Format) -> tuple[str, str]:
-    """("played", a Demonstration as JSON), or (kind, reason) of a Dropped."""
+    """Returns ("played", Demonstration as JSON), or (kind, reason) of a Dropped."""
     task = Task.model_validate_json(task_json)
     try:
         env = ENVS.build(task.env) if task.env is not None else _make_env()
-        return "played", _runner.run(play(env, task, format)).model_dump_json()
+        return "played", _runner.run(run_expert(env, task, format)).model_dump_json()
     except NoExpert as error:
         return "no expert", str(error)
     except Exception as error:
         return "error", f"{type(error).__name__}: {error}"
 
 
-async def play(env: Env, task: Task, format: Format = "plain") -> Demonstration:
-    """One episode of the environment's expert. Errors: NoExpert, and whatever the env raises."""
+async def run_expert(env: Env, task: Task, format: Format = "plain") -> Demonstration:
+    """Run one episode of the environment's expert. Errors: NoExpert, and errors of the env."""
     try:
         messages = list((await env.reset(task)).messages)
         reward, num_turns, success = 0.0, 0, None
         while True:
-            action = _turn(env, env.expert_action(), num_turns, format)
+            action = _to_message(env, env.expert_action(), num_turns, format)
             result = await env.step(action)
-            messages += [_shown(action, format), *_replies(action, result.messages)]
+            messages += [_as_written(action, format), *_replies(action, result.messages)]
             reward += result.reward or 0.0
             num_turns += 1
             if result.done:
@@ -282,23 +281,23 @@ async def play(env: Env, task: Task, format: Format = "plain") -> Demonstration:
     )
 
 
-def _turn(env: Env, action: str, turn: int, format: Format) -> Message:
-    """The message that the environment gets: the action's text, and its call if it is one."""
+def _to_message(env: Env, action: str, turn: int, format: Format) -> Message:
+    """The message for the environment: the action's text, with its tool call in that format."""
     if format != "tools":
         return Message(role="assistant", content=action)
     call = env.call_of(action).model_copy(update={"id": f"call_{turn}"})
     return Message(role="assistant", content=action, tool_calls=[call])
 
 
-def _shown(action: Message, format: Format) -> Message:
-    """The expert's turn as the model is to write it."""
+def _as_written(action: Message, format: Format) -> Message:
+    """The expert's turn as a model writes it in this format."""
     if format == "react":
         return Message(role="assistant", content=f"Action: {action.content}")
     return action.model_copy(update={"content": ""}) if action.tool_calls else action
 
 
 def _replies(action: Message, messages: list[Message]) -> list[Message]:
-    """The environment's messages; the first answers the tool call, if there was one."""
+    """The environment's messages; the first answers the tool call, if any."""
     if not action.tool_calls or not messages:
         return messages
     call = action.tool_calls[0]

@@ -1,16 +1,16 @@
-"""Generating data: an expert's episodes, a model's by rejection sampling, or both.
+"""Generates SFT data: episodes of an expert, of a model by rejection sampling, or of both.
 
-source    what is kept of a task
-expert    the expert's episode, where it succeeds
-model     the best of `samples` episodes of the model, where good enough
-mixed     the model's, and the expert's where none of the model's was good enough
+source    kept of each task
+expert    the expert's episode, if it succeeds
+model     the best of `samples` episodes of the model, if good enough
+mixed     the model's; the expert's where no episode of the model is good enough
 
-A folder holds:
+The folder holds:
 
-    data.jsonl       {"messages": [...], "reward": ..., "success": ..., ...}: what `sft.data` reads
-    agenttraj.json   the same in the form of AgentTraj, which has none for tool calls
-    card.json        counts, success, lengths, by environment; README.md is the same to read
-    episodes.jsonl   all that was played, from which a run that was stopped goes on
+    data.jsonl       {"messages": [...], "reward": ..., "success": ..., ...}, read by `sft.data`
+    agenttraj.json   the same conversations in AgentTraj's format (not with tool calls)
+    card.json        counts, success and lengths by environment; README.md is its readable form
+    episodes.jsonl   the journal of all played episodes; a stopped run resumes from it
 """
 
 from __future__ import annotations
@@ -27,9 +27,14 @@ from ludus.config.schema import RolloutConfig
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.files import atomic_write
 from ludus.core.types import Spec, Task
-from ludus.data import demonstrations as demonstrate
-from ludus.data.cards import Chosen, Enough, EnvCard, card_of, choose, render
-from ludus.data.journal import Journal, Record, of_expert, of_model
+from ludus.data.cards import EnvCard, KeepRule, Selection, build_cards, render, select
+from ludus.data.demonstrations import (
+    Demonstration,
+    Dropped,
+    dropped_path,
+    generate_demonstrations,
+)
+from ludus.data.journal import Journal, Record, expert_record, model_record
 from ludus.envs import ENVS
 from ludus.models.endpoint.client import Endpoint
 from ludus.rollout.jobs import ChatAgent, EpisodeRecord, RolloutJob
@@ -37,12 +42,12 @@ from ludus.rollout.requests import LocalEnvs, agentgym_spec, tasks_of
 from ludus.tasks.agentgym import conversations_of, read_agentgym
 from ludus.tasks.readers import read_env
 
-Say = Callable[[str], object]
+Log = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Which:
-    """The tasks of each environment: AgentGym's `ids` or `items` (a file), or tiers and seeds."""
+class TaskSelection:
+    """Tasks of each environment: AgentGym's `ids` or `items` (a file), or tiers and seeds."""
 
     num_tasks: int = 100
     first_seed: int = 0
@@ -52,8 +57,8 @@ class Which:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """The model to sample from. `samples` episodes of each task are played."""
+class EndpointModel:
+    """The model to sample from, `samples` episodes a task."""
 
     name: str
     base_url: str
@@ -63,14 +68,14 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """What to generate. `rollout` says how a turn looks, for the expert and the model."""
+class GenerationRequest:
+    """The settings of a data set. `rollout` sets the turn format of expert and model."""
 
     envs: Sequence[Spec]
     source: Literal["expert", "model", "mixed"]
-    which: Which
+    selection: TaskSelection
     rollout: RolloutConfig
-    model: Model | None = None
+    model: EndpointModel | None = None
     keep: int = 1
     min_score: float | None = None
     seed: int = 0
@@ -78,13 +83,13 @@ class Generation:
     expert_deadline_s: float = 60.0
 
     @property
-    def enough(self) -> Enough:
-        """Which episodes may be kept: what has more turns than it may have, nothing could play."""
+    def keep_rule(self) -> KeepRule:
+        """The rule for kept episodes; a rollout could not play more than `max_turns` turns."""
         limit = self.rollout.max_turns
-        return Enough(self.min_score, limit if isinstance(limit, int) else None)
+        return KeepRule(self.min_score, limit if isinstance(limit, int) else None)
 
     def settings(self) -> dict[str, Any]:
-        """What the episodes depend on; a folder has one of it."""
+        """The settings that episodes depend on; the same for all episodes of a folder."""
         rollout = self.rollout
         keys = ("format", "system_prompt", "max_turns", "max_tokens_per_turn", "temperature")
         return {
@@ -95,167 +100,186 @@ class Generation:
         }
 
     def spec(self, spec: Spec) -> Spec:
-        """The environment, with AgentGym's arguments where the tasks are AgentGym's."""
-        agentgym = self.which.ids or self.which.items
+        """The environment, with AgentGym's arguments if the tasks are AgentGym's."""
+        agentgym = self.selection.ids or self.selection.items
         return agentgym_spec(spec, None) if agentgym else spec
 
     def tasks(self, spec: Spec) -> list[Task]:
-        """The tasks of an environment. Errors: ConfigError, DataError."""
-        which = self.which
-        if which.ids:
-            return list(tasks_of(spec, which.ids, None))
-        if which.items:
-            return list(read_agentgym(which.items, name=spec.name, maker=ENVS.build(spec)))
-        return list(read_env(which.num_tasks, which.tiers, which.first_seed, ENVS.build(spec)))
+        """Returns the tasks of an environment. Errors: ConfigError, DataError."""
+        selection = self.selection
+        if selection.ids:
+            return list(tasks_of(spec, selection.ids, None))
+        if selection.items:
+            return list(read_agentgym(selection.items, name=spec.name, maker=ENVS.build(spec)))
+        return list(
+            read_env(selection.num_tasks, selection.tiers, selection.first_seed, ENVS.build(spec))
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
-    """What a generation wrote."""
+class GenerationResult:
+    """The written data set."""
 
     folder: Path
     num_kept: int
     cards: dict[str, EnvCard]
 
 
-def generate(wanted: Generation, folder: Path, say: Say = lambda _: None) -> Generated:
-    """Play what the folder does not have yet, choose, and write the data set.
+def generate_dataset(
+    request: GenerationRequest, folder: Path, log: Log = lambda _: None
+) -> GenerationResult:
+    """Play the episodes that the folder does not have yet, select, and write the data set.
 
-    Errors: ConfigError for wrong settings; DataError where the folder is of others, where the
-    model's endpoint gave no episode at all, and where nothing is good enough.
+    Errors: ConfigError for wrong settings; DataError where the folder was written with other
+    settings, where the endpoint answered no episode, and where no episode is good enough.
     """
-    if wanted.source != "expert" and wanted.model is None:
-        raise ConfigError(f"--source {wanted.source} needs --model and --base-url")
-    for spec in wanted.envs:
+    if request.source != "expert" and request.model is None:
+        raise ConfigError(f"--source {request.source} needs --model and --base-url")
+    for spec in request.envs:
         ENVS.check(spec, "env")
-    tasks = {spec.name: wanted.tasks(spec) for spec in map(wanted.spec, wanted.envs)}
-    with Journal(folder, wanted.settings()) as journal:
-        for spec in map(wanted.spec, wanted.envs):
-            _play(wanted, spec, tasks[spec.name], journal, folder, say)
-        records = _asked_for(wanted, tasks, journal)
-    chosen = choose(records, wanted.keep, wanted.enough)
-    cards = card_of(records, chosen)
-    if not chosen.kept:
+    tasks = {spec.name: request.tasks(spec) for spec in map(request.spec, request.envs)}
+    with Journal(folder, request.settings()) as journal:
+        generator = _Generator(request, journal, folder, log)
+        for spec in map(request.spec, request.envs):
+            generator.run(spec, tasks[spec.name])
+        records = generator.records(tasks)
+    selection = select(records, request.keep, request.keep_rule)
+    cards = build_cards(records, selection)
+    if not selection.kept:
         reasons = {env: card.left_out for env, card in cards.items()}
         raise DataError(f"{folder}: no episode is good enough to be kept: {json.dumps(reasons)}")
-    _write(folder, wanted, chosen, cards)
-    return Generated(folder, len(chosen.kept), cards)
+    _write(folder, request, selection, cards)
+    return GenerationResult(folder, len(selection.kept), cards)
 
 
-def _asked_for(wanted: Generation, tasks: dict[str, list[Task]], journal: Journal) -> list[Record]:
-    """The records of the tasks, in their order; the journal may hold others, of earlier runs."""
-    num_samples = wanted.model.samples if wanted.model and wanted.source != "expert" else 0
-    keys = []
-    for env, asked in tasks.items():
-        for task in asked:
-            keys += [(env, "model", task.id, sample) for sample in range(num_samples)]
-            if wanted.source != "model":
-                keys.append((env, "expert", task.id, 0))
-    found = [journal.records[key] for key in keys if key in journal.records]
-    solved = {
-        (r.env, r.task_id) for r in found if r.source == "model" and not wanted.enough.fault(r)
-    }
-    return [r for r in found if r.source == "model" or (r.env, r.task_id) not in solved]
+@dataclass(frozen=True, slots=True)
+class _Generator:
+    """Plays the missing episodes of a request and adds them to its journal."""
 
+    request: GenerationRequest
+    journal: Journal
+    folder: Path
+    log: Log
 
-def _play(
-    wanted: Generation, spec: Spec, tasks: list[Task], journal: Journal, folder: Path, say: Say
-) -> None:
-    """Play what is missing of one environment."""
-    if wanted.source == "expert":
-        _play_expert(wanted, spec, tasks, journal, folder, say)
-        return
-    assert wanted.model is not None
-    samples = range(wanted.model.samples)
-    asyncio.run(_play_model(wanted, wanted.model, spec, tasks, journal, say))
-    played = {
-        task.id: [
-            journal.records[key]
-            for sample in samples
-            if (key := (spec.name, "model", task.id, sample)) in journal.records
-        ]
-        for task in tasks
-    }
-    every = [record for records in played.values() for record in records]
-    if every and all(record.again for record in every):
-        raise DataError(f"{spec.name}: the model gave no episode: {every[0].reason}")
-    if wanted.source == "mixed":
-        # A model that could not be asked has not failed: the expert does not take its place.
-        failed = [
-            task
+    def records(self, tasks: dict[str, list[Task]]) -> list[Record]:
+        """The records of `tasks`, in order. The journal may hold others, from earlier runs."""
+        num_samples = self._num_samples
+        keys = []
+        for env, env_tasks in tasks.items():
+            for task in env_tasks:
+                keys += [(env, "model", task.id, sample) for sample in range(num_samples)]
+                if self.request.source != "model":
+                    keys.append((env, "expert", task.id, 0))
+        records = [self.journal.records[key] for key in keys if key in self.journal.records]
+        solved = {
+            (r.env, r.task_id) for r in records if r.source == "model" and self._good_enough(r)
+        }
+        return [r for r in records if r.source == "model" or (r.env, r.task_id) not in solved]
+
+    def run(self, spec: Spec, tasks: list[Task]) -> None:
+        """Play the missing episodes of one environment."""
+        if self.request.source == "expert":
+            self._play_expert(spec, tasks)
+            return
+        asyncio.run(self._play_model(spec, tasks))
+        played = {
+            task.id: [
+                self.journal.records[key]
+                for sample in range(self._num_samples)
+                if (key := (spec.name, "model", task.id, sample)) in self.journal.records
+            ]
             for task in tasks
-            if not any(r.again or not wanted.enough.fault(r) for r in played[task.id])
+        }
+        all_records = [record for records in played.values() for record in records]
+        if all_records and all(record.again for record in all_records):
+            raise DataError(f"{spec.name}: the model gave no episode: {all_records[0].reason}")
+        if self.request.source == "mixed":
+            # An infrastructure failure is not the model's: the expert does not replace it.
+            failed = [
+                task
+                for task in tasks
+                if not any(r.again or self._good_enough(r) for r in played[task.id])
+            ]
+            self._play_expert(spec, failed)
+
+    @property
+    def _num_samples(self) -> int:
+        model = self.request.model
+        return model.samples if model and self.request.source != "expert" else 0
+
+    def _good_enough(self, record: Record) -> bool:
+        return self.request.keep_rule.rejection(record) is None
+
+    def _play_expert(self, spec: Spec, tasks: list[Task]) -> None:
+        missing = [t for t in tasks if not self.journal.has((spec.name, "expert", t.id, 0))]
+        if not missing:
+            return
+        score_range = ENVS.build(spec).score_range
+        system_prompt = self.request.rollout.system_prompt
+
+        def add(result: Demonstration | Dropped) -> None:
+            self.journal.add(expert_record(spec.name, result, score_range, system_prompt))
+
+        scratch = self.folder / f".expert.{os.getpid()}.jsonl"
+        try:
+            summary = generate_demonstrations(
+                spec,
+                missing,
+                scratch,
+                num_workers=self.request.workers,
+                timeout_s=self.request.expert_deadline_s,
+                only_successful=False,
+                format=self.request.rollout.format,
+                on_episode=add,
+            )
+        finally:
+            scratch.unlink(missing_ok=True)
+            dropped_path(scratch).unlink(missing_ok=True)
+        self.log(f"{spec.name}, expert: {summary}")
+
+    async def _play_model(self, spec: Spec, tasks: list[Task]) -> None:
+        model, request = self.request.model, self.request
+        assert model is not None
+        work = [
+            (task, EpisodeRecord(id=task.id, task_id=task.id, tier=task.tier, sample=sample))
+            for task in tasks
+            for sample in range(model.samples)
+            if not self.journal.has((spec.name, "model", task.id, sample))
         ]
-        _play_expert(wanted, spec, failed, journal, folder, say)
+        if not work:
+            return
+        self.log(f"{spec.name}, {model.name}: {len(work)} episodes")
+
+        def add(episode: EpisodeRecord) -> None:
+            self.journal.add(model_record(spec.name, episode))
+
+        timeout = model.turn_deadline_s
+        async with Endpoint(
+            model.base_url, model.name, model.api_key, timeout_s=timeout
+        ) as endpoint:
+            agent = ChatAgent(endpoint, LocalEnvs(spec), request.rollout, request.seed)
+            await RolloutJob(agent, work, on_episode=add).run()
 
 
-def _play_expert(
-    wanted: Generation, spec: Spec, tasks: list[Task], journal: Journal, folder: Path, say: Say
+def _write(
+    folder: Path, request: GenerationRequest, selection: Selection, cards: dict[str, EnvCard]
 ) -> None:
-    missing = [t for t in tasks if not journal.has((spec.name, "expert", t.id, 0))]
-    if not missing:
-        return
-    score_range = ENVS.load(spec.name).score_range  # type: ignore[attr-defined]
-
-    def note(played: demonstrate.Demonstration | demonstrate.Dropped) -> None:
-        record = of_expert(spec.name, played, score_range, wanted.rollout.system_prompt)
-        journal.add(record)
-
-    aside = folder / f".expert.{os.getpid()}.jsonl"
-    try:
-        summary = demonstrate.generate(
-            spec,
-            missing,
-            aside,
-            num_workers=wanted.workers,
-            timeout_s=wanted.expert_deadline_s,
-            only_successful=False,
-            format=wanted.rollout.format,
-            on_episode=note,
-        )
-    finally:
-        aside.unlink(missing_ok=True)
-        demonstrate.dropped_path(aside).unlink(missing_ok=True)
-    say(f"{spec.name}, expert: {summary}")
-
-
-async def _play_model(
-    wanted: Generation, model: Model, spec: Spec, tasks: list[Task], journal: Journal, say: Say
-) -> None:
-    work = [
-        (task, EpisodeRecord(id=task.id, task_id=task.id, tier=task.tier, sample=sample))
-        for task in tasks
-        for sample in range(model.samples)
-        if not journal.has((spec.name, "model", task.id, sample))
-    ]
-    if not work:
-        return
-    say(f"{spec.name}, {model.name}: {len(work)} episodes")
-    timeout = model.turn_deadline_s
-    async with Endpoint(model.base_url, model.name, model.api_key, timeout_s=timeout) as endpoint:
-        agent = ChatAgent(endpoint, LocalEnvs(spec), wanted.rollout, wanted.seed)
-        await RolloutJob(
-            agent, work, on_episode=lambda episode: journal.add(of_model(spec.name, episode))
-        ).run()
-
-
-def _write(folder: Path, wanted: Generation, chosen: Chosen, cards: dict[str, EnvCard]) -> None:
-    """The files of the data set, each whole or absent."""
-    rows = [_row(record) for record in chosen.kept]
+    """Write the files of the data set, each atomically."""
+    rows = [_row(record) for record in selection.kept]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    told = {env: card.model_dump() for env, card in cards.items()}
-    model = {"samples": wanted.model.samples} if wanted.model else {}
-    selection = {"source": wanted.source, "keep": wanted.keep, "min_score": wanted.min_score}
-    settings = {**selection, **model, **wanted.settings()}
+    card_rows = {env: card.model_dump() for env, card in cards.items()}
+    model = {"samples": request.model.samples} if request.model else {}
+    rule = {"source": request.source, "keep": request.keep, "min_score": request.min_score}
+    settings = {**rule, **model, **request.settings()}
     files = {
         "data.jsonl": lines,
-        "card.json": json.dumps({"envs": told, "settings": settings}, indent=2),
+        "card.json": json.dumps({"envs": card_rows, "settings": settings}, indent=2),
         "README.md": render(cards, settings) + "\n",
     }
-    if wanted.rollout.format != "tools":
+    if request.rollout.format != "tools":
         trajectories = [
             {"conversations": conversations_of(record.messages), "item_id": record.task_id}
-            for record in chosen.kept
+            for record in selection.kept
         ]
         files["agenttraj.json"] = json.dumps(trajectories, ensure_ascii=False, indent=1)
     for name, text in files.items():
@@ -266,7 +290,7 @@ def _write(folder: Path, wanted: Generation, chosen: Chosen, cards: dict[str, En
 
 
 def _row(record: Record) -> dict[str, Any]:
-    """A line of `data.jsonl`: what `sft.data` reads, and where it came from."""
+    """A line of `data.jsonl`: the fields that `sft.data` reads, and the episode's origin."""
     messages = [m.model_dump(mode="json", exclude_defaults=True) for m in record.messages]
     return {
         "messages": [{"content": "", **message} for message in messages],

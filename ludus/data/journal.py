@@ -1,7 +1,8 @@
-"""What has been played so far: one line an episode, so that a run that was killed goes on.
+"""Journal of played episodes, from which a killed run resumes.
 
-The journal only grows. A last line that was cut is dropped: that episode is played again. What an
-episode depends on is kept beside it, and a run with other settings is refused.
+The journal is append-only, one JSON line an episode. A truncated last line is dropped, and its
+episode is played again. The settings that episodes depend on lie beside the journal; a run with
+other settings is refused.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ JOURNAL, SETTINGS = "episodes.jsonl", "settings.json"
 
 
 class Record(Wire):
-    """An episode. `score` is its reward in the environment's range, 0 to 1; None: not scored.
-
-    `reason` says why it was not scored; `again`, that this lies in the infrastructure, so that the
-    next run plays it anew.
+    """A played episode. `score` is the reward scaled to [0, 1] by the environment's score range;
+    None: not scored, for `reason`. `again` marks an infrastructure failure: the next run plays the
+    episode again.
     """
 
     env: str
@@ -51,10 +51,10 @@ class Record(Wire):
         return self.env, self.source, self.task_id, self.sample
 
 
-def of_expert(
+def expert_record(
     env: str, played: Demonstration | Dropped, score_range: tuple[float, float], system: str | None
 ) -> Record:
-    """The record of an expert's episode, opened by the system prompt as rollouts are."""
+    """The record of an expert's episode; it opens with the system prompt, as rollouts do."""
     base: dict[str, Any] = {"env": env, "task_id": played.task_id, "tier": played.tier}
     if isinstance(played, Dropped):
         return Record(**base, source="expert", reason=f"{played.kind}: {played.reason}")
@@ -71,7 +71,7 @@ def of_expert(
     )
 
 
-def of_model(env: str, episode: EpisodeRecord) -> Record:
+def model_record(env: str, episode: EpisodeRecord) -> Record:
     """The record of a model's episode."""
     again = episode.status.retryable or episode.status is Status.ABORTED
     return Record(
@@ -91,12 +91,12 @@ def of_model(env: str, episode: EpisodeRecord) -> Record:
 
 
 class Journal:
-    """The records of a folder. Use it as a context manager; one process at a time.
+    """The records of a folder, as a context manager. One process at a time.
 
     Args:
-        settings: what the episodes depend on.
+        settings: the settings that episodes depend on.
 
-    Errors: DataError where the folder belongs to other settings, or cannot be used.
+    Errors: DataError if the folder has other settings, or cannot be used.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class Journal:
             self._file.truncate(self._read())
         except BlockingIOError:
             self._file.close()
-            raise DataError(f"{folder}: another process is at work in it") from None
+            raise DataError(f"{folder}: another process writes to this folder") from None
         except OSError as error:
             raise DataError(f"{folder}: cannot be written: {error.strerror}") from error
 
@@ -121,11 +121,11 @@ class Journal:
         self._file.close()
 
     def has(self, key: Key) -> bool:
-        """Whether that episode need not be played."""
+        """Whether the journal holds the episode, and it need not be played again."""
         return key in self.records and not self.records[key].again
 
     def add(self, record: Record) -> None:
-        """Note an episode; it is on the disk when this returns, whatever becomes of the process."""
+        """Add an episode; flushed to the file, so it survives the death of this process."""
         self.records[record.key] = record
         self._file.write(record.model_dump_json(exclude_defaults=True).encode() + b"\n")
         self._file.flush()
@@ -139,17 +139,17 @@ class Journal:
         try:
             before = json.loads(path.read_text("utf-8"))
         except ValueError as error:
-            raise DataError(f"{path}: it is no JSON: {error}") from None
+            raise DataError(f"{path} is not JSON: {error}") from None
         changed = [k for k in settings if before.get(k) != settings[k]]
         if changed:
             key = changed[0]
             raise DataError(
-                f"{path.parent} was begun with {key} = {before.get(key)!r:.80}, not "
-                f"{settings[key]!r:.80}: its episodes are of other settings; use a new folder"
+                f"{path.parent} was written with {key} = {before.get(key)!r:.80}, this run has "
+                f"{settings[key]!r:.80}: use a new folder"
             )
 
     def _read(self) -> int:
-        """Read the records; the length in bytes of the lines that are whole."""
+        """Read the records; returns the length in bytes of the complete lines."""
         length = 0
         for number, line in enumerate(self._lines(), start=1):
             if not line.endswith(b"\n"):

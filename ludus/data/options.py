@@ -1,4 +1,4 @@
-"""From the options of the command line to what is wanted."""
+"""Parses the options of `ludus generate-data` into a GenerationRequest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ludus.config.schema import RolloutConfig
 from ludus.core.errors import ConfigError, DataError, did_you_mean
 from ludus.core.types import Spec
 from ludus.data.demonstrations import Format
-from ludus.data.generation import Generation, Model, Which
+from ludus.data.generation import EndpointModel, GenerationRequest, TaskSelection
 from ludus.data.rollouts import KEY
 from ludus.models.endpoint.client import check_url
 from ludus.rollout.requests import parse_ids
@@ -34,13 +34,13 @@ def text_of(path: Path | None) -> str | None:
         raise DataError(f"{path}: cannot be read: {error}") from None
 
 
-def generation(envs: Sequence[Spec], **given: Any) -> Generation:
-    """What `ludus generate-data` was told. Errors: ConfigError, DataError."""
+def generation(envs: Sequence[Spec], **given: Any) -> GenerationRequest:
+    """Returns the request that the options describe. Errors: ConfigError, DataError."""
     source = _one_of("--source", given["source"], get_args(Source))
     form = _one_of("--format", given["format"], get_args(Format))
-    chosen = ids(given["ids"])
-    if bool(chosen) + bool(given["items"]) + bool(given["tiers"]) > 1:
-        raise ConfigError("give one of --ids, --items and --tier: each of them says which tasks")
+    task_ids = ids(given["ids"])
+    if bool(task_ids) + bool(given["items"]) + bool(given["tiers"]) > 1:
+        raise ConfigError("--ids, --items and --tier exclude each other: give one of them")
     rollout = RolloutConfig(
         format=cast(Format, form),
         system_prompt=text_of(given["system_prompt"]),
@@ -49,11 +49,13 @@ def generation(envs: Sequence[Spec], **given: Any) -> Generation:
         temperature=given["temperature"],
         concurrency=given["concurrency"],
     )
-    which = Which(given["num_tasks"], given["first_seed"], given["tiers"], chosen, given["items"])
-    return Generation(
+    selection = TaskSelection(
+        given["num_tasks"], given["first_seed"], given["tiers"], task_ids, given["items"]
+    )
+    return GenerationRequest(
         envs=envs,
         source=cast(Source, source),
-        which=which,
+        selection=selection,
         rollout=rollout,
         model=None if source == "expert" else _model(given),
         keep=given["keep"],
@@ -63,11 +65,11 @@ def generation(envs: Sequence[Spec], **given: Any) -> Generation:
     )
 
 
-def _model(given: dict[str, Any]) -> Model:
+def _model(given: dict[str, Any]) -> EndpointModel:
     if not given["model"] or not given["base_url"]:
         raise ConfigError(f"--source {given['source']} needs --model and --base-url")
     key = os.environ.get(KEY)
-    return Model(given["model"], check_url(given["base_url"]), key, given["samples"])
+    return EndpointModel(given["model"], check_url(given["base_url"]), key, given["samples"])
 
 
 def _one_of(option: str, value: str, known: Sequence[str]) -> str:

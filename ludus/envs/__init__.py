@@ -1,4 +1,4 @@
-"""Environments: one file each, and one row in this table."""
+"""Environments: one file or folder each, and one row in this table."""
 
 from ludus.config.registry import Registry, Row
 from ludus.envs.base import Env

@@ -1,4 +1,4 @@
-"""What text environments share: reading the model's action, answering it, and its tools."""
+"""Helpers of text environments: parse the model's action, reply, define tools."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ludus.envs.base import Env
 
 JSON_NAMES: Mapping[type, str] = {str: "string", int: "integer", dict: "object"}
 LONGEST_ACTION = 500
-"""Characters of an action that are looked at; no command of ours comes near it."""
+"""Characters of an action that are read; all commands are far shorter."""
 
 
 def action_text(env: Env, message: Message) -> str:
     """The action of an assistant's message, in lower case with single spaces.
 
-    A tool call counts before the text, and only the first one: one turn, one action. A call that
-    fits no tool becomes a text that is no action, so that the environment's answer says so.
+    The first tool call takes precedence over the text; other calls are ignored. A call that fits
+    no tool becomes "?", which the environment answers as an unknown action.
     """
     text = message.content
     if message.tool_calls:
@@ -29,13 +29,12 @@ def action_text(env: Env, message: Message) -> str:
 
 
 def printable(text: str) -> str:
-    """The action without what no command has, for parsers that take other characters ill; "?"
-    where nothing is left."""
+    """The printable ASCII characters of an action, for parsers that fail on others; "?" if none."""
     return "".join(c for c in text if " " <= c <= "~").strip() or "?"
 
 
 def answer(message: Message, text: str) -> list[Message]:
-    """The environment's reply: a user message, or one tool message for each call."""
+    """The environment's reply: a user message, or a tool message for each call."""
     if not message.tool_calls:
         return [Message(role="user", content=text)]
     first, *others = message.tool_calls
@@ -46,7 +45,7 @@ def answer(message: Message, text: str) -> list[Message]:
 
 
 def call_text(call: ToolCall, arguments: Mapping[str, type]) -> list[str]:
-    """The call's arguments as text, in the order given. ValueError says what is wrong with them."""
+    """The call's arguments as text, in the order of `arguments`. Errors: ValueError."""
     if missing := sorted(set(arguments) - set(call.arguments)):
         raise ValueError(f"the argument {missing[0]} is missing")
     if unknown := sorted(set(call.arguments) - set(arguments)):
@@ -58,7 +57,7 @@ def call_text(call: ToolCall, arguments: Mapping[str, type]) -> list[str]:
 
 
 def tool_spec(name: str, description: str, /, **arguments: dict[str, Any]) -> ToolSpec:
-    """A tool that takes all of these arguments, each with its JSON schema, and no other."""
+    """A tool with these required arguments (name to JSON schema) and no others."""
     parameters = {
         "type": "object",
         "properties": arguments,
@@ -69,7 +68,7 @@ def tool_spec(name: str, description: str, /, **arguments: dict[str, Any]) -> To
 
 
 def act_tool(words: Collection[str] = ()) -> ToolSpec:
-    """The tool `act`, which takes an action's text: one of these words, where any are given."""
+    """The tool `act`, with an action's text as argument; `words` restricts it to an enum."""
     schema: dict[str, Any] = {"type": "string", "description": "One of the actions."}
     if words:
         schema["enum"] = list(words)
@@ -77,7 +76,7 @@ def act_tool(words: Collection[str] = ()) -> ToolSpec:
 
 
 class OneTool(Env):
-    """An environment with one tool, whose one argument is the action's text."""
+    """An environment with a single tool, whose single argument is the action's text."""
 
     tool: ToolSpec
 

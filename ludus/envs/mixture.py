@@ -1,4 +1,4 @@
-"""Several environments in one run: each task is played in the one that it belongs to.
+"""Several environments in one run: each task is played in its own environment.
 
     env:
       name: mixture
@@ -7,8 +7,8 @@
           babyai: babyai
           crafting: {name: textcraft, args: {num_distractors: 3}}
 
-The names are the run's own: tasks, turn limits and metrics go by them. The reader `mixture` makes
-the tasks, in exact ratios.
+The names are chosen freely; tasks, turn limits and metrics use them. The reader `mixture` makes the
+tasks, in exact ratios.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ludus.tasks.mixture import PART, part_of
 
 
 class Mixture(Env):
-    """Plays each task in the environment that its data names, and knows what that one knows.
+    """Plays each task in the environment named by `Task.data`, and delegates to it.
 
-    Rewards are brought to [0, 1], as (reward - low) / (high - low) of that environment's
-    `score_range`, so that no environment outweighs another: a step's reward is scaled, and what
-    the range begins with is taken off with the first step. `scores` has the sum as it was. An
-    episode that is cut before its first step has earned the least there is.
+    Episode rewards are scaled to [0, 1], as (reward - low) / (high - low) of the environment's
+    `score_range`, so that environments weigh the same: each step's reward is scaled, and -low is
+    added, scaled, to the first step's. `scores` has the unscaled sum as `raw_reward`. An episode
+    that ends before its first step has the lowest reward.
 
-    Errors: ConfigError for an environment that is not known, or does not take its arguments.
+    Errors: ConfigError for an unknown environment or wrong arguments.
     """
 
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
@@ -53,7 +53,7 @@ class Mixture(Env):
 
     @classmethod
     def blocks(cls, task: Task, **args: Any) -> bool:
-        """Whether the task's own environment does."""
+        """Whether the task's own environment blocks."""
         spec = args["envs"].get(part_of(task))
         if spec is None:
             return cls.blocking
@@ -61,7 +61,7 @@ class Mixture(Env):
         return bool(member.blocks(task, **spec.args))
 
     def members(self) -> Mapping[str, Env]:
-        """One object of each environment; they play no episode. Errors: ConfigError."""
+        """An instance of each environment, not used for episodes. Errors: ConfigError."""
         return self._members
 
     @cached_property
@@ -69,14 +69,14 @@ class Mixture(Env):
         return {name: self._make(name) for name in self.envs}
 
     def success_of(self, task: Task) -> float:
-        """The reward, of 0 to 1, from which on an episode of the task is a success."""
+        """The scaled reward from which an episode of the task is a success."""
         return _success_at(self.members()[self._name_of(task)])
 
     async def reset(self, task: Task) -> Observation:
         await self.close()
         self._env = self._make(self._name_of(task))
         self._scale = _scale(self._env)
-        self._raw, self._due = 0.0, _shift(self._env)
+        self._raw, self._offset = 0.0, _shift(self._env)
         self.max_turns = self._env.max_turns  # type: ignore[misc]
         self.success_at = _success_at(self._env)  # type: ignore[misc]
         data = {key: value for key, value in task.data.items() if key != PART}
@@ -84,11 +84,11 @@ class Mixture(Env):
 
     async def step(self, action: Message) -> StepResult:
         result = await self._playing().step(action)
-        if result.reward is None and not self._due:
+        if result.reward is None and not self._offset:
             return result
-        earned = result.reward or 0.0
-        self._raw += earned
-        reward, self._due = earned * self._scale + self._due, 0.0
+        raw = result.reward or 0.0
+        self._raw += raw
+        reward, self._offset = raw * self._scale + self._offset, 0.0
         return result.model_copy(update={"reward": reward})
 
     async def close(self) -> None:
@@ -99,7 +99,7 @@ class Mixture(Env):
         return {"raw_reward": self._raw, **self._playing().scores()}
 
     def tools(self) -> Sequence[ToolSpec]:
-        """Those of the last episode's environment; before any episode, those of all."""
+        """The tools of the current episode's environment; before any episode, of all."""
         if self._env is not None:
             return self._env.tools()
         return [tool for env in self.members().values() for tool in env.tools()]
@@ -121,7 +121,7 @@ class Mixture(Env):
 
     def _playing(self) -> Env:
         if self._env is None:
-            raise EnvError("mixture: no episode was begun; call reset first")
+            raise EnvError("mixture: no episode was started; call reset first")
         return self._env
 
     def _name_of(self, task: Task) -> str:
@@ -130,7 +130,7 @@ class Mixture(Env):
             raise EnvError(f"mixture: task {task.id!r} names no environment in data.{PART}")
         if name not in self.envs:
             near = did_you_mean(name, self.envs)
-            raise EnvError(f"mixture: task {task.id!r} is of {name!r}{near}")
+            raise EnvError(f"mixture: task {task.id!r} has unknown part {name!r}{near}")
         return name
 
     def _make(self, name: str) -> Env:
@@ -152,7 +152,7 @@ def _registry() -> Registry[Env]:
 def _scale(env: Env) -> float:
     low, high = env.score_range
     if not high > low:
-        raise EnvError(f"{type(env).__name__} has the score range {env.score_range}: it is empty")
+        raise EnvError(f"{type(env).__name__}: score_range {env.score_range} is empty")
     return 1.0 / (high - low)
 
 
@@ -161,6 +161,6 @@ def _shift(env: Env) -> float:
 
 
 def _success_at(env: Env) -> float:
-    at = env.success_at * _scale(env) + _shift(env)
-    # Scaled sums are rounded: one that just reaches the mark may end a hair below it.
-    return at if env.score_range == (0.0, 1.0) else at - 1e-9
+    threshold = env.success_at * _scale(env) + _shift(env)
+    # Rounding of scaled sums may put a reward just below the threshold.
+    return threshold if env.score_range == (0.0, 1.0) else threshold - 1e-9

@@ -1,12 +1,12 @@
-"""reasoning-gym: endless procedural tasks of one turn, each with a verifier (Stojanovski et al.,
-2025, arXiv:2505.24760).
+"""reasoning-gym: procedurally generated single-turn tasks with verifiers (Stojanovski et al. 2025,
+arXiv:2505.24760).
 
     user        State the final answer to the following arithmetic problem: 6 + 4 =
     assistant   <answer>10</answer>
     user        correct.
 
-The answer is what stands in the last `<answer>...</answer>`, or else the whole text. The score is
-the library's: 1 for a right answer; some data sets give part of it for an answer that is near.
+The answer is the content of the last `<answer>...</answer>`, or else the whole text. The score is
+the library's: 1 for a correct answer; some data sets give partial scores.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ludus.envs.actions import OneTool, tool_spec
 from ludus.envs.actions import answer as reply_to
 from ludus.envs.base import NoExpert
 
-NO_ANSWER = "its tasks come without an answer of their own"
-EXECUTES = "its verifier runs the answer as a program, without bounds"
-UNSTEADY = "one seed gives different tasks in different processes"
+NO_ANSWER = "its tasks have no reference answer"
+EXECUTES = "its verifier executes the answer as a program, without limits"
+UNSTEADY = "the same seed gives different tasks in different processes"
 
 REFUSED = {
     "bf": "it prints to standard output",
     "boxnet": NO_ANSWER,
     "codeio": "it runs programs that use the global random generator",
-    "composite": "it is made of other data sets, which tasks name one by one",
-    "game_of_life_halting": "its verifier gives the full score to any text where the answer is no",
+    "composite": "it combines other data sets; name those instead",
+    "game_of_life_halting": "its verifier gives any text the full score if the answer is no",
     "graph_color": NO_ANSWER,
     "intermediate_integration": EXECUTES,
     "isomorphic_strings": UNSTEADY,
@@ -47,10 +47,10 @@ REFUSED = {
     "rubiks_cube": NO_ANSWER,
     "rush_hour": NO_ANSWER,
     "simple_integration": EXECUTES,
-    "sokoban": "some of its boards take longer than fifteen seconds to make",
+    "sokoban": "some of its boards take longer than 15 seconds to generate",
     "word_ladder": UNSTEADY,
 }
-"""Data sets of the library (0.1.25) that are not offered, and why."""
+"""Data sets of the library (0.1.25) that are refused, with reasons."""
 
 ARITHMETIC = re.compile(r"(?:[\d\s+\-/()]|(?<!\*)\*(?!\*)){0,200}")
 LISTS = re.compile(r"[A-Za-z0-9\s,'\"\[\]#-]{0,4000}")
@@ -63,17 +63,17 @@ EVALUATED = {
     "spiral_matrix": LISTS,
     "string_insertion": LISTS,
 }
-"""The verifiers of these call Python's `eval` on the answer. They see only answers made of these
-characters, from which no call, no attribute and no power can be written."""
+"""Data sets whose verifiers call Python's `eval` on the answer. Only answers made of these
+characters reach them, which cannot express calls, attributes or powers."""
 
 LONGEST_ANSWER = 20_000
-"""Characters; a longer answer is wrong, whatever it says."""
+"""Characters; a longer answer counts as wrong."""
 
 GUIDE = "Think as long as you need, and give your answer once, as <answer>...</answer>."
 
 
 class Reasoning(OneTool):
-    """One task of one of reasoning-gym's data sets; the data set's name is the tier.
+    """A task of a reasoning-gym data set; the tier is the data set's name.
 
     `StepResult.info` has `success`, `dataset` and `score`. A task's data is
     `{"dataset": name, "seed": n}`.
@@ -93,7 +93,7 @@ class Reasoning(OneTool):
             Field(ge=0, description="Difficulty in the library's curricula; null: its defaults."),
         ] = None,
         guide: Annotated[
-            bool, Field(description="Open with how the answer is to be given.")
+            bool, Field(description="Open with instructions on the answer's format.")
         ] = False,
     ) -> None:
         self.level, self.guide = level, guide
@@ -137,7 +137,7 @@ class Reasoning(OneTool):
         )
 
     def _score(self, answer: str) -> float:
-        """The verifier's score. What it cannot read is a wrong answer, whatever it raises."""
+        """The verifier's score; an exception of the verifier counts as a wrong answer."""
         pattern = EVALUATED.get(self._name)
         if len(answer) > LONGEST_ANSWER or (pattern and not pattern.fullmatch(answer)):
             return 0.0
@@ -157,14 +157,14 @@ class Reasoning(OneTool):
 
     @classmethod
     def tiers(cls) -> Sequence[str]:
-        """The data sets that are offered, in alphabetical order: they have no common difficulty."""
+        """The supported data sets in alphabetical order, since difficulties do not compare."""
         return sorted(DATASETS.keys() - REFUSED.keys())
 
     @classmethod
     def task(cls, tier: str | None, seed: int) -> Task:
-        """The data set's task of that seed; no tier: of the data sets in turn.
+        """The data set's task of that seed; without a tier, data sets take turns.
 
-        Small data sets repeat themselves: other seeds may give the same question.
+        Small data sets may give the same question for different seeds.
         """
         names = cls.tiers()
         name = names[seed % len(names)] if tier is None else tier
@@ -174,34 +174,34 @@ class Reasoning(OneTool):
 
 
 def check_name(name: str) -> None:
-    """Errors: ConfigError for a data set that is unknown, or refused (with the reason)."""
+    """Refuse unknown and unsupported data sets. Errors: ConfigError with the reason."""
     if name in REFUSED:
-        raise ConfigError(f"{name!r} of reasoning-gym is not offered: {REFUSED[name]}")
+        raise ConfigError(f"{name!r} of reasoning-gym is not supported: {REFUSED[name]}")
     if name not in DATASETS:
         near = did_you_mean(name, Reasoning.tiers())
         raise ConfigError(f"{name!r:.80} is not a data set of reasoning-gym{near}")
 
 
 def make_dataset(name: str, seed: int, level: int | None) -> Any:
-    """The data set with the one task of this seed; `level` counts for each of its difficulties.
+    """The data set with the single task of this seed; `level` applies to each of its difficulties.
 
-    Errors: EnvError where it has no levels, or not this one.
+    Errors: EnvError if the data set has no levels, or not this level.
     """
     if level is None:
         return reasoning_gym.create_dataset(name, seed=seed, size=1)
     if name not in CURRICULA:
-        raise EnvError(f"reasoning: {name} has no levels of difficulty: leave env.args.level out")
+        raise EnvError(f"reasoning: {name} has no difficulty levels: leave env.args.level out")
     curriculum: Any = CURRICULA[name]()
     try:
         for attribute, definition in curriculum.attributes.items():
             curriculum.set_attr_level(attribute, min(level, len(definition.levels) - 1))
         return DATASETS[name][0](curriculum.generate_configuration({"seed": seed, "size": 1}))
     except (AssertionError, ValueError) as error:
-        raise EnvError(f"reasoning: {name} cannot be made at level {level}: {error}") from error
+        raise EnvError(f"reasoning: {name} has no level {level}: {error}") from error
 
 
 def answer_in(text: str) -> str:
-    """What stands in the last `<answer>...</answer>`; without one, the whole text."""
+    """The content of the last `<answer>...</answer>`, or the whole text without such tags."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     return text[start + len("<answer>") : end].strip() if start >= 0 else text.strip()

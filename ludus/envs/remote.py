@@ -1,11 +1,10 @@
-"""An environment that a service plays: `env: {name: remote, args: {url: ..., env: textcraft}}`.
+"""Client of an environment service: `env: {name: remote, args: {url: ..., env: textcraft}}`.
 
-The rollouts are those of the environment itself, token for token: the service is sent each turn as
-it is, and its answers are the environment's.
+Rollouts are the same as with the local environment, token for token: turns and answers are passed
+on unchanged.
 
-A service that dies ends the episodes under way with EnvError: they are tried again, and never count
-as a reward of 0. An episode that starts waits for the service to return. Whether it lives is asked
-while an answer is awaited: one that is gone is noticed in less than two seconds.
+If the service dies, running episodes end with EnvError and are retried; a new episode waits for the
+service to return. Pings while an answer is pending detect a dead service within two seconds.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, T
 from ludus.envs.base import Env, NoExpert
 
 LONGEST_ACTION = 100_000
-"""Characters of an action that are sent; no environment of ours looks at more than 500."""
+"""Characters of an action that are sent; the built-in environments read at most 500."""
 
 PULSE_S = 0.5
-"""Seconds that an answer may take before the service is asked whether it lives."""
+"""Seconds without an answer before a ping is sent."""
 
 SILENCE_S = 1.0
-"""Seconds that it may take to say so."""
+"""Timeout of the ping, in seconds."""
 
 CONNECT_S = 1.5
 MAX_BYTES = 16_000_000
@@ -43,10 +42,10 @@ ERRORS = {"env_timeout": EpisodeTimeout, "tool_error": ToolError, "unscorable": 
 
 
 class RemoteEnv(Env):
-    """One session of an environment service.
+    """A session of an environment service.
 
-    Tasks of its own are a tier and a seed, which the service makes a task from: nothing but ludus
-    has to be installed here. Where the service asks for a token, it is taken from LUDUS_TOKEN.
+    Its own tasks hold a tier and a seed, from which the service makes the task, so the
+    environment's packages are needed at the service only. LUDUS_TOKEN is the service's token.
     """
 
     blocking: ClassVar[bool] = False
@@ -55,7 +54,7 @@ class RemoteEnv(Env):
         self,
         url: Annotated[str, Field(description="The service's address, http://host:port.")],
         env: Annotated[
-            str | None, Field(description="Which of its environments; null: its only one.")
+            str | None, Field(description="Name of the environment; null: the service's only one.")
         ] = None,
         patience_s: Annotated[
             float, Field(ge=0, description="Seconds that a reset waits for the service to return.")
@@ -78,7 +77,7 @@ class RemoteEnv(Env):
         while True:
             try:
                 await self._open()
-                told = await self._call("reset", **episode)
+                opening = await self._call("reset", **episode)
                 break
             except _Gone as error:
                 await self.close()
@@ -86,7 +85,7 @@ class RemoteEnv(Env):
                     raise EnvError(str(error)) from error
                 await asyncio.sleep(0.2)
         self._playing = True
-        return Observation.model_validate(told)
+        return Observation.model_validate(opening)
 
     async def step(self, action: Message) -> StepResult:
         if not self._playing:
@@ -94,11 +93,11 @@ class RemoteEnv(Env):
         content = action.content[:LONGEST_ACTION]
         message = action.model_copy(update={"content": content})
         try:
-            told = await self._call("step", message=message.model_dump(mode="json"))
+            answer = await self._call("step", message=message.model_dump(mode="json"))
         except _Gone as error:
             await self.close()
             raise EnvError(str(error)) from error
-        result = StepResult.model_validate(told)
+        result = StepResult.model_validate(answer)
         self._playing = not result.done
         return result
 
@@ -110,7 +109,7 @@ class RemoteEnv(Env):
                 await socket.close()
 
     async def _open(self) -> None:
-        """Connect, and open a session, where that is not done."""
+        """Connect and open a session, unless open already."""
         if self._socket is None:
             address = "ws" + self.url.removeprefix("http") + "/ws"
             try:
@@ -134,8 +133,8 @@ class RemoteEnv(Env):
                     "start it with `ludus serve env`"
                 ) from error
         if self._session is None:
-            told = await self._call("create", session=None, env=await self._env_name())
-            self._session = told["session"]
+            answer = await self._call("create", session=None, env=await self._env_name())
+            self._session = answer["session"]
 
     async def _env_name(self) -> str:
         if self._name is None:
@@ -143,7 +142,7 @@ class RemoteEnv(Env):
         return self._name
 
     async def _call(self, op: str, **given: Any) -> Any:
-        """The result of a call. Errors: _Gone, and those that the service's error stands for."""
+        """Returns the result of a call. Errors: _Gone, and the error that the service reports."""
         assert self._socket is not None
         self._number += 1
         call = {"id": self._number, "op": op, "session": self._session, **given}
@@ -159,65 +158,65 @@ class RemoteEnv(Env):
         kind, message = answer["error"]["type"], answer["error"]["message"]
         if answer["status"] == 503 or kind == "too_many_sessions":
             raise _Gone(f"{self.url}: {message}")
-        self._session, self._playing = None, False  # what broke has ended there
+        self._session, self._playing = None, False  # the service has closed the session
         raise ERRORS.get(kind, EnvError)(f"{self.url}: {message}")
 
     async def _answer(self, socket: ClientConnection) -> str | bytes:
-        """The next message. A service that gives no sign of life for a while is gone."""
+        """Returns the next message. Errors: OSError if the service does not answer a ping."""
         reading = asyncio.ensure_future(socket.recv())
         try:
             while not (await asyncio.wait({reading}, timeout=PULSE_S))[0]:
-                alive = asyncio.ensure_future(await socket.ping())
-                asked = time.monotonic()
-                waited, _ = await asyncio.wait(
-                    {reading, alive}, timeout=SILENCE_S, return_when=asyncio.FIRST_COMPLETED
+                pong = asyncio.ensure_future(await socket.ping())
+                sent = time.monotonic()
+                done, _ = await asyncio.wait(
+                    {reading, pong}, timeout=SILENCE_S, return_when=asyncio.FIRST_COMPLETED
                 )
-                # Where this process itself did not run, nothing could be heard: ask again.
-                if not waited and time.monotonic() - asked < 2 * SILENCE_S:
+                # A longer wait means that this process was suspended: ping again.
+                if not done and time.monotonic() - sent < 2 * SILENCE_S:
                     raise OSError(f"it has been silent for {PULSE_S + SILENCE_S:g} s")
             return await reading
         finally:
             reading.cancel()
 
     def tools(self) -> Sequence[ToolSpec]:
-        return [ToolSpec.model_validate(tool) for tool in self._facts["tools"]]
+        return [ToolSpec.model_validate(tool) for tool in self._schema["tools"]]
 
     def call_of(self, action: str) -> ToolCall:
-        told = self._ask("POST", f"/envs/{self._served}/call", {"action": action})
-        call = ToolCall.model_validate(told)
+        answer = self._ask("POST", f"/envs/{self._served}/call", {"action": action})
+        call = ToolCall.model_validate(answer)
         self._texts[call.model_dump_json()] = action
         return call
 
     def text_of(self, call: ToolCall) -> str:
-        """The text of a call that `call_of` gave. Any other is read by the service, at the step:
-        an empty text says so."""
+        """The text of a call made by `call_of`; empty for any other call, which the service reads
+        at the step."""
         return self._texts.get(call.model_dump_json(), "")
 
     def expert_action(self) -> str:
         if not self._playing:
             raise NoExpert("remote: no episode is being played")
         try:
-            told = self._ask("POST", f"/sessions/{self._session}/expert", {})
+            answer = self._ask("POST", f"/sessions/{self._session}/expert", {})
         except _NotFound as error:
             raise NoExpert(str(error)) from error
-        action: str = told["action"]
+        action: str = answer["action"]
         return action
 
     @property
     def score_range(self) -> tuple[float, float]:  # type: ignore[override]
-        """The environment's, as the service tells it."""
-        low, high = self._facts["score_range"]
+        """The environment's score range, as the service reports it."""
+        low, high = self._schema["score_range"]
         return low, high
 
     @property
     def success_at(self) -> float:  # type: ignore[override]
-        """The environment's, as the service tells it."""
-        return float(self._facts["success_at"])
+        """The environment's success threshold, as the service reports it."""
+        return float(self._schema["success_at"])
 
     @property
     def max_turns(self) -> int:  # type: ignore[override]
-        """The environment's, as the service tells it."""
-        return int(self._facts["max_turns"])
+        """The environment's turn limit, as the service reports it."""
+        return int(self._schema["max_turns"])
 
     @cached_property
     def _served(self) -> str:
@@ -226,11 +225,11 @@ class RemoteEnv(Env):
         return self._name
 
     @property
-    def _facts(self) -> dict[str, Any]:
+    def _schema(self) -> dict[str, Any]:
         key = (self.url, self._served)
-        if key not in _FACTS:
-            _FACTS[key] = self._ask("GET", f"/envs/{self._served}")
-        return _FACTS[key]
+        if key not in _SCHEMAS:
+            _SCHEMAS[key] = self._ask("GET", f"/envs/{self._served}")
+        return _SCHEMAS[key]
 
     def _only_env(self) -> str:
         names = self._ask("GET", "/envs")
@@ -239,29 +238,29 @@ class RemoteEnv(Env):
         return str(names[0])
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """What a route answers. Blocks for about a millisecond; not used within an episode."""
+        """Returns a route's answer. Blocks for about 1 ms; not used during an episode."""
         try:
-            answer = httpx.request(
+            response = httpx.request(
                 method, self.url + path, json=body, headers=_headers(), timeout=CONNECT_S
             )
-            told = answer.json()
+            answer = response.json()
         except (httpx.HTTPError, ValueError) as error:
             raise EnvError(
                 f"no environment service answers at {self.url} ({_reason(error)}): "
                 "start it with `ludus serve env`"
             ) from error
-        if answer.status_code == 200:
-            return told
-        kind = _NotFound if answer.status_code == 404 else EnvError
-        raise kind(f"{self.url}: {told['error']['message']}")
+        if response.status_code == 200:
+            return answer
+        kind = _NotFound if response.status_code == 404 else EnvError
+        raise kind(f"{self.url}: {answer['error']['message']}")
 
     @classmethod
     def check_tier(cls, tier: str) -> None:
-        """The service knows the tiers: none is refused before it is asked."""
+        """Accept any tier; the service checks it."""
 
     @classmethod
     def task(cls, tier: str | None, seed: int) -> Task:
-        """The episode of a tier and a seed; the service makes the task."""
+        """A task of a tier and a seed, from which the service makes its own task."""
         return Task(
             id=f"remote/{tier or 'any'}/{seed}",
             data={"tier": tier, "seed": seed},
@@ -270,16 +269,16 @@ class RemoteEnv(Env):
         )
 
 
-_FACTS: dict[tuple[str, str], dict[str, Any]] = {}
-"""What services said of their environments: it does not change while they run."""
+_SCHEMAS: dict[tuple[str, str], dict[str, Any]] = {}
+"""Cache of `GET /envs/NAME` by URL and name; the answer does not change while a service runs."""
 
 
 class _Gone(Exception):
-    """The service does not answer now; it may return."""
+    """The service is unavailable, perhaps for a short time."""
 
 
 class _NotFound(EnvError):
-    """The service has no such thing."""
+    """The service answers 404."""
 
 
 def _headers() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Comparison of two evaluations of the same tasks, task by task, with paired tests."""
+"""Paired comparison of two evaluations on the same tasks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NUM_SHOWN = 3
 def compare(a: Evaluation, b: Evaluation) -> Comparison:
     """Compare two evaluations of the same tasks, task by task.
 
-    Success, one episode a task: McNemar's exact test. Otherwise, and for scores: Wilcoxon's
-    signed-rank test on the tasks' means (Pratt's handling of ties). Tasks that one of them could
-    not score are left out and counted. Interval of a success difference: Bonett and Price 2012
-    (doi:10.3102/1076998611411915), which adds one task that won and one that lost; of a score
-    difference: Student's t on the tasks' differences.
+    Test: McNemar's exact test for success with one episode a task; otherwise, and for scores,
+    Wilcoxon's signed-rank test on the tasks' means (Pratt's handling of ties). Tasks without a
+    score in either evaluation are left out and counted. Interval of a success difference: Bonett
+    and Price 2012 (doi:10.3102/1076998611411915), which adds one better and one worse task; of a
+    score difference: Student's t on the tasks' differences.
 
-    Errors: DataError for different tasks, success thresholds or levels of confidence.
+    Errors: DataError for different tasks, success thresholds or confidence levels.
     """
     _check_comparable(a, b)
     others = {outcome.task_id: outcome for outcome in b.outcomes}
@@ -103,7 +103,7 @@ def _score_difference(pairs: _Pairs, confidence: float) -> Difference:
 
 
 def _wilcoxon(gains: Sequence[float]) -> float:
-    """Two-sided p-value that gains are symmetric about 0; 1 where all of them are 0."""
+    """Two-sided p-value of gains symmetric about 0; 1 if all gains are 0."""
     from scipy.stats import wilcoxon
 
     if not any(gains):
@@ -115,7 +115,7 @@ def _check_comparable(a: Evaluation, b: Evaluation) -> None:
     for name in ("success_at", "confidence"):
         if getattr(a, name) != getattr(b, name):
             raise DataError(
-                f"the evaluations have another {name}: {getattr(a, name)} and {getattr(b, name)}"
+                f"the evaluations differ in {name}: {getattr(a, name)} and {getattr(b, name)}"
             )
     ours, theirs = ({o.task_id: o.fingerprint for o in e.outcomes} for e in (a, b))
     only_a = [task_id for task_id in ours if task_id not in theirs]
@@ -126,7 +126,7 @@ def _check_comparable(a: Evaluation, b: Evaluation) -> None:
         for ids, what in (
             (only_a, f"only in {a.label or 'the first'}"),
             (only_b, f"only in {b.label or 'the second'}"),
-            (changed, "of the same id but another content"),
+            (changed, "with the same id but different content"),
         )
         if ids
     ]

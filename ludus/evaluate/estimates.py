@@ -1,7 +1,7 @@
 """Success, mean score and pass@k of played episodes, with confidence intervals.
 
-The unit of all statistics is the *task*: its episodes are samples of one cluster, so intervals are
-over tasks, never over episodes as if they were independent. A task's values are
+The unit of all statistics is the *task*: its episodes form a cluster, so intervals are over tasks,
+never over episodes as if these were independent. A task's values are
 
     success   share of its scored episodes whose reward reaches `success_at`
     score     mean reward of its scored episodes
@@ -10,9 +10,9 @@ over tasks, never over episodes as if they were independent. A task's values are
 
 and an estimate is their mean over the tasks; hence pass@1 is the success rate.
 
-Episodes that broke (an environment's error, a deadline, nothing to score with) are left out, with
-their number and reasons; `success_bounds` says what the success rate would be had all of them
-failed, and had all of them succeeded.
+Failed episodes (environment error, timeout, unscorable) are excluded; their number and reasons are
+reported. `success_bounds` is the success rate if all excluded episodes had failed, and if all had
+succeeded.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def summarise(
     temperature: float = 0.0,
     seconds: float = 0.0,
 ) -> Evaluation:
-    """The evaluation of played and judged groups, one a task.
+    """Returns the evaluation of played and judged groups, one group a task.
 
-    `success_of` gives the mark of each task, where that differs from task to task. The parts of a
-    mixture stand among the tiers, each before its own.
+    `success_of` gives the success threshold of each task, if thresholds differ. The parts of a
+    mixture are listed among the tiers, each before its own tiers.
 
-    Errors: DataError where there is no group, or where no episode was scored.
+    Errors: DataError if there is no group, or no scored episode.
     """
     outcomes = [_outcome(group, success_of) for group in groups]
     played = [t for group in groups for t in group.trajectories]
@@ -103,11 +103,11 @@ def pass_at_k(
 ) -> Estimate:
     """pass@k over the tasks with at least k scored episodes, with a Wilson interval.
 
-    With one episode a task this is Wilson's score interval for a proportion. With several, the
-    same interval with the *effective* number of observations in place of their number: p(1-p) / v,
-    where v is the variance of the mean over tasks (Korn and Graubard 1998; compared with others in
-    Dean and Pagano 2015, doi:10.1093/jssam/smv024). It lies between the number of tasks (episodes
-    of a task always agree) and the number of disjoint k-subsets of episodes (they are independent).
+    With one episode a task this is Wilson's score interval for a proportion. With several episodes
+    the number of observations is replaced by the *effective* number p(1-p) / v, where v is the
+    variance of the mean over tasks (Korn and Graubard 1998; comparison in Dean and Pagano 2015,
+    doi:10.1093/jssam/smv024). The effective number lies between the number of tasks (episodes of a
+    task always agree) and the number of disjoint k-subsets of episodes (episodes are independent).
     """
     from statsmodels.stats.proportion import proportion_confint
 
@@ -127,7 +127,7 @@ def pass_at_k(
         ratio = mean * (1.0 - mean) / spread if spread > 0 else math.inf
         size = min(max(ratio * num_tasks, float(num_tasks)), float(most))
     low, high = proportion_confint(mean * size, size, alpha=1.0 - confidence, method="wilson")
-    # Rounding may put an end a hair on the wrong side of a mean of 0 or 1.
+    # Rounding may move an end of the interval past a mean of 0 or 1.
     return Estimate(
         value=mean,
         low=min(max(float(low), 0.0), mean),
@@ -148,7 +148,7 @@ def mean_score(outcomes: Iterable[TaskOutcome], confidence: float) -> Estimate:
 def t_interval(
     values: Sequence[float], confidence: float
 ) -> tuple[float, float | None, float | None]:
-    """The mean of the values, with Student's t interval; no interval for a single value."""
+    """Mean of the values with Student's t interval; (mean, None, None) for a single value."""
     from statsmodels.stats.weightstats import DescrStatsW
 
     mean = math.fsum(values) / len(values)
@@ -159,7 +159,7 @@ def t_interval(
 
 
 def tier_names(outcomes: Iterable[TaskOutcome]) -> list[str]:
-    """The tiers, and the parts of a mixture, in alphabetical order."""
+    """Tiers and mixture parts, in alphabetical order."""
     return sorted({name for o in outcomes for name in (o.tier, o.part) if name is not None})
 
 
@@ -204,6 +204,6 @@ def _reasons(played: Iterable[Trajectory]) -> str:
 
 
 def num_successes(outcome: TaskOutcome, success_at: float) -> int:
-    """How many of a task's scored episodes reach its own mark, or else `success_at`."""
-    mark = success_at if outcome.success_at is None else outcome.success_at
-    return sum(reward >= mark for reward in outcome.rewards)
+    """Number of scored episodes of a task that reach its own threshold, or else `success_at`."""
+    threshold = success_at if outcome.success_at is None else outcome.success_at
+    return sum(reward >= threshold for reward in outcome.rewards)

@@ -1,7 +1,4 @@
-"""What an evaluation says, and what a comparison of two says: carriers that cross a disk.
-
-`ludus.evaluate` computes them, the run store keeps them, the report shows them.
-"""
+"""Serialisable results of an evaluation and of a comparison, for the run store and the report."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ class _Record(BaseModel):
 
 
 class Estimate(_Record):
-    """A mean over tasks and its interval; the ends are None where there is too little data."""
+    """A mean over tasks and its interval; the ends are None if there is too little data."""
 
     value: float
     low: float | None
@@ -30,9 +27,9 @@ class Estimate(_Record):
 
 
 class TaskOutcome(_Record):
-    """What became of one task's episodes: the rewards of the scored ones.
+    """Rewards of a task's scored episodes.
 
-    `part` is the environment of a mixture, `success_at` its own mark where it has one.
+    `part` is the task's environment in a mixture, `success_at` that environment's threshold.
     """
 
     task_id: str
@@ -54,14 +51,14 @@ class TierResult(_Record):
 
 
 class Exclusion(_Record):
-    """Episodes left out for one reason, with one of their messages."""
+    """Episodes excluded for one reason, with an example of their error messages."""
 
     count: int
     example: str = ""
 
 
 class Evaluation(_Record):
-    """How well one policy does on a list of tasks."""
+    """The results of a policy on a list of tasks."""
 
     label: str = ""
     checkpoint: str | None = None
@@ -94,7 +91,7 @@ class Evaluation(_Record):
 
 
 class Difference(_Record):
-    """b minus a over the tasks that both scored, with its interval and p-value."""
+    """b minus a over the tasks scored in both, with its interval and p-value."""
 
     a: float
     b: float

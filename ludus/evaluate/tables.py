@@ -12,7 +12,7 @@ from ludus.evaluate.results import Comparison, Difference, Estimate, Evaluation
 
 
 def render_evaluation(evaluation: Evaluation) -> RenderableType:
-    """A table for the terminal: overall and by tier, pass@k, and what was left out."""
+    """A table for the terminal: overall and by tier, pass@k, excluded episodes."""
     e = evaluation
     table = Table(box=box.SIMPLE_HEAD, title=escape(_title(e)), title_justify="left")
     table.add_column("tier")

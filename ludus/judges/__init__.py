@@ -1,4 +1,4 @@
-"""What turns a trajectory into a score."""
+"""Judges score trajectories."""
 
 from ludus.config.registry import Registry, Row
 from ludus.judges.base import Judge

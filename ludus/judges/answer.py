@@ -1,4 +1,4 @@
-"""The final answer against the task's: numbers by value, everything else by normalised text."""
+"""Compares the final answer with the task's: numbers by value, other answers by normalised text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ludus.judges.base import final_answer
 
 Extract = Literal["auto", "boxed", "answer", "number", "whole"]
 
-# Bounded repetitions: the text is a model's, and neither time nor memory may be in its hands.
+# Repetitions are bounded, so untrusted model output cannot cost unbounded time or memory.
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3}){1,20}|[0-9]{1,64})"
 _NUMBER = rf"[-+]?(?:{_DIGITS}(?:\.[0-9]{{1,64}})?|\.[0-9]{{1,64}})(?:[eE][-+]?[0-9]{{1,2}})?"
 _VALUE = re.compile(rf"({_NUMBER})(?:\s?/\s?({_NUMBER}))?")
@@ -26,24 +26,26 @@ _TEXT = re.compile(r"\\(?:text|mathrm|mathbf)\{([^{}]{0,400})\}")
 
 
 class AnswerJudge:
-    r"""Scores 1 where the final answer equals the task's answer, else 0.
+    r"""Scores 1 if the final answer equals the task's answer, else 0.
 
-    A task's `answer` is a text, a number, or a list of which any may be given. `extract` says
-    where the final answer stands in the last message: in the last `\boxed{...}`, after the last
-    `Answer:` (or `answer is`, `####`), as the last number, or as the whole text. `auto` tries
-    these in turn, the number only where the task's answer is one.
+    A task's `answer` is a text, a number, or a list of accepted answers. `extract` selects the
+    final answer in the last message: the last `\boxed{...}`, the text after the last `Answer:` (or
+    `answer is`, `####`), the last number, or the whole text. `auto` tries these in turn; the last
+    number only if all accepted answers are numbers.
 
     Two integers must be equal; other numbers may differ by `tolerance`, relative to the larger.
-    Parts: `correct`, and `found`, whether the text had an answer of the form asked for.
+    Parts: `correct`, and `found` (the message has an answer in the selected form).
 
-    Errors: Unscorable where the task has no answer, or the assistant wrote nothing.
+    Errors: Unscorable if the task has no answer, or the assistant wrote nothing.
     """
 
     def __init__(
         self,
-        extract: Annotated[Extract, Field(description="Where the answer stands.")] = "auto",
+        extract: Annotated[
+            Extract, Field(description="Part of the last message to take as the answer.")
+        ] = "auto",
         tolerance: Annotated[
-            float, Field(ge=0, lt=1, description="Relative difference that numbers may have.")
+            float, Field(ge=0, lt=1, description="Relative tolerance of numbers.")
         ] = 1e-6,
     ) -> None:
         self.extract: Extract = extract
@@ -55,12 +57,12 @@ class AnswerJudge:
         numeric = all(parse_number(answer) is not None for answer in accepted)
         given = extract_answer(text, self.extract, numeric=numeric)
         correct = given is not None and any(self._equal(given, answer) for answer in accepted)
-        wanted = " or ".join(repr(answer) for answer in accepted)
-        shown = "no answer found" if given is None else f"{given[:200]!r}"
+        expected = " or ".join(repr(answer) for answer in accepted)
+        answer_text = "no answer found" if given is None else f"{given[:200]!r}"
         return Score(
             value=float(correct),
             parts={"correct": float(correct), "found": float(given is not None)},
-            explanation=f"{shown}, {'equal to' if correct else 'expected'} {wanted}",
+            explanation=f"{answer_text}, {'equal to' if correct else 'expected'} {expected}",
         )
 
     def _equal(self, given: str, answer: str) -> bool:
@@ -73,18 +75,19 @@ class AnswerJudge:
 
 
 def extract_answer(text: str, extract: Extract = "auto", *, numeric: bool = False) -> str | None:
-    """The answer in a text, or None where it has none of that form."""
+    """Returns the answer in a text, or None if the text has no answer of that form."""
     marked = _MARKED.findall(text)
     numbers = _IN_TEXT.findall(text.replace("−", "-")) if numeric or extract == "number" else []
-    found: dict[Extract, str | None] = {
+    candidates: dict[Extract, str | None] = {
         "boxed": _last_boxed(text),
         "answer": marked[-1].strip() if marked else None,
         "number": numbers[-1] if numbers else None,
         "whole": text.strip() or None,
     }
     if extract != "auto":
-        return found[extract]
-    return found["boxed"] or found["answer"] or found["number" if numeric else "whole"]
+        return candidates[extract]
+    last_resort = candidates["number" if numeric else "whole"]
+    return candidates["boxed"] or candidates["answer"] or last_resort
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -100,7 +103,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def normalise(text: str) -> str:
-    """The text without what does not change an answer: case, spacing, mark-up, final stop."""
+    """Returns the text without case, extra spaces, mark-up and final full stop."""
     text = unicodedata.normalize("NFKC", text).replace("−", "-")
     text = _TEXT.sub(r"\1", _FRACTION.sub(r"\1/\2", text))
     text = " ".join(text.replace("\\$", "$").casefold().split())
@@ -112,12 +115,12 @@ def _accepted(task: Task) -> list[str]:
     texts = [str(answer) for answer in answers if isinstance(answer, str | int | float)]
     if not texts or len(texts) < len(answers) or not all(text.strip() for text in texts):
         what = "no answer" if task.answer is None else f"the answer {task.answer!r:.80}"
-        raise Unscorable(f"task {task.id} has {what}; a text, a number or a list of them is needed")
+        raise Unscorable(f"task {task.id} has {what}, not a text, a number or a list of these")
     return texts
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}`, inner braces included."""
+    r"""Returns the content of the last `\boxed{...}`, inner braces included."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

@@ -11,7 +11,7 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError, EpisodeError
 from ludus.core.files import atomic_folder
 from ludus.core.types import Task, Trajectory
-from ludus.data.demonstrations import Demonstration, dropped_path, generate, load
+from ludus.data.demonstrations import Demonstration, dropped_path, generate_demonstrations, load_demonstrations
 from ludus.envs import ENVS
 from ludus.judges import JUDGES
 from ludus.models.chat.renderer import Renderer
@@ -168,7 +168,7 @@ def _demonstrations(
         tasks = train[: settings.num_episodes]
         observer.stage("demonstrations", len(tasks))
         with timings.timed("demonstrations"):
-            summary = generate(
+            summary = generate_demonstrations(
                 config.env,
                 tasks,
                 path,
@@ -179,7 +179,7 @@ def _demonstrations(
                 on_episode=lambda *_: observer.tick(),
             )
         observer.note(str(summary))
-    if demonstrations := list(load(path)):
+    if demonstrations := list(load_demonstrations(path)):
         return demonstrations
     dropped = dropped_path(path)
     first = dropped.read_text(encoding="utf-8").partition("\n")[0]

@@ -22,7 +22,7 @@ from rich.traceback import Traceback
 from ludus.config.schema import RunConfig
 from ludus.core.errors import EpisodeError
 from ludus.core.types import Group, Sample, Spec, Task
-from ludus.data.demonstrations import Demonstration, play
+from ludus.data.demonstrations import Demonstration, run_expert
 from ludus.envs import ENVS
 from ludus.envs.base import NoExpert
 from ludus.pipeline.build import build, read_splits
@@ -118,7 +118,7 @@ def _demonstrations(config: RunConfig, tasks: Sequence[Task]) -> list[Demonstrat
         for task in tasks[:NUM_EXPERT_EPISODES]:
             try:
                 env = ENVS.build(spec, "env")
-                demonstrations.append(await play(env, task, config.rollout.format))
+                demonstrations.append(await run_expert(env, task, config.rollout.format))
             except NoExpert:
                 continue
         return demonstrations

@@ -1,4 +1,4 @@
-"""Where tasks come from, and in which order they are visited."""
+"""Task readers, train/held-out splits, mixtures and curricula."""
 
 from ludus.config.registry import Registry, Row
 from ludus.core.types import Task
@@ -14,4 +14,5 @@ READERS: Registry[list[Task]] = Registry(
     },
     context=frozenset({"maker", "on_bad_line", "place"}),
 )
-"""A reader is a function from a config's arguments to a list of tasks."""
+"""A reader is a function from a config's arguments to a list of tasks. `context` holds the
+arguments that `read_tasks` supplies."""

@@ -1,4 +1,4 @@
-"""AgentGym's items: what `babyai_12` means, and its files of tasks and of conversations.
+"""AgentGym's item ids (`babyai_12`), and its task and conversation files.
 
 AgentEval is a list of `{"item_id": "babyai_12"}`; AgentTraj-L has, beside each id, the
 `conversations`: `[{"from": "human" | "gpt", "loss": null | false | true, "value": "..."}]`
@@ -38,7 +38,10 @@ ITEM = re.compile(r"([a-z]+)_(\d{1,12})")
 
 @dataclass(frozen=True)
 class Items:
-    """AgentGym's numbering of one environment. `task` takes the environment's class."""
+    """AgentGym's numbering of an environment's tasks.
+
+    `task` makes the task of an index, from the environment's class or an instance.
+    """
 
     prefix: str
     num_ids: int
@@ -58,34 +61,34 @@ ITEMS: dict[str, Items] = {
     "textcraft": Items("textcraft", 549, lambda env, index: env.task(None, index)),
     "webshop": Items("webshop", 12_087, lambda env, index: Task(id="", data={"goal": index})),
 }
-"""By the name that ludus knows the environment under.
+"""By the environment's name in ludus.
 
-TextCraft's goals are by depth, as there; the recipe table is ours, so the goals behind the indices
-are too."""
+TextCraft's indices go by depth, as in AgentGym; the recipe table and so the goals are ours."""
 
 
 def task_of(name: str, env_class: Any, index: int) -> Task:
-    """The task that AgentGym numbers `index`. Errors: ConfigError where there is none."""
+    """The task with AgentGym's index. Errors: ConfigError for an unknown index."""
     items = ITEMS[name]
     if not 0 <= index < items.num_ids:
-        raise ConfigError(f"{items.prefix}_{index} is no item: 0 to {items.num_ids - 1} are")
+        last = items.num_ids - 1
+        raise ConfigError(f"{items.prefix}_{index} is not an item: indices are 0 to {last}")
     made = items.task(env_class, index)
     return made.model_copy(update={"id": f"{items.prefix}_{index}", "source": "agentgym"})
 
 
 def index_of(name: str, item: str) -> int:
-    """12 of `babyai_12`. Errors: ConfigError where it is no item of that environment."""
+    """Returns 12 for `babyai_12`. Errors: ConfigError for another environment's item."""
     match = ITEM.fullmatch(item)
     if match is None or name not in ITEMS or match[1] != ITEMS[name].prefix:
-        known = f"{ITEMS[name].prefix}_0" if name in ITEMS else "numbers only"
-        raise ConfigError(f"{item!r:.80} is no item of {name} (it has {known})")
+        form = f"{ITEMS[name].prefix}_0" if name in ITEMS else "numbers only"
+        raise ConfigError(f"{item!r:.80} is not an item of {name}, whose items are {form}")
     return int(match[2])
 
 
 def read_agentgym(
     path: Annotated[str, Field(min_length=1, description="A file of AgentEval or AgentTraj.")],
     name: Annotated[
-        str | None, Field(description="Items of this environment only; null: it has no others.")
+        str | None, Field(description="Only items of this environment; null: all must be its own.")
     ] = None,
     limit: Annotated[
         int | None, Field(ge=1, description="Read only the first items; null: all.")
@@ -93,8 +96,8 @@ def read_agentgym(
     maker: TaskMaker | None = None,
     on_bad_line: OnBadLine = "refuse",
 ) -> TaskList:
-    """The tasks of AgentGym's items, for the environment that the config names."""
-    known = {items.prefix: env for env, items in ITEMS.items()}
+    """Tasks of AgentGym's items, for the environment in the config."""
+    env_names = {items.prefix: env for env, items in ITEMS.items()}
     own = maker.agentgym if maker is not None else None
     if own is None:
         raise ConfigError(f"the reader 'agentgym' needs one of {', '.join(sorted(ITEMS))} as env")
@@ -106,7 +109,7 @@ def read_agentgym(
         try:
             item = str(entry["item_id"])
             prefix = item.partition("_")[0]
-            if name is not None and name not in (prefix, known.get(prefix)):
+            if name is not None and name not in (prefix, env_names.get(prefix)):
                 continue
             tasks[item] = task_of(own, maker, index_of(own, item))
         except (KeyError, TypeError):
@@ -114,12 +117,12 @@ def read_agentgym(
         except ConfigError as error:
             bad.append(BadLine(path, number, str(error)))
     if bad and on_bad_line == "refuse":
-        raise DataError(f"{len(bad)} entries are no tasks of {own}: {bad[0]}")
+        raise DataError(f"{len(bad)} entries are not tasks of {own}: {bad[0]}")
     return TaskList(tasks.values(), bad)
 
 
 def is_agentgym(path: str | Path) -> bool:
-    """Whether the file looks like AgentGym's: its first entry has an `item_id`."""
+    """Whether the file has AgentGym's format: its first entry has an `item_id`."""
     try:
         first = next(iter(entries(path)), None)
     except DataError:
@@ -141,7 +144,7 @@ def entries(path: str | Path) -> Iterator[Any]:
             if line.strip():
                 yield json.loads(line)
     except (RecursionError, ValueError) as error:
-        raise DataError(f"{path}: it is no JSON: {error}") from None
+        raise DataError(f"{path} is not JSON: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,77 +156,78 @@ class Recorded:
 
 
 def read_conversations(path: str | Path) -> tuple[list[Recorded], list[BadLine]]:
-    """The conversations of a file, and the entries that are none, each with its reason."""
-    found: list[Recorded] = []
+    """The conversations of a file, and the malformed entries with their reasons."""
+    conversations: list[Recorded] = []
     bad: list[BadLine] = []
     for number, entry in enumerate(entries(path), start=1):
         try:
-            found.append(Recorded(str(entry["item_id"]), messages_of(entry["conversations"])))
+            messages = messages_of(entry["conversations"])
+            conversations.append(Recorded(str(entry["item_id"]), messages))
         except KeyError as error:
             bad.append(BadLine(str(path), number, f"has no {error.args[0]}"))
         except (AttributeError, TypeError, ValueError) as error:
             bad.append(BadLine(str(path), number, str(error)))
-    return found, bad
+    return conversations, bad
 
 
 def read_trajectories(path: str, on_bad_line: OnBadLine) -> tuple[list[Recorded], list[str]]:
-    """The conversations of a file, each with an id of its own, and the entries left out.
+    """The conversations of a file with unique ids, and the skipped entries.
 
-    An item that comes again is numbered: `webshop_6`, `webshop_6#2`.
+    Repeated items are numbered: `webshop_6`, `webshop_6#2`.
 
-    Errors: DataError for entries that are none (unless they are skipped), and where none is left.
+    Errors: DataError for malformed entries (unless they are skipped), and if no entry is left.
     """
-    found, bad = read_conversations(path)
+    conversations, bad = read_conversations(path)
     if bad and on_bad_line == "refuse":
         raise DataError(
-            f"{len(bad)} entries are no conversations (`tasks.on_bad_line: skip` leaves such "
-            f"entries out): {bad[0]}"
+            f"{len(bad)} entries are not conversations (`tasks.on_bad_line: skip` skips them): "
+            f"{bad[0]}"
         )
-    if not found:
+    if not conversations:
         raise DataError(f"{path} holds no conversation")
-    times: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     numbered = []
-    for recorded in found:
-        times[recorded.item_id] += 1
-        again = f"#{times[recorded.item_id]}" if times[recorded.item_id] > 1 else ""
-        numbered.append(Recorded(recorded.item_id + again, recorded.messages))
+    for recorded in conversations:
+        counts[recorded.item_id] += 1
+        suffix = f"#{counts[recorded.item_id]}" if counts[recorded.item_id] > 1 else ""
+        numbered.append(Recorded(recorded.item_id + suffix, recorded.messages))
     return numbered, [str(line) for line in bad]
 
 
 def messages_of(conversations: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """A conversation of AgentTraj as messages, whose assistant's turns all train.
+    """Converts a conversation of AgentTraj to messages; all assistant turns are trained.
 
-    AgentTraj opens with instructions that the model acknowledges ("OK."), without loss: the
-    instructions become the system prompt, and the acknowledgement, which nobody is to learn, goes.
+    AgentTraj opens with instructions and the model's acknowledgement ("OK.") without loss: the
+    instructions become the system prompt, the acknowledgement is dropped.
 
-    Errors: ValueError where a later turn is marked as not to be learnt: it could not be kept.
+    Errors: ValueError for a later turn without loss, which has no form here.
     """
     turns = [(turn["from"], turn["value"], turn.get("loss")) for turn in conversations]
     for who, value, _ in turns:
         if who not in ("human", "gpt") or not isinstance(value, str):
-            raise ValueError(f"a turn is from human or gpt and has a text, not {who!r:.40}")
+            raise ValueError(f"a turn must be from human or gpt, with a text, not {who!r:.40}")
     messages: list[Message] = []
     if len(turns) > 2 and turns[1][0] == "gpt" and turns[1][2] is False:
         messages.append(Message(role="system", content=turns[0][1]))
         turns = turns[2:]
     for who, value, loss in turns:
         if who == "gpt" and loss is False:
-            raise ValueError("a turn of the model after its first one has `loss: false`")
+            raise ValueError("a later turn of the model has `loss: false`")
         messages.append(Message(role="user" if who == "human" else "assistant", content=value))
     if not any(message.role == "assistant" for message in messages):
-        raise ValueError("it has no turn of the model to learn from")
+        raise ValueError("has no turn of the model")
     return messages
 
 
 def conversations_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as AgentTraj writes them; the inverse of `messages_of`.
+    """Converts messages to AgentTraj's format; the inverse of `messages_of`.
 
-    Errors: ConfigError for tool calls, for which AgentTraj has no form.
+    Errors: ConfigError for tool calls, which AgentTraj cannot express.
     """
     turns: list[dict[str, Any]] = []
     for message in messages:
         if message.tool_calls or message.role == "tool":
-            raise ConfigError("AgentTraj has no form for tool calls: use plain or react")
+            raise ConfigError("AgentTraj cannot express tool calls: use plain or react")
         if message.role == "system":
             turns.append({"from": "human", "loss": None, "value": message.content})
             turns.append({"from": "gpt", "loss": False, "value": "OK."})

@@ -1,4 +1,4 @@
-"""The order in which tasks are visited, with a state that resumes it exactly."""
+"""Order of training tasks, with a state that resumes exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ludus.tasks.splits import fingerprint
 
 
 class Curriculum(Protocol):
-    """Decides which task comes next; may learn from the results."""
+    """Chooses the next task; may learn from the results."""
 
     def __next__(self) -> Task: ...
 
@@ -27,10 +27,10 @@ class Curriculum(Protocol):
 
 
 class TaskSampler:
-    """Visits every task once a pass, in a new seeded order each pass, for ever.
+    """Visits every task once an epoch, in a new seeded order each epoch, without end.
 
-    The order of a pass sorts the tasks by a hash of (seed, pass, index): a uniform permutation
-    that depends on nothing else, the same on every platform and in every version of Python.
+    The order of an epoch sorts the tasks by a hash of (seed, epoch, index): a uniform permutation,
+    the same on every platform and in every version of Python.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int = 0, shuffle: bool = True) -> None:
@@ -56,7 +56,7 @@ class TaskSampler:
         return task
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Note the mean reward of each tier among the groups just played."""
+        """Record the mean reward of each tier in the groups just played."""
         rewards: dict[str, list[float]] = defaultdict(list)
         for group in groups:
             for trajectory in group.trajectories:
@@ -65,7 +65,7 @@ class TaskSampler:
         self._rewards = {tier: sum(got) / len(got) for tier, got in sorted(rewards.items())}
 
     def metrics(self) -> dict[str, float]:
-        """`tasks/epoch`: passes over the tasks so far; `tasks/reward_TIER`: of the last groups."""
+        """`tasks/epoch`: epochs so far; `tasks/reward_TIER`: mean reward of the last groups."""
         epoch = self.epoch + self.index / len(self.tasks)
         return {
             "tasks/epoch": epoch,
@@ -85,20 +85,20 @@ class TaskSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
+        """Restore `state`.
 
-        Errors: CheckpointError where it belongs to other tasks, another seed or another order.
+        Errors: CheckpointError if `state` has other tasks, another seed or another order.
         """
-        mine = self.state_dict()
-        if state["tasks"] != mine["tasks"]:
+        own_state = self.state_dict()
+        if state["tasks"] != own_state["tasks"]:
             raise CheckpointError(
                 f"the saved task order is of another task list ({state['num_tasks']} tasks; this "
                 f"run has {len(self.tasks)}): resume with the configuration of the saved run"
             )
         for key in ("seed", "shuffle"):
-            if state[key] != mine[key]:
+            if state[key] != own_state[key]:
                 raise CheckpointError(
-                    f"the saved task order has {key} {state[key]}, this run has {mine[key]}: "
+                    f"the saved task order has {key} {state[key]}, this run has {own_state[key]}: "
                     "resume with the configuration of the saved run"
                 )
         self.epoch, self.index = int(state["epoch"]), int(state["index"])

@@ -1,4 +1,4 @@
-"""Tasks of several environments, in exact ratios: the reader, and the order of visits.
+"""Tasks of several environments in exact ratios: the reader and the task sampler.
 
     tasks:
       train:
@@ -8,9 +8,9 @@
             babyai: {ratio: 2, tasks: {name: env, args: {num_tasks: 2000}}}
             crafting: {ratio: 1, tasks: {name: env, args: {num_tasks: 500}}}
 
-Of any first n tasks, a part with the share w has n * w, rounded up or down. So where the tasks of a
-step divide by the ratios, every step has exactly its shares; and where they do not, what is left
-over is carried on to the next steps, and never adds up to a whole task.
+Among the first n tasks, for any n, a part with share w has n * w tasks, rounded up or down. So
+every step has exact shares if its number of tasks is divisible by the sum of the ratios; otherwise
+the error carries over to the next steps and stays below one task.
 """
 
 from __future__ import annotations
@@ -29,51 +29,51 @@ from ludus.tasks.curriculum import TaskSampler
 from ludus.tasks.readers import OnBadLine, TaskList, TaskMaker, read_tasks
 
 PART = "part"
-"""Key of a task's data: the name of the part that it is of."""
+"""Key in `Task.data`: the name of the task's part."""
 
 T = TypeVar("T")
 
 
 class Part(BaseModel):
-    """A part of a mixture: how much of it, and where its tasks come from."""
+    """A part of a mixture: its ratio and the reader of its tasks."""
 
     model_config = ConfigDict(extra="forbid")
 
-    ratio: int = Field(1, ge=1, le=1000, description="Share of the tasks, beside the others'.")
+    ratio: int = Field(1, ge=1, le=1000, description="Share of the tasks, relative to the others.")
     tasks: Spec = Field(description="Reader of the part's tasks.")
 
 
 def schedule(ratios: Mapping[str, int]) -> list[str]:
-    """The part of each task of a round, which has as many tasks as the ratios add up to.
+    """Returns the part of each task in a round; a round has sum(ratios) tasks.
 
-    At every place, each part has had its share of the places so far, rounded up or down:
-    Tijdeman 1980, "The chairman assignment problem", Discrete Mathematics 32. Among the parts that
-    are far enough behind, the one comes next that would be due first.
+    After every task, each part has had its share of the tasks so far, rounded up or down: Tijdeman
+    1980, "The chairman assignment problem", Discrete Mathematics 32. Next comes, among the parts
+    whose deficit is at least 1 / (2 * parts - 2), the part with the earliest deadline.
     """
     total = sum(ratios.values())
     if len(ratios) == 1:
         return list(ratios) * total
     share = {name: Fraction(ratio, total) for name, ratio in ratios.items()}
-    had = dict.fromkeys(share, 0)
+    counts = dict.fromkeys(share, 0)
     slack = Fraction(1, 2 * len(share) - 2)
     order: list[str] = []
-    for place in range(1, total + 1):
-        behind = {name: place * w - had[name] for name, w in share.items()}
-        ready = [name for name in share if behind[name] >= slack]
-        chosen = min(ready, key=lambda name: (1 - slack - behind[name]) / share[name])
-        had[chosen] += 1
+    for position in range(1, total + 1):
+        deficit = {name: position * w - counts[name] for name, w in share.items()}
+        ready = [name for name in share if deficit[name] >= slack]
+        chosen = min(ready, key=lambda name: (1 - slack - deficit[name]) / share[name])
+        counts[chosen] += 1
         order.append(chosen)
     return order
 
 
 def part_of(task: Task) -> str | None:
-    """The part of a mixture that a task is of; None where there is no mixture."""
+    """The mixture part of a task; None without a mixture."""
     name = task.data.get(PART)
     return name if isinstance(name, str) else None
 
 
 def for_part(setting: T | dict[str, T] | None, task: Task) -> T | None:
-    """A setting that may differ from part to part, for a task; None where there is none."""
+    """The value of a setting for a task, if the setting may differ by part; None if not set."""
     if isinstance(setting, dict):
         return setting.get(part_of(task) or "")
     return setting
@@ -85,10 +85,10 @@ def read_mixture(
     on_bad_line: OnBadLine = "refuse",
     place: str = "",
 ) -> TaskList:
-    """Tasks of several environments, in the given ratios, for the environment `mixture`.
+    """Tasks of several environments in the given ratios, for the environment `mixture`.
 
-    Parts that run out of tasks leave the rest of the list to the others; in training each part
-    begins its own tasks anew, and the ratios hold for ever.
+    If a part runs out of tasks, the rest of the list is of the other parts. In training each part
+    repeats its own tasks, so the ratios always hold.
     """
     members = maker.members() if maker is not None else {}
     if not members:
@@ -111,8 +111,8 @@ def read_mixture(
 def _labelled(task: Task, name: str, where: str) -> Task:
     if task.env is not None:
         raise ConfigError(
-            f"{where}: task {task.id!r} names an environment of its own; that of a part stands in "
-            "env.args.envs"
+            f"{where}: task {task.id!r} names its own environment; in a mixture, set the "
+            "environment of a part in env.args.envs"
         )
     tier = name if task.tier is None else f"{name}/{task.tier}"
     return task.model_copy(update={"tier": tier, "data": {**task.data, PART: name}})
@@ -132,16 +132,16 @@ def _interleaved(queues: Mapping[str, list[Task]], ratios: Mapping[str, int]) ->
 def task_sampler(
     tasks: Sequence[Task], seed: int, *, shuffle: bool, ratios: Mapping[str, int] | None = None
 ) -> TaskSampler:
-    """What visits the tasks: in exact ratios, where there are some and the tasks have parts."""
+    """A MixtureSampler if there are ratios and every task has a part, else a TaskSampler."""
     if not ratios or not all(part_of(task) in ratios for task in tasks):
         return TaskSampler(tasks, seed, shuffle)
     return MixtureSampler(tasks, seed, shuffle, ratios)
 
 
 class MixtureSampler(TaskSampler):
-    """Visits the tasks of each part in that part's own order, and the parts in exact ratios.
+    """Visits the parts in exact ratios, and the tasks of a part in that part's own order.
 
-    Its state is how many tasks it has given, and the place in each part.
+    The state is the number of tasks given and the state of each part's sampler.
     """
 
     def __init__(
@@ -162,13 +162,13 @@ class MixtureSampler(TaskSampler):
         return next(self.parts[name])
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Show each part its own groups."""
+        """Pass each part its own groups."""
         super().observe(groups)
         for name, sampler in self.parts.items():
             sampler.observe([group for group in groups if part_of(group.task) == name])
 
     def metrics(self) -> dict[str, float]:
-        """`tasks/epoch_PART`: passes over the part's tasks; `tasks/reward_TIER` as ever."""
+        """`tasks/epoch_PART`: epochs of the part's tasks; `tasks/reward_TIER`: as TaskSampler."""
         rewards = super().metrics()
         del rewards["tasks/epoch"]
         epochs = {f"tasks/epoch_{n}": s.metrics()["tasks/epoch"] for n, s in self.parts.items()}

@@ -2,10 +2,10 @@
 
     tasks = read_tasks(Spec(name="json", args={"path": "gsm8k.jsonl"}), "tasks.train")
     tasks[0].id        'gsm8k.jsonl:1'
-    tasks.skipped      the lines that were left out (`on_bad_line: skip`), each with its reason
+    tasks.skipped      skipped lines (`on_bad_line: skip`), each with its reason
 
-A row of a file or a data set becomes a task by the names of its fields; the fields that are not
-named go to `data`, where the environment finds them.
+The reader's arguments map the fields of a row to the fields of a task; all other fields of the row
+go to `Task.data`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ludus.tasks import READERS
 OnBadLine = Literal["refuse", "skip"]
 
 _MESSAGES = TypeAdapter(list[Message])
-_NUM_SHOWN = 5  # offenders that an error names
+_NUM_SHOWN = 5  # bad lines or ids that an error lists
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A row that is no task: its number, from 1 on, and the reason."""
+    """A malformed row: its number, counted from 1, and the reason."""
 
     source: str
     number: int
@@ -43,8 +43,7 @@ class BadLine:
 
 
 class TaskList(list[Task]):
-    """A list of tasks that also knows which lines were left out to make it, and, of a mixture, in
-    which ratios its parts are to be visited."""
+    """A list of tasks, with the skipped lines and, for a mixture, the ratios of its parts."""
 
     def __init__(
         self,
@@ -79,10 +78,13 @@ def read_tasks(
     maker: TaskMaker | None = None,
     on_bad_line: OnBadLine = "refuse",
 ) -> TaskList:
-    """Read the tasks that a config names. `where` is the config's path, for errors.
+    """Read the tasks of a reader's spec. `where` is its config path, for errors.
+
+    Args:
+        maker: the run's environment, for readers that take tasks from it.
 
     Errors: ConfigError for a wrong argument; DataError for a missing file, for malformed lines
-    (unless they are skipped), for two tasks of one id, and where there is no task at all.
+    (unless they are skipped), for duplicate ids, and if there is no task.
     """
     place = where or f"reader {spec.name!r}"
     read = READERS.build(spec, where, maker=maker, on_bad_line=on_bad_line, place=place)
@@ -93,8 +95,8 @@ def read_tasks(
     twice = [id for id, count in Counter(task.id for task in tasks).items() if count > 1]
     if twice:
         raise DataError(
-            f"{place}: {len(twice)} ids belong to more than one task, which makes results "
-            f"ambiguous: {_listed(repr(id) for id in twice)}"
+            f"{place}: {len(twice)} ids belong to more than one task: "
+            f"{_listed(repr(id) for id in twice)}"
         )
     return tasks
 
@@ -124,7 +126,7 @@ def read_json(
     limit: Limit = None,
     on_bad_line: OnBadLine = "refuse",
 ) -> TaskList:
-    """Read a file of JSON lines: one object a line, UTF-8; empty lines do not count."""
+    """Read a file of JSON lines: one object a line, UTF-8; empty lines are skipped."""
     file = Path(path)
     if not file.is_file():
         what = "is a folder, not a file" if file.is_dir() else "does not exist"
@@ -155,7 +157,7 @@ def read_hf(
     limit: Limit = None,
     on_bad_line: OnBadLine = "refuse",
 ) -> TaskList:
-    """Read a Hugging Face data set: a hub name, a saved data set, a folder or a file of data."""
+    """Read a Hugging Face data set: a hub name, a saved data set, a data folder or a data file."""
     rows = _load_hf(path, name, split, revision)
     columns = list(rows.column_names)
     for key, field in (("prompt", prompt), ("answer", answer), ("id", id), ("tier", tier)):
@@ -181,10 +183,10 @@ def read_env(
     first_seed: Annotated[int, Field(ge=0, description="Seed of the first task.")] = 0,
     maker: TaskMaker | None = None,
 ) -> TaskList:
-    """Make tasks from seeds: task i is of tier i mod n and of seed first_seed + i div n.
+    """Make tasks from seeds: task i has tier i mod n and seed first_seed + i div n, for n tiers.
 
-    Two readers of one environment share no task when their seed ranges do not touch; with n
-    tiers, `num_tasks` tasks use ceil(num_tasks / n) seeds.
+    Two readers share no task if their seed ranges do not overlap; `num_tasks` tasks use
+    ceil(num_tasks / n) seeds.
     """
     if maker is None:
         raise ConfigError("the reader 'env' needs an environment: set the config's `env`")
@@ -199,7 +201,7 @@ def read_env(
 
 @dataclass(frozen=True, slots=True)
 class _Mapping:
-    """Which field of a row becomes what of a task."""
+    """Maps the fields of a row to the fields of a task."""
 
     source: str
     prompt: str
@@ -214,7 +216,7 @@ class _Mapping:
         return self.task(_parse(line), number)
 
     def task(self, row: dict[str, Any], number: int) -> Task:
-        """The task of a row; raises ValueError with the reason where there is none."""
+        """Returns the task of a row. Errors: ValueError with the reason for a malformed row."""
         tier = None if self.tier is None else self._text(row, self.tier)
         return Task(
             id=f"{self.source}:{number}" if self.id is None else self._text(row, self.id),
@@ -262,7 +264,7 @@ class _Mapping:
 
 
 class _Collector:
-    """Gathers tasks and bad lines; `tasks()` refuses or reports the bad ones."""
+    """Collects tasks and bad lines; `tasks()` refuses or reports the bad lines."""
 
     def __init__(self, source: str, on_bad_line: OnBadLine, limit: int | None) -> None:
         self._source, self._on_bad_line, self._limit = source, on_bad_line, limit
@@ -284,7 +286,7 @@ class _Collector:
             count = len(self._bad)
             raise DataError(
                 f"{self._source}: {count} malformed {'line' if count == 1 else 'lines'} "
-                "(`tasks.on_bad_line: skip` leaves such lines out): "
+                "(`tasks.on_bad_line: skip` skips them): "
                 + _listed(f"line {bad.number} {bad.reason}" for bad in self._bad)
             )
         return TaskList(self._tasks, self._bad)
@@ -322,12 +324,12 @@ def _load_hf(path: str, name: str | None, split: str, revision: str | None) -> A
         if local.is_file():
             kind = kinds.get(local.suffix)
             if kind is None:
-                raise DataError(f"{path} is none of {', '.join(kinds)}")
+                raise DataError(f"{path}: the file type must be one of {', '.join(kinds)}")
             return datasets.load_dataset(kind, data_files={"train": path}, split=split)
         return datasets.load_dataset(path, name, split=split, revision=revision)
     except DataError:
         raise
-    except Exception as error:  # the library raises many kinds, from httpx's to pyarrow's
+    except Exception as error:  # `datasets` passes on errors of httpx, pyarrow and others
         raise DataError(f"cannot load the data set {path}, split {split}: {error}") from error
 
 
@@ -340,7 +342,7 @@ def _saved_split(loaded: Any, path: str, split: str) -> Any:
 
 
 def _listed(items: Iterable[str]) -> str:
-    """The first few items, and how many more there are."""
+    """The first items, and the number of the others."""
     every = list(items)
     more = len(every) - _NUM_SHOWN
     return "; ".join(every[:_NUM_SHOWN]) + (f"; and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""Training and held-out tasks may not overlap: neither by id nor by content."""
+"""Check that training and held-out tasks do not overlap, by id or by content."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _NUM_SHOWN = 3
 
 
 def fingerprint(task: Task) -> str:
-    """A hash of what the task asks: its prompt, environment, data and answer (not its id)."""
-    asked = task.model_dump(mode="json", include={"prompt", "env", "data", "answer"})
-    canonical = json.dumps(asked, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    """Hash of the task's content: prompt, environment, data and answer, not its id."""
+    content = task.model_dump(mode="json", include={"prompt", "env", "data", "answer"})
+    canonical = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def check_disjoint(train: Sequence[Task], heldout: Sequence[Task]) -> None:
     """Refuse splits that share a task, by id or by content.
 
-    Errors: DataError, which says how many held-out tasks are affected and names the first.
+    Errors: DataError with the number of shared tasks and the ids of the first.
     """
     train_ids = {task.id for task in train}
     by_content = {fingerprint(task): task.id for task in train}
@@ -42,7 +42,7 @@ def check_disjoint(train: Sequence[Task], heldout: Sequence[Task]) -> None:
         found.append(f"{len(same_content)} by content ({_first(pairs)})")
     raise DataError(
         f"{len(same_id) + len(same_content)} of {len(heldout)} held-out tasks are training tasks "
-        f"too: {' and '.join(found)}. Give the two splits seeds, rows or files of their own."
+        f"too: {' and '.join(found)}. Give the two splits different seeds, rows or files."
     )
 
 

@@ -89,7 +89,7 @@ def test_mistakes_end_with_one_line(
     for command, message in (
         (rollout("nowhere", out), "base_url: 'nowhere'"),
         (rollout(url, tmp_path / "no" / "out.json"), "cannot be written"),
-        (rollout(url, out, "--ids", "549"), "textcraft_549 is no item"),
+        (rollout(url, out, "--ids", "549"), "textcraft_549 is not an item"),
         (("rollout", "textcraft", "--base-url", url), "model: Field required"),
         (("generate-data", str(tmp_path / "d"), "textcraft", "--tier", "x"), "is not a tier"),
     ):

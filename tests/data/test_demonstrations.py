@@ -14,7 +14,14 @@ import pytest
 
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Spec, Task
-from ludus.data.demonstrations import Demonstration, Dropped, dropped_path, generate, load, play
+from ludus.data.demonstrations import (
+    Demonstration,
+    Dropped,
+    dropped_path,
+    generate_demonstrations,
+    load_demonstrations,
+    run_expert,
+)
 from ludus.envs.babyai.env import BabyAI
 from ludus.envs.textcraft.env import TextCraft
 
@@ -30,8 +37,8 @@ def test_faults_are_recorded_and_the_others_go_on(tmp_path: Path) -> None:
     tasks = [moody(seed, fault) for seed, fault in enumerate(faults)]
     seen: list[Demonstration | Dropped] = []
     path = tmp_path / "demonstrations.jsonl"
-    summary = generate(MOODY, tasks, path, timeout_s=2.0, on_episode=seen.append)
-    assert [d.task_id for d in load(path)] == ["moody/0", "moody/3", "moody/7"]
+    summary = generate_demonstrations(MOODY, tasks, path, timeout_s=2.0, on_episode=seen.append)
+    assert [d.task_id for d in load_demonstrations(path)] == ["moody/0", "moody/3", "moody/7"]
     assert [d.task_id for d in seen] == [task.id for task in tasks]
     dropped = [json.loads(line) for line in dropped_path(path).read_text().splitlines()]
     assert [(d["task_id"], d["kind"], d["reason"]) for d in dropped] == [
@@ -54,8 +61,8 @@ def test_the_file_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> No
     tasks = [BabyAI.task(level, s) for s in range(25) for level in ("GoToLocal", "UnlockToUnlock")]
     env = Spec(name="babyai", args={"actions": "macro"})
     one, three = tmp_path / "one.jsonl", tmp_path / "three.jsonl"
-    generate(env, tasks, one, num_workers=1)
-    generate(env, tasks, three, num_workers=3)
+    generate_demonstrations(env, tasks, one, num_workers=1)
+    generate_demonstrations(env, tasks, three, num_workers=3)
     assert one.read_bytes() == three.read_bytes()
     assert dropped_path(one).read_bytes() == dropped_path(three).read_bytes()
     assert b"no expert" in dropped_path(one).read_bytes()
@@ -63,13 +70,13 @@ def test_the_file_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> No
 
 def test_lost_episodes_are_kept_on_request(tmp_path: Path) -> None:
     path = tmp_path / "all.jsonl"
-    generate(MOODY, [moody(0, "lose")], path, only_successful=False)
-    (lost,) = load(path)
+    generate_demonstrations(MOODY, [moody(0, "lose")], path, only_successful=False)
+    (lost,) = load_demonstrations(path)
     assert (lost.success, lost.reward, lost.num_turns) == (False, 0.0, 1)
 
 
 async def test_a_plain_episode_alternates_between_environment_and_expert() -> None:
-    shown = await play(TextCraft(), TextCraft.task("depth-2", 3))
+    shown = await run_expert(TextCraft(), TextCraft.task("depth-2", 3))
     roles = [message.role for message in shown.messages]
     assert roles == ["user", "assistant"] * shown.num_turns + ["user"]
     assert shown.success
@@ -77,8 +84,8 @@ async def test_a_plain_episode_alternates_between_environment_and_expert() -> No
 
 
 async def test_react_turns_name_their_action() -> None:
-    plain = await play(BabyAI(), BabyAI.task("GoToLocal", 5))
-    react = await play(BabyAI(), BabyAI.task("GoToLocal", 5), "react")
+    plain = await run_expert(BabyAI(), BabyAI.task("GoToLocal", 5))
+    react = await run_expert(BabyAI(), BabyAI.task("GoToLocal", 5), "react")
     turns = [m.content for m in plain.messages if m.role == "assistant"]
     assert [m.content for m in react.messages if m.role == "assistant"] == [
         f"Action: {turn}" for turn in turns
@@ -86,7 +93,7 @@ async def test_react_turns_name_their_action() -> None:
 
 
 async def test_tool_turns_are_calls_and_the_answers_refer_to_them() -> None:
-    shown = await play(TextCraft(), TextCraft.task("depth-1", 3), "tools")
+    shown = await run_expert(TextCraft(), TextCraft.task("depth-1", 3), "tools")
     calls = [m.tool_calls[0] for m in shown.messages if m.role == "assistant"]
     answers = [m for m in shown.messages if m.role == "tool"]
     assert all(m.content == "" for m in shown.messages if m.role == "assistant")
@@ -104,37 +111,37 @@ async def test_tool_turns_are_calls_and_the_answers_refer_to_them() -> None:
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
     path = tmp_path / "d.jsonl"
-    generate(MOODY, [moody(0)], path)
+    generate_demonstrations(MOODY, [moody(0)], path)
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(DataError, match=rf"d\.jsonl, line 2: .*{problem}"):
-        list(load(path))
+        list(load_demonstrations(path))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl: cannot read"):
-        list(load(tmp_path / "none.jsonl"))
+        list(load_demonstrations(tmp_path / "none.jsonl"))
 
 
 def test_a_wrong_spec_is_refused_before_anything_starts(tmp_path: Path) -> None:
     env = Spec(name="babyai", args={"actons": "macro"})
     with pytest.raises(ConfigError, match=r"actons is not an argument"):
-        generate(env, [BabyAI.task(None, 0)], tmp_path / "d.jsonl")
+        generate_demonstrations(env, [BabyAI.task(None, 0)], tmp_path / "d.jsonl")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot write demonstrations"):
-        generate(MOODY, [moody(0)], tmp_path / "file" / "d.jsonl")
+        generate_demonstrations(MOODY, [moody(0)], tmp_path / "file" / "d.jsonl")
 
 
 SCRIPT = """
 import sys
 from ludus.core.types import Spec, Task
-from ludus.data.demonstrations import generate
+from ludus.data.demonstrations import generate_demonstrations
 if __name__ == "__main__":
     tasks = [Task(id=str(s), data={"seed": s, "fault": "hang" if s else None}) for s in range(99)]
-    generate(Spec(name="faulty_envs:Moody"), tasks, sys.argv[1], timeout_s=1.0,
+    generate_demonstrations(Spec(name="faulty_envs:Moody"), tasks, sys.argv[1], timeout_s=1.0,
              on_episode=lambda _: print("one", flush=True))
 """
 

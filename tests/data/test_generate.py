@@ -15,24 +15,24 @@ from ludus.config.schema import RolloutConfig, RunConfig
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Message, Spec
 from ludus.data import options
-from ludus.data.cards import Enough, choose
-from ludus.data.demonstrations import play
-from ludus.data.generation import Generation, Model, Which, generate
+from ludus.data.cards import KeepRule, select
+from ludus.data.demonstrations import run_expert
+from ludus.data.generation import EndpointModel, GenerationRequest, TaskSelection, generate_dataset
 from ludus.data.journal import JOURNAL, Record
 from ludus.envs.textcraft.env import TextCraft
 from ludus.pipeline.conversations import read_conversations as read_sft
 from ludus.tasks.agentgym import messages_of, read_agentgym, read_conversations
 
 TEXTCRAFT = [Spec(name="textcraft")]
-WHICH = Which(num_tasks=4, tiers=["depth-1"])
+SELECTION = TaskSelection(num_tasks=4, tiers=["depth-1"])
 
 
-def wanted(source: str, which: Which = WHICH, **given: Any) -> Generation:
+def request(source: str, selection: TaskSelection = SELECTION, **given: Any) -> GenerationRequest:
     settings = {"format": "react", "max_retries": 0, **given.pop("rollout", {})}
-    return Generation(
+    return GenerationRequest(
         TEXTCRAFT,
         source,  # type: ignore[arg-type]
-        which,
+        selection,
         RolloutConfig(**settings),
         workers=1,
         **given,
@@ -53,7 +53,7 @@ EXPERT: dict[str, tuple[int, list[str]]] = {}
 
 def script() -> dict[str, tuple[int, list[str]]]:
     for seed in () if EXPERT else range(4):
-        played = asyncio.run(play(TextCraft(), TextCraft.task("depth-1", seed)))
+        played = asyncio.run(run_expert(TextCraft(), TextCraft.task("depth-1", seed)))
         actions = [m.content for m in played.messages if m.role == "assistant"]
         EXPERT[played.messages[0].content] = (seed, actions)
     return EXPERT
@@ -81,7 +81,7 @@ class Learned:
 
 
 def test_the_experts_data(tmp_path: Path) -> None:
-    made = generate(wanted("expert", rollout={"system_prompt": "Craft."}), tmp_path)
+    made = generate_dataset(request("expert", rollout={"system_prompt": "Craft."}), tmp_path)
     assert made.num_kept == 4
     found = rows(tmp_path)
     assert [row["task_id"] for row in found] == [f"textcraft/depth-1/{i}" for i in range(4)]
@@ -97,8 +97,8 @@ def test_the_experts_data(tmp_path: Path) -> None:
 
 
 def test_what_was_written_is_read_again(tmp_path: Path) -> None:
-    which = Which(ids=[3, "textcraft_40"])
-    generate(wanted("expert", which, rollout={"system_prompt": "Craft."}), tmp_path)
+    selection = TaskSelection(ids=[3, "textcraft_40"])
+    generate_dataset(request("expert", selection, rollout={"system_prompt": "Craft."}), tmp_path)
     path = tmp_path / "agenttraj.json"
     [first, second], bad = read_conversations(path)
     assert not bad
@@ -114,13 +114,13 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
 def test_rejection_sampling_keeps_the_best_of_those_that_succeed(tmp_path: Path) -> None:
     model = Learned(lambda seed, attempt: seed < 2 and attempt > 1)
     with ChatServer(model) as server:
-        generation = wanted(
+        generation = request(
             "model",
-            model=Model("m", server.url, samples=3),
+            model=EndpointModel("m", server.url, samples=3),
             keep=2,
             rollout={"concurrency": 1, "max_turns": 8},
         )
-        generate(generation, tmp_path)
+        generate_dataset(generation, tmp_path)
     told = card(tmp_path)
     assert told["played"] == told["scored"] == {"model": 12}
     assert told["success"] == {"model": pytest.approx(4 / 12)}
@@ -131,10 +131,10 @@ def test_rejection_sampling_keeps_the_best_of_those_that_succeed(tmp_path: Path)
 
 def test_mixed_takes_the_expert_where_the_model_fails(tmp_path: Path) -> None:
     with ChatServer(Learned(lambda seed, _: seed == 1)) as server:
-        generation = wanted(
-            "mixed", model=Model("m", server.url, samples=1), rollout={"max_turns": 8}
+        generation = request(
+            "mixed", model=EndpointModel("m", server.url, samples=1), rollout={"max_turns": 8}
         )
-        generate(generation, tmp_path)
+        generate_dataset(generation, tmp_path)
     assert [row["source"] for row in rows(tmp_path)] == ["expert", "model", "expert", "expert"]
     assert card(tmp_path)["kept_by"] == {"expert": 3, "model": 1}
 
@@ -143,8 +143,8 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     broken = Response('{"error": "overloaded"}', 500)
     failing = Learned(lambda seed, _: broken if seed > 1 else True)
     with ChatServer(failing) as server:
-        settings: dict[str, Any] = {"model": Model("m", server.url, samples=1)}
-        generate(wanted("mixed", **settings), tmp_path)
+        settings: dict[str, Any] = {"model": EndpointModel("m", server.url, samples=1)}
+        generate_dataset(request("mixed", **settings), tmp_path)
         # The model could not be asked: that is no failure of its own, and no expert stands in.
         assert [row["task_id"][-1] for row in rows(tmp_path)] == ["0", "1"]
         assert card(tmp_path)["left_out"] == {"error_sampler": 2}
@@ -152,22 +152,22 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
             file.write(b'{"env": "textcraft", "task_')  # the process was killed here
         num_asked = len(server.bodies)
         failing.solves = lambda seed, _: True
-        generate(wanted("mixed", **settings), tmp_path)
+        generate_dataset(request("mixed", **settings), tmp_path)
         asked = {body["messages"][0]["content"] for body in server.bodies[num_asked:]}
         assert {script()[shown][0] for shown in asked} == {2, 3}
         assert [row["source"] for row in rows(tmp_path)] == ["model"] * 4
         num_asked = len(server.bodies)
-        generate(wanted("mixed", **settings), tmp_path)
+        generate_dataset(request("mixed", **settings), tmp_path)
         assert len(server.bodies) == num_asked
-        with pytest.raises(DataError, match=r"begun with temperature = 1\.0, not 0\.5"):
-            generate(wanted("mixed", rollout={"temperature": 0.5}, **settings), tmp_path)
+        with pytest.raises(DataError, match=r"written with temperature = 1\.0, this run has 0\.5"):
+            generate_dataset(request("mixed", rollout={"temperature": 0.5}, **settings), tmp_path)
 
 
 def test_an_endpoint_that_gives_nothing_is_an_error(tmp_path: Path) -> None:
     with ChatServer(lambda _: Response("{}", 200)) as server:
-        generation = wanted("mixed", model=Model("m", server.url, samples=1))
+        generation = request("mixed", model=EndpointModel("m", server.url, samples=1))
         with pytest.raises(DataError, match=r"gave no episode: error_sampler: .*rubbish"):
-            generate(generation, tmp_path)
+            generate_dataset(generation, tmp_path)
     assert not (tmp_path / "data.jsonl").exists()
 
 
@@ -189,17 +189,17 @@ def test_what_is_chosen() -> None:
         record("b", "other", 0.6, 1),
         record("c", "broke", None),
     ]
-    chosen = choose(records, 1, Enough())
+    chosen = select(records, 1, KeepRule())
     assert [(r.task_id, r.messages[1].content) for r in chosen.kept] == [("a", "short")]
     assert chosen.left_out["e"] == {
-        "a better one of its task is kept": 1,
+        "a better episode of its task is kept": 1,
         "the score is too low": 2,
         "duplicate": 1,
         "error_env": 1,
     }
-    low = choose(records, 2, Enough(0.5))
+    low = select(records, 2, KeepRule(0.5))
     assert [r.messages[1].content for r in low.kept] == ["short", "long", "other"]
-    brief = choose(records, 2, Enough(max_turns=8))
+    brief = select(records, 2, KeepRule(max_turns=8))
     assert [r.messages[1].content for r in brief.kept] == ["short"]
     assert brief.left_out["e"]["more turns than allowed"] == 1
 
@@ -237,7 +237,7 @@ def test_agenttrajs_instructions_become_the_system_prompt(tmp_path: Path) -> Non
 def test_what_was_generated_is_sft_data(
     name: str, system_prompt: str | None, tmp_path: Path
 ) -> None:
-    generate(wanted("expert", rollout={"system_prompt": "Craft."}), tmp_path)
+    generate_dataset(request("expert", rollout={"system_prompt": "Craft."}), tmp_path)
     expected = [row["messages"] for row in rows(tmp_path)]
     told = {"system_prompt": system_prompt} if system_prompt and name != "data.jsonl" else {}
     config = RunConfig(
@@ -266,7 +266,7 @@ def test_agentevals_items_are_tasks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs one of"):
         read_agentgym(str(path), maker=None)
     path.write_text("[{")
-    with pytest.raises(DataError, match="no JSON"):
+    with pytest.raises(DataError, match="not JSON"):
         read_agentgym(str(path), maker=TextCraft())
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ludus.core.errors import ConfigError, EnvError
 from ludus.core.types import Message, Spec, Task, ToolCall
-from ludus.data.demonstrations import generate, load, play
+from ludus.data.demonstrations import generate_demonstrations, load_demonstrations, run_expert
 from ludus.envs.babyai.env import BabyAI
 from ludus.envs.base import NoExpert
 from ludus.envs.checks.check import check_env
@@ -59,7 +59,7 @@ async def test_an_expert_plays_as_it_does_alone(format: Any) -> None:
     alone = {"grid": BabyAI(), "crafting": TextCraft(num_distractors=1)}
     for part, env in alone.items():
         task = next(task for task in TASKS if task.data[PART] == part)
-        assert await play(mixture(), task, format) == await play(env, task, format)
+        assert await run_expert(mixture(), task, format) == await run_expert(env, task, format)
 
 
 @pytest.mark.parametrize(("action", "raw", "reward"), [("up", 30, 1.0), ("down", -10, 0.0)])
@@ -123,8 +123,8 @@ def test_demonstrations_are_by_each_ones_expert(tmp_path: Path) -> None:
         }
     }
     tasks = read_tasks(Spec(name="mixture", args=spec), "tasks.train", maker=mixture())
-    summary = generate(SPEC, tasks, tmp_path / "d.jsonl", num_workers=1)
-    shown = list(load(summary.path))
+    summary = generate_demonstrations(SPEC, tasks, tmp_path / "d.jsonl", num_workers=1)
+    shown = list(load_demonstrations(summary.path))
     assert [one.task_id for one in shown] == [task.id for task in tasks]
     assert {one.tier for one in shown} == {"grid/GoToObjS6", "crafting/depth-1"}
     assert all(one.success for one in shown)

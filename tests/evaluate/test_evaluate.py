@@ -215,9 +215,9 @@ def test_other_tasks_are_refused_by_name():
         compare(a, summarise(groups([[1.0]] * 7)))
     changed = groups([[1.0]] * 6)
     changed[3].task = changed[3].task.model_copy(update={"data": {}})
-    with pytest.raises(DataError, match=r"1 of the same id but another content \(task-3\)"):
+    with pytest.raises(DataError, match=r"1 with the same id but different content \(task-3\)"):
         compare(a, summarise(changed))
-    with pytest.raises(DataError, match=r"another success_at: 1.0 and 0.5"):
+    with pytest.raises(DataError, match=r"differ in success_at: 1.0 and 0.5"):
         compare(a, summarise(groups([[1.0]] * 6), success_at=0.5))
 
 

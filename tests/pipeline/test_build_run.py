@@ -14,7 +14,7 @@ from ludus.config.load import load_config
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, DataError, EnvError
 from ludus.core.types import Message, Spec, Task
-from ludus.data.demonstrations import Demonstration, play
+from ludus.data.demonstrations import Demonstration, run_expert
 from ludus.envs import ENVS as ENVIRONMENTS
 from ludus.pipeline.build import read_splits
 from ludus.pipeline.conversations import read_conversations, replay_all
@@ -185,7 +185,9 @@ def test_a_tokenizer_knows_what_an_environment_answers_to_mistakes():
     )
     train, _ = read_splits(config)
     shown = [
-        m for task in train for m in asyncio.run(play(ENVIRONMENTS.build(spec), task)).messages
+        m
+        for task in train
+        for m in asyncio.run(run_expert(ENVIRONMENTS.build(spec), task)).messages
     ]
     errors = [
         "there is no such recipe for cauldron",

@@ -17,7 +17,7 @@ from ludus.config.schema import RolloutConfig
 from ludus.core.errors import ConfigError, SamplerError
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Message, Spec, Status
-from ludus.data.demonstrations import play
+from ludus.data.demonstrations import run_expert
 from ludus.models.endpoint import addresses
 from ludus.models.endpoint.addresses import off_limits
 from ludus.models.endpoint.client import Endpoint, Reply, check_url
@@ -77,7 +77,7 @@ def test_episodes_are_those_of_the_environment() -> None:
     for seed, episode in enumerate(episodes):
         assert (episode.status, episode.error) == (Status.COMPLETED, None)
         assert (episode.reward, episode.score, episode.success) == (3.0, 1.0, True)
-        shown = asyncio.run(play(Say(), task_of(seed))).messages
+        shown = asyncio.run(run_expert(Say(), task_of(seed))).messages
         assert episode.conversation == shown
         assert episode.num_turns == 3
         assert episode.rows is None  # this endpoint tells no ids

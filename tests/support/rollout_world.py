@@ -11,7 +11,7 @@ from played_envs import COLOURS, SAY, Say, task_of
 
 from ludus.config.schema import ModelConfig, RolloutConfig
 from ludus.core.types import Message, Spec, Trajectory
-from ludus.data.demonstrations import Format, play
+from ludus.data.demonstrations import Format, run_expert
 from ludus.models.build import build_model
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
@@ -30,7 +30,7 @@ EXTRA = ["that is no colour .", "grey is not for calling .", "done .", "the colo
 def demonstration(style: str, seed: int) -> list[Message]:
     """The expert's episode as a conversation; in the style `think`, it thinks in each turn."""
     format: Format = STYLES[style]  # type: ignore[assignment]
-    messages = asyncio.run(play(Say(), task_of(seed), format)).messages
+    messages = asyncio.run(run_expert(Say(), task_of(seed), format)).messages
     if style != "think":
         return messages
     return [

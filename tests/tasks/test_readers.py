@@ -211,5 +211,5 @@ def test_hf_names_what_is_wrong(hf, tmp_path):
     with pytest.raises(DataError, match="cannot load the data set"):
         hf(tmp_path / "nothing" / "here")
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(DataError, match=r"is none of \.jsonl"):
+    with pytest.raises(DataError, match=r"must be one of \.jsonl"):
         hf(tmp_path / "notes.txt")

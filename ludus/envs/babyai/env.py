@@ -1,5 +1,5 @@
-"""BabyAI: instructions in a grid world, seen in part and told in words (Chevalier-Boisvert et al.,
-ICLR 2019, arXiv:1810.08272). The levels are minigrid's own, all of them.
+"""BabyAI: instructions in a partially observed grid world, described in words (Chevalier-Boisvert
+et al., ICLR 2019, arXiv:1810.08272). All levels are minigrid's.
 
 An episode of GoToLocal, with primitive actions:
 
@@ -8,8 +8,9 @@ An episode of GoToLocal, with primitive actions:
     assistant   go forward
     user        red ball 1 forward 1 right. wall 3 forward.
 
-Distances are in steps, from the agent and the way it faces; nearest first. An action without effect
-is answered with `nothing changed.` and the view; one that does not exist costs a step too.
+Distances are in steps, relative to the agent's position and direction; nearest objects come first.
+An action without effect is answered with `nothing changed.` and the view. An unknown action also
+costs a step.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ PRIMITIVES = {
     "drop": 4,
     "toggle": 5,
 }
-"""The words for minigrid's actions, in minigrid's order."""
+"""Names of minigrid's actions, in minigrid's order."""
 
 ALIASES = {"move forward": "go forward", "forward": "go forward", "pickup": "pick up"}
 
@@ -62,15 +63,15 @@ it is open; toggle and go through DOOR. Name objects as the list of actions does
 
 
 class BabyAI(OneTool):
-    """One level of BabyAI, or several: a task whose data names a `level` is played on that one.
+    """A BabyAI level; `level` in a task's data overrides the configured level.
 
-    Reward: at success, 1 - 0.9 * steps / max_steps (steps are minigrid's, those within a macro
-    action included), else 0; so success is any positive reward. `StepResult.info` has `success`,
+    Reward: at success 1 - 0.9 * steps / max_steps, else 0; so any positive reward is a success.
+    Steps are minigrid's, including those within a macro action. `StepResult.info` has `success`,
     `num_steps` and `level`.
     """
 
     agentgym: ClassVar[str | None] = "babyai"
-    blocking: ClassVar[bool] = False  # a step takes microseconds; another thread costs more
+    blocking: ClassVar[bool] = False  # a step takes microseconds, less than a thread switch
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     success_at: ClassVar[float] = 1e-6
     max_turns: ClassVar[int] = 20
@@ -78,14 +79,14 @@ class BabyAI(OneTool):
     def __init__(
         self,
         level: Annotated[
-            str, Field(description="GoToLocal, ..., of a task that names none.")
+            str, Field(description="GoToLocal, ...; for tasks that name no level.")
         ] = "GoToLocal",
         actions: Annotated[
             Literal["primitive", "macro"],
             Field(description="macro adds `go to red ball 1` and `go through red door 1`."),
         ] = "primitive",
         max_steps: Annotated[
-            int | None, Field(ge=1, description="minigrid steps in an episode; null: the level's.")
+            int | None, Field(ge=1, description="minigrid steps an episode; null: the level's.")
         ] = None,
         guide: Annotated[
             bool, Field(description="Open with an explanation, for a model that reads English.")
@@ -147,7 +148,7 @@ class BabyAI(OneTool):
         self._world, self._done = None, True
 
     def _act(self, text: str) -> tuple[float, str]:
-        """Carry out an action: its reward, and what is to be said before the view."""
+        """Carry out an action. Returns its reward and a remark to put before the view."""
         if text in PRIMITIVES:
             reward, changed = self._primitive(PRIMITIVES[text])
             return reward, "" if changed else "nothing changed. "
@@ -165,7 +166,7 @@ class BabyAI(OneTool):
         return reward, "" if changed else "stopped on the way. "
 
     def _primitive(self, primitive: int) -> tuple[float, bool]:
-        """One minigrid step: its reward, and whether it changed anything."""
+        """Take a minigrid step. Returns its reward, and whether it changed anything."""
         before = self._state()
         _, reward, terminated, truncated, _ = self._world.step(primitive)
         self._taken.append(primitive)
@@ -176,7 +177,7 @@ class BabyAI(OneTool):
         return (float(reward) if self._success else 0.0), before != self._state()
 
     def _state(self) -> tuple[Any, ...]:
-        """What an action can change: the agent, its hands, and the cell before it."""
+        """The state that an action can change: the agent, its load, and the cell ahead."""
         world = self._world
         x, y = int(world.agent_pos[0]), int(world.agent_pos[1])
         ahead = cell_at(world, (x + heading(world)[0], y + heading(world)[1]))
@@ -200,17 +201,17 @@ class BabyAI(OneTool):
         return text + "."
 
     def _available(self, cells: list[Seen]) -> list[str]:
-        """Actions with an effect, in macro mode: primitives first, then objects nearest first."""
+        """Actions with an effect, in macro mode: primitives, then macros, nearest object first."""
         assert self._macros is not None
         ahead = next((c for c in cells if (c.forward, c.side) == (1, 0)), None)
         content = ahead.content if ahead is not None else None
-        hands = self._world.carrying is not None
+        carrying = self._world.carrying is not None
         possible = {
             "turn left": True,
             "turn right": True,
             "go forward": content is None or content.can_overlap(),
-            "pick up": content is not None and content.can_pickup() and not hands,
-            "drop": content is None and hands,
+            "pick up": content is not None and content.can_pickup() and not carrying,
+            "drop": content is None and carrying,
             "toggle": can_toggle(self._world, content),
         }
         return [name for name, yes in possible.items() if yes] + self._macros.available(cells)
@@ -230,13 +231,13 @@ class BabyAI(OneTool):
 
     @classmethod
     def tiers(cls) -> Sequence[str]:
-        """All levels, in minigrid's order; last the two that cannot be won from most seeds (they
-        ask for two doors, and are lost when any but the second is opened)."""
+        """All levels in minigrid's order. Last come the two that cannot be won from most seeds:
+        they ask for two doors, and are lost when any door but the second is opened."""
         return sorted(LEVELS, key=lambda level: bool(re.fullmatch(r"OpenDoorsOrder.*Debug", level)))
 
     @classmethod
     def task(cls, tier: str | None, seed: int) -> Task:
-        """A level and a seed. The task carries no env spec: one configured env plays all levels."""
+        """The task of a level and a seed, without an env spec: one env plays all levels."""
         level = short_name(tier or "GoToLocal")
         return Task(
             id=f"babyai/{level}/{seed}",

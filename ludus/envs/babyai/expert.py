@@ -1,14 +1,13 @@
-"""The expert of the BabyAI levels: minigrid's own bot, in lockstep with an episode.
+"""The expert of BabyAI: minigrid's bot, in lockstep with an episode.
 
-The bot plays on a copy of the level, regenerated from the seed, so nothing it does can touch the
-episode, and it can join an episode at any turn: it is shown the actions taken so far, and replans
-after each of them as the bot's authors meant for advising another agent.
+The bot plays on a copy of the level, regenerated from the seed, so it cannot affect the episode. It
+can join an episode at any turn: the actions taken so far are replayed, and the bot replans after
+each, as its authors intended for advising another agent.
 
-The bot gives up or plans for ever on some seeds (of GoToImpUnlock and UnlockToUnlock, mostly): both
-become NoExpert; the latter after a fixed number of plans, not after a time, so that it happens
-always or never. Two kinds of level that its authors say it cannot play need a word in its ear: that
-it already carries what it is to put down (PutNext...Carrying), and that the key is in the box
-(KeyInBox).
+On some seeds (mostly of GoToImpUnlock and UnlockToUnlock) the bot gives up or plans endlessly; both
+become NoExpert. Endless planning is cut after a number of plans, not after a time, so the outcome
+is deterministic. Two kinds of level that the bot does not support get a corrected first plan: the
+agent starts with the object to put down (PutNext...Carrying), or the key is in a box (KeyInBox).
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from ludus.envs.babyai.world import Cell, cell_at, make_level, visible
 from ludus.envs.base import NoExpert
 
 MAX_PLANS = 500
-"""Subgoals that the bot may add before one action. Those that reach an action need a dozen."""
+"""Subgoals that the bot may add before an action; about 12 suffice where planning ends."""
 
 
 MAX_BOTS = 3
-"""Plans from the start on before the bot's word that it is done is taken."""
+"""Fresh bots to try before the bot's action `done` is accepted."""
 
 DONE = 6
-"""minigrid's action `done`, which changes nothing."""
+"""minigrid's action `done`, without effect."""
 
 
 class _EndlessPlanning(Exception):
-    """The bot adds subgoals and never comes to an action."""
+    """The bot adds subgoals without reaching an action."""
 
 
 class _Plans(list[Any]):
-    """The bot's stack of subgoals, with a count of those added since the last action."""
+    """The bot's stack of subgoals; counts the subgoals added since the last action."""
 
     added = 0
 
@@ -53,7 +52,7 @@ class _Plans(list[Any]):
 
 
 class _OpenBox(GoNextToSubgoal):  # type: ignore[misc]
-    """Walk up to a box and open it, which puts what it holds in its place."""
+    """Walk up to a box and open it; its content takes its place."""
 
     def replan_before_action(self) -> Any:
         if cell_at(self.bot.mission, self.datum.cur_pos) is not self.datum:
@@ -64,14 +63,14 @@ class _OpenBox(GoNextToSubgoal):  # type: ignore[misc]
         return super().replan_before_action()
 
     def replan_after_action(self, action_taken: Any) -> None:
-        pass  # nothing done on the way has to be undone
+        pass  # no action on the way needs undoing
 
 
 class Expert:
-    """Advises one episode of a level.
+    """Advises an episode of a level.
 
     expert = Expert("GoToLocal", seed=7)
-    expert.action([])            # the first action, of minigrid's Actions
+    expert.action([])            # the first action, a minigrid action number
     expert.action([2, 2, 0])     # after the agent went forward twice and turned left
     """
 
@@ -80,7 +79,7 @@ class Expert:
         self.world = make_level(level, seed)
         self._bot = self._new_bot()
         self._num_bots = 1
-        self._mend_first_plan()
+        self._fix_first_plan()
         self._num_followed = 0
         self._advice: int | None = None
         self._failure: str | None = None
@@ -88,7 +87,7 @@ class Expert:
     def _new_bot(self) -> Any:
         bot = BabyAIBot(self.world)
         bot.stack = _Plans(bot.stack)
-        bot._process_obs = self._remember_view  # the same, without minigrid's copies of the grid
+        bot._process_obs = self._remember_view  # equivalent, without minigrid's grid copies
         return bot
 
     def _remember_view(self) -> None:
@@ -97,19 +96,19 @@ class Expert:
         for cell in visible(self.world):
             seen[cell.position] = True
 
-    def _mend_first_plan(self) -> None:
-        """Mend the first plan on the levels that start as no level of the bot's authors does."""
+    def _fix_first_plan(self) -> None:
+        """Fix the first plan of levels with a start that the bot does not support."""
         if self.world.carrying is not None:
-            del self._bot.stack[-2:]  # go to it, pick it up
+            del self._bot.stack[-2:]  # the subgoals "go to the object" and "pick it up"
         boxes = [cell for cell in self.world.grid.grid if getattr(cell, "contains", None)]
         if boxes:
             self._bot.stack.append(_OpenBox(self._bot, boxes[0]))
             self._bot._check_erroneous_box_opening = lambda action: None
 
     def action(self, taken: list[int]) -> int:
-        """The bot's next action, after the episode's actions `taken` (all of them, from its start).
+        """The bot's next action, given all actions `taken` since the episode's start.
 
-        Errors: NoExpert where the bot gave up on this episode.
+        Errors: NoExpert if the bot gave up on this episode.
         """
         if self._advice is None:
             self._replan(None)
@@ -132,24 +131,23 @@ class Expert:
                 self._start_over()
                 self._advice = int(self._bot.replan(None))
         except _EndlessPlanning:
-            self._failure = "plans for ever"
+            self._failure = "plans without end"
         except DisappearedBoxError:
-            self._failure = "cannot go on after a box was opened"
+            self._failure = "cannot continue after a box was opened"
         except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
-            # What its own checks and oversights end in; the bot has no other way to give up.
+            # The bot has no explicit way to give up: its checks and bugs raise these.
             self._failure = f"gave up ({type(error).__name__}: {error})"
 
     def _start_over(self) -> None:
-        """Plan anew, with what was seen: the bot finished its plan, and the mission goes on.
-
-        minigrid does not count what an episode's first action puts down, for one.
+        """Replan with a fresh bot, keeping the seen cells, when the bot is done but the mission is
+        not. For example, minigrid ignores an object put down by an episode's first action.
         """
         seen, self._bot = self._bot.vis_mask, self._new_bot()
         self._bot.vis_mask = seen
         self._num_bots += 1
 
     def target(self) -> Cell | None:
-        """The cell of the object that the bot is on its way to, if it is on its way to one."""
+        """The cell of the object that the bot walks to, if any."""
         plan = self._bot.stack[-1] if self._bot.stack else None
         if not isinstance(plan, GoNextToSubgoal) or plan.reason not in (None, "Open"):
             return None
@@ -163,7 +161,7 @@ class Expert:
         return None if position is None else (int(position[0]), int(position[1]))
 
     def passes_door(self) -> bool:
-        """Whether the bot is about to open a door in order to walk on through it."""
+        """Whether the bot is about to open a door and walk through it."""
         stack = self._bot.stack
         if len(stack) < 2 or not isinstance(stack[-1], OpenSubgoal) or stack[-1].reason is not None:
             return False

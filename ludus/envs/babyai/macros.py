@@ -1,7 +1,7 @@
-"""BabyAI's macro actions: walking to an object or through a door in one turn, as in AgentGym.
+"""BabyAI's macro actions: walk to an object or through a door in one turn, as in AgentGym.
 
-They plan over the cells that the agent has seen, never over the hidden state. Objects are told
-apart by a number that they keep for the episode, given at first sight: `red ball 1`, `red ball 2`.
+Paths use only cells that the agent has seen, never the hidden state. An object gets a number at
+first sight and keeps it for the episode: `red ball 1`, `red ball 2`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ VERBS = {
     "pick up ": "pick up",
     "pickup ": "pick up",
 }
-"""How a macro action begins. To pick up from afar is understood but not offered: AgentGym's prompt
-teaches it, and here two actions do the same."""
+"""Prefixes of macro actions. `pick up OBJECT` from afar is accepted, since AgentGym's prompt teaches
+it, but not listed."""
 
 STATES = ("open", "closed", "locked")
-"""What a view says of a door before its name; who takes the whole for the name is understood."""
+"""State words before a door's name in the view; ignored in actions."""
 
 
 class Macros:
@@ -45,31 +45,31 @@ class Macros:
         self._seen: set[Cell] = {(int(world.agent_pos[0]), int(world.agent_pos[1]))}
 
     def see(self, cells: list[Seen]) -> None:
-        """Remember what is in view, and number what is new."""
+        """Remember the cells in view, and number new objects."""
         for cell in cells:
             self._seen.add(cell.position)
             if cell.kind not in ("", "wall"):
                 self._places[self._base_name(cell.content)] = cell.position
 
     def _base_name(self, content: Any) -> str:
-        """`red ball 1`, `red door 1`: what does not change when a door opens."""
+        """The name without state, `red ball 1` or `red door 1`; opening a door does not change it."""
         name = self._names.get(id(content))
         if name is None:
             kind = f"{content.color} {content.type}"
             self._counts[kind] += 1
             name = f"{kind} {self._counts[kind]}"
             self._names[id(content)] = name
-            self._objects[name] = content  # also keeps the object alive, hence its id its own
+            self._objects[name] = content  # keeps the object alive, so its id stays unique
         return name
 
     def name(self, content: Any) -> str:
-        """How the view calls an object: `red ball 1 :`, `closed red door 1 :`."""
+        """An object's name in the view: `red ball 1:`, `closed red door 1:`."""
         state = describe_object(content).split()[0] + " " if content.type == "door" else ""
         mark = "" if content is self._world.carrying else ":"
         return f"{state}{self._base_name(content)}{mark}"
 
     def available(self, cells: list[Seen]) -> list[str]:
-        """The macro actions that can be carried out now, on objects in view."""
+        """The macro actions that are possible now, on objects in view."""
         actions = []
         for cell in cells:
             if cell.kind in ("", "wall"):
@@ -84,7 +84,7 @@ class Macros:
         return actions
 
     def plan(self, text: str) -> list[int] | str:
-        """The primitive actions that a macro action stands for, or what is wrong with it."""
+        """Returns the primitive actions of a macro action, or a message that says what is wrong."""
         for words, verb in VERBS.items():
             if text.startswith(words):
                 named = text.removeprefix(words).removeprefix("the ").split()
@@ -119,10 +119,11 @@ class Macros:
         return [*way, TOGGLE, FORWARD, FORWARD]
 
     def _way(self, goal: Cell) -> list[int] | None:
-        """The fewest turns and steps until the agent faces `goal`, over free cells seen so far.
+        """The shortest sequence of turns and steps until the agent faces `goal`, over free cells
+        seen so far; None without a path.
 
-        Breadth first over (cell, direction); turns are tried before steps, left before right, so
-        that the way is always the same one.
+        Breadth-first search over (cell, direction). Turns are tried before steps, left before
+        right, so the path is deterministic.
         """
         start = (int(self._world.agent_pos[0]), int(self._world.agent_pos[1]))
         first = (start, int(self._world.agent_dir))
@@ -158,10 +159,9 @@ class Macros:
         return content is None or bool(content.can_overlap())
 
     def advised(self, expert: Expert, advice: int) -> str | None:
-        """The macro action in view that does what minigrid's bot is about to do, if there is one.
+        """The macro action that matches the bot's next actions, or None.
 
-        `go to X` where the bot is on its way to X, `toggle and go through X` where it opens a door
-        to walk on; None where the bot's own primitive action has to do.
+        `go to X` if the bot walks to X, `toggle and go through X` if it opens a door and walks on.
         """
         target = expert.target()
         if target is not None and advice in (LEFT, RIGHT, FORWARD):

@@ -1,8 +1,8 @@
-"""minigrid's BabyAI levels: their names, their generation within bounds, and what an agent sees.
+"""minigrid's BabyAI levels: names, bounded generation, and the agent's view.
 
-Three things are done to a minigrid level, and none changes what it plays: its messages on standard
-output are silenced, its image observations (which nobody reads here) are not computed, and the
-random draws of its generation are counted, so that one that would go on for ever stops.
+Three patches of minigrid leave the game itself unchanged: messages on standard output are silenced,
+the unused image observations are not computed, and the random draws of level generation are
+counted, so that endless generation stops.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from minigrid.envs.babyai.core import roomgrid_level
 from ludus.core.errors import ConfigError, EnvError, did_you_mean
 
 VIEW = 7
-"""Cells that the agent sees ahead of it, its own row included, and from side to side."""
+"""Side length of the agent's square view, in cells; its own row is included."""
 
 MAX_DRAWS = 100_000
-"""Random numbers after which a level's generation is given up (the hungriest level: 3,000)."""
+"""Limit of random draws in a level's generation; no finite generation takes more than 3,000."""
 
 MAX_ATTEMPTS = 20
-"""Derived seeds that are tried before a level is called broken."""
+"""Derived seeds to try before a level's generation fails."""
 
 Cell = tuple[int, int]
 
-# minigrid prints "Sampling rejected" from this module; the name shadows the builtin there only.
+# minigrid prints "Sampling rejected" in this module; the name shadows the builtin only there.
 vars(roomgrid_level)["print"] = lambda *_: None
 
 
 def _newest_versions() -> dict[str, str]:
-    found: dict[str, tuple[int, str]] = {}
+    newest: dict[str, tuple[int, str]] = {}
     for env_id in gymnasium.registry:
         if match := re.fullmatch(r"BabyAI-(\w+)-v(\d+)", env_id):
             level, version = match[1], int(match[2])
-            found[level] = max(found.get(level, (-1, "")), (version, env_id))
-    return {level: env_id for level, (_, env_id) in found.items()}
+            newest[level] = max(newest.get(level, (-1, "")), (version, env_id))
+    return {level: env_id for level, (_, env_id) in newest.items()}
 
 
 LEVELS = _newest_versions()
@@ -48,7 +48,7 @@ LEVELS = _newest_versions()
 
 
 def short_name(level: str) -> str:
-    """The level's short name, from itself or from a Gymnasium id; ConfigError if unknown."""
+    """Returns the short name of a short name or a Gymnasium id. Errors: ConfigError: unknown."""
     match = re.fullmatch(r"BabyAI-(\w+)-v\d+", level)
     name = match[1] if match else level
     if name not in LEVELS:
@@ -57,20 +57,20 @@ def short_name(level: str) -> str:
 
 
 class _EndlessGeneration(Exception):
-    """The level drew more random numbers than any that ends."""
+    """A level's generation exceeded MAX_DRAWS."""
 
 
 def make_level(level: str, seed: int) -> Any:
-    """A freshly generated minigrid level; the same level and seed always give the same one.
+    """Generate a minigrid level, determined by level and seed.
 
-    Where a seed's generation does not end, the seeds `seed + 2**32`, `seed + 2 * 2**32`, ... are
-    tried in turn. Errors: EnvError for a seed that is no natural number, or if all of them fail.
+    If the generation does not end, the seeds `seed + 2**32`, `seed + 2 * 2**32`, ... are tried in
+    turn. Errors: EnvError for a seed that is not a natural number, or if all seeds fail.
     """
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise EnvError(f"babyai: seed must be a natural number, got {seed!r}")
     spec = gymnasium.spec(LEVELS[level])
     for attempt in range(MAX_ATTEMPTS):
-        # The class itself: gymnasium.make adds checks that double the cost of a step.
+        # Instantiate the class: gymnasium.make adds checks that double the cost of a step.
         world = load_env_creator(spec.entry_point)(**spec.kwargs)
         world.gen_obs = dict
         _limit_draws(world)
@@ -98,7 +98,7 @@ def _limit_draws(world: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A cell in view: `forward` steps ahead, `side` steps to the right (negative: to the left)."""
+    """A cell in view: `forward` steps ahead, `side` steps to the right (negative: left)."""
 
     forward: int
     side: int
@@ -112,7 +112,7 @@ class Seen:
 
     @property
     def place(self) -> str:
-        """Where it is: `2 forward 1 left`."""
+        """The cell's relative position: `2 forward 1 left`."""
         parts = [f"{self.forward} forward"] if self.forward else []
         if self.side:
             parts.append(f"{abs(self.side)} {'right' if self.side > 0 else 'left'}")
@@ -120,12 +120,12 @@ class Seen:
 
 
 def cell_at(world: Any, position: Cell) -> Any:
-    """What stands in a cell of the grid: a minigrid object, or None."""
+    """The minigrid object in a cell of the grid, or None."""
     return world.grid.grid[position[1] * world.grid.width + position[0]]
 
 
 def heading(world: Any) -> Cell:
-    """The step that going forward takes."""
+    """The (x, y) step of `go forward`."""
     return ((1, 0), (0, 1), (-1, 0), (0, -1))[world.agent_dir]
 
 
@@ -137,9 +137,8 @@ def look(world: Any) -> list[Seen]:
 def visible(world: Any) -> Iterator[Seen]:
     """The cells in view, in no particular order, without the agent's own.
 
-    The same visibility as minigrid's `Grid.process_vis`, without its copies of the grid: row by row
-    away from the agent, sight spreads sideways and ahead through everything but walls and doors
-    that are not open.
+    Same visibility as minigrid's `Grid.process_vis`, without its grid copies: row by row away from
+    the agent, sight spreads sideways and ahead, except through walls and closed doors.
     """
     cells, width, height = world.grid.grid, world.grid.width, world.grid.height
     ax, ay = int(world.agent_pos[0]), int(world.agent_pos[1])
@@ -181,7 +180,7 @@ def describe_object(content: Any) -> str:
 
 
 def can_toggle(world: Any, content: Any) -> bool:
-    """Whether toggling does something: to a box, and to a door unless it is locked and the agent
+    """Whether `toggle` has an effect: on a box, and on a door, unless it is locked and the agent
     does not carry its key."""
     if content is None or content.type not in ("door", "box"):
         return False
@@ -191,12 +190,12 @@ def can_toggle(world: Any, content: Any) -> bool:
 
 
 def walls(cells: list[Seen]) -> list[Seen]:
-    """The nearest wall straight ahead, to the left and to the right, where one is in view."""
-    found = []
+    """The nearest walls straight ahead, to the left and to the right, as far as in view."""
+    nearest = []
     for matches in (
         [c for c in cells if c.side == 0],
         [c for c in cells if c.forward == 0 and c.side < 0],
         [c for c in cells if c.forward == 0 and c.side > 0],
     ):
-        found += [c for c in matches if c.kind == "wall"][:1]
-    return found
+        nearest += [c for c in matches if c.kind == "wall"][:1]
+    return nearest

@@ -1,10 +1,10 @@
-"""Does an environment keep its promises? What `ludus check-env NAME` runs.
+"""Conformance checks of an environment, run by `ludus check-env NAME`.
 
     for finding in await check_env("babyai"):
         print(finding)
 
-Every check plays real episodes and says what it finds. No check stops the others, except that an
-environment that hangs ends them all: its thread cannot be stopped.
+Every check plays real episodes and reports findings. A failing check does not stop the others; a
+hanging environment stops all of them, since its thread cannot be killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ludus.core.errors import EnvError, EpisodeTimeout
 from ludus.core.types import Message, Spec, Task, ToolCall
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert
-from ludus.envs.checks.play import MOST_TURNS, Player, Turn, play_elsewhere
+from ludus.envs.checks.play import MAX_TURNS, Player, Turn, play_in_process
 
 RUBBISH = {
     "an empty action": Message(role="assistant", content=""),
@@ -37,15 +37,15 @@ RUBBISH = {
         role="assistant", tool_calls=[ToolCall(name="act"), ToolCall(name="")]
     ),
 }
-"""Actions that no environment knows. Each has to be answered; none may raise."""
+"""Malformed actions. An environment must answer each and raise on none."""
 
 PROCESS_START_S = 60.0
-"""Time that a fresh process may take for its imports, beside the episode."""
+"""Time allowance for the imports of a new process, in addition to the episode's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that a check found: an `error` breaks a promise, a `note` is worth knowing."""
+    """A result of a check: an `error` violates the protocol, a `note` is informative."""
 
     severity: Literal["error", "note"]
     check: str
@@ -57,7 +57,7 @@ class Finding:
 
 @dataclass
 class _Subject:
-    """The environment under test, and what was found so far (each thing once)."""
+    """The environment under test and the findings so far, without duplicates."""
 
     spec: Spec | None
     env_class: Any
@@ -81,10 +81,10 @@ async def check_env(
 ) -> list[Finding]:
     """Check an environment on `num_tasks` of its own tasks, spread over its tiers, or on `tasks`.
 
-    It conforms if no finding has severity `error`. `timeout_s` is how long one of its calls may
-    take. The checks watch this process's `sys.stdout` and random states: run nothing beside them.
+    The environment conforms if no finding has severity `error`. `timeout_s` limits each call. The
+    checks watch this process's `sys.stdout` and random states: run nothing else in the process.
 
-    Errors: ConfigError for a name or arguments that do not exist; nothing the environment does.
+    Errors: ConfigError for an unknown name or argument. Errors of the environment are findings.
     """
     subject = _subject(env, timeout_s)
     subject.tasks = list(tasks) if tasks is not None else _own_tasks(subject, num_tasks)
@@ -95,7 +95,7 @@ async def check_env(
             for name, check in CHECKS.items() if subject.tasks else ():
                 await _guarded(name, check, subject, player)
     except EpisodeTimeout as error:
-        subject.error("time", f"{error}; the checks after this one were not made")
+        subject.error("time", f"{error}; the remaining checks did not run")
     finally:
         player.close()
     if printed.getvalue():
@@ -103,7 +103,7 @@ async def check_env(
         subject.error("standard output", f"it prints, for example {text}; use logging")
     for library, state in _random_states().items():
         if before.get(library, state) != state:
-            text = f"it changes the global random state of {library}; use a generator of its own"
+            text = f"it changes the global random state of {library}; use its own generator"
             subject.error("random state", text)
     return list(subject.findings)
 
@@ -134,12 +134,12 @@ def _own_tasks(subject: _Subject, num_tasks: int) -> list[Task]:
     if tasks != again:
         subject.error(name, "the same tier and seed give different tasks")
     if len({task.id for task in tasks}) < len(tasks):
-        subject.error(name, "different seeds give tasks of the same id")
+        subject.error(name, "different seeds give tasks with the same id")
     return tasks
 
 
 def _random_states() -> dict[str, str]:
-    """The global random states of the libraries that are loaded."""
+    """The global random states of the loaded libraries."""
     states = {"random": repr(random.getstate())}
     if numpy := sys.modules.get("numpy"):
         name, keys, *rest = numpy.random.get_state()
@@ -183,7 +183,7 @@ async def _determinism(subject: _Subject, player: Player) -> None:
     if subject.spec is not None:
         task, limit = subject.tasks[0], subject.timeout_s + PROCESS_START_S
         first = await player.episode(task)
-        second = play_elsewhere(subject.spec, task, _actions(first), limit)
+        second = play_in_process(subject.spec, task, _actions(first), limit)
         if first != second:
             text = f"{task.id} differs in another process: {_difference(first, second)}"
             subject.error("determinism", text)
@@ -197,7 +197,7 @@ async def _expert(subject: _Subject, player: Player) -> None:
         total, done, num_turns = 0.0, False, 0
         try:
             await player.reset(env, task)
-            while not done and num_turns < MOST_TURNS:
+            while not done and num_turns < MAX_TURNS:
                 action = await player.expert(env)
                 result = await player.step(env, Message(role="assistant", content=action))
                 total, done, num_turns = total + (result.reward or 0.0), result.done, num_turns + 1
@@ -210,7 +210,7 @@ async def _expert(subject: _Subject, player: Player) -> None:
             text = f"{task.id}: the reward {total:g} is outside of score_range {env.score_range}"
             subject.error("rewards", text)
         if not done:
-            subject.error("expert", f"{task.id}: the episode does not end in {MOST_TURNS} turns")
+            subject.error("expert", f"{task.id}: the episode does not end in {MAX_TURNS} turns")
         elif total < env.success_at:
             subject.note("expert", f"{task.id}: the expert lost, with a reward of {total:g}")
     if without:
@@ -226,19 +226,22 @@ async def _rubbish(subject: _Subject, player: Player) -> None:
         except EpisodeTimeout:
             raise
         except Exception as error:
-            text = f"{name} raised {type(error).__name__}: {str(error)[:100]}; tell the model"
+            text = (
+                f"{name} raised {type(error).__name__}: {str(error)[:100]}; answer the model with "
+                "a message instead"
+            )
             subject.error("rubbish", text)
         finally:
             await player.close_env(env)
 
 
 async def _tools(subject: _Subject, player: Player) -> None:
-    """An expert's action survives the way to a tool call and back."""
+    """Convert an expert's action to a tool call and back."""
     env = subject.make()
     specs = list(env.tools())
     for spec in specs:
         if spec.parameters.get("type") != "object":
-            subject.error("tools", f"{spec.name}: its parameters are no schema of type object")
+            subject.error("tools", f"{spec.name}: its parameters are not a schema of type object")
     if not specs:
         return
     try:
@@ -256,7 +259,7 @@ async def _tools(subject: _Subject, player: Player) -> None:
 
 
 async def _life_cycle(subject: _Subject, player: Player) -> None:
-    """Steps out of turn are refused, close may come twice, and reset works after it."""
+    """Steps before reset and after the end are refused; close works twice; reset works after it."""
     env, task = subject.make(), subject.tasks[0]
     await _refuses_step(subject, player, env, "before reset")
     first = [turn async for turn in player.turns(env, task)]
@@ -284,30 +287,29 @@ async def _refuses_step(subject: _Subject, player: Player, env: Env, when: str) 
     except EpisodeTimeout:
         raise
     except Exception as error:
-        text = f"a step {when} raised {type(error).__name__}; raise EnvError, which says so"
+        text = f"a step {when} raised {type(error).__name__}; raise EnvError"
     else:
-        text = f"a step {when} was taken; raise EnvError"
+        text = f"a step {when} was accepted; raise EnvError"
     subject.error("life cycle", text)
 
 
 async def _independence(subject: _Subject, player: Player) -> None:
-    """Episodes that are played at the same time, turn by turn, do not touch each other: those of
-    different tasks, and those of one, as in a group."""
-    some = subject.tasks[:4]
-    once = [await player.episode(task) for task in some]
-    tasks, alone = [*some, *some], [*once, *once]
+    """Interleaved episodes, of different tasks and of the same task, do not affect each other."""
+    first_tasks = subject.tasks[:4]
+    episodes = [await player.episode(task) for task in first_tasks]
+    tasks, alone = [*first_tasks, *first_tasks], [*episodes, *episodes]
     envs = [subject.make() for _ in tasks]
     plays = [
         player.turns(env, task, _actions(turns))
         for env, task, turns in zip(envs, tasks, alone, strict=True)
     ]
-    together: list[list[Turn]] = [[] for _ in tasks]
+    interleaved: list[list[Turn]] = [[] for _ in tasks]
     for i in [
         i for k in range(max(map(len, alone))) for i in range(len(tasks)) if k < len(alone[i])
     ]:
         if (turn := await anext(plays[i], None)) is not None:
-            together[i].append(turn)
-    for task, one, other in zip(tasks, alone, together, strict=True):
+            interleaved[i].append(turn)
+    for task, one, other in zip(tasks, alone, interleaved, strict=True):
         if one != other:
             text = f"{task.id} differs beside other episodes: {_difference(one, other)}"
             subject.error("independence", text)

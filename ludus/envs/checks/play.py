@@ -1,4 +1,4 @@
-"""Playing an environment that cannot be trusted: with deadlines, and with its answers looked at."""
+"""Plays an untrusted environment, with timeouts and checks of its answers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ludus.envs.base import Env, NoExpert
 
 T = TypeVar("T")
 
-MOST_TURNS = 1000
-"""Turns after which an expert's episode is said not to end."""
+MAX_TURNS = 1000
+"""Turn limit of an expert's episode."""
 
 TURNS_WITHOUT_EXPERT = 5
-"""Turns played in an episode that no expert plays."""
+"""Turns of an episode without an expert."""
 
 Turn = tuple[str, tuple[str, ...], float | None, bool, bool]
-"""An action and what came of it: messages as JSON, reward, terminated, truncated."""
+"""Action, messages as JSON, reward, terminated, truncated."""
 
 
 class Player:
-    """Plays episodes in a thread of its own, and reports answers that break the protocol.
+    """Plays episodes in its own thread and reports answers that violate the protocol.
 
-    `report(check, detail)` is called for each. Errors: EpisodeTimeout where a call takes longer
-    than `timeout_s`: its thread cannot be stopped, so the player must not be used any more.
+    `report(check, detail)` is called for each violation. Errors: EpisodeTimeout if a call takes
+    longer than `timeout_s`. Its thread cannot be killed, so all later calls fail too.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Player:
         self._hang: EpisodeTimeout | None = None
 
     def close(self) -> None:
-        """End the thread, unless it hangs."""
+        """Stop the thread, unless it hangs."""
         if self._hang is None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
 
     async def call(self, what: str, function: Callable[[], Awaitable[T]]) -> T:
-        """What the coroutine of `function` returns, within the time limit."""
+        """Returns the result of `function`'s coroutine. Errors: EpisodeTimeout, or its own."""
 
         if self._hang is not None:
             raise self._hang
@@ -66,25 +66,25 @@ class Player:
         return future.result()
 
     async def reset(self, env: Env, task: Task) -> Observation:
-        """Reset and look at the answer. Errors: EnvError where it is no Observation."""
+        """Reset and check the answer. Errors: EnvError if it is not an Observation."""
         observation: Any = await self.call("reset", lambda: env.reset(task))
         if not isinstance(observation, Observation):
             raise EnvError(f"reset returned {kind(observation)}, not an Observation")
         if not observation.messages:
-            self.report("opening", "reset returned no messages: the model would see nothing")
-        self._look_at("reset", observation.messages)
+            self.report("opening", "reset returned no messages")
+        self._check_messages("reset", observation.messages)
         return observation
 
     async def step(self, env: Env, action: Message) -> StepResult:
-        """Step and look at the answer. Errors: EnvError where it is no StepResult."""
+        """Step and check the answer. Errors: EnvError if it is not a StepResult."""
         result: Any = await self.call("step", lambda: env.step(action))
         if not isinstance(result, StepResult):
             raise EnvError(f"step returned {kind(result)}, not a StepResult")
         if result.reward is not None and not math.isfinite(result.reward):
             self.report("rewards", f"step returned the reward {result.reward}")
         if not result.messages and not result.done:
-            self.report("answers", "step returned no messages, and the episode goes on")
-        self._look_at("step", result.messages)
+            self.report("answers", "step returned no messages, though the episode continues")
+        self._check_messages("step", result.messages)
         return result
 
     async def expert(self, env: Env) -> str:
@@ -96,7 +96,7 @@ class Player:
         return await self.call("expert_action", ask)
 
     async def close_env(self, env: Env) -> None:
-        """Close an environment that no check is about; what it raises is found elsewhere."""
+        """Close an environment; ignore its errors, which another check reports."""
         try:
             await self.call("close", env.close)
         except EpisodeTimeout:
@@ -104,24 +104,24 @@ class Player:
         except Exception:
             return
 
-    def _look_at(self, what: str, messages: Iterable[Any]) -> None:
+    def _check_messages(self, what: str, messages: Iterable[Any]) -> None:
         for message in messages:
             if not isinstance(message, Message):
                 self.report("messages", f"{what} returned {kind(message)} among its messages")
             elif message.role == "assistant":
-                self.report("messages", f"{what} returned an assistant message: the model's own")
+                self.report("messages", f"{what} returned an assistant message: only models may")
 
     async def turns(
         self, env: Env, task: Task, actions: Sequence[str] | None = None
     ) -> AsyncIterator[Turn]:
-        """The opening (as a turn without an action), then a turn for each of the given actions.
+        """Yields the opening (as a turn without an action), then a turn for each action.
 
-        Without actions the expert plays; where there is none, a few words do.
+        Without `actions` the expert plays; without an expert, a few arbitrary words.
         """
         opening = await self.reset(env, task)
         yield "", _dump(opening.messages), None, False, False
-        for number in range(MOST_TURNS if actions is None else len(actions)):
-            action = await self._words(env, number) if actions is None else actions[number]
+        for number in range(MAX_TURNS if actions is None else len(actions)):
+            action = await self._next_action(env, number) if actions is None else actions[number]
             if action is None:
                 return
             result = await self.step(env, Message(role="assistant", content=action))
@@ -130,14 +130,14 @@ class Player:
             if result.done:
                 return
 
-    async def _words(self, env: Env, turn: int) -> str | None:
+    async def _next_action(self, env: Env, turn: int) -> str | None:
         try:
             return await self.expert(env)
         except NoExpert:
             return f"look {turn}" if turn < TURNS_WITHOUT_EXPERT else None
 
     async def episode(self, task: Task, actions: Sequence[str] | None = None) -> list[Turn]:
-        """All turns of an episode, in a new environment."""
+        """Returns all turns of an episode, in a new environment."""
         env = self.make()
         try:
             return [turn async for turn in self.turns(env, task, actions)]
@@ -146,7 +146,7 @@ class Player:
 
 
 def kind(value: object) -> str:
-    """What a wrong answer is, in words."""
+    """The type of a wrong answer, in words."""
     return "None" if value is None else f"a {type(value).__name__}"
 
 
@@ -157,10 +157,10 @@ def _dump(messages: Iterable[Message]) -> tuple[str, ...]:
     )
 
 
-def play_elsewhere(spec: Spec, task: Task, actions: list[str], timeout_s: float) -> list[Turn]:
-    """The episode in a fresh process, which has another hash seed.
+def play_in_process(spec: Spec, task: Task, actions: list[str], timeout_s: float) -> list[Turn]:
+    """Play the episode in a new process, with another hash seed.
 
-    Errors: whatever the episode raises there, TimeoutError, MissingDependency (pebble).
+    Errors: TimeoutError, MissingDependency (pebble), and errors of the episode.
     """
     try:
         from pebble import ProcessPool
@@ -175,5 +175,5 @@ def play_elsewhere(spec: Spec, task: Task, actions: list[str], timeout_s: float)
 def _play_here(spec_json: str, task_json: str, actions: list[str]) -> list[Turn]:
     spec, task = Spec.model_validate_json(spec_json), Task.model_validate_json(task_json)
     player = Player(lambda: ENVS.build(spec), math.inf, lambda *_: None)
-    player.timeout_s = 3600.0  # the pool's own limit comes first
+    player.timeout_s = 3600.0  # the pool's timeout is shorter
     return asyncio.run(player.episode(task, actions))

@@ -12,10 +12,10 @@
     assistant   craft 6 oak slab using 3 oak planks
     user        crafted 6 oak slab. goal reached.
 
-The commands are those that the goal needs, and some that it does not. `oak logs` is a tag: any of
-its items will do (the oak log, stripped oak wood, ...). Only what cannot be crafted can be got.
-The recipes are Minecraft 1.16's: 549 goals, of depth 1 to 4 (144, 278, 116, 11; the original
-TextCraft has 544: 125, 291, 117, 11).
+The commands contain the recipes that the goal needs, and distractors. `oak logs` is a tag: any of
+its items can be used (oak log, stripped oak wood, ...). `get` works only for items that cannot be
+crafted. The recipes are Minecraft 1.16's, with 549 goals of depth 1 to 4 (144, 278, 116, 11; the
+original TextCraft has 544: 125, 291, 117, 11).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ludus.envs.actions import action_text, answer, call_text, tool_spec
 from ludus.envs.base import Env, NoExpert
 from ludus.envs.textcraft.recipes import Plan, Recipe, Table, load_table
 
-MOST_AT_ONCE = 999
-"""The most items that one `get` brings."""
+MAX_GET = 999
+"""Maximum number of items of a `get`."""
 
 COUNTED = re.compile(r"(\d{1,4}) (\S.*)")
 
@@ -45,14 +45,14 @@ such as oak logs or planks, use an item of it), or "inventory"."""
 
 
 class TextCraft(Env):
-    """One crafting goal. Reward 1 when it is crafted, else 0; the goal's depth is the tier.
+    """A crafting goal. Reward 1 when it is crafted, else 0; the goal's depth is the tier.
 
     `StepResult.info` has `success` and `depth`. A task's data is `{"goal": item, "seed": n}`; the
-    seed draws which recipes are shown where there is a choice, the distractors and their order.
+    seed draws the shown recipes (if there are alternatives), the distractors and the order.
     """
 
     agentgym: ClassVar[str | None] = "textcraft"
-    blocking: ClassVar[bool] = False  # a step takes microseconds; another thread costs more
+    blocking: ClassVar[bool] = False  # a step takes microseconds, less than a thread switch
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     success_at: ClassVar[float] = 1.0
     max_turns: ClassVar[int] = 30
@@ -60,7 +60,7 @@ class TextCraft(Env):
     def __init__(
         self,
         num_distractors: Annotated[
-            int, Field(ge=0, le=500, description="Most commands shown that the goal needs not.")
+            int, Field(ge=0, le=500, description="Maximum number of commands not needed.")
         ] = 10,
         max_steps: Annotated[
             int | None, Field(ge=1, description="Actions in an episode; null: no limit.")
@@ -81,7 +81,7 @@ class TextCraft(Env):
             raise EnvError(f"textcraft: task {task.id!r}: {goal!r} is not a goal{near}")
         self._goal, self._done, self._num_steps = goal, False, 0
         self._inventory: Counter[str] = Counter()
-        # A string seeds through SHA-512: the same in every process, whatever PYTHONHASHSEED.
+        # A string seed goes through SHA-512, so it does not depend on PYTHONHASHSEED.
         rng = random.Random(f"textcraft/{goal}/{seed}")
         self._plan = make_plan(self._table, goal, rng)
         commands = self._commands(rng)
@@ -125,7 +125,7 @@ class TextCraft(Env):
         self._goal, self._done = None, True
 
     def _act(self, text: str) -> tuple[str, str | None]:
-        """The reply to an action, and the item that it crafted, if it crafted one."""
+        """Returns the reply to an action, and the crafted item, if any."""
         if text == "inventory":
             held = [f"{count} {item}" for item, count in sorted(self._inventory.items()) if count]
             return f"inventory: {', '.join(held) or 'nothing'}.", None
@@ -150,8 +150,8 @@ class TextCraft(Env):
             return f"there is no {item}."
         if item in self._table.recipes:
             return f"{item} has to be crafted."
-        if not 1 <= count <= MOST_AT_ONCE:
-            return f"get 1 to {MOST_AT_ONCE}."
+        if not 1 <= count <= MAX_GET:
+            return f"get 1 to {MAX_GET}."
         self._inventory[item] += count
         return f"got {count} {item}."
 
@@ -225,15 +225,15 @@ class TextCraft(Env):
 
     @classmethod
     def num_goals(cls, tier: str) -> int:
-        """Goals of a tier. Seeds below this number have one goal each; seeds above it repeat them
-        with other distractors, so a held-out set of new goals takes its seeds from below."""
+        """Number of goals of a tier. Seeds below it have distinct goals; seeds above repeat them
+        with other distractors, so a held-out set of new goals needs seeds below it."""
         return len(_goals(tier))
 
     @classmethod
     def task(cls, tier: str | None, seed: int) -> Task:
-        """The tier's goal number `seed % num_goals(tier)`; no tier: of the goals of all depths.
+        """The tier's goal number `seed % num_goals(tier)`; no tier: goals of all depths.
 
-        `depth-2:40` has the first 40 goals of `depth-2`; goals are in no order of meaning.
+        `depth-2:40` has the first 40 goals of `depth-2`; goals are in pseudo-random order.
         """
         goals = _goals(tier)
         goal = goals[seed % len(goals)]
@@ -258,8 +258,8 @@ def _goals(tier: str | None) -> Sequence[str]:
         return goals
     if not number.isdecimal() or not 1 <= int(number) <= len(goals):
         raise ConfigError(
-            f"{tier!r} is not a tier of textcraft: after the colon stands how many of its goals, "
-            f"1 to {len(goals)}"
+            f"{tier!r} is not a tier of textcraft: the number after the colon must be 1 to "
+            f"{len(goals)}, the tier's goals"
         )
     return goals[: int(number)]
 
@@ -272,24 +272,24 @@ def _count_item(text: str) -> dict[str, Any]:
 
 
 def make_plan(table: Table, goal: str, rng: random.Random) -> Plan:
-    """One of the shallowest ways to the goal.
+    """Draw one of the shallowest plans for the goal.
 
-    A tag whose items are crafted is stood for by one of the shallowest, drawn at random: its
-    command is shown, so it can be told. A tag of raw items is always stood for by the same one.
+    A tag of crafted items is replaced by one of its shallowest items, drawn at random (its recipe
+    is shown). A tag of raw items is always replaced by the same item.
     """
     recipes: dict[str, Recipe] = {}
     members: dict[str, str] = {}
-    wanted = [goal]
-    while wanted:
-        item = wanted.pop()
+    needed = [goal]
+    while needed:
+        item = needed.pop()
         if item in recipes or item not in table.recipes:
             continue
-        ways = [r for r in table.recipes[item] if table.depth_of(r) == table.depths[item]]
-        recipes[item] = rng.choice(ways)
+        shallowest = [r for r in table.recipes[item] if table.depth_of(r) == table.depths[item]]
+        recipes[item] = rng.choice(shallowest)
         for name, _ in recipes[item].ingredients:
             if name in table.tags and name not in members:
                 members[name] = _member(table, name, rng)
-            wanted.append(members.get(name, name))
+            needed.append(members.get(name, name))
     return Plan(recipes, members)
 
 
@@ -300,7 +300,7 @@ def _member(table: Table, tag: str, rng: random.Random) -> str:
 
 
 def fits(table: Table, recipe: Recipe, count: int, given: Counter[str]) -> bool:
-    """Whether what is given is exactly what the recipe takes; items of a tag may be mixed."""
+    """Whether `given` is exactly the recipe's ingredients; items of a tag may be mixed."""
     left = Counter(given)
     if recipe.count != count:
         return False

@@ -1,7 +1,7 @@
-"""TextCraft's recipe table: what can be made of what, how deep, and the goals.
+"""TextCraft's recipe table: recipes, depths and goals.
 
-The table is `data/recipes.json`, written once by scripts/extract_recipes.py. An ingredient is an
-item (`stick`) or a tag, a family of items of which any will do (`planks`: oak planks, ...).
+The table is `recipes.json`, written by scripts/extract_recipes.py. An ingredient is an item
+(`stick`) or a tag, a set of interchangeable items (`planks`: oak planks, ...).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from importlib.resources import files
 
 @dataclass(frozen=True)
 class Recipe:
-    """`count` of `item` are made, exactly, from `ingredients`: (item or tag, how many)."""
+    """Makes `count` of `item` from `ingredients`, as (item or tag, count)."""
 
     item: str
     count: int
@@ -30,14 +30,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Table:
-    """All recipes, by the item that they make, and the tags with their items."""
+    """All recipes by the crafted item, and the items of each tag."""
 
     recipes: Mapping[str, tuple[Recipe, ...]]
     tags: Mapping[str, tuple[str, ...]]
 
     @cached_property
     def items(self) -> frozenset[str]:
-        """Every item there is: crafted, used, or in a tag."""
+        """All items: crafted, used, or in a tag."""
         used = {
             name for ways in self.recipes.values() for way in ways for name, _ in way.ingredients
         }
@@ -45,7 +45,7 @@ class Table:
         return frozenset((used - set(self.tags)) | members | set(self.recipes))
 
     def choices(self, name: str) -> tuple[str, ...]:
-        """The items that will do for an ingredient."""
+        """The items that can be used for an ingredient."""
         return self.tags.get(name, (name,))
 
     @cached_property
@@ -54,13 +54,13 @@ class Table:
         depths = {item: 0 for item in self.items if item not in self.recipes}
 
         def depth_of(recipe: Recipe) -> int | None:
-            found = []
+            ingredient_depths = []
             for name, _ in recipe.ingredients:
                 known = [depths[item] for item in self.choices(name) if item in depths]
                 if not known:
                     return None
-                found.append(min(known))
-            return 1 + max(found)
+                ingredient_depths.append(min(known))
+            return 1 + max(ingredient_depths)
 
         changed = True
         while changed:
@@ -79,7 +79,7 @@ class Table:
 
     @cached_property
     def goals(self) -> Mapping[int, tuple[str, ...]]:
-        """Craftable items by depth, in an order that is fixed but says nothing about the names."""
+        """Craftable items by depth, in a fixed pseudo-random order."""
         by_depth: dict[int, list[str]] = defaultdict(list)
         for item in sorted(self.recipes, key=lambda item: hashlib.sha256(item.encode()).digest()):
             by_depth[self.depths[item]].append(item)
@@ -88,7 +88,7 @@ class Table:
 
 @cache
 def load_table() -> Table:
-    """The shipped table."""
+    """The packaged table."""
     text = files("ludus.envs.textcraft").joinpath("recipes.json").read_text(encoding="utf-8")
     data = json.loads(text)
     recipes: dict[str, list[Recipe]] = defaultdict(list)
@@ -102,23 +102,22 @@ def load_table() -> Table:
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to a goal: a recipe for every item crafted, and the item that stands for each tag."""
+    """A plan for a goal: a recipe for each crafted item, and the item used for each tag."""
 
     recipes: Mapping[str, Recipe]
     members: Mapping[str, str]
 
     def actions(self, goal: str, inventory: Counter[str]) -> list[str]:
-        """The actions that are left, by backward chaining; what is gathered is gathered at once.
+        """The remaining actions, by backward chaining; each raw item is gathered in one action.
 
-        What an ingredient needs is made first, then set aside, so that the next ingredient does not
-        take it.
+        Each ingredient is made, then reserved, so that the next ingredient does not use it.
         """
         free = Counter(inventory)
         gathered: Counter[str] = Counter()
-        steps: list[Recipe | str] = []  # what is crafted, and which raw item is gathered
+        steps: list[Recipe | str] = []  # recipes to craft, raw items to gather
 
         def provide(item: str, count: int) -> None:
-            """Set aside `count` of `item`, making what is missing."""
+            """Reserve `count` of `item`, making the missing ones."""
             while free[item] < count:
                 recipe = self.recipes.get(item)
                 if recipe is None:

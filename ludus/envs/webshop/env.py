@@ -1,4 +1,4 @@
-"""WebShop: buy what an instruction asks for (Yao et al., NeurIPS 2022, arXiv:2207.01206).
+"""WebShop: buy the product of an instruction (Yao et al., NeurIPS 2022, arXiv:2207.01206).
 
     user        WebShop [SEP] Instruction: [SEP] i need tea tree shampoo, with citrus scent, and
                 price lower than 30.00 dollars [SEP] Search
@@ -45,13 +45,13 @@ from ludus.envs.webshop.reward import Product, score
 from ludus.envs.webshop.shop import Instructions, Kind, load_shop
 
 TIERS = ("options-0", "options-1", "options-2")
-"""How many options the goal asks for; options-2: two or more. `options-0/attributes-1:beauty` is
-narrower: goals that ask for one attribute as well, for products of that department."""
+"""Number of options that the goal asks for; options-2: two or more. A narrower tier such as
+`options-0/attributes-1:beauty` also sets the number of attributes and the department."""
 
 TIER = re.compile(r"(options-\d)(?:/attributes-(\d))?(?::(.+))?")
 
 FIRST_HELD_OUT = 1_000_000
-"""Seeds from here on are of the held-out goals, those below of the training goals."""
+"""Seeds from this number give held-out goals, lower seeds training goals."""
 
 ACTION = re.compile(r"(search|click)\[(.+)\]", re.DOTALL)
 
@@ -62,19 +62,19 @@ once."""
 
 
 class WebShop(Env):
-    """One instruction; the episode ends with a purchase, whose reward is between 0 and 1.
+    """An instruction; the episode ends with a purchase, with a reward from 0 to 1.
 
-    `StepResult.info` has `success`, `available_actions` (`search[keywords]` where the page has a
-    search bar, and a click on all that it shows) and, after the purchase, the reward's parts:
-    `type`, `num_attributes`, `num_options`, `price`.
+    `StepResult.info` has `success`, `available_actions` (`search[keywords]` on pages with a search
+    bar, and the possible clicks) and, after the purchase, the parts of the reward: `type`,
+    `num_attributes`, `num_options`, `price`.
 
     A task's data is `{"goal": index}`, in the original's order of goals, or
-    `{"split": "train" or "heldout", "seed": n}`, with `options`, `attributes` and `department`
-    where it is to be a goal of that `webshop_shop.Kind`.
+    `{"split": "train" or "heldout", "seed": n}`, optionally with the `options`, `attributes` and
+    `department` of a `shop.Kind`.
     """
 
     agentgym: ClassVar[str | None] = "webshop"
-    blocking: ClassVar[bool] = False  # a step takes well under a millisecond and cannot hang
+    blocking: ClassVar[bool] = False  # a step takes less than a millisecond and cannot hang
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     success_at: ClassVar[float] = 1.0
     max_turns: ClassVar[int] = 10
@@ -82,13 +82,13 @@ class WebShop(Env):
     def __init__(
         self,
         path: Annotated[
-            str | None, Field(description="Folder of WebShop's files; null: the shop of ludus.")
+            str | None, Field(description="Folder of WebShop's files; null: the built-in shop.")
         ] = None,
         num_products: Annotated[
             int | None, Field(ge=1, description="Use only the first products; null: all.")
         ] = None,
         instructions: Annotated[
-            Instructions, Field(description="Written by people, or made by rules (own files only).")
+            Instructions, Field(description="Human-written, or synthetic (needs `path`).")
         ] = "human",
         page_size: Annotated[
             int, Field(ge=1, le=50, description="Products on a page of results.")
@@ -96,18 +96,18 @@ class WebShop(Env):
         codes: Annotated[
             Literal["asin", "place"],
             Field(
-                description="What names a product in the results: its ASIN, as in the original, or "
-                "its place on the page (`item 1`), for a model too small to copy ASINs."
+                description="Name of a product in the results: its ASIN, as in the original, or "
+                "its position (`item 1`), for models too small to copy ASINs."
             ),
         ] = "asin",
         repeat_instruction: Annotated[
-            bool, Field(description="On every page, as in the original; false: on the first.")
+            bool, Field(description="Show the instruction on every page; false: on the first.")
         ] = True,
         reward: Annotated[
             Literal["score", "success"],
             Field(
-                description="The original's score, half of which is paid for any product of the "
-                "kind; or 1 for a purchase that is right in everything, else 0."
+                description="score: the original's, which gives about half for any product of the "
+                "kind; success: 1 for a purchase with full score, else 0."
             ),
         ] = "score",
         guide: Annotated[
@@ -145,24 +145,24 @@ class WebShop(Env):
             return int(index)
         if data.get("split") not in ("train", "heldout") or type(data.get("seed")) is not int:
             raise EnvError(
-                f"webshop: task {task.id!r}: its data needs a goal, or a split (train or heldout) "
-                "and a seed"
+                f"webshop: task {task.id!r}: data needs a goal, or a split (train or heldout) and "
+                "a seed"
             )
         for name, wanted in (("options", int), ("attributes", int), ("department", str)):
             if not isinstance(given := data.get(name), wanted | None):
                 raise EnvError(
-                    f"webshop: task {task.id!r}: data.{name} is {given!r:.40}, no "
-                    f"{JSON_NAMES[wanted]}, nor null"
+                    f"webshop: task {task.id!r}: data.{name} is {given!r:.40}, not "
+                    f"{JSON_NAMES[wanted]} or null"
                 )
         kind = Kind(data.get("options"), data.get("attributes"), data.get("department"))
         goals = self._shop.split(data["split"], kind)
         if not goals:
-            known = self._shop.departments()
-            if kind.department not in (None, *known):
-                there = ", ".join(name for name in known if name) or "none"
+            departments = self._shop.departments()
+            if kind.department not in (None, *departments):
+                names = ", ".join(name for name in departments if name) or "none"
                 raise EnvError(
                     f"webshop: task {task.id!r}: this shop has no department "
-                    f"{kind.department!r:.40}; there is {there}"
+                    f"{kind.department!r:.40}; it has {names}"
                 )
             raise EnvError(f"webshop: task {task.id!r}: this shop has no goal of {task.tier}")
         return goals[int(data["seed"]) % len(goals)]
@@ -177,7 +177,7 @@ class WebShop(Env):
         elif parsed[1] == "search":
             self._search(parsed[2])
         else:
-            # As an action's text is made: in lower case, with single spaces.
+            # Normalised like the action's text: lower case, single spaces.
             shown = {" ".join(text.lower().split()): text for text in self._clickable()}
             if parsed[2] not in shown:
                 remark = "there is nothing of that name to click. "
@@ -202,7 +202,7 @@ class WebShop(Env):
         return clickable(self._page, self._product, self.page_size, self._places)
 
     def _actions(self) -> list[str]:
-        """What the page offers; two options may share a value."""
+        """The possible actions, without duplicates: two options may share a value."""
         assert self._page is not None
         search = ["search[keywords]"] if self._page.kind == "search" else []
         clicks = dict.fromkeys(text.lower() for text in self._clickable())
@@ -218,7 +218,7 @@ class WebShop(Env):
         self._page = Page("results", keywords, self._shop.search(keywords))
 
     def _click(self, text: str) -> None:
-        """Follow a link, choose an option, or press a button other than the last."""
+        """Follow a link, choose an option, or press a button other than BUY."""
         page = self._page
         assert page is not None
         if text == BACK:
@@ -300,9 +300,9 @@ class WebShop(Env):
 
     @classmethod
     def task(cls, tier: str | None, seed: int) -> Task:
-        """Goal number `seed` of the tier's, beginning anew after the last.
+        """The tier's goal number `seed`, modulo the number of goals.
 
-        Seeds from 1,000,000 on are of the held-out goals, which share none with the training goals.
+        Seeds from 1,000,000 give held-out goals, which are disjoint from the training goals.
         """
         heldout = seed >= FIRST_HELD_OUT
         return Task(
@@ -318,11 +318,11 @@ class WebShop(Env):
 
 
 def _kind(tier: str) -> Kind:
-    """What a tier stands for; which departments there are, the shop knows."""
+    """The Kind of a tier; the department is checked by the shop."""
     parsed = TIER.fullmatch(tier)
     if parsed is None or parsed[1] not in TIERS:
         raise ConfigError(
-            f"{tier!r} is not a tier of webshop{did_you_mean(tier, TIERS)} (narrower ones are "
-            "written options-0:beauty, options-0/attributes-1, options-0/attributes-1:beauty)"
+            f"{tier!r} is not a tier of webshop{did_you_mean(tier, TIERS)} (narrower tiers are "
+            "options-0:beauty, options-0/attributes-1, options-0/attributes-1:beauty)"
         )
     return Kind(TIERS.index(parsed[1]), int(parsed[2]) if parsed[2] else None, parsed[3])

@@ -1,6 +1,6 @@
-"""WebShop's expert: it searches in the instruction's own words, opens the first product that has
-all that is asked for, picks the options and buys. It sees what the products are, not only their
-pages, and finds its way from any page.
+"""WebShop's expert: searches with the instruction's words, opens the first product that meets all
+requirements, chooses the options and buys. It reads the catalogue, not only the pages, and can
+continue from any page.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ludus.envs.webshop.shop import Shop
 
 
 def advise(shop: Shop, goal: Goal, page: Page, size: int) -> str:
-    """The action that leads on to a purchase of full reward, or of the product that was meant."""
+    """The next action towards a purchase with full reward, or of the goal's own product."""
     target = shop.products[goal.asin]
     if page.kind in SUB_PAGES:
         return f"click[{PREVIOUS}]"
@@ -36,21 +36,21 @@ def advise(shop: Shop, goal: Goal, page: Page, size: int) -> str:
 
 
 def best_query(shop: Shop, goal: Goal, size: int) -> str:
-    """The first of some searches that shows the right product on the first page; else on a later
-    one; else the target's title."""
+    """The first of several queries with a fulfilling product on the first page of results; else on
+    a later page; else the target's title."""
     target = shop.products[goal.asin]
     words = " ".join([*goal.attributes, target.query])
     queries = [" ".join([words, *goal.options]), words, target.title.lower()]
     hits = [shop.search(query) for query in queries]
     for last in (size, None):
-        for query, found in zip(queries, hits, strict=True):
-            if _first(shop, goal, found[:last]):
+        for query, asins in zip(queries, hits, strict=True):
+            if _first(shop, goal, asins[:last]):
                 return query
     return queries[-1]
 
 
 def choices(product: Product, goal: Goal) -> dict[str, str]:
-    """The values of the product's options that the goal asks for, as far as it has them."""
+    """The product's option values that the goal asks for, as far as the product has them."""
     return {
         name: value
         for wanted in goal.options
@@ -61,7 +61,7 @@ def choices(product: Product, goal: Goal) -> dict[str, str]:
 
 
 def fulfils(product: Product, target: Product, goal: Goal) -> bool:
-    """Whether buying it, with the best options, gives the full reward."""
+    """Whether buying the product with the best options gives the full reward."""
     return score(goal, target, product, choices(product, goal).values()).value == 1.0
 
 

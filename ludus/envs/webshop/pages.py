@@ -1,10 +1,10 @@
-"""WebShop's pages as text, and what can be clicked on them.
+"""WebShop's pages as text, and their clickable elements.
 
     Instruction: [SEP] i need a shampoo [SEP] Back to Search [SEP] Page 1 (Total results: 50) [SEP]
     Next > [SEP] B0QWXRTKLM [SEP] Norara Shampoo, Tea Tree [SEP] $9.49 [SEP] ...
 
-As in the original's text mode, texts are joined by ` [SEP] `; a page does not show which options
-were chosen. What the original's last page shows of the goal is left out.
+As in the original's text mode, texts are joined by ` [SEP] `, and chosen options are not marked.
+Unlike the original, the last page does not show the goal.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SUB_PAGES = ("Description", "Features", "Reviews")
 
 @dataclass(slots=True)
 class Page:
-    """Where the customer is. `kind`: search, results, item, or one of SUB_PAGES.
+    """The current page. `kind`: search, results, item, or one of SUB_PAGES.
 
-    `hits` are the asins that the last search found, `number` the page of them, from 1 on; `options`
-    the values chosen of the product `asin`, by the name of the option.
+    `hits` are the asins of the last search, `number` the page of results, counted from 1;
+    `options` maps the options of the product `asin` to the chosen values.
     """
 
     kind: str = "search"
@@ -42,8 +42,8 @@ def on_page(page: Page, size: int) -> Sequence[str]:
 
 
 def links(page: Page, size: int, places: bool = False) -> dict[str, str]:
-    """What is clicked to open each product of this page of the results, and the product's asin: the
-    asin itself, or its place on the page, `item 1` and so on."""
+    """Maps the link of each product on this page of results to its asin; the link is the asin, or
+    with `places` the position on the page, `item 1` and so on."""
     return {
         f"item {place}" if places else asin: asin
         for place, asin in enumerate(on_page(page, size), 1)
@@ -51,7 +51,7 @@ def links(page: Page, size: int, places: bool = False) -> dict[str, str]:
 
 
 def buttons(page: Page, size: int) -> list[str]:
-    """The buttons of a page, as they are shown and in their order."""
+    """The buttons of a page, in the order shown."""
     if page.kind == "search":
         return []
     if page.kind == "results":
@@ -62,7 +62,7 @@ def buttons(page: Page, size: int) -> list[str]:
 
 
 def clickable(page: Page, product: Product | None, size: int, places: bool = False) -> list[str]:
-    """All that can be clicked, as it is shown."""
+    """The texts of all clickable elements, as shown."""
     products = list(links(page, size, places)) if page.kind == "results" else []
     values: list[str] = []
     if page.kind == "item" and product is not None:
@@ -77,7 +77,7 @@ def text_of_page(
     size: int,
     places: bool = False,
 ) -> str:
-    """What the customer sees; without an instruction, what stands below it."""
+    """The page's text, with the instruction at the top unless it is None."""
     head = [] if instruction is None else ["Instruction:", instruction]
     shown = buttons(page, size)
     if page.kind == "search":

@@ -2,11 +2,10 @@
 
     reward = r_type * (attributes met + options met + [price <= limit]) / (attributes + options + 1)
 
-`r_type` is 1 where what was bought is of the kind that was asked for, and less the less their
-titles share. The original takes the nouns of a title from a spaCy model that has to be downloaded;
-here the words of a title count, without function words and numbers. Everything else is the
-original's, its peculiarities included: `x-large` counts as `large`, and colors are compared by
-the first of a list of color names that stands in them.
+`r_type` is 1 if the bought product is of the requested kind, and lower the fewer words the titles
+share. The original extracts the nouns of a title with a spaCy model, which must be downloaded; here
+all words count except function words and numbers. The rest is as in the original, including quirks:
+`x-large` matches `large`, and colors are compared by the first listed color name they contain.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from rapidfuzz import fuzz, utils
 
 MATCH_ABOVE = 85
-"""token_set_ratio, of 100, above which two texts count as the same."""
+"""token_set_ratio (0 to 100) above which two texts match."""
 
 COLORS = """
 alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown
@@ -38,9 +37,9 @@ STOP_WORDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """What the shop sells. `options` maps a name to its values, all in lower case; `price` is what
-    is paid, `price_tag` what is shown, which may be a range; `department` is the data's `category`,
-    as `beauty`, and `category` its `product_category`, a path."""
+    """A product of the shop. `options` maps names to values, in lower case. `price` is the price
+    paid; `price_tag` is shown and may be a range. `department` is the data's `category` (`beauty`),
+    `category` its `product_category`, a path."""
 
     asin: str
     title: str
@@ -63,7 +62,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """An instruction, and what it asks for: attributes, values of options, at most a price."""
+    """An instruction and its requirements: attributes, option values, a price limit."""
 
     asin: str
     instruction: str
@@ -74,7 +73,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A reward and what it is made of; `num_attributes` and `num_options` count those met."""
+    """A reward and its parts; `num_attributes` and `num_options` count the requirements met."""
 
     value: float
     type: float
@@ -84,7 +83,7 @@ class Parts:
 
 
 def score(goal: Goal, target: Product, bought: Product, options: Iterable[str]) -> Parts:
-    """The reward, from 0 to 1, of buying `bought` with `options` where `target` was meant."""
+    """The reward, 0 to 1, of buying `bought` with `options` when `target` is the goal's product."""
     r_type = type_score(target, bought)
     num_attributes = sum(has_attribute(bought, wanted) for wanted in goal.attributes)
     chosen = list(options)
@@ -96,8 +95,8 @@ def score(goal: Goal, target: Product, bought: Product, options: Iterable[str]) 
 
 
 def type_score(target: Product, bought: Product) -> float:
-    """1 for the same query, two shared categories or similar titles, else 0.5; whatever else
-    agrees, 0.1 where under a tenth of the words of the target's title is shared, 0 where none is.
+    """1 for the same query, two shared categories or similar titles, else 0.5; but 0.1 if less than
+    10 % of the words of the target's title are shared, and 0 if none are.
     """
     wanted = _words(target.title)
     shared = len(wanted & _words(bought.title)) / len(wanted) if wanted else 0.2
@@ -110,24 +109,24 @@ def type_score(target: Product, bought: Product) -> float:
 
 
 def has_attribute(product: Product, wanted: str) -> bool:
-    """Among the product's attributes, or word for word in its title, bullets or description."""
+    """Whether a product's attributes match `wanted`, or its title, bullets or description hold it."""
     if any(same_attribute(attribute, wanted) for attribute in product.attributes):
         return True
     return any(wanted in text for text in product.text())
 
 
 def same_attribute(one: str, other: str) -> bool:
-    """Whether two attributes count as the same."""
+    """Whether two attributes match."""
     return fuzz.token_set_ratio(one, other, processor=utils.default_process) > MATCH_ABOVE
 
 
 def same_option(one: str, other: str) -> bool:
-    """Whether two values of an option count as the same."""
+    """Whether two option values match."""
     return same_attribute(normalise_color(one), normalise_color(other))
 
 
 def normalise_color(text: str) -> str:
-    """The first of the color names, in alphabetical order, that stands in the text; else it."""
+    """The alphabetically first color name in the text, or the text itself."""
     return next((color for color in COLORS if color in text), text)
 
 

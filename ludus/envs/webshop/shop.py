@@ -1,9 +1,9 @@
-"""WebShop's shop: products and goals from its files, and the search over them.
+"""WebShop's products and goals, read from its files, and the product search.
 
-The files are WebShop's own, in one folder: `items_shuffle.json` (products), `items_ins_v2.json`
-(attributes, and instructions made by rules), `items_human_ins.json` (instructions by people) and
-`reviews.json` (which may be absent); the small set has `_1000` before `.json`. The shop that ludus
-brings along is in the same formats, made by scripts/make_webshop_catalogue.py.
+The files are WebShop's, in one folder: `items_shuffle.json` (products), `items_ins_v2.json`
+(attributes and synthetic instructions), `items_human_ins.json` (human instructions) and
+`reviews.json` (optional); the small set has `_1000` before `.json`. The built-in shop has the same
+formats and is made by scripts/make_webshop_catalogue.py.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from ludus.envs.webshop.reward import Goal, Product
 Instructions = Literal["human", "synthetic"]
 
 NUM_HITS = 50
-"""Products that a search finds at most."""
+"""Maximum number of results of a search."""
 
 NUM_HELD_OUT, NUM_DEVELOPMENT = 500, 1000
-"""The original's split: the first 500 goals are the test's, the next 1,000 for development.
+"""The original's split: the first 500 goals are for testing, the next 1,000 for development.
 
-Of the shop that ludus brings along, the first sixth is held out, and the rest for training.
+Of the built-in shop, the first sixth is held out, the rest is for training.
 """
 
 NO_LIMIT = 1_000_000.0
-"""The price limit of a goal that names none."""
+"""Price limit of a goal without a limit."""
 
 WORD = r"(?u)\b\w+\b"
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What goals have in common; None: whatever it is.
+    """A filter of goals; None: any value.
 
-    `options` and `attributes` are how many of them the instruction asks for (2 options: or more),
-    `department` is that of the product that was meant.
+    `options` and `attributes` are the numbers of requirements in the instruction (options 2: two
+    or more), `department` is the department of the goal's product.
     """
 
     options: int | None = None
@@ -56,7 +56,7 @@ class Kind:
     department: str | None = None
 
     def has(self, goal: Goal, product: Product) -> bool:
-        """Whether a goal, for this product, is of the kind."""
+        """Whether the filter matches a goal with this product."""
         return (
             self.options in (None, min(len(goal.options), 2))
             and self.attributes in (None, len(goal.attributes))
@@ -79,41 +79,41 @@ class Shop:
     _splits: dict[tuple[str, Kind], list[int]] = field(default_factory=dict)
 
     def search(self, keywords: str) -> list[str]:
-        """Asins of the products that share a word with `keywords`, best first, at most 50.
+        """Asins of up to 50 products that share a word with `keywords`, best first.
 
-        Products of one score stand in the catalogue's order.
+        Ties are in the catalogue's order.
         """
-        known = self._index.vocab_dict
-        words = [w for w in re.findall(WORD, keywords.lower()) if w in known]
+        vocabulary = self._index.vocab_dict
+        words = [w for w in re.findall(WORD, keywords.lower()) if w in vocabulary]
         if not words:
             return []
         scores = self._index.get_scores(words)
-        found = np.flatnonzero(scores > 0)
-        best = found[np.argsort(-scores[found], kind="stable")[:NUM_HITS]]
+        matches = np.flatnonzero(scores > 0)
+        best = matches[np.argsort(-scores[matches], kind="stable")[:NUM_HITS]]
         return [self._asins[i] for i in best]
 
     def split(self, name: str, kind: Kind = ANY) -> list[int]:
-        """Indices of `train`'s or `heldout`'s goals of that kind."""
-        found = self._splits.get((name, kind))
-        if found is None:
+        """Indices of the goals of split `train` or `heldout` that `kind` matches."""
+        indices = self._splits.get((name, kind))
+        if indices is None:
             goals = ((i, self.goals[i]) for i in self._parts[name])
-            found = [i for i, goal in goals if kind.has(goal, self.products[goal.asin])]
-            if found:  # kinds without a goal are without end, and whoever sends a task may ask
-                self._splits[name, kind] = found
-        return found
+            indices = [i for i, goal in goals if kind.has(goal, self.products[goal.asin])]
+            if indices:  # an empty result is not cached: clients could send any number of kinds
+                self._splits[name, kind] = indices
+        return indices
 
     def departments(self) -> list[str]:
-        """Those of its products, sorted."""
+        """The departments of all products, sorted."""
         return sorted({product.department for product in self.products.values()})
 
 
 @lru_cache(maxsize=4)
 def load_shop(path: str | None, num_products: int | None, instructions: Instructions) -> Shop:
-    """The shop of a folder, or the one that ludus brings along (None); kept for the next caller.
+    """Load the shop of a folder, or the built-in shop (None); cached.
 
-    Errors: ConfigError where files are absent, DataError where they are not what they should be.
+    Errors: ConfigError for missing files, DataError for malformed files.
     """
-    name = path or "the shop of ludus"
+    name = path or "the built-in shop"
     data = _own_files() if path is None else _users_files(Path(path).expanduser(), instructions)
     try:
         rows = data["products"][:num_products]
@@ -125,7 +125,7 @@ def load_shop(path: str | None, num_products: int | None, instructions: Instruct
         raise DataError(
             f"webshop: {name}: its {len(products)} products have no {instructions} goal"
         )
-    # As in the original, which seeds the global generator with 233 before it shuffles.
+    # The original seeds the global generator with 233 before it shuffles.
     random.Random(233).shuffle(goals)
     index = bm25s.BM25()
     texts = (_indexed(product) for product in products.values())
@@ -139,7 +139,7 @@ def load_shop(path: str | None, num_products: int | None, instructions: Instruct
 
 
 def _split(num_goals: int, own: bool) -> dict[str, range]:
-    """Which goals, by their numbers, are held out and which for training."""
+    """The ranges of goal indices of the splits."""
     if own:
         return {"heldout": range(num_goals // 6), "train": range(num_goals // 6, num_goals)}
     last = min(NUM_HELD_OUT, num_goals // 5)
@@ -155,7 +155,7 @@ def _own_files() -> dict[str, Any]:
 
 def _users_files(folder: Path, instructions: Instructions) -> dict[str, Any]:
     if not folder.is_dir():
-        raise ConfigError(f"webshop: path: there is no folder {folder}")
+        raise ConfigError(f"webshop: path: {folder} is not a folder")
     human = instructions == "human"
     return {
         "products": _json(folder, ["items_shuffle_1000.json", "items_shuffle.json"]),
@@ -166,7 +166,7 @@ def _users_files(folder: Path, instructions: Instructions) -> dict[str, Any]:
 
 
 def _json(folder: Path, names: Sequence[str], default: Any = None) -> Any:
-    """The first of the files that is there; without any, `default`, or a ConfigError."""
+    """Load the first file that exists; without any, return `default` or raise ConfigError."""
     for name in names:
         if not (folder / name).is_file():
             continue
@@ -182,7 +182,7 @@ def _json(folder: Path, names: Sequence[str], default: Any = None) -> Any:
 def _read(
     rows: list[dict[str, Any]], data: dict[str, Any], instructions: Instructions
 ) -> tuple[dict[str, Product], list[Goal]]:
-    # 42 is the original's seed; it draws the prices of products that have a range, then limits.
+    # 42 is the original's seed; it draws the prices from price ranges, then the price limits.
     rng = random.Random(42)
     reviews = {row["asin"]: row for row in data["reviews"]}
     products: dict[str, Product] = {}
@@ -192,7 +192,7 @@ def _read(
             continue
         listed = data["attributes"].get(asin, {})
         products[asin] = _product(row, listed, reviews.get(asin, {}), rng)
-    make: Callable[..., Iterator[Goal]] = _by_people if instructions == "human" else _by_rules
+    make: Callable[..., Iterator[Goal]] = _human if instructions == "human" else _synthetic
     source = data["instructions"] if instructions == "human" else data["attributes"]
     goals = [g for p in products.values() if p.asin in source for g in make(p, source[p.asin], rng)]
     return products, goals
@@ -232,7 +232,7 @@ def _product(
 
 
 def _limit(product: Product, rng: random.Random) -> tuple[float, str]:
-    """The most that a goal allows, and how its instruction says so."""
+    """The price limit of a goal, and its text in the instruction."""
     above = [10.0 * i for i in range(1, 100) if 10.0 * i > product.price][:4]
     if len(above) < 2:
         return NO_LIMIT, ""
@@ -240,7 +240,7 @@ def _limit(product: Product, rng: random.Random) -> tuple[float, str]:
     return upper, f", and price lower than {upper:.2f} dollars"
 
 
-def _by_people(product: Product, rows: list[dict[str, Any]], rng: random.Random) -> Iterator[Goal]:
+def _human(product: Product, rows: list[dict[str, Any]], rng: random.Random) -> Iterator[Goal]:
     for row in rows:
         if not row["instruction_attributes"]:
             continue
@@ -254,8 +254,8 @@ def _by_people(product: Product, rows: list[dict[str, Any]], rng: random.Random)
         )
 
 
-def _by_rules(product: Product, row: dict[str, Any], rng: random.Random) -> Iterator[Goal]:
-    """A goal for each choice of options."""
+def _synthetic(product: Product, row: dict[str, Any], rng: random.Random) -> Iterator[Goal]:
+    """A goal for each combination of option values."""
     if not row.get("instruction") or not row.get("instruction_attributes"):
         return
     upper, limit = _limit(product, rng)
@@ -276,7 +276,7 @@ def _values(options: Any) -> list[str]:
 
 
 def _indexed(product: Product) -> str:
-    """What a search looks at: title, description, bullets, options."""
+    """The text of a product that is searched: title, description, bullets, options."""
     options = (f"{name} {' '.join(values)}" for name, values in product.options.items())
     parts = (product.title, product.description, *product.bullets, *options)
     return " ".join(parts).lower()

@@ -193,7 +193,7 @@ async def test_the_expert_can_join_at_any_turn() -> None:
 
 async def test_an_expert_that_plans_for_ever_says_so() -> None:
     env, _ = await start("UnlockToUnlock", 4)
-    with pytest.raises(NoExpert, match="UnlockToUnlock, seed 4: the bot plans for ever"):
+    with pytest.raises(NoExpert, match="UnlockToUnlock, seed 4: the bot plans without end"):
         await expert_plays(env)
 
 

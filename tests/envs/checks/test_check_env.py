@@ -77,7 +77,7 @@ async def test_a_hash_seed_is_seen_through_in_another_process() -> None:
 
 async def test_a_step_out_of_turn_has_to_be_refused() -> None:
     findings = await check_env(faulty.GoesOn, num_tasks=1)
-    assert any("a step before reset was taken" in f.detail for f in findings)
+    assert any("a step before reset was accepted" in f.detail for f in findings)
 
 
 async def test_an_environment_without_tasks_of_its_own_is_given_some() -> None:

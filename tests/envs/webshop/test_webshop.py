@@ -343,12 +343,12 @@ def test_tool_calls_are_checked() -> None:
         ({}, "needs a goal, or a split"),
         ({"split": "test", "seed": 1}, "needs a goal, or a split"),
         ({"split": "train", "seed": None}, "needs a goal, or a split"),
-        ({"split": "train", "seed": 1, "options": [1]}, r"data.options is \[1\], no integer"),
+        ({"split": "train", "seed": 1, "options": [1]}, r"data.options is \[1\], not integer"),
         ({"split": "train", "seed": 1, "department": {}}, r"data.department is {}, no string"),
         ({"split": "train", "seed": 1, "attributes": 9}, "this shop has no goal of"),
         (
             {"split": "train", "seed": 1, "department": "toys"},
-            "no department 'toys'; there is beauty, clothing, electronics",
+            "no department 'toys'; it has beauty, clothing, electronics",
         ),
     ],
 )
@@ -460,7 +460,7 @@ async def test_an_option_with_two_spaces_can_be_chosen(tmp_path: Path) -> None:
 
 
 def test_wrong_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         WebShop(path=str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"no items_shuffle_1000.json and no items_shuffle.json"):
         WebShop(path=str(tmp_path))

@@ -15,7 +15,7 @@ import pytest
 from service_world import OBEYS, service, until
 from websockets.sync.client import ClientConnection, connect
 
-from ludus.data.demonstrations import play
+from ludus.data.demonstrations import run_expert
 from ludus.envs.textcraft.env import TextCraft
 
 
@@ -88,7 +88,7 @@ def test_the_real_client(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (result.reward, result.done) == (0.0, False)
         assert env.state()["step_count"] == 1
         result = env.reset(seed=3, tier="depth-1")
-        expert = asyncio.run(play(TextCraft(), TextCraft.task("depth-1", 3)))
+        expert = asyncio.run(run_expert(TextCraft(), TextCraft.task("depth-1", 3)))
         actions = [m.content for m in expert.messages if m.role == "assistant"]
         for action in actions:
             assert not result.done

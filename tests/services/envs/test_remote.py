@@ -17,7 +17,7 @@ from service_world import OBEYS, Command, command, service, start
 from ludus.config.schema import ModelConfig, RolloutConfig
 from ludus.core.errors import EnvError, EpisodeTimeout, ToolError
 from ludus.core.types import Group, Message, Spec, Status, Task, ToolCall
-from ludus.data.demonstrations import play
+from ludus.data.demonstrations import run_expert
 from ludus.envs.babyai.env import BabyAI
 from ludus.envs.base import Env
 from ludus.envs.checks.check import check_env
@@ -73,7 +73,7 @@ class Policy:
 
     def __init__(self, env: type[Env], format: str) -> None:
         tools = env().tools() if format == "tools" else []
-        played = [asyncio.run(play(env(), env.task(None, seed), format)) for seed in range(8)]  # type: ignore[arg-type]
+        played = [asyncio.run(run_expert(env(), env.task(None, seed), format)) for seed in range(8)]  # type: ignore[arg-type]
         texts = [m.content for episode in played for m in episode.messages]
         texts += [m.model_dump_json() for episode in played for m in episode.messages]
         self.tokenizer = train_tokenizer(Spec(name="words"), texts, "plain", tools)
@@ -127,8 +127,8 @@ async def test_a_served_environment_keeps_the_protocol(url: str) -> None:
 
 async def test_demonstrations_are_those_of_the_environment_itself(url: str) -> None:
     for format in ("plain", "tools"):
-        there = await play(remote(url, "textcraft"), RemoteEnv.task("depth-2", 3), format)  # type: ignore[arg-type]
-        here = await play(TextCraft(), TextCraft.task("depth-2", 3), format)  # type: ignore[arg-type]
+        there = await run_expert(remote(url, "textcraft"), RemoteEnv.task("depth-2", 3), format)  # type: ignore[arg-type]
+        here = await run_expert(TextCraft(), TextCraft.task("depth-2", 3), format)  # type: ignore[arg-type]
         assert there.messages == here.messages
         assert there.reward == here.reward == 1.0
 

@@ -15,7 +15,7 @@ from chat_server import ChatServer, num_turns, text
 from service_world import OBEYS, alive, service, until
 from starlette.responses import Response
 
-from ludus.data.demonstrations import play
+from ludus.data.demonstrations import run_expert
 from ludus.envs.textcraft.env import TextCraft
 
 TOKENS = ("a-token-of-one-client", "a-token-of-another-one")
@@ -65,7 +65,7 @@ def test_the_expert_behind_an_endpoint_wins(model: tuple[Model, str], server: ht
     spoken, url = model
     shown: dict[str, list[str]] = {}
     for index in (3, 40):
-        messages = asyncio.run(play(TextCraft(), TextCraft.task(None, index))).messages
+        messages = asyncio.run(run_expert(TextCraft(), TextCraft.task(None, index))).messages
         shown[messages[0].content] = [m.content for m in messages if m.role == "assistant"]
     spoken.say = lambda body: text(
         f"Thought: x\n\nAction: {shown[body['messages'][0]['content']][num_turns(body)]}"
