@@ -137,7 +137,7 @@ def _args(num_tasks: int, tier: str) -> dict[str, Any]:
 async def test_a_task_of_no_environment_breaks_the_episode_by_name() -> None:
     with pytest.raises(EnvError, match=r"names no environment in data\.part"):
         await mixture().reset(Task(id="x"))
-    with pytest.raises(EnvError, match=r"is of 'gird' \(did you mean grid\?\)"):
+    with pytest.raises(EnvError, match=r"unknown part 'gird' \(did you mean grid\?\)"):
         await mixture().reset(labelled(Task(id="x"), "gird"))
 
 

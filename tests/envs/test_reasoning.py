@@ -79,7 +79,7 @@ def test_what_is_refused_is_refused_for_what_it_does() -> None:
 
 
 def test_refused_and_unknown_names_are_told() -> None:
-    with pytest.raises(ConfigError, match="'rubiks_cube' of reasoning-gym is not offered: its"):
+    with pytest.raises(ConfigError, match="'rubiks_cube' of reasoning-gym is not supported: its"):
         Reasoning.task("rubiks_cube", 0)
     with pytest.raises(ConfigError, match="did you mean chain_sum"):
         Reasoning.task("chainsum", 0)
@@ -89,7 +89,7 @@ def test_refused_and_unknown_names_are_told() -> None:
     ("data", "problem"),
     [
         ({}, "'None' is not a data set"),
-        ({"dataset": "composite", "seed": 1}, "is not offered: it is made of other data sets"),
+        ({"dataset": "composite", "seed": 1}, "is not supported: it combines other data sets"),
         ({"dataset": "chain_sum"}, "data.seed is None"),
         ({"dataset": "chain_sum", "seed": -1}, "data.seed is -1"),
         ({"dataset": ["chain_sum"], "seed": 1}, "is not a data set"),
@@ -174,9 +174,9 @@ async def test_levels_are_the_librarys() -> None:
         ]
         sizes.append(sum(map(len, texts)))
     assert sizes[0] < sizes[1]
-    with pytest.raises(EnvError, match="acre has no levels"):
+    with pytest.raises(EnvError, match="acre has no difficulty levels"):
         await Reasoning(level=1).reset(Reasoning.task("acre", 0))
-    with pytest.raises(EnvError, match="caesar_cipher cannot be made at level"):
+    with pytest.raises(EnvError, match="caesar_cipher has no level"):
         await Reasoning(level=9).reset(Reasoning.task("caesar_cipher", 0))
 
 

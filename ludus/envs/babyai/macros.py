@@ -26,8 +26,8 @@ VERBS = {
     "pick up ": "pick up",
     "pickup ": "pick up",
 }
-"""Prefixes of macro actions. `pick up OBJECT` from afar is accepted, since AgentGym's prompt teaches
-it, but not listed."""
+"""Prefixes of macro actions. `pick up OBJECT` from afar is accepted, as in AgentGym, but not
+listed."""
 
 STATES = ("open", "closed", "locked")
 """State words before a door's name in the view; ignored in actions."""
@@ -52,7 +52,7 @@ class Macros:
                 self._places[self._base_name(cell.content)] = cell.position
 
     def _base_name(self, content: Any) -> str:
-        """The name without state, `red ball 1` or `red door 1`; opening a door does not change it."""
+        """The name without a door's state: `red ball 1`, `red door 1`."""
         name = self._names.get(id(content))
         if name is None:
             kind = f"{content.color} {content.type}"

@@ -109,7 +109,7 @@ def type_score(target: Product, bought: Product) -> float:
 
 
 def has_attribute(product: Product, wanted: str) -> bool:
-    """Whether a product's attributes match `wanted`, or its title, bullets or description hold it."""
+    """Whether a product's attributes match `wanted`, or its texts contain it."""
     if any(same_attribute(attribute, wanted) for attribute in product.attributes):
         return True
     return any(wanted in text for text in product.text())

@@ -344,7 +344,7 @@ def test_tool_calls_are_checked() -> None:
         ({"split": "test", "seed": 1}, "needs a goal, or a split"),
         ({"split": "train", "seed": None}, "needs a goal, or a split"),
         ({"split": "train", "seed": 1, "options": [1]}, r"data.options is \[1\], not integer"),
-        ({"split": "train", "seed": 1, "department": {}}, r"data.department is {}, no string"),
+        ({"split": "train", "seed": 1, "department": {}}, r"data.department is {}, not string"),
         ({"split": "train", "seed": 1, "attributes": 9}, "this shop has no goal of"),
         (
             {"split": "train", "seed": 1, "department": "toys"},
@@ -361,7 +361,7 @@ def test_wrong_tiers_are_named() -> None:
     with pytest.raises(ConfigError, match=r"options-3.*did you mean options-"):
         WebShop.task("options-3", 0)
     for tier in ("options-1:", "options-0/attributes-x", "options-7/attributes-1", "beauty"):
-        with pytest.raises(ConfigError, match="written options-0:beauty"):
+        with pytest.raises(ConfigError, match="narrower tiers are options-0:beauty"):
             WebShop.check_tier(tier)
 
 
