@@ -11,7 +11,12 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError, EpisodeError
 from ludus.core.files import atomic_folder
 from ludus.core.types import Task, Trajectory
-from ludus.data.demonstrations import Demonstration, dropped_path, generate_demonstrations, load_demonstrations
+from ludus.data.demonstrations import (
+    Demonstration,
+    dropped_path,
+    generate_demonstrations,
+    load_demonstrations,
+)
 from ludus.envs import ENVS
 from ludus.judges import JUDGES
 from ludus.models.chat.renderer import Renderer
