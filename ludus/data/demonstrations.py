@@ -28,6 +28,7 @@ from ludus.core.files import atomic_file
 from ludus.core.types import Message, Spec, Task, Wire
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert
+from ludus.rollout.host import LocalEnvs
 
 Format = Literal["plain", "react", "tools"]
 
@@ -226,16 +227,16 @@ def _outcomes(
 
 # Code of the worker processes
 
-_make_env: Callable[[], Env]
+_envs: LocalEnvs
 _runner: asyncio.Runner
 
 
 def _prepare_worker(spec_json: str) -> None:
     """Import the environment before the first episode, so the import does not count as its time."""
-    global _make_env, _runner
+    global _envs, _runner
     spec = Spec.model_validate_json(spec_json)
-    target, args = ENVS.load(spec.name), ENVS.check(spec)
-    _make_env = lambda: target(**args)  # noqa: E731 - nothing here is pickled
+    ENVS.check(spec)
+    _envs = LocalEnvs(spec)
     _runner = asyncio.Runner()
 
 
@@ -247,8 +248,7 @@ def _play_one(task_json: str, format: Format) -> tuple[str, str]:
     """Returns ("played", Demonstration as JSON), or (kind, reason) of a Dropped."""
     task = Task.model_validate_json(task_json)
     try:
-        env = ENVS.build(task.env) if task.env is not None else _make_env()
-        return "played", _runner.run(run_expert(env, task, format)).model_dump_json()
+        return "played", _runner.run(run_expert(_envs.make(task), task, format)).model_dump_json()
     except NoExpert as error:
         return "no expert", str(error)
     except Exception as error:

@@ -37,8 +37,9 @@ from ludus.data.demonstrations import (
 from ludus.data.journal import Journal, Record, expert_record, model_record
 from ludus.envs import ENVS
 from ludus.models.endpoint.client import Endpoint
-from ludus.rollout.jobs import ChatAgent, EpisodeRecord, RolloutJob
-from ludus.rollout.requests import LocalEnvs, agentgym_spec, tasks_of
+from ludus.rollout.host import LocalEnvs
+from ludus.rollout.jobs import EpisodeRecord, RolloutJob
+from ludus.rollout.requests import agentgym_spec, tasks_of
 from ludus.tasks.agentgym import conversations_of, read_agentgym
 from ludus.tasks.readers import read_env
 
@@ -257,8 +258,9 @@ class _Generator:
         async with Endpoint(
             model.base_url, model.name, model.api_key, timeout_s=timeout
         ) as endpoint:
-            agent = ChatAgent(endpoint, LocalEnvs(spec), request.rollout, request.seed)
-            await RolloutJob(agent, work, on_episode=add).run()
+            envs, seed = LocalEnvs(spec), request.seed
+            job = RolloutJob(endpoint, envs, request.rollout, work, seed=seed, on_episode=add)
+            await job.run()
 
 
 def _write(

@@ -1,4 +1,4 @@
-"""`ludus rollout`: the batch that `POST /rollouts` plays, from the command line."""
+"""`ludus rollout`: the job of `POST /rollouts`, from the command line."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from pydantic import ValidationError
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.files import atomic_write
 from ludus.core.types import Spec
-from ludus.rollout.jobs import ChatAgent, EpisodeRecord, RolloutJob
+from ludus.envs import ENVS
+from ludus.rollout.host import LocalEnvs
+from ludus.rollout.jobs import EpisodeRecord, RolloutJob
 from ludus.rollout.requests import (
-    LocalEnvs,
     RolloutAnswer,
     RolloutRequest,
     agentgym_spec,
-    summary,
+    answer_of,
     tasks_of,
 )
 
 KEY = "LUDUS_API_KEY"
-"""The environment variable of the endpoint's key: keys have no place on a command line."""
+"""The environment variable of the endpoint's key: a command line is visible to other users."""
 
 
-def request(**given: object) -> RolloutRequest:
-    """The request of the options; those that are None are left out. Errors: ConfigError."""
-    told = {name: value for name, value in given.items() if value is not None}
+def request(**options: object) -> RolloutRequest:
+    """The request of the command's options; None means not given. Errors: ConfigError."""
+    fields = {name: value for name, value in options.items() if value is not None}
     if key := os.environ.get(KEY):
-        told["api_key"] = key
+        fields["api_key"] = key
     try:
-        return RolloutRequest.model_validate(told)
+        return RolloutRequest.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -45,50 +46,45 @@ def request(**given: object) -> RolloutRequest:
 
 def rollout(
     env: Spec,
-    asked: RolloutRequest,
+    request: RolloutRequest,
     out: Path | None,
     say: Callable[[str], object],
 ) -> RolloutAnswer:
-    """Play a batch, tell each episode as it ends, and write the answer to `out`.
+    """Play the job, report each finished episode, and write the answer to `out`.
 
-    Ctrl-C ends it early; what was played so far is written all the same.
+    Ctrl-C ends the job early; the answer then holds the episodes so far.
 
     Errors: ConfigError for a wrong request, DataError where `out` cannot be written.
     """
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise DataError(f"{out}: cannot be written: it is a folder, or its folder does not exist")
     started = time.monotonic()
-    batch = asyncio.run(_play(env, asked, say))
-    numbers = summary(env.name, batch.episodes, time.monotonic() - started, batch.stopped)
-    answer = RolloutAnswer(**numbers.model_dump(), results=batch.episodes)
+    job = asyncio.run(_play(env, request, say))
+    answer = answer_of(env.name, job.episodes, time.monotonic() - started, job.stopped)
     if out is not None:
         _write(out, answer)
     return answer
 
 
-async def _play(env: Spec, asked: RolloutRequest, say: Callable[[str], object]) -> RolloutJob:
-    tasks = list(tasks_of(env, asked.ids, asked.tier))
-    work = [
-        (task, EpisodeRecord(id=id, task_id=task.id, tier=task.tier))
-        for id, task in zip(asked.ids, tasks, strict=True)
-    ]
-    made = LocalEnvs(agentgym_spec(env, asked.tier))
+async def _play(env: Spec, request: RolloutRequest, say: Callable[[str], object]) -> RolloutJob:
+    tasks = list(tasks_of(env, request.ids, request.tier))
+    spec = agentgym_spec(env, request.tier)
+    ENVS.check(spec, "env")
     num_done = 0
 
-    def note(episode: EpisodeRecord) -> None:
+    def report(episode: EpisodeRecord) -> None:
         nonlocal num_done
         num_done += 1
         reward = "no reward" if episode.reward is None else f"reward {episode.reward:g}"
         error = f": {episode.error}" if episode.error else ""
-        say(f"{num_done}/{len(work)} {episode.id} {episode.status.value}, {reward}{error}")
+        say(f"{num_done}/{len(tasks)} {episode.id} {episode.status.value}, {reward}{error}")
 
-    async with asked.endpoint() as endpoint:
-        agent = ChatAgent(endpoint, made, asked.config(), asked.seed)
-        batch = RolloutJob(agent, work, deadline_s=asked.deadline_s, on_episode=note)
-        with suppress(NotImplementedError):  # not every platform has it
-            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, batch.stop)
-        await batch.run()
-    return batch
+    async with request.endpoint() as endpoint:
+        job = request.job(endpoint, LocalEnvs(spec), tasks, report)
+        with suppress(NotImplementedError):  # Windows has no signal handlers
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, job.stop)
+        await job.run()
+    return job
 
 
 def _write(out: Path, answer: RolloutAnswer) -> None:

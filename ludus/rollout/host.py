@@ -1,44 +1,60 @@
-"""One episode's environment: run with deadlines, its results checked."""
+"""Environments of episodes: where they are constructed, and how they are run.
+
+EnvFactory    gives each episode its environment; LocalEnvs constructs it in this process
+HostedEnv     runs it with deadlines, and checks its results
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from bdb import BdbQuit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cached_property
+from typing import Any, Protocol
 
-from ludus.core.errors import EnvError, EpisodeTimeout, ToolError, Unscorable
-from ludus.core.types import Message, Observation, StepResult, Task, ToolCall
+from ludus.core.errors import (
+    ConfigError,
+    EnvError,
+    EpisodeTimeout,
+    LudusError,
+    ToolError,
+    Unscorable,
+)
+from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec
+from ludus.envs import ENVS
 from ludus.envs.base import Env
 from ludus.rollout.threads import Act, EnvThread, Overdue, T
 from ludus.telemetry.occupancy import busy
 
 
 class HostedEnv:
-    """One episode's environment, with deadlines, and with its answers checked.
+    """One episode's environment, with deadlines, its results checked.
 
-    A blocking environment lives in its seat's thread from its making to its end, any other in the
-    event loop of the rollouts.
+    A blocking environment lives in the worker thread of `thread`, from construction to close; any
+    other lives in the event loop of the rollouts. `release` is called at the end, even if the
+    environment hangs.
 
-    Errors: EnvError where the environment raises or returns rubbish, EpisodeTimeout where it takes
-    longer than `step_deadline` seconds; an environment may raise ToolError or Unscorable itself.
+    Errors: EnvError where the environment raises or returns an invalid result, EpisodeTimeout where
+    a call exceeds `step_deadline_s`; an environment may raise ToolError or Unscorable itself.
     """
 
     def __init__(
         self,
         make: Callable[[], Env],
-        seat: EnvThread,
-        step_deadline: float,
+        thread: EnvThread,
+        step_deadline_s: float,
         *,
         blocking: bool = True,
+        release: Callable[[], object] = lambda: None,
     ) -> None:
-        self._make = make
-        self._seat = seat
-        self._deadline = step_deadline
+        self._make, self._release = make, release
+        self._thread = thread
+        self._deadline = step_deadline_s
         self._blocking = blocking
         self._env: Env | None = None
-        self._left_behind = False
+        self._abandoned = False
 
     @property
     def env(self) -> Env:
@@ -48,7 +64,7 @@ class HostedEnv:
         return self._env
 
     async def reset(self, task: Task) -> Observation:
-        """Build the environment and start the episode, on a copy of the task."""
+        """Construct the environment and start the episode, with a copy of the task."""
         own_task = task.model_copy(deep=True)
 
         async def act() -> Observation:
@@ -57,7 +73,7 @@ class HostedEnv:
 
         result = await self._call("reset", act)
         if not isinstance(result, Observation):
-            raise EnvError(f"reset returned {_kind(result)}; it has to return an Observation")
+            raise EnvError(f"reset returned {_type_name(result)}; it has to return an Observation")
         _check_messages("reset", result.messages)
         return result
 
@@ -67,12 +83,12 @@ class HostedEnv:
         async def act() -> StepResult:
             return await self.env.step(action)
 
-        return _checked(await self._call("step", act))
+        return _check_result(await self._call("step", act))
 
     async def call(self, call: ToolCall) -> StepResult:
-        """Take the action that a tool call stands for, and answer as the tool.
+        """Take the action of a tool call; the first reply becomes the tool's.
 
-        A call that the environment cannot read is answered with what is wrong.
+        A call that the environment cannot read gets a reply with the error text.
         """
 
         async def act() -> StepResult:
@@ -83,48 +99,51 @@ class HostedEnv:
             action = Message(role="assistant", content=text, tool_calls=[call])
             return await self.env.step(action)
 
-        result = _checked(await self._call("step", act))
-        answer = {"role": "tool", "name": call.name, "tool_call_id": call.id}
-        first = [message.model_copy(update=answer) for message in result.messages[:1]]
+        result = _check_result(await self._call("step", act))
+        fields = {"role": "tool", "name": call.name, "tool_call_id": call.id}
+        first = [message.model_copy(update=fields) for message in result.messages[:1]]
         return result.model_copy(update={"messages": first + result.messages[1:]})
 
     async def close(self) -> None:
-        """Close the environment; what goes wrong there is not the episode's fault any more."""
-        if self._env is not None and not self._left_behind:
-            with suppress(Exception), busy("env_wait"):
-                await self._seat.run(self._release, self._deadline, blocking=self._blocking)
+        """Close the environment, then release it. Errors of its `close` are ignored."""
+        try:
+            if self._env is not None and not self._abandoned:
+                with suppress(Exception), busy("env_wait"):
+                    await self._thread.run(self._close, self._deadline, blocking=self._blocking)
+        finally:
+            self._release()
 
-    async def _release(self) -> None:
+    async def _close(self) -> None:
         env, self._env = self._env, None
         if env is not None:
             await env.close()
 
-    async def _call(self, what: str, act: Act[T]) -> T:
-        run = self._seat.run(act, self._deadline, blocking=self._blocking, last=self._release)
+    async def _call(self, name: str, act: Act[T]) -> T:
+        run = self._thread.run(act, self._deadline, blocking=self._blocking, last=self._close)
         try:
             with busy("env_wait"):
                 return await run
         except Overdue:
-            self._left_behind = self._blocking
+            self._abandoned = self._blocking
             raise EpisodeTimeout(
-                f"the environment's {what} took longer than rollout.step_deadline_s = "
+                f"the environment's {name} took longer than rollout.step_deadline_s = "
                 f"{self._deadline:g} s"
             ) from None
         except asyncio.CancelledError:
-            self._left_behind = self._blocking and not self._seat.inline
+            self._abandoned = self._blocking and not self._thread.inline
             raise
         except (EnvError, ToolError, EpisodeTimeout, Unscorable, BdbQuit):
             raise
         except Exception as error:
             raise EnvError(
-                f"the environment's {what} raised {type(error).__name__}: {error}"
+                f"the environment's {name} raised {type(error).__name__}: {error}"
             ) from error
 
 
-def _checked(result: StepResult) -> StepResult:
-    """The answer to a step. Errors: EnvError where it is rubbish."""
+def _check_result(result: StepResult) -> StepResult:
+    """Returns the result of a step. Errors: EnvError where it is invalid."""
     if not isinstance(result, StepResult):
-        raise EnvError(f"step returned {_kind(result)}; it has to return a StepResult")
+        raise EnvError(f"step returned {_type_name(result)}; it has to return a StepResult")
     reward = result.reward
     if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
         raise EnvError(f"step returned the reward {reward!r}; it has to be a finite number or None")
@@ -132,13 +151,81 @@ def _checked(result: StepResult) -> StepResult:
     return result
 
 
-def _check_messages(what: str, messages: list[Message]) -> None:
+def _check_messages(name: str, messages: list[Message]) -> None:
     if not isinstance(messages, list):
-        raise EnvError(f"{what} returned {_kind(messages)} for messages; it has to be a list")
+        raise EnvError(f"{name} returned {_type_name(messages)} for messages; it has to be a list")
     for message in messages:
         if not isinstance(message, Message) or not isinstance(message.content, str):
-            raise EnvError(f"{what} returned {_kind(message)} among its messages, not a Message")
+            raise EnvError(
+                f"{name} returned {_type_name(message)} among its messages, not a Message"
+            )
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+class EnvFactory(Protocol):
+    """Gives each episode its environment."""
+
+    def host(self, task: Task, thread: EnvThread, step_deadline_s: float) -> HostedEnv | None:
+        """The task's environment, to be constructed at its reset; None where the task has none."""
+
+    def tools(self) -> Sequence[ToolSpec]:
+        """The tools of the environment."""
+
+
+class LocalEnvs:
+    """Constructs environments in this process.
+
+    `spec` is the environment of tasks that name none. If a task names the same environment with
+    other arguments, the task's arguments override those of `spec`.
+
+    Errors of all methods: ConfigError where `spec` names no environment or has wrong arguments.
+    """
+
+    def __init__(self, spec: Spec | None) -> None:
+        self.spec = spec
+
+    def host(self, task: Task, thread: EnvThread, step_deadline_s: float) -> HostedEnv | None:
+        """Errors: EnvError where the task's own spec is wrong."""
+        spec = self.spec_of(task)
+        if spec is None:
+            return None
+        # Import plug-ins and check arguments here, in one thread, and for each episode: no two
+        # environments share an argument.
+        try:
+            env_class, args = ENVS.load(spec.name), ENVS.check(spec, "env")
+        except LudusError as error:
+            if spec is self.spec:
+                raise
+            raise EnvError(f"task {task.id}: {error}") from error
+        blocking = _is_blocking(env_class, task, args)
+        return HostedEnv(lambda: env_class(**args), thread, step_deadline_s, blocking=blocking)
+
+    def make(self, task: Task | None = None) -> Env:
+        """Construct an environment in the calling thread: the task's, or that of `spec`."""
+        spec = self.spec if task is None else self.spec_of(task)
+        if spec is None:
+            raise ConfigError("env: neither the configuration nor the task names an environment")
+        return ENVS.build(spec, "env")
+
+    @cached_property
+    def prototype(self) -> Env:
+        """An environment that plays no episode: for its tools and its score range."""
+        return self.make()
+
+    def tools(self) -> Sequence[ToolSpec]:
+        return self.prototype.tools()
+
+    def spec_of(self, task: Task) -> Spec | None:
+        """The environment of a task."""
+        if task.env is None or self.spec is None or task.env.name != self.spec.name:
+            return task.env or self.spec
+        return Spec(name=task.env.name, args={**self.spec.args, **task.env.args})
+
+
+def _is_blocking(env_class: Any, task: Task, args: dict[str, Any]) -> bool:
+    if hasattr(env_class, "blocks"):
+        return bool(env_class.blocks(task, **args))
+    return bool(getattr(env_class, "blocking", True))

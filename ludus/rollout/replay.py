@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Group, Message, Task, Trajectory
 from ludus.models.chat.renderer import Renderer
-from ludus.models.samplers.base import Completion
 from ludus.rollout.session import TreeBuilder
 
 
@@ -39,7 +38,7 @@ def _render(
     messages: Sequence[Message], first: int, renderer: Renderer, builder: TreeBuilder
 ) -> None:
     opening = list(messages[:first])
-    builder.given(opening, renderer.open(opening))
+    builder.add_messages(opening, renderer.open(opening))
     turn: Message | None = None
     replies: list[Message] = []
     for message in messages[first:]:
@@ -47,14 +46,13 @@ def _render(
             replies.append(message)
             continue
         if turn is not None:
-            builder.answered(turn, replies, renderer)
+            builder.add_replies(replies, renderer)
         turn, replies = message, []
         if renderer.thinking == "forbid":
             turn = turn.model_copy(update={"thinking": None})
         token_ids = renderer.assistant(turn)
-        written = Completion(token_ids, [0.0] * len(token_ids), "stop", 0)
-        builder.sampled(written, turn).policy_version = None
-    builder.given(replies, [])  # said after the last turn: seen by nobody
+        builder.add_turn(turn, token_ids, [0.0] * len(token_ids), None)
+    builder.add_messages(replies, [])  # after the last turn: the model never sees them
 
 
 class ReplayCollector:

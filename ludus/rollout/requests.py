@@ -1,20 +1,20 @@
-"""What a batch of rollouts is asked for, and what it answers: the same for service and command."""
+"""Requests for rollouts with an endpoint's model: `POST /rollouts` and `ludus rollout`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr
 
 from ludus.config.schema import RolloutConfig
 from ludus.core.errors import ConfigError, LudusError
-from ludus.core.types import Spec, Task, ToolSpec, Wire
+from ludus.core.types import Spec, Task, Wire
 from ludus.envs import ENVS
-from ludus.envs.base import Env
 from ludus.models.endpoint.client import Endpoint
-from ludus.rollout.jobs import EpisodeRecord
+from ludus.rollout.host import EnvFactory
+from ludus.rollout.jobs import EpisodeRecord, RolloutJob
 from ludus.tasks.agentgym import ITEMS, index_of, task_of
 
 MAX_SEED = 2**63 - 1
@@ -24,10 +24,10 @@ Short = Annotated[str, Field(min_length=1, max_length=300)]
 
 
 class RolloutRequest(Wire):
-    """Which episodes to play, and with which model.
+    """The episodes to play, and the model.
 
-    A number in `ids` is AgentGym's index where `env` has one and `tier` is null, as is the text
-    `babyai_12`; else it is a seed, of `tier`.
+    A number in `ids` is an AgentGym index if AgentGym has the environment and `tier` is null, like
+    the text `babyai_12`. Otherwise it is a seed of the tier.
     """
 
     env: Short
@@ -53,7 +53,7 @@ class RolloutRequest(Wire):
     stream: bool = Field(False, description="Answer JSON lines: one an episode, as it ends.")
 
     def config(self) -> RolloutConfig:
-        """The settings that rollouts know."""
+        """The rollout settings."""
         return RolloutConfig(
             format=self.format,
             system_prompt=self.system_prompt,
@@ -67,16 +67,38 @@ class RolloutRequest(Wire):
         )
 
     def endpoint(self) -> Endpoint:
-        """The model. Errors: ConfigError for a bad `base_url`."""
+        """The model's endpoint. Errors: ConfigError for a bad `base_url`."""
         key = self.api_key.get_secret_value() if self.api_key else None
         return Endpoint(self.base_url, self.model, key, timeout_s=self.turn_deadline_s)
 
+    def job(
+        self,
+        endpoint: Endpoint,
+        envs: EnvFactory,
+        tasks: Sequence[Task],
+        on_episode: Callable[[EpisodeRecord], object],
+    ) -> RolloutJob:
+        """The job that plays `tasks`, one for each id."""
+        work = [
+            (task, EpisodeRecord(id=id, task_id=task.id, tier=task.tier))
+            for id, task in zip(self.ids, tasks, strict=True)
+        ]
+        return RolloutJob(
+            endpoint,
+            envs,
+            self.config(),
+            work,
+            seed=self.seed,
+            deadline_s=self.deadline_s,
+            on_episode=on_episode,
+        )
 
-class RolloutSummary(Wire):
-    """A batch in numbers.
 
-    Means are over the `num_evaluated` episodes that could be scored, and null where there is none.
-    `stopped` is why it ended early: "deadline" or "cancelled".
+class RolloutAnswer(Wire):
+    """The statistics of a job, and the record of each id, in the order of the request.
+
+    Means are over the `num_evaluated` episodes that could be scored, and null if there is none.
+    `stopped` is the reason for an early end: "deadline" or "cancelled".
     """
 
     env: str
@@ -86,21 +108,16 @@ class RolloutSummary(Wire):
     num_ids: int
     time_taken: float
     stopped: str | None = None
-
-
-class RolloutAnswer(RolloutSummary):
-    """The numbers, and an entry for each id, in their order."""
-
     results: list[EpisodeRecord]
 
 
-def summary(
-    env: str, episodes: Sequence[EpisodeRecord], seconds: float, stopped: str | None
-) -> RolloutSummary:
-    """The numbers of a batch."""
+def answer_of(
+    env: str, episodes: list[EpisodeRecord], seconds: float, stopped: str | None
+) -> RolloutAnswer:
+    """The answer of a job, complete or not."""
     scored = [e for e in episodes if e.scored]
     rewards = [e.reward for e in scored if e.reward is not None]
-    return RolloutSummary(
+    return RolloutAnswer(
         env=env,
         mean_reward=sum(rewards) / len(scored) if scored else None,
         success_rate=sum(e.success for e in scored) / len(scored) if scored else None,
@@ -108,18 +125,19 @@ def summary(
         num_ids=len(episodes),
         time_taken=round(seconds, 3),
         stopped=stopped,
+        results=episodes,
     )
 
 
 def agentgym_spec(spec: Spec, tier: str | None) -> Spec:
-    """The environment as AgentGym plays it, where the ids are AgentGym's."""
+    """The environment with AgentGym's arguments, if the ids are AgentGym's."""
     if spec.name not in ITEMS or tier is not None:
         return spec
     return Spec(name=spec.name, args={**ITEMS[spec.name].args, **spec.args})
 
 
 def tasks_of(spec: Spec, ids: Sequence[int | str], tier: str | None) -> Iterator[Task]:
-    """The task of each id. Errors: ConfigError for one that the environment does not have."""
+    """The task of each id. Errors: ConfigError for an id that the environment does not have."""
     env_class: Any = ENVS.load(spec.name)
     for id in ids:
         if isinstance(id, str) and tier is not None:
@@ -133,48 +151,24 @@ def tasks_of(spec: Spec, ids: Sequence[int | str], tier: str | None) -> Iterator
         except LudusError:
             raise
         except NotImplementedError:
-            raise ConfigError(f"{spec.name} makes no tasks from seeds") from None
+            raise ConfigError(f"{spec.name} does not make tasks from seeds") from None
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise ConfigError(f"id {id!r}: {error}") from error
 
 
 def parse_ids(text: str) -> list[int | str]:
-    """The ids of `0-99,120,babyai_3`. Errors: ConfigError."""
+    """Parse a list of ids such as `0-99,120,babyai_3`. Errors: ConfigError."""
     ids: list[int | str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         if match := re.fullmatch(r"(\d{1,18})-(\d{1,18})", part):
             first, last = int(match[1]), int(match[2])
             if not first <= last < first + MAX_IDS:
-                raise ConfigError(f"--ids: {part} is no range of at most {MAX_IDS} ids")
+                raise ConfigError(f"--ids: {part} is not a range of at most {MAX_IDS} ids")
             ids += range(first, last + 1)
         elif re.fullmatch(r"\d{1,18}", part):
             ids.append(int(part))
         elif re.fullmatch(r"[a-z]+_\d{1,12}", part):
             ids.append(part)
         else:
-            raise ConfigError(f"--ids: {part!r:.80} is none of 12, 0-99 and babyai_12")
+            raise ConfigError(f"--ids: {part!r:.80} must look like 12, 0-99 or babyai_12")
     return ids
-
-
-class LocalEnvs:
-    """Environments of this process. Errors: ConfigError for a spec that fits none."""
-
-    def __init__(self, spec: Spec) -> None:
-        ENVS.check(spec, "env")
-        self._spec, self._class = spec, ENVS.load(spec.name)
-        self._tools: Sequence[ToolSpec] | None = None
-        self.blocking: bool = getattr(self._class, "blocking", True)
-
-    def make(self) -> Env:
-        """A new one; no two share an argument that they might change."""
-        made: Env = self._class(**ENVS.check(self._spec, "env"))
-        return made
-
-    def release(self, env: Env) -> None:
-        """Nothing: a thread that hangs cannot be stopped."""
-
-    def tools(self) -> Sequence[ToolSpec]:
-        """The tools of the environment."""
-        if self._tools is None:
-            self._tools = self.make().tools()
-        return self._tools

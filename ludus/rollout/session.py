@@ -1,31 +1,45 @@
-"""Growing a trajectory's tree of token segments."""
+"""Sessions: what an episode is played with. A session samples turns and records the trajectory.
+
+session    turns come from                      records
+token      a Sampler, by token ids              the tree of token segments, which trains
+text       an OpenAI-compatible endpoint        messages; token rows where it returns ids
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from ludus.core.types import Message, Segment, Trajectory
+from ludus.config.schema import RolloutConfig
+from ludus.core.errors import ContextOverflow, EnvError
+from ludus.core.seeds import derive_seed
+from ludus.core.types import Message, Segment, Status, StepResult, ToolSpec, Trajectory, Wire
 from ludus.models.chat.renderer import Renderer
-from ludus.models.samplers.base import Completion
+from ludus.models.samplers.base import Sampler, SamplingParams
+
+if TYPE_CHECKING:
+    from ludus.models.endpoint.client import Endpoint, Reply
 
 
 def with_system_prompt(messages: Sequence[Message], system_prompt: str | None) -> list[Message]:
-    """A conversation as rollouts open it: the system prompt first, where it is not there yet."""
+    """The messages with the system prompt first, unless they already begin with it."""
     system = Message(role="system", content=system_prompt or "")
     return [system, *messages] if system_prompt and system not in messages[:1] else list(messages)
 
 
 class TreeBuilder:
-    """Appends to one trajectory; `head` is the segment that the next one extends.
+    """Appends segments to one trajectory; `head` is the segment that the next one extends.
 
     P0, A0, E0 in chat form:
 
-        builder.given([system, question], ids)          two segments; the second has all their ids
-        builder.sampled(completion, message)            A0
-        builder.answered(message, [result], renderer)   E0
+        builder.add_messages([system, question], ids)           2 segments; the second has all ids
+        builder.add_turn(message, ids, logprobs, version)       A0
+        builder.add_replies([result], renderer)                 E0
 
-    Messages that are rendered in one piece share one run of ids, which the last of them carries;
-    the others carry none.
+    Messages rendered together share one run of ids. The last of them carries the ids, the others
+    carry none.
     """
 
     def __init__(self, trajectory: Trajectory) -> None:
@@ -34,42 +48,301 @@ class TreeBuilder:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """All ids from the root to the head: what the engine sees next."""
+        """All ids from the root to the head: the prompt of the next turn."""
         return self.trajectory.token_ids(self.head) if self.head >= 0 else []
 
-    def given(self, messages: Sequence[Message], token_ids: list[int]) -> None:
-        """Append ids that nobody sampled: no loss."""
+    def add_messages(self, messages: Sequence[Message], token_ids: list[int]) -> None:
+        """Append messages that were not sampled: no loss."""
         for message in messages[:-1]:
             self._append(Segment(self.head, [], message=message))
         last = messages[-1] if messages else None
         if last is not None or token_ids:
             self._append(Segment(self.head, token_ids, message=last))
 
-    def sampled(self, completion: Completion, message: Message) -> Segment:
-        """Append a turn that the policy sampled."""
-        segment = Segment(
-            self.head,
-            completion.token_ids,
-            logprobs=completion.logprobs,
-            message=message,
-            policy_version=completion.policy_version,
+    def add_turn(
+        self,
+        message: Message,
+        token_ids: list[int],
+        logprobs: list[float],
+        policy_version: int | None,
+    ) -> None:
+        """Append a sampled turn."""
+        self._append(
+            Segment(
+                self.head,
+                token_ids,
+                logprobs=logprobs,
+                message=message,
+                policy_version=policy_version,
+            )
         )
-        self._append(segment)
-        return segment
 
-    def answered(self, turn: Message, replies: Sequence[Message], renderer: Renderer) -> None:
-        """Append what answers the turn sampled last, up to where the next one begins.
+    def add_replies(self, replies: Sequence[Message], renderer: Renderer) -> None:
+        """Append the replies to the last turn, up to the start of the next one.
 
-        Under `strip` a turn that thought stays in the tree as the leaf of its own branch, and
-        trains there; the conversation goes on in another, in which it reads without its thinking.
+        Under `strip`, a turn with thinking becomes the leaf of its own branch, where it trains. The
+        conversation continues in another branch, which has the turn without its thinking.
         """
-        after = self.trajectory.segments[self.head].token_ids
-        if turn.thinking and renderer.thinking == "strip":
+        segment = self.trajectory.segments[self.head]
+        after, turn = segment.token_ids, segment.message
+        if turn is not None and turn.thinking and renderer.thinking == "strip":
             after = renderer.strip_thinking(after)
-            self.head = self.trajectory.segments[self.head].parent
-            self.given([turn.model_copy(update={"thinking": None})], after)
-        self.given(replies, renderer.extend(replies, after))
+            self.head = segment.parent
+            self.add_messages([turn.model_copy(update={"thinking": None})], after)
+        self.add_messages(replies, renderer.extend(replies, after))
 
     def _append(self, segment: Segment) -> None:
         self.trajectory.segments.append(segment)
         self.head = len(self.trajectory.segments) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A sampled turn. `error` tells the model why the turn cannot be parsed, or is None."""
+
+    message: Message
+    error: str | None
+    finish_reason: Literal["stop", "length"]
+
+
+class Session(ABC):
+    """One episode: samples its turns, and owns its trajectory.
+
+    The driver (`rollout.episode`) calls, for each attempt: `start`, `open`, then `turn` and
+    `answer` in alternation, `end`; and at last `close`.
+    """
+
+    score: float | None = None
+    """The reward, scaled from the environment's score range to 0..1."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self.trajectory = trajectory
+        self._tree = TreeBuilder(trajectory)
+
+    def start(self) -> None:
+        """Begin an attempt: clear what an earlier one left."""
+        trajectory = self.trajectory
+        trajectory.segments, trajectory.scores, trajectory.metrics = [], {}, {}
+        trajectory.reward = self.score = None
+        self._tree = TreeBuilder(trajectory)
+        self.end(Status.ABORTED)
+
+    @abstractmethod
+    def open(self, messages: Sequence[Message]) -> None:
+        """Record the opening messages."""
+
+    @abstractmethod
+    async def turn(self) -> Turn:
+        """Sample a turn. Errors: ContextOverflow, SamplerError."""
+
+    @abstractmethod
+    def answer(self, result: StepResult, *, turn_follows: bool) -> None:
+        """Record the reward of the last turn, and the environment's messages."""
+
+    @abstractmethod
+    def refusal(self, turn: Message, error: str) -> list[Message]:
+        """The messages that tell the model what is wrong with its turn."""
+
+    def end(self, status: Status, error: str | None = None) -> None:
+        """Record how the attempt ended."""
+        self.trajectory.status, self.trajectory.error = status, error
+
+    def set_reward(
+        self,
+        reward: float,
+        parts: dict[str, float],
+        *,
+        success: bool,
+        score_range: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
+        """Record what the attempt earned."""
+        trajectory, (low, high) = self.trajectory, score_range
+        trajectory.reward, trajectory.scores = reward, parts
+        trajectory.metrics["success"] = float(success)
+        self.score = (reward - low) / (high - low) if high > low else None
+
+    def drop(self, reason: str) -> None:
+        """Exclude the episode from training."""
+        self.trajectory.dropped = reason
+
+    def close(self) -> None:  # noqa: B027 - a text session holds nothing
+        """Release what the session holds."""
+
+
+class TokenSession(Session):
+    """Samples token ids; grows the token tree.
+
+    `seed` is the episode's; each turn derives its own from it. The trajectory's id names the
+    session of the sampler, which is open from `start` to `close`.
+    """
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        sampler: Sampler,
+        renderer: Renderer,
+        config: RolloutConfig,
+        seed: int,
+    ) -> None:
+        super().__init__(trajectory)
+        self._sampler, self._renderer, self._config = sampler, renderer, config
+        self._seed = seed
+        self._is_open = False
+
+    def start(self) -> None:
+        super().start()
+        self.close()
+        self._sampler.open(self.trajectory.id)
+        self._is_open = True
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._sampler.close(self.trajectory.id)
+
+    def open(self, messages: Sequence[Message]) -> None:
+        self._tree.add_messages(messages, self._renderer.open(messages))
+
+    async def turn(self) -> Turn:
+        prompt, number = self._tree.prompt_ids, self.trajectory.num_turns
+        available = self._sampler.context_length - len(prompt)
+        if available < 1:
+            raise ContextOverflow(
+                f"the conversation has {len(prompt)} tokens before turn {number + 1}; "
+                f"model.context_length is {self._sampler.context_length}"
+            )
+        params = sampling_params(
+            self._config,
+            max_tokens=min(self._config.max_tokens_per_turn, available),
+            seed=derive_seed(self._seed, number),
+            stop_token_ids=tuple(self._renderer.stop_token_ids),
+        )
+        completion = await self._sampler.sample(prompt, params, session=self.trajectory.id)
+        parsed = self._renderer.parse(completion.token_ids)
+        self._tree.add_turn(
+            parsed.message, completion.token_ids, completion.logprobs, completion.policy_version
+        )
+        return Turn(parsed.message, parsed.error, completion.finish_reason)
+
+    def answer(self, result: StepResult, *, turn_follows: bool) -> None:
+        self.trajectory.segments[self._tree.head].reward = result.reward
+        if result.done:
+            self._tree.add_messages(result.messages, [])  # the model never sees them
+        elif turn_follows:
+            self._tree.add_replies(result.messages, self._renderer)
+
+    def refusal(self, turn: Message, error: str) -> list[Message]:
+        return [Message(role="tool" if turn.tool_calls else "user", content=error)]
+
+
+class TokenRow(Wire):
+    """Token ids that the endpoint read and sampled. `mask` is 1 on the sampled ones.
+
+    `logprobs` are the endpoint's own, 0 where the mask is 0.
+    """
+
+    token_ids: list[int]
+    mask: list[int]
+    logprobs: list[float]
+
+
+class TextSession(Session):
+    """Samples from an OpenAI-compatible endpoint, which renders the whole conversation each turn.
+
+    The segments carry messages and no ids. `rows` holds the token ids where the endpoint returned
+    them for every turn, else None. `seed_keys` are what the seeds of the turns derive from.
+    """
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        endpoint: Endpoint,
+        config: RolloutConfig,
+        tools: Callable[[], Sequence[ToolSpec]],
+        seed_keys: tuple[int, str, int],
+    ) -> None:
+        super().__init__(trajectory)
+        self._endpoint, self._config, self._read_tools = endpoint, config, tools
+        self._seed_keys = seed_keys
+        self._tools: Sequence[ToolSpec] = ()
+        self.rows: list[TokenRow] | None = []
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far."""
+        return [s.message for s in self.trajectory.segments if s.message is not None]
+
+    def start(self) -> None:
+        super().start()
+        self.rows = []
+
+    def open(self, messages: Sequence[Message]) -> None:
+        self._tree.add_messages(messages, [])
+        if self._config.format == "tools":
+            self._tools = self._read_tools()
+            if not self._tools:
+                raise EnvError("the environment has no tools: use the format plain or react")
+
+    async def turn(self) -> Turn:
+        number = self.trajectory.num_turns
+        seed = derive_seed(*self._seed_keys, number)
+        params = sampling_params(self._config, self._config.max_tokens_per_turn, seed)
+        try:
+            reply = await self._endpoint.chat(self.messages, params, self._tools)
+        except ContextOverflow as error:
+            if number == 0:
+                raise EnvError(f"the opening does not fit the model: {error}") from error
+            raise
+        self._tree.add_turn(reply.message, [], [], reply.policy_version)
+        self.rows = extend_rows(self.rows, reply)
+        return Turn(reply.message, reply.error, reply.finish_reason)
+
+    def answer(self, result: StepResult, *, turn_follows: bool) -> None:
+        self.trajectory.segments[self._tree.head].reward = result.reward
+        self._tree.add_messages(result.messages, [])
+
+    def refusal(self, turn: Message, error: str) -> list[Message]:
+        """OpenAI's API requires a reply to every tool call."""
+        if not turn.tool_calls:
+            return [Message(role="user", content=error)]
+        return [
+            Message(role="tool", content=error, tool_call_id=call.id, name=call.name)
+            for call in turn.tool_calls
+        ]
+
+
+def extend_rows(rows: list[TokenRow] | None, reply: Reply) -> list[TokenRow] | None:
+    """The rows with one more turn; None as soon as a turn came without ids.
+
+    A new row begins where the endpoint rendered the conversation in other ids than it had sampled:
+    rows are never joined by their text.
+    """
+    prompt, ids, logprobs = reply.prompt_ids, reply.token_ids, reply.logprobs
+    if rows is None or prompt is None or ids is None or logprobs is None:
+        return None
+    if rows and prompt[: len(rows[-1].token_ids)] == rows[-1].token_ids:
+        *complete, row = rows
+    else:
+        complete, row = rows, TokenRow(token_ids=[], mask=[], logprobs=[])
+    read = prompt[len(row.token_ids) :]
+    extended = TokenRow(
+        token_ids=row.token_ids + read + ids,
+        mask=row.mask + [0] * len(read) + [1] * len(ids),
+        logprobs=row.logprobs + [0.0] * len(read) + logprobs,
+    )
+    return [*complete, extended]
+
+
+def sampling_params(
+    config: RolloutConfig, max_tokens: int, seed: int, stop_token_ids: tuple[int, ...] = ()
+) -> SamplingParams:
+    """The sampling parameters of one turn."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        stop=tuple(config.stop),
+        stop_token_ids=stop_token_ids,
+        seed=seed,
+    )

@@ -15,11 +15,12 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ludus.core.errors import EnvError
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 Act = Callable[[], Coroutine[Any, Any, T]]
 
 IDLE_S = 30.0
@@ -128,6 +129,9 @@ class EnvThread:
     anywhere.
     """
 
+    borrows_workers: ClassVar[bool] = False
+    """Whether each call runs in another worker thread, even calls that do not block."""
+
     def __init__(self, *, inline: bool = False) -> None:
         self.inline = inline
         self._thread: WorkerThread | None = None
@@ -183,3 +187,35 @@ async def _without_exit(act: Act[T]) -> T:
         if task is None or task.cancelling():
             raise
         raise _exit_error(failure) from None
+
+
+async def run_pool(
+    items: deque[Item],
+    play: Callable[[EnvThread, Item], Awaitable[None]],
+    concurrency: int,
+    *,
+    inline: bool = False,
+) -> None:
+    """Play the items in their order, `concurrency` at a time, each worker with its EnvThread.
+
+    Emptying `items` ends the pool after the items in progress. Between two items, a worker does
+    not await: the next session opens at once when the last one closes.
+
+    Errors: the first that `play` raises; it cancels all workers.
+    """
+
+    async def work() -> None:
+        thread = EnvThread(inline=inline)
+        try:
+            while items:
+                await play(thread, items.popleft())
+        finally:
+            thread.close()
+
+    workers = [asyncio.create_task(work()) for _ in range(min(concurrency, len(items)))]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)

@@ -63,8 +63,11 @@ async def train(backend: LocalBackend, completions: list[Completion] | None = No
     for number, completion in enumerate(completions):
         trajectory = Trajectory(f"t{number}", "g", "task", reward=float(number))
         builder = TreeBuilder(trajectory)
-        builder.given([Message(role="user", content="go")], [5, 6, 7])
-        builder.sampled(completion, Message(role="assistant"))
+        builder.add_messages([Message(role="user", content="go")], [5, 6, 7])
+        builder.add_turn(
+            Message(role="assistant"), completion.token_ids, completion.logprobs,
+            completion.policy_version,
+        )  # fmt: skip
         members.append(trajectory)
     algorithm = ALGORITHMS.build("grpo")
     samples = to_samples([Group("g", Task(id="task"), members)], algorithm)
@@ -129,8 +132,8 @@ async def test_turns_of_other_weights_than_the_published_ones_are_refused(backen
     async def collect(tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
         trajectory = Trajectory("stale", "g", "task", reward=1.0)
         builder = TreeBuilder(trajectory)
-        builder.given([Message(role="user", content="go")], [5, 6, 7])
-        builder.sampled(Completion([8], [-0.1], "stop", 0), Message(role="assistant"))
+        builder.add_messages([Message(role="user", content="go")], [5, 6, 7])
+        builder.add_turn(Message(role="assistant"), [8], [-0.1], 0)
         return [Group("g", Task(id="task"), [trajectory])]
 
     stage = Stage(

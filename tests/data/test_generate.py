@@ -277,8 +277,8 @@ def test_agentevals_items_are_tasks(tmp_path: Path) -> None:
         ({"format": "xml"}, "--format: 'xml' is unknown"),
         ({"source": "model"}, "needs --model and --base-url"),
         ({"source": "model", "model": "m", "base_url": "nowhere"}, "base_url"),
-        ({"ids": "9-1"}, "no range"),
-        ({"ids": "x"}, "is none of"),
+        ({"ids": "9-1"}, "not a range"),
+        ({"ids": "x"}, "must look like"),
         ({"ids": "1", "tiers": ["depth-1"]}, "give one of"),
     ],
 )

@@ -14,7 +14,7 @@ AHEAD = [
 
 
 def test_it_may_be_switched_on_and_off_between_checkpoints(ludus: Ludus) -> None:
-    interrupt = "strike('ludus.rollout.agent:Agent.play', {}, 'interrupt')"
+    interrupt = "strike('ludus.rollout.collect:Collector.play', {}, 'interrupt')"
     ludus("train", BABYAI, setup=interrupt.format(20)).refused(130, "finishing this step")
     resume = ["train", "--resume", "tiny-1"]
     ludus(*resume, *AHEAD, setup=interrupt.format(20)).refused(130, "finishing this step")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+import threading
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ from ludus.models.endpoint.addresses import off_limits
 from ludus.models.endpoint.client import Endpoint, Reply, check_url
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
-from ludus.rollout.jobs import ChatAgent, EpisodeRecord, RolloutJob, TokenRow, grown
-from ludus.rollout.requests import LocalEnvs, summary, tasks_of
+from ludus.rollout.host import LocalEnvs
+from ludus.rollout.jobs import EpisodeRecord, RolloutJob
+from ludus.rollout.requests import answer_of, tasks_of
+from ludus.rollout.session import TokenRow, extend_rows
 
 NUMBER = {
     derive_seed(0, str(number), 0, turn) % 2**31: number for number in range(6) for turn in range(5)
@@ -46,13 +49,13 @@ def batch(
 ) -> RolloutJob:
     settings = {"format": "plain", "max_tokens_per_turn": 40, "max_retries": 0, **settings}
     deadline = settings.pop("deadline_s", None)
-    agent = ChatAgent(
+    return RolloutJob(
         Endpoint(url, "m", timeout_s=timeout_s),
         LocalEnvs(Spec(name=f"played_envs:{env}")),
         RolloutConfig(**settings),
+        [(task_of(seed), EpisodeRecord(id=seed)) for seed in seeds],
+        deadline_s=deadline,
     )
-    work = [(task_of(seed), EpisodeRecord(id=seed)) for seed in seeds]
-    return RolloutJob(agent, work, deadline_s=deadline)
 
 
 def wanted(seed: int) -> list[str]:
@@ -62,7 +65,7 @@ def wanted(seed: int) -> list[str]:
 
 
 async def run(made: RolloutJob) -> list[EpisodeRecord]:
-    async with made._agent.endpoint:
+    async with made.endpoint:
         return await made.run()
 
 
@@ -130,14 +133,14 @@ def test_a_turn_that_is_rendered_otherwise_begins_a_row() -> None:
     def reply(prompt: list[int], ids: list[int]) -> Reply:
         return Reply(turn, "stop", None, prompt, ids, [-0.5] * len(ids))
 
-    rows = grown(grown([], reply([1, 2], [3])), reply([1, 2, 3, 4], [5]))
+    rows = extend_rows(extend_rows([], reply([1, 2], [3])), reply([1, 2, 3, 4], [5]))
     one = TokenRow(token_ids=[1, 2, 3, 4, 5], mask=[0, 0, 1, 0, 1], logprobs=[0, 0, -0.5, 0, -0.5])
     assert rows == [one]
-    assert grown(rows, reply([1, 9, 3], [6])) == [
+    assert extend_rows(rows, reply([1, 9, 3], [6])) == [
         one,
         TokenRow(token_ids=[1, 9, 3, 6], mask=[0, 0, 0, 1], logprobs=[0, 0, 0, -0.5]),
     ]
-    assert grown(rows, Reply(turn, "stop")) is None
+    assert extend_rows(rows, Reply(turn, "stop")) is None
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ def test_faults_of_the_endpoint_touch_their_own_ids_only() -> None:
     assert "answered rubbish" in told[1]
     assert "answered 500: out of memory" in told[2]
     assert "did not answer within 2 s" in told[3]
-    numbers = summary("say", episodes, 1.0, None)
+    numbers = answer_of("say", episodes, 1.0, None)
     assert (numbers.num_evaluated, numbers.success_rate) == (2, 1.0)
 
 
@@ -230,7 +233,7 @@ def test_an_endpoint_that_is_down_is_no_reward_of_zero() -> None:
         [episode] = played(url, [0])
     assert (episode.status, episode.reward) == (Status.ERROR_SAMPLER, None)
     assert "cannot be reached" in str(episode.error)
-    assert summary("say", [episode], 1.0, None).mean_reward is None
+    assert answer_of("say", [episode], 1.0, None).mean_reward is None
 
 
 def test_a_busy_endpoint_is_asked_again() -> None:
@@ -251,8 +254,11 @@ def test_a_conversation_that_is_too_long_is_an_end_like_any_other() -> None:
 
 @pytest.mark.parametrize("how", ["deadline", "stop"])
 def test_a_batch_that_ends_early_keeps_what_it_has(how: str) -> None:
+    asked_again = threading.Event()
+
     async def say(body: dict[str, Any]) -> Any:
         if number_of(body) == 1 and num_turns(body):
+            asked_again.set()
             await asyncio.sleep(60)
         return knowing(body)
 
@@ -260,7 +266,7 @@ def test_a_batch_that_ends_early_keeps_what_it_has(how: str) -> None:
         made = batch(url, [0, 1, 2], concurrency=1, deadline_s=4.0 if how == "deadline" else None)
         if how == "stop":
             running = asyncio.create_task(run(made))
-            while made.episodes[1].num_turns < 1:
+            while not asked_again.is_set():
                 await asyncio.sleep(0.01)
             made.stop()
             await running

@@ -63,6 +63,8 @@ class BorrowedThread(EnvThread):
     Thousands of sessions share LIGHT_THREADS threads; a hanging call does not block the others.
     """
 
+    borrows_workers = True
+
     def __init__(self, slots: asyncio.Semaphore) -> None:
         super().__init__()
         self._slots = slots

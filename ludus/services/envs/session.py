@@ -14,7 +14,7 @@ from ludus.core.errors import EnvError, EpisodeError, EpisodeTimeout, LudusError
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec, Wire
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert
-from ludus.rollout.host import HostedEnv
+from ludus.rollout.host import HostedEnv, LocalEnvs
 from ludus.rollout.threads import EnvThread, Overdue
 from ludus.services.envs.isolated import IsolatedEnv
 from ludus.services.server.app import ServiceError
@@ -47,31 +47,30 @@ class ServedEnv:
     def __init__(self, spec: Spec, isolate: bool = False) -> None:
         self.spec, self.name, self.isolate = spec, spec.name, isolate
         ENVS.check(spec)
+        self._local = LocalEnvs(spec)
         self.env_class: Any = ENVS.load(spec.name)
         self.blocking: bool = isolate or getattr(self.env_class, "blocking", True)
 
-    def make(self) -> Env:
-        """A new environment for one session."""
-        return IsolatedEnv(self.spec) if self.isolate else self._local()
+    def host(self, task: Task, thread: EnvThread, step_deadline_s: float) -> HostedEnv:
+        """An environment for one episode: isolated in a process, or in this process.
 
-    def release(self, env: Env | None) -> None:
-        """Kill the process of an isolated environment: its thread may have been abandoned."""
-        if isinstance(env, IsolatedEnv):
-            env.kill()
-
-    def _local(self) -> Env:
-        args = ENVS.check(self.spec)  # anew: no two environments share an argument
-        env: Env = self.env_class(**args)
-        return env
-
-    @cached_property
-    def prototype(self) -> Env:
-        """An environment without an episode, for its tools and for parsing calls."""
-        return self._local()
+        A task's own environment spec is ignored: clients play only what is served.
+        """
+        blocking = self.blocking or thread.borrows_workers
+        if not self.isolate:
+            return HostedEnv(self._local.make, thread, step_deadline_s, blocking=blocking)
+        env = IsolatedEnv(self.spec)
+        # Where the thread that waits for the process was abandoned, only `kill` ends the process.
+        return HostedEnv(lambda: env, thread, step_deadline_s, release=env.kill)
 
     def tools(self) -> Sequence[ToolSpec]:
-        """The environment's tools."""
+        """The tools of the environment."""
         return self.prototype.tools()
+
+    @property
+    def prototype(self) -> Env:
+        """An environment that plays no episode: for its tools, and to read and write calls."""
+        return self._local.prototype
 
     @cached_property
     def schema(self) -> EnvSchema:
@@ -120,7 +119,6 @@ class EnvSession:
     thread: EnvThread
     deadline_s: float
     host: HostedEnv | None = None
-    env: Env | None = None
     state: State = State.NEW
     num_steps: int = 0
     reward: float = 0.0
@@ -138,13 +136,7 @@ class EnvSession:
         """Start an episode. `own`: the environment made the task, so a failure is not bad_task."""
         await self.close_env()
         self.state = State.NEW
-
-        def make() -> Env:
-            self.env = self.served.make()
-            return self.env
-
-        host = HostedEnv(make, self.thread, self.deadline_s, blocking=True)
-        self.host = host
+        self.host = host = self.served.host(task, self.thread, self.deadline_s)
         try:
             observation = await host.reset(task)
         except EpisodeTimeout:
@@ -197,11 +189,9 @@ class EnvSession:
     async def close_env(self) -> None:
         """Close the environment; an isolated environment is killed if it does not close."""
         host, self.host = self.host, None
-        env, self.env = self.env, None
         if host is not None:
             with suppress(Exception):
                 await host.close()
-        self.served.release(env)
 
     def _playing(self, kind: str) -> HostedEnv:
         """The running episode's environment. Errors: ServiceError 409 of that kind."""

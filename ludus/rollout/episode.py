@@ -1,0 +1,194 @@
+"""The episode driver: one task, one session, one environment, many turns.
+
+    run_episode                      for each attempt: deadline, status, score, retry
+      env.reset -> session.open
+      session.turn -> env.step -> session.answer      until the episode ends
+      judge, or the sum of the step rewards
+
+All rollouts run through it: training and evaluation (`collect.Collector`), and episodes with an
+endpoint's model (`jobs.RolloutJob`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from bdb import BdbQuit
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ludus.config.schema import RolloutConfig
+from ludus.core.errors import (
+    ContextOverflow,
+    EnvError,
+    EpisodeError,
+    EpisodeTimeout,
+    LudusError,
+    SamplerError,
+    ToolError,
+    Unscorable,
+)
+from ludus.core.types import Message, Score, Status, StepResult, Task
+from ludus.models.chat.parsing import parse_react
+from ludus.rollout.host import EnvFactory, HostedEnv
+from ludus.rollout.session import Session, Turn, with_system_prompt
+from ludus.rollout.threads import EnvThread
+from ludus.tasks.mixture import for_part
+from ludus.telemetry.logs import get_logger
+from ludus.telemetry.occupancy import busy
+
+if TYPE_CHECKING:
+    from ludus.judges.base import Judge
+
+log = get_logger(__name__)
+
+STATUS_OF: dict[type[EpisodeError], Status] = {
+    ToolError: Status.ERROR_TOOL,
+    SamplerError: Status.ERROR_SAMPLER,
+    EpisodeTimeout: Status.ERROR_TIMEOUT,
+    Unscorable: Status.UNSCORABLE,
+}
+"""The status of an episode that ended with an error; any other error has status error_env."""
+
+
+async def run_episode(
+    task: Task,
+    session: Session,
+    envs: EnvFactory,
+    thread: EnvThread,
+    config: RolloutConfig,
+    *,
+    judge: Judge | None = None,
+    on_error: Callable[[EpisodeError], object] | None = None,
+) -> None:
+    """Play one episode; the result is the session's trajectory.
+
+    Infrastructure failures are retried, up to `config.max_retries` times. An error inside the
+    episode becomes its status and error text. Errors that concern the run (diverged weights, a
+    wrong config) are raised. If the caller cancels, the trajectory keeps what was played so far.
+
+    Args:
+        judge: scores the episode in place of the environment.
+        on_error: called with the error that ended an attempt; its cause is the original error.
+    """
+    trajectory = session.trajectory
+    deadline = None if thread.inline else config.episode_deadline_s
+    try:
+        for attempt in range(1 + config.max_retries):
+            if attempt:
+                status, error = trajectory.status.value, trajectory.error
+                fields = {"attempt": attempt + 1, "status": status, "error": error}
+                log.warning("retrying episode", trajectory=trajectory.id, **fields)
+            session.start()
+            started, timer = time.monotonic(), asyncio.timeout(deadline)
+            env: HostedEnv | None = None
+            try:
+                env = envs.host(task, thread, config.step_deadline_s)
+                async with timer:
+                    session.end(*await _play_turns(task, session, env, config))
+                    await _score(task, session, env, judge)
+            except EpisodeError as error:
+                kinds = (status for kind, status in STATUS_OF.items() if isinstance(error, kind))
+                session.end(next(kinds, Status.ERROR_ENV), str(error))
+                if on_error is not None:
+                    on_error(error)
+            except TimeoutError:
+                if not timer.expired():
+                    raise
+                limit = f"rollout.episode_deadline_s = {deadline:g} s"
+                session.end(Status.ERROR_TIMEOUT, f"the episode took longer than {limit}")
+            except asyncio.CancelledError:
+                session.end(Status.ABORTED, "the run was stopped")
+                raise
+            finally:
+                if env is not None:
+                    await env.close()
+            trajectory.metrics["seconds"] = time.monotonic() - started
+            trajectory.metrics["retries"] = float(attempt)
+            if not trajectory.status.retryable:
+                return
+    finally:
+        session.close()
+
+
+async def _play_turns(
+    task: Task, session: Session, env: HostedEnv | None, config: RolloutConfig
+) -> tuple[Status, str | None]:
+    """Play the turns. Returns how the episode ended, and the error text of an overflow."""
+    messages = list(task.prompt)
+    if env is not None:
+        messages += (await env.reset(task)).messages
+        if not messages:
+            raise EnvError("reset returned no messages, and the task has no prompt")
+    session.open(with_system_prompt(messages, config.system_prompt))
+    limit = for_part(config.max_turns, task)
+    max_turns = limit or (env.env.max_turns if env else 1)
+    for number in range(1, max_turns + 1):
+        try:
+            turn = await session.turn()
+        except ContextOverflow as error:  # a regular end: earned rewards count
+            return Status.TRUNCATED_LENGTH, str(error)
+        if turn.finish_reason == "length":
+            return Status.TRUNCATED_LENGTH, None
+        if env is None:
+            return Status.COMPLETED, None
+        result = await _act(env, turn, config.format, session.refusal)
+        session.answer(result, turn_follows=number < max_turns)
+        if result.done:
+            return Status.COMPLETED, None
+    return Status.TRUNCATED_TURNS, None
+
+
+async def _act(
+    env: HostedEnv, turn: Turn, format: str, refusal: Callable[[Message, str], list[Message]]
+) -> StepResult:
+    """Step the environment with the turn's action.
+
+    A turn without a valid action does not reach the environment: its reply is `refusal`.
+    """
+    message, error = turn.message, turn.error
+    if error is None and format == "tools":
+        if len(message.tool_calls) == 1:
+            return await env.call(message.tool_calls[0])
+        error = f"make exactly one tool call a turn, not {len(message.tool_calls)}."
+    action = message.content.strip()
+    if error is None and format == "react":
+        react = parse_react(message.content)
+        action, error = react.action, react.error
+    if error is not None:
+        return StepResult(messages=refusal(message, error))
+    return await env.step(Message(role="assistant", content=action))
+
+
+async def _score(task: Task, session: Session, env: HostedEnv | None, judge: Judge | None) -> None:
+    """Set the reward: the judge's score, or the sum of the step rewards. Errors: Unscorable."""
+    trajectory = session.trajectory
+    if not trajectory.num_turns:  # the policy sampled nothing: the episode must not count
+        session.drop(f"nothing was sampled: {trajectory.error}")
+        return
+    if judge is not None:
+        score = await _judge(judge, task, session)
+        session.set_reward(score.value, dict(score.parts), success=score.value >= 1.0)
+        return
+    # An environment may score only the last step. An episode cut before any reward earned 0.
+    rewards = [s.reward for s in trajectory.segments if s.reward is not None]
+    if env is None or (not rewards and trajectory.status is Status.COMPLETED):
+        raise Unscorable("the environment gave no reward, and no `judge` is configured")
+    reward = sum(rewards)
+    success = reward >= env.env.success_at
+    session.set_reward(reward, env.env.scores(), success=success, score_range=env.env.score_range)
+
+
+async def _judge(judge: Judge, task: Task, session: Session) -> Score:
+    """The judge's score. Errors: Unscorable where the judge raises or returns no finite Score."""
+    try:
+        with busy("judge"):
+            score = await judge(task, session.trajectory)
+    except (LudusError, BdbQuit):
+        raise
+    except Exception as error:
+        raise Unscorable(f"the judge raised {type(error).__name__}: {error}") from error
+    if not isinstance(score, Score) or not math.isfinite(score.value):
+        raise Unscorable(f"the judge returned {score!r:.80}; it has to return a finite Score")
+    return score
