@@ -1,11 +1,12 @@
-"""Sampling, training and a GRPO step on a GPU, against what the device could do at most.
+"""Training, decoding and a GRPO step on a GPU, against the limits of the device.
 
-    python benchmarks/gpu.py                  # half an hour at most; nothing is downloaded
-    python benchmarks/gpu.py --toy            # tiny models, seconds, also without a GPU
+    python benchmarks/gpu.py                  # 8 minutes at most; nothing is downloaded
+    python benchmarks/gpu.py --toy            # tiny models on the CPU
 
-Models have the shapes of Qwen3-0.6B, 1.7B and 4B, and random weights in bfloat16. Each part runs in
-a process of its own: one that fails, runs out of memory or takes too long is recorded as such, and
-the others go on.
+Cases run in the order of their importance until the seconds are spent, in a worker process: a case
+that fails, hangs or runs out of memory is recorded, and the next one gets a new worker. Results are
+written after each case. Models have the shapes of Qwen3-0.6B, 1.7B and 4B, and random weights in
+bfloat16. Times are medians, without the first runs.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ import asyncio
 import json
 import multiprocessing
 import platform
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ from typing import Any
 import torch
 from common import RESULTS, table
 from fixed import LudusSteps, Work
+from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ludus.config.schema import LearnerConfig, OptimizerConfig
@@ -38,88 +43,75 @@ from ludus.models.decoders.static import StaticDecoder
 from ludus.models.flops import Shape, peak_flops
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
+from ludus.telemetry.metrics import MetricsLog
 from ludus.train.algorithms.aggregates import trajectory_mean
 from ludus.train.algorithms.losses import clipped
 from ludus.train.learner import Learner
 from ludus.train.packing import Layout, pack
 
+ROOT = Path(__file__).parents[1]
 DTYPE = torch.bfloat16
 BYTES = 2
-COMMON = {
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "vocab_size": 151_936,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+MAX_GAP = 0.02  # nats between the learner's and the sampler's log-probabilities
+KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+KEYS += ("num_key_value_heads", "head_dim", "vocab_size")
+SHAPES = {
+    "0.6B": (1024, 3072, 28, 16, 8, 128, 151_936),
+    "1.7B": (2048, 6144, 28, 16, 8, 128, 151_936),
+    "4B": (2560, 9728, 36, 32, 8, 128, 151_936),
 }
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.6B": COMMON
-    | {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-    },
-    "1.7B": COMMON
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-    },
-    "4B": COMMON
-    | {
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-    },
-}
-TOY: dict[str, dict[str, Any]] = {
-    "toy": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "vocab_size": 1024,
-    }
-}
+TOY = {"toy": (32, 64, 2, 2, 1, 16, 1024), "toy 2": (48, 64, 2, 2, 1, 16, 1024)}
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything. `prompt` and `completion` are tokens of an episode."""
+    """Sizes of the work: `prompt` and `completion` in tokens, `case_s` at most for a case."""
 
-    batch: int = 256
+    batches: tuple[int, ...] = (64, 256)
     prompt: int = 1024
     completion: int = 256
     group: int = 16
+    groups: int = 16
     train_samples: int = 8
     train_prompt: int = 1024
     train_completion: int = 1024
-    groups: int = 16
     copied: int = 1 << 30
     repeats: int = 3
+    case_s: float = 90
+    recipe: str = "recipes/babyai-tiny.yaml"
+    changes: tuple[str, ...] = ("rl.steps=4", "evaluate.num_tasks=64")
 
 
-TOY_SCALE = Scale(8, 16, 8, 4, 4, 16, 16, groups=2, copied=1 << 22, repeats=2)
+TOY_SCALE = Scale(
+    batches=(4, 8),
+    prompt=16,
+    completion=8,
+    group=4,
+    groups=2,
+    train_samples=4,
+    train_prompt=16,
+    train_completion=16,
+    copied=1 << 22,
+    case_s=3600,
+    recipe="tests/recipes/babyai.yaml",
+    changes=("sft.steps=8", "rl.steps=2", "evaluate.num_tasks=2", "demonstrations.num_episodes=8"),
+)
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a measurement is given."""
+class Bench:
+    """What every case measures with."""
 
-    shape: dict[str, Any]
     scale: Scale
     device: torch.device
-    limits: dict[str, Any]
+    limits: dict[str, Any] = field(default_factory=dict)
 
-    def model(self) -> Any:
-        """Random weights, made where they are used."""
+    def model(self, shape: tuple[int, ...]) -> Any:
+        """A model of random weights, created on the device."""
         torch.manual_seed(0)
         config = Qwen3Config(
-            **self.shape,
+            **dict(zip(KEYS, shape, strict=True)),
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
             max_position_embeddings=4096,
             tie_word_embeddings=True,
             attn_implementation="sdpa",
@@ -137,19 +129,25 @@ class Part:
             torch.set_default_dtype(before)
 
     def seconds(self, work: Callable[[], Any]) -> float:
-        """Wall time until the device is done, too."""
-        self.wait()
-        start = time.perf_counter()
+        """Seconds between two events of the device, around all that `work` starts there."""
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            work()
+            return time.perf_counter() - start
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self.device)
+        begin.record()
         work()
-        self.wait()
-        return time.perf_counter() - start
+        torch.cuda.synchronize(self.device)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
 
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def median(self, work: Callable[[], Any]) -> float:
+        return statistics.median(self.seconds(work) for _ in range(self.scale.repeats))
 
     def memory_gb(self) -> float | None:
-        """The most allocated since the last call."""
+        """Peak of allocated memory since the last call."""
         if self.device.type != "cuda":
             return None
         peak = torch.cuda.max_memory_allocated(self.device) / 1e9
@@ -157,63 +155,128 @@ class Part:
         return peak
 
 
-def measure_limits(part: Part) -> dict[str, Any]:
+Measure = Callable[..., dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A measurement: `measure(bench, shape, **args)`."""
+
+    name: str
+    model: str
+    measure: Measure
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+def cases(shapes: dict[str, tuple[int, ...]], scale: Scale) -> Iterator[Case]:
+    """All cases, the most important one first."""
+    first, *larger = shapes
+    most = scale.batches[-1]
+    yield Case("recipe", "0.8M", measure_recipe)
+    for batch in scale.batches:
+        yield Case(f"decode, batch {batch}", first, measure_decode, {"batch": batch})
+    yield Case("train", first, measure_train, {"layout": "single"})
+    yield Case("GRPO step", first, measure_step)
+    for name in larger:
+        yield Case(f"decode, batch {most}", name, measure_decode, {"batch": most})
+        yield Case("train", name, measure_train, {"layout": "single"})
+        yield Case("GRPO step", name, measure_step)
+    shared = {"batch": most, "group": scale.group}
+    yield Case(f"decode, batch {most}, shared prompts", first, measure_decode, shared)
+    yield Case("train, shared prompt", first, measure_train, {"layout": "tree"})
+    checkpointed = {"layout": "tree", "checkpointing": True}
+    yield Case("train, shared prompt, checkpointing", first, measure_train, checkpointed)
+
+
+def measure_limits(bench: Bench, shape: None) -> dict[str, Any]:
     """Bytes a second of a copy (read and written), operations a second of a matrix product."""
-    source = torch.ones(part.scale.copied, dtype=torch.uint8, device=part.device)
+    source = torch.randint(256, (bench.scale.copied,), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
-    fastest = min(part.seconds(lambda: target.copy_(source)) for _ in range(10))
-    cuda = part.device.type == "cuda"
+    seconds = [bench.seconds(lambda: target.copy_(source)) for _ in range(12)][2:]
+    cuda = bench.device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(part.device) if cuda else platform.machine(),
-        "memory_gb": torch.cuda.get_device_properties(part.device).total_memory / 1e9
-        if cuda
-        else None,
+        "device": torch.cuda.get_device_name(bench.device) if cuda else platform.machine(),
         "cuda": torch.version.cuda,
-        "bandwidth": 2 * source.numel() / fastest,
-        "flops": peak_flops(part.device, DTYPE),
+        "bandwidth": 2 * source.numel() / statistics.median(seconds),
+        "flops": peak_flops(bench.device, DTYPE),
     }
 
 
-def measure_decode(part: Part) -> dict[str, Any]:
-    """Tokens a second after the prompts, without and with prompts that a group shares; the limit
-    is that of reading all weights, and each token's keys and values once, at every step.
+def measure_recipe(bench: Bench, shape: None) -> dict[str, Any]:
+    """Train a recipe with products in bfloat16: does the loss fall, do the weights move, and how
+    far apart are the learner's and the sampler's log-probabilities?"""
+    changes = [
+        *bench.scale.changes,
+        f"model.device={bench.device.type}",
+        "learner.dtype=bfloat16",
+        "sampler={name: in_process, args: {dtype: bfloat16, path: static}}",
+        "rl.algorithm={name: grpo, args: {importance_cap: 2}}",
+        "checkpoint.every=1000",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "ludus", "train", str(ROOT / bench.scale.recipe), *changes]
+        seconds = time.perf_counter()
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        seconds = time.perf_counter() - seconds
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip()[-400:])
+        [run] = [path for path in Path(folder, "runs").iterdir() if path.is_dir()]
+        lines = list(MetricsLog.read(run / "metrics.jsonl"))
+        after_sft, *_, after_rl = sorted((run / "checkpoints").iterdir(), reverse=True)
+        weights = [load_file(path / "model.safetensors") for path in (after_sft, after_rl)]
+        moved = max(float((weights[0][k] - weights[1][k]).abs().max()) for k in weights[0])
+    losses = [line.metrics["train/loss"] for line in lines if line.stage == "sft"]
+    gaps = [line.metrics["train/sampler_gap"] for line in lines if line.stage == "rl"]
+    sound = losses[-1] < losses[0] and moved > 0 and max(gaps) < MAX_GAP
+    return {
+        "seconds": seconds,
+        "losses": losses,
+        "largest_weight_change": moved,
+        "sampler_gaps": gaps,
+        "trains": sound,
+        "note": f"{'trains' if sound else 'DOES NOT TRAIN'}: loss {losses[0]:.2f} to "
+        f"{losses[-1]:.2f}, gap {max(gaps):.4f} nats, weights move by {moved:.1g} at most",
+    }
 
-    The path is the GPU's, on a CPU too. `first_s` is what a rollout takes longer when its graphs
-    are not captured yet."""
-    scale, model = part.scale, part.model().eval()
+
+def measure_decode(
+    bench: Bench, shape: tuple[int, ...], batch: int, group: int = 1
+) -> dict[str, Any]:
+    """Decode tokens a second of a rollout: one turn after each prompt, `group` of them with the
+    same prompt. The limit is that of reading all weights, and each token's keys and values once, at
+    every step. The decoder is the GPU's, on a CPU too."""
+    scale, model = bench.scale, bench.model(shape).eval()
     sampler = InProcessSampler(model, context_length=scale.prompt + scale.completion, path="static")
-    decoder = sampler.decoder
+    decoder, config = sampler.decoder, model.config
     assert isinstance(decoder, StaticDecoder)
-    config = model.config
+    generator = torch.Generator().manual_seed(0)
+    size = (batch // group, scale.prompt)
+    prompts = torch.randint(1, config.vocab_size, size, generator=generator).tolist()
+    rows = [prompts[number // group] for number in range(batch)]
+    first = bench.seconds(lambda: play(sampler, rows, scale.completion))
+    prefill = bench.median(lambda: play(sampler, rows, 1))
+    whole = bench.median(lambda: play(sampler, rows, scale.completion))
     kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * BYTES
     weight_bytes = sum(p.numel() for p in model.parameters()) * BYTES
-    found: dict[str, Any] = {"decoder": decoder.name}
-    for name, group in (("alone", 1), ("shared", scale.group)):
-        generator = torch.Generator().manual_seed(0)
-        prompts = torch.randint(
-            1, config.vocab_size, (scale.batch // group, scale.prompt), generator=generator
-        ).tolist()
-        rows = [prompts[number // group] for number in range(scale.batch)]
-        unwarmed = part.seconds(lambda rows=rows: play(sampler, rows, scale.completion))
-        first = part.seconds(lambda rows=rows: play(sampler, rows, 1))
-        whole = part.seconds(lambda rows=rows: play(sampler, rows, scale.completion))
-        cached = len(prompts) * scale.prompt + scale.batch * scale.completion / 2
-        limit = scale.batch * part.limits["bandwidth"] / (weight_bytes + cached * kv_bytes)
-        rate = scale.batch * (scale.completion - 1) / (whole - first)
-        found[name] = {
-            "tokens_per_s": rate,
-            "limit_tokens_per_s": limit,
-            "of_limit": rate / limit,
-            "prefill_s": first,
-            "first_s": unwarmed - whole,
-            "graphs": decoder.num_graphs,
-            "memory_gb": part.memory_gb(),
-        }
-    return found
+    cached = len(prompts) * scale.prompt + batch * scale.completion / 2
+    limit = batch * bench.limits["bandwidth"] / (weight_bytes + cached * kv_bytes)
+    rate = batch * (scale.completion - 1) / (whole - prefill)
+    return {
+        "tokens_per_s": rate,
+        "limit_tokens_per_s": limit,
+        "of_limit": rate / limit,
+        "seconds": whole,
+        "prefill_s": prefill,
+        "first_s": first - whole,
+        "decoder": decoder.name,
+        "graphs": decoder.num_graphs,
+        "memory_gb": bench.memory_gb(),
+        "note": f"{decoder.name}; prefill {prefill:.2f} s; first rollout {first - whole:+.1f} s",
+    }
 
 
 def play(sampler: InProcessSampler, prompts: list[list[int]], max_tokens: int) -> None:
-    """One turn after each prompt, all at once."""
+    """Sample a turn after each prompt, all at once."""
 
     async def episode(number: int) -> None:
         name = f"{number:05d}"
@@ -223,37 +286,20 @@ def play(sampler: InProcessSampler, prompts: list[list[int]], max_tokens: int) -
         finally:
             sampler.close(name)
 
-    async def everyone() -> None:
+    async def rollout() -> None:
         for number in range(len(prompts)):
             sampler.open(f"{number:05d}")
-        await asyncio.gather(*[episode(number) for number in range(len(prompts))])
+        await asyncio.gather(*map(episode, range(len(prompts))))
 
-    asyncio.run(everyone())
-
-
-def measure_train(part: Part) -> dict[str, Any]:
-    """An optimizer step on a group that shares its prompt, laid out in several ways."""
-    model = part.model()
-    layouts: list[tuple[str, Layout, bool]] = [
-        ("a sample a row", "single", False),
-        ("tree", "tree", False),
-        ("tree, checkpointed", "tree", True),
-    ]
-    found: dict[str, Any] = {}
-    for name, layout, checkpointed in layouts:
-        try:
-            found[name] = train(part, model, layout, checkpointed)
-        except Exception as error:
-            found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
-        if part.device.type == "cuda":
-            torch.cuda.empty_cache()
-        model.zero_grad(set_to_none=True)
-    return found
+    asyncio.run(rollout())
 
 
-def train(part: Part, model: Any, layout: Layout, checkpointed: bool) -> dict[str, Any]:
-    """Tokens a second (those of all samples), and model FLOPs of those computed."""
-    scale = part.scale
+def measure_train(
+    bench: Bench, shape: tuple[int, ...], layout: Layout, checkpointing: bool = False
+) -> dict[str, Any]:
+    """An optimizer step on a group with one prompt. Tokens a second are those of all samples; MFU
+    counts the computed ones (`tree` computes the prompt once)."""
+    scale, model = bench.scale, bench.model(shape)
     samples = train_samples(scale, model.config.vocab_size)
     tokens = sum(len(sample.token_ids) for sample in samples)
     learner = Learner(
@@ -261,32 +307,33 @@ def train(part: Part, model: Any, layout: Layout, checkpointed: bool) -> dict[st
         OptimizerConfig(lr=1e-6),
         1000,
         context_length=scale.train_prompt + scale.train_completion,
-        settings=LearnerConfig(gradient_checkpointing=checkpointed),
+        settings=LearnerConfig(gradient_checkpointing=checkpointing),
     )
-    loss = clipped(0.2, 0.2)
 
     def step() -> None:
         weights = trajectory_mean(samples)
         batch = pack(samples, weights, tokens_per_batch=tokens, pad_id=0, layout=layout)
-        learner.train_step(batch, loss)
+        learner.train_step(batch, clipped(0.2, 0.2))
 
     step()
-    part.memory_gb()
-    seconds = min(part.seconds(step) for _ in range(scale.repeats))
-    prompts = 1 if layout == "tree" else scale.train_samples
+    bench.memory_gb()
+    seconds = bench.median(step)
     prompt, completion = scale.train_prompt, scale.train_completion
-    answered = scale.train_samples * completion
+    prompts = 1 if layout == "tree" else scale.train_samples
+    sampled = scale.train_samples * completion
     context = prompts * prompt * (prompt + 1) / 2
-    context += answered * prompt + answered * (completion + 1) / 2
-    computed = prompts * prompt + answered
-    flops = 3 * Shape.of(model).forward(computed, answered, context)
+    context += sampled * prompt + sampled * (completion + 1) / 2
+    computed = prompts * prompt + sampled
+    flops = 3 * Shape.of(model).forward(computed, sampled, context)
     return {
-        "attention": learner.forward.attention,
         "tokens_per_s": tokens / seconds,
         "computed_tokens_per_s": computed / seconds,
-        "mfu": flops / seconds / part.limits["flops"],
-        "step_s": seconds,
-        "memory_gb": part.memory_gb(),
+        "flops": flops,
+        "of_limit": flops / seconds / bench.limits["flops"],
+        "seconds": seconds,
+        "memory_gb": bench.memory_gb(),
+        "note": f"{layout} layout, {learner.forward.attention} attention, "
+        f"{computed / seconds:,.0f} computed tokens/s",
     }
 
 
@@ -310,211 +357,155 @@ def train_samples(scale: Scale, vocab_size: int) -> list[Sample]:
     ]
 
 
-def measure_step(part: Part) -> dict[str, Any]:
-    """Steps of GRPO through the loop, one turn an episode; the seconds of the fastest."""
-    scale = part.scale
+def measure_step(bench: Bench, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Steps of GRPO through the loop, one turn an episode: the split of the median step."""
+    scale = bench.scale
     work = Work(scale.prompt, scale.completion, groups=scale.groups, group_size=scale.group)
     with tempfile.TemporaryDirectory() as folder:
-        budget = max(16384, work.length) if part.device.type == "cuda" else 1024
-        steps = LudusSteps(part.model(), work, Path(folder), tokens_per_batch=budget)
+        budget = max(16384, work.length) if bench.device.type == "cuda" else 1024
+        steps = LudusSteps(bench.model(shape), work, Path(folder), tokens_per_batch=budget)
         steps.step()
-        part.memory_gb()
-        found = min((steps.step() for _ in range(scale.repeats)), key=lambda m: m["time/step_s"])
-    times = ("step", "rollout", "train", "sample", "env_wait", "idle")
+        bench.memory_gb()
+        metrics = sorted(
+            (steps.step() for _ in range(scale.repeats)), key=lambda m: m["time/step_s"]
+        )[scale.repeats // 2]
+    split = {
+        name: metrics[f"time/{name}_s"]
+        for name in ("rollout", "train", "sample", "env_wait", "idle")
+    }
     return {
-        "samples": work.samples,
-        "sampled_tokens": work.sampled_tokens,
-        **{f"{name}_s": found[f"time/{name}_s"] for name in times},
-        "memory_gb": part.memory_gb(),
+        "tokens_per_s": work.sampled_tokens / metrics["time/step_s"],
+        "seconds": metrics["time/step_s"],
+        **{f"{name}_s": value for name, value in split.items()},
+        "memory_gb": bench.memory_gb(),
+        "note": ", ".join(f"{name} {value:.2f} s" for name, value in split.items()),
     }
 
 
-PARTS: dict[str, Callable[[Part], dict[str, Any]]] = {
-    "decode": measure_decode,
-    "train": measure_train,
-    "step": measure_step,
-}
+class Worker:
+    """A process that measures cases; it is replaced after a case that fails, dies or hangs."""
+
+    def __init__(self) -> None:
+        self._process: Any = None
+
+    def measure(self, case: Case, bench: Bench, shape: Any, seconds: float) -> dict[str, Any]:
+        """Return the case's results, or {"error": the reason}."""
+        if seconds < 1:
+            return {"error": "no time was left"}
+        if self._process is None:
+            # CUDA does not survive a fork; elsewhere a fork starts faster.
+            method = "spawn" if bench.device.type == "cuda" else "fork"
+            context = multiprocessing.get_context(method)
+            self._pipe, pipe = context.Pipe()
+            self._process = context.Process(target=_serve, args=(pipe,), daemon=True)
+            self._process.start()
+            pipe.close()
+        results: dict[str, Any] = {"error": f"not done after {seconds:.0f} s"}
+        try:
+            self._pipe.send((case, bench, shape))
+            if self._pipe.poll(seconds):
+                results = self._pipe.recv()
+        except EOFError:
+            self._process.join(10)
+            results = {"error": f"its process died (exit code {self._process.exitcode})"}
+        if "error" in results:
+            self.close()
+        return results
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
 
 
-def guarded(
-    measure: Callable[[Part], dict[str, Any]], part: Part, seconds: float
-) -> dict[str, Any]:
-    """The measurement's result, from a process of its own, or {"error": why there is none}."""
-    if seconds < 1:
-        return {"error": "no time was left"}
-    # CUDA does not survive a fork; elsewhere parts start faster with one.
-    context = multiprocessing.get_context("spawn" if part.device.type == "cuda" else "fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(measure, part, sender), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        if receiver.poll(seconds):
-            found: dict[str, Any] = receiver.recv()
-            return found
-        return {"error": f"not done after {seconds:.0f} s"}
-    except EOFError:
-        process.join(10)
-        return {"error": f"its process died (exit code {process.exitcode})"}
-    finally:
-        process.kill()
-        process.join()
-
-
-def _answer(measure: Callable[[Part], dict[str, Any]], part: Part, sender: Any) -> None:
-    try:
-        found = measure(part)
-    except BaseException as error:
-        found = {"error": f"{type(error).__name__}: {error}"[:500]}
-    sender.send(found)
+def _serve(pipe: Any) -> None:
+    while True:
+        case, bench, shape = pipe.recv()
+        try:
+            results = case.measure(bench, shape, **case.args)
+        except BaseException as error:
+            results = {"error": f"{type(error).__name__}: {error}"[:500]}
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+        pipe.send(results)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="tiny models, on the CPU by default")
     parser.add_argument("--device", help="cuda (default), cuda:1, cpu")
-    parser.add_argument("--minutes", type=float, default=30, help="time for all parts together")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--seconds", type=float, help="for all cases together (480; toy: 3600)")
     parser.add_argument("--out", type=Path, help="folder of gpu.json and gpu.md")
     args = parser.parse_args()
-    until = time.monotonic() + 60 * args.minutes
+    until = time.monotonic() + (args.seconds or (3600 if args.toy else 480))
     device = torch.device(args.device or ("cpu" if args.toy else "cuda"))
-    scale = TOY_SCALE if args.toy else Scale()
-    shapes = TOY if args.toy else {name: SHAPES[name] for name in args.shapes}
+    scale, shapes = (TOY_SCALE, TOY) if args.toy else (Scale(), SHAPES)
+    folder = args.out or (None if args.toy else RESULTS)
+    worker = Worker()
 
-    def run(measure: Callable[[Part], dict[str, Any]], shape: dict[str, Any], share: float) -> Any:
-        part = Part(shape, scale, device, limits)
-        return guarded(measure, part, (until - time.monotonic()) * share)
+    def run(case: Case, bench: Bench) -> dict[str, Any]:
+        seconds = min(scale.case_s, until - time.monotonic())
+        return worker.measure(case, bench, shapes.get(case.model), seconds)
 
-    limits: dict[str, Any] = {}
-    limits = run(measure_limits, {}, 1)
+    limits = run(Case("limits", "", measure_limits), Bench(scale, device))
     if "error" in limits:
         raise SystemExit(f"{device} cannot be used: {limits['error']}. --toy needs no GPU")
-    print(f"{limits['device']}: {limits['bandwidth'] / 1e9:,.0f} GB/s", flush=True)
-    results: dict[str, dict[str, Any]] = {}
-    left = len(shapes) * len(PARTS)
-    for shape_name, shape in shapes.items():
-        results[shape_name] = {}
-        for part_name, measure in PARTS.items():
-            # What a part does not use is the others'; none may take more than half of the rest.
-            found = run(measure, shape, min(1.0, max(0.5, 1 / left)))
-            left -= 1
-            results[shape_name][part_name] = found
-            print(shape_name, part_name, json.dumps(found), flush=True)
-            write(args.out or (None if args.toy else RESULTS), limits, scale, results)
+    results: list[dict[str, Any]] = []
+    for case in cases(shapes, scale):
+        results.append({"case": case.name, "model": case.model})
+        results[-1] |= run(case, Bench(scale, device, limits))
+        print(json.dumps(results[-1]), flush=True)
+        text = page(limits, scale, results)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            facts = {"limits": limits, "scale": asdict(scale), "results": results}
+            (folder / "gpu.json").write_text(json.dumps(facts, indent=1) + "\n")
+            (folder / "gpu.md").write_text(text)
+    worker.close()
+    print(text)
 
 
-def write(
-    folder: Path | None, limits: dict[str, Any], scale: Scale, results: dict[str, dict[str, Any]]
-) -> None:
-    """gpu.json and gpu.md, after each part: what is done stays."""
-    if folder is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    versions = {name: version(name) for name in ("torch", "transformers")}
-    versions["python"] = platform.python_version()
-    facts = {"limits": limits, "versions": versions, "scale": scale.__dict__, "results": results}
-    (folder / "gpu.json").write_text(json.dumps(facts, indent=1) + "\n")
-    (folder / "gpu.md").write_text(page(limits, versions, scale, results))
+def page(limits: dict[str, Any], scale: Scale, results: list[dict[str, Any]]) -> str:
+    """The page of results, in Markdown."""
 
+    def cell(result: dict[str, Any], name: str, form: str) -> str:
+        return format(result[name], form) if result.get(name) is not None else ""
 
-def page(
-    limits: dict[str, Any],
-    versions: dict[str, str],
-    scale: Scale,
-    results: dict[str, dict[str, Any]],
-) -> str:
-    rows: dict[str, list[list[str]]] = {name: [] for name in PARTS}
-    errors: list[str] = []
-    for shape, parts in results.items():
-        for name, found in parts.items():
-            if "error" in found:
-                errors.append(f"{shape}, {name}: {found['error']}")
-            elif name == "step":
-                times = ("step", "rollout", "train", "sample", "env_wait", "idle")
-                rows[name].append([shape, *(f"{found[f'{part}_s']:.2f}" for part in times)])
-            else:
-                for kind, values in found.items():
-                    if not isinstance(values, dict):
-                        continue
-                    if "error" in values:
-                        errors.append(f"{shape}, {name}, {kind}: {values['error']}")
-                    elif name == "decode":
-                        rows[name].append(decode_row(shape, kind, values))
-                    else:
-                        rows[name].append(train_row(shape, kind, values))
-    heads = {
-        "decode": [
-            "model",
-            "prompts",
-            "tokens/s",
-            "limit, tokens/s",
-            "of the limit",
-            "prefill, s",
-            "first rollout, s more",
-        ],
-        "train": ["model", "layout", "attention", "tokens/s", "computed tokens/s", "MFU", "GB"],
-        "step": [
-            "model",
-            "step, s",
-            "rollout",
-            "training",
-            "of it sampling",
-            "environment",
-            "idle",
-        ],
-    }
-    memory = f", {limits['memory_gb']:.0f} GB" if limits["memory_gb"] else ""
-    told = ", ".join(f"{name} {value}" for name, value in versions.items())
-    failed = "\n".join(f"- {error}" for error in errors) or "Nothing."
+    rows = [
+        [
+            result["case"],
+            result["model"],
+            cell(result, "tokens_per_s", ",.0f"),
+            cell(result, "of_limit", ".1%"),
+            cell(result, "seconds", ".2f"),
+            cell(result, "memory_gb", ".1f"),
+            result.get("note") or f"failed: {result['error']}",
+        ]
+        for result in results
+    ]
+    head = ["case", "model", "tokens/s", "of the limit", "seconds", "GB", "notes"]
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     return f"""# On a GPU
 
-{limits["device"]}{memory}; CUDA {limits["cuda"]}; {told}. Measured in the same run: a copy moves
-{limits["bandwidth"] / 1e9:,.0f} GB/s, a matrix product in bfloat16 does
-{limits["flops"] / 1e12:,.1f} TFLOP/s. Random weights in bfloat16.
+{limits["device"]}; CUDA {limits["cuda"]}; {versions}; Python {platform.python_version()}. Measured
+in the same run: a copy moves {limits["bandwidth"] / 1e9:,.0f} GB/s, a matrix product in bfloat16
+does {limits["flops"] / 1e12:,.1f} TFLOP/s. Random weights in bfloat16. Medians of {scale.repeats}.
 
-## Sampling
+{table(head, rows)}
 
-{scale.batch} episodes at once, a prompt of {scale.prompt} tokens, {scale.completion} sampled;
-*shared*: {scale.group} have the same prompt. The limit is that of reading all weights, and each
-token's keys and values once, at every step. Rates are those after the prompts, of a rollout after
-the first, which also captures graphs.
+- decode: prompts of {scale.prompt} tokens, {scale.completion} sampled after each; with shared
+  prompts, {scale.group} episodes have the same one. Rates leave out the prefill. The limit is the
+  bandwidth: all weights, and each token's keys and values once, are read at every step. The first
+  rollout also captures graphs.
+- train: an optimizer step on {scale.train_samples} samples with one prompt, {scale.train_prompt} +
+  {scale.train_completion} tokens. The limit is the matrix product's rate (MFU of the computed
+  tokens).
+- GRPO step: {scale.groups} groups of {scale.group}, {scale.prompt} + {scale.completion} tokens.
+  Rates are those of sampled tokens.
 
-{table(heads["decode"], rows["decode"])}
-
-## Training
-
-An optimizer step on {scale.train_samples} samples that share a prompt: {scale.train_prompt} +
-{scale.train_completion} tokens. Tokens a second are those of all samples; MFU counts computed ones.
-
-{table(heads["train"], rows["train"])}
-
-## A GRPO step
-
-{scale.groups} groups of {scale.group}, {scale.prompt} + {scale.completion} tokens.
-
-{table(heads["step"], rows["step"])}
-
-## What failed
-
-{failed}
-
-    python benchmarks/gpu.py
-
-Raw figures: [gpu.json](gpu.json).
+Command: `python benchmarks/gpu.py`. Raw figures: [gpu.json](gpu.json).
 """
-
-
-def decode_row(shape: str, kind: str, found: dict[str, Any]) -> list[str]:
-    rates = [f"{found[name]:,.0f}" for name in ("tokens_per_s", "limit_tokens_per_s")]
-    seconds = [f"{found[name]:.2f}" for name in ("prefill_s", "first_s")]
-    return [shape, kind, *rates, f"{found['of_limit']:.1%}", *seconds]
-
-
-def train_row(shape: str, kind: str, found: dict[str, Any]) -> list[str]:
-    rates = [f"{found[name]:,.0f}" for name in ("tokens_per_s", "computed_tokens_per_s")]
-    memory = "" if found["memory_gb"] is None else f"{found['memory_gb']:.1f}"
-    return [shape, kind, found["attention"], *rates, f"{found['mfu']:.1%}", memory]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ fi
 
 status=0
 mapfile -t files < <(grep -rl --include='*.py' '@pytest.mark.gpu' tests)
-timeout 180 "$python" -m pytest -m gpu -x -q -p no:cacheprovider "${files[@]}" 2>&1 |
+timeout 180 "$python" -m pytest -m gpu -x -q -W default -p no:cacheprovider "${files[@]}" 2>&1 |
     tee "$out/tests.log" || status=1
 "$python" benchmarks/gpu.py --seconds $((520 - SECONDS)) --out "$out" "$@" || status=1
 exit $status

@@ -33,29 +33,42 @@ def gpu_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_part_of_the_gpu_benchmark_measures(gpu_results: Path) -> None:
+def test_every_case_of_the_gpu_benchmark_measures(gpu_results: Path) -> None:
     facts = json.loads((gpu_results / "gpu.json").read_text())
-    parts = facts["results"]["toy"]
-    assert set(parts) == {"decode", "train", "step"}
-    assert parts["decode"]["decoder"] == "static"  # what a GPU takes, without the graphs
-    for kind in ("alone", "shared"):
-        found = parts["decode"][kind]
-        assert found["limit_tokens_per_s"] > 0
-        assert found["of_limit"] == found["tokens_per_s"] / found["limit_tokens_per_s"]
-    shared, alone = (parts["decode"][kind]["limit_tokens_per_s"] for kind in ("shared", "alone"))
-    assert shared > alone
-    for found in parts["train"].values():
-        assert 0 < found["mfu"] < 1
-    assert parts["train"]["tree"]["computed_tokens_per_s"] < parts["train"]["tree"]["tokens_per_s"]
-    assert parts["step"]["step_s"] >= parts["step"]["rollout_s"] > 0
-    assert facts["limits"]["bandwidth"] > 0
-    assert facts["limits"]["flops"] > 0
+    limits = facts["limits"]
+    assert limits["bandwidth"] > 0
+    assert limits["flops"] > 0
+    results = {(row["case"], row["model"]): row for row in facts["results"]}
+    assert list(results)[:5] == [  # the most important first
+        ("recipe", "0.8M"),
+        ("decode, batch 4", "toy"),
+        ("decode, batch 8", "toy"),
+        ("train", "toy"),
+        ("GRPO step", "toy"),
+    ]
+    assert len(results) == 11
+    assert results["recipe", "0.8M"]["trains"]
+    alone, shared = (
+        results[case, "toy"] for case in ("decode, batch 8", "decode, batch 8, shared prompts")
+    )
+    for row in (alone, shared):
+        assert row["decoder"] == "static"  # what a GPU takes, without the graphs
+        assert row["of_limit"] == row["tokens_per_s"] / row["limit_tokens_per_s"]
+    assert shared["limit_tokens_per_s"] > alone["limit_tokens_per_s"] > 0
+    for (case, _), row in results.items():
+        if case.startswith("train"):
+            assert row["of_limit"] == row["flops"] / row["seconds"] / limits["flops"] > 0
+    tree = results["train, shared prompt", "toy"]
+    assert tree["computed_tokens_per_s"] < tree["tokens_per_s"]
+    assert tree["flops"] < results["train", "toy"]["flops"]
+    step = results["GRPO step", "toy"]
+    assert step["seconds"] >= step["rollout_s"] > 0
 
 
-def test_the_gpu_page_tells_everything(gpu_results: Path) -> None:
+def test_the_gpu_page_has_every_case(gpu_results: Path) -> None:
     page = (gpu_results / "gpu.md").read_text()
-    assert page.count("| toy |") == 6
-    assert "## What failed\n\nNothing." in page
+    assert len(re.findall(r"^\| .* \| (?:toy|toy 2|0.8M) \| ", page, re.MULTILINE)) == 11
+    assert "failed: " not in page
 
 
 @pytest.mark.slow
@@ -81,18 +94,19 @@ def test_a_device_that_is_not_there_is_named() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_part_that_fails_dies_or_hangs_is_recorded() -> None:
+def test_a_case_that_fails_dies_or_hangs_is_recorded() -> None:
     script = """
 import os, time, torch
 import gpu
 
-def fails(part): raise torch.OutOfMemoryError("17 GB are not there")
-def dies(part): os._exit(3)
-def hangs(part): time.sleep(100)
+def fails(bench, shape): raise torch.OutOfMemoryError("17 GB are not there")
+def dies(bench, shape): os._exit(3)
+def hangs(bench, shape): time.sleep(1000)
+def works(bench, shape): return {"error": f"none in {bench.device}"}
 
-part = gpu.Part({}, gpu.TOY_SCALE, torch.device("cpu"), {})
-cases = ((fails, 60), (dies, 60), (hangs, 1), (hangs, 0))
-print([gpu.guarded(measure, part, s)["error"] for measure, s in cases])
+bench, worker = gpu.Bench(gpu.TOY_SCALE, torch.device("cpu")), gpu.Worker()
+cases = ((fails, 600), (dies, 600), (hangs, 1), (hangs, 0), (works, 600))
+print([worker.measure(gpu.Case("", "", m), bench, None, s)["error"] for m, s in cases])
 """
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=FOLDER, capture_output=True, text=True, timeout=240
@@ -103,6 +117,7 @@ print([gpu.guarded(measure, part, s)["error"] for measure, s in cases])
             "its process died (exit code 3)",
             "not done after 1 s",
             "no time was left",
+            "none in cpu",
         ]
     )
 
