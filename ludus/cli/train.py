@@ -1,4 +1,4 @@
-"""Verbs that run a recipe: train, debug, profile, verify, plan, evaluate."""
+"""Commands that run a recipe: train, debug, profile, verify, plan, evaluate."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def train(
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
-        str | None, typer.Option("--resume", metavar="RUN", help="Go on with this run.")
+        str | None, typer.Option("--resume", metavar="RUN", help="Resume this run.")
     ] = None,
     skip_damaged: Annotated[
         bool, typer.Option(help="Resume from an older checkpoint where the newest is damaged.")
     ] = False,
     runs_dir: RunsDir = "runs",
 ) -> None:
-    """Train: demonstrations, SFT, RL, evaluation, report, as the recipe says."""
+    """Train a recipe: demonstrations, SFT, RL, evaluation, report."""
     from ludus.config.load import dump_config
     from ludus.pipeline import launch
     from ludus.pipeline.progress import Display
 
     if (recipe is None) == (resume is None) and not (resume and recipe and "=" in recipe):
-        raise ConfigError("give a recipe, or --resume RUN")
+        raise ConfigError("give either a recipe or --resume RUN")
     display = Display()
     try:
         if resume is not None:
@@ -61,7 +61,7 @@ def debug(
     overrides: Overrides = None,
     tasks: Annotated[int, typer.Option(min=1, help="Tasks to play.")] = 1,
 ) -> None:
-    """Play a few tasks in this thread, show every turn and every training row, and stop."""
+    """Play a few tasks in one thread; print every turn and training row. Trains nothing."""
     from ludus.pipeline.debug import debug as run_debug
 
     run_debug(load(recipe, overrides), tasks)
@@ -73,17 +73,17 @@ def profile(
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the last stage to profile.")] = 5,
     out: Annotated[
-        Path, typer.Option(help="What to write: .html, .json (for speedscope) or .txt (folded).")
+        Path, typer.Option(help="File to write: .html, .json (speedscope) or .txt (folded stacks).")
     ] = Path("profile.html"),
 ) -> None:
-    """Show where a run's steps spend their time: the parts of a step, and a flame graph."""
+    """Profile a run's steps: time by part, and a flame graph by function."""
     from ludus.diagnostics import profiling
     from ludus.pipeline.progress import Display
 
     profiling.check_out(out)
     config = load(recipe, overrides)
     if config.rl is None and config.sft is None:
-        raise ConfigError(f"{recipe}: it has no `sft` and no `rl`: there is no step to profile")
+        raise ConfigError(f"{recipe}: no `sft` and no `rl`: there is no step to profile")
     profiler = profiling.Profiler("rl" if config.rl else "sft", Display())
     _train_briefly(config, steps, profiler)
     profiler.write(out, f"{config.name}: {steps} steps")
@@ -98,22 +98,22 @@ def verify(
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="RL steps to play and train.")] = 2,
 ) -> None:
-    """Check that sampler and learner agree in every bit, or name the operation that parts them."""
+    """Check that sampler and learner compute the same bits; name the first different operation."""
     from ludus.diagnostics import profiling
     from ludus.pipeline.progress import Display
 
     config = load(recipe, [*(overrides or []), "verify=true"])
     if config.rl is None:
-        raise ConfigError(f"{recipe}: it has no `rl`: nothing is sampled that could be verified")
-    counted = profiling.Verified(Display())
-    _train_briefly(config, steps, counted)
-    typer.echo(counted)
-    if not counted.num_tokens:
+        raise ConfigError(f"{recipe}: no `rl`: nothing is sampled, so nothing can be verified")
+    counter = profiling.VerifiedCounter(Display())
+    _train_briefly(config, steps, counter)
+    typer.echo(counter)
+    if not counter.num_tokens:
         raise typer.Exit(1)
 
 
 def _train_briefly(config: Any, steps: int, observer: Any) -> None:
-    """A few steps of the last stage, in a folder that is gone afterwards."""
+    """Train a few steps in a temporary folder."""
     import tempfile
 
     from ludus.diagnostics import profiling
@@ -131,33 +131,34 @@ def plan(
     recipe: Recipe,
     overrides: Overrides = None,
     hardware: Annotated[
-        str, typer.Option(help="A GPU by name (h200, a100-80gb, ...), or `here`: measured.")
+        str,
+        typer.Option(help="A GPU by name (h200, a100-80gb, ...), or `here`: measure this machine."),
     ] = "here",
     fill: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Part of their turns and context episodes use.")
+        float,
+        typer.Option(min=0.01, max=1, help="Fraction of turns and context that episodes use."),
     ] = 1.0,
     efficiency: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Part of the hardware's peak that is reached.")
+        float,
+        typer.Option(min=0.01, max=1, help="Fraction of the hardware's peak that is reached."),
     ] = 0.35,
-    env_step_s: Annotated[
-        float, typer.Option(min=0, help="Seconds of a step of the environment.")
-    ] = 0.0,
+    env_step_s: Annotated[float, typer.Option(min=0, help="Seconds of an environment step.")] = 0.0,
 ) -> None:
-    """Estimate what a recipe takes on some hardware: memory, time, cost. Starts nothing."""
+    """Estimate memory, time and cost of a recipe on given hardware. Starts nothing."""
     from ludus.diagnostics import plan as planning
     from ludus.diagnostics.hardware import find_hardware
 
     config = load(recipe, overrides)
-    found = planning.plan(
+    estimate = planning.plan(
         config,
         find_hardware(hardware, config.model),
         fill=fill,
         efficiency=efficiency,
         env_step_s=env_step_s,
     )
-    for line in planning.lines(config, found):
+    for line in planning.lines(config, estimate):
         typer.echo(line)
-    if not found.fits:
+    if not estimate.fits:
         raise typer.Exit(1)
 
 
@@ -168,14 +169,14 @@ def evaluate(
         str | None, typer.Option(help="Checkpoint, e.g. sft-000300; default: the newest.")
     ] = None,
     against: Annotated[
-        str | None, typer.Option(help="A second checkpoint: compare on the same tasks.")
+        str | None, typer.Option(help="Second checkpoint, compared on the same tasks.")
     ] = None,
     num_tasks: Annotated[int | None, typer.Option(help="Held-out tasks; default: all.")] = None,
-    samples: Annotated[int, typer.Option(help="Episodes of each task; k of pass@k.")] = 1,
+    samples: Annotated[int, typer.Option(help="Episodes of each task: k of pass@k.")] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     runs_dir: RunsDir = "runs",
 ) -> None:
-    """Evaluate a run's checkpoint on its held-out tasks, or compare two with a paired test."""
+    """Evaluate a run's checkpoint on held-out tasks, or compare two checkpoints (paired test)."""
     from ludus.pipeline.evaluate import evaluate_checkpoints
 
     names = [checkpoint, against] if against else [checkpoint]

@@ -1,12 +1,12 @@
-"""What a recipe would take on given hardware: memory, time, money, before anything is started.
+"""Estimate memory, time and cost of a recipe on given hardware. Starts nothing.
 
-Everything is counted from the recipe and the model's shape, on the assumption that episodes fill a
-given part of the room that they have; `efficiency` says which part of a device's peak is reached.
+Computed from the recipe and the model's shape, with two assumptions: episodes use the fraction
+`fill` of their turns and context; the device reaches the fraction `efficiency` of its peak.
 
     weights, gradients, AdamW's moments    parameters * bytes of model.dtype (gradients and moments:
                                            of trained parameters)
-    activations                            what autograd keeps of tokens_per_batch tokens
-    keys and values                        rollout.concurrency * model.context_length tokens
+    activations                            saved by autograd for tokens_per_batch tokens
+    KV cache                               rollout.concurrency * model.context_length tokens
     sampling    max(bytes read / bandwidth, operations / peak), one pass a token of a turn
     training    3 forward passes of every token of every episode
 """
@@ -18,34 +18,31 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ludus.config.schema import RunConfig
-from ludus.core.errors import ConfigError
 from ludus.core.types import Spec
 from ludus.diagnostics.hardware import Hardware
 from ludus.envs import ENVS
-from ludus.models import ARCHITECTURES
-from ludus.models.chat.tokenizers import unloadable
+from ludus.models.build import model_shape
 from ludus.models.flops import Shape
 from ludus.tasks import READERS
 from ludus.train.schedule import turn_limit
 
 GIB = 1024**3
 UNKNOWN_VOCABULARY = 1024
-"""Of a tokenizer that is yet to be trained, and names no size."""
-
+"""Size of a tokenizer that is not trained yet and sets no `vocab_size`."""
 
 REMEDIES = {
     "activations": "lower rl.tokens_per_batch and sft.tokens_per_batch, or set "
     "learner.gradient_checkpointing: true",
-    "keys and values": "lower rollout.concurrency or model.context_length",
+    "KV cache": "lower rollout.concurrency or model.context_length",
     "optimizer": "set model.lora, or model.dtype: bfloat16",
     "gradients": "set model.lora, or model.dtype: bfloat16",
     "weights": "set model.dtype: bfloat16, or take a smaller model",
     "packed weights": "set sampler.args.dtype: bfloat16, or take a smaller model",
 }
-"""What to change where a part of the memory is too large."""
+"""Settings that reduce each part of the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """Sizes of an episode: tokens in all, tokens that are sampled, turns."""
+    """Sizes of an episode: all tokens, sampled tokens, turns."""
 
     length: float
     sampled: float
@@ -84,16 +81,16 @@ def plan(
     efficiency: float = 0.35,
     env_step_s: float = 0.0,
 ) -> Plan:
-    """What the recipe takes.
+    """Estimate memory and time of a recipe.
 
     Args:
-        fill: part of the turns, of the tokens a turn and of the context that episodes use.
-        efficiency: part of the device's peak that training and sampling reach.
-        env_step_s: seconds of one step of the environment, all episodes of a round together.
+        fill: fraction of the turns, of the tokens a turn and of the context that episodes use.
+        efficiency: fraction of the device's peak that training and sampling reach.
+        env_step_s: seconds of one step of the environment, for all episodes of a round.
 
     Errors: ConfigError for a model that cannot be read.
     """
-    shape = _shape(config)
+    shape = shape_of(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape)
     if config.model.lora is not None:
@@ -106,27 +103,15 @@ def plan(
     return Plan(on, num, estimate.memory(num, trained), seconds, estimate.tokens)
 
 
-def _shape(config: RunConfig) -> PreTrainedConfig:
-    model = config.model
-    if model.path is not None:
-        try:
-            found: PreTrainedConfig = AutoConfig.from_pretrained(model.path)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(unloadable("model.path", model.path, error)) from error
-        return found
-    assert model.architecture is not None
-    given = model.tokenizer.args.get("vocab_size") if isinstance(model.tokenizer, Spec) else None
-    shape: PreTrainedConfig = ARCHITECTURES.build(
-        model.architecture,
-        where="model.architecture",
-        vocab_size=given or UNKNOWN_VOCABULARY,
-        context_length=model.context_length,
-    )
-    return shape
+def shape_of(config: RunConfig) -> PreTrainedConfig:
+    """Returns the shape of the recipe's model. Errors: ConfigError."""
+    tokenizer = config.model.tokenizer
+    size = tokenizer.args.get("vocab_size") if isinstance(tokenizer, Spec) else None
+    return model_shape(config.model, size or UNKNOWN_VOCABULARY)
 
 
 def _adapters(model: Any, rank: int) -> int:
-    """Parameters of low-rank adapters on all linear layers but the head."""
+    """Returns the parameters of low-rank adapters on all linear layers except the head."""
     head = model.get_output_embeddings()
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     return sum(rank * (m.in_features + m.out_features) for m in linear)
@@ -154,20 +139,20 @@ class _Estimate:
         return int(self.shape.get_text_config().num_hidden_layers)
 
     @property
-    def _halves(self) -> bool:
+    def _bfloat16(self) -> bool:
         """Whether the sampler multiplies in bfloat16."""
         return self.config.sampler.args.get("dtype") == "bfloat16"
 
     @property
     def training_item(self) -> int:
-        """Bytes of a product's number in training."""
+        """Bytes of an element of training's matrix products."""
         return 2 if self.config.learner.dtype == "bfloat16" else self.item
 
     def _flops(self, item: int) -> float:
         return self.efficiency * (self.on.flops if item == 2 else self.on.flops32)
 
     def _heads(self) -> tuple[int, int, int]:
-        """Query heads, key-value heads, head size."""
+        """Returns query heads, key-value heads, head size."""
         text = self.shape.get_text_config()
         heads = text.num_attention_heads
         size = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -175,39 +160,38 @@ class _Estimate:
 
     @property
     def cache_item(self) -> int:
-        """Bytes of the keys and values of a token."""
+        """KV-cache bytes of a token."""
         _, kv_heads, size = self._heads()
-        item = 2 if self._halves else self.item
+        item = 2 if self._bfloat16 else self.item
         return int(self.shape.get_text_config().num_hidden_layers * 2 * kv_heads * size * item)
 
     def memory(self, parameters: int, trained: int) -> dict[str, float]:
+        """Returns bytes by part."""
         config = self.config
-        room = config.model.context_length
+        context = config.model.context_length
         stages = []
         if config.sft:
-            stages.append(min(config.sft.tokens_per_batch, config.sft.episodes_per_step * room))
+            stages.append(min(config.sft.tokens_per_batch, config.sft.episodes_per_step * context))
         if config.rl:
             played = config.rl.groups_per_step * config.rl.group_size
-            stages.append(min(config.rl.tokens_per_batch, played * room))
-        found = {
+            stages.append(min(config.rl.tokens_per_batch, played * context))
+        parts = {
             "weights": float(parameters * self.item),
             "gradients": float(trained * self.item),
             "optimizer": float(2 * trained * self.item),
             "activations": max(stages, default=0) * self._activations(),
         }
         if config.env is not None or config.rl is not None:
-            found["keys and values"] = float(
-                config.rollout.concurrency * config.model.context_length * self.cache_item
-            )
+            parts["KV cache"] = float(config.rollout.concurrency * context * self.cache_item)
         if config.model.device == "cpu" and config.sampler.name == "in_process":
-            found["packed weights"] = float(parameters * (2 if self._halves else self.item))
-        return found
+            parts["packed weights"] = float(parameters * (2 if self._bfloat16 else self.item))
+        return parts
 
     def _activations(self) -> float:
-        """Bytes that autograd keeps for a token, all layers together.
+        """Returns the bytes that autograd saves for a token, over all layers.
 
-        A layer: the stream before each norm and after it, queries, keys and values before and after
-        rotation, what attention found, gate, up, the activated gate and their product.
+        A layer saves: the residual stream before and after each norm; queries, keys and values
+        before and after rotation; attention's output; gate, up, activated gate, their product.
         """
         text = self.shape.get_text_config()
         heads, kv_heads, size = self._heads()
@@ -220,12 +204,13 @@ class _Estimate:
         return float(kept * self.training_item)
 
     def seconds(self) -> dict[str, float]:
-        config, found = self.config, {}
+        """Returns seconds by part; counts `tokens`."""
+        config, parts = self.config, {}
         self.tokens = 0.0
         episode = self._episode(config.rollout.max_turns)
         if config.sft is not None:
             number = config.sft.steps * config.sft.episodes_per_step
-            found["sft"] = self._training(number, episode.length, config.sft.tokens_per_batch)
+            parts["sft"] = self._training(number, episode.length, config.sft.tokens_per_batch)
         if config.rl is not None:
             sampling, training, waiting = 0.0, 0.0, 0.0
             for steps, turns in _phases(config):
@@ -236,28 +221,28 @@ class _Estimate:
                     steps * number, now.length, config.rl.tokens_per_batch
                 )
                 waiting += steps * now.turns * self.env_step_s * self._waves(number)
-            found |= {"rl: sampling": sampling, "rl: training": training}
+            parts |= {"rl: sampling": sampling, "rl: training": training}
             if waiting:
-                found["rl: environment"] = waiting
+                parts["rl: environment"] = waiting
         if config.tasks.heldout is not None:
-            found["evaluation"] = self._evaluations(episode)
-        return found
+            parts["evaluation"] = self._evaluations(episode)
+        return parts
 
     def _episode(self, max_turns: int | dict[str, int] | None) -> Episodes:
-        """The most that an episode may have, times `fill`; of a mixture, the mean of its parts."""
-        room, tokens = self.config.model.context_length, self.config.rollout.max_tokens_per_turn
+        """Returns the largest episode times `fill`; for a mixture, the mean of its parts."""
+        context, tokens = self.config.model.context_length, self.config.rollout.max_tokens_per_turn
         parts = _turns(self.config, max_turns)
         turns = sum(share * number for share, number in parts)
-        sampled = sum(share * min(number * tokens, room) for share, number in parts)
-        return Episodes(self.fill * room, self.fill * sampled, max(self.fill * turns, 1.0))
+        sampled = sum(share * min(number * tokens, context) for share, number in parts)
+        return Episodes(self.fill * context, self.fill * sampled, max(self.fill * turns, 1.0))
 
     def _waves(self, episodes: int) -> float:
         return max(episodes / self.config.rollout.concurrency, 1.0)
 
     def _sampling(self, episodes: int, one: Episodes) -> float:
-        """Seconds: all tokens of prompts and observations, then the turns token by token."""
+        """Returns seconds of prefill (prompts and observations) and of decoding the turns."""
         batch = min(episodes, self.config.rollout.concurrency)
-        item = 2 if self._halves else self.item
+        item = 2 if self._bfloat16 else self.item
         flops = self._flops(item)
         weights = (self.cost.body + self.cost.head) * item
         read = weights + batch * one.length / 2 * self.cache_item
@@ -275,8 +260,8 @@ class _Estimate:
         self.tokens += tokens
         passes = 4 if self.config.learner.gradient_checkpointing else 3
         work = passes * self.cost.forward(tokens, tokens, tokens * length / 2)
-        least = passes * tokens / tokens_per_batch * self._layers * self.on.layer_s
-        return work / self._flops(self.training_item) + least
+        overhead = passes * tokens / tokens_per_batch * self._layers * self.on.layer_s
+        return work / self._flops(self.training_item) + overhead
 
     def _evaluations(self, episode: Episodes) -> float:
         settings, rl = self.config.evaluate, self.config.rl
@@ -290,68 +275,68 @@ class _Estimate:
 
 
 def _phases(config: RunConfig) -> list[tuple[int, int | dict[str, int] | None]]:
-    """Steps of RL, and the turns that their episodes may have."""
+    """Returns pairs of RL steps and the turn limit of their episodes."""
     rl = config.rl
     assert rl is not None
-    grown = rl.horizon or []
-    schedules = grown.values() if isinstance(grown, dict) else [grown]
-    begins = {start for schedule in schedules for start, _ in schedule if start < rl.steps}
-    starts = [*sorted({0, *begins}), rl.steps]
+    horizon = rl.horizon or []
+    schedules = horizon.values() if isinstance(horizon, dict) else [horizon]
+    changes = {start for schedule in schedules for start, _ in schedule if start < rl.steps}
+    starts = [*sorted({0, *changes}), rl.steps]
     return [(stop - start, turn_limit(config, start)) for start, stop in pairwise(starts)]
 
 
 def _turns(config: RunConfig, limit: int | dict[str, int] | None) -> list[tuple[float, int]]:
-    """Shares of the episodes, which add up to 1, and the most turns that those may have."""
+    """Returns pairs of a share of the episodes (the sum is 1) and their turn limit."""
     if config.env is None or isinstance(limit, int):
         return [(1.0, limit if isinstance(limit, int) else 1)]
-    envs, ratios = {"": config.env}, {"": 1}
-    if config.env.name == "mixture":
-        envs = ENVS.check(config.env, "env")["envs"]
-        parts = READERS.check(config.tasks.train, "tasks.train").get("parts", {})
-        ratios = {name: part.ratio for name, part in parts.items() if name in envs}
-    own, total = limit or {}, sum(ratios.values())
+    env = ENVS.build(config.env, "env")
+    if not (members := env.members()):
+        return [(1.0, env.max_turns)]
+    parts = READERS.check(config.tasks.train, "tasks.train").get("parts", {})
+    ratios = {name: part.ratio for name, part in parts.items() if name in members}
+    limits, total = limit or {}, sum(ratios.values())
     return [
-        (ratio / total, own.get(name) or int(getattr(ENVS.load(envs[name].name), "max_turns", 1)))
+        (ratio / total, limits.get(name) or members[name].max_turns)
         for name, ratio in ratios.items()
     ]
 
 
-def lines(config: RunConfig, found: Plan) -> list[str]:
-    """The plan for a reader: memory, time and cost by part, what to change where it is too much."""
-    on = found.hardware
+def lines(config: RunConfig, plan: Plan) -> list[str]:
+    """Returns the plan as text: memory, time and cost by part, and settings that reduce them."""
+    on = plan.hardware
     text = [
-        f"{config.name}: {found.num_parameters:,} parameters, at most {found.tokens:,.0f} tokens "
+        f"{config.name}: {plan.num_parameters:,} parameters, at most {plan.tokens:,.0f} tokens "
         "of training episodes",
         f"on {on.name}: {on.memory / GIB:,.0f} GiB, {on.bandwidth / 1e9:,.0f} GB/s, "
         f"{on.flops / 1e12:,.2f} TFLOP/s in bfloat16, {on.flops32 / 1e12:,.2f} in float32 "
         f"({on.source})",
         "",
         "memory",
-        *[f"  {part:18} {_size(count):>12}" for part, count in found.memory.items()],
-        f"  {'all':18} {_size(sum(found.memory.values())):>12} of {_size(on.memory)}",
+        *[f"  {part:18} {_size(count):>12}" for part, count in plan.memory.items()],
+        f"  {'total':18} {_size(sum(plan.memory.values())):>12} of {_size(on.memory)}",
         "",
         "time",
-        *[f"  {part:18} {_time(seconds):>12}" for part, seconds in found.seconds.items()],
-        f"  {'all':18} {_time(found.hours * 3600):>12}",
+        *[f"  {part:18} {_time(seconds):>12}" for part, seconds in plan.seconds.items()],
+        f"  {'total':18} {_time(plan.hours * 3600):>12}",
     ]
     budget = config.budget
     if budget.price_per_hour is not None:
-        cost = found.hours * budget.price_per_hour
+        cost = plan.hours * budget.price_per_hour
         text += ["", f"cost  {cost:,.2f} {budget.currency}"]
         if budget.max_cost is not None and cost > budget.max_cost:
             text.append(f"more than budget.max_cost, {budget.max_cost:g}: the run may stop there")
-    if budget.max_hours is not None and found.hours > budget.max_hours:
+    if budget.max_hours is not None and plan.hours > budget.max_hours:
         text.append(f"longer than budget.max_hours, {budget.max_hours:g}: the run may stop there")
-    if budget.max_tokens is not None and found.tokens > budget.max_tokens:
+    if budget.max_tokens is not None and plan.tokens > budget.max_tokens:
         text.append(f"more than budget.max_tokens, {budget.max_tokens:,}: the run may stop there")
-    if not found.fits:
-        text += ["", f"it does not fit: {_remedy(found)}"]
+    if not plan.fits:
+        text += ["", f"out of memory: {_remedy(plan)}"]
     return text
 
 
-def _remedy(found: Plan) -> str:
-    """The settings behind the largest part of the memory."""
-    largest = max(found.memory, key=lambda part: found.memory[part])
+def _remedy(plan: Plan) -> str:
+    """Returns the settings that reduce the largest part of the memory."""
+    largest = max(plan.memory, key=lambda part: plan.memory[part])
     return f"the largest part is {largest}: {REMEDIES[largest]}"
 
 

@@ -107,6 +107,27 @@ def build_model(
     return model.to(config.device)
 
 
+def model_shape(config: ModelConfig, vocab_size: int) -> PreTrainedConfig:
+    """Returns the shape of a pretrained model, or of a new model with `vocab_size` tokens.
+
+    Errors: ConfigError.
+    """
+    if config.path is not None:
+        try:
+            pretrained: PreTrainedConfig = AutoConfig.from_pretrained(config.path)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(unloadable("model.path", config.path, error)) from error
+        return pretrained
+    assert config.architecture is not None
+    shape: PreTrainedConfig = ARCHITECTURES.build(
+        config.architecture,
+        where="model.architecture",
+        vocab_size=vocab_size,
+        context_length=config.context_length,
+    )
+    return shape
+
+
 def merge_lora(model: Any) -> PreTrainedModel:
     """A plain model with the adapters added into its weights; `model` itself is left as it is.
 
@@ -142,24 +163,18 @@ def _shape(args: dict[str, Any]) -> dict[str, Any]:
 
 def _from_scratch(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Initialised in float32 whatever the dtype, so that dtypes share their start."""
-    assert config.architecture is not None
-    shape = ARCHITECTURES.build(
-        config.architecture,
-        where="model.architecture",
-        vocab_size=len(tokenizer),
-        context_length=config.context_length,
-    )
+    shape = model_shape(config, len(tokenizer))
     model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation="sdpa")
     return model.to(getattr(torch, config.dtype))
 
 
 def _pretrained(config: ModelConfig) -> PreTrainedModel:
     assert config.path is not None
+    shape = model_shape(config, 0)
+    for key, value in shape.to_dict().items():
+        if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
+            setattr(shape, key, 0.0)
     try:
-        shape = AutoConfig.from_pretrained(config.path)
-        for key, value in shape.to_dict().items():
-            if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
-                setattr(shape, key, 0.0)
         model, found = AutoModelForCausalLM.from_pretrained(
             config.path,
             config=shape,

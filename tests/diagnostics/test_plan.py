@@ -31,7 +31,7 @@ def test_activations_are_what_autograd_keeps(layers: int, inner: int) -> None:
     """The module's own saved tensors, each storage once, its parameters left out."""
     args = f"model.architecture.args.num_layers={layers}"
     config = recipe(args, f"model.architecture.args.intermediate_size={inner}")
-    shape = planning._shape(config)
+    shape = planning.shape_of(config)
     model = AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")
     kept: dict[int, int] = {}
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -53,13 +53,13 @@ def test_activations_are_what_autograd_keeps(layers: int, inner: int) -> None:
 
 def test_parameters_and_their_memory() -> None:
     found = planning.plan(recipe("model.dtype=bfloat16"), HARDWARE["h100"])
-    model = AutoModelForCausalLM.from_config(planning._shape(recipe()))
+    model = AutoModelForCausalLM.from_config(planning.shape_of(recipe()))
     num = sum(p.numel() for p in model.parameters())
     assert found.num_parameters == num
     assert found.memory["weights"] == found.memory["gradients"] == 2 * num
     assert found.memory["optimizer"] == 4 * num
     # 256 episodes of 512 tokens, 4 layers, keys and values, 2 heads of 32, 2 bytes
-    assert found.memory["keys and values"] == 256 * 512 * 4 * 2 * 2 * 32 * 2
+    assert found.memory["KV cache"] == 256 * 512 * 4 * 2 * 2 * 32 * 2
     lora = planning.plan(recipe("model.lora={rank: 4}"), HARDWARE["h100"])
     assert lora.memory["optimizer"] < 0.2 * lora.memory["weights"]
 
@@ -108,9 +108,7 @@ def test_the_verb_tells_cost_and_what_to_lower() -> None:
         assert f"budget.{limit}: the run may stop there" in priced.output
     big = run("--hardware", "t4", "rl.tokens_per_batch=4000000", "rl.groups_per_step=4096")
     assert big.exit_code == 1
-    assert (
-        "it does not fit: the largest part is activations: lower rl.tokens_per_batch" in big.output
-    )
+    assert "out of memory: the largest part is activations: lower rl.tokens_per_batch" in big.output
 
 
 def test_a_model_that_is_not_there() -> None:

@@ -1,7 +1,7 @@
-"""`ludus profile`: which functions a run's steps spend their time in, as a flame graph.
+"""`ludus profile`: time of a run's steps by function, as a flame graph.
 
-The run is a short one in a folder that is thrown away: as many steps as asked for, a few
-demonstrations, no evaluation. Stacks are sampled while its last stage trains.
+Profiles a short run in a temporary folder: the requested steps, a few demonstrations, no
+evaluation. Stacks are sampled while the last stage trains.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from ludus.telemetry.occupancy import PARTS
 NUM_DEMONSTRATIONS = 64
 
 WRITERS = {".html": flame_page, ".json": speedscope, ".txt": folded}
-"""Kinds of files by their suffix: a page that needs nothing but a browser, what speedscope.app
-reads, and a line a stack, as flamegraph.pl reads it."""
+"""Writers by file suffix: a self-contained page, speedscope.app's format, and folded stacks for
+flamegraph.pl."""
 
 
 def check_out(path: Path) -> None:
-    """Errors: ConfigError where no such file can be written."""
+    """Refuse an output path that cannot be written. Errors: ConfigError."""
     if path.suffix not in WRITERS:
         raise ConfigError(
-            f"--out: {path}: give a name that ends in .html (a page), .json (for speedscope) or "
+            f"--out: {path}: the name must end in .html (a page), .json (for speedscope) or "
             ".txt (folded stacks)"
         )
     if not path.parent.is_dir():
-        raise ConfigError(f"--out: {path.parent} is no folder; make it first")
+        raise ConfigError(f"--out: {path.parent} is no folder; create it first")
 
 
 def short_run(config: RunConfig, steps: int, runs_dir: Path) -> RunConfig:
-    """The configuration of the run that is profiled."""
+    """Returns the configuration of the run to profile."""
     changes: dict[str, object] = {
         "name": "profile",
         "runs_dir": str(runs_dir),
@@ -57,38 +57,38 @@ def short_run(config: RunConfig, steps: int, runs_dir: Path) -> RunConfig:
 
 
 class Listener:
-    """Observes in the place of `shown`, whom it tells everything."""
+    """Observes a run, and forwards everything to `display`."""
 
-    def __init__(self, shown: Observer) -> None:
-        self._shown = shown
+    def __init__(self, display: Observer) -> None:
+        self._display = display
 
     def stage(self, name: str, total: int, start: int = 0) -> None:
-        """Pass it on."""
-        self._shown.stage(name, total, start)
+        """Forward."""
+        self._display.stage(name, total, start)
 
     def step(self, stage: str, step: int, metrics: dict[str, float]) -> None:
-        """Pass it on."""
-        self._shown.step(stage, step, metrics)
+        """Forward."""
+        self._display.step(stage, step, metrics)
 
     def tick(self) -> None:
-        """Pass it on."""
-        self._shown.tick()
+        """Forward."""
+        self._display.tick()
 
     def episode(self, trajectory: Trajectory) -> None:
-        """Pass it on."""
-        self._shown.episode(trajectory)
+        """Forward."""
+        self._display.episode(trajectory)
 
     def note(self, text: str) -> None:
-        """Pass it on."""
-        self._shown.note(text)
+        """Forward."""
+        self._display.note(text)
 
     def close(self) -> None:
-        """Pass it on."""
-        self._shown.close()
+        """Forward."""
+        self._display.close()
 
 
-class Verified(Listener):
-    """Counts the tokens that `verify` mode has compared."""
+class VerifiedCounter(Listener):
+    """Counts the tokens that `verify` mode compared."""
 
     num_tokens = num_episodes = 0
 
@@ -101,7 +101,7 @@ class Verified(Listener):
 
     def __str__(self) -> str:
         if not self.num_tokens:
-            return "no token was sampled: nothing could be verified"
+            return "no token was sampled: nothing was verified"
         return (
             f"sampler and learner agree in every bit on {self.num_tokens:,} sampled tokens of "
             f"{self.num_episodes:,} episodes: the divergence between them is 0"
@@ -109,10 +109,10 @@ class Verified(Listener):
 
 
 class Profiler(Listener):
-    """Samples a run's stacks while `stage` goes on, and sums up its time."""
+    """Samples a run's stacks during `stage`, and sums the time of its steps."""
 
-    def __init__(self, stage: str, shown: Observer) -> None:
-        super().__init__(shown)
+    def __init__(self, stage: str, display: Observer) -> None:
+        super().__init__(display)
         self.stacks: Stacks = Counter()
         self.how = ""
         self.seconds = dict.fromkeys(PARTS, 0.0)
@@ -121,14 +121,14 @@ class Profiler(Listener):
         self._sampler: StackSampler | None = None
 
     def stage(self, name: str, total: int, start: int = 0) -> None:
-        """Begin where the stage begins."""
+        """Start sampling when the stage starts."""
         super().stage(name, total, start)
         if name == self._stage:
             self._sampler = start_sampling()
             self.how = self._sampler.how
 
     def step(self, stage: str, step: int, metrics: dict[str, float]) -> None:
-        """Count the step's parts."""
+        """Add the step's time by part."""
         super().step(stage, step, metrics)
         if stage == self._stage:
             self.num_steps += 1
@@ -143,14 +143,14 @@ class Profiler(Listener):
             self._sampler = None
 
     def table(self) -> list[tuple[str, float, float]]:
-        """Parts, seconds a step and shares, the largest first."""
+        """Returns part, seconds a step and share, largest first."""
         total = sum(self.seconds.values()) or 1.0
         ordered = sorted(self.seconds.items(), key=lambda item: -item[1])
         steps = max(self.num_steps, 1)
         return [(part, value / steps, value / total) for part, value in ordered if value > 0]
 
     def write(self, path: Path, title: str) -> None:
-        """Write the flame graph, as the path's suffix asks for."""
+        """Write the flame graph in the format of the path's suffix."""
         seconds = sum(self.seconds.values()) / max(self.num_steps, 1)
         subtitle = f"{self.num_steps} steps of {seconds:.2f} s; {self.how}"
         page = WRITERS[path.suffix](self.stacks, title, subtitle)

@@ -1,4 +1,4 @@
-"""Stacks as a flame graph: a page of its own, speedscope's JSON, folded lines."""
+"""Flame graphs: HTML page, speedscope JSON, folded stacks."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from ludus.diagnostics.profiling.sampling import Stacks
 
 @dataclass(slots=True)
 class Frame:
-    """A function called from the frames above it: how often it was seen."""
+    """A function in a call tree, with its number of samples."""
 
     name: str
     count: int = 0
     inner: dict[str, Frame] = field(default_factory=dict)
 
     def plain(self) -> list[Any]:
-        """[name, count, [inner frames, the most seen first]]."""
+        """Returns [name, count, [inner frames, most samples first]]."""
         below = sorted(self.inner.values(), key=lambda frame: -frame.count)
         return [self.name, self.count, [frame.plain() for frame in below]]
 
 
 def tree(stacks: Stacks) -> Frame:
-    """All stacks, merged from their outer ends."""
+    """Returns the call tree of all stacks."""
     root = Frame("all")
     for stack, count in stacks.items():
         root.count += count
-        here = root
+        frame = root
         for name in stack:
-            here = here.inner.setdefault(name, Frame(name))
-            here.count += count
+            frame = frame.inner.setdefault(name, Frame(name))
+            frame.count += count
     return root
 
 
 def flame_page(stacks: Stacks, title: str, subtitle: str) -> str:
-    """A page that asks nothing of the network: widths are time, a click zooms, words are found."""
+    """Returns a self-contained HTML page: widths are time; click to zoom; search by name."""
     environment = Environment(
         loader=PackageLoader("ludus.diagnostics.profiling", "."),
         autoescape=True,
@@ -49,12 +49,12 @@ def flame_page(stacks: Stacks, title: str, subtitle: str) -> str:
 
 
 def folded(stacks: Stacks, title: str, subtitle: str) -> str:
-    """A line a stack, the most seen first: `outer;inner 12`."""
+    """Returns one line a stack, most samples first: `outer;inner 12`."""
     return "".join(f"{';'.join(stack)} {count}\n" for stack, count in stacks.most_common())
 
 
 def speedscope(stacks: Stacks, title: str, subtitle: str) -> str:
-    """A file for https://www.speedscope.app, which shows it without sending it anywhere."""
+    """Returns a file for https://www.speedscope.app, which processes it locally."""
     names = {name: i for i, name in enumerate(dict.fromkeys(n for stack in stacks for n in stack))}
     content = {
         "$schema": "https://www.speedscope.app/file-format-schema.json",

@@ -1,8 +1,8 @@
-"""Sampling the stacks of this process: by py-spy where it may look, else by a thread of our own.
+"""Sample the stacks of this process with py-spy if permitted, else with a thread.
 
-py-spy sees what every thread does without taking part; it needs the right to trace a process, which
-containers often lack. The thread sees Python's frames through `sys._current_frames`; while it looks
-nothing else of Python runs, for some tens of microseconds.
+py-spy reads all threads from another process; it needs the permission to trace, which containers
+often lack. The thread reads Python frames from `sys._current_frames` and blocks other Python code
+for some tens of microseconds a sample.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Stack = tuple[str, ...]
 """Frames from the outermost to the innermost."""
 Stacks = Counter[Stack]
 
-RATE = 100  # looks a second
-START_S = 10.0  # seconds that py-spy may take to begin
+RATE = 100  # samples a second
+START_TIMEOUT_S = 10.0  # of py-spy
 
 WAITING = re.compile(r"\b(threading|queue|selectors|_base|thread)\.py\b|^WorkerThread\._work ")
-"""Innermost frames of threads that wait for something to do."""
+"""Innermost frames of idle threads."""
 
 
 class StackSampler(Protocol):
-    """Samples until it is stopped. `how` says by what means."""
+    """Samples until `stop`. `how` describes the method."""
 
     how: str
 
@@ -40,12 +40,12 @@ class StackSampler(Protocol):
 
 
 def start_sampling() -> StackSampler:
-    """The best way that this machine permits."""
+    """Start the best sampler that this machine permits."""
     return PySpy.start() or ThreadSampler()
 
 
 class PySpy:
-    """py-spy, looking at this process from another."""
+    """Samples with py-spy, from another process."""
 
     def __init__(self, process: subprocess.Popen[bytes], out: Path) -> None:
         self.how = f"sampled {RATE} times a second by py-spy"
@@ -54,7 +54,7 @@ class PySpy:
 
     @classmethod
     def start(cls) -> PySpy | None:
-        """None where py-spy is not installed, or may not look."""
+        """Start py-spy; returns None where it is not installed or not permitted."""
         program = shutil.which("py-spy") or shutil.which(
             "py-spy", path=str(Path(sys.executable).parent)
         )
@@ -62,26 +62,26 @@ class PySpy:
             return None
         _allow_tracing()
         out = Path(tempfile.mkdtemp(prefix="ludus-profile-")) / "stacks.txt"
-        look = f"record --nonblocking --threads --format raw --rate {RATE} --pid {os.getpid()}"
+        arguments = f"record --nonblocking --threads --format raw --rate {RATE} --pid {os.getpid()}"
         process = subprocess.Popen(
-            [program, *look.split(), "--output", str(out)],
+            [program, *arguments.split(), "--output", str(out)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is the run's
+            start_new_session=True,  # Ctrl-C belongs to the run
         )
         assert process.stdout is not None
-        watch = threading.Timer(START_S, process.kill)
-        watch.start()
-        began = any(b"Sampling process" in line for line in process.stdout)
-        watch.cancel()
-        if began:
+        timeout = threading.Timer(START_TIMEOUT_S, process.kill)
+        timeout.start()
+        started = any(b"Sampling process" in line for line in process.stdout)
+        timeout.cancel()
+        if started:
             return cls(process, out)
         process.communicate()
         shutil.rmtree(out.parent, ignore_errors=True)
         return None
 
     def stop(self) -> Stacks:
-        """What it saw."""
+        """Stop and return the stacks."""
         self._process.send_signal(signal.SIGINT)
         self._process.communicate()
         text = self._out.read_text(encoding="utf-8") if self._out.exists() else ""
@@ -90,11 +90,11 @@ class PySpy:
         for line in text.splitlines():
             frames, _, count = line.rpartition(" ")
             stacks[tuple(frames.split(";"))] += int(count)
-        return working(stacks)
+        return busy_stacks(stacks)
 
 
-def working(stacks: Stacks) -> Stacks:
-    """The stacks without those of threads that waited; the main thread's stay: it is awaited."""
+def busy_stacks(stacks: Stacks) -> Stacks:
+    """Returns the stacks without idle threads. Keeps the main thread: the run waits for it."""
     return Counter(
         {
             stack: count
@@ -105,7 +105,7 @@ def working(stacks: Stacks) -> Stacks:
 
 
 def _allow_tracing() -> None:
-    """Linux lets a child trace its parent only if the parent says so."""
+    """Permit a child process to trace this process (Linux refuses by default)."""
     if sys.platform == "linux":
         import ctypes
 
@@ -114,23 +114,23 @@ def _allow_tracing() -> None:
 
 
 class ThreadSampler:
-    """A thread that looks at the others."""
+    """Samples with a thread of this process."""
 
     def __init__(self) -> None:
         self.how = f"sampled {RATE} times a second by a thread, Python's frames only"
         self._stacks: Stacks = Counter()
         self._names: dict[CodeType, str] = {}
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="ludus-profile", daemon=True)
+        self._thread = threading.Thread(target=self._sample, name="ludus-profile", daemon=True)
         self._thread.start()
 
     def stop(self) -> Stacks:
-        """What it saw."""
+        """Stop and return the stacks."""
         self._stop.set()
         self._thread.join()
-        return working(self._stacks)
+        return busy_stacks(self._stacks)
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         own = threading.get_ident()
         while not self._stop.wait(1 / RATE):
             names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -153,7 +153,7 @@ class ThreadSampler:
 
 
 def _short(filename: str) -> str:
-    """The path below the folder of packages; else its last two parts."""
+    """Returns the path below site-packages, else its last two parts."""
     for root in ("site-packages/", "dist-packages/"):
         if root in filename:
             return filename.rpartition(root)[2]

@@ -212,7 +212,7 @@ def test_the_parts_of_the_stage_are_summed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("out", "told"), [("profile.svg", r"ends in \.html"), ("nowhere/p.html", "is no folder")]
+    ("out", "told"), [("profile.svg", r"must end in \.html"), ("nowhere/p.html", "is no folder")]
 )
 def test_files_that_cannot_be_written_are_refused(out: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=told):
