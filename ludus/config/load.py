@@ -1,8 +1,8 @@
-"""Loading a run's configuration: from YAML or Python, with overrides, strictly.
+"""Load a run's configuration from YAML or Python, with overrides, strictly.
 
     config = load_config("recipes/babyai-tiny.yaml", ["rl.steps=50", "env.args.level=GoToObj"])
 
-Every fault is found at once and told with its place, and with what would be right:
+All faults are reported together. Each line names the place, the fault and the correct form:
 
     recipes/babyai-tiny.yaml: rollout.max_truns is not a key (did you mean rollout.max_turns?)
     override rl.steps=0: rl.steps must be a whole number >= 1, got 0
@@ -33,16 +33,16 @@ Source = str | Path | Mapping[str, Any] | RunConfig | Callable[[], Any]
 
 
 def load_config(source: Source, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration that `source` describes, with `dotted.key=value` overrides on top.
+    """Returns the configuration of `source`, with `dotted.key=value` overrides applied.
 
     `source` is the path of a YAML file, "module:function" or "path.py:function", a function, a
-    mapping, or a `RunConfig`. A function takes nothing and returns a `RunConfig` or a mapping.
-    The value of an override is YAML: `rl=null` leaves the stage out, `metrics.0.args.port=9000`
-    reaches into a list, and a section that is null or absent is made.
+    mapping, or a `RunConfig`. A function takes no argument and returns a `RunConfig` or a mapping.
+    The value of an override is YAML: `rl=null` removes the stage, `metrics.0.args.port=9000`
+    changes a list's item. An override creates a section that is null or absent.
 
     Raises:
-        ConfigError: one line for each fault, with the file or the override, the dotted path, what
-            is allowed, and the nearest name.
+        ConfigError: one line per fault: the file or the override, the dotted path, the allowed
+            values, and the nearest name.
     """
     raw = _read(source)
     faults: list[str] = []
@@ -58,27 +58,27 @@ def load_config(source: Source, overrides: Sequence[str] = ()) -> RunConfig:
         except ConfigError as error:
             faults.append(str(error))
     try:
-        # As JSON, because strict mode then takes a list for a tuple, and nothing else.
+        # JSON, because strict mode then accepts a list for a tuple, and no other conversion.
         config = RunConfig.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        faults += [raw.tell(path, line) for path, line in explain(error, RunConfig)]
+        faults += [raw.message(path, line) for path, line in explain(error, RunConfig)]
     if faults:
         raise ConfigError("\n".join(faults))
     return config
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration, every key of it, as YAML that `load_config` reads back."""
+    """The resolved configuration with all keys, as YAML that `load_config` reads back."""
     return yaml12.dump(config.model_dump(mode="json"))
 
 
 def diff(before: RunConfig, after: RunConfig) -> list[str]:
-    """The dotted keys whose values differ, in the order of the configuration."""
+    """Returns the dotted keys whose values differ, in the order of the configuration."""
     return list(_differences((), before.model_dump(mode="json"), after.model_dump(mode="json")))
 
 
 def lookup(config: RunConfig, key: str) -> Any:
-    """The value at a dotted key; None where the path ends early. For `diff`'s keys."""
+    """Returns the value at a dotted key of `diff`; None where the path ends early."""
     value: Any = config.model_dump(mode="json")
     for part in key.split("."):
         if isinstance(value, list):
@@ -93,14 +93,14 @@ def check_specs(
 ) -> None:
     """Validate the arguments of every plug-in, before anything runs.
 
-    `registries` says which registry owns which path: {"env": ENVS, "tasks.train": READERS,
-    "metrics": SINKS}. A path may hold a spec, a list of specs, or nothing; where it may also hold
-    a plain text (`model.tokenizer`), that is not a plug-in's name and is left alone. `source` is
-    put before each line.
+    `registries` maps a path to the registry that owns it: {"env": ENVS, "tasks.train": READERS,
+    "metrics": SINKS}. A path may hold a spec, a list of specs, or null. A plain text at a path that
+    allows one (`model.tokenizer`) is not a plug-in's name and is skipped. `source` is the prefix
+    of each line.
 
     Raises:
-        ConfigError: one line for each fault.
-        MissingDependency: all that is wrong is a package that is not installed.
+        ConfigError: one line per fault.
+        MissingDependency: the only fault is a package that is not installed.
     """
     faults: list[LudusError] = []
     for path, registry in registries.items():
@@ -130,15 +130,15 @@ def _specs(config: RunConfig, path: str) -> Iterator[tuple[str, Spec]]:
 
 @dataclass(slots=True)
 class _Raw:
-    """Values not yet validated, and where each came from."""
+    """Values before validation, and the origin of each value."""
 
     origin: str
     data: Any
     lines: dict[PathKey, int] = field(default_factory=dict)
     overridden: dict[PathKey, str] = field(default_factory=dict)
 
-    def tell(self, path: PathKey, text: str) -> str:
-        """A fault with its origin: the override that caused it, or the file and the line."""
+    def message(self, path: PathKey, text: str) -> str:
+        """The fault with its origin: the override, or the file and the line."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.overridden:
                 return f"override {self.overridden[path[:length]]}: {text}"
@@ -147,10 +147,10 @@ class _Raw:
         return f"{self.origin}: {text}"
 
     def mark(self, path: PathKey, override: str) -> None:
-        """From here on, `path` and what lies below it come from the override."""
-        for known in (self.lines, self.overridden):
-            for key in [key for key in known if key[: len(path)] == path]:
-                del known[key]
+        """Note that `path` and everything below it come from the override."""
+        for origins in (self.lines, self.overridden):
+            for key in [key for key in origins if key[: len(path)] == path]:
+                del origins[key]
         for length in range(1, len(path) + 1):
             if path[:length] not in self.lines:
                 self.overridden.setdefault(path[:length], override)
@@ -175,7 +175,7 @@ def _read(source: Source) -> _Raw:
     text = str(source)
     if ":" in text:
         return _Raw(text, _call(_import(text), text))
-    raise ConfigError(f"{text}: {_why_not(path)}")
+    raise ConfigError(f"{text}: {_not_a_file(path)}")
 
 
 def _read_yaml(path: Path) -> _Raw:
@@ -187,18 +187,18 @@ def _read_yaml(path: Path) -> _Raw:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     data, lines = yaml12.parse(text, str(path))
     if data is None:
-        raise ConfigError(f"{path}: the file is empty; a run needs at least model and tasks")
+        raise ConfigError(f"{path}: the file is empty: a run needs at least `model` and `tasks`")
     return _Raw(str(path), data, lines)
 
 
-def _why_not(path: Path) -> str:
+def _not_a_file(path: Path) -> str:
     if path.is_dir():
         return "is a folder, not a YAML file"
     folders = [path.parent, Path("recipes")]
-    known = {f.stem: str(f) for folder in reversed(folders) for f in sorted(folder.glob("*.y*ml"))}
-    hint = did_you_mean(path.stem, known)
-    for stem, found in known.items():
-        hint = hint.replace(f"(did you mean {stem}?)", f"(did you mean {found}?)")
+    files = {f.stem: str(f) for folder in reversed(folders) for f in sorted(folder.glob("*.y*ml"))}
+    hint = did_you_mean(path.stem, files)
+    for stem, file in files.items():
+        hint = hint.replace(f"(did you mean {stem}?)", f"(did you mean {file}?)")
     return f"no such file{hint}"
 
 
@@ -219,7 +219,7 @@ def _import(target: str) -> Callable[[], Any]:
     function = getattr(module, name, None)
     if function is None or not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        problem = "has no function" if function is None else "is no function:"
+        problem = "has no function" if function is None else "has no callable"
         raise ConfigError(
             f"{target}: {module_name} {problem} {name!r}{did_you_mean(name, functions)}"
         )
@@ -255,11 +255,11 @@ def _raised(error: Exception, who: str) -> str:
     return f"{who} raised {type(error).__name__}: {error}{line}"
 
 
-# Values that a configuration can hold
+# Conversion to plain values
 
 
 def _plain(value: Any, path: PathKey, faults: list[str], raw: _Raw) -> Any:
-    """The value as mappings, lists and plain values; what cannot be stored is a fault."""
+    """Converts to mappings, lists and plain values; a value that cannot be stored is a fault."""
     if isinstance(value, BaseModel):
         value = {name: getattr(value, name) for name in type(value).model_fields}
     if isinstance(value, Mapping):
@@ -267,7 +267,7 @@ def _plain(value: Any, path: PathKey, faults: list[str], raw: _Raw) -> Any:
             if not isinstance(key, str):
                 text = f"a key must be text, got {show(key)}"
                 faults.append(
-                    raw.tell((*path, str(key)), f"{dotted(path)}: {text}" if path else text)
+                    raw.message((*path, str(key)), f"{dotted(path)}: {text}" if path else text)
                 )
         return {str(k): _plain(v, (*path, str(k)), faults, raw) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -281,7 +281,7 @@ def _plain(value: Any, path: PathKey, faults: list[str], raw: _Raw) -> Any:
     if isinstance(value, int | float):  # numpy's float64 is a float
         return int(value) if isinstance(value, int) else float(value)
     text = f"{show(value)} is a {type(value).__name__}, which a configuration cannot hold"
-    faults.append(raw.tell(path, f"{dotted(path)}: {text}" if path else text))
+    faults.append(raw.message(path, f"{dotted(path)}: {text}" if path else text))
     return None
 
 
@@ -293,7 +293,7 @@ def _differences(path: PathKey, before: Any, after: Any) -> Iterator[str]:
             else:
                 yield from _differences((*path, key), before[key], after[key])
     elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        for index, (one, other) in enumerate(zip(before, after, strict=True)):
-            yield from _differences((*path, index), one, other)
+        for index, (old, new) in enumerate(zip(before, after, strict=True)):
+            yield from _differences((*path, index), old, new)
     elif type(before) is not type(after) or before != after:
         yield dotted(path)

@@ -1,10 +1,10 @@
-"""Types in words, and validation errors as lines that say where, what, and what would be right.
+"""Types in words, and validation errors as one line each: place, fault, correct form.
 
     rl.steps must be a whole number >= 1, got 'ten'
     rollout.max_truns is not a key (did you mean rollout.max_turns?)
 
-Both are read off the pydantic models: the reference of the configuration (`core/reference.py`) and
-its errors (`core/config.py`, `core/registry.py`) therefore use the same words.
+Both come from the pydantic models, so the configuration's reference (`reference.py`) and its errors
+(`load.py`, `registry.py`) use the same words.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LENGTHS = {"min_length": "at least {} of them", "max_length": "at most {} of th
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """An annotation and the constraints beside it: what may stand at a place."""
+    """A type annotation and its constraints."""
 
     annotation: Any
     constraints: tuple[Any, ...] = ()
@@ -50,17 +50,17 @@ class Type:
         return cls(field.annotation, tuple(field.metadata))
 
     def unwrapped(self) -> Type:
-        """The same without `Annotated`, whose parts become constraints."""
+        """The type without `Annotated`, whose metadata becomes constraints."""
         if get_origin(self.annotation) is not Annotated:
             return self
         inner, *extra = get_args(self.annotation)
-        found: list[Any] = []
+        constraints: list[Any] = []
         for item in extra:
-            found += item.metadata if isinstance(item, FieldInfo) else [item]
-        return Type(inner, (*self.constraints, *found)).unwrapped()
+            constraints += item.metadata if isinstance(item, FieldInfo) else [item]
+        return Type(inner, (*self.constraints, *constraints)).unwrapped()
 
     def branches(self) -> list[Type]:
-        """The members of a union, None left out; a type that is no union is its only member."""
+        """The members of a union without None; otherwise the type itself."""
         plain = self.unwrapped()
         if get_origin(plain.annotation) not in (Union, UnionType):
             return [] if plain.annotation in (None, NoneType) else [plain]
@@ -74,19 +74,19 @@ class Type:
         return plain in (None, NoneType) or NoneType in get_args(plain)
 
     def model(self) -> type[BaseModel] | None:
-        """The section (or plug-in spec) that may stand here."""
+        """The section (or plug-in spec) allowed here."""
         for branch in self.branches():
             if inspect.isclass(branch.annotation) and issubclass(branch.annotation, BaseModel):
                 return branch.annotation
         return None
 
     def admits(self, kind: type) -> bool:
-        """Whether a plain `kind` (str, list, dict, Spec) may stand here."""
-        found = (get_origin(branch.annotation) or branch.annotation for branch in self.branches())
-        return kind in found
+        """Whether a plain `kind` (str, list, dict, Spec) is allowed here."""
+        kinds = (get_origin(branch.annotation) or branch.annotation for branch in self.branches())
+        return kind in kinds
 
     def child(self, key: str | int) -> Type | None:
-        """The type one level further down; None where nothing of that name can stand."""
+        """The type of an entry; None where no entry of that name is allowed."""
         for branch in self.branches():
             model, origin, args = branch.model(), get_origin(branch.annotation), branch._args()
             if model is not None and key in model.model_fields:
@@ -104,7 +104,7 @@ class Type:
         return get_args(self.annotation)
 
     def words(self) -> str:
-        """The type as a user reads it: "a whole number >= 1, or null"."""
+        """The type in words: "a whole number >= 1, or null"."""
         parts = [branch._words() for branch in self.branches()]
         return ", or ".join([*parts, *(["null"] if self.nullable else [])])
 
@@ -135,7 +135,7 @@ class Type:
         return getattr(kind, "__name__", str(kind))
 
     def literals(self) -> list[str]:
-        """The words that may stand here."""
+        """The texts allowed here."""
         return [
             choice
             for branch in self.branches()
@@ -147,19 +147,19 @@ class Type:
 
 def _limits(constraints: Sequence[Any], names: Mapping[str, str]) -> list[str]:
     """`>= 1 and < 5`, from annotated-types' and pydantic's constraint objects."""
-    found = [
+    texts = [
         text.format(show(getattr(item, name), bare=True))
         for item in constraints
         for name, text in names.items()
         if getattr(item, name, None) is not None
     ]
     patterns = [p for item in constraints if (p := getattr(item, "pattern", None)) is not None]
-    words = [" and ".join(found)] if found else []
+    words = [" and ".join(texts)] if texts else []
     return words + ([f"that matches {patterns[0]}"] if patterns and names is _LIMITS else [])
 
 
 def show(value: Any, bare: bool = False, width: int = 60) -> str:
-    """A value as YAML spells it, shortened; `bare` leaves the quotes of a text out."""
+    """A value in YAML's spelling, shortened; `bare`: a text without quotes."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -169,24 +169,24 @@ def show(value: Any, bare: bool = False, width: int = 60) -> str:
 
 
 def dotted(path: Sequence[str | int], place: str = "") -> str:
-    """`metrics.0.args`, behind the dotted `place` it lies in."""
+    """`metrics.0.args`, with the dotted prefix `place`."""
     return ".".join([*([place] if place else []), *(str(part) for part in path)])
 
 
 def explain(
     error: ValidationError, model: type[BaseModel], place: str = "", noun: str = "a key"
 ) -> list[tuple[PathKey, str]]:
-    """Each fault as its path in `model` and one line of text, in the order of the fields.
+    """Returns each fault as its path in `model` and one line of text, in the order of the fields.
 
-    `place` is the dotted path of the model itself; `noun` is what an entry of it is called.
+    `place` is the dotted path of the model itself; `noun` names an entry of the model.
     """
-    found: dict[PathKey, list[ErrorDetails]] = {}
+    errors: dict[PathKey, list[ErrorDetails]] = {}
     for item in error.errors(include_url=False):
-        found.setdefault(_real_path(item, model), []).append(item)
+        errors.setdefault(_real_path(item, model), []).append(item)
     lines: dict[tuple[PathKey, str], None] = {}
-    for path, items in found.items():
-        # One branch of a union looked inside the value: what the others say is beside the point.
-        if any(other[: len(path)] == path and other != path for other in found) and _in_union(
+    for path, items in errors.items():
+        # One branch of a union failed inside the value: the other branches do not apply.
+        if any(other[: len(path)] == path and other != path for other in errors) and _in_union(
             model, path
         ):
             continue
@@ -196,7 +196,7 @@ def explain(
 
 
 def _real_path(item: ErrorDetails, model: type[BaseModel]) -> PathKey:
-    """The error's path without the tags that pydantic puts in for the branches of a union."""
+    """The error's path without pydantic's tags for the branches of a union."""
     path: list[str | int] = []
     at: Type | None = Type(model)
     for index, part in enumerate(item["loc"]):
@@ -210,7 +210,7 @@ def _real_path(item: ErrorDetails, model: type[BaseModel]) -> PathKey:
 
 
 def type_at(model: type[BaseModel], path: PathKey) -> Type | None:
-    """What may stand at a path; None where the path leads nowhere."""
+    """The type at a path; None where the path does not exist."""
     at: Type | None = Type(model)
     for part in path:
         at = at.child(part) if at else None
@@ -240,13 +240,13 @@ def _line(item: ErrorDetails, path: PathKey, model: type[BaseModel], place: str,
 
 
 def _nearest_key(path: PathKey, model: type[BaseModel], place: str) -> str:
-    """The nearest key of the same section, or else the same key of another section."""
+    """The nearest key of the same section, else the same key of another section."""
     section = type_at(model, path[:-1])
     owner = section.model() if section else None
-    known = list(owner.model_fields) if owner else []
+    keys = list(owner.model_fields) if owner else []
     name = str(path[-1])
     parent = dotted(path[:-1], place)
-    hint = did_you_mean(name, known, f"{parent}.{{}}" if parent else "{}")
+    hint = did_you_mean(name, keys, f"{parent}.{{}}" if parent else "{}")
     if "did you mean" in hint:
         return hint
     elsewhere = [key for key in walk(model) if key[-1] == name]
@@ -254,7 +254,7 @@ def _nearest_key(path: PathKey, model: type[BaseModel], place: str) -> str:
 
 
 def walk(model: type[BaseModel], path: PathKey = ()) -> Iterator[PathKey]:
-    """The paths of all keys, depth first, in the order they are declared; specs are leaves."""
+    """Yields the paths of all keys, depth first, in declaration order; specs are leaves."""
     for name, field in model.model_fields.items():
         yield (*path, name)
         below = Type.of(field).model()

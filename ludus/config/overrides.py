@@ -1,7 +1,7 @@
 """Overrides of a configuration: `rl.steps=50`, `env.args.level=GoToObj`, `rl=null`.
 
-They act on values that are not validated yet, guided by the schema: a section that is null or
-absent is made, from its defaults; a plug-in written as a name becomes {name: ..., args: {...}}.
+Overrides change values before validation, by the schema: a null or absent section is created from
+its defaults; a plug-in given as a name becomes {name: ..., args: {...}}.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ludus.core.types import Spec
 
 
 def apply_override(data: Any, override: str) -> tuple[PathKey, Any]:
-    """The path that an override names, and a copy of `data` with its value there.
+    """Returns the override's path, and a copy of `data` with the override's value at that path.
 
     Raises:
-        ConfigError: it is no `dotted.key=value`, or the path leads through a plain value.
+        ConfigError: not of the form `dotted.key=value`, or the path leads through a plain value.
     """
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
@@ -41,7 +41,7 @@ def apply_override(data: Any, override: str) -> tuple[PathKey, Any]:
 def _put(
     node: Any, at: Type | None, parts: Sequence[str], value: Any, path: list[str | int]
 ) -> Any:
-    """A copy of `node` with `value` at `parts`; `path` collects the keys as they are resolved."""
+    """Returns a copy of `node` with `value` at `parts`; appends the resolved keys to `path`."""
     if not parts:
         return value
     head, *rest = parts
@@ -56,7 +56,7 @@ def _put(
         new = _put(child, at.child(index) if at else None, rest, value, path)
         return [*node[:index], new, *node[index + 1 :]]
     if not isinstance(node, dict):
-        raise ConfigError(f"{dotted(path)} is {show(node)}, which has no {head!r} in it")
+        raise ConfigError(f"{dotted(path)} is {show(node)}, which has no entry {head!r}")
     child = node[head] if head in node else _default(at, head)
     path.append(head)
     return {**node, head: _put(child, at.child(head) if at else None, rest, value, path)}
@@ -70,7 +70,7 @@ def _index(text: str, length: int, where: str) -> int:
 
 
 def _default(at: Type | None, name: str) -> Any:
-    """What an absent key stands for, so that an override of a part keeps the rest."""
+    """The default of an absent key, so that overriding one part keeps the rest."""
     section = at.model() if at else None
     if section is None or name not in section.model_fields:
         return None

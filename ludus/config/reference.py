@@ -1,7 +1,7 @@
 """The reference of the configuration: every key, and every plug-in's arguments.
 
-Nothing here is written by hand: keys, types, defaults, limits and descriptions are read off the
-schema (`core/schema.py`) and off the plug-ins' signatures. `ludus config` shows it.
+Generated: keys, types, defaults, limits and descriptions come from the schema (`schema.py`) and the
+plug-ins' signatures. `ludus config` prints the reference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ludus.core.errors import ConfigError, LudusError, did_you_mean
 from ludus.core.types import Spec
 
 Registries = Mapping[str, Registry[Any]]
-"""Which registry owns which path: {"env": ENVS, "tasks.train": READERS, "metrics": SINKS}."""
+"""Registry by path: {"env": ENVS, "tasks.train": READERS, "metrics": SINKS}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """One row of a registry, with its arguments; `problem` says why they cannot be read."""
+    """One row of a registry, with its arguments; `problem`: why they cannot be read."""
 
     name: str
     summary: str
@@ -50,7 +50,7 @@ class Plugin:
 
 
 def keys(model: type[BaseModel] = RunConfig) -> list[Entry]:
-    """Every key of the configuration, in order; a section's own entry comes before its keys."""
+    """Returns every key in order; a section's own entry comes before its keys."""
     entries = []
     for path in walk(model):
         owner = type_at(model, path[:-1])
@@ -61,23 +61,23 @@ def keys(model: type[BaseModel] = RunConfig) -> list[Entry]:
 
 
 def plugins(registry: Registry[Any]) -> list[Plugin]:
-    """Every plug-in of a registry, with the arguments that a config may give it."""
-    found = []
+    """Returns every plug-in of a registry, with the arguments that a config may set."""
+    rows = []
     for name in registry.names():
         summary = registry.row(name).summary
         try:
             model = registry.arguments(name)
         except LudusError as error:
-            found.append(Plugin(name, summary, [], problem=str(error)))
+            rows.append(Plugin(name, summary, [], problem=str(error)))
             continue
         arguments = [_entry(key, field) for key, field in model.model_fields.items()]
         open_ended = model.model_config.get("extra") == "allow"
-        found.append(Plugin(name, summary, arguments, open_ended))
-    return found
+        rows.append(Plugin(name, summary, arguments, open_ended))
+    return rows
 
 
 def config_reference(registries: Registries) -> str:
-    """The whole reference as Markdown: a table a section, then a table a plug-in."""
+    """Returns the whole reference as Markdown: one table per section, then one per plug-in."""
     lines = ["# Configuration", ""]
     for section, title, about, entries in _sections():
         lines += [f"## {title}", "", about, ""] if section else [about, ""]
@@ -91,10 +91,10 @@ def config_reference(registries: Registries) -> str:
 
 
 def show_reference(key: str | None, registries: Registries) -> RenderableType:
-    """What `ludus config [KEY]` prints: all keys, or one key or section with what it may hold.
+    """Returns the output of `ludus config [KEY]`: all keys, or one key or section and its plug-ins.
 
     Raises:
-        ConfigError: there is no such key.
+        ConfigError: unknown key.
     """
     entries = keys()
     if key is None:
@@ -167,7 +167,7 @@ def _plugin_markdown(plugin: Plugin) -> list[str]:
     if plugin.arguments:
         lines += [*_table(plugin.arguments, "argument"), ""]
     if plugin.open_ended:
-        lines += ["Further arguments are passed on.", ""]
+        lines += ["Further arguments are passed through.", ""]
     return lines if plugin.arguments or plugin.open_ended else [*lines, "No arguments.", ""]
 
 
@@ -190,5 +190,5 @@ def _plugin_shown(plugin: Plugin) -> RenderableType:
     if plugin.arguments:
         inner.append(_grid(plugin.arguments, "argument"))
     if plugin.open_ended:
-        inner.append(Text("Further arguments are passed on."))
+        inner.append(Text("Further arguments are passed through."))
     return Group(title, Padding(Group(*inner or [Text("No arguments.")]), (0, 0, 1, 2)))

@@ -1,10 +1,10 @@
 """Plug-ins by name: one row each, loaded on first use.
 
-A row names its target as "module:attribute", so a registry costs nothing until a plug-in is built.
-Outsiders add rows by an entry point of the group `ludus.<kind>`, or write "module:Class" or
-"path/file.py:Class" in place of a name. The target's signature is the schema of the plug-in's
-arguments: a parameter annotated `Annotated[int, Field(ge=1, description="...")]` is checked and
-documented as such.
+A row names its target as "module:attribute", so a registry imports nothing until a plug-in is
+built. Other packages add rows with an entry point of the group `ludus.<kind>`; a config may also
+name "module:Class" or "path/file.py:Class". The target's signature is the schema of the plug-in's
+arguments: a parameter `Annotated[int, Field(ge=1, description="...")]` is checked and documented
+accordingly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Where a plug-in lives ("module:attribute"), and the extra that brings what it imports."""
+    """A plug-in's target ("module:attribute"), and the extra that installs its imports."""
 
     target: str
     extra: str = ""
@@ -39,8 +39,8 @@ class Row:
 class Registry(Generic[T]):
     """The plug-ins of one kind ("env", "judge", ...).
 
-    `context` names the parameters that ludus itself supplies when it builds a plug-in (a tokenizer,
-    say): they are not arguments that a config may give.
+    `context` names the parameters that ludus supplies when it builds a plug-in (e.g. a tokenizer).
+    A config cannot set them.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Registry(Generic[T]):
         return iter(self.names())
 
     def names(self) -> list[str]:
-        """All known names, those of installed entry points included."""
+        """All known names, including installed entry points."""
         outside = [point.name for point in entry_points(group=f"ludus.{self.kind}")]
         return sorted({*self._rows, *outside})
 
@@ -63,7 +63,7 @@ class Registry(Generic[T]):
         """The row of a name, of an entry point, or of "module:Class"."""
         if name in self._rows:
             return self._rows[name]
-        if ":" in name:  # before entry points: reading them opens a file a package
+        if ":" in name:  # before entry points: reading them opens one file per package
             return Row(name)
         for point in entry_points(group=f"ludus.{self.kind}", name=name):
             return Row(point.value)
@@ -96,7 +96,7 @@ class Registry(Generic[T]):
         return target
 
     def arguments(self, name: str) -> type[BaseModel]:
-        """A model of the arguments that a config may give, made from the target's signature."""
+        """A pydantic model of the arguments that a config may set, from the target's signature."""
         target = self.load(name)
         if target in self._schemas:
             return self._schemas[target]
@@ -120,7 +120,7 @@ class Registry(Generic[T]):
         return model
 
     def check(self, spec: Spec, where: str = "") -> dict[str, Any]:
-        """The spec's arguments, validated and converted; raises ConfigError with their path."""
+        """Returns the spec's arguments, validated. Errors: ConfigError with the path."""
         place = f"{where}.args" if where else f"{self.kind} {spec.name!r}: args"
         try:
             schema = self.arguments(spec.name)
@@ -133,11 +133,10 @@ class Registry(Generic[T]):
         return {key: getattr(parsed, key) for key in parsed.model_fields_set}
 
     def build(self, spec: Spec | str, where: str = "", **context: Any) -> T:
-        """The plug-in itself. `context` holds what ludus supplies; what it does not ask for is
-        left out."""
+        """Build the plug-in. It receives the entries of `context` that its signature names."""
         spec = Spec(name=spec) if isinstance(spec, str) else spec
         args = self.check(spec, where)
         target = self.load(spec.name)
-        wanted = inspect.signature(target).parameters
-        given = {key: value for key, value in context.items() if key in wanted}
-        return target(**args, **given)
+        parameters = inspect.signature(target).parameters
+        supplied = {key: value for key, value in context.items() if key in parameters}
+        return target(**args, **supplied)

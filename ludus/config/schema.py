@@ -1,8 +1,7 @@
 """Every key of a run's configuration: the sections, their defaults, their limits.
 
-This file is the reference: `ludus config` prints it. Loading, overrides and errors are in
-`core/config.py`. Plug-ins are never listed here: they are named by a `Spec` and validated by their
-owner.
+This file is the reference; `ludus config` prints it. Loading and errors are in `load.py`. Plug-ins
+are not listed here: a `Spec` names a plug-in, and its owner validates it.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ludus.core.types import Spec
 
 ALONE = {"sft", "ppo", "reinforce_pp"}
-"""Algorithms that compare no episodes of a group with each other: it may be one alone."""
+"""Algorithms that do not compare a group's episodes: a group of one episode is allowed."""
 
 
 class Section(BaseModel):
-    """A part of the configuration: strict, and immutable once it is loaded."""
+    """A part of the configuration: strict and immutable."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
@@ -26,7 +25,7 @@ class Section(BaseModel):
 
 
 class LoraConfig(Section):
-    """Train low-rank adapters (peft) in place of all parameters."""
+    """Train low-rank adapters (peft) instead of all parameters."""
 
     rank: int = Field(8, ge=1, description="Rank of the adapters.")
     alpha: float = Field(16.0, gt=0, description="Scale of the adapters: alpha / rank.")
@@ -37,7 +36,7 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    """The policy: where its weights and its tokenizer come from."""
+    """The policy: the source of its weights and its tokenizer."""
 
     path: str | None = Field(
         None, description="A Hugging Face folder or hub name. Excludes `architecture`."
@@ -47,8 +46,8 @@ class ModelConfig(Section):
     )
     tokenizer: str | Spec | None = Field(
         None,
-        description="A tokenizer to train on the recipe's own texts (words, or {name: words, "
-        "args: {...}}), or to load (folder or hub name). Default: the one in `path`.",
+        description="A tokenizer to train on the recipe's texts (words, or {name: words, "
+        "args: {...}}), or to load (folder or hub name). Default: the tokenizer in `path`.",
     )
     chat_template: str | None = Field(
         None,
@@ -57,33 +56,37 @@ class ModelConfig(Section):
     thinking: Literal["keep", "strip", "forbid"] = Field(
         "keep",
         description="Thinking blocks of earlier turns: keep them in the context; strip them, which "
-        "starts a new branch; or forbid: a turn with one is told to be malformed.",
+        "starts a new branch; or forbid them: a turn with a thinking block is malformed.",
     )
     context_length: int = Field(
-        1024, ge=16, description="The most tokens of a whole episode: prompt, turns, observations."
+        1024, ge=16, description="Maximum tokens of a whole episode: prompt, turns, observations."
     )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the weights.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Data type of the weights."
+    )
     device: str = Field("cpu", description="cpu, cuda, or cuda:N.")
     lora: LoraConfig | None = Field(None, description="Train adapters only; null: all parameters.")
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:
         if (self.path is None) == (self.architecture is None):
-            raise ValueError("give exactly one of `path` and `architecture`")
+            raise ValueError("set exactly one of `path` and `architecture`")
         if self.architecture is not None and self.tokenizer is None:
             raise ValueError("a model from scratch needs a `tokenizer`, e.g. {name: words}")
         return self
 
 
 class TasksConfig(Section):
-    """Where tasks come from. The two splits may not share a task."""
+    """The readers of tasks. The two splits must not share a task."""
 
     train: Spec = Field(description="Reader of the training tasks.")
     heldout: Spec | None = Field(None, description="Reader of the tasks for evaluation.")
     on_bad_line: Literal["refuse", "skip"] = Field(
-        "refuse", description="A malformed line: refuse the run, or skip the line and report it."
+        "refuse", description="On a malformed line: refuse the run, or skip and report the line."
     )
-    shuffle: bool = Field(True, description="Visit training tasks in a new seeded order each pass.")
+    shuffle: bool = Field(
+        True, description="Visit training tasks in a new random order in each pass."
+    )
 
 
 Turns = Annotated[int, Field(ge=1)]
@@ -91,36 +94,40 @@ Horizon = list[tuple[int, int]]
 
 
 class RolloutConfig(Section):
-    """How episodes are played."""
+    """Playing episodes."""
 
     format: Literal["plain", "react", "tools"] = Field(
         "plain",
-        description="How a turn names its action: the whole text, the text after `Action:`, "
-        "or a tool call.",
+        description="The action of a turn: the whole text (plain), the text after `Action:` "
+        "(react), or a tool call (tools).",
     )
-    system_prompt: str | None = Field(None, description="Put before the environment's messages.")
+    system_prompt: str | None = Field(
+        None, description="System message before the environment's messages."
+    )
     max_turns: Turns | dict[str, Turns] | None = Field(
         None,
-        description="Turns of an episode; of a `mixture` also by environment: {babyai: 20}. "
-        "Default: the environment's own.",
+        description="Maximum turns of an episode; for a `mixture` also by environment: "
+        "{babyai: 20}. Default: the environment's limit.",
     )
-    max_tokens_per_turn: int = Field(64, ge=1, description="Longest sampled turn.")
+    max_tokens_per_turn: int = Field(64, ge=1, description="Maximum tokens of a sampled turn.")
     temperature: float = Field(1.0, ge=0, description="0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
-    top_k: int = Field(0, ge=0, description="Keep the k likeliest tokens; 0 is off.")
+    top_k: int = Field(0, ge=0, description="Sample among the k likeliest tokens; 0 is off.")
     stop: list[str] = Field(default_factory=list, description="Strings that end a turn.")
     concurrency: int = Field(64, ge=1, description="Episodes played at the same time.")
-    episode_deadline_s: float = Field(300.0, gt=0, description="Seconds that an episode may take.")
+    episode_deadline_s: float = Field(
+        300.0, gt=0, description="Time limit of an episode, in seconds."
+    )
     step_deadline_s: float = Field(
-        30.0, gt=0, description="Seconds that one reset or step of the environment may take."
+        30.0, gt=0, description="Time limit of a reset or step of the environment, in seconds."
     )
     max_retries: int = Field(
-        2, ge=0, description="Attempts after an infrastructure failure, before exclusion."
+        2, ge=0, description="Retries after an infrastructure failure, before exclusion."
     )
     deterministic: bool = Field(
         True,
-        description="Compute only when every open episode waits for the model, so that batches do "
-        "not depend on timing. Switch off for slow remote environments.",
+        description="Sample only when every open episode waits for the model, so batches do not "
+        "depend on timing. Turn off for slow remote environments.",
     )
 
 
@@ -131,37 +138,37 @@ class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
     lr: float = Field(1e-3, gt=0, le=1e30, description="Peak learning rate.")
-    betas: tuple[Moment, Moment] = Field((0.9, 0.95), description="AdamW's moments.")
+    betas: tuple[Moment, Moment] = Field((0.9, 0.95), description="AdamW's beta1 and beta2.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decay, on matrices only.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this norm.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear growth to the peak.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay, on matrices only.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up to the peak.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="What follows the warm-up, until the stage's last step."
+        "constant", description="Schedule after the warm-up, until the stage's last step."
     )
 
 
 class LearnerConfig(Section):
-    """How a training step computes: what it gives is the same, up to rounding."""
+    """Computation of a training step. The results are the same up to rounding."""
 
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="Type of the products; the weights keep model.dtype (bfloat16: autocast).",
+        description="Data type of matrix products; weights keep model.dtype (bfloat16: autocast).",
     )
     share_prefixes: bool = Field(
-        True, description="Compute once what samples share, as trees of tokens."
+        True, description="Compute a prefix that samples share once, as a tree of tokens."
     )
     gradient_checkpointing: bool = Field(
-        False, description="Keep less for the backward pass and compute it twice: slower, smaller."
+        False, description="Recompute activations in the backward pass: slower, less memory."
     )
     compile: bool = Field(
         False,
-        description="torch.compile the layers; it needs a C++ compiler, and pays little on a CPU.",
+        description="torch.compile the layers. Needs a C++ compiler; little gain on a CPU.",
     )
 
 
 class RLOptimizerConfig(OptimizerConfig):
-    """AdamW and its schedule, with a lower peak."""
+    """AdamW and its schedule, with a lower peak learning rate."""
 
     lr: float = Field(3e-4, gt=0, le=1e30, description="Peak learning rate.")
 
@@ -169,10 +176,10 @@ class RLOptimizerConfig(OptimizerConfig):
 class DemonstrationsConfig(Section):
     """Episodes of the environment's expert, on the first training tasks."""
 
-    num_episodes: int = Field(1000, ge=1, description="Episodes to ask the expert for.")
-    num_workers: int = Field(2, ge=1, description="Processes that play them.")
-    timeout_s: float = Field(20.0, gt=0, description="Seconds after which an episode is given up.")
-    only_successful: bool = Field(True, description="Leave out episodes that the expert lost.")
+    num_episodes: int = Field(1000, ge=1, description="Episodes that the expert plays.")
+    num_workers: int = Field(2, ge=1, description="Worker processes.")
+    timeout_s: float = Field(20.0, gt=0, description="Time limit of an episode, in seconds.")
+    only_successful: bool = Field(True, description="Exclude episodes that the expert lost.")
 
 
 class SFTConfig(Section):
@@ -182,8 +189,8 @@ class SFTConfig(Section):
         None, description="A JSON-lines file of conversations; null: the demonstrations."
     )
     steps: int = Field(300, ge=1, description="Optimizer steps.")
-    episodes_per_step: int = Field(32, ge=1, description="Demonstrations in one optimizer step.")
-    tokens_per_batch: int = Field(8192, ge=1, description="Most tokens of one forward pass.")
+    episodes_per_step: int = Field(32, ge=1, description="Demonstrations per optimizer step.")
+    tokens_per_batch: int = Field(8192, ge=1, description="Maximum tokens of a forward pass.")
     optimizer: OptimizerConfig = Field(
         default_factory=OptimizerConfig, description="The optimizer of this stage."
     )
@@ -196,32 +203,31 @@ class RLConfig(Section):
         default_factory=lambda: Spec(name="grpo"), description="A row of the algorithm table."
     )
     steps: int = Field(100, ge=1, description="Policy iterations: rollouts, then training.")
-    groups_per_step: int = Field(16, ge=1, description="Tasks sampled in one step.")
-    group_size: int = Field(8, ge=1, description="Episodes of each task, compared to each other.")
+    groups_per_step: int = Field(16, ge=1, description="Tasks sampled per step.")
+    group_size: int = Field(8, ge=1, description="Episodes per task, compared with one another.")
     horizon: Horizon | dict[str, Horizon] | None = Field(
         None,
-        description="Turns that episodes may have, growing over the steps: [[0, 5], [100, 10]] is "
-        "5 turns, and 10 from step 100 on; of a `mixture` also by environment. Null: "
-        "rollout.max_turns throughout.",
+        description="Maximum turns by step: [[0, 5], [100, 10]] is 5 turns, and 10 from step 100 "
+        "on; for a `mixture` also by environment. Null: rollout.max_turns in all steps.",
     )
     epochs: int = Field(1, ge=1, description="Passes over a step's samples.")
-    minibatches: int = Field(1, ge=1, description="Optimizer steps in one pass.")
-    tokens_per_batch: int = Field(8192, ge=1, description="Most tokens of one forward pass.")
+    minibatches: int = Field(1, ge=1, description="Optimizer steps per pass.")
+    tokens_per_batch: int = Field(8192, ge=1, description="Maximum tokens of a forward pass.")
     optimizer: RLOptimizerConfig = Field(
         default_factory=RLOptimizerConfig, description="The optimizer of this stage."
     )
     max_staleness: int = Field(
         0,
         ge=0,
-        description="Play episodes ahead while the policy learns: how many versions of the weights "
-        "may come out between an episode's beginning and the step that trains on it. 0: play and "
-        "learn in turns, reproducibly.",
+        description="Play episodes ahead while the policy trains: the maximum number of weight "
+        "versions published between the start of an episode and the step that trains on it. "
+        "0: play and train alternately, reproducibly.",
     )
     min_success_to_stop: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="End the stage when a periodic evaluation's success reaches this.",
+        description="End the stage when a periodic evaluation reaches this success rate.",
     )
 
     @model_validator(mode="after")
@@ -233,48 +239,50 @@ class RLConfig(Section):
             steps = [step for step, _ in schedule]
             if steps[:1] != [0] or steps != sorted(set(steps)) or min(t for _, t in schedule) < 1:
                 raise ValueError(
-                    "`horizon` is a list of [first step, turns] that begins with step 0 and has "
-                    "its steps in ascending order, with at least 1 turn: [[0, 5], [100, 10]]"
+                    "`horizon` must be a list of [first step, turns] that begins with step 0, with "
+                    "ascending steps and at least 1 turn: [[0, 5], [100, 10]]"
                 )
         return self
 
 
 class EvaluateConfig(Section):
-    """Held-out evaluation: before and after each stage, and every so often in between."""
+    """Held-out evaluation: before and after each stage, and periodically during RL."""
 
-    num_tasks: int | None = Field(None, ge=1, description="Held-out tasks used; null: all.")
+    num_tasks: int | None = Field(None, ge=1, description="Number of held-out tasks; null: all.")
     num_tasks_between: int | None = Field(
-        None, ge=1, description="Tasks of the evaluations between steps; null: `num_tasks`."
+        None, ge=1, description="Tasks of the periodic evaluations; null: `num_tasks`."
     )
-    samples_per_task: int = Field(1, ge=1, description="Episodes of each task; k of pass@k.")
+    samples_per_task: int = Field(1, ge=1, description="Episodes per task; the k of pass@k.")
     temperature: float = Field(0.0, ge=0, description="0 is greedy.")
     every: int = Field(
         0, ge=0, description="RL steps between evaluations; 0: before and after only."
     )
-    confidence: float = Field(0.95, gt=0, lt=1, description="Level of the intervals.")
+    confidence: float = Field(0.95, gt=0, lt=1, description="Level of the confidence intervals.")
 
 
 class CheckpointConfig(Section):
-    """When state is saved, and what is kept."""
+    """When to save checkpoints, and which checkpoints to keep."""
 
     every: int = Field(10, ge=1, description="Steps between checkpoints, in each stage.")
-    keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
-    keep_best: int = Field(1, ge=0, description="Checkpoints kept for their metric.")
-    metric: str = Field(
-        "evaluate/success", description="What `keep_best` compares: higher is better."
+    keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
+    keep_best: int = Field(
+        1, ge=0, description="Number of checkpoints with the best metric to keep."
     )
+    metric: str = Field("evaluate/success", description="Metric of `keep_best`; higher is better.")
 
 
 class BudgetConfig(Section):
-    """What a run may cost. It stops before the step that would pass a limit, with a checkpoint."""
+    """Limits of a run. It saves a checkpoint and stops before a step that would exceed a limit."""
 
     price_per_hour: float | None = Field(
-        None, gt=0, description="Of the machine, as long as a process has the run; null: unknown."
+        None, gt=0, description="Price of the machine per hour of the run; null: unknown."
     )
-    currency: str = Field("USD", description="Of the price and the limit.")
-    max_cost: float | None = Field(None, gt=0, description="Money; needs `price_per_hour`.")
-    max_hours: float | None = Field(None, gt=0, description="Hours of wall time.")
-    max_tokens: int | None = Field(None, ge=1, description="Tokens of all training episodes.")
+    currency: str = Field("USD", description="Currency of `price_per_hour` and `max_cost`.")
+    max_cost: float | None = Field(None, gt=0, description="Maximum cost; needs `price_per_hour`.")
+    max_hours: float | None = Field(None, gt=0, description="Maximum wall time, in hours.")
+    max_tokens: int | None = Field(
+        None, ge=1, description="Maximum tokens of all training episodes."
+    )
 
     @model_validator(mode="after")
     def _priced(self) -> BudgetConfig:
@@ -284,58 +292,60 @@ class BudgetConfig(Section):
 
 
 class RunConfig(Section):
-    """A whole training run: demonstrations, SFT, RL, evaluation; a null stage is left out."""
+    """A training run: demonstrations, SFT, RL, evaluation. A null stage is skipped."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="The run's name.")
-    seed: int = Field(0, ge=0, description="Everything random in the run derives from it.")
+    seed: int = Field(0, ge=0, description="Seed of all random numbers of the run.")
     backend: Literal["local", "debug"] = Field(
-        "local", description="local trains in this process; debug shows N tasks and stops."
+        "local", description="local: train in this process; debug: show N tasks and stop."
     )
     runs_dir: str = Field("runs", description="Folder of the runs and of the default store.")
     store: str | None = Field(
-        None, description="URL of the run store; null: SQLite in `runs_dir`; postgresql://..."
+        None, description="URL of the run store (postgresql://...); null: SQLite in `runs_dir`."
     )
     mirror: str | None = Field(
         None,
         pattern=r"^[a-z][a-z0-9]*://.+",
-        description="URL of the run's copy in object storage, kept up after each checkpoint: "
-        "s3://BUCKET/FOLDER, gs://..., file:///FOLDER. `ludus train` goes on from what is there.",
+        description="URL of the run's copy in object storage, updated after each checkpoint: "
+        "s3://BUCKET/FOLDER, gs://..., file:///FOLDER. `ludus train` continues from the copy.",
     )
     model: ModelConfig = Field(description="The policy.")
     sampler: Spec = Field(
         default_factory=lambda: Spec(name="in_process"),
-        description="What samples turns: the learner's own weights in this process, or a server.",
+        description="Sampler of the turns: the learner's weights in this process, or a server.",
     )
     learner: LearnerConfig = Field(default_factory=LearnerConfig, description="Training steps.")
-    env: Spec | None = Field(None, description="The environment that episodes are played in.")
+    env: Spec | None = Field(None, description="The environment.")
     judge: Spec | None = Field(
-        None, description="Scores episodes that the environment does not; null: the environment."
+        None, description="Scores episodes that the environment does not score; null: no judge."
     )
     tasks: TasksConfig = Field(description="Training and held-out tasks.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Playing episodes.")
-    demonstrations: DemonstrationsConfig | None = Field(None, description="Expert data, or null.")
+    demonstrations: DemonstrationsConfig | None = Field(
+        None, description="Expert demonstrations, or null."
+    )
     sft: SFTConfig | None = Field(None, description="Supervised fine-tuning, or null.")
     rl: RLConfig | None = Field(None, description="Reinforcement learning, or null.")
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="Evaluation.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving.")
     metrics: list[Spec] = Field(
-        default_factory=list, description="Sinks beside the JSON lines: tensorboard, wandb, ..."
+        default_factory=list, description="Metric sinks besides JSON lines: tensorboard, wandb, ..."
     )
     budget: BudgetConfig = Field(
-        default_factory=BudgetConfig, description="Price, and limits in money, hours or tokens."
+        default_factory=BudgetConfig, description="Price, and limits of cost, hours or tokens."
     )
     threads: int = Field(0, ge=0, le=1024, description="Threads of torch; 0: one per core.")
     verify: bool = Field(
         False,
-        description="Sample and learn batch-invariantly, and stop at the first token whose "
-        "log-probability differs between the two in any bit. Slow.",
+        description="Sample and train batch-invariantly; stop at the first token whose "
+        "log-probability differs between sampler and learner in any bit. Slow.",
     )
     report: bool = Field(True, description="Write report.html at the end.")
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         if self.sft and not self.sft.data and not self.demonstrations:
-            raise ValueError("`sft` needs `demonstrations`, or its own `data`")
+            raise ValueError("`sft` needs `demonstrations` or `sft.data`")
         if self.demonstrations and not self.env:
             raise ValueError("`demonstrations` needs an `env`")
         if self.rl and not (self.env or self.judge):
@@ -343,8 +353,8 @@ class RunConfig(Section):
         for name, stage in {"sft": self.sft, "rl": self.rl}.items():
             if stage and stage.tokens_per_batch < self.model.context_length:
                 raise ValueError(
-                    f"`{name}.tokens_per_batch` must be at least `model.context_length`: one "
-                    "episode has to fit into a forward pass"
+                    f"`{name}.tokens_per_batch` must be at least `model.context_length`: an "
+                    "episode has to fit into one forward pass"
                 )
         if self.rl and self.rl.group_size < 2 and self.rl.algorithm.name not in ALONE:
             raise ValueError(
@@ -356,16 +366,16 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _ahead(self) -> RunConfig:
-        """Episodes that are played ahead come as they come, and older weights sampled them."""
+        """Prefetched episodes arrive in any order, and older weights sampled them."""
         if not (self.rl and self.rl.max_staleness):
             return self
         reasons = {
             "`rollout.deterministic: false`": self.rollout.deterministic,
             "`verify: false`": self.verify,
-            "`importance_cap` in `rl.algorithm.args`, 2.0 say (older weights sampled what "
-            "trains)": not self.rl.algorithm.args.get("importance_cap"),
+            "`importance_cap` in `rl.algorithm.args`, e.g. 2.0 (older weights sampled the "
+            "episodes)": not self.rl.algorithm.args.get("importance_cap"),
         }
-        if wrong := [what for what, bad in reasons.items() if bad]:
+        if wrong := [setting for setting, bad in reasons.items() if bad]:
             raise ValueError(f"`rl.max_staleness` above 0 needs {' and '.join(wrong)}")
         return self
 

@@ -1,7 +1,7 @@
-"""YAML as a configuration needs it: YAML 1.2's plain values, no key twice, and line numbers.
+"""YAML for configurations: plain values of YAML 1.2, no duplicate keys, line numbers.
 
 PyYAML reads YAML 1.1, where `1e-3` is a text, `on` is true, `010` is eight and `1:30` is ninety.
-Here `1e-3` is a number and the other three are texts, which a strict schema then refuses by name.
+Here `1e-3` is a number and the other three are texts, which the strict schema refuses.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _RULES: list[tuple[str, str, str]] = [
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain values by the rules above, and by no others."""
+    """Reads plain values by the rules above only."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a text that YAML 1.1 or 1.2 would read as something else."""
+    """Quotes a text that YAML 1.1 or 1.2 would read as another type."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """Escape Unicode's line breaks, which PyYAML writes as they are and reads as spaces."""
+        """Escape Unicode's line breaks: PyYAML writes them unescaped and reads them as spaces."""
         style = '"' if any(character in data for character in "\x85\u2028\u2029") else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style)
 
@@ -51,10 +51,10 @@ for _tag, _pattern, _first in _RULES:
 
 
 def parse(text: str, origin: str) -> tuple[Any, dict[PathKey, int]]:
-    """The value that a text holds, and the line (from 1) of every key and list item in it.
+    """Returns the value of a text, and the line (from 1) of every key and list item.
 
     Raises:
-        ConfigError: it is not YAML, or a key stands twice; `origin` and the line are named.
+        ConfigError: invalid YAML, or a duplicate key, with `origin` and the line.
     """
     try:
         loader = _Loader(text)
@@ -82,7 +82,7 @@ def parse(text: str, origin: str) -> tuple[Any, dict[PathKey, int]]:
 def _locate(
     node: yaml.Node, path: PathKey, lines: dict[PathKey, int], open_nodes: list[yaml.Node]
 ) -> Any:
-    """Fill `lines`; yield a fault for every key that stands twice."""
+    """Fill `lines`; yield a fault for every duplicate key."""
     if any(node is above for above in open_nodes):
         yield f"{dotted(path)} refers to itself [line {node.start_mark.line + 1}]"
         return
@@ -104,13 +104,13 @@ def _locate(
 
 
 def dump(value: Any) -> str:
-    """A value as YAML that `parse` reads back unchanged, keys in their own order."""
+    """Returns a value as YAML that `parse` reads back unchanged; keys keep their order."""
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
     return text
 
 
 def inline(value: Any) -> str:
-    """A value on one line, as it may be written behind a key: `[0.9, 0.95]`."""
+    """Returns a value on one line, as written after a key: `[0.9, 0.95]`."""
     text: str = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True,
         width=float("inf"),

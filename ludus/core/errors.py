@@ -1,23 +1,23 @@
-"""Every error that ludus raises on purpose.
+"""The errors that ludus raises.
 
     LudusError
-    ├── ConfigError            a key, a value or a combination that the user can mend
+    ├── ConfigError            a key, a value or a combination that the user can correct
     ├── DataError              a malformed line, a missing file, splits that overlap
     ├── MissingDependency      names the extra to install
     ├── EpisodeError           ends one episode, never the run
-    │   ├── EnvError           the environment raised or returned rubbish (status error_env)
-    │   ├── ToolError          a tool broke                             (status error_tool)
-    │   ├── SamplerError       what samples broke down                  (status error_sampler)
+    │   ├── EnvError           the environment raised, or returned invalid data (status error_env)
+    │   ├── ToolError          a tool failed                            (status error_tool)
+    │   ├── SamplerError       the sampler failed                       (status error_sampler)
     │   ├── EpisodeTimeout     a deadline passed                        (status error_timeout)
     │   ├── ContextOverflow    the prompt does not fit the context     (status truncated_length)
-    │   └── Unscorable         nothing could give a reward              (status unscorable)
+    │   └── Unscorable         no reward could be computed              (status unscorable)
     ├── CheckpointError        damaged, incomplete, or of another model
     ├── StoreError             the run store is locked, full, or of another schema
-    ├── MirrorError            a run's copy in object storage cannot be written or read
+    ├── MirrorError            the copy of a run in object storage cannot be written or read
     └── TrainingError          a loss that is not finite, weights of the wrong version
 
-A message says where, what is wrong, and what would be right. The command line prints it without
-a traceback and exits with 1 (2 for ConfigError: the command was called wrongly).
+A message says where, what is wrong, and what would be right. The command line prints the message
+without a traceback and exits with 1 (2 for ConfigError: wrong use of the command).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from collections.abc import Iterable
 
 
 class LudusError(Exception):
-    """Base of all errors that ludus raises on purpose."""
+    """Base class of all errors that ludus raises."""
 
     exit_code = 1
 
 
 class ConfigError(LudusError):
-    """The configuration is wrong, at a place that the message names."""
+    """The configuration is wrong; the message names the key."""
 
     exit_code = 2
 
@@ -43,7 +43,7 @@ class DataError(LudusError):
 
 
 class MissingDependency(LudusError):
-    """A package is absent; `extra` is what brings it."""
+    """A package is not installed; `extra` is the extra that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
@@ -58,19 +58,19 @@ class EpisodeError(LudusError):
 
 
 class EnvError(EpisodeError):
-    """The environment broke: not the model's fault, so never a reward of 0."""
+    """The environment failed. The model did not cause it, so the reward is never 0."""
 
 
 class ToolError(EpisodeError):
-    """A tool broke: not the model's fault, so never a reward of 0."""
+    """A tool failed. The model did not cause it, so the reward is never 0."""
 
 
 class SamplerError(EpisodeError):
-    """What samples broke down in the midst of a turn: not the model's fault."""
+    """The sampler failed during a turn. The model did not cause it."""
 
 
 class EpisodeTimeout(EpisodeError):
-    """The episode, or one step of it, took longer than it may."""
+    """The episode, or one of its steps, exceeded its time limit."""
 
 
 class ContextOverflow(EpisodeError):
@@ -78,7 +78,7 @@ class ContextOverflow(EpisodeError):
 
 
 class Unscorable(EpisodeError):
-    """Neither the environment nor a judge could give a reward."""
+    """Neither the environment nor a judge could compute a reward."""
 
 
 class CheckpointError(LudusError):
@@ -94,11 +94,11 @@ class MirrorError(LudusError):
 
 
 class TrainingError(LudusError):
-    """Training cannot go on: a loss that is not finite, weights of the wrong version."""
+    """Training cannot continue: a loss that is not finite, or weights of the wrong version."""
 
 
 def did_you_mean(name: str, choices: Iterable[str], full: str = "{}") -> str:
-    """` (did you mean X?)`, or the choices when none is near, or nothing when there are none."""
+    """` (did you mean X?)`; the choices, where no name is near; empty without choices."""
     known = sorted(choices)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:

@@ -1,4 +1,4 @@
-"""Modules by dotted name, or by the path of their file: what "module:Class" in a config means."""
+"""Load modules by dotted name or by file path; resolves "module:Class" of a config."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from types import ModuleType
 def load_module(name: str) -> ModuleType:
     """The module of a name (`my_package.env`) or of a file (`my/env.py`); a file is loaded once.
 
-    A name is looked up in the working directory too, which a console script has not on its path.
+    Names are also looked up in the working directory, which is not on a console script's path.
 
-    Errors: ModuleNotFoundError where there is none; whatever the module itself raises.
+    Errors: ModuleNotFoundError; any error that the module itself raises.
     """
-    if not name or name.startswith("."):  # relative to nothing
+    if not name or name.startswith("."):  # a relative name has no package here
         raise ModuleNotFoundError(f"no module named {name!r}", name=name)
     if name.endswith(".py"):
         return _load_file(Path(name).expanduser())
@@ -34,7 +34,7 @@ def load_module(name: str) -> ModuleType:
 
 def _load_file(path: Path) -> ModuleType:
     resolved = str(path.resolve())
-    # A name that no import statement can give, and that two files of one name do not share.
+    # The digest keeps two files of the same name apart; "@" cannot occur in an import statement.
     name = f"{path.stem}@{hashlib.sha256(resolved.encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -42,7 +42,7 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file() or spec is None or spec.loader is None:
         raise ModuleNotFoundError(f"there is no file {path}", name=str(path))
     module = module_from_spec(spec)
-    sys.modules[name] = module  # before it runs, as import does: dataclasses look it up
+    sys.modules[name] = module  # before execution, as import does: dataclasses look it up
     try:
         spec.loader.exec_module(module)
     except BaseException:

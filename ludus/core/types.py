@@ -1,9 +1,9 @@
-"""The carriers: what flows from a task to a training step.
+"""The carriers: the data types between a task and a training step.
 
     Task -> rollout -> Trajectory -> judge -> Group -> advantages -> Samples -> Batch
 
 Pydantic models cross a wire or a disk (messages, tasks, observations, scores); slots dataclasses
-stay inside (segments, trajectories, groups, samples).
+stay inside the process (segments, trajectories, groups, samples).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Wire(BaseModel):
 
 
 class ToolCall(Wire):
-    """A call that a model made: the tool's name and its arguments, already parsed from JSON."""
+    """A model's tool call: the tool's name and its arguments, parsed from JSON."""
 
     name: str
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -70,10 +70,10 @@ class Spec(Wire):
 
 
 class Task(Wire):
-    """What one rollout has to do.
+    """The task of one rollout.
 
-    `data` goes to the environment's `reset` (a seed, a goal); `tier` is the level or depth that
-    evaluations are broken down by; `source` names the data set or environment it came from.
+    `data` goes to the environment's `reset` (a seed, a goal). `tier` is the level or depth by which
+    evaluations are broken down. `source` names the data set or environment of the task.
     """
 
     id: str
@@ -87,18 +87,18 @@ class Task(Wire):
 
 
 class Observation(Wire):
-    """What an environment says first: the opening messages."""
+    """The opening messages of an environment."""
 
     messages: list[Message]
     info: dict[str, Any] = Field(default_factory=dict)
 
 
 class StepResult(Wire):
-    """What an environment answers to one action.
+    """An environment's answer to one action.
 
-    `reward` is what this step earned (None: this environment does not score steps);
-    `terminated` means that the episode came to its own end (goal reached, or lost),
-    `truncated` that a limit of the environment cut it (Gymnasium's distinction).
+    `reward` is the reward of this step (None: the environment does not score steps).
+    `terminated`: the episode ended by itself (goal reached, or lost). `truncated`: a limit of the
+    environment ended the episode. The distinction is Gymnasium's.
     """
 
     messages: list[Message] = Field(default_factory=list)
@@ -113,7 +113,7 @@ class StepResult(Wire):
 
 
 class Score(Wire):
-    """A judge's verdict: the value that becomes the reward, and its named parts."""
+    """A judge's score: the value, which becomes the reward, and its named parts."""
 
     value: float
     parts: dict[str, float] = Field(default_factory=dict)
@@ -121,12 +121,12 @@ class Score(Wire):
 
 
 class Status(StrEnum):
-    """How a trajectory ended. The last six are excluded from training, with a reason."""
+    """The end of a trajectory. The last six are excluded from training, with a reason."""
 
     COMPLETED = "completed"
-    TRUNCATED_LENGTH = "truncated_length"  # the context or a turn's token limit was reached
+    TRUNCATED_LENGTH = "truncated_length"  # context full, or a turn reached its token limit
     TRUNCATED_TURNS = "truncated_turns"
-    UNSCORABLE = "unscorable"  # no judge and no environment could give a reward
+    UNSCORABLE = "unscorable"  # neither a judge nor the environment gave a reward
     ERROR_ENV = "error_env"
     ERROR_TOOL = "error_tool"
     ERROR_SAMPLER = "error_sampler"
@@ -135,12 +135,12 @@ class Status(StrEnum):
 
     @property
     def trainable(self) -> bool:
-        """Whether the reward of such a trajectory says something about the policy."""
+        """Whether the reward measures the policy."""
         return self in (Status.COMPLETED, Status.TRUNCATED_LENGTH, Status.TRUNCATED_TURNS)
 
     @property
     def retryable(self) -> bool:
-        """Whether the failure lies in the infrastructure, so that trying again makes sense."""
+        """Whether the infrastructure failed, so that a retry makes sense."""
         return self in (
             Status.ERROR_ENV,
             Status.ERROR_TOOL,
@@ -163,13 +163,13 @@ class Segment:
 
     A second attempt from A0 on would be a segment 4 with parent 1: a branch, not a copy.
 
-    `logprobs is None` means *appended, not sampled*: no loss. A demonstration's turns carry zeros,
-    for the expert that wrote them chose them with probability 1; their `policy_version` is None.
+    `logprobs is None` means *appended, not sampled*: no loss. A demonstration's turns carry zeros
+    (the expert chose them with probability 1); their `policy_version` is None.
 
-    What an algorithm asks of other models is filled in after the episode, one number a token:
-    `learner_logprobs`, those of the policy that sampled, computed by the learner;
-    `ref_logprobs`, those of the reference model; `values`, what the critic expects before each
-    token, and, as one more number, after the last.
+    The numbers that an algorithm needs from other models are added after the episode, one per
+    token: `learner_logprobs`, of the sampling policy, computed by the learner; `ref_logprobs`, of
+    the reference model; `values`, the critic's estimate before each token, and one more value after
+    the last token.
     """
 
     parent: int
@@ -186,7 +186,7 @@ class Segment:
     def __post_init__(self) -> None:
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
             raise ValueError(
-                f"a sampled segment needs one logprob a token: "
+                f"a sampled segment needs one logprob per token: "
                 f"{len(self.token_ids)} tokens, {len(self.logprobs)} logprobs"
             )
 
@@ -197,10 +197,10 @@ class Segment:
 
 @dataclass(slots=True)
 class Trajectory:
-    """One episode: a tree of token segments, its status, and what it earned.
+    """One episode: a tree of token segments, a status and a reward.
 
-    `reward` is None until something scored it, and stays None where nothing can. `dropped` is the
-    reason why it gives no training rows (None: it gives rows).
+    `reward` is None until the episode is scored, and stays None where no reward can be computed.
+    `dropped` is the reason why the trajectory gives no training rows (None: it gives rows).
     """
 
     id: str
@@ -217,7 +217,7 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def leaves(self) -> list[int]:
-        """Indices of the segments that no other segment extends, in order."""
+        """Indices of the segments without children, in order."""
         parents = {segment.parent for segment in self.segments}
         return [i for i in range(len(self.segments)) if i not in parents]
 
@@ -233,7 +233,7 @@ class Trajectory:
         return path[::-1]
 
     def token_ids(self, leaf: int = -1) -> list[int]:
-        """The token ids from the root to `leaf`: what the engine saw and sampled."""
+        """The token ids from the root to `leaf`, as the engine saw and sampled them."""
         return [t for i in self.path(leaf) for t in self.segments[i].token_ids]
 
     @property
@@ -246,13 +246,13 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        """Unique tokens: a prefix that branches share counts once."""
+        """Unique tokens: a prefix shared by branches counts once."""
         return sum(len(segment.token_ids) for segment in self.segments)
 
 
 @dataclass(slots=True)
 class Group:
-    """The trajectories of one task that are compared with one another."""
+    """The trajectories of one task, compared with one another."""
 
     id: str
     task: Task
@@ -261,7 +261,7 @@ class Group:
 
 @dataclass(slots=True)
 class Sample:
-    """One training row: a path through a trajectory, with what the loss needs for each token.
+    """One training row: a path through a trajectory, with the loss's inputs for each token.
 
     For P0 = 5 6 7, A0 = 8 9, E0 = 3, A1 = 2 and advantage 0.5 (all lists have the same length):
 
@@ -270,11 +270,10 @@ class Sample:
         logprobs    0    0    0   -0.1  -0.7   0   -0.2
         advantages  0    0    0    0.5   0.5   0    0.5
 
-    A token's entry speaks of the token itself (not of the one after it). A segment that several
-    paths share has its loss in the first of them only: a sampled token trains once.
+    An entry belongs to the token at its own index, not to the next token. A segment shared by
+    several paths has its loss in the first path only: a sampled token trains once.
 
-    With a critic, `values` are what it expected before each token, and `returns` what it should
-    have expected.
+    With a critic, `values` are its estimates before each token and `returns` are its targets.
     """
 
     token_ids: list[int]

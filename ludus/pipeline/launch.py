@@ -28,7 +28,7 @@ from ludus.pipeline.training import BudgetSpent, Interrupted, Trainer
 from ludus.report.collect import report
 from ludus.store import RunExists, RunStore
 from ludus.store.folders import RunFolder, create_run, find_run
-from ludus.store.mirror import RunMirror, take_up
+from ludus.store.mirror import RunMirror, fetch_run
 from ludus.telemetry.logs import get_logger, setup_logging
 from ludus.telemetry.metrics import MetricsLog
 from ludus.telemetry.sinks import build_sinks
@@ -68,7 +68,7 @@ def train(config: RunConfig, observer: Observer, *, skip_damaged: bool = False) 
     check(config)
     if config.mirror is not None:
         with RunStore.open(config.store, config.runs_dir) as store:
-            mirrored = take_up(config, store, observer.note, skip_damaged=skip_damaged)
+            mirrored = fetch_run(config, store, observer.note, skip_damaged=skip_damaged)
         if mirrored is not None:
             with mirrored.lock():
                 _resume(mirrored, config, observer, skip_damaged)

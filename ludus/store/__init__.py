@@ -1,4 +1,4 @@
-"""The run store: what every run did, down to the tokens and their logprobs.
+"""The run store: all steps of all runs, down to tokens and logprobs.
 
 RunStore.open(url, runs_dir)     SQLite by default, PostgreSQL by URL, one schema
 export(store, run_id, path)      JSON lines, Parquet, SFT data

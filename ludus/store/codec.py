@@ -1,21 +1,21 @@
-"""How values are written, exactly: what is read back equals what was recorded.
+"""Lossless encoding of values: a value read back equals the recorded value.
 
-JSON.  Strict and ASCII, so that every database and every parser takes it. A float that JSON cannot
-say becomes an object, and a key that could be mistaken for one gets a second dollar sign:
+JSON.  Strict and ASCII, valid for every database and parser. A non-finite float becomes an object,
+and a key that looks like such an object gets a second dollar sign:
 
     nan, inf, -inf     {"$float": "nan"}, {"$float": "inf"}, {"$float": "-inf"}
     {"$float": "x"}    {"$$float": "x"}
 
-Text.  A NUL (PostgreSQL refuses it) and a lone surrogate (no UTF-8 has it) become `\\u0000` and
-`\\ud800`; a backslash becomes two.
+Text.  A NUL (refused by PostgreSQL) and a lone surrogate (invalid in UTF-8) become `\\u0000` and
+`\\ud800`; a backslash is doubled.
 
 Trees.  A trajectory's segments are three zlib streams (`pack_tree`): the ids of all segments in
 order as little-endian int32, the logprobs of the sampled segments in order as little-endian
-float64, and JSON with one list a segment:
+float64, and JSON with one list per segment:
 
     [parent, num_tokens, sampled, policy_version, reward, metrics, message]
 
-The loss mask is `sampled`, `num_tokens` times over: loss falls on whole segments or on none.
+The loss mask is `sampled`, repeated `num_tokens` times: a segment has loss on all tokens or none.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from ludus.core.types import Message, Segment
 
 _UNSAFE = re.compile("[\x00\\\\\ud800-\udfff]")
 _ESCAPED = re.compile(r"\\(\\|u[0-9a-f]{4})")
-_COMPRESSION = 1  # ids shrink about as well as at 9, in a fifth of the time
+_COMPRESSION = 1  # about the size of level 9, in a fifth of the time
 
 
 def encode_json(value: Any, what: str = "the value") -> str:
-    """Strict JSON of a value. Errors: StoreError where something in it is no JSON at all."""
+    """Returns strict JSON. Errors: StoreError where JSON cannot hold a value."""
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
         if '"$' not in text:
             return text
-    except ValueError:  # a float that is not finite: the slow way says it
+    except ValueError:  # a non-finite float: escape below
         pass
     except TypeError as error:
         raise StoreError(f"{what} cannot be stored as JSON: {error}") from error
@@ -55,7 +55,7 @@ def encode_json(value: Any, what: str = "the value") -> str:
 
 
 def decode_json(text: str | bytes) -> Any:
-    """The value that `encode_json` wrote."""
+    """Returns the value that `encode_json` encoded."""
     value = json.loads(text)
     marked = b'"$' in text if isinstance(text, bytes) else '"$' in text
     return _unescape(value) if marked else value
@@ -85,7 +85,7 @@ def _unescape(value: Any) -> Any:
 
 
 def escape_text(text: str) -> str:
-    """Text that every database takes; `unescape_text` gives the original back."""
+    """Returns text valid in every database; `unescape_text` restores the original."""
     return _UNSAFE.sub(lambda hit: "\\\\" if hit[0] == "\\" else f"\\u{ord(hit[0]):04x}", text)
 
 
@@ -98,7 +98,7 @@ def unescape_text(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A trajectory's segments as three byte strings; the module's docstring has the format."""
+    """A trajectory's segments as three byte strings, in the format of the module's docstring."""
 
     segments: bytes
     token_ids: bytes
@@ -106,7 +106,7 @@ class Tree:
 
 
 def pack_tree(segments: Sequence[Segment], what: str) -> Tree:
-    """The segments in their stored form. `what` names the trajectory in errors."""
+    """Returns the segments in stored form. `what` names the trajectory in errors."""
     heads = [
         [
             segment.parent,
@@ -127,7 +127,7 @@ def pack_tree(segments: Sequence[Segment], what: str) -> Tree:
 
 
 def unpack_tree(tree: Tree, what: str) -> list[Segment]:
-    """The segments that `pack_tree` packed. Errors: StoreError where the bytes are damaged."""
+    """Returns the segments of a tree. Errors: StoreError for damaged bytes."""
     try:
         heads = decode_json(zlib.decompress(tree.segments))
         token_ids = _unpack("i", tree.token_ids)

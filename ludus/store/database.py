@@ -1,8 +1,8 @@
-"""A database that is opened, retried and complained about in one place.
+"""Database connections: open, transactions with retries, error messages.
 
-SQLite: WAL (readers go on while a step is written), foreign keys, a busy timeout, and full
-synchronisation (a recorded step survives a power cut). Python's implicit transactions are off, for
-they would leave DDL outside; writers take the lock at BEGIN, so they wait rather than fail halfway.
+SQLite: WAL (readers continue while a step is written), foreign keys, a busy timeout, and full
+synchronisation (a recorded step survives a power cut). Python's implicit transactions are off,
+because they exclude DDL. Writers take the lock at BEGIN: they wait there and do not fail later.
 PostgreSQL: psycopg 3, with the same timeout on locks.
 """
 
@@ -29,33 +29,33 @@ _CONNECT_TIMEOUT_S = 10
 _WRITE = "ludus_write"
 
 _SQLITE_ADVICE = {
-    sqlite3.SQLITE_BUSY: "another process holds it locked: wait for that process, or end it",
-    sqlite3.SQLITE_LOCKED: "another process holds it locked: wait for that process, or end it",
+    sqlite3.SQLITE_BUSY: "another process holds the lock: wait for that process, or end it",
+    sqlite3.SQLITE_LOCKED: "another process holds the lock: wait for that process, or end it",
     sqlite3.SQLITE_FULL: "the database or its disk is full: free some space, then resume the run",
-    sqlite3.SQLITE_CORRUPT: "the file is damaged: restore a backup, or move it away to start anew",
-    sqlite3.SQLITE_NOTADB: "the file is not an SQLite database: name another, or move it away",
-    sqlite3.SQLITE_READONLY: "it may not be written: check the rights on the file and its folder",
-    sqlite3.SQLITE_CANTOPEN: "it cannot be opened: check that the path is a file that you may read "
-    "and that its folder exists and may be written",
+    sqlite3.SQLITE_CORRUPT: "the file is damaged: restore a backup, or move the file away",
+    sqlite3.SQLITE_NOTADB: "the file is not an SQLite database: name another file, or move it away",
+    sqlite3.SQLITE_READONLY: "the file is read-only: check its permissions and the folder's",
+    sqlite3.SQLITE_CANTOPEN: "the file cannot be opened: check that the path is a readable file and "
+    "that its folder exists and is writable",
     sqlite3.SQLITE_IOERR: "the disk failed or is full: check the disk, then resume the run",
 }
 _POSTGRES_ADVICE = {  # by SQLSTATE, or by its first two characters
     "53100": "the server's disk is full: free some space, then resume the run",
-    "53300": "the server has no connection left: close some, or raise max_connections",
-    "55P03": "another session holds it locked: wait for that session, or end it",
+    "53300": "the server has no free connection: close connections, or raise max_connections",
+    "55P03": "another session holds the lock: wait for that session, or end it",
     "57P": "the server is shutting down or starting: try again when it is up",
-    "42501": "this user may not do that: grant the rights on the database",
-    "25006": "the server takes no writes (a standby, perhaps): use the primary's address",
-    "40": "the server cannot settle it with other sessions: try again",
+    "42501": "permission denied: grant this user the rights on the database",
+    "25006": "the server refuses writes (possibly a standby): use the primary's address",
+    "40": "a conflict with other sessions: try again",
     "XX": "the database is damaged: see the server's log, restore a backup",
 }
 _UNREACHABLE = "no connection: check that the server runs, the address, the user and the database"
 
 
 class Database:
-    """An engine and how to use it: `transact` is the only door.
+    """A SQLAlchemy engine; `transact` is the only access.
 
-    Errors: ConfigError for a URL that is none, StoreError for everything a database can do.
+    Errors: ConfigError for an invalid URL, StoreError for every database error.
     """
 
     def __init__(self, url: str, *, read_only: bool = False, timeout_s: float = 30.0) -> None:
@@ -70,13 +70,13 @@ class Database:
             self._use_wal(timeout_s)
 
     def transact(self, work: Callable[[Connection], T], *, write: bool = False) -> T:
-        """What `work` returns, run in one transaction, again where the failure is passing.
+        """Run `work` in one transaction and return its result; retry transient failures.
 
-        A failed attempt leaves nothing behind, so `work` only has to stand being called again.
-        Errors: StoreError, with the database's own error as its cause.
+        A failed attempt is rolled back, so `work` must only be safe to call again.
+        Errors: StoreError, with the database's error as its cause.
         """
         if write and self.read_only:
-            raise StoreError(f"run store {self.url} was opened for reading only")
+            raise StoreError(f"run store {self.url} was opened read-only")
         attempt = 0
         while True:
             try:
@@ -85,17 +85,17 @@ class Database:
                     with connection.begin():
                         return work(connection)
             except DBAPIError as error:
-                if attempt == len(_BACKOFF_S) or not _passing(error):
+                if attempt == len(_BACKOFF_S) or not _is_transient(error):
                     raise self._explained(error) from error
             time.sleep(_BACKOFF_S[attempt])
             attempt += 1
 
     def close(self) -> None:
-        """Close every connection. May be called more than once."""
+        """Close all connections. Safe to call twice."""
         self.engine.dispose()
 
     def _use_wal(self, timeout_s: float) -> None:
-        """Switch to WAL. SQLite does not wait for the lock here, so we do."""
+        """Switch to WAL, with retries: SQLite does not wait for the lock here."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -118,8 +118,8 @@ class Database:
             advice = _SQLITE_ADVICE.get(_sqlite_code(origin), "")
         else:
             state = getattr(origin, "sqlstate", None)
-            known = (state[:length] for length in (5, 3, 2)) if state else ()
-            advice = next((_POSTGRES_ADVICE[key] for key in known if key in _POSTGRES_ADVICE), "")
+            codes = (state[:length] for length in (5, 3, 2)) if state else ()
+            advice = next((_POSTGRES_ADVICE[key] for key in codes if key in _POSTGRES_ADVICE), "")
             if state is None or state.startswith("08"):
                 advice = _UNREACHABLE
         reason = " ".join(str(origin).split())
@@ -131,19 +131,19 @@ class Database:
 
 
 def _sqlite_code(error: BaseException | None) -> int:
-    """SQLite's primary result code; extended codes keep it in their low byte."""
+    """Returns SQLite's primary result code, the low byte of an extended code."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
-def _passing(error: DBAPIError) -> bool:
-    """Whether trying again makes sense: a connection lost, a deadlock, a server that starts.
+def _is_transient(error: DBAPIError) -> bool:
+    """Whether a retry makes sense: a lost connection, a deadlock, a starting server.
 
-    A locked SQLite file is no such case: its busy timeout has already been waited for.
+    A locked SQLite file is not transient: the busy timeout has already passed.
     """
     if isinstance(error.orig, sqlite3.Error):
         return False
     state = getattr(error.orig, "sqlstate", None)
-    if state is None:  # a connection that could not be made, or that broke
+    if state is None:  # no connection, or a broken connection
         return isinstance(error, OperationalError)
     return error.connection_invalidated or state[:2] in ("08", "40") or state[:3] == "57P"
 
@@ -151,7 +151,7 @@ def _passing(error: DBAPIError) -> bool:
 def _parse(url: str) -> URL:
     try:
         parsed = make_url(url)
-    except (ArgumentError, ValueError) as error:  # not shown: it may hold a password
+    except (ArgumentError, ValueError) as error:  # not shown: the URL may hold a password
         raise ConfigError(
             "store: this is not a database URL: write sqlite:///FOLDER/FILE.db, or "
             "postgresql://USER:PASSWORD@HOST:PORT/DATABASE"
@@ -173,12 +173,12 @@ def _sqlite(url: URL, read_only: bool, timeout_s: float) -> Engine:
     if path.is_dir():
         raise ConfigError(f"store: {path} is a folder: name a file in it, sqlite:///FOLDER/FILE.db")
     if read_only and not path.exists():
-        raise StoreError(f"there is no run store at {path}: a training run makes one")
+        raise StoreError(f"there is no run store at {path}: a training run creates a store")
     if not read_only:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(f"run store {path}: its folder cannot be made ({error})") from error
+            raise StoreError(f"run store {path}: its folder cannot be created ({error})") from error
     address = f"file:{quote(str(path))}?mode={'ro' if read_only else 'rwc'}"
 
     def connect() -> sqlite3.Connection:

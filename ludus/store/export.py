@@ -1,14 +1,15 @@
-"""A run as files: JSON lines or Parquet, and SFT data filtered by score.
+"""Export a run as JSON lines or Parquet, or as SFT data filtered by score.
 
-    what           a row is
-    trajectories   a trajectory: where it was recorded, how it ended, its segments with their tokens
+    what           row
+    trajectories   a trajectory: stage and step, status, segments with their tokens
     steps          a step with its metrics
-    sft            {"messages": [...], "reward": 1.0, "task_id": "..."}: the chat format of ludus's
-                   own `sft.data` and of most trainers
+    sft            {"messages": [...], "reward": 1.0, "task_id": "..."}: the chat format of
+    `sft.data`
+                   and of most trainers
 
-A float that is not finite is "NaN", "Infinity" or "-Infinity" in JSON lines, which have no such
-numbers, and itself in Parquet. Parquet keeps what has no fixed shape as JSON text: a segment's
-`message`, a tool call's `arguments`. The file is written atomically.
+A non-finite float is "NaN", "Infinity" or "-Infinity" in JSON lines, and a float in Parquet.
+Parquet holds values without a fixed schema as JSON text: a segment's `message`, a tool call's
+`arguments`. The file is written atomically.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _ROW_GROUP = 500
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export wrote, and the trajectories that it left out, counted by reason."""
+    """The result of an export; `skipped` counts the omitted trajectories by reason."""
 
     path: Path
     num_rows: int
@@ -57,12 +58,12 @@ def export(
     status: Status | None = None,
     decode: Decode | None = None,
 ) -> Exported:
-    """Write a run, or a stage or step of it, to `path`.
+    """Write a run, a stage or a step to `path`.
 
-    `min_score` keeps trajectories whose reward reaches it. `decode` turns token ids into text: it
-    gives segments a `text`, and sampled turns without a message one.
+    `min_score`: the lowest reward of an exported trajectory. `decode` turns token ids into text for
+    the segments' `text` and for sampled turns without a message.
     Errors: ConfigError for a wrong format or selection, MissingDependency for Parquet, StoreError
-    for an unknown run, a store that cannot be read, and a file that cannot be written.
+    for an unknown run, an unreadable store or an unwritable file.
     """
     for name, value, allowed in (("format", format, Format), ("what", what, What)):
         if value not in get_args(allowed):
@@ -70,11 +71,13 @@ def export(
                 f"export: {name} {value!r} is unknown{did_you_mean(value, get_args(allowed))}"
             )
     if what == "steps" and (min_score is not None or status is not None):
-        raise ConfigError("export: steps have no score and no status to choose by")
+        raise ConfigError(
+            "export: steps have neither score nor status: leave min_score and status out"
+        )
     if min_score is not None and math.isnan(min_score):
         raise ConfigError("export: min_score must be a number, got nan")
     if not Path(path).name:
-        raise ConfigError(f"export: {str(path)!r} names no file to write")
+        raise ConfigError(f"export: {str(path)!r} is not a file name")
     store.run(run_id)
     skipped: Counter[str] = Counter()
     rows: Iterator[dict[str, Any]]
@@ -126,14 +129,14 @@ def _segment(segment: Segment, decode: Decode | None) -> dict[str, Any]:
 
 
 def _chat(message: Message) -> dict[str, Any]:
-    """A message with its content, and whatever else it has."""
+    """Returns a message as a dictionary without default fields, but always with its content."""
     return {"role": message.role, "content": "", **message.model_dump(exclude_defaults=True)}
 
 
 def _sft(
     records: Iterable[Record], decode: Decode | None, skipped: Counter[str]
 ) -> Iterator[dict[str, Any]]:
-    """One conversation a trajectory: the path to its last segment, the one that was scored."""
+    """Yields one conversation per trajectory: the path to its last segment, which was scored."""
     for record in records:
         trajectory = record.trajectory
         messages = _conversation(trajectory, decode)
@@ -156,9 +159,9 @@ def _sft(
 
 
 def _conversation(trajectory: Trajectory, decode: Decode | None) -> list[Message] | None:
-    """The messages of the last path; None where a sampled turn has none and cannot be decoded.
+    """Returns the last path's messages; None if a sampled turn has neither message nor decoder.
 
-    Appended tokens without a message are a template's glue, and left out.
+    Appended tokens without a message belong to the chat template and are omitted.
     """
     messages = []
     for index in trajectory.path():
@@ -174,7 +177,7 @@ def _conversation(trajectory: Trajectory, decode: Decode | None) -> list[Message
 
 def _write_jsonl(rows: Iterable[dict[str, Any]], path: Path, what: What) -> int:
     num_rows = 0
-    # a lone surrogate has no UTF-8, but backslash and digits are just its JSON escape
+    # a lone surrogate is invalid in UTF-8; backslashreplace gives its JSON escape
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for row in rows:
             file.write(_json(row) + "\n")
@@ -186,16 +189,16 @@ def _json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:
-        return json.dumps(_spelled(value), ensure_ascii=False, allow_nan=False)
+        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
 
 
-def _spelled(value: Any) -> Any:
+def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {key: _spelled(item) for key, item in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_spelled(item) for item in value]
+        return [_finite(item) for item in value]
     return value
 
 
@@ -216,7 +219,7 @@ def _write_parquet(rows: Iterable[dict[str, Any]], path: Path, what: What) -> in
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with its open-ended parts as JSON text, and text that UTF-8 can say."""
+    """Returns a row with open-ended values as JSON text, and text valid in UTF-8."""
     flat: dict[str, Any] = {
         key: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
         for key, value in row.items()

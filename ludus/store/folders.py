@@ -1,4 +1,4 @@
-"""A run's folder: where its parts lie, how it is named, and that one process at a time owns it."""
+"""Run folders: paths, names, and the lock that gives a run to one process."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ludus.core.errors import ConfigError, LudusError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """`<runs_dir>/<id>/` and what lies in it.
+    """`<runs_dir>/<id>/` and its files.
 
     config.yaml            the resolved configuration
     versions.json          machine, Python, packages
-    demonstrations.jsonl   the expert's episodes
-    tokenizer/             as Hugging Face saves it
-    checkpoints/           one folder each
-    evaluations/           one JSON file each
-    budget.json            seconds and tokens spent, over all sittings
+    demonstrations.jsonl   episodes of the expert
+    tokenizer/             in Hugging Face format
+    checkpoints/           one folder per checkpoint
+    evaluations/           one JSON file per evaluation
+    budget.json            seconds and tokens spent, over all processes of the run
     metrics.jsonl, log.jsonl, report.html
     """
 
@@ -67,9 +67,9 @@ class RunFolder:
         return self.path / "report.html"
 
     def lock(self) -> IO[str]:
-        """Own the run until the returned file is closed (or the process dies).
+        """Lock the run until the returned file is closed or the process ends.
 
-        Errors: LudusError where another process owns it, or the folder cannot be locked.
+        Errors: LudusError where another process holds the lock, or the folder cannot be locked.
         """
         try:
             file = open(self.path / ".lock", "a+")  # noqa: SIM115 - held for the run's life
@@ -91,7 +91,7 @@ class RunFolder:
 
 
 def create_run(runs_dir: str | Path, name: str, taken: Collection[str] = ()) -> RunFolder:
-    """A new folder `<name>-<n>`, with the first n that is free; the ids in `taken` are not."""
+    """Create a folder `<name>-<n>` with the first free n; ids in `taken` are not free."""
     parent = Path(runs_dir)
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -108,12 +108,12 @@ def create_run(runs_dir: str | Path, name: str, taken: Collection[str] = ()) -> 
 
 
 def find_run(runs_dir: str | Path, run: str) -> RunFolder:
-    """An existing run, by id or by path. Errors: ConfigError with the nearest id."""
+    """Returns an existing run, by id or path. Errors: ConfigError with the nearest id."""
     for folder in (Path(runs_dir) / run, Path(run)):
         if run and (folder / "config.yaml").is_file():
             return RunFolder(folder if folder.name else folder.resolve())
     configs = (path for path in Path(runs_dir).glob("*/config.yaml") if path.is_file())
-    known = sorted(path.parent.name for path in configs)
-    if not known:
+    ids = sorted(path.parent.name for path in configs)
+    if not ids:
         raise ConfigError(f"there is no run {run!r}: {runs_dir} holds no runs")
-    raise ConfigError(f"there is no run {run!r} in {runs_dir}{did_you_mean(run, known)}")
+    raise ConfigError(f"there is no run {run!r} in {runs_dir}{did_you_mean(run, ids)}")

@@ -1,7 +1,7 @@
-"""Brings a database to this code's schema, in one transaction, whoever else opens it meanwhile.
+"""Schema migrations, in one transaction and safe with several processes.
 
-Both databases roll back DDL, so a process that dies in mid-migration leaves the schema it found.
-A change of the schema is a change of `schema.py` plus one file in `migrations/versions/`.
+Both databases roll back DDL, so a process killed during a migration leaves the old schema.
+A schema change is a change of `schema.py` and one new file in `migrations/versions/`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _alembic_is_global = threading.Lock()
 def migrate(database: Database, scripts: Path = MIGRATIONS) -> None:
     """Upgrade the database to the newest schema in `scripts`.
 
-    Errors: StoreError where the schema is newer than `scripts`, where the database is somebody
-    else's, and, on a database opened for reading, where the schema is older.
+    Errors: StoreError for a schema newer than `scripts`, for tables of another program, and for an
+    older schema in a database opened read-only.
     """
     config = Config(attributes={"connection": None})
     config.set_main_option("script_location", str(scripts).replace("%", "%%"))
@@ -43,7 +43,7 @@ def migrate(database: Database, scripts: Path = MIGRATIONS) -> None:
     if database.read_only:
         raise StoreError(
             f"{database.url} has the schema {current or 'none'} of an older ludus (this one reads "
-            f"{head}): open it once for writing to bring it up to date"
+            f"{head}): open the store once for writing to migrate it"
         )
 
     def upgrade(connection: Connection) -> None:
@@ -51,7 +51,7 @@ def migrate(database: Database, scripts: Path = MIGRATIONS) -> None:
             connection.execute(
                 text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _ADVISORY_LOCK}
             )
-        if _check(connection, known, database.url) != head:  # nobody was faster
+        if _check(connection, known, database.url) != head:  # no other process was faster
             config.attributes["connection"] = connection
             with _alembic_is_global:
                 command.upgrade(config, "head")
@@ -60,19 +60,19 @@ def migrate(database: Database, scripts: Path = MIGRATIONS) -> None:
 
 
 def _check(connection: Connection, known: set[str], url: str) -> str | None:
-    """The database's revision, None for an empty one. Errors: StoreError where it is not ours."""
+    """Returns the database's revision; None if empty. Errors: StoreError for foreign tables."""
     context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
     current = context.get_current_revision()
     if current is not None and current not in known:
         raise StoreError(
-            f"{url} was written by a newer ludus (schema {current}; this one knows up to "
+            f"{url} was written by a newer ludus (schema {current}; this ludus reads up to "
             f"{max(known)}): upgrade with pip install -U ludus-rl, or use another store"
         )
     if current is None:
         taken = sorted(set(inspect(connection).get_table_names()) & set(metadata.tables))
         if taken:
             raise StoreError(
-                f"{url} already has tables named {', '.join(taken)} that are not ludus's: "
-                "give the run store a database of its own"
+                f"{url} already has tables named {', '.join(taken)} of another program: "
+                "use a separate database for the run store"
             )
     return current

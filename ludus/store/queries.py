@@ -1,4 +1,4 @@
-"""What is asked of the tables, and how the answers become rows and carriers."""
+"""Queries, and the conversion of their results into rows and carriers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TRAJECTORY_COLUMNS = (
 
 
 def runs(connection: Connection, key: int | None = None) -> list[RunRow]:
-    """All runs, or the one with this key, in the order of creation."""
+    """Returns all runs in order of creation, or the run with this key."""
     r, s = db.runs.c, db.steps.c
     heads = select(db.runs).order_by(r.key)
     stages = (
@@ -42,11 +42,11 @@ def runs(connection: Connection, key: int | None = None) -> list[RunRow]:
     )
     if key is not None:
         heads, stages = heads.where(r.key == key), stages.where(s.run_key == key)
-    reached = connection.execute(stages).all()
-    found = []
+    all_stages = connection.execute(stages).all()
+    rows = []
     for row in connection.execute(heads):
-        mine = [stage for stage in reached if stage.run_key == row.key]
-        found.append(
+        run_stages = [stage for stage in all_stages if stage.run_key == row.key]
+        rows.append(
             RunRow(
                 id=row.id,
                 name=row.name,
@@ -56,15 +56,15 @@ def runs(connection: Connection, key: int | None = None) -> list[RunRow]:
                 config=row.config,
                 versions=row.versions,
                 error=row.error,
-                stages={stage.stage: stage.step for stage in mine},
-                last_step=max((stage.at for stage in mine), default=None),
+                stages={stage.stage: stage.step for stage in run_stages},
+                last_step=max((stage.at for stage in run_stages), default=None),
             )
         )
-    return found
+    return rows
 
 
 def summary(connection: Connection, run_key: int) -> list[StageSummary]:
-    """The stages of a run, in the order in which they began."""
+    """Returns the stages of a run, in order of their start."""
     s, t = db.steps.c, db.trajectories.c
     scored = case((t.reward != _NAN, t.reward))
     stages = connection.execute(
@@ -86,22 +86,22 @@ def summary(connection: Connection, run_key: int) -> list[StageSummary]:
         .group_by(s.stage, t.status)
         .order_by(t.status)
     ).all()
-    found = []
+    summaries = []
     for stage in stages:
-        mine = [end for end in ends if end.stage == stage.stage]
-        num_scored = sum(end.num_scored for end in mine)
-        total = sum(end.total for end in mine if end.num_scored)
-        found.append(
+        counts = [end for end in ends if end.stage == stage.stage]
+        num_scored = sum(end.num_scored for end in counts)
+        total = sum(end.total for end in counts if end.num_scored)
+        summaries.append(
             StageSummary(
                 stage=stage.stage,
                 num_steps=stage.num_steps,
                 last_step=stage.last,
-                num_trajectories=sum(end.num for end in mine),
+                num_trajectories=sum(end.num for end in counts),
                 mean_reward=total / num_scored if num_scored else None,
-                statuses={Status(end.status): end.num for end in mine},
+                statuses={Status(end.status): end.num for end in counts},
             )
         )
-    return found
+    return summaries
 
 
 def trajectories(
@@ -111,13 +111,13 @@ def trajectories(
     status: Status | None = None,
     min_reward: float | None = None,
 ) -> Select[Any]:
-    """Trajectories without their trees; for `trajectory_row`."""
+    """Returns a query of trajectories without their trees, for `trajectory_row`."""
     s, t = db.steps.c, db.trajectories.c
     columns = (t[name] for name in _TRAJECTORY_COLUMNS)
     query = select(t.key, t.group_key, s.stage, s.step, *columns).join_from(
         db.trajectories, db.steps
     )
-    if step is None:  # the run's own index has them in the order of their keys
+    if step is None:  # the run's index is in the order of the keys
         query = query.where(t.run_key == run_key)
     else:
         query = query.where(s.run_key == run_key, s.step == step)
@@ -131,7 +131,7 @@ def trajectories(
 
 
 def with_trees(query: Select[Any]) -> Select[Any]:
-    """The query of `trajectories`, with what `record` needs besides."""
+    """Returns the query of `trajectories` with the additional columns of `record`."""
     tree = db.trees.c
     return (
         query.join(db.groups, db.groups.c.key == db.trajectories.c.group_key)
@@ -141,14 +141,14 @@ def with_trees(query: Select[Any]) -> Select[Any]:
 
 
 def trajectory_row(row: Row[Any]) -> TrajectoryRow:
-    """A row of `trajectories`."""
+    """Converts a row of `trajectories`."""
     values = {name: getattr(row, name) for name in _TRAJECTORY_COLUMNS}
     values["status"] = Status(row.status)
     return TrajectoryRow(row.stage, row.step, **values)
 
 
 def record(row: Row[Any]) -> Record:
-    """A row of `with_trees`. Errors: StoreError where its bytes are damaged."""
+    """Converts a row of `with_trees`. Errors: StoreError for damaged bytes."""
     head = trajectory_row(row)
     tree = Tree(row.segments, row.token_ids, row.logprobs)
     trajectory = Trajectory(

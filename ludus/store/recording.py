@@ -1,4 +1,4 @@
-"""How a step becomes rows."""
+"""Convert a step into table rows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ludus.store.codec import Tree, encode_json, pack_tree
 
 @dataclass(frozen=True, slots=True)
 class StepWriter:
-    """A step, encoded before its transaction begins: what cannot be stored fails while the database
-    is untouched, and the lock is held for the writing alone."""
+    """A step encoded before its transaction: encoding errors leave the database unchanged, and the
+    lock is held only while writing."""
 
     head: Mapping[str, Any]
     groups: list[dict[str, Any]]
@@ -45,7 +45,7 @@ class StepWriter:
         )
 
     def write(self, connection: Connection, run_key: int) -> None:
-        """Replace the step, inside the caller's transaction."""
+        """Replace the step within the caller's transaction."""
         s = db.steps.c
         same = and_(
             s.run_key == run_key, s.stage == self.head["stage"], s.step == self.head["step"]
@@ -55,13 +55,13 @@ class StepWriter:
         group_keys = _insert(
             connection, db.groups, [{"step_key": step_key, **row} for row in self.groups]
         )
-        above = ({"group_key": group_keys[n]} for n in self.group_of)
+        group_columns = ({"group_key": group_keys[n]} for n in self.group_of)
         keys = _insert(
             connection,
             db.trajectories,
             [
                 {"run_key": run_key, "step_key": step_key, **group, **row}
-                for group, row in zip(above, self.trajectories, strict=True)
+                for group, row in zip(group_columns, self.trajectories, strict=True)
             ],
         )
         trees = [
@@ -75,16 +75,16 @@ class StepWriter:
         ]
         if trees:
             connection.execute(insert(db.trees), trees)
-        lost = [
+        dropped = [
             {"step_key": step_key, "trajectory_id": id_, "reason": reason}
             for id_, reason in self.dropped
         ]
-        if lost:
-            connection.execute(insert(db.dropped), lost)
+        if dropped:
+            connection.execute(insert(db.dropped), dropped)
 
 
 def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> Sequence[int]:
-    """Insert the rows in batches; their keys, in the rows' order."""
+    """Insert the rows in batches and return their keys, in the rows' order."""
     if not rows:
         return []
     query = insert(table).returning(table.c.key, sort_by_parameter_order=True)

@@ -1,4 +1,4 @@
-"""What the store answers with."""
+"""The row types that the store returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ludus.core.types import Status, Task, Trajectory
 
 
 class RunStatus(StrEnum):
-    """How a run stands. A run whose process was killed stays `running` until it is resumed."""
+    """Status of a run. A run whose process was killed stays `running` until resumed."""
 
     RUNNING = "running"
     COMPLETED = "completed"
@@ -22,8 +22,8 @@ class RunStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run. `stages` holds the last step of each stage, in the order in which they began;
-    `last_step` is the moment at which a step was last begun."""
+    """A run. `stages`: the last step of each stage, in order of their start. `last_step`: the start
+    time of the latest step."""
 
     id: str
     name: str
@@ -39,7 +39,7 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """A step of a stage. `seconds` is how long it took, `policy_version` what it published."""
+    """A step of a stage. `seconds`: its duration. `policy_version`: the published version."""
 
     stage: str
     step: int
@@ -51,7 +51,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryRow:
-    """What is known of a trajectory without its tokens."""
+    """A trajectory without its tokens."""
 
     stage: str
     step: int
@@ -74,7 +74,7 @@ class TrajectoryRow:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A trajectory with its tokens, its task, and where it was recorded."""
+    """A trajectory with its tokens, its task, and its row."""
 
     row: TrajectoryRow
     task: Task
@@ -83,7 +83,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class DroppedRow:
-    """Something that gave no training row, and why."""
+    """A trajectory that gave no training row, and the reason."""
 
     stage: str
     step: int
@@ -93,7 +93,7 @@ class DroppedRow:
 
 @dataclass(frozen=True, slots=True)
 class StageSummary:
-    """A stage at a glance. `mean_reward` is over the trajectories that have a reward (not NaN)."""
+    """Summary of a stage. `mean_reward` covers trajectories with a reward that is not NaN."""
 
     stage: str
     num_steps: int

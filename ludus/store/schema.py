@@ -1,12 +1,12 @@
-"""The tables, one schema for SQLite and PostgreSQL.
+"""The tables; one schema for SQLite and PostgreSQL.
 
     runs ─< steps ─< groups ─< trajectories ── trees
                   └─< dropped
 
-Deleting a run or a step takes everything under it along. What queries ask for is in columns; the
-tokens are in `trees`, one row a trajectory, so that listing a million trajectories reads none of
-them. Keys are integers that grow in the order of recording. `migrations/` brings an older database
-here; a test holds the two against each other.
+Deleting a run or a step deletes everything under it. Columns hold the values that queries filter
+by; `trees` holds the tokens, one row per trajectory, so listing trajectories reads no tokens. Keys
+are integers in the order of recording. `migrations/` upgrades older databases; a test compares the
+migrated schema with this file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ludus.store.codec import decode_json, encode_json, escape_text, unescape_te
 
 
 class ExactText(TypeDecorator[str]):
-    """Text of any content, NUL and lone surrogates included."""
+    """Text of any content, including NUL and lone surrogates."""
 
     impl = Text
     cache_ok = True
@@ -49,7 +49,7 @@ class ExactText(TypeDecorator[str]):
 
 
 class ExactJSON(TypeDecorator[Any]):
-    """A JSON value, verbatim: the order of keys, floats and NaN survive (unlike in `jsonb`)."""
+    """A JSON value; key order, floats and NaN are preserved (unlike in `jsonb`)."""
 
     impl = Text
     cache_ok = True
@@ -62,16 +62,16 @@ class ExactJSON(TypeDecorator[Any]):
 
 
 class ExactFloat(TypeDecorator[float]):
-    """A float64. SQLite would read NaN as NULL, so there it is the text 'nan'.
+    """A float64. SQLite stores NaN as the text 'nan', because it reads NaN as NULL.
 
-    On both databases NaN then compares greater than every number, and equal to itself.
+    On both databases NaN compares greater than every number, and equal to itself.
     """
 
     impl = Double
     cache_ok = True
 
     def bind_processor(self, dialect: Dialect) -> Callable[[Any], Any]:
-        # in place of process_bind_param, after which SQLAlchemy would make a float of the text
+        # not process_bind_param, after which SQLAlchemy converts the text to a float
         sqlite = dialect.name == "sqlite"
         return lambda value: "nan" if sqlite and value is not None and math.isnan(value) else value
 
@@ -80,7 +80,7 @@ class ExactFloat(TypeDecorator[float]):
 
 
 class Instant(TypeDecorator[datetime]):
-    """A moment, as seconds since 1970 in UTC; read back as an aware datetime."""
+    """A time in seconds since 1970 (UTC); read back as an aware datetime."""
 
     impl = Double
     cache_ok = True
@@ -92,7 +92,7 @@ class Instant(TypeDecorator[datetime]):
         return None if value is None else datetime.fromtimestamp(value, UTC)
 
 
-Key = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts INTEGER keys only
+Key = BigInteger().with_variant(Integer, "sqlite")  # SQLite autoincrements INTEGER keys only
 
 metadata = MetaData(
     naming_convention={

@@ -1,16 +1,15 @@
-"""Runs and rollouts, readable in a terminal.
+"""Terminal display of runs and rollouts.
 
-Each function returns something that `rich.console.Console.print` takes. A rollout is shown turn by
-turn; what the policy sampled is green and every line of it begins with `+`, like an addition in a
-diff, so that it is told apart without colour too:
+Each function returns a rich renderable. A rollout is shown turn by turn; lines sampled by the
+policy are green and begin with `+`, like additions in a diff, so they differ without colour too:
 
     [1] user
           go to the red ball
     [2] assistant, turn 1: sampled 4 tokens, policy 3, logprob mean -0.31, least -0.92 ("left")
         + turn left
 
-Text comes from models and tasks, so it is untrusted: control characters are spelled out, and
-nothing in it is taken for markup.
+Text comes from models and tasks, so it is untrusted: control characters are escaped, and markup is
+not interpreted.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ _UNPRINTABLE = re.compile(
 
 
 def render_runs(store: RunStore) -> RenderableType:
-    """All runs, the newest last."""
+    """Returns a table of all runs, the newest last."""
     runs = store.runs()
     if not runs:
-        return Text(f"no runs in {store.url}: ludus train RECIPE makes one")
+        return Text(f"no runs in {store.url}: start one with ludus train RECIPE")
     table = _table("run", "status", "started", "took", "stages", "error")
     for run in runs:
         table.add_row(
@@ -65,7 +64,7 @@ def render_runs(store: RunStore) -> RenderableType:
 
 
 def render_run(store: RunStore, run_id: str) -> RenderableType:
-    """One run: its stages, the last metrics of each, what was dropped, the newest trajectories."""
+    """Returns one run: stages, their last metrics, drop reasons, the newest trajectories."""
     run = store.run(run_id)
     facts = _facts(
         {
@@ -95,7 +94,9 @@ def render_run(store: RunStore, run_id: str) -> RenderableType:
     newest = list(store.trajectories(run_id, limit=_NEWEST, newest_first=True))
     if newest:
         parts += [_rule("newest trajectories"), _trajectories(newest)]
-        parts.append(Text(f"ludus show {run_id} TRAJECTORY shows one, token by token", "dim"))
+        parts.append(
+            Text(f"ludus show {run_id} TRAJECTORY shows one trajectory, token by token", "dim")
+        )
     return Group(*parts)
 
 
@@ -108,13 +109,13 @@ def render_trajectory(
     stage: str | None = None,
     step: int | None = None,
 ) -> RenderableType:
-    """One rollout, turn by turn, branches included.
+    """Returns one rollout, turn by turn, with its branches.
 
-    With `decode` (token ids to text) it shows the very tokens that the engine saw; without, the
-    messages they stand for.
+    With `decode` (token ids to text) the text is that of the engine's tokens; otherwise the text is
+    that of the messages.
     """
-    found = store.record(run_id, trajectory_id, stage, step)
-    row, trajectory = found.row, found.trajectory
+    record = store.record(run_id, trajectory_id, stage, step)
+    row, trajectory = record.row, record.trajectory
     facts = {
         "trajectory": row.id,
         "recorded": f"{run_id}, {row.stage} step {row.step}",
@@ -130,15 +131,15 @@ def render_trajectory(
         "error": row.error,
         "dropped": row.dropped,
     }
-    legend = "lines that begin with + were sampled by the policy: the loss falls on them alone"
+    legend = "lines that begin with + were sampled by the policy: only they have loss"
     if row.dropped is not None or not row.status.trainable:
-        why = row.dropped or f"status {row.status.value}"
-        legend = f"lines that begin with + were sampled by the policy; none trains ({_clean(why)})"
+        reason = _clean(row.dropped or f"status {row.status.value}")
+        legend = f"lines that begin with + were sampled by the policy; none has loss ({reason})"
     return Group(_facts(facts), Text(legend, "dim"), *_turns(trajectory, decode))
 
 
 def render_turns(trajectory: Trajectory, decode: Decode | None = None) -> RenderableType:
-    """The turns of a rollout that no store holds."""
+    """Returns the turns of a rollout that is not in a store."""
     return Group(*_turns(trajectory, decode))
 
 
@@ -147,7 +148,7 @@ def render_turns(trajectory: Trajectory, decode: Decode | None = None) -> Render
 
 @dataclass(frozen=True, slots=True)
 class _Marked:
-    """Text whose every line, wrapped ones too, begins with a mark."""
+    """Text whose lines, including wrapped lines, begin with a mark."""
 
     text: Text
     mark: str
@@ -166,7 +167,7 @@ def _turns(trajectory: Trajectory, decode: Decode | None) -> Iterator[Renderable
         fresh = [index for index in trajectory.path(leaf) if index not in shown]
         if len(leaves) > 1:
             parent = trajectory.segments[fresh[0]].parent
-            origin = "from the start" if parent < 0 else f"goes on after [{parent}]"
+            origin = "from the start" if parent < 0 else f"continues after [{parent}]"
             yield _rule(f"branch {number} of {len(leaves)}, {origin}")
         for index in fresh:
             segment = trajectory.segments[index]
@@ -278,7 +279,7 @@ def _facts(facts: Mapping[str, str | None]) -> Table:
 
 
 def _clean(text: str) -> str:
-    """The text with everything that could steer a terminal spelled out."""
+    """Returns the text with terminal control characters escaped."""
     return _UNPRINTABLE.sub(lambda hit: hit[0].encode("unicode_escape").decode(), text)
 
 

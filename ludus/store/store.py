@@ -1,4 +1,4 @@
-"""The run store: runs, their steps, and every trajectory down to its tokens.
+"""The run store: runs, steps, and trajectories with their tokens.
 
     store = RunStore.open(None, "runs")               # runs/ludus.db
     store.create_run("babyai-1", "babyai", config, versions)
@@ -6,8 +6,8 @@
     for row in store.trajectories("babyai-1", stage="rl", min_reward=1.0): ...
     store.trajectory("babyai-1", row.id)              # equal to what was recorded
 
-A step is one transaction: it is there whole, or not at all. Recording it again replaces it, so a
-resumed run may repeat what it cannot be sure of.
+A step is one transaction. Recording a step again replaces it, so a resumed run may repeat its last
+step.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _PAGE_ROWS, _PAGE_TREES = 2000, 100
 
 
 class RunExists(StoreError):
-    """The id of a new run is taken."""
+    """The id of a new run exists already."""
 
 
 class RunStore:
     """Reads and writes one database. Safe to use from several threads.
 
-    Errors: StoreError from every method, where the database is locked, full, damaged or out of
-    reach, or where a name is unknown (the nearest is suggested).
+    Errors: every method raises StoreError where the database is locked, full, damaged or
+    unreachable, or where a name is unknown (the message suggests the nearest name).
     """
 
     def __init__(self, database: Database) -> None:
@@ -70,7 +70,7 @@ class RunStore:
         read_only: bool = False,
         timeout_s: float = 30.0,
     ) -> RunStore:
-        """Open the store, and make it or bring its schema up to date first.
+        """Open the store; create it or migrate its schema first.
 
         `url`: sqlite:///... or postgresql://..., default `<runs_dir>/ludus.db`. `read_only` neither
         creates nor changes anything. `timeout_s`: how long to wait for a lock.
@@ -88,7 +88,7 @@ class RunStore:
         return cls(database)
 
     def close(self) -> None:
-        """Close every connection. May be called more than once."""
+        """Close all connections. Safe to call twice."""
         self._database.close()
 
     def __enter__(self) -> RunStore:
@@ -107,7 +107,7 @@ class RunStore:
     def create_run(
         self, run_id: str, name: str, config: Mapping[str, Any], versions: Mapping[str, Any]
     ) -> None:
-        """Begin a run. Errors: RunExists where the id is taken."""
+        """Begin a run. Errors: RunExists."""
         values = {
             "id": run_id,
             "name": name,
@@ -148,11 +148,11 @@ class RunStore:
         policy_version: int | None = None,
         dropped: Iterable[tuple[str, str]] = (),
     ) -> None:
-        """Record a step with its groups, in place of whatever this step of the stage held.
+        """Record a step with its groups; replaces this step of the stage.
 
-        `dropped` adds (trajectory id, reason) pairs to those that trajectories carry themselves: a
-        training row that did not fit, a trajectory that never got into a group.
-        Errors: StoreError; nothing is changed then.
+        `dropped` adds (trajectory id, reason) pairs to the trajectories' own: a training row that
+        did not fit, a trajectory that is in no group.
+        Errors: StoreError; the store is unchanged then.
         """
         writer = StepWriter.prepare(
             f"run {run_id!r}, {stage} step {step}",
@@ -170,12 +170,12 @@ class RunStore:
         self._write(lambda connection: writer.write(connection, _run_key(connection, run_id, True)))
 
     def unpack_step(self, run_id: str, data: bytes) -> None:
-        """Record what `pack_step` gave, in this store or another, in place of that step."""
+        """Record the bytes of `pack_step`, of this store or another; replaces the step."""
         writer = decode_step(data)
         self._write(lambda connection: writer.write(connection, _run_key(connection, run_id, True)))
 
     def rewind(self, run_id: str, keep: Mapping[str, int]) -> None:
-        """Forget every step after `keep[stage]`, and every stage that `keep` does not name."""
+        """Delete all steps after `keep[stage]`, and all stages missing from `keep`."""
         kept = [
             and_(db.steps.c.stage == stage, db.steps.c.step <= step) for stage, step in keep.items()
         ]
@@ -190,16 +190,16 @@ class RunStore:
     # Reading
 
     def runs(self) -> list[RunRow]:
-        """All runs, in the order in which they were created."""
+        """Returns all runs, in order of creation."""
         return self._read(queries.runs)
 
     def run_ids(self) -> set[str]:
-        """The ids that are taken."""
+        """Returns the ids of all runs."""
         query = select(db.runs.c.id)
         return self._read(lambda connection: set(connection.scalars(query)))
 
     def run(self, run_id: str) -> RunRow:
-        """One run."""
+        """Returns one run."""
 
         def work(connection: Connection) -> RunRow:
             [row] = queries.runs(connection, _run_key(connection, run_id))
@@ -208,19 +208,19 @@ class RunStore:
         return self._read(work)
 
     def steps(self, run_id: str, stage: str | None = None) -> list[StepRow]:
-        """The steps of a run, or of one stage, in the order in which they were recorded."""
+        """Returns the steps of a run, or of one stage, in order of recording."""
         c = db.steps.c
         query = select(c.stage, c.step, c.started, c.seconds, c.policy_version, c.metrics)
 
         def work(connection: Connection) -> list[StepRow]:
-            found = query.where(c.run_key == _run_key(connection, run_id)).order_by(c.key)
-            found = found if stage is None else found.where(c.stage == stage)
-            return [StepRow(*row) for row in connection.execute(found)]
+            chosen = query.where(c.run_key == _run_key(connection, run_id)).order_by(c.key)
+            chosen = chosen if stage is None else chosen.where(c.stage == stage)
+            return [StepRow(*row) for row in connection.execute(chosen)]
 
         return self._read(work)
 
     def pack_step(self, run_id: str, stage: str, step: int) -> bytes:
-        """All that was recorded of a step, for `unpack_step`."""
+        """Returns a recorded step as bytes, for `unpack_step`."""
         return self._read(
             lambda connection: encode_step(
                 read_step(connection, _run_key(connection, run_id), stage, step)
@@ -238,15 +238,15 @@ class RunStore:
         limit: int | None = None,
         newest_first: bool = False,
     ) -> Iterator[TrajectoryRow]:
-        """The trajectories of a run without their tokens, in the order of recording, lazily.
+        """Yields the trajectories of a run without their tokens, in order of recording.
 
-        They are read page by page, each in a transaction of its own, so that a long listing never
-        holds up a writer; a step that is replaced meanwhile may be seen in either state.
-        `min_reward` leaves out NaN and trajectories without a reward.
+        Every page is read in its own transaction, so a long listing does not block writers; a step
+        replaced meanwhile may appear in either state.
+        `min_reward` excludes NaN and trajectories without a reward.
         """
         query = self._trajectories(run_id, stage, step, status, min_reward)
-        found = self._pages(query, _PAGE_ROWS, limit, newest_first)
-        return map(queries.trajectory_row, found)
+        rows = self._pages(query, _PAGE_ROWS, limit, newest_first)
+        return map(queries.trajectory_row, rows)
 
     def records(
         self,
@@ -259,33 +259,33 @@ class RunStore:
         limit: int | None = None,
         newest_first: bool = False,
     ) -> Iterator[Record]:
-        """`trajectories`, with their tokens and tasks."""
+        """Yields the rows of `trajectories` with their tokens and tasks."""
         query = queries.with_trees(self._trajectories(run_id, stage, step, status, min_reward))
         return map(queries.record, self._pages(query, _PAGE_TREES, limit, newest_first))
 
     def record(
         self, run_id: str, trajectory_id: str, stage: str | None = None, step: int | None = None
     ) -> Record:
-        """One trajectory with its tokens and task. Where several steps hold the id: the latest."""
+        """Returns one trajectory with tokens and task; of several with the id, the latest."""
         t = db.trajectories.c
         query = queries.with_trees(self._trajectories(run_id, stage, step))
         query = query.where(t.id == trajectory_id).order_by(t.key.desc()).limit(1)
-        found = next(iter(self._read(partial(_fetch, query))), None)
-        if found is None:
+        row = next(iter(self._read(partial(_fetch, query))), None)
+        if row is None:
             raise StoreError(
                 f"run {run_id!r} has no trajectory {trajectory_id!r}"
                 + did_you_mean(trajectory_id, self._similar_ids(run_id, trajectory_id))
             )
-        return queries.record(found)
+        return queries.record(row)
 
     def trajectory(
         self, run_id: str, trajectory_id: str, stage: str | None = None, step: int | None = None
     ) -> Trajectory:
-        """One trajectory, equal to the one that was recorded."""
+        """Returns one trajectory, equal to the recorded one."""
         return self.record(run_id, trajectory_id, stage, step).trajectory
 
     def groups(self, run_id: str, stage: str, step: int) -> list[Group]:
-        """The groups of a step, equal to those that were recorded."""
+        """Returns the groups of a step, equal to the recorded groups."""
         key = self._read(lambda connection: _run_key(connection, run_id))
         at = (db.steps.c.run_key == key, db.steps.c.stage == stage, db.steps.c.step == step)
         query = select(db.groups).join(db.steps).where(*at).order_by(db.groups.c.key)
@@ -304,24 +304,24 @@ class RunStore:
         return self._read(work)
 
     def dropped(self, run_id: str, stage: str | None = None) -> list[DroppedRow]:
-        """Everything that gave no training row, with the reason, in the order of recording."""
+        """Returns the trajectories without training rows and the reasons, in order of recording."""
         s, d = db.steps.c, db.dropped.c
         query = select(s.stage, s.step, d.trajectory_id, d.reason).join(db.steps).order_by(d.key)
         query = query if stage is None else query.where(s.stage == stage)
 
         def work(connection: Connection) -> list[DroppedRow]:
-            found = query.where(s.run_key == _run_key(connection, run_id))
-            return [DroppedRow(*row) for row in connection.execute(found)]
+            chosen = query.where(s.run_key == _run_key(connection, run_id))
+            return [DroppedRow(*row) for row in connection.execute(chosen)]
 
         return self._read(work)
 
     def summary(self, run_id: str) -> list[StageSummary]:
-        """Each stage at a glance, in the order in which they began."""
+        """Returns a summary of each stage, in order of their start."""
         return self._read(
             lambda connection: queries.summary(connection, _run_key(connection, run_id))
         )
 
-    # How
+    # Internal
 
     def _read(self, work: Callable[[Connection], T]) -> T:
         return self._database.transact(work)
@@ -357,22 +357,22 @@ class RunStore:
             page = query.limit(size if limit is None else min(size, limit))
             if last is not None:
                 page = page.where(key < last if newest_first else key > last)
-            found = self._read(partial(_fetch, page))
-            yield from found
-            if len(found) < size:
+            rows = self._read(partial(_fetch, page))
+            yield from rows
+            if len(rows) < size:
                 return
-            last = found[-1].key
-            limit = None if limit is None else limit - len(found)
+            last = rows[-1].key
+            limit = None if limit is None else limit - len(rows)
 
     def _similar_ids(self, run_id: str, trajectory_id: str) -> list[str]:
-        """Ids to suggest from: those with the longest common beginning, or else the newest."""
+        """Returns ids to suggest: those with the longest common prefix, else the newest."""
         t = db.trajectories.c
         query = self._trajectories(run_id).with_only_columns(t.id).order_by(t.key.desc())
         query = query.limit(_PAGE_ROWS)
         for length in (len(trajectory_id) - 1, len(trajectory_id) // 2):
             alike = query.where(t.id.startswith(trajectory_id[:length], autoescape=True))
-            if length > 0 and (found := self._read(partial(_fetch, alike))):
-                return [row.id for row in found]
+            if length > 0 and (rows := self._read(partial(_fetch, alike))):
+                return [row.id for row in rows]
         return [row.id for row in self._read(partial(_fetch, query))]
 
 
@@ -381,10 +381,10 @@ def _fetch(query: Select[Any], connection: Connection) -> Sequence[Row[Any]]:
 
 
 def _run_key(connection: Connection, run_id: str, lock: bool = False) -> int:
-    """The key of a run; `lock` keeps others from writing to it until the transaction ends."""
+    """Returns the key of a run; `lock` blocks other writers until the transaction ends."""
     query = select(db.runs.c.key).where(db.runs.c.id == run_id)
     key: int | None = connection.scalar(query.with_for_update() if lock else query)
     if key is None:
-        known = connection.execute(select(db.runs.c.id)).scalars().all()
-        raise StoreError(f"there is no run {run_id!r}{did_you_mean(run_id, known)}")
+        ids = connection.execute(select(db.runs.c.id)).scalars().all()
+        raise StoreError(f"there is no run {run_id!r}{did_you_mean(run_id, ids)}")
     return key

@@ -1,7 +1,7 @@
-"""A step of a run as bytes, and back: how a run moves from one store to another.
+"""Serialisation of a step, to move a run from one store to another.
 
-zlib over JSON, in the words of the tables. Equal steps give equal bytes, whatever keys their
-database gave them.
+The format is zlib over JSON with the tables' column names. Equal steps give equal bytes,
+independent of database keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEYS = {"key", "run_key", "step_key", "group_key"}
 
 
 def read_step(connection: Connection, run_key: int, stage: str, step: int) -> StepWriter:
-    """A recorded step, ready to be written elsewhere. Errors: StoreError where there is none."""
+    """Returns a recorded step as a StepWriter. Errors: StoreError where there is none."""
     s = db.steps.c
     query = select(db.steps).where(s.run_key == run_key, s.stage == stage, s.step == step)
     head = connection.execute(query).mappings().one_or_none()
@@ -50,7 +50,7 @@ def read_step(connection: Connection, run_key: int, stage: str, step: int) -> St
 
 
 def encode_step(step: StepWriter) -> bytes:
-    """The step as bytes, for `decode_step`."""
+    """Returns the step as bytes, for `decode_step`."""
     content = {
         "head": {**step.head, "started": step.head["started"].timestamp()},
         "groups": step.groups,
@@ -63,7 +63,7 @@ def encode_step(step: StepWriter) -> bytes:
 
 
 def decode_step(data: bytes) -> StepWriter:
-    """What `encode_step` wrote. Errors: StoreError for anything else."""
+    """Returns the step of `encode_step`'s bytes. Errors: StoreError for other bytes."""
     try:
         content: dict[str, Any] = decode_json(zlib.decompress(data))
         head = content["head"]
@@ -76,7 +76,9 @@ def decode_step(data: bytes) -> StepWriter:
             [(id_, reason) for id_, reason in content["dropped"]],
         )
     except (zlib.error, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"this is no step of a run ({type(error).__name__}: {error})") from error
+        raise StoreError(
+            f"these bytes are not a step of a run ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _under(connection: Connection, table: Any, step_key: int) -> Any:

@@ -1,1 +1,1 @@
-"""Logs, metrics and where the time goes."""
+"""Logs, metrics and wall-time accounting."""

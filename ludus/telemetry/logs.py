@@ -1,4 +1,4 @@
-"""Structured logs: an event and its fields, for people on a terminal and as JSON for machines.
+"""Structured logs: an event and its fields, as text on a terminal or as JSON.
 
     log = get_logger(__name__)
     log.info("step done", step=3, success=0.4)
@@ -6,9 +6,10 @@
     12:03:04 INFO  step done step=3 success=0.4                          on a terminal
     {"time": "...", "level": "info", "logger": "ludus.loop.loop", "event": "step done", ...}
 
-`LOG_LEVEL` (debug, info, warning, error, critical) is how much is shown, `LOG_FORMAT` (human,
-json) is how. The run's folder always gets `log.jsonl`, from info on. Built on the standard
-library's logging, so that other packages' warnings and errors arrive in the same places.
+`LOG_LEVEL` (debug, info, warning, error, critical) sets the lowest level shown, `LOG_FORMAT`
+(human, json) the format. `log.jsonl` in the run's folder always receives info and above. The module
+uses the standard library's logging, so warnings and errors of other packages arrive in the same
+places.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ NOISY = (
     "absl", "asyncio", "datasets", "filelock", "fsspec", "git", "httpcore", "httpx",
     "huggingface_hub", "torch", "transformers", "urllib3", "wandb",
 )  # fmt: skip
-"""Packages of which only warnings and errors are shown, whatever `LOG_LEVEL` is."""
+"""Packages limited to warnings and errors at any `LOG_LEVEL`."""
 
 _MARK = "_ludus_handler"
 
@@ -51,7 +52,7 @@ class EventLogger:
         self._fields = dict(fields or {})
 
     def bind(self, **fields: Any) -> EventLogger:
-        """The same logger, with these fields on every event."""
+        """Returns a logger that adds these fields to every event."""
         return EventLogger(self._logger, {**self._fields, **fields})
 
     def debug(self, event: str, /, **fields: Any) -> None:
@@ -67,7 +68,7 @@ class EventLogger:
         self._log(logging.ERROR, event, fields)
 
     def exception(self, event: str, /, **fields: Any) -> None:
-        """An error, with the traceback of the exception that is being handled."""
+        """Log an error with the traceback of the current exception."""
         self._log(logging.ERROR, event, fields, exc_info=True)
 
     def _log(self, level: int, event: str, fields: dict[str, Any], exc_info: bool = False) -> None:
@@ -82,13 +83,13 @@ def get_logger(name: str) -> EventLogger:
 
 
 def setup_logging(run_dir: Path | None = None, console: Console | None = None) -> None:
-    """Send logs to stderr as the environment asks, and to `run_dir/log.jsonl`.
+    """Send logs to stderr, by `LOG_LEVEL` and `LOG_FORMAT`, and to `run_dir/log.jsonl`.
 
-    Calling it again replaces what an earlier call set up. `console` is where a live display
-    writes, so that log lines appear above it instead of tearing it.
+    Another call replaces the earlier handlers. `console` is the console of a live display: log
+    lines appear above the display.
 
     Raises:
-        ConfigError: `LOG_LEVEL` or `LOG_FORMAT` is none of the known ones.
+        ConfigError: `LOG_LEVEL` or `LOG_FORMAT` has an unknown value.
         LudusError: the log file cannot be opened.
     """
     level = _choice("LOG_LEVEL", LEVELS, "info").upper()
@@ -104,11 +105,11 @@ def setup_logging(run_dir: Path | None = None, console: Console | None = None) -
     logging.getLogger("ludus").setLevel(min(logging.getLevelName(level), logging.INFO))
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    _hush_transformers()
+    _silence_transformers()
 
 
 def shutdown_logging() -> None:
-    """Take away, flush and close what `setup_logging` set up."""
+    """Remove, flush and close the handlers of `setup_logging`."""
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if hasattr(handler, _MARK)]:
         root.removeHandler(handler)
@@ -116,18 +117,18 @@ def shutdown_logging() -> None:
 
 
 def _choice(variable: str, allowed: tuple[str, ...], default: str) -> str:
-    given = os.environ.get(variable, "").strip()
-    if given.lower() in allowed:
-        return given.lower()
-    if given:
-        near = did_you_mean(given.lower(), allowed)
+    value = os.environ.get(variable, "").strip()
+    if value.lower() in allowed:
+        return value.lower()
+    if value:
+        near = did_you_mean(value.lower(), allowed)
         hint = near if "did you mean" in near else ""
-        raise ConfigError(f"{variable} must be one of {', '.join(allowed)}, got {given!r}{hint}")
+        raise ConfigError(f"{variable} must be one of {', '.join(allowed)}, got {value!r}{hint}")
     return default
 
 
 def _screen(style: str, console: Console | None) -> logging.Handler:
-    """To stderr: JSON, or coloured lines on a terminal, or plain dated lines elsewhere."""
+    """A handler for stderr: JSON, coloured lines on a terminal, or plain dated lines elsewhere."""
     handler: logging.Handler = logging.StreamHandler(sys.stderr)
     live = console is not None and console.is_terminal
     if style == "json":
@@ -162,7 +163,7 @@ def _file(path: Path) -> logging.Handler:
 
 
 class _AboveDisplay(logging.Handler):
-    """Whole lines on a console that redraws what it shows live below them."""
+    """Prints whole lines above a console's live display."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -178,19 +179,19 @@ class _AboveDisplay(logging.Handler):
 
 
 class _RunLog(logging.FileHandler):
-    """The run's log file. What a full disk keeps out of it is on the screen, and on it alone."""
+    """The run's log file. On a full disk, lines go to the screen only."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
     def close(self) -> None:
-        with suppress(OSError):  # closing flushes what the disk had no room for
+        with suppress(OSError):  # closing flushes the buffer; the disk may be full
             super().close()
 
 
-def _hush_transformers() -> None:
-    """transformers prints by a handler of its own, which only its own switch reaches."""
+def _silence_transformers() -> None:
+    """Silence transformers, whose own log handler has its own verbosity setting."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     loaded = sys.modules.get("transformers.utils.logging")
     if loaded is not None:
@@ -198,7 +199,7 @@ def _hush_transformers() -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """One line of valid JSON an event: time (UTC), level, logger, event, then its fields."""
+    """One line of valid JSON per event: time (UTC), level, logger, event, then its fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -215,18 +216,18 @@ class JsonFormatter(logging.Formatter):
 
 
 class HumanFormatter(logging.Formatter):
-    """The event, then its fields as key=value; nothing in a field can move the cursor."""
+    """The event, then its fields as key=value, with control characters escaped."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        shown = [f"{key}={_shown(value)}" for key, value in _fields(record).items()]
-        return " ".join([super().formatMessage(record), *shown])
+        fields = [f"{key}={_field_text(value)}" for key, value in _fields(record).items()]
+        return " ".join([super().formatMessage(record), *fields])
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
     return getattr(record, "fields", None) or {}
 
 
-def _shown(value: Any) -> str:
+def _field_text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     text = str(value)
@@ -234,7 +235,7 @@ def _shown(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it; what is not finite is spelled "NaN", "Infinity"."""
+    """Returns a JSON-compatible value; non-finite floats become "NaN", "Infinity"."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
@@ -249,5 +250,5 @@ def plain(value: Any) -> Any:
 
 
 def spelled(value: float) -> str:
-    """A float that JSON has no number for, as a text that `float` reads back."""
+    """Returns a non-finite float as a text that `float` reads back."""
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")

@@ -1,11 +1,10 @@
-"""Metrics of a run: one JSON line a step always, and other sinks on request.
+"""Metrics of a run: one JSON line per step, and optional other sinks.
 
     metrics.jsonl   {"stage": "rl", "step": 3, "time": 1760000000.123, "rollout/success": 0.4}
 
-A stage counts its own steps. Names are `stage/name`: `rollout/success`, `evaluate/pass@4`.
-The JSON lines belong to the run's state: they are rewound on resume, and a failure to write them
-stops the run. The other sinks are a courtesy: one that fails is switched off, told once in the
-log, and counted; training goes on.
+Every stage counts its own steps. Names are `stage/name`: `rollout/success`, `evaluate/pass@4`.
+The JSON lines are part of the run's state: a resume rewinds them, and a failed write stops the run.
+A failure of another sink disables that sink, with one log line; training continues.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Line:
 class MetricsLog:
     """The metrics of one run: the file at `path` (its `metrics.jsonl`), and sinks.
 
-    An existing file is continued; a last line that a kill tore is dropped.
+    An existing file is continued; an incomplete last line is removed.
 
     Raises:
         LudusError: the file cannot be written.
@@ -59,26 +58,25 @@ class MetricsLog:
             raise self._failure(error) from error
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one step's metrics. What is not finite goes to the JSON lines only.
+        """Record one step's metrics. Non-finite values go to the JSON lines only.
 
         Raises:
-            ValueError: a name is malformed or reserved, or a value is no number.
+            ValueError: a name is malformed or reserved, or a value is not a number.
             LudusError: the JSON line cannot be written (the disk is full).
         """
         values = _checked(stage, step, metrics)
         now = round(time.time(), 3)
         line = {"stage": stage, "step": step, "time": now}
-        shown = {name: v if math.isfinite(v) else spelled(v) for name, v in values.items()}
-        self._append(json.dumps({**line, **shown}, allow_nan=False).encode() + b"\n")
+        spelt = {name: v if math.isfinite(v) else spelled(v) for name, v in values.items()}
+        self._append(json.dumps({**line, **spelt}, allow_nan=False).encode() + b"\n")
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         for sink in self.sinks:
             sink.log(stage, step, finite, now)
 
     def rewind(self, keep: Mapping[str, int]) -> None:
-        """Drop what a resumed run does again: every line after the last step to keep of its stage.
+        """Remove the lines after each stage's last step to keep, before a resume repeats them.
 
-        A stage that `keep` does not name is dropped whole. Atomic: a kill leaves the old file or
-        the new one.
+        All lines of a stage missing from `keep` are removed. The write is atomic.
         """
         kept = [raw for raw, line in _lines(self.path) if line.step <= keep.get(line.stage, -1)]
         try:
@@ -92,15 +90,15 @@ class MetricsLog:
 
     @staticmethod
     def read(path: Path | str) -> list[Line]:
-        """All lines of a `metrics.jsonl`, a torn last one left out. May run beside the writer.
+        """Returns all complete lines of a `metrics.jsonl`. Safe while the file is written.
 
         Raises:
-            DataError: the file is missing, or a line of it is malformed.
+            DataError: the file is missing, or a line is malformed.
         """
         return [line for _, line in _lines(Path(path))]
 
     def close(self) -> None:
-        """Close the file and the sinks; nothing may be logged afterwards."""
+        """Close the file and the sinks."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -114,7 +112,7 @@ class MetricsLog:
         self.close()
 
     def _append(self, line: bytes) -> None:
-        """Write a whole line or none of it."""
+        """Write the whole line or nothing."""
         before = os.fstat(self._file).st_size
         try:
             rest = line
@@ -131,13 +129,13 @@ class MetricsLog:
 
 def _checked(stage: str, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
     if not NAME.fullmatch(stage):
-        raise ValueError(f"{stage!r} is no name of a stage: write it like rl or evaluate/rl")
+        raise ValueError(f"{stage!r} is not a stage name: write a name like rl or evaluate/rl")
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"the step of {stage} must be a whole number >= 0, got {step!r}")
     values: dict[str, float] = {}
     for name, value in metrics.items():
         if not NAME.fullmatch(name) or name in RESERVED:
-            raise ValueError(f"{name!r} is no name of a metric: write it like rollout/success")
+            raise ValueError(f"{name!r} is not a metric name: write a name like rollout/success")
         if isinstance(value, bool) or not isinstance(value, Real):
             raise ValueError(f"metric {name} must be a number, got {value!r}")
         values[name] = value if isinstance(value, int) else float(value)
@@ -145,7 +143,7 @@ def _checked(stage: str, step: int, metrics: Mapping[str, float]) -> dict[str, f
 
 
 def _open(path: Path) -> int:
-    """A descriptor that appends, behind the last whole line."""
+    """Returns a descriptor that appends after the last complete line."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     if path.is_file():
         data = path.read_bytes()
@@ -161,12 +159,12 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Line]]:
         raise DataError(f"{path}: the metrics cannot be read: {error.strerror}") from None
     for number, raw in enumerate(data.splitlines(keepends=True), 1):
         if not raw.endswith(b"\n"):
-            return  # being written, or torn by a kill
+            return  # incomplete: being written, or cut off by a kill
         try:
             values = json.loads(raw)
             stage, step, when = (values.pop(key) for key in ("stage", "step", "time"))
             metrics = {k: float(v) if isinstance(v, str) else v for k, v in values.items()}
         except (ValueError, KeyError, AttributeError) as error:
-            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise DataError(f"{path}: line {number} is no line of metrics: {reason}") from None
+            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise DataError(f"{path}: line {number} is not a line of metrics: {reason}") from None
         yield raw, Line(stage, step, when, metrics)

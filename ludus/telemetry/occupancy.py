@@ -1,21 +1,21 @@
-"""Where the wall time goes: each moment belongs to one part, so that the parts add up to the whole.
+"""Wall-time accounting: every moment belongs to one part, so the parts add up to the wall time.
 
     with busy("sample"):        # the sampler computes
         ...
 
-Parts may overlap: a hundred environments work at once, some while the model computes. A moment goes
-to the first of these that is busy in it, and to none of the others:
+Parts may overlap: many environments work at once, some while the model computes. A moment counts
+for the first busy part of this list:
 
     train        an optimizer step, and publishing the weights
-    evaluate     held-out evaluation, whatever happens in it
-    checkpoint   saving
+    evaluate     held-out evaluation, all of it
+    checkpoint   saving a checkpoint
     sample       the sampler computes
     judge        at least one episode waits for its judge
     env_wait     at least one episode waits for its environment
-    idle         the rest: the rollouts' own bookkeeping
+    idle         the rest: bookkeeping of the rollouts
 
-So `env_wait` is the time in which the processor's time is truly lost to environments: nothing
-computes with the model, and somebody waits for an environment.
+So `env_wait` is the time lost to environments: the model computes nothing, and at least one episode
+waits for its environment.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 
 class Occupancy:
-    """Counts who is busy, and gives each moment to the first part of `PARTS` that is.
+    """Counts the tasks that are busy with each part; a moment counts for the first busy part.
 
     Safe to use from several threads; a change costs about a microsecond.
     """
@@ -40,7 +40,7 @@ class Occupancy:
         self._clock = clock
         self._lock = threading.Lock()
         self._busy = dict.fromkeys(PARTS, 0)
-        self._busy["idle"] = 1  # always, and last
+        self._busy["idle"] = 1  # always busy, and last in the list
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._totals = dict.fromkeys(PARTS, 0.0)
         self._current: Part = "idle"
@@ -48,7 +48,7 @@ class Occupancy:
         self._began = dict.fromkeys(PARTS, self._since)
 
     def change(self, part: Part, by: int) -> None:
-        """So many more (or fewer) are busy with a part from now on."""
+        """Add `by` (negative: remove) busy tasks of a part."""
         with self._lock:
             before = self._busy[part]
             self._busy[part] += by
@@ -59,17 +59,17 @@ class Occupancy:
                 self._totals[part] += self._since - self._began[part]
 
     def seconds(self) -> dict[Part, float]:
-        """Seconds that each part has had so far."""
+        """Seconds counted for each part so far."""
         with self._lock:
             self._settle()
             return dict(self._seconds)
 
     def total(self, part: Part) -> float:
-        """Seconds so far in which anybody was busy with a part, whatever else was going on."""
+        """Seconds so far with at least one task busy with the part, overlaps included."""
         with self._lock:
             self._settle()
-            under_way = self._since - self._began[part] if self._busy[part] > 0 else 0.0
-            return self._totals[part] + under_way
+            unfinished = self._since - self._began[part] if self._busy[part] > 0 else 0.0
+            return self._totals[part] + unfinished
 
     def _settle(self) -> None:
         now = self._clock()
@@ -82,11 +82,11 @@ class Occupancy:
 
 
 OCCUPANCY = Occupancy()
-"""That of this process."""
+"""The occupancy of this process."""
 
 
 class busy:  # noqa: N801 - reads as a statement
-    """Within the block, one more is busy with `part`."""
+    """Count one more task as busy with `part` during the block."""
 
     __slots__ = ("_part",)
 
@@ -106,7 +106,7 @@ class busy:  # noqa: N801 - reads as a statement
 
 
 class Split:
-    """The parts since the last look."""
+    """The time of each part since the last call."""
 
     def __init__(self, occupancy: Occupancy = OCCUPANCY) -> None:
         self._occupancy = occupancy

@@ -125,7 +125,7 @@ def test_every_source_gives_the_same_config(recipe, tmp_path, monkeypatch):
             "recipes/tiny.yaml: name must be text that matches "
             "^[A-Za-z0-9][A-Za-z0-9._-]*$, got 'a b' [line 3]",
         ),
-        ("sft: {}", "recipes/tiny.yaml: `sft` needs `demonstrations`, or its own `data`"),
+        ("sft: {}", "recipes/tiny.yaml: `sft` needs `demonstrations` or `sft.data`"),
         ("rl: {}", "recipes/tiny.yaml: `rl` needs an `env` or a `judge` to score episodes"),
         (
             "rollout: {max_tokens_per_turn: 1024}",
@@ -182,7 +182,7 @@ def test_a_union_is_told_once():
 
 def test_an_impossible_combination_names_its_section():
     assert complaint({"tasks": {"train": "x"}, "model": {}}) == (
-        "config: model: give exactly one of `path` and `architecture`"
+        "config: model: set exactly one of `path` and `architecture`"
     )
 
 
@@ -204,7 +204,7 @@ def test_missing_file(recipe, tmp_path):
 def test_a_file_that_is_no_mapping(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("# nothing\n")
-    assert complaint(path) == f"{path}: the file is empty; a run needs at least model and tasks"
+    assert complaint(path) == f"{path}: the file is empty: a run needs at least `model` and `tasks`"
     path.write_text("- 1\n")
     assert complaint(path) == f"{path}: must be a mapping of keys, got [1]"
     path.write_text("model: {path: x}\ntasks: {train: x}\nenv: {name: a, args: {1: x}}\n")
@@ -231,7 +231,7 @@ def test_python_sources_that_fail(tmp_path, monkeypatch):
         "mine.py:tinny: mine.py has no function 'tinny' (did you mean tiny?)"
     )
     assert complaint("mine.py:word") == (
-        "mine.py:word: mine.py is no function: 'word' (known: number, tiny, wrong)"
+        "mine.py:word: mine.py has no callable 'word' (known: number, tiny, wrong)"
     )
     assert complaint("mine.py:number") == "mine.py:number: must be a mapping of keys, got 5"
     assert complaint("mine.py:wrong").splitlines() == [
@@ -303,11 +303,11 @@ def test_the_last_override_wins_and_takes_the_blame():
         ("seed", "override seed: write it as dotted.key=value"),
         ("a..b=1", "override a..b=1: write it as dotted.key=value"),
         ("=1", "override =1: write it as dotted.key=value"),
-        ("seed.x=1", "override seed.x=1: seed is 0, which has no 'x' in it"),
+        ("seed.x=1", "override seed.x=1: seed is 0, which has no entry 'x'"),
         (
             "model.tokenizer.args.size=9",
             "override model.tokenizer.args.size=9: model.tokenizer is 'words', "
-            "which has no 'args' in it",
+            "which has no entry 'args'",
         ),
         (
             "metrics.1=wandb",

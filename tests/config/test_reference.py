@@ -96,7 +96,7 @@ def test_the_markdown_has_every_key_and_every_plugin():
     assert "| `level` | text | `required` | Where \\| to walk. |" in text
     assert "### `absent`\n\nNot here.\n\nenv 'absent' needs the package" in text
     assert "### `stand`\n\nNo arguments." in text
-    assert "### `talk`\n\nFurther arguments are passed on." in text
+    assert "### `talk`\n\nFurther arguments are passed through." in text
 
 
 def test_one_key_on_a_terminal():

@@ -65,7 +65,7 @@ def test_every_segment_lies_on_the_path_of_some_leaf(draws):
 
 
 def test_a_sampled_segment_needs_one_logprob_a_token():
-    with pytest.raises(ValueError, match="one logprob a token: 2 tokens, 1 logprobs"):
+    with pytest.raises(ValueError, match="one logprob per token: 2 tokens, 1 logprobs"):
         Segment(-1, [1, 2], [-0.1])
 
 

@@ -48,7 +48,7 @@ def test_no_mistake_ends_in_a_traceback(
 
 
 def test_where_an_export_cannot_go(reference: Ludus, tmp_path: Path) -> None:
-    reference("export", "tiny-1", "").refused(2, "names no file to write")
+    reference("export", "tiny-1", "").refused(2, "is not a file name")
     reference("export", "tiny-1", tmp_path).refused(1, "Is a directory")
     written = ["export", "tiny-1", tmp_path / "x.jsonl", "--min-score", "nan"]
     reference(*written).refused(2, "min_score must be a number, got nan")

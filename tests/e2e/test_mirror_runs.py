@@ -78,7 +78,7 @@ def test_a_machine_that_comes_back_late_stops(ludus: Ludus, reference: Ludus) ->
     _until(ludus.cwd / "held")
     ludus("train", BABYAI, f"mirror={url}", f"runs_dir={elsewhere}").ok()
     (ludus.cwd / "hold").unlink()
-    late.wait().refused(1, "another process went on with this run")
+    late.wait().refused(1, "another process has continued this run")
     newest = Remote(url).newest()
     assert newest is not None
     assert newest.run["status"] == "completed"

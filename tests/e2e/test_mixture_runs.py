@@ -110,7 +110,7 @@ def test_by_tool_calls_each_task_shows_the_tools_of_its_environment(ludus: Ludus
     ("setting", "message"),
     [
         ("rollout.max_turns={baby: 3}", "rollout.max_turns.baby: 'baby' is no environment"),
-        ("rl.horizon={babyai: [[1, 3]]}", "rl: `horizon` is a list of [first step, turns]"),
+        ("rl.horizon={babyai: [[1, 3]]}", "rl: `horizon` must be a list of [first step, turns]"),
         ("rollout.max_turns=4", "rollout.max_turns must be by environment, or null"),
         ("env.args.envs.babyai={name: babyay}", "'babyay' is not a known env"),
         ("tasks.train.args.parts.babyai.ratio=0", "ratio must be a whole number >= 1"),

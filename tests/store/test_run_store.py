@@ -254,7 +254,7 @@ def test_threads_record_side_by_side(store: RunStore) -> None:
 
 def test_a_reader_changes_nothing(store: RunStore, open_store: Open) -> None:
     viewer = open_store(read_only=True)
-    with pytest.raises(StoreError, match="opened for reading only"):
+    with pytest.raises(StoreError, match="opened read-only"):
         viewer.rewind("run-1", {})
     from sqlalchemy import text
 

@@ -178,7 +178,7 @@ def test_a_wrong_choice_is_refused(filled: RunStore, tmp_path: Path) -> None:
         export(filled, "run-1", path, format="parket")
     with pytest.raises(ConfigError, match=r"what 'step' is unknown \(did you mean steps\?\)"):
         export(filled, "run-1", path, what="step")
-    with pytest.raises(ConfigError, match="steps have no score"):
+    with pytest.raises(ConfigError, match="steps have neither score"):
         export(filled, "run-1", path, what="steps", min_score=1.0)
     with pytest.raises(StoreError, match=r"did you mean run-1\?"):
         export(filled, "run1", path)

@@ -72,7 +72,7 @@ def test_a_locked_file(path: Path) -> None:
         store.create_run("run-1", "demo", {}, {})
         other = sqlite3.connect(path, isolation_level=None)
         other.execute("BEGIN EXCLUSIVE")
-        with pytest.raises(StoreError, match="another process holds it locked: wait for that"):
+        with pytest.raises(StoreError, match="another process holds the lock: wait for that"):
             store.record_step("run-1", "rl", 0, make_groups(0), {})
         assert store.steps("run-1") == [], "reading goes on"
         RunStore.open(url, timeout_s=0.1).close()  # nothing to migrate: opening needs no lock
@@ -85,7 +85,7 @@ def test_a_locked_file(path: Path) -> None:
 def test_a_new_file_that_is_locked(path: Path) -> None:
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
-    with pytest.raises(StoreError, match="another process holds it locked"):
+    with pytest.raises(StoreError, match="another process holds the lock"):
         RunStore.open(f"sqlite:///{path}", timeout_s=0.1)
     other.close()
     RunStore.open(f"sqlite:///{path}", timeout_s=0.1).close()
@@ -98,7 +98,7 @@ def test_a_locked_table(postgres_url: str) -> None:
         store.create_run("run-1", "demo", {}, {})
         with psycopg.connect(postgres_url) as other:
             other.execute("LOCK TABLE steps IN ACCESS EXCLUSIVE MODE")
-            with pytest.raises(StoreError, match="another session holds it locked: wait for that"):
+            with pytest.raises(StoreError, match="another session holds the lock: wait for that"):
                 store.record_step("run-1", "rl", 0, make_groups(0), {})
         store.record_step("run-1", "rl", 0, make_groups(0), {})
         assert store.groups("run-1", "rl", 0) == make_groups(0)
@@ -146,7 +146,7 @@ def test_a_file_that_is_no_database(path: Path) -> None:
 
 def test_a_folder_that_cannot_be(path: Path) -> None:
     path.write_text("a file")
-    with pytest.raises(StoreError, match="its folder cannot be made"):
+    with pytest.raises(StoreError, match="its folder cannot be created"):
         RunStore.open(f"sqlite:///{path}/ludus.db")
     with pytest.raises(ConfigError, match="is a folder: name a file in it"):
         RunStore.open(f"sqlite:///{path.parent}")

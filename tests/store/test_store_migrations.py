@@ -114,7 +114,7 @@ def test_a_newer_schema_is_refused(
     store.close()
     for read_only in (False, True):
         with pytest.raises(
-            StoreError, match=r"newer ludus \(schema 0002; this one knows up to 0001"
+            StoreError, match=r"newer ludus \(schema 0002; this ludus reads up to 0001"
         ):
             RunStore.open(url, read_only=read_only)
 
@@ -130,7 +130,7 @@ def test_a_reader_does_not_migrate(url: str, store: RunStore, later: Path) -> No
 def test_somebody_elses_database_is_refused(url: str, database: Database) -> None:
     make = text("CREATE TABLE runs (id INTEGER)")
     database.transact(lambda connection: connection.execute(make), write=True)
-    with pytest.raises(StoreError, match="already has tables named runs that are not ludus's"):
+    with pytest.raises(StoreError, match="already has tables named runs of another program"):
         RunStore.open(url)
     assert tables(database) == {"runs"}
 

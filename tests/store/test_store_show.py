@@ -39,7 +39,7 @@ def test_a_rollout_turn_by_turn_without_colour(local: RunStore) -> None:
     group = Group("g", Task(id="task-g", tier="easy"), [branched("t", "g", 0.5)])
     local.record_step("run-1", "rl", 3, [group], {})
     shown = text_of(render_trajectory(local, "run-1", "t"), width=140)
-    head, _, turns = shown.partition("the loss falls on them alone\n")
+    head, _, turns = shown.partition("only they have loss\n")
     for fact in ("run-1, rl step 3", "task-g (tier easy)", "completed", "success 1, speed 0.125"):
         assert fact in head
     assert "solver, policy small" in head
@@ -61,8 +61,8 @@ def test_a_rollout_turn_by_turn_without_colour(local: RunStore) -> None:
     branches = [line.rstrip(" ─") for line in turns.splitlines() if line.startswith("branch")]
     assert branches == [
         "branch 1 of 3, from the start",
-        "branch 2 of 3, goes on after [1]",
-        "branch 3 of 3, goes on after [0]",
+        "branch 2 of 3, continues after [1]",
+        "branch 3 of 3, continues after [0]",
     ]
 
 
@@ -91,7 +91,7 @@ def test_a_failed_rollout_says_why(local: RunStore) -> None:
     shown = text_of(render_trajectory(local, "run-1", "s0-g0-2"))
     assert "error_env" in shown
     assert 'the environment raised C:\\new "\\x00\\ud800"' in shown
-    assert "none trains (error_env)" in shown
+    assert "none has loss (error_env)" in shown
 
 
 def test_text_cannot_steer_the_terminal(local: RunStore) -> None:

@@ -37,7 +37,7 @@ def test_what_is_no_step(store: RunStore) -> None:
     with pytest.raises(StoreError, match="no step 3 of rl"):
         store.pack_step("a-1", "rl", 3)
     for data in (b"", b"x", store_bytes({}), store_bytes([])):
-        with pytest.raises(StoreError, match="no step of a run"):
+        with pytest.raises(StoreError, match="not a step of a run"):
             store.unpack_step("a-1", data)
 
 

@@ -152,13 +152,13 @@ def test_a_line_that_does_not_fit_leaves_the_file_whole(tmp_path):
 @pytest.mark.parametrize(
     ("stage", "step", "metrics", "message"),
     [
-        ("rl", 0, {"a b": 1}, "'a b' is no name of a metric: write it like rollout/success"),
-        ("rl", 0, {"/a": 1}, "'/a' is no name of a metric: write it like rollout/success"),
-        ("rl", 0, {"step": 1}, "'step' is no name of a metric: write it like rollout/success"),
+        ("rl", 0, {"a b": 1}, "'a b' is not a metric name: write a name like rollout/success"),
+        ("rl", 0, {"/a": 1}, "'/a' is not a metric name: write a name like rollout/success"),
+        ("rl", 0, {"step": 1}, "'step' is not a metric name: write a name like rollout/success"),
         ("rl", 0, {"a": "1"}, "metric a must be a number, got '1'"),
         ("rl", 0, {"a": None}, "metric a must be a number, got None"),
         ("rl", 0, {"a": True}, "metric a must be a number, got True"),
-        ("r l", 0, {}, "'r l' is no name of a stage: write it like rl or evaluate/rl"),
+        ("r l", 0, {}, "'r l' is not a stage name: write a name like rl or evaluate/rl"),
         ("rl", -1, {}, "the step of rl must be a whole number >= 0, got -1"),
         ("rl", 1.0, {}, "the step of rl must be a whole number >= 0, got 1.0"),
     ],
@@ -174,7 +174,7 @@ def test_what_is_no_metric_is_refused(tmp_path, stage, step, metrics, message):
     ("text", "reason"),
     [
         ("nonsense", "Expecting value: line 1 column 1 (char 0)"),
-        ('{"stage": "rl", "time": 0}', "no 'step'"),
+        ('{"stage": "rl", "time": 0}', "'step' is missing"),
         ("5", "'int' object has no attribute 'pop'"),
     ],
 )
@@ -183,7 +183,7 @@ def test_a_malformed_line_is_told_with_its_number(tmp_path, text, reason):
     path.write_text('{"stage": "rl", "step": 0, "time": 0}\n' + text + "\n")
     with pytest.raises(DataError) as caught:
         MetricsLog.read(path)
-    assert str(caught.value) == f"{path}: line 2 is no line of metrics: {reason}"
+    assert str(caught.value) == f"{path}: line 2 is not a line of metrics: {reason}"
 
 
 def test_a_missing_file_is_told(tmp_path):

@@ -183,7 +183,7 @@ def test_a_sink_that_fails_is_switched_off_and_told_once(tmp_path, caplog):
         1,
         2,
     ]
-    told = [record for record in caplog.records if "switched off" in record.message]
+    told = [record for record in caplog.records if "is disabled" in record.message]
     assert len(told) == 1
     assert told[0].fields["sink"] == "tensorboard (metrics.0)"  # type: ignore[attr-defined]
 

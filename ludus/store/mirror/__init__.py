@@ -1,9 +1,9 @@
-"""A run's copy in object storage: the run's folder and its rows of the store, behind a URL.
+"""A run's copy in object storage: the run's folder and its rows in the store.
 
-A machine that has lost its disk goes on from there. See docs/deployment.md.
+A machine that lost its disk continues from the copy. See docs/deployment.md.
 """
 
 from ludus.store.mirror.remote import MirrorTaken, Remote, Snapshot
-from ludus.store.mirror.sync import RunMirror, take_up
+from ludus.store.mirror.sync import RunMirror, fetch_run
 
-__all__ = ["MirrorTaken", "Remote", "RunMirror", "Snapshot", "take_up"]
+__all__ = ["MirrorTaken", "Remote", "RunMirror", "Snapshot", "fetch_run"]

@@ -1,13 +1,13 @@
-"""What lies behind a mirror's URL, whichever storage that is (fsspec).
+"""The storage of a mirror, through fsspec.
 
-    objects/<sha256>            contents, named by what they hold, written once
-    snapshots/00000012.json     which contents make up the run, with the SHA-256 of itself
+    objects/<sha256>            contents, named by their digest, written once
+    snapshots/00000012.json     the digests of a run's files, with the snapshot's own SHA-256
 
-Objects are uploaded first, then the snapshot that names them, in one request that fails where that
-number is taken. So a process killed at any point leaves the snapshots before it whole, and of two
-processes that both believe to own the run only one goes on. What is cut off in the middle is seen:
-a snapshot does not match its own digest and does not count; an object has another size than it
-should and is uploaded again.
+Objects are uploaded first, then the snapshot that names them, in one request that fails if the
+snapshot's number exists. So a process killed at any point leaves earlier snapshots intact, and of
+two processes that both own the run only one continues. Incomplete uploads are detected: an
+incomplete snapshot does not match its digest and is ignored; an incomplete object has the wrong
+size and is uploaded again.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ludus.telemetry.logs import get_logger
 
 FORMAT = 1
 KEEP = 2
-"""Snapshots that stay: the newest, and one to fall back on where an object of it is damaged."""
+"""Number of snapshots to keep: the newest, and a fallback if one of its objects is damaged."""
 
 _NAME = re.compile(r"(\d{8,})\.json")
 log = get_logger(__name__)
 
 
 class MirrorTaken(MirrorError):
-    """Another process has gone on with the run."""
+    """Another process has continued the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """A recorded step: `started` tells a step from one that was made again after a rewind."""
+    """A recorded step; `started` distinguishes a step from its repetition after a rewind."""
 
     stage: str
     step: int
@@ -56,9 +56,9 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A run at one moment. `run` holds the run's row: id, name, config, versions, status, error.
+    """A run at one moment. `run` is the run's row: id, name, config, versions, status, error.
 
-    `steps` is None where the run store is a server, which keeps its rows itself.
+    `steps` is None if the run store is a server, which holds the rows itself.
     """
 
     sequence: int
@@ -67,7 +67,7 @@ class Snapshot:
     steps: tuple[StepEntry, ...] | None
 
     def contents(self) -> dict[str, Entry]:
-        """All that the snapshot needs, by digest."""
+        """Returns all objects of the snapshot, by digest."""
         steps = (step.content for step in self.steps or ())
         return {entry.sha256: entry for entry in (*self.files.values(), *steps)}
 
@@ -75,8 +75,8 @@ class Snapshot:
 class Remote:
     """The storage behind a URL: `s3://bucket/folder`, `gs://...`, `file:///folder`, `memory://x`.
 
-    Errors: ConfigError for a URL that names no storage, MissingDependency, and from every method
-    MirrorError for whatever the storage refuses.
+    Errors: ConfigError for an invalid URL, MissingDependency; every method raises MirrorError for
+    the storage's errors.
     """
 
     def __init__(self, url: str) -> None:
@@ -102,94 +102,95 @@ class Remote:
             self._fs.auto_mkdir = True
 
     def newest(self, *, skip_damaged: bool = False) -> Snapshot | None:
-        """The newest snapshot that was written whole; None where there is none.
+        """Returns the newest complete snapshot, or None.
 
         Args:
-            skip_damaged: pass over snapshots of which an object is missing or cut.
+            skip_damaged: skip snapshots with a missing or incomplete object.
         """
         sizes = self._sizes() if skip_damaged else {}
         for number in reversed(self._numbers()):
             snapshot = self._read(number)
             if snapshot is None:
-                log.warning("a snapshot was cut off: it does not count", number=number)
+                log.warning("ignored an incomplete snapshot", number=number)
                 continue
-            wanted = snapshot.contents().values()
-            if not skip_damaged or all(sizes.get(e.sha256) == e.size for e in wanted):
+            entries = snapshot.contents().values()
+            if not skip_damaged or all(sizes.get(e.sha256) == e.size for e in entries):
                 return snapshot
             log.warning("skipped a damaged snapshot", number=number)
         return None
 
     def last_number(self) -> int:
-        """The highest number that is taken, by a whole snapshot or not; 0 for none."""
+        """Returns the highest snapshot number, of complete and incomplete snapshots; 0 for none."""
         return max(self._numbers(), default=0)
 
     def sizes(self) -> dict[str, int]:
-        """The objects that are there: digest to size."""
+        """Returns the size of every stored object, by digest."""
         return self._sizes()
 
     def put(self, source: Path | bytes, entry: Entry) -> None:
-        """Upload an object. `source` must not change meanwhile."""
-        with self._told(f"cannot write {entry.size} bytes"):
+        """Upload an object. `source` must not change during the upload."""
+        with self._mirror_errors(f"cannot write {entry.size} bytes"):
             if isinstance(source, bytes):
                 self._fs.pipe_file(self._object(entry.sha256), source)
             else:
                 self._fs.put_file(str(source), self._object(entry.sha256))
 
     def get(self, entry: Entry, target: Path) -> None:
-        """Download an object and verify it. Errors: MirrorError where it is not what it was."""
-        with self._told(f"cannot read the object {entry.sha256}"):
+        """Download and verify an object. Errors: MirrorError for a damaged object."""
+        with self._mirror_errors(f"cannot read the object {entry.sha256}"):
             self._fs.get_file(self._object(entry.sha256), str(target))
         with target.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != entry.sha256:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != entry.sha256:
             raise MirrorError(f"{self.url}: the object {entry.sha256} is damaged")
 
     def commit(self, snapshot: Snapshot) -> None:
-        """Make a snapshot the newest. Errors: MirrorTaken where another has its number."""
+        """Write a snapshot as the newest. Errors: MirrorTaken if its number exists."""
         newest = self.last_number()
         data = _encode(snapshot)
         if newest >= snapshot.sequence and not self._holds(snapshot.sequence, data):
             raise self._taken(newest)
-        with self._told("cannot write a snapshot"):
+        with self._mirror_errors("cannot write a snapshot"):
             try:
                 self._fs.pipe_file(self._snapshot(snapshot.sequence), data, mode="create")
             except FileExistsError:
-                # our own request may have come through though its answer was lost
+                # our request may have succeeded although its response was lost
                 if not self._holds(snapshot.sequence, data):
                     raise self._taken(snapshot.sequence) from None
 
-    def number_for(self, known: int) -> int:
-        """The number of the next snapshot, of a process whose own newest is `known`.
+    def number_for(self, last: int) -> int:
+        """Returns the number of the next snapshot of a process whose last snapshot is `last`.
 
-        Errors: MirrorTaken where there is a newer one. A number that was cut off stays unused.
+        Errors: MirrorTaken if there is a newer snapshot. Numbers of incomplete snapshots are
+        skipped.
         """
         numbers = self._numbers()
         for number in numbers:
-            if number > known and self._read(number) is not None:
+            if number > last and self._read(number) is not None:
                 raise self._taken(number)
-        return max([known, *numbers]) + 1
+        return max([last, *numbers]) + 1
 
     def prune(self) -> None:
-        """Remove old snapshots, then the objects that no snapshot needs."""
+        """Remove old snapshots, then unreferenced objects."""
         numbers = self._numbers()
-        whole = [(n, s) for n in numbers if (s := self._read(n)) is not None]
-        kept = whole[-KEEP:]
+        complete = [(n, s) for n in numbers if (s := self._read(n)) is not None]
+        kept = complete[-KEEP:]
         if not kept:
             return
-        needed = {digest for _, snapshot in kept for digest in snapshot.contents()}
+        referenced = {digest for _, snapshot in kept for digest in snapshot.contents()}
         first = kept[0][0]
-        with self._told("cannot remove what is old"):
+        with self._mirror_errors("cannot remove old snapshots"):
             for number in numbers:
                 if number < first:
                     self._fs.rm_file(self._snapshot(number))
             for digest in self._sizes():
-                if digest not in needed:
+                if digest not in referenced:
                     self._fs.rm_file(self._object(digest))
 
     def _taken(self, number: int) -> MirrorTaken:
         return MirrorTaken(
-            f"{self.url}: another process went on with this run (snapshot {number}): this one "
-            "stops. `ludus train RECIPE mirror=...` takes up the newest"
+            f"{self.url}: another process has continued this run (snapshot {number}): this "
+            "process stops. `ludus train RECIPE mirror=...` continues from the newest snapshot"
         )
 
     def _holds(self, number: int, data: bytes) -> bool:
@@ -199,8 +200,8 @@ class Remote:
             return False
 
     def _read(self, number: int) -> Snapshot | None:
-        """A snapshot; None where it was cut off, or removed a moment ago."""
-        with self._told(f"cannot read snapshot {number}"):
+        """Returns a snapshot; None if incomplete or just removed."""
+        with self._mirror_errors(f"cannot read snapshot {number}"):
             try:
                 data = self._fs.cat_file(self._snapshot(number))
             except FileNotFoundError:
@@ -208,20 +209,20 @@ class Remote:
         return _decode(data, f"{self.url}: snapshot {number}")
 
     def _numbers(self) -> list[int]:
-        names = (_NAME.fullmatch(name) for name in self._listed("snapshots"))
+        names = (_NAME.fullmatch(name) for name in self._list("snapshots"))
         return sorted(int(match[1]) for match in names if match)
 
     def _sizes(self) -> dict[str, int]:
-        return {name: int(info["size"]) for name, info in self._listed("objects").items()}
+        return {name: int(info["size"]) for name, info in self._list("objects").items()}
 
-    def _listed(self, folder: str) -> dict[str, Any]:
-        with self._told("cannot be read"):
+    def _list(self, folder: str) -> dict[str, Any]:
+        with self._mirror_errors("cannot be read"):
             self._fs.invalidate_cache()
             try:
-                found = self._fs.ls(f"{self._root}/{folder}", detail=True)
+                infos = self._fs.ls(f"{self._root}/{folder}", detail=True)
             except FileNotFoundError:
                 return {}
-        return {info["name"].rpartition("/")[2]: info for info in found if info["type"] == "file"}
+        return {info["name"].rpartition("/")[2]: info for info in infos if info["type"] == "file"}
 
     def _object(self, digest: str) -> str:
         return f"{self._root}/objects/{digest}"
@@ -230,8 +231,8 @@ class Remote:
         return f"{self._root}/snapshots/{number:08d}.json"
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        """Storages raise what their libraries raise: any of it becomes one line."""
+    def _mirror_errors(self, what: str) -> Iterator[None]:
+        """Convert any error of the storage's library into a MirrorError of one line."""
         try:
             yield
         except LudusError:
@@ -265,7 +266,9 @@ def _decode(data: bytes, where: str) -> Snapshot | None:
     if digest != _digest(content):
         return None
     if content["format"] != FORMAT:
-        raise MirrorError(f"{where} is of format {content['format']}, this ludus reads {FORMAT}")
+        raise MirrorError(
+            f"{where} is of format {content['format']}, this ludus reads format {FORMAT}"
+        )
     steps = content["steps"]
     return Snapshot(
         content["sequence"],

@@ -1,4 +1,4 @@
-"""Between a run and its mirror: `RunMirror.push` after each checkpoint, `take_up` at the start."""
+"""Synchronise a run with its mirror: `RunMirror.push` and `fetch_run`."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from ludus.store.mirror.remote import Entry, MirrorTaken, Remote, Snapshot, Step
 from ludus.telemetry.logs import get_logger
 
 NOTE = ".mirror.json"
-"""In the run's folder: which mirror, and the snapshot that the folder came from or went into."""
+"""File in the run's folder: the mirror's URL and the number of the folder's snapshot."""
 
 _PAUSES_S = (1.0, 5.0)
-_LEFT_OUT = {"sampler"}  # weights on their way to a server: every start writes them anew
+_EXCLUDED = {"sampler"}  # weights for a server; every start writes them again
 _CHECKPOINTS = ("checkpoints", "reference")
 log = get_logger(__name__)
 
 
 class RunMirror:
-    """Keeps the copy of one run that this process owns.
+    """Updates the copy of a run that this process owns.
 
     Args:
-        url: where the copy is.
-        rows: whether the run's rows are copied too: not where the store is a server.
-        note: tells the user.
+        url: of the copy.
+        rows: copy the run's rows too; off where the store is a server.
+        note: prints a line for the user.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class RunMirror:
         self._remote = Remote(url)
         self._folder, self._store, self._rows = folder, store, rows
         self._note = note
-        self._known = _noted(folder, self._remote.url)
+        self._sequence = _read_note(folder, self._remote.url)
         self._contents: dict[tuple[str, int, int], Entry] = {}
         self._steps: dict[tuple[str, int, float], StepEntry] | None = None
 
     def push(self) -> None:
-        """Bring the copy up to date. Errors: MirrorTaken, MirrorError after three attempts."""
+        """Update the copy. Errors: MirrorTaken; MirrorError after three attempts."""
         for pause in (*_PAUSES_S, None):
             try:
                 self._push()
@@ -60,11 +60,11 @@ class RunMirror:
             except MirrorError as error:
                 if pause is None:
                     raise
-                log.warning("the mirror failed, once more", error=str(error))
+                log.warning("the mirror failed; retrying", error=str(error))
                 time.sleep(pause)
 
     def after_checkpoint(self) -> None:
-        """`push`, but storage that is out of reach for a while does not end the run.
+        """`push`, but a storage failure does not end the run.
 
         Errors: MirrorTaken.
         """
@@ -73,10 +73,10 @@ class RunMirror:
         except MirrorTaken:
             raise
         except MirrorError as error:
-            self._note(f"{error}. The run goes on; the next checkpoint is copied with this one")
+            self._note(f"{error}. The run continues; the next update includes this checkpoint")
 
     def _push(self) -> None:
-        sequence = self._remote.number_for(self._known)
+        sequence = self._remote.number_for(self._sequence)
         present = self._remote.sizes()
         files = {
             path.relative_to(self._folder.path).as_posix(): self._upload(path, present)
@@ -93,29 +93,29 @@ class RunMirror:
             "error": row.error,
         }
         self._remote.commit(Snapshot(sequence, run, files, steps))
-        self._known = sequence
+        self._sequence = sequence
         _write_note(self._folder, self._remote.url, sequence)
         try:
             self._remote.prune()
-        except MirrorError as error:  # costs space, not the run
-            log.warning("the mirror keeps what is old", error=str(error))
+        except MirrorError as error:  # costs space only
+            log.warning("old snapshots of the mirror were not removed", error=str(error))
 
     def _upload(self, path: Path, present: dict[str, int]) -> Entry:
-        """The file's entry, uploaded where it is not there yet.
+        """Upload the file unless it is stored already; return its entry.
 
-        A file that may grow at any time is copied first, so that what is uploaded is what was
-        hashed; a checkpoint never changes.
+        A file that may grow is copied first, so the uploaded bytes match the digest. Checkpoints
+        never change.
         """
-        facts = path.stat()
-        key = (str(path), facts.st_size, facts.st_mtime_ns)
-        known = self._contents.get(key)
-        if known is not None and present.get(known.sha256) == known.size:
-            return known
+        stat = path.stat()
+        key = (str(path), stat.st_size, stat.st_mtime_ns)
+        cached = self._contents.get(key)
+        if cached is not None and present.get(cached.sha256) == cached.size:
+            return cached
         if path.relative_to(self._folder.path).parts[0] in _CHECKPOINTS:
             entry = self._send(path, present)
         else:
-            with tempfile.TemporaryDirectory(prefix="ludus-mirror-") as aside:
-                copy = Path(aside) / "file"
+            with tempfile.TemporaryDirectory(prefix="ludus-mirror-") as folder:
+                copy = Path(folder) / "file"
                 shutil.copyfile(path, copy)
                 entry = self._send(copy, present)
         self._contents[key] = entry
@@ -134,7 +134,7 @@ class RunMirror:
         return entry
 
     def _upload_steps(self, present: dict[str, int]) -> Iterator[StepEntry]:
-        """The run's recorded steps; those that the last snapshot has are not read again."""
+        """Upload the run's recorded steps; steps of the last snapshot are not read again."""
         if self._steps is None:
             newest = self._remote.newest()
             self._steps = {
@@ -142,23 +142,23 @@ class RunMirror:
             }
         for row in self._store.steps(self._folder.id):
             key = (row.stage, row.step, row.started.timestamp())
-            known = self._steps.get(key)
-            if known is None or present.get(known.content.sha256) != known.content.size:
+            entry = self._steps.get(key)
+            if entry is None or present.get(entry.content.sha256) != entry.content.size:
                 packed = self._store.pack_step(self._folder.id, row.stage, row.step)
-                known = self._steps[key] = StepEntry(*key, self._send(packed, present))
-            yield known
+                entry = self._steps[key] = StepEntry(*key, self._send(packed, present))
+            yield entry
 
 
-def take_up(
+def fetch_run(
     config: RunConfig, store: RunStore, note: Callable[[str], None], *, skip_damaged: bool = False
 ) -> RunFolder | None:
-    """The folder of the run that `config.mirror` holds, fetched where it is not here already.
+    """Returns the folder of the run in `config.mirror`; fetches the run unless it is local already.
 
-    None where the mirror holds nothing yet. A local copy that is older than the mirror, because
-    another machine went on, is set aside as `.<run>.stale`.
+    None if the mirror is empty. A local copy older than the mirror (another machine continued the
+    run) is renamed to `.<run>.stale`.
 
-    Errors: ConfigError where the mirror, or the folder, belongs to another run; LudusError where
-    another process has the run; MirrorError.
+    Errors: ConfigError if the mirror or the folder belongs to another run; LudusError if another
+    process holds the run; MirrorError.
     """
     assert config.mirror is not None
     remote = Remote(config.mirror)
@@ -167,35 +167,35 @@ def take_up(
         return None
     if snapshot.run["name"] != config.name:
         raise ConfigError(
-            f"mirror: {remote.url} holds run {snapshot.run['id']}, which is no run of "
-            f"{config.name!r}: name another folder, or set name={snapshot.run['name']}"
+            f"mirror: {remote.url} holds run {snapshot.run['id']}, not a run of "
+            f"{config.name!r}: use another URL, or set name={snapshot.run['name']}"
         )
     folder = RunFolder(Path(config.runs_dir) / str(snapshot.run["id"]))
     if folder.config.exists():
-        known = _noted(folder, remote.url)
-        if not known:
+        sequence = _read_note(folder, remote.url)
+        if not sequence:
             raise ConfigError(
                 f"mirror: {remote.url} holds run {folder.id}, but {folder.path} is another run of "
                 "that name: choose another runs_dir"
             )
-        if known >= snapshot.sequence:
+        if sequence >= snapshot.sequence:
             return folder
         with folder.lock():
             stale = folder.path.with_name(f".{folder.id}.stale")
             shutil.rmtree(stale, ignore_errors=True)
             os.rename(folder.path, stale)
-        note(f"{folder.path} was older than {remote.url}: set aside as {stale.name}")
-    # Where damaged ones are passed over, they are passed over for good.
-    stands_at = remote.last_number() if skip_damaged else snapshot.sequence
-    _fetch(remote, snapshot, folder, store, stands_at)
+        note(f"{folder.path} was older than {remote.url}: renamed to {stale.name}")
+    # Damaged snapshots that were skipped stay skipped.
+    sequence = remote.last_number() if skip_damaged else snapshot.sequence
+    _fetch(remote, snapshot, folder, store, sequence)
     note(f"run {folder.id}: fetched snapshot {snapshot.sequence} of {remote.url}")
     return folder
 
 
 def _fetch(
-    remote: Remote, snapshot: Snapshot, folder: RunFolder, store: RunStore, stands_at: int
+    remote: Remote, snapshot: Snapshot, folder: RunFolder, store: RunStore, sequence: int
 ) -> None:
-    """Rows first, then the folder, which appears whole: killed before, it is fetched again."""
+    """Fetch the rows, then the folder (atomically). After a kill, the run is fetched again."""
     try:
         with atomic_folder(folder.path) as temporary:
             if snapshot.steps is not None:
@@ -204,32 +204,32 @@ def _fetch(
                 target = _inside(temporary, name)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 remote.get(entry, target)
-            _write_note(RunFolder(temporary), remote.url, stands_at)
+            _write_note(RunFolder(temporary), remote.url, sequence)
     except OSError as error:
         raise LudusError(f"{error.filename or folder.path}: {error.strerror}") from error
 
 
-def _fetch_rows(remote: Remote, snapshot: Snapshot, store: RunStore, aside: Path) -> None:
+def _fetch_rows(remote: Remote, snapshot: Snapshot, store: RunStore, scratch: Path) -> None:
     run = snapshot.run
     if run["id"] not in store.run_ids():
         store.create_run(run["id"], run["name"], run["config"], run["versions"])
-    elif store.run(run["id"]).config != run["config"]:  # its rows are not ours to replace
+    elif store.run(run["id"]).config != run["config"]:  # rows of another run: not replaced
         raise ConfigError(
             f"mirror: {remote.url} holds run {run['id']}, but the store {store.url} has another "
-            "run of that name: choose another runs_dir"
+            "run of that id: choose another runs_dir"
         )
     store.rewind(run["id"], {})
     for step in snapshot.steps or ():
-        remote.get(step.content, aside)
-        store.unpack_step(run["id"], aside.read_bytes())
+        remote.get(step.content, scratch)
+        store.unpack_step(run["id"], scratch.read_bytes())
     if run["status"] != "running":
         store.finish_run(run["id"], run["status"], run["error"])
     with suppress(FileNotFoundError):
-        aside.unlink()
+        scratch.unlink()
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """A file of the run. Errors: MirrorError for a name that leads out of its folder."""
+    """Returns a path in the folder. Errors: MirrorError for a name that leads outside."""
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise MirrorError(f"the mirror names a file outside of the run: {name!r}")
@@ -237,11 +237,11 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """What belongs to a run: no locks, nothing half-written, nothing set aside."""
+    """Yields the files of a run: no locks, no temporary files, no renamed leftovers."""
     for parent, folders, names in os.walk(folder):
         top = Path(parent) == folder
         folders[:] = sorted(
-            name for name in folders if name[0] != "." and not (top and name in _LEFT_OUT)
+            name for name in folders if name[0] != "." and not (top and name in _EXCLUDED)
         )
         for name in sorted(names):
             path = Path(parent) / name
@@ -249,11 +249,11 @@ def _files(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def _noted(folder: RunFolder, url: str) -> int:
-    """The number of the snapshot that the folder stands at; 0 for none of this mirror."""
+def _read_note(folder: RunFolder, url: str) -> int:
+    """Returns the number of the folder's snapshot; 0 if of no snapshot of this mirror."""
     try:
-        noted: dict[str, Any] = json.loads((folder.path / NOTE).read_text(encoding="utf-8"))
-        return int(noted["sequence"]) if noted["url"] == url else 0
+        note: dict[str, Any] = json.loads((folder.path / NOTE).read_text(encoding="utf-8"))
+        return int(note["sequence"]) if note["url"] == url else 0
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 

@@ -1,4 +1,4 @@
-"""Metrics sinks: one file each, and one row in this table."""
+"""Metrics sinks: one file and one row each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SINKS: Registry[Sink] = Registry(
 
 
 def build_sinks(config: RunConfig, run_dir: Path) -> list[Guarded]:
-    """The sinks that `config.metrics` asks for, guarded; one that cannot start is switched off.
+    """Build the sinks of `config.metrics`, guarded; a sink that cannot start is disabled.
 
     Raises:
         ConfigError, MissingDependency: a sink is unknown, misconfigured, or not installed.
@@ -40,7 +40,7 @@ def build_sinks(config: RunConfig, run_dir: Path) -> list[Guarded]:
         "config": config.model_dump(mode="json"),
     }
     places = [(f"metrics.{index}", spec) for index, spec in enumerate(config.metrics)]
-    for where, spec in places:  # all of them, before any opens a port or a file
+    for where, spec in places:  # check all before any sink opens a port or a file
         SINKS.check(spec, where)
     sinks: list[Guarded] = []
     for where, spec in places:
@@ -52,6 +52,6 @@ def build_sinks(config: RunConfig, run_dir: Path) -> list[Guarded]:
                 started.close()
             raise
         except Exception as error:
-            sink.switch_off(error)
+            sink.disable(error)
         sinks.append(sink)
     return sinks

@@ -1,4 +1,4 @@
-"""What a metrics sink is, and the guard that keeps a failing one from harming the run."""
+"""The metrics sink protocol, and a guard that disables a failing sink."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ log = get_logger(__name__)
 
 
 class Sink(Protocol):
-    """Where metrics go beside the JSON lines. Any method may raise: the sink is then left out."""
+    """A target of metrics besides the JSON lines. A sink that raises is disabled."""
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float], time: float) -> None:
-        """Take one step's metrics, all finite; `time` is in seconds since 1970."""
+        """Record one step's metrics, all finite; `time` is in seconds since 1970."""
 
     def rewind(self, keep: Mapping[str, int]) -> None:
-        """Forget what came after the last step to keep of each stage."""
+        """Remove the steps after each stage's last step to keep."""
 
     def close(self) -> None:
-        """Write out what is held back."""
+        """Flush and close."""
 
 
 class Guarded:
-    """A sink that cannot stop the run: its first failure is logged, and it is switched off.
+    """A sink that cannot stop the run: its first failure is logged and disables the sink.
 
-    `num_lost` counts the steps that it missed since; `error` says why, None while it works.
+    `num_lost` counts the steps missed since then. `error` is the failure; None while the sink
+    works.
     """
 
     def __init__(self, name: str, sink: Sink | None = None) -> None:
@@ -37,12 +38,12 @@ class Guarded:
         self._sink = sink
 
     def start(self, sink: Sink) -> None:
-        """Put the sink behind the guard."""
+        """Guard this sink."""
         self._sink = sink
 
     @property
     def sink(self) -> Sink | None:
-        """The sink itself, while it works."""
+        """The guarded sink; None once disabled."""
         return self._sink
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float], time: float) -> None:
@@ -55,11 +56,11 @@ class Guarded:
     def close(self) -> None:
         self._guard(lambda sink: sink.close())
 
-    def switch_off(self, error: Exception) -> None:
-        """Leave the sink out from here on, and say so once."""
+    def disable(self, error: Exception) -> None:
+        """Disable the sink, with one log line."""
         sink, self._sink = self._sink, None
         self.error = f"{type(error).__name__}: {error}"
-        log.warning("metrics sink failed and is switched off", sink=self.name, error=self.error)
+        log.warning("metrics sink failed and is disabled", sink=self.name, error=self.error)
         if sink is not None:
             with suppress(Exception):
                 sink.close()
@@ -69,4 +70,4 @@ class Guarded:
             try:
                 action(self._sink)
             except Exception as error:
-                self.switch_off(error)
+                self.disable(error)

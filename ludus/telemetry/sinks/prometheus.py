@@ -13,15 +13,15 @@ from pydantic import Field
 class Prometheus:
     """Serves `http://host:port/metrics`.
 
-    `rollout/success` becomes `ludus_rollout_success{run="...",stage="rl"}`; `ludus_step` says how
-    far each stage is.
+    `rollout/success` becomes `ludus_rollout_success{run="...",stage="rl"}`; `ludus_step` is the
+    last step of each stage.
     """
 
     def __init__(
         self,
         run_name: str,
         port: Annotated[
-            int, Field(ge=0, le=65535, description="Port to serve on; 0: any free one.")
+            int, Field(ge=0, le=65535, description="Port to serve on; 0: any free port.")
         ] = 9464,
         host: Annotated[str, Field(description="Address to listen on.")] = "127.0.0.1",
     ) -> None:
@@ -37,12 +37,12 @@ class Prometheus:
             self._gauge(name).labels(run=self._run_name, stage=stage).set(value)
 
     def rewind(self, keep: Mapping[str, int]) -> None:
-        """Forget all values: the next steps set them anew."""
+        """Remove all values; the next steps set them again."""
         for gauge in self._gauges.values():
             gauge.clear()
 
     def close(self) -> None:
-        """Stop serving, and free the port."""
+        """Stop the server and free the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""TensorBoard: event files, one folder a stage, written without torch or TensorFlow."""
+"""TensorBoard: event files, one folder per stage, written without torch or TensorFlow."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _COUNTER = itertools.count()
 
 
 class TensorBoard:
-    """Writes `run_dir/tensorboard/<stage>`; look at it with `tensorboard --logdir <run_dir>`.
+    """Writes `run_dir/tensorboard/<stage>`; view it with `tensorboard --logdir <run_dir>`.
 
-    A stage is a TensorBoard run, since each counts its own steps. Written at once and in this
-    thread, so that a full disk is noticed where it can be told.
+    A stage is a TensorBoard run, since every stage counts its own steps. Writes are synchronous, so
+    a full disk raises in `log`.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -29,12 +29,12 @@ class TensorBoard:
         self._writers: dict[str, Any] = {}
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float], time: float) -> None:
-        """Append one event that holds all of the step's metrics."""
+        """Append one event with all metrics of the step."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._write(stage, Event(wall_time=time, step=step, summary=Summary(value=values)))
 
     def rewind(self, keep: Mapping[str, int]) -> None:
-        """Tell readers, in each stage's next file, to forget the steps after the one to keep."""
+        """Start a new file per stage whose header discards the steps after the step to keep."""
         files = self.folder.rglob("events.out.tfevents.*")
         for stage in sorted({file.parent.relative_to(self.folder).as_posix() for file in files}):
             start = SessionLog(status=SessionLog.START)
@@ -54,7 +54,7 @@ class TensorBoard:
         self._writers[stage].flush()
 
     def _open(self, stage: str) -> RecordWriter:
-        """A new file; readers take the files of a folder in the order of their names."""
+        """Open a new file; readers read the files of a folder in the order of their names."""
         folder = self.folder / stage
         folder.mkdir(parents=True, exist_ok=True)
         now = time.time()

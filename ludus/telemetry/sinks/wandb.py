@@ -1,4 +1,4 @@
-"""Weights & Biases: offline unless asked, so that nothing leaves the machine by surprise."""
+"""Weights & Biases; offline by default, so no data leaves the machine unasked."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pydantic import Field
 
 
 class Wandb:
-    """Logs to a run of Weights & Biases, kept in `run_dir/wandb`.
+    """Logs to a Weights & Biases run in `run_dir/wandb`.
 
-    Metrics are named `<stage>/<name>` and drawn over `<stage>/step`. A resumed run goes on under
-    the same id; what was logged before the rewind stays there, under the same steps. The file of
-    an offline run is whole when the process has ended, not before.
+    Metrics are named `<stage>/<name>`, with `<stage>/step` as x axis. A resumed run keeps its id;
+    steps logged before the rewind stay beside the repeated steps. The file of an offline run is
+    complete only after the process has ended.
     """
 
     def __init__(
@@ -24,14 +24,16 @@ class Wandb:
         run_dir: Path,
         run_name: str,
         config: Mapping[str, Any],
-        project: Annotated[str, Field(description="The project's name.")] = "ludus",
-        entity: Annotated[str | None, Field(description="A team; null: your own.")] = None,
+        project: Annotated[str, Field(description="Name of the project.")] = "ludus",
+        entity: Annotated[str | None, Field(description="Team; null: your user.")] = None,
         mode: Annotated[
             Literal["offline", "online"],
-            Field(description="offline keeps the run here; `wandb sync` uploads it later."),
+            Field(
+                description="offline: keep the run on this machine; `wandb sync` uploads it later."
+            ),
         ] = "offline",
-        group: Annotated[str | None, Field(description="Runs shown together.")] = None,
-        tags: Annotated[list[str] | None, Field(description="Words to find the run by.")] = None,
+        group: Annotated[str | None, Field(description="Group of runs.")] = None,
+        tags: Annotated[list[str] | None, Field(description="Tags of the run.")] = None,
     ) -> None:
         quiet = wandb.Settings(console="off", silent=True, disable_git=True)
         self._run = wandb.init(
@@ -60,15 +62,15 @@ class Wandb:
         self._run.log({axis: step, **named})
 
     def rewind(self, keep: Mapping[str, int]) -> None:
-        """Nothing: what Weights & Biases was given cannot be taken back."""
+        """Does nothing: Weights & Biases cannot delete logged steps."""
 
     def close(self) -> None:
-        """Finish the run: write, or upload, what is left."""
+        """Finish the run: write or upload the remaining data."""
         self._run.finish()
 
 
 def _run_id(run_dir: Path) -> str:
-    """The run's id, drawn once: a folder's name may be used again in another place."""
+    """Returns the run's id, drawn once: another folder may have the same name."""
     file = run_dir / "wandb" / "run-id"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)

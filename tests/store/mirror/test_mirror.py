@@ -18,7 +18,7 @@ from ludus.core.errors import ConfigError, MirrorError
 from ludus.core.types import Group, Message, Segment, Spec, Status, Task, Trajectory
 from ludus.store import RunStore
 from ludus.store.folders import RunFolder
-from ludus.store.mirror import MirrorTaken, Remote, RunMirror, take_up
+from ludus.store.mirror import MirrorTaken, Remote, RunMirror, fetch_run
 
 pytest.importorskip("fsspec", reason="needs the extra `mirror`")
 
@@ -83,8 +83,8 @@ class Machine:
         assert self.config.mirror is not None
         return RunMirror(self.config.mirror, self.folder, self.store, True, self.said.append)
 
-    def take_up(self, *, skip_damaged: bool = False) -> RunFolder | None:
-        return take_up(self.config, self.store, self.said.append, skip_damaged=skip_damaged)
+    def fetch_run(self, *, skip_damaged: bool = False) -> RunFolder | None:
+        return fetch_run(self.config, self.store, self.said.append, skip_damaged=skip_damaged)
 
     def work_and_push(self, steps: int) -> list[dict[str, object]]:
         """As a run does, step by step; the state after each."""
@@ -148,7 +148,7 @@ def test_a_fresh_machine_gets_the_whole_run(machine: Callable[[str], Machine], u
     shutil.rmtree(first.folder.path / "sampler")
 
     fresh = machine("b")
-    assert fresh.take_up() == fresh.folder
+    assert fresh.fetch_run() == fresh.folder
     assert fresh.state() == first.state()
     newest = Remote(url).newest()
     assert newest is not None
@@ -201,7 +201,7 @@ def test_a_step_that_was_made_again_replaces_the_old_one(
     first.store.record_step(first.folder.id, "rl", 0, groups_of(7), {"m": 7.0})
     mirror.push()
     fresh = machine("b")
-    fresh.take_up()
+    fresh.fetch_run()
     assert fresh.state() == first.state()
 
 
@@ -253,7 +253,7 @@ def test_killed_at_any_point_of_a_push_the_copy_can_be_taken_up(
     assert process.exitcode == -signal.SIGKILL, "the place was not reached"
 
     fresh = Machine(tmp_path / "b", url)
-    assert fresh.take_up() is not None
+    assert fresh.fetch_run() is not None
     assert fresh.state() == states[3 if place == "rm_file" else 2]
 
     # and from there it goes on, over what was cut off
@@ -261,10 +261,10 @@ def test_killed_at_any_point_of_a_push_the_copy_can_be_taken_up(
     fresh.work(step)
     fresh.mirror().push()
     third = Machine(tmp_path / "c", url)
-    third.take_up()
+    third.fetch_run()
     assert third.state() == fresh.state()
     again = Machine(tmp_path / "a", url)
-    assert again.take_up() is not None, "the first machine is behind, and takes up the newer copy"
+    assert again.fetch_run() is not None, "the first machine is behind, and takes up the newer copy"
     assert again.state() == fresh.state()
     assert (tmp_path / "a" / ".tiny-1.stale" / "config.yaml").exists()
 
@@ -274,9 +274,9 @@ def test_of_two_owners_one_stops(machine: Callable[[str], Machine]) -> None:
     zombie = first.mirror()
     zombie.push()
     second = machine("b")
-    second.take_up()
+    second.fetch_run()
     second.mirror().push()
-    with pytest.raises(MirrorTaken, match=r"another process went on .*snapshot 2"):
+    with pytest.raises(MirrorTaken, match=r"another process has continued .*snapshot 2"):
         zombie.push()
     with pytest.raises(MirrorTaken):
         zombie.after_checkpoint()
@@ -298,11 +298,11 @@ def test_of_two_commits_of_one_number_one_is_refused(
 
 def test_a_copy_that_is_here_already_is_used(machine: Callable[[str], Machine]) -> None:
     first = machine("a").begin()
-    assert first.take_up() is None, "the mirror holds nothing yet"
+    assert first.fetch_run() is None, "the mirror holds nothing yet"
     first.mirror().push()
     first.work(0)  # ahead of the mirror: killed between checkpoint and push
     ahead = first.state()
-    assert first.take_up() == first.folder
+    assert first.fetch_run() == first.folder
     assert first.state() == ahead
 
 
@@ -317,19 +317,19 @@ def test_damage_is_named_and_may_be_passed_over(tmp_path: Path) -> None:
     broken.write_bytes(b"x" * 1000)
     fresh = Machine(tmp_path / "b", url)
     with pytest.raises(MirrorError, match=f"the object {weights.sha256} is damaged"):
-        fresh.take_up()
+        fresh.fetch_run()
     assert not fresh.folder.path.exists()
     assert not list((tmp_path / "b").glob(".tiny*"))
 
     broken.unlink()
     with pytest.raises(MirrorError, match=f"cannot read the object {weights.sha256}"):
-        fresh.take_up()
-    assert fresh.take_up(skip_damaged=True) is not None
+        fresh.fetch_run()
+    assert fresh.fetch_run(skip_damaged=True) is not None
     assert fresh.state() == states[0]
     fresh.work(5)
     fresh.mirror().push()
     third = Machine(tmp_path / "c", url)
-    third.take_up()
+    third.fetch_run()
     assert third.state() == fresh.state()
 
 
@@ -337,15 +337,15 @@ def test_what_belongs_to_another_run_is_refused(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/mirror"
     first = Machine(tmp_path / "a", url).begin()
     first.mirror().push()
-    with pytest.raises(ConfigError, match="holds run tiny-1, which is no run of 'other'"):
-        Machine(tmp_path / "b", url, "other").take_up()
+    with pytest.raises(ConfigError, match="holds run tiny-1, not a run of 'other'"):
+        Machine(tmp_path / "b", url, "other").fetch_run()
     with pytest.raises(ConfigError, match="is another run of that name"):
-        Machine(tmp_path / "c", url).begin().take_up()
+        Machine(tmp_path / "c", url).begin().fetch_run()
     fourth = Machine(tmp_path / "d", url)  # its folder was removed, its rows were not
     fourth.store.create_run("tiny-1", "tiny", {"a": 2}, {})
     fourth.store.record_step("tiny-1", "rl", 0, groups_of(0), {})
-    with pytest.raises(ConfigError, match="has another run of that name"):
-        fourth.take_up()
+    with pytest.raises(ConfigError, match="has another run of that id"):
+        fourth.fetch_run()
     assert len(fourth.store.steps("tiny-1")) == 1
     assert not fourth.folder.path.exists()
 
@@ -360,7 +360,7 @@ def test_a_name_that_leads_out_of_the_run_is_refused(tmp_path: Path) -> None:
     files = {f"../{name}": entry for name, entry in newest.files.items()}
     remote.commit(type(newest)(2, newest.run, files, None))
     with pytest.raises(MirrorError, match="outside of the run"):
-        Machine(tmp_path / "b", url).take_up()
+        Machine(tmp_path / "b", url).fetch_run()
     assert not list((tmp_path / "b").glob("config.yaml"))
 
 
@@ -384,13 +384,13 @@ def test_storage_that_fails_for_a_while_does_not_end_the_run(
     (tmp_path / "mirror").write_text("no folder")
     first.work(0)
     mirror.after_checkpoint()
-    assert "The run goes on" in first.said[-1]
+    assert "The run continues" in first.said[-1]
     with pytest.raises(MirrorError, match="mirror file://"):
         mirror.push()
     (tmp_path / "mirror").unlink()
     (tmp_path / "away").rename(tmp_path / "mirror")
     mirror.after_checkpoint()
     fresh = Machine(tmp_path / "b", f"file://{tmp_path}/mirror")
-    fresh.take_up()
+    fresh.fetch_run()
     assert fresh.state() == first.state()
     assert json.loads((fresh.folder.path / ".mirror.json").read_text())["sequence"] == 2

@@ -46,7 +46,7 @@ def test_a_run_goes_to_s3_and_comes_back(bucket: str, tmp_path: Path) -> None:
         first.work(step)
         zombie.push()
     fresh = Machine(tmp_path / "b", url)
-    assert fresh.take_up() is not None
+    assert fresh.fetch_run() is not None
     assert fresh.state() == first.state()
     large = [size for size in Remote(url).sizes().values() if size == 1000]
     assert len(large) == 3, "the checkpoints of the newest two snapshots"
