@@ -34,9 +34,9 @@ _SQLITE_ADVICE = {
     sqlite3.SQLITE_FULL: "the database or its disk is full: free some space, then resume the run",
     sqlite3.SQLITE_CORRUPT: "the file is damaged: restore a backup, or move the file away",
     sqlite3.SQLITE_NOTADB: "the file is not an SQLite database: name another file, or move it away",
-    sqlite3.SQLITE_READONLY: "the file is read-only: check its permissions and the folder's",
     sqlite3.SQLITE_READONLY: "the file is read-only: check the rights on file and folder",
-    "that its folder exists and is writable",
+    sqlite3.SQLITE_CANTOPEN: "the file cannot be opened: check that the path is a readable "
+    "file and that its folder exists and is writable",
     sqlite3.SQLITE_IOERR: "the disk failed or is full: check the disk, then resume the run",
 }
 _POSTGRES_ADVICE = {  # by SQLSTATE, or by its first two characters
