@@ -25,8 +25,10 @@ from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.models.samplers.base import Completion, Sampler, SamplingParams
 from ludus.rollout.collect import Collector
+from ludus.rollout.source import SyncSource
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
+from ludus.train.minibatches import TrainSettings
 
 NUM_WORDS = 500  # those that prompts and observations are made of
 FRAME = 2
@@ -199,24 +201,20 @@ class LudusSteps:
             FixedSampler(self.backend.sampler), renderer, config.rollout, Spec(**spec)
         )
 
-        async def collect(tasks: Sequence[Task], step: int, first: int) -> list[Group]:
+        async def play(tasks: Sequence[Task], step: int, first: int) -> list[Group]:
             start = self.clock()
             groups = await self.collector.collect(tasks, step, work.group_size, first)
             self.rollout_s = self.clock() - start
             return groups
 
+        self.tasks = TaskSampler([Task(id=f"task {number}") for number in range(1024)])
         self.stage = Stage(
-            name="rl",
-            steps=10_000,
-            tasks=TaskSampler([Task(id=f"task {number}") for number in range(1024)]),
+            TrainSettings("rl", 10_000, OptimizerConfig(lr=1e-6), tokens_per_batch),
             groups_per_step=work.groups,
-            collect=collect,
+            source=SyncSource(self.tasks, play),
             algorithm=ALGORITHMS.build(config.rl.algorithm if config.rl else Spec(name="grpo")),
-            optimizer=OptimizerConfig(lr=1e-6),
-            tokens_per_batch=tokens_per_batch,
-            pad_id=tokenizer.pad_token_id,
         )
-        self.backend.begin_stage(self.stage.optimizer, 10_000, 1.0, self.stage.algorithm)
+        self.backend.begin_stage(self.stage.settings, self.stage.algorithm)
 
     def run(self, stage: Stage, recorder: Recorder, start: int = 0) -> None:
         """The stage's steps from `start` on."""
@@ -228,7 +226,8 @@ class LudusSteps:
 
     def step(self) -> dict[str, float]:
         """The metrics of one more step. Errors: SystemExit where it did not do the work."""
-        self.run(replace(self.stage, steps=self.number + 1), self.kept, self.number)
+        settings = replace(self.stage.settings, steps=self.number + 1)
+        self.run(replace(self.stage, settings=settings), self.kept, self.number)
         self.number += 1
         metrics = self.kept.metrics[-1]
         found = metrics["rollout/sampled_tokens"], metrics["rollout/tokens"]

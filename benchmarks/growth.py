@@ -32,10 +32,12 @@ from ludus.models.build import build_model
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.rollout.collect import Collector
-from ludus.rollout.replay import ReplayCollector, replay
+from ludus.rollout.replay import ReplaySource, replay
+from ludus.rollout.source import GroupSource, SyncSource
 from ludus.tasks.curriculum import TaskSampler
 from ludus.telemetry.occupancy import PARTS
 from ludus.train import ALGORITHMS
+from ludus.train.minibatches import TrainSettings
 
 WORDS = ("red", "green", "blue", "key", "door", "box", "ball", "left", "right", "open")
 ANSWER = "go to the red door and open"
@@ -108,24 +110,18 @@ class Bench:
                 messages += [Message(role="assistant", content=ANSWER)]
             played.append(replay(messages, self.renderer, Trajectory("", "", str(number))))
             tasks.append(Task(id=str(number)))
-        stage = self._stage("sft", tasks, ReplayCollector(played).collect, 40, 0.003, 8)
+        source = ReplaySource(TaskSampler(tasks), played)
+        stage = self._stage("sft", source, 40, 0.003, 8)
         await run_stage(stage, self.backend, Kept())
 
-    def _stage(
-        self, name: str, tasks: Sequence[Task], collect: Any, steps: int, lr: float, groups: int
-    ) -> Stage:
+    def _stage(self, name: str, source: GroupSource, steps: int, lr: float, groups: int) -> Stage:
         stage = Stage(
-            name=name,
-            steps=steps,
-            tasks=TaskSampler(tasks),
+            TrainSettings(name, steps, OptimizerConfig(lr=lr), tokens_per_batch=8192),
             groups_per_step=groups,
-            collect=collect,
+            source=source,
             algorithm=ALGORITHMS.build("sft" if name == "sft" else "grpo"),
-            optimizer=OptimizerConfig(lr=lr),
-            tokens_per_batch=8192,
-            pad_id=self.renderer.tokenizer.pad_token_id or 0,
         )
-        self.backend.begin_stage(stage.optimizer, steps, 1.0, stage.algorithm)
+        self.backend.begin_stage(stage.settings, stage.algorithm)
         return stage
 
     def steps(
@@ -144,12 +140,13 @@ class Bench:
             Spec(name="growth:Talker", args=args),
         )
 
-        async def collect(tasks: Sequence[Task], step: int, first: int) -> list[Group]:
+        async def play(tasks: Sequence[Task], step: int, first: int) -> list[Group]:
             return await collector.collect(tasks, step, at["group_size"], first)
 
         tasks = [Task(id=f"task {i}") for i in range(1024)]
-        stage = self._stage("rl", tasks, collect, count + 1, 1e-9, at["groups"])
-        stage = replace(stage, seed=sum(at.values()))
+        source = SyncSource(TaskSampler(tasks), play)
+        stage = self._stage("rl", source, count + 1, 1e-9, at["groups"])
+        stage.settings = replace(stage.settings, seed=sum(at.values()))
         kept = Kept()
         asyncio.run(run_stage(stage, self.backend, kept))
         return kept.metrics[1:]

@@ -38,9 +38,11 @@ from ludus.core.types import Group, Message, StepResult, Task
 from ludus.loop.loop import Stage, run_stage
 from ludus.models.chat.renderer import Renderer
 from ludus.rollout.collect import Collector
-from ludus.rollout.prefetch import Prefetch
+from ludus.rollout.prefetch import PrefetchSource
+from ludus.rollout.source import GroupSource, SyncSource
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
+from ludus.train.minibatches import TrainSettings
 
 MEDIAN_S, P99_S = 0.05, 5.0
 SIGMA = math.log(P99_S / MEDIAN_S) / 2.3263  # the standard normal's 99th percentile
@@ -119,27 +121,17 @@ async def train(config: RunConfig, folder: Path, steps: int, clock: Callable[[],
     renderer = Renderer(tokenizer)
     backend = LocalBackend(model, renderer, config, folder)
     if isinstance(loop, QuietLoop):
-        for name in ("score", "train_step"):
+        for name in ("score", "train"):
             setattr(backend, name, loop.counted(getattr(backend, name)))
     collector = Collector(FixedSampler(backend.sampler), renderer, config.rollout, config.env)
     tasks = TaskSampler([Task(id=f"task {number}") for number in range(1024)])
 
-    async def collect(tasks: Sequence[Task], step: int, first: int) -> list[Group]:
+    async def play(tasks: Sequence[Task], step: int, first: int) -> list[Group]:
         return await collector.collect(tasks, step, rl.group_size, first)
 
-    stage = Stage(
-        name="rl",
-        steps=steps,
-        tasks=tasks,
-        groups_per_step=rl.groups_per_step,
-        collect=collect,
-        algorithm=ALGORITHMS.build(rl.algorithm),
-        optimizer=OptimizerConfig(lr=1e-6),
-        tokens_per_batch=8192,
-        pad_id=tokenizer.pad_token_id,
-    )
+    source: GroupSource = SyncSource(tasks, play)
     if rl.max_staleness:
-        stage.ahead = Prefetch(
+        source = PrefetchSource(
             lambda step: collector,
             tasks,
             steps=steps,
@@ -147,7 +139,9 @@ async def train(config: RunConfig, folder: Path, steps: int, clock: Callable[[],
             group_size=rl.group_size,
             max_staleness=rl.max_staleness,
         )
-    backend.begin_stage(stage.optimizer, stage.optimizer_steps, 1.0, stage.algorithm)
+    settings = TrainSettings("rl", steps, OptimizerConfig(lr=1e-6), tokens_per_batch=8192)
+    stage = Stage(settings, rl.groups_per_step, source, ALGORITHMS.build(rl.algorithm))
+    backend.begin_stage(stage.settings, stage.algorithm)
     kept = Kept(clock)
     try:
         await run_stage(stage, backend, kept)

@@ -42,11 +42,13 @@ from ludus.pipeline.build import Run, build, read_splits
 from ludus.pipeline.evaluate import evaluate
 from ludus.pipeline.launch import train
 from ludus.pipeline.progress import Display
+from ludus.rollout.source import SyncSource
 from ludus.store.folders import RunFolder
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
 from ludus.train.checkpoint.policy import find_checkpoint, run_tokenizer
 from ludus.train.checkpoint.store import load
+from ludus.train.minibatches import TrainSettings
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "babyai-tiny.yaml"
 PROGRAMS = ("ludus", "rollout", "environment")
@@ -144,7 +146,7 @@ async def train_ludus(run: Run, tasks: Sequence[Task], course: Course) -> None:
     assert rl is not None
     rollout_s = evaluated_s = 0.0
 
-    async def collect(tasks: Sequence[Task], step: int, first: int) -> list[Group]:
+    async def play(tasks: Sequence[Task], step: int, first: int) -> list[Group]:
         nonlocal rollout_s
         start = time.process_time()
         groups = await run.collector.collect(tasks, step, rl.group_size, first)
@@ -163,22 +165,22 @@ async def train_ludus(run: Run, tasks: Sequence[Task], course: Course) -> None:
         return not course.over()
 
     stage = Stage(
-        name="rl",
-        steps=rl.steps,
-        tasks=TaskSampler(tasks, shuffle=False),
+        TrainSettings(
+            "rl",
+            rl.steps,
+            rl.optimizer,
+            rl.tokens_per_batch,
+            temperature=config.rollout.temperature,
+            seed=config.seed,
+        ),
         groups_per_step=rl.groups_per_step,
-        collect=collect,
+        source=SyncSource(TaskSampler(tasks, shuffle=False), play),
         algorithm=ALGORITHMS.build(rl.algorithm),
-        optimizer=rl.optimizer,
-        tokens_per_batch=rl.tokens_per_batch,
-        pad_id=run.tokenizer.pad_token_id or 0,
-        temperature=config.rollout.temperature,
-        seed=config.seed,
         after_step=after_step,
     )
     await course.evaluate()
     began = time.process_time()
-    run.backend.begin_stage(stage.optimizer, rl.steps, stage.temperature, stage.algorithm)
+    run.backend.begin_stage(stage.settings, stage.algorithm)
     await run_stage(stage, run.backend, kept)
 
 

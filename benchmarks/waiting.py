@@ -23,7 +23,7 @@ from fixed import FixedEnv, LudusSteps, Work
 from step_trl import train_trl
 
 from ludus.core.types import Group, Message, StepResult
-from ludus.rollout.prefetch import Prefetch
+from ludus.rollout.prefetch import PrefetchSource
 
 MEDIAN_S, P99_S = 0.05, 5.0
 SIGMA = math.log(P99_S / MEDIAN_S) / 2.3263  # the standard normal's 99th percentile
@@ -90,11 +90,12 @@ def play_ludus(model: str, work: Work, steps: int, max_staleness: int) -> dict[s
         ludus = LudusSteps(
             make_model(model), work, Path(folder), env="waiting:WaitingEnv", **settings
         )
-        stage = replace(ludus.stage, steps=fill + steps + drain)
+        training = replace(ludus.stage.settings, steps=fill + steps + drain)
+        stage = replace(ludus.stage, settings=training)
         if max_staleness:
-            stage.ahead = Prefetch(
+            stage.source = PrefetchSource(
                 lambda _: ludus.collector,
-                stage.tasks,
+                ludus.tasks,
                 steps=stage.steps,
                 groups_per_step=work.groups,
                 group_size=work.group_size,

@@ -1,4 +1,4 @@
-"""What the loop asks of whatever samples and trains."""
+"""The back end protocol: the engine under the loop."""
 
 from __future__ import annotations
 
@@ -6,71 +6,67 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ludus.config.schema import OptimizerConfig
-from ludus.core.types import Trajectory
+from ludus.core.types import Group, Sample
 from ludus.models.samplers.base import Sampler
 from ludus.train.algorithms.base import Algorithm
-from ludus.train.algorithms.losses import LossFn
-from ludus.train.packing import Batch, Layout
+from ludus.train.minibatches import TrainSettings
 
 
 class Backend(Protocol):
-    """An engine under the loop: samples, trains, publishes, saves."""
+    """Owns the model: samples, scores, trains, publishes weights, saves checkpoints.
+
+    A back end packs the samples itself (`train.minibatches`), so it decides how they are split over
+    devices. `backends.conformance` checks what each must do.
+    """
 
     @property
     def sampler(self) -> Sampler:
-        """Where rollouts get their turns from."""
+        """Samples the turns of rollouts, with the published weights."""
         ...
 
     @property
     def policy_version(self) -> int:
-        """The version that `publish_weights` last returned; that of a loaded checkpoint; or 0."""
+        """Version of the published weights: 0 at first, that of the checkpoint after `load`."""
         ...
 
-    @property
-    def layout(self) -> Layout:
-        """How batches are laid out for the model."""
-        ...
+    def begin_stage(self, settings: TrainSettings, algorithm: Algorithm) -> None:
+        """Create the optimizer, and the critic and reference model that `algorithm` asks for.
 
-    def begin_stage(
-        self,
-        optimizer: OptimizerConfig,
-        num_steps: int,
-        temperature: float,
-        algorithm: Algorithm | None = None,
-    ) -> None:
-        """Start with a fresh optimizer, and with the critic and the reference model that
-        `algorithm` asks for. `num_steps` counts optimizer steps.
-
-        Errors: ConfigError for a reference model that cannot serve.
+        Errors: ConfigError for a reference model that cannot be loaded or has another vocabulary.
         """
         ...
 
-    async def score(
-        self, trajectories: Sequence[Trajectory], tokens_per_batch: int, pad_id: int
-    ) -> None:
-        """Fill in what the stage's algorithm asks of models: the segments' `learner_logprobs`,
-        `ref_logprobs`, `values`."""
+    async def score(self, groups: Sequence[Group], algorithm: Algorithm) -> Sequence[Group]:
+        """Returns the groups with the model scores that `algorithm` asks for: the segments'
+        `learner_logprobs`, `ref_logprobs`, `values`."""
         ...
 
-    async def train_step(self, batch: Batch, loss: LossFn) -> dict[str, float]:
-        """One optimizer step. Errors: TrainingError."""
+    async def train(self, samples: list[Sample], algorithm: Algorithm) -> dict[str, float]:
+        """Run one policy iteration: all optimizer steps on the samples of one step.
+
+        Returns `train/NAME` metrics, means over the optimizer steps. `train/optimizer_steps` is 0
+        where nothing has a gradient. Errors: TrainingError; the weights of the failed optimizer
+        step are unchanged.
+        """
         ...
 
     async def publish_weights(self) -> int:
-        """Let the sampler see the current weights; returns their version."""
+        """Give the current weights to the sampler; returns their version, one above the last."""
         ...
 
     def save(
         self, stage: str, step: int, state: dict[str, Any], metric: float | None, *, pin: bool
     ) -> Path:
-        """Write a checkpoint of everything, `state` included. `step` steps are complete."""
+        """Write a checkpoint after `step` complete steps, with the loop's `state`."""
         ...
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Restore a checkpoint; returns the state that was saved with it."""
+        """Restore a checkpoint of the stage that has begun; returns the loop's state.
+
+        Errors: CheckpointError.
+        """
         ...
 
     def close(self) -> None:
-        """Release what the back end holds."""
+        """Stop the sampler and release threads and devices."""
         ...

@@ -1,4 +1,4 @@
-"""The local back end: the learner in this process, and a sampler on the same machine."""
+"""The local back end: learner in this process, sampler on the same machine."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ from typing import Any, TypeVar
 
 import torch
 
-from ludus.config.schema import ModelConfig, OptimizerConfig, RunConfig
+from ludus.config.schema import ModelConfig, RunConfig
 from ludus.core.errors import ConfigError
-from ludus.core.types import Spec, Trajectory
+from ludus.core.types import Group, Sample, Spec
 from ludus.models import SAMPLERS
 from ludus.models.build import build_model
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import PolicySampler
-from ludus.models.samplers.engine import InProcessSampler
 from ludus.train.algorithms.base import Algorithm
-from ludus.train.algorithms.losses import LossFn
 from ludus.train.checkpoint.store import CheckpointStore, load, random_state, set_random_state
 from ludus.train.learner import Learner
-from ludus.train.packing import Batch, Layout
+from ludus.train.minibatches import (
+    TrainSettings,
+    batch_metrics,
+    staleness,
+    to_batch,
+    to_minibatches,
+    train_metrics,
+)
 from ludus.train.reference import Reference
 from ludus.train.scoring import Scorer
 from ludus.train.verify import ExactForward, unscored, verify
@@ -31,21 +36,20 @@ T = TypeVar("T")
 
 
 class LocalBackend:
-    """Trains in this process, and samples with what `config.sampler` names.
+    """Trains in this process, and samples with the plug-in `config.sampler`.
 
-    By default that is the very module that is trained: nothing is copied, so no weights can be
-    stale.
+    The default sampler shares the learner's module: no weights are copied, so none are stale.
 
-    With `rl.max_staleness`, the learner computes in a thread of its own, so that episodes go on
-    meanwhile. From the first look of a step at the weights to their publication the sampler is
-    paused: it never computes with weights that change, nor with weights that have no version yet.
+    With `rl.max_staleness`, the learner has a thread of its own while episodes continue. The
+    sampler is paused from the first read of the weights in a step until their publication: it never
+    computes with changing weights, or with weights that have no version.
 
     Args:
         model: a Hugging Face causal LM.
-        renderer: decodes ids where stop strings are configured.
+        renderer: has the tokenizer, which decodes ids for stop strings.
         config: the run's configuration.
-        run_dir: holds `checkpoints/`, `reference/` where the policy was copied as a reference
-            model, and batches that broke training.
+        run_dir: receives `checkpoints/`, `reference/` (a copy of the policy as reference model),
+            and the batches of failed steps.
     """
 
     def __init__(self, model: Any, renderer: Renderer, config: RunConfig, run_dir: Path) -> None:
@@ -55,6 +59,7 @@ class LocalBackend:
         torch.use_deterministic_algorithms(config.model.device == "cpu")
         self.model = model
         self._config, self._tokenizer = config, renderer.tokenizer
+        self._pad_id = renderer.tokenizer.pad_token_id or 0
         self._run_dir = run_dir
         self._sampler: PolicySampler = SAMPLERS.build(
             Spec(name="exact") if config.verify else config.sampler,
@@ -66,14 +71,15 @@ class LocalBackend:
             tokenizer=renderer.tokenizer,
             folder=run_dir / "sampler",
         )
-        self._shares = isinstance(self._sampler, InProcessSampler)  # weights, thread and cores
+        self._shares = getattr(self._sampler, "shares_weights", False)
         self.checkpoints = CheckpointStore(
             run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_best
         )
         self._learner: Learner | None = None
-        self._algorithm: Algorithm | None = None
+        self._settings: TrainSettings
         self._reference: Reference | None = None
-        self._published = 0
+        self._iteration = self._published = 0
+        self._verified: dict[str, float] = {}
         self._thread: ThreadPoolExecutor | None = None
         if config.rl and config.rl.max_staleness:
             self._thread = ThreadPoolExecutor(1, "ludus-learner")
@@ -84,55 +90,38 @@ class LocalBackend:
 
     @property
     def policy_version(self) -> int:
-        """The version of the weights that were last published."""
         return self._published
 
     @property
     def learner(self) -> Learner:
-        """The learner of the stage under way."""
+        """The learner of the current stage."""
         if self._learner is None:
             raise RuntimeError("begin_stage has not been called")
         return self._learner
 
-    @property
-    def layout(self) -> Layout:
-        """How batches are laid out for the model."""
-        return self.learner.forward.layout
-
-    def begin_stage(
-        self,
-        optimizer: OptimizerConfig,
-        num_steps: int,
-        temperature: float,
-        algorithm: Algorithm | None = None,
-    ) -> None:
-        """Start a stage with a fresh optimizer, critic and reference.
-
-        Errors: ConfigError for a reference model that cannot be loaded, or has other tokens.
-        """
-        self._algorithm = algorithm
-        self._learner = Learner(
+    def begin_stage(self, settings: TrainSettings, algorithm: Algorithm) -> None:
+        """Start a stage with a new optimizer, critic and reference model."""
+        config = self._config
+        options: dict[str, Any] = {
+            "context_length": config.model.context_length,
+            "settings": config.learner,
+            "num_ids": len(self._tokenizer),
+        }
+        self._settings, self._iteration = settings, 0
+        self._learner = learner = Learner(
             self.model,
-            optimizer,
-            num_steps,
-            temperature=temperature,
-            context_length=self._config.model.context_length,
-            settings=self._config.learner,
-            num_ids=len(self._tokenizer),
+            settings.optimizer,
+            settings.optimizer_steps,
+            temperature=settings.temperature,
             dump_dir=self._run_dir,
-            critic_lr=algorithm.critic_lr if algorithm else None,
+            critic_lr=algorithm.critic_lr,
+            **options,
         )
-        if self._config.verify:
-            self._learner.forward = ExactForward(
-                self.model,
-                temperature=self._learner.temperature,
-                context_length=self._config.model.context_length,
-                settings=self._config.learner,
-                num_ids=len(self._tokenizer),
-            )
+        if config.verify:
+            learner.forward = ExactForward(self.model, temperature=learner.temperature, **options)
         self._reference = None
-        if algorithm is not None and algorithm.reference is not None:
-            self._reference = self._make_reference(algorithm.reference.model, temperature)
+        if algorithm.reference is not None:
+            self._reference = self._make_reference(algorithm.reference.model, settings.temperature)
 
     def _make_reference(self, path: str | None, temperature: float) -> Reference:
         model, config = None, self._config.model
@@ -155,50 +144,67 @@ class LocalBackend:
             num_ids=len(self._tokenizer),
         )
 
-    async def score(
-        self, trajectories: Sequence[Trajectory], tokens_per_batch: int, pad_id: int
-    ) -> None:
-        """Ask the learner, its critic and the reference about the sampled tokens."""
-        await self._apart(lambda: self._score(trajectories, tokens_per_batch, pad_id))
+    async def score(self, groups: Sequence[Group], algorithm: Algorithm) -> Sequence[Group]:
+        """Score the sampled tokens with the learner, its critic and the reference model."""
+        if not algorithm.asks_models:
+            return groups
+        return await self._on_learner(lambda: self._score(groups, algorithm))
 
-    def _score(
-        self, trajectories: Sequence[Trajectory], tokens_per_batch: int, pad_id: int
-    ) -> None:
-        learner, algorithm = self.learner, self._algorithm
-        if algorithm is not None and (algorithm.importance or learner.critic):
-            scorer = Scorer(learner.forward, tokens_per_batch, pad_id, learner.critic)
-            scorer(trajectories, "learner_logprobs" if algorithm.importance else None)
+    def _score(self, groups: Sequence[Group], algorithm: Algorithm) -> Sequence[Group]:
+        learner, limit = self.learner, self._settings.tokens_per_batch
+        if algorithm.importance or learner.critic:
+            scorer = Scorer(learner.forward, limit, self._pad_id, learner.critic)
+            groups = scorer(groups, "learner_logprobs" if algorithm.importance else None)
         if self._reference is not None:
             with self._reference.active():
-                scorer = Scorer(self._reference.forward, tokens_per_batch, pad_id)
-                scorer(trajectories, "ref_logprobs")
+                scorer = Scorer(self._reference.forward, limit, self._pad_id)
+                groups = scorer(groups, "ref_logprobs")
+        return groups
 
-    async def train_step(self, batch: Batch, loss: LossFn) -> dict[str, float]:
-        """One optimizer step."""
-        return await self._apart(lambda: self.learner.train_step(batch, loss))
+    async def train(self, samples: list[Sample], algorithm: Algorithm) -> dict[str, float]:
+        """Run the optimizer steps of one policy iteration on the learner."""
+        learner = self.learner
+        parts = to_minibatches(samples, algorithm, self._settings, self._iteration)
+        self._iteration += 1
+        verified, self._verified = self._verified, {}
+        if not parts:
+            return {**train_metrics([]), **verified}
 
-    async def _apart(self, work: Callable[[], T]) -> T:
-        """Have the learner compute: here, or in its thread while the sampler is paused."""
+        def optimizer_step(part: list[Sample]) -> dict[str, float]:
+            limit, layout = self._settings.tokens_per_batch, learner.forward.layout
+            batch = to_batch(part, algorithm, limit, self._pad_id, layout)
+            metrics = learner.train_step(batch, algorithm.loss)
+            stale = staleness(part, self._published)
+            return {**metrics, **batch_metrics(batch), "staleness": stale}
+
+        done = await self._on_learner(lambda: [optimizer_step(part) for part in parts])
+        return {**train_metrics(done), **verified}
+
+    async def _on_learner(self, work: Callable[[], T]) -> T:
+        """Run `work` here, or in the learner's thread while the sampler is paused."""
         if self._thread is None:
             return work()
         self._sampler.pause()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def verify(
-        self, trajectories: Sequence[Trajectory], tokens_per_batch: int, pad_id: int
-    ) -> int:
-        """Compare the learner's log-probabilities with those that the sampler gave just now.
+    async def verify(self, groups: Sequence[Group]) -> None:
+        """Compare the learner's log-probabilities with the sampler's, and count equal tokens.
 
-        Returns how many tokens are equal in every bit. Errors: TrainingError for one that is not.
+        The next `train` returns the count as `rollout/verified_tokens`.
+
+        Errors: TrainingError for a token whose bits differ.
         """
-        forward = self.learner.forward
-        batch = unscored(trajectories, tokens_per_batch, pad_id, forward.layout)
-        return await verify(forward, batch, self._published)
+        forward, limit = self.learner.forward, self._settings.tokens_per_batch
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        batch = unscored(trajectories, limit, self._pad_id, forward.layout)
+        count = await verify(forward, batch, self._published)
+        name = "rollout/verified_tokens"
+        self._verified = {name: self._verified.get(name, 0.0) + count}
 
     async def publish_weights(self) -> int:
-        """Count the version up, and have the sampler take the weights.
+        """Publish the weights under the next version.
 
-        A server takes its time: turns, timers and environments go on meanwhile.
+        A sampler in another process takes them in a thread, so the event loop stays free.
         """
         version = self._published + 1
         if self._shares:
@@ -211,7 +217,7 @@ class LocalBackend:
     def save(
         self, stage: str, step: int, state: dict[str, Any], metric: float | None, *, pin: bool
     ) -> Path:
-        """Write a checkpoint: weights, optimizer, counters, and the loop's own state."""
+        """Write a checkpoint: weights, optimizer, critic, counters, random state, loop state."""
         everything = {
             "loop": state,
             "optimizer_step": self.learner.step,
@@ -235,6 +241,7 @@ class LocalBackend:
     def load(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint of the stage that `begin_stage` started."""
         everything = load(path, model=self.model, optimizer=self.learner.optimizer)
+        self._iteration = int(path.name.rpartition("-")[2])  # its name is STAGE-STEP
         self.learner.step = everything["optimizer_step"]
         if self.learner.critic is not None and "critic" in everything:
             self.learner.critic.load_state_dict(everything["critic"])
@@ -252,7 +259,7 @@ class LocalBackend:
             self._sampler.resume()
 
     def close(self) -> None:
-        """End the sampler and the learner's thread; the model belongs to the caller."""
+        """Stop the sampler and the learner's thread."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
         self._sampler.shutdown()

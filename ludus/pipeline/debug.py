@@ -29,10 +29,12 @@ from ludus.pipeline.build import build, read_splits
 from ludus.pipeline.conversations import read_conversations, replay_all
 from ludus.pipeline.registries import check
 from ludus.pipeline.tokenizer import make_renderer, make_renderers, make_tokenizer
-from ludus.rollout.replay import ReplayCollector
+from ludus.rollout.replay import ReplaySource
 from ludus.store.folders import RunFolder
 from ludus.store.show import render_turns
+from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
+from ludus.train.algorithms.base import Assignment
 from ludus.train.samples import to_samples
 from ludus.train.scoring import assume_start
 
@@ -72,8 +74,9 @@ def _debug(config: RunConfig, num_tasks: int, console: Console) -> None:
             config.model.context_length,
             make_renderers(config, tokenizer),
         )
-        groups = asyncio.run(ReplayCollector(trajectories).collect(tasks, 0))
-        _show(console, "SFT", groups, to_samples(groups, ALGORITHMS.build("sft")), tokenizer)
+        source = ReplaySource(TaskSampler(tasks, shuffle=False), trajectories)
+        groups = asyncio.run(source.take(len(tasks), 0, 0))
+        _show(console, "SFT", groups, ALGORITHMS.build("sft").assign(groups), tokenizer)
         for task_id, reason in excluded:
             console.print(Text(f"SFT: {task_id} skipped: {reason}", "yellow"))
     if config.rl:
@@ -90,8 +93,8 @@ def _debug(config: RunConfig, num_tasks: int, console: Console) -> None:
         with closing(run.backend):
             groups = asyncio.run(run.collector.collect(splits.train[:num_tasks], 0, group_size))
         if algorithm.asks_models:
-            assume_start(t for group in groups for t in group.trajectories)
-        _show(console, "RL", groups, to_samples(groups, algorithm), tokenizer)
+            groups = assume_start(groups)
+        _show(console, "RL", groups, algorithm.assign(groups), tokenizer)
     console.print("debug: nothing was trained, nothing was saved")
 
 
@@ -127,11 +130,11 @@ def _demonstrations(config: RunConfig, tasks: Sequence[Task]) -> list[Demonstrat
 
 
 def _show(
-    console: Console, stage: str, groups: Sequence[Group], samples: Sequence[Sample], tokenizer: Any
+    console: Console, stage: str, groups: Sequence[Group], assignment: Assignment, tokenizer: Any
 ) -> None:
     """Print each trajectory's turns, then its training rows token by token."""
     rows: dict[str, list[Sample]] = {}
-    for sample in samples:
+    for sample in to_samples(assignment):
         rows.setdefault(sample.trajectory_id, []).append(sample)
     for trajectory in (t for group in groups for t in group.trajectories):
         reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
@@ -139,8 +142,8 @@ def _show(
         console.print(Rule(Text(f"{stage} {trajectory.id}  task {trajectory.task_id}")))
         console.print(Text(outcome + (f": {trajectory.error}" if trajectory.error else "")))
         console.print(render_turns(trajectory, tokenizer.decode))
-        if trajectory.dropped:
-            console.print(Text(f"no training row: {trajectory.dropped}", "yellow"))
+        if reason := assignment.excluded.get(trajectory.id):
+            console.print(Text(f"no training row: {reason}", "yellow"))
         for number, sample in enumerate(rows.get(trajectory.id, []), start=1):
             length = f"{len(sample.token_ids)} tokens, {sample.num_loss_tokens} with a loss"
             console.print(Text(f"training row {number}: {length}", "bold"))

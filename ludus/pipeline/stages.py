@@ -2,133 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from ludus.backends.local import LocalBackend
-from ludus.config.schema import RunConfig
+from ludus.config.schema import RLConfig
 from ludus.core.errors import DataError
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Task
 from ludus.loop.loop import Stage
-from ludus.models.chat.renderer import Renderer
-from ludus.pipeline.conversations import Conversation, replay_all
+from ludus.pipeline.build import Run
+from ludus.pipeline.conversations import replay_all
 from ludus.rollout.collect import Collector
-from ludus.rollout.prefetch import Prefetch
-from ludus.rollout.replay import ReplayCollector
+from ludus.rollout.prefetch import PrefetchSource
+from ludus.rollout.replay import ReplaySource
+from ludus.rollout.source import DynamicSampling, GroupSource, SyncSource
 from ludus.tasks.mixture import part_of, task_sampler
 from ludus.telemetry.occupancy import busy
 from ludus.train import ALGORITHMS
-from ludus.train.meter import Meter
+from ludus.train.algorithms.base import Algorithm
+from ludus.train.minibatches import TrainSettings
 from ludus.train.schedule import turn_limit
 
 
-def sft_stage(
-    config: RunConfig,
-    conversations: Sequence[Conversation],
-    renderer: Renderer,
-    renderers: Mapping[str, Renderer],
-    *,
-    ratios: Mapping[str, int],
-    pad_id: int,
-    note: Callable[[str], None],
-) -> tuple[Stage, list[tuple[str, str]]]:
+def sft_stage(run: Run, note: Callable[[str], None]) -> tuple[Stage, list[tuple[str, str]]]:
     """Returns the SFT stage, and (task id, reason) of each conversation that it excludes.
 
-    `ratios` are the shares of a mixture's parts; `note` receives messages for the user.
-
-    Errors: DataError where no conversation fits the context.
+    `note` receives messages for the user. Errors: DataError where no conversation fits the context.
     """
-    settings = config.sft
+    config, settings, ratios = run.config, run.config.sft, run.splits.train.ratios
     assert settings is not None
     limit = config.model.context_length
-    tasks, played, excluded = replay_all(conversations, renderer, limit, renderers)
+    tasks, played, excluded = replay_all(run.conversations, run.renderer, limit, run.renderers)
     if excluded:
         task_id, reason = excluded[0]
-        message = f"{len(excluded)} of {len(conversations)} conversations skipped, the first"
+        message = f"{len(excluded)} of {len(run.conversations)} conversations skipped, the first"
         message = f"sft: {message} ({task_id}): {reason}"
         if not played:
             raise DataError(message)
         note(message)
     if missing := sorted(set(ratios) - {part_of(task) for task in tasks}):
         note(f"sft: no conversation of {', '.join(missing)}: the others have all")
-    seed = derive_seed(config.seed, "sft")
+    sampler = task_sampler(tasks, derive_seed(config.seed, "sft"), shuffle=True, ratios=ratios)
     stage = Stage(
-        name="sft",
-        steps=settings.steps,
-        tasks=task_sampler(tasks, seed, shuffle=True, ratios=dict(ratios)),
+        TrainSettings(
+            stage="sft",
+            steps=settings.steps,
+            optimizer=settings.optimizer,
+            tokens_per_batch=settings.tokens_per_batch,
+            seed=config.seed,
+        ),
         groups_per_step=settings.episodes_per_step,
-        collect=ReplayCollector(played).collect,
+        source=ReplaySource(sampler, played),
         algorithm=ALGORITHMS.build("sft"),
-        optimizer=settings.optimizer,
-        tokens_per_batch=settings.tokens_per_batch,
-        pad_id=pad_id,
-        seed=config.seed,
     )
     return stage, excluded
 
 
-def rl_stage(
-    config: RunConfig,
-    tasks: Sequence[Task],
-    collector: Collector,
-    backend: LocalBackend,
-    meter: Meter,
-    *,
-    ratios: Mapping[str, int],
-    pad_id: int,
-    on_verified: Callable[[int], None],
-) -> Stage:
-    """Returns the RL stage. With `verify`, `on_verified` receives the count of equal tokens."""
-    settings = config.rl
+def rl_stage(run: Run) -> Stage:
+    """Returns the RL stage."""
+    config, settings = run.config, run.config.rl
     assert settings is not None
+    algorithm = ALGORITHMS.build(settings.algorithm, "rl.algorithm")
+    return Stage(
+        TrainSettings(
+            stage="rl",
+            steps=settings.steps,
+            optimizer=settings.optimizer,
+            tokens_per_batch=settings.tokens_per_batch,
+            epochs=settings.epochs,
+            minibatches=settings.minibatches,
+            temperature=config.rollout.temperature,
+            seed=config.seed,
+        ),
+        groups_per_step=settings.groups_per_step,
+        source=sample_until_signal(rollout_source(run, settings), algorithm),
+        algorithm=algorithm,
+    )
+
+
+def sample_until_signal(source: GroupSource, algorithm: Algorithm) -> GroupSource:
+    """Returns the source with the dynamic sampling that the algorithm asks for, if any."""
+    if algorithm.max_rounds == 1:
+        return source
+
+    def count_useful(groups: list[Group]) -> int:
+        return len(algorithm.screen(groups).groups)
+
+    return DynamicSampling(source, count_useful, algorithm.max_rounds)
+
+
+def rollout_source(run: Run, settings: RLConfig) -> GroupSource:
+    """Returns the source of rollouts: synchronous, or prefetching with `rl.max_staleness`."""
+    config, collector = run.config, run.collector
 
     def collector_of(step: int) -> Collector:
         if not settings.horizon:
             return collector
         return collector.with_config("rl", max_turns=turn_limit(config, step))
 
-    async def collect(tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
-        with meter.rollout():
+    async def play(tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
+        with run.meter.rollout():
             groups = await collector_of(step).collect(tasks, step, settings.group_size, first_group)
         if config.verify:
-            on_verified(await verify(backend, groups, settings.tokens_per_batch, pad_id))
+            with busy("train"):
+                await run.backend.verify(groups)
         return groups
 
-    seed = derive_seed(config.seed, "rl")
-    sampler = task_sampler(tasks, seed, shuffle=config.tasks.shuffle, ratios=dict(ratios))
-    ahead: Prefetch | None = None
-    if settings.max_staleness:
-        ahead = Prefetch(
-            collector_of,
-            sampler,
-            steps=settings.steps,
-            groups_per_step=settings.groups_per_step,
-            group_size=settings.group_size,
-            max_staleness=settings.max_staleness,
-            around=meter.rollout,
-        )
-    return Stage(
-        name="rl",
+    train, seed = run.splits.train, derive_seed(config.seed, "rl")
+    sampler = task_sampler(train, seed, shuffle=config.tasks.shuffle, ratios=train.ratios)
+    if not settings.max_staleness:
+        return SyncSource(sampler, play)
+    return PrefetchSource(
+        collector_of,
+        sampler,
         steps=settings.steps,
-        tasks=sampler,
         groups_per_step=settings.groups_per_step,
-        collect=collect,
-        algorithm=ALGORITHMS.build(settings.algorithm, "rl.algorithm"),
-        optimizer=settings.optimizer,
-        tokens_per_batch=settings.tokens_per_batch,
-        pad_id=pad_id,
-        epochs=settings.epochs,
-        minibatches=settings.minibatches,
-        temperature=config.rollout.temperature,
-        seed=config.seed,
-        ahead=ahead,
+        group_size=settings.group_size,
+        max_staleness=settings.max_staleness,
+        around=run.meter.rollout,
     )
-
-
-async def verify(
-    backend: LocalBackend, groups: Sequence[Group], tokens_per_batch: int, pad_id: int
-) -> int:
-    """Returns how many sampled tokens have the same bits in sampler and learner."""
-    played = [trajectory for group in groups for trajectory in group.trajectories]
-    with busy("train"):
-        return await backend.verify(played, tokens_per_batch, pad_id)

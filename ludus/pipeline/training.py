@@ -75,7 +75,7 @@ class Trainer:
         self._skip_damaged = skip_damaged
         self._watchdog = IdleWatchdog(observer.note)
         self._excluded: list[tuple[str, str]] = []
-        self._num_episodes = self._num_verified = 0
+        self._num_episodes = 0
         self._latest: dict[str, float] = {}
 
     async def train(self) -> None:
@@ -85,11 +85,12 @@ class Trainer:
             resumed = self._rewind()
             in_rl = resumed is not None and resumed.stage == "rl"
             if config.sft and not in_rl:
-                await self._train_stage(self._sft_stage(), resumed)
+                stage, self._excluded = sft_stage(self.run, self._observer.note)
+                await self._train_stage(stage, resumed)
             if config.rl and not in_rl:
                 await self._evaluate("before", config.evaluate.num_tasks)
             if config.rl:
-                await self._train_stage(self._rl_stage(), resumed if in_rl else None)
+                await self._train_stage(rl_stage(self.run), resumed if in_rl else None)
             await self._evaluate("after", config.evaluate.num_tasks)
         finally:
             self._budget.keep()
@@ -126,41 +127,10 @@ class Trainer:
 
     # Stages
 
-    def _sft_stage(self) -> Stage:
-        run = self.run
-        stage, self._excluded = sft_stage(
-            run.config,
-            run.conversations,
-            run.renderer,
-            run.renderers,
-            ratios=run.splits.train.ratios,
-            pad_id=run.tokenizer.pad_token_id or 0,
-            note=self._observer.note,
-        )
-        return stage
-
-    def _rl_stage(self) -> Stage:
-        run = self.run
-        return rl_stage(
-            run.config,
-            run.splits.train,
-            run.collector,
-            run.backend,
-            run.meter,
-            ratios=run.splits.train.ratios,
-            pad_id=run.tokenizer.pad_token_id or 0,
-            on_verified=self._add_verified,
-        )
-
-    def _add_verified(self, num_tokens: int) -> None:
-        self._num_verified += num_tokens
-
     async def _train_stage(self, stage: Stage, resumed: CheckpointInfo | None) -> None:
         """Run a stage from its checkpoint, or from its first step."""
         config, backend = self.run.config, self.run.backend
-        backend.begin_stage(
-            stage.optimizer, stage.optimizer_steps, stage.temperature, stage.algorithm
-        )
+        backend.begin_stage(stage.settings, stage.algorithm)
         seed_random(derive_seed(config.seed, "stage", stage.name))  # e.g. LoRA's dropout
         start = 0
         if resumed is not None:
@@ -180,11 +150,9 @@ class Trainer:
     def _load(self, stage: Stage, resumed: CheckpointInfo) -> float | None:
         """Restore a checkpoint of the stage; returns the success that it was saved with."""
         state = self.run.backend.load(resumed.path)
-        stage.tasks.load_state_dict(state["tasks"])
-        if stage.ahead is not None:
-            fresh = {"next_number": resumed.step * stage.groups_per_step, "again": []}
-            stage.ahead.load_state_dict(state.get("ahead", fresh))
-        elif prefetched := state.get("ahead", {}).get("again"):
+        stage.source.load_state_dict({**state, "step": resumed.step})
+        prefetched = state.get("ahead", {}).get("again")
+        if prefetched and not stage.source.max_staleness:
             self._observer.note(
                 f"{stage.name}: rl.max_staleness is now 0; {len(prefetched)} prefetched tasks are "
                 "dropped"
@@ -205,8 +173,8 @@ class Trainer:
             success = result.success.value if result else None
         ended = step == stage.steps or self._suffices(stage, success)
         exceeded = None if ended else self._budget.exceeded()
-        if ended and stage.ahead is not None:
-            self._record_untrained(stage, step, await stage.ahead.close())
+        if ended:
+            self._record_untrained(stage, step, await stage.source.close())
         every = self.run.config.checkpoint.every
         if ended or exceeded or self.stop_requested or step % every == 0:
             with busy("checkpoint"), self.timings.timed("checkpoints"):
@@ -220,13 +188,11 @@ class Trainer:
     def _save(self, stage: Stage, step: int, success: float | None, *, pin: bool) -> None:
         config = self.run.config
         state = {
-            "tasks": stage.tasks.state_dict(),
+            **stage.source.state_dict(),
             "timings": dict(self.timings.seconds),
             "episodes": self._num_episodes,
             "success": success,
         }
-        if stage.ahead is not None:
-            state["ahead"] = stage.ahead.state_dict()
         last = stage.name == "rl" or config.rl is None
         metric = self._latest.get(config.checkpoint.metric) if last else None
         self.run.backend.save(stage.name, step, state, metric, pin=pin)
@@ -259,9 +225,6 @@ class Trainer:
         metrics |= run.meter.metrics(groups, metrics)
         steps_left = getattr(run.config, stage).steps - step - 1
         metrics |= self._budget.step(metrics["rollout/tokens"], steps_left)
-        if run.config.verify and stage == "rl":
-            metrics["rollout/verified_tokens"] = float(self._num_verified)
-            self._num_verified = 0
         self._latest = metrics
         self._store.record_step(
             run.folder.id,

@@ -1,12 +1,12 @@
-"""Playing ahead: episodes go on while the policy learns, within a bound on their weights' age.
+"""Prefetching: play episodes ahead while the policy trains, within a staleness bound.
 
-    take(step)     launch groups until those of this step and of the `max_staleness` next are there
+    take(step)     start groups until this step and the next `max_staleness` steps are covered
                    wait until as many groups are complete as the step trains on
-                   wait a little for what began `max_staleness` versions ago, then cut it
-                   hand out the oldest
+                   wait briefly for groups that began `max_staleness` versions ago, then cut them
+                   return the oldest groups
 
-What was cut is in its group with the reason, and what its group has finished trains. So no finished
-episode is too old, and a straggler holds nobody up for longer than the bound.
+A cut episode stays in its group with the reason; the finished episodes of the group train. So no
+finished episode is too old, and a straggler delays a step by a bounded time.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ludus.rollout.threads import EnvThread
 from ludus.tasks.curriculum import Curriculum
 from ludus.telemetry.occupancy import OCCUPANCY
 
-PATIENCE = 0.2
-"""How long a step waits for those that it would have to cut, as a share of the last step's time."""
+GRACE = 0.2
+"""Longest wait for episodes that are due to be cut, as a share of the last step's duration."""
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
-    """A group under way. `began`: the version of the weights when its first episode began."""
+class _PendingGroup:
+    """A group in progress. `began`: the policy version when its first episode started."""
 
     number: int
     group: Group
@@ -38,27 +38,27 @@ class _Flight:
     began: int | None = None
 
     @property
-    def landed(self) -> bool:
+    def complete(self) -> bool:
         return all(episode.done() for episode in self.episodes)
 
     def members(self) -> list[tuple[Trajectory, asyncio.Task[None]]]:
         return list(zip(self.group.trajectories, self.episodes, strict=True))
 
 
-class Prefetch:
-    """Groups played ahead of the steps that train on them, in one event loop with the learner.
+class PrefetchSource:
+    """Group source that plays ahead of the steps, in one event loop with the learner.
 
-    Consumes tasks, waits for the sampler and the environments, is unblocked by whichever group is
-    complete first, produces the groups of each step, oldest first. Groups are numbered in the order
-    of their tasks and named as without playing ahead; which of them a step gets depends on time.
+    Consumes tasks, waits for the sampler and the environments, is unblocked by the first complete
+    group, produces the groups of each step, oldest first. Groups are numbered in the order of their
+    tasks, and have the ids of the synchronous mode. Timing decides which groups a step gets.
 
     Args:
-        collector_of: plays the episodes that were meant for a step.
-        tasks: where tasks come from.
-        steps: of the stage; nothing is launched for steps that will not come.
-        max_staleness: how many versions may be published between the beginning of an episode and
-            the step that trains on it; at least 1.
-        around: a context for the time in which a step's groups are waited for.
+        collector_of: returns the collector for the groups of a step.
+        tasks: the task sampler.
+        steps: number of steps of the stage; no group is started beyond them.
+        max_staleness: most versions published between the start of an episode and the step that
+            trains on it; at least 1.
+        around: context manager entered while a step waits for its groups.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Prefetch:
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         if max_staleness < 1:
-            raise ValueError("max_staleness is at least 1 where episodes are played ahead")
+            raise ValueError("max_staleness must be at least 1 for prefetching")
         self.max_staleness = max_staleness
         self._collector_of = collector_of
         self._tasks = tasks
@@ -81,92 +81,99 @@ class Prefetch:
         self._groups_per_step = groups_per_step
         self._group_size = group_size
         self._around = around
-        self._seats = asyncio.Semaphore(collector_of(0).config.concurrency)
+        self._slots = asyncio.Semaphore(collector_of(0).config.concurrency)
         self._changed = asyncio.Event()
-        self._flights: list[_Flight] = []
-        self._again: list[tuple[int, Task]] = []
+        self._pending: list[_PendingGroup] = []
+        self._replay: list[tuple[int, Task]] = []
         self._next_number = 0
         self._version = 0
         self._failure: BaseException | None = None
-        self._depth = self._num_cut = 0
+        self._queue_depth = self._num_cut = 0
+        self._ages: list[int] = []
         self._last = _times()
         self._taken_at: float | None = None
 
-    async def take(self, wanted: int, step: int, version: int) -> list[Group]:
-        """At least `wanted` groups, each begun at most `max_staleness` versions before `version`.
+    async def take(self, n: int, step: int, version: int) -> list[Group]:
+        """Returns at least `n` groups that began at most `max_staleness` versions ago.
 
-        More where more of them would be too old for the next step. A group of which everything was
-        cut comes on top.
+        Returns more groups where they would be too old for the next step. Groups whose episodes
+        were all cut do not count towards `n`.
 
-        Errors: whatever concerns the run and not one episode (diverged weights, a broken config).
+        Errors: those that concern the run and not one episode (diverged weights, a broken config).
         """
         started = asyncio.get_running_loop().time()
-        patience = 0.0 if self._taken_at is None else PATIENCE * (started - self._taken_at)
+        grace = 0.0 if self._taken_at is None else GRACE * (started - self._taken_at)
         self._version, self._taken_at = version, started
-        self._launch_up_to(min(self.max_staleness + 1, self._steps - step) * self._groups_per_step)
-        self._depth = max(self._depth, len(self._landed()))
+        self._start_up_to(min(self.max_staleness + 1, self._steps - step) * self._groups_per_step)
+        self._queue_depth = max(self._queue_depth, len(self._complete()))
         with self._around():
-            await self._until(lambda: len(self._landed()) >= wanted)
+            await self._until(lambda: len(self._complete()) >= n)
             oldest = version - self.max_staleness
-            due = [f for f in self._flights if f.began is not None and f.began <= oldest]
+            due = [p for p in self._pending if p.began is not None and p.began <= oldest]
             with suppress(TimeoutError):
-                async with asyncio.timeout(patience):
-                    await self._until(lambda: all(flight.landed for flight in due))
-            await self._cut([flight for flight in due if not flight.landed])
-        spare = [flight for flight in self._landed() if flight not in due]
-        missing = wanted - sum(_useful(flight.group) for flight in due)
+                async with asyncio.timeout(grace):
+                    await self._until(lambda: all(pending.complete for pending in due))
+            await self._cut([pending for pending in due if not pending.complete])
+        spare = [pending for pending in self._complete() if pending not in due]
+        missing = n - sum(_trainable(pending.group) for pending in due)
         chosen = due + spare[: max(missing, 0)]
-        self._flights = [flight for flight in self._flights if flight not in chosen]
-        groups = [flight.group for flight in sorted(chosen, key=lambda f: f.number)]
+        self._pending = [pending for pending in self._pending if pending not in chosen]
+        groups = [pending.group for pending in sorted(chosen, key=lambda p: p.number)]
         self._tasks.observe(groups)
+        self._ages += turn_ages(groups, version)
         return groups
 
     def metrics(self) -> dict[str, float]:
-        """Of the step since the last call.
+        """Metrics since the last call.
 
-        `rollout/queue_depth`: complete groups that waited when the step began; `rollout/cut`:
-        episodes that were cut; `time/learner_idle_s`, `time/sampler_idle_s`: seconds in which it
-        did not compute, whatever else did.
+        `rollout/staleness_*`: versions between sampling and training, over turns;
+        `rollout/queue_depth`: complete groups waiting when the step began; `rollout/cut`: episodes
+        cut; `time/learner_idle_s`, `time/sampler_idle_s`: seconds in which it did not compute.
         """
         now = _times()
         spans = zip(now, self._last, strict=True)
         wall, trained, sampled = (after - before for after, before in spans)
-        found = {
-            "rollout/queue_depth": float(self._depth),
+        metrics = {
+            "rollout/staleness_mean": sum(self._ages) / max(len(self._ages), 1),
+            "rollout/staleness_max": float(max(self._ages, default=0)),
+            "rollout/queue_depth": float(self._queue_depth),
             "rollout/cut": float(self._num_cut),
             "time/learner_idle_s": wall - trained,
             "time/sampler_idle_s": wall - sampled,
         }
-        self._last, self._depth, self._num_cut = now, 0, 0
-        return found
+        self._last, self._queue_depth, self._num_cut, self._ages = now, 0, 0, []
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """The tasks that are under way, ready for JSON: a resumed run plays them again, first."""
-        under_way = [(flight.number, flight.group.task) for flight in self._flights] + self._again
-        return {
-            "next_number": self._next_number,
-            "again": [[number, task.model_dump(mode="json")] for number, task in under_way],
-        }
+        """State of the task sampler, and the tasks in progress: a resumed run plays those first."""
+        in_progress = [(pending.number, pending.group.task) for pending in self._pending]
+        again = [[n, task.model_dump(mode="json")] for n, task in in_progress + self._replay]
+        ahead = {"next_number": self._next_number, "again": again}
+        return {"tasks": self._tasks.state_dict(), "ahead": ahead}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, with the task sampler's state of that moment."""
-        self._next_number = int(state["next_number"])
-        self._again = [(number, Task.model_validate(task)) for number, task in state["again"]]
+        """Restore a state; one without `ahead` was saved by a synchronous run."""
+        self._tasks.load_state_dict(state["tasks"])
+        ahead = state.get("ahead")
+        if ahead is None:
+            ahead = {"next_number": int(state["step"]) * self._groups_per_step, "again": []}
+        self._next_number = int(ahead["next_number"])
+        self._replay = [(number, Task.model_validate(task)) for number, task in ahead["again"]]
 
     async def close(self) -> list[Group]:
-        """Stop what is under way. Returns what was played in vain, each episode with the reason."""
-        flights, self._flights = self._flights, []
-        episodes = [episode for flight in flights for episode in flight.episodes]
+        """Stop all episodes. Returns the groups that began, each trajectory with the reason."""
+        all_pending, self._pending = self._pending, []
+        episodes = [episode for pending in all_pending for episode in pending.episodes]
         for episode in episodes:
             episode.cancel()
         await asyncio.gather(*episodes, return_exceptions=True)
-        begun = [flight for flight in flights if flight.began is not None]
-        for flight in begun:
-            for trajectory, episode in flight.members():
+        begun = [pending for pending in all_pending if pending.began is not None]
+        for pending in begun:
+            for trajectory, episode in pending.members():
                 if episode.cancelled():
                     trajectory.status, trajectory.error = Status.ABORTED, "the stage ended"
                 trajectory.dropped = "played ahead of the end: no step was left to train on it"
-        return [flight.group for flight in begun]
+        return [pending.group for pending in begun]
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         while not ready() and self._failure is None:
@@ -175,46 +182,48 @@ class Prefetch:
         if self._failure is not None:
             raise self._failure
 
-    def _landed(self) -> list[_Flight]:
+    def _complete(self) -> list[_PendingGroup]:
         """Complete groups, oldest first."""
-        return [flight for flight in self._flights if flight.landed]
+        return [pending for pending in self._pending if pending.complete]
 
-    def _launch_up_to(self, count: int) -> None:
-        while len(self._flights) < count:
-            if self._again:
-                self._launch(*self._again.pop(0))
+    def _start_up_to(self, count: int) -> None:
+        while len(self._pending) < count:
+            if self._replay:
+                self._start(*self._replay.pop(0))
             else:
-                self._launch(self._next_number, next(self._tasks))
+                self._start(self._next_number, next(self._tasks))
                 self._next_number += 1
 
-    def _launch(self, number: int, task: Task) -> None:
+    def _start(self, number: int, task: Task) -> None:
         step, place = divmod(number, self._groups_per_step)
         collector = self._collector_of(step)
-        flight = _Flight(number, collector.lay_out(task, step, place, self._group_size))
-        for trajectory in flight.group.trajectories:
-            episode = asyncio.create_task(self._play(collector, flight, trajectory))
-            episode.add_done_callback(self._note)
-            flight.episodes.append(episode)
-        self._flights.append(flight)
+        pending = _PendingGroup(number, collector.lay_out(task, step, place, self._group_size))
+        for trajectory in pending.group.trajectories:
+            episode = asyncio.create_task(self._play(collector, pending, trajectory))
+            episode.add_done_callback(self._on_done)
+            pending.episodes.append(episode)
+        self._pending.append(pending)
 
-    async def _play(self, collector: Collector, flight: _Flight, trajectory: Trajectory) -> None:
-        async with self._seats:  # first come, first served: the oldest group's episodes come first
-            if flight.began is None:
-                flight.began = self._version
-            seat = EnvThread(inline=collector.inline)
+    async def _play(
+        self, collector: Collector, pending: _PendingGroup, trajectory: Trajectory
+    ) -> None:
+        async with self._slots:  # first in, first out: episodes of the oldest group start first
+            if pending.began is None:
+                pending.began = self._version
+            thread = EnvThread(inline=collector.inline)
             try:
-                await collector.play(seat, flight.group.task, trajectory)
+                await collector.play(thread, pending.group.task, trajectory)
             finally:
-                seat.close()
+                thread.close()
 
-    def _note(self, episode: asyncio.Task[None]) -> None:
+    def _on_done(self, episode: asyncio.Task[None]) -> None:
         if not episode.cancelled() and episode.exception() is not None:
             self._failure = self._failure or episode.exception()
         self._changed.set()
 
-    async def _cut(self, flights: list[_Flight]) -> None:
-        """End the episodes that still run, and leave the reason with them."""
-        members = [member for flight in flights for member in flight.members()]
+    async def _cut(self, overdue: list[_PendingGroup]) -> None:
+        """Cancel the running episodes of overdue groups, and record the reason."""
+        members = [member for pending in overdue for member in pending.members()]
         running = [(trajectory, episode) for trajectory, episode in members if not episode.done()]
         for _, episode in running:
             episode.cancel()
@@ -224,18 +233,29 @@ class Prefetch:
                 self._num_cut += 1
                 trajectory.status = Status.ABORTED
                 trajectory.error = (
-                    f"cut: it still ran {self.max_staleness} versions of the weights after its "
+                    f"cut: still running {self.max_staleness} versions of the weights after its "
                     "group began (rl.max_staleness)"
                 )
         if self._failure is not None:
             raise self._failure
 
 
-def _useful(group: Group) -> bool:
-    """Whether anything in it can train."""
+def turn_ages(groups: list[Group], version: int) -> list[int]:
+    """Versions between sampling and `version`, for each turn of a trainable trajectory."""
+    return [
+        version - segment.policy_version
+        for group in groups
+        for trajectory in group.trajectories
+        if trajectory.status.trainable
+        for segment in trajectory.segments
+        if segment.policy_version is not None
+    ]
+
+
+def _trainable(group: Group) -> bool:
     return any(trajectory.status.trainable for trajectory in group.trajectories)
 
 
 def _times() -> tuple[float, float, float]:
-    """The time now, and the seconds so far in which the learner and the sampler computed."""
+    """The time now, and the busy seconds of the learner and the sampler so far."""
     return time.perf_counter(), OCCUPANCY.total("train"), OCCUPANCY.total("sample")

@@ -1,4 +1,4 @@
-"""Demonstrations as trajectories: what SFT trains on."""
+"""Demonstrations as trajectories: the training data of SFT."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Group, Message, Task, Trajectory
 from ludus.models.chat.renderer import Renderer
 from ludus.rollout.session import TreeBuilder
+from ludus.rollout.source import SyncSource
+from ludus.tasks.curriculum import Curriculum
 
 
 def replay(
@@ -55,26 +57,26 @@ def _render(
     builder.add_messages(replies, [])  # after the last turn: the model never sees them
 
 
-class ReplayCollector:
-    """Answers `collect` with demonstrations, one a task: SFT in the loop's own words."""
+class ReplaySource(SyncSource):
+    """Source of demonstrations: one group of one trajectory a task, with ids of the step."""
 
-    def __init__(self, demonstrations: Iterable[Trajectory]) -> None:
+    def __init__(self, tasks: Curriculum, demonstrations: Iterable[Trajectory]) -> None:
+        super().__init__(tasks, self._copy)
         self._by_task = {trajectory.task_id: trajectory for trajectory in demonstrations}
 
-    async def collect(self, tasks: Sequence[Task], step: int, first_group: int = 0) -> list[Group]:
-        """One group of one demonstration for each task, with ids of this step."""
+    async def _copy(self, tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
         groups: list[Group] = []
         for number, task in enumerate(tasks, first_group):
-            known = self._by_task[task.id]
+            original = self._by_task[task.id]
             group_id = f"sft-{step:06d}/g{number:04d}"
             copy = Trajectory(
                 f"{group_id}/e000",
                 group_id,
                 task.id,
-                segments=known.segments,
+                segments=original.segments,
                 policy="expert",
-                reward=known.reward,
-                metrics=dict(known.metrics),
+                reward=original.reward,
+                metrics=dict(original.metrics),
             )
             groups.append(Group(group_id, task, [copy]))
         return groups

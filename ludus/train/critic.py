@@ -34,11 +34,6 @@ class Critic:
         values_P: Tensor = self.head(hidden_PE.float()).squeeze(-1)
         return values_P
 
-    def step(self) -> None:
-        """Update by the gradients there are, and clear them."""
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
     def state_dict(self) -> dict[str, Any]:
         """Weights and moments as JSON; Python's floats hold float32 exactly."""
         moments = [

@@ -1,4 +1,4 @@
-"""One optimizer step: forward, loss, backward over micro-batches, clip, AdamW.
+"""The learner: forward, loss, backward over micro-batches; clip, AdamW.
 
 Shape suffix: N, the loss tokens of a micro-batch.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,15 +42,15 @@ class Learner:
     """Trains a Hugging Face causal LM in place.
 
     Args:
-        model: the policy; its weights are shared with the in-process sampler.
-        config: AdamW and its schedule.
-        num_steps: optimizer steps of the stage, which the schedule ends with.
-        temperature: that of the rollouts; logits are divided by it, so that the learner's
-            log-probabilities are those of the distribution that was sampled from.
-        context_length: the most tokens of a sample, where that is known.
-        settings: how a step computes.
-        num_ids: only ids below this can be sampled; None: all of the model's.
-        dump_dir: where a batch is saved whose loss is not finite.
+        model: the policy; the in-process sampler shares its weights.
+        config: AdamW and the learning-rate schedule.
+        num_steps: optimizer steps of the stage; the schedule ends with them.
+        temperature: that of the rollouts. Logits are divided by it, so the learner's
+            log-probabilities are of the distribution that was sampled from.
+        context_length: most tokens of a sample; None: unknown.
+        settings: precision, compilation, gradient checkpointing.
+        num_ids: ids from this on are never sampled; None: all ids are.
+        dump_dir: receives the batches of a failed step.
         critic_lr: learning rate of a critic on the policy's hidden states; None: no critic.
     """
 
@@ -79,8 +80,9 @@ class Learner:
         )
         self.dump_dir = dump_dir
         self.step = 0
+        self._pending: list[_Pending] = []
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        # Norms' gains and biases are vectors: decaying them only fights the optimizer.
+        # No weight decay on vectors: gains of norms and biases.
         groups: list[dict[str, Any]] = [
             {"params": [p for p in self.parameters if p.ndim > 1]},
             {"params": [p for p in self.parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -99,84 +101,103 @@ class Learner:
             self.critic = Critic(hidden_size, critic_lr, self.forward.device)
 
     def train_step(self, batch: Batch, loss: LossFn) -> dict[str, float]:
-        """One optimizer step over all micro-batches of `batch`.
+        """One optimizer step on one batch. Errors: those of its two halves."""
+        metrics = self.forward_backward(batch, loss)
+        return {**metrics, **self.optim_step()}
 
-        The loss is the weighted sum over loss tokens, with weights that were set for the whole
-        batch: how it is cut into micro-batches does not change the gradient.
+    def forward_backward(self, batch: Batch, loss: LossFn) -> dict[str, float]:
+        """Add the gradient of a batch to those since the last `optim_step`; returns its metrics.
 
-        A micro-batch that memory does not hold is split, and all are done again, once.
+        The loss is the sum over loss tokens of loss x weight, so cutting a batch into micro-batches
+        does not change the gradient. A micro-batch that exceeds memory is split, and everything
+        since the last `optim_step` is computed again, once.
 
-        Errors: TrainingError where loss or gradient is not finite, or memory does not suffice; the
-        weights are untouched, the batch is saved in `dump_dir`.
+        Errors: TrainingError where the loss is not finite or memory is exhausted. The gradients are
+        discarded, the weights are unchanged, the batches are saved in `dump_dir`.
         """
         self.model.train()
-        micro_batches = list(batch.micro_batches)
-        done, totals = self._accumulate(batch, micro_batches, loss)
-        if done < len(micro_batches):
-            parts = batch.halves(micro_batches[done])
-            log.warning("out of memory: a micro-batch is split", step=self.step, parts=len(parts))
-            micro_batches[done : done + 1] = parts
-            if parts:
-                done, totals = self._accumulate(batch, micro_batches, loss)
-            if not parts or done < len(micro_batches):
-                self._refuse(
-                    batch, "memory does not suffice, also with half a forward pass", SMALLER
-                )
+        if not self._pending:
+            self._zero_grad()
+        current = _Pending(batch, loss, list(batch.micro_batches))
+        self._pending.append(current)
+        try:
+            done, sums = self._accumulate(current)
+            if done < len(current.micro_batches):
+                sums = self._accumulate_split(current, done)
+        except BaseException:
+            self._zero_grad()
+            raise
+        num_loss_tokens = max(batch.num_loss_tokens, 1)
+        return {n: value if n == "loss" else value / num_loss_tokens for n, value in sums.items()}
+
+    def optim_step(self) -> dict[str, float]:
+        """Clip the gradient, and step the optimizer and the critic; returns norm and learning rate.
+
+        Errors: TrainingError where the gradient is not finite, as in `forward_backward`.
+        """
         clipped = self.parameters + (self.critic.parameters if self.critic else [])
         norm = float(torch.nn.utils.clip_grad_norm_(clipped, self.config.max_grad_norm))
         if not math.isfinite(norm):
-            self._refuse(batch, f"the gradient's norm is {norm}")
+            self._refuse(f"the gradient's norm is {norm}")
         lr = learning_rate(self.config, self.step, self.num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         if self.critic is not None:
-            self.critic.step()
+            self.critic.optimizer.step()
+        self._zero_grad()
         self.step += 1
-        num_loss_tokens = max(batch.num_loss_tokens, 1)
-        metrics = {
-            name: value if name == "loss" else value / num_loss_tokens
-            for name, value in totals.items()
-        }
-        return {**metrics, "grad_norm": norm, "lr": lr}
+        return {"grad_norm": norm, "lr": lr}
 
     def logprobs(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The policy's log-probabilities and entropies [N] of the loss tokens, with gradient."""
         with self.forward.passes(micro_batch):
             return self.forward.logprobs(micro_batch)
 
-    def _accumulate(
-        self, batch: Batch, micro_batches: Sequence[MicroBatch], loss: LossFn
-    ) -> tuple[int, dict[str, float]]:
-        """Gradients of all micro-batches, from zero; returns how many were done before memory ran
-        out (all of them, where it did not), and the sums of their metrics."""
+    def _zero_grad(self) -> None:
+        self._pending.clear()
         self.optimizer.zero_grad(set_to_none=True)
         if self.critic is not None:
             self.critic.optimizer.zero_grad(set_to_none=True)
-        totals: dict[str, float] = {}
+
+    def _accumulate(self, pending: _Pending) -> tuple[int, dict[str, float]]:
+        """Add the gradients of all micro-batches. Returns the number done before memory ran out (or
+        all), and the sums of their metrics."""
+        sums: dict[str, float] = {}
         done = 0
         try:
-            whole = needs_whole_trajectories(loss)
-            ratios = self._trajectory_log_ratios(micro_batches) if whole else None
-            for micro_batch in micro_batches:
-                value, metrics = self._backward(micro_batch, loss, ratios)
+            whole = needs_whole_trajectories(pending.loss)
+            ratios = self._trajectory_log_ratios(pending.micro_batches) if whole else None
+            for micro_batch in pending.micro_batches:
+                value, metrics = self._backward(micro_batch, pending.loss, ratios)
                 if not math.isfinite(value):
-                    self._refuse(batch, f"the loss is {value}")
+                    self._refuse(f"the loss is {value}")
                 metrics["loss"] = value
                 for name, item in metrics.items():
-                    totals[name] = totals.get(name, 0.0) + item
+                    sums[name] = sums.get(name, 0.0) + item
                 done += 1
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            self.optimizer.zero_grad(set_to_none=True)
-        return done, totals
+        return done, sums
+
+    def _accumulate_split(self, current: _Pending, failed: int) -> dict[str, float]:
+        """Split the micro-batch that exceeded memory, and compute all pending batches again."""
+        parts = current.batch.halves(current.micro_batches[failed])
+        log.warning("out of memory: a micro-batch is split", step=self.step, parts=len(parts))
+        current.micro_batches[failed : failed + 1] = parts
+        all_pending = list(self._pending)
+        self._zero_grad()
+        self._pending += all_pending
+        results = [(pending, *self._accumulate(pending)) for pending in all_pending if parts]
+        if not parts or any(done < len(pending.micro_batches) for pending, done, _ in results):
+            self._refuse("memory does not suffice, also with half a forward pass", SMALLER)
+        return results[-1][2]
 
     @torch.no_grad()
     def _trajectory_log_ratios(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
-        """Mean log-ratio of each trajectory [number of trajectories]; None where each lies in one
-        micro-batch as a whole, whose loss then finds it by itself."""
+        """Mean log-ratio of each trajectory [number of trajectories]; None where none is in
+        two micro-batches, for the loss computes the ratios itself then."""
         parts = [set(micro_batch.trajectory_N.tolist()) for micro_batch in micro_batches]
         if sum(map(len, parts)) == len(set().union(*parts)):
             return None
@@ -190,10 +211,10 @@ class Learner:
     def _backward(
         self, micro_batch: MicroBatch, loss: LossFn, ratios: Tensor | None = None
     ) -> tuple[float, dict[str, float]]:
-        """Add the micro-batch's gradient; returns its loss and sums of its per-token metrics."""
+        """Add a micro-batch's gradient; returns its loss and the sums of its per-token metrics."""
         device = self.forward.device
 
-        def there(values_N: Tensor | None) -> Tensor | None:
+        def moved(values_N: Tensor | None) -> Tensor | None:
             return None if values_N is None else values_N.to(device)
 
         with self.forward.passes(micro_batch):
@@ -205,11 +226,11 @@ class Learner:
                 old_logprobs_N=micro_batch.old_logprobs_N.to(device),
                 advantages_N=micro_batch.advantages_N.to(device),
                 trajectory_N=micro_batch.trajectory_N.to(device),
-                ref_logprobs_N=there(micro_batch.ref_logprobs_N),
+                ref_logprobs_N=moved(micro_batch.ref_logprobs_N),
                 entropy_N=entropy_N,
                 values_N=None if values_P is None else values_P[micro_batch.place_N.to(device)],
-                old_values_N=there(micro_batch.values_N),
-                returns_N=there(micro_batch.returns_N),
+                old_values_N=moved(micro_batch.values_N),
+                returns_N=moved(micro_batch.returns_N),
                 trajectory_log_ratio_N=None
                 if ratios is None
                 else ratios[micro_batch.trajectory_N.to(device)],
@@ -222,27 +243,35 @@ class Learner:
         sums["entropy"] = float(entropy_N.detach().sum())
         return float(total.detach()), sums
 
-    def _refuse(
-        self, batch: Batch, what: str, remedy: str = "lower optimizer.lr and resume"
-    ) -> NoReturn:
-        """Save the batch that broke training, and stop."""
+    def _refuse(self, what: str, remedy: str = "lower optimizer.lr and resume") -> NoReturn:
+        """Save the pending batches, discard their gradients, and raise TrainingError."""
         where = ""
         if self.dump_dir is not None:
             folder = self.dump_dir / f"failed-batch-{self.step:06d}"
             try:
-                save_batch(batch, folder)
+                for number, pending in enumerate(self._pending):
+                    save_batch(pending.batch, folder / f"{number}" if number else folder)
                 where = f"; its batch is saved in {folder}"
             except (OSError, SafetensorError) as error:
                 where = f"; its batch could not be saved in {folder} ({error})"
-        self.optimizer.zero_grad(set_to_none=True)
+        self._zero_grad()
         raise TrainingError(
             f"optimizer step {self.step}: {what}{where}. The weights are as they were before the "
             f"step; {remedy}"
         )
 
 
+@dataclass(slots=True)
+class _Pending:
+    """A batch whose gradient is accumulated; its micro-batches, split where memory ran out."""
+
+    batch: Batch
+    loss: LossFn
+    micro_batches: list[MicroBatch]
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: on a GPU, in torch's allocator on the CPU, or in Python's."""
+    """Whether an error means out of memory: on a GPU, in torch's CPU allocator, in Python."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error).lower()
@@ -250,7 +279,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """The rate of optimizer step `step` (from 0): linear warm-up, then the schedule."""
+    """Learning rate of optimizer step `step` (from 0): linear warm-up, then the schedule."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     span = max(num_steps - config.warmup_steps, 1)
@@ -263,7 +292,7 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
 
 
 def save_batch(batch: Batch, folder: Path) -> None:
-    """Write a batch, to look at what broke: its counts, and a file of tensors a micro-batch.
+    """Write a batch for inspection: counts.json, and one file of tensors a micro-batch.
 
     `MicroBatch(**safetensors.torch.load_file(path))` reads one back.
     """

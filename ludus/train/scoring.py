@@ -1,18 +1,19 @@
-"""What models say of tokens that were sampled already: no gradient, in packed batches.
+"""Score sampled tokens with a model: no gradient, in packed batches.
 
-Fills in `learner_logprobs`, `ref_logprobs` and `values` of a trajectory's sampled segments.
+Returns copies of the groups whose sampled segments carry `learner_logprobs`, `ref_logprobs` or
+`values`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ludus.core.types import Sample, Trajectory
+from ludus.core.types import Group, Sample, Segment, Trajectory
 from ludus.train.critic import Critic
 from ludus.train.forward import Forward
 from ludus.train.packing import MicroBatch, pack
@@ -26,9 +27,9 @@ class Scorer:
     """Scores trajectories with one model.
 
     Args:
-        forward: the model's passes.
+        forward: the model's forward passes.
         tokens_per_batch: most positions of a pass.
-        critic: gives values from the model's hidden states.
+        critic: computes values from the model's hidden states.
     """
 
     forward: Forward
@@ -36,61 +37,56 @@ class Scorer:
     pad_id: int
     critic: Critic | None = None
 
-    @torch.no_grad()
-    def __call__(self, trajectories: Sequence[Trajectory], logprobs: Field | None) -> None:
-        """Write log-probabilities into the segments' field `logprobs`, and values where there is a
-        critic.
+    def __call__(self, groups: Sequence[Group], logprobs: Field | None) -> list[Group]:
+        """Returns the groups with log-probabilities in the segments' field `logprobs`, and with
+        values where there is a critic.
 
-        A critic is asked for the state after each turn, too: behind a row's last turn stands one
-        more token, which nothing sees.
+        A critic also values the state after each turn. For that, a row ends with one more token,
+        which no other token attends to.
         """
-        rows = [(t, path, fresh) for t in trajectories for path, fresh in paths(t)]
-        if not rows:
-            return
-        samples = [self._sample(*row) for row in rows]
-        longest = max(len(sample.token_ids) for sample in samples)
+        trajectories = [t for group in groups for t in group.trajectories]
+        rows = [(n, *row) for n, t in enumerate(trajectories) for row in paths(t)]
+        samples = [self._sample(trajectories[n], path, fresh) for n, path, fresh in rows]
+        fields: list[dict[int, dict[str, Any]]] = [{} for _ in trajectories]
+        for (n, path, fresh), (scores, values) in zip(rows, self._scores(samples), strict=True):
+            start = 0
+            for index in path:
+                stop = start + len(trajectories[n].segments[index].token_ids)
+                if index in fresh:
+                    scored = fields[n][index] = {}
+                    if logprobs is not None:
+                        scored[logprobs] = scores[start:stop]
+                    if self.critic is not None:
+                        scored["values"] = values[start : stop + 1]
+                start = stop
+        copies = iter([_with_fields(t, f) for t, f in zip(trajectories, fields, strict=True)])
+        return [replace(g, trajectories=[next(copies) for _ in g.trajectories]) for g in groups]
+
+    @torch.no_grad()
+    def _scores(self, samples: Sequence[Sample]) -> list[tuple[list[float], list[float]]]:
+        """Log-probabilities and values of each sample's tokens; 0 for tokens without a loss."""
+        scores = [([0.0] * len(s.token_ids), [0.0] * len(s.token_ids)) for s in samples]
+        if not samples:
+            return scores
         batch = pack(
             samples,
             [sample.logprobs for sample in samples],
-            tokens_per_batch=max(self.tokens_per_batch, longest),
+            tokens_per_batch=max(self.tokens_per_batch, *(len(s.token_ids) for s in samples)),
             pad_id=self.pad_id,
             layout=self.forward.layout,
         )
-        scores = [[0.0] * len(sample.token_ids) for sample in samples]
-        values = [[0.0] * len(sample.token_ids) for sample in samples]
         model = self.forward.model
         training = model.training
         model.eval()
         try:
             for micro_batch in batch.micro_batches:
-                logprobs_N, values_N = self._pass(micro_batch)
-                _put(micro_batch, logprobs_N, scores)
-                if values_N is not None:
-                    _put(micro_batch, values_N, values)
+                for place, column_N in enumerate(self._pass(micro_batch)):
+                    samples_N, index_N = micro_batch.sample_N.tolist(), micro_batch.index_N.tolist()
+                    for n, i, x in zip(samples_N, index_N, column_N.tolist(), strict=True):
+                        scores[n][place][i] = x
         finally:
             model.train(training)
-        for row, of_row, values_of_row in zip(rows, scores, values, strict=True):
-            self._write(*row, logprobs, of_row, values_of_row)
-
-    def _write(
-        self,
-        trajectory: Trajectory,
-        path: list[int],
-        fresh: list[int],
-        logprobs: Field | None,
-        scores: list[float],
-        values: list[float],
-    ) -> None:
-        """Hand a row's numbers to the segments whose loss is in it."""
-        start = 0
-        for index in path:
-            segment = trajectory.segments[index]
-            stop = start + len(segment.token_ids)
-            if index in fresh and logprobs is not None:
-                setattr(segment, logprobs, scores[start:stop])
-            if index in fresh and self.critic is not None:
-                segment.values = values[start : stop + 1]
-            start = stop
+        return scores
 
     def _sample(self, trajectory: Trajectory, path: list[int], fresh: list[int]) -> Sample:
         ids: list[int] = []
@@ -107,31 +103,37 @@ class Scorer:
         nothing = [0.0] * len(ids)
         return Sample(ids, mask, nothing, nothing, trajectory.id)
 
-    def _pass(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+    def _pass(self, micro_batch: MicroBatch) -> list[Tensor]:
+        """Log-probabilities [N] of the loss tokens, and values [N] where there is a critic."""
         config = self.forward.model.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None)
-        if self.critic is not None and limit:  # the token behind a full context has no position
+        if self.critic is not None and limit:  # no position is left after a full context
             micro_batch.positions_RT.clamp_(max=limit - 1)
         with self.forward.passes(micro_batch):
             hidden_PE, logits_PV = self.forward.hidden_states(micro_batch)
             logprobs_N, _ = self.forward.score(hidden_PE, logits_PV, micro_batch)
             if self.critic is None:
-                return logprobs_N, None
-            return logprobs_N, self.critic(hidden_PE)[micro_batch.place_N.to(self.forward.device)]
+                return [logprobs_N]
+            return [logprobs_N, self.critic(hidden_PE)[micro_batch.place_N.to(self.forward.device)]]
 
 
-def assume_start(trajectories: Iterable[Trajectory]) -> None:
-    """Fill in what the models of a stage say before its first update, without asking them: learner
-    and reference are the policy that sampled, a critic expects 0."""
-    for trajectory in trajectories:
-        for segment in trajectory.segments:
-            if segment.logprobs is not None:
-                segment.learner_logprobs = segment.ref_logprobs = segment.logprobs
-                segment.values = [0.0] * (len(segment.token_ids) + 1)
+def assume_start(groups: Sequence[Group]) -> list[Group]:
+    """Returns groups with the scores before the first update, without a forward pass: learner and
+    reference equal the policy that sampled, the critic returns 0."""
+
+    def scores(segment: Segment) -> dict[str, Any]:
+        own = segment.logprobs
+        values = [0.0] * (len(segment.token_ids) + 1)
+        return {"learner_logprobs": own, "ref_logprobs": own, "values": values}
+
+    def scored(trajectory: Trajectory) -> Trajectory:
+        turns = {i: scores(s) for i, s in enumerate(trajectory.segments) if s.sampled}
+        return _with_fields(trajectory, turns)
+
+    return [replace(g, trajectories=[scored(t) for t in g.trajectories]) for g in groups]
 
 
-def _put(micro_batch: MicroBatch, values_N: Tensor, into: list[list[float]]) -> None:
-    for sample, index, value in zip(
-        micro_batch.sample_N.tolist(), micro_batch.index_N.tolist(), values_N.tolist(), strict=True
-    ):
-        into[sample][index] = value
+def _with_fields(trajectory: Trajectory, fields: dict[int, dict[str, Any]]) -> Trajectory:
+    """A copy whose segments have the given fields, by index of the segment."""
+    segments = [replace(s, **fields.get(i, {})) for i, s in enumerate(trajectory.segments)]
+    return replace(trajectory, segments=segments)

@@ -16,12 +16,13 @@ from ludus.models.build import build_model
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.models.samplers.base import Completion, SamplingParams
-from ludus.train.algorithms.aggregates import token_mean
-from ludus.train.algorithms.losses import clipped
-from ludus.train.packing import pack
+from ludus.train import ALGORITHMS
+from ludus.train.minibatches import TrainSettings
 
 SHAPE = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "init_range": 0.2}
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2, schedule="cosine", weight_decay=0.1)
+SETTINGS = TrainSettings("rl", 12, OPTIMIZER, tokens_per_batch=48)
+ALGORITHM = ALGORITHMS.build(Spec(name="dapo", args={"clip_high": 0.2}))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def make_backend(renderer: Renderer, folder: Path, seed: int, lora: bool = False
     )
     model = build_model(config.model, renderer.tokenizer, seed)
     backend = LocalBackend(model, renderer, config, folder)
-    backend.begin_stage(OPTIMIZER, 12, 1.0)
+    backend.begin_stage(SETTINGS, ALGORITHM)
     return backend
 
 
@@ -77,8 +78,7 @@ async def iteration(backend: LocalBackend, step: int) -> tuple[list[Completion],
         )
         for i, completion in enumerate(played)
     ]
-    batch = pack(samples, token_mean(samples), tokens_per_batch=48, pad_id=0)
-    metrics = await backend.train_step(batch, clipped(0.2, 0.2))
+    metrics = await backend.train(samples, ALGORITHM)
     await backend.publish_weights()
     return played, metrics
 
@@ -160,7 +160,7 @@ async def test_a_stage_starts_with_a_fresh_optimizer(tmp_path: Path, renderer: R
     backend = make_backend(renderer, tmp_path, seed=0)
     await iteration(backend, 0)
     before = backend.learner
-    backend.begin_stage(OPTIMIZER, 5, 0.5)
+    backend.begin_stage(TrainSettings("rl", 5, OPTIMIZER, 48, temperature=0.5), ALGORITHM)
     assert backend.learner is not before
     assert (backend.learner.step, backend.learner.temperature) == (0, 0.5)
     assert not backend.learner.optimizer.state
@@ -172,6 +172,6 @@ def test_training_needs_a_stage(tmp_path: Path, renderer: Renderer) -> None:
     backend._learner = None
     with pytest.raises(RuntimeError, match="begin_stage has not been called"):
         _ = backend.learner
-    backend.begin_stage(OPTIMIZER, 5, 1.0)
+    backend.begin_stage(SETTINGS, ALGORITHM)
     with pytest.raises(CheckpointError):
         backend.load(tmp_path / "nothing")

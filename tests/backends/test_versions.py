@@ -18,12 +18,14 @@ from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.models.samplers.base import Completion, SamplingParams
 from ludus.rollout.session import TreeBuilder
+from ludus.rollout.source import SyncSource
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
-from ludus.train.packing import pack
+from ludus.train.minibatches import TrainSettings
 from ludus.train.samples import to_samples
 
 SHAPE = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+SETTINGS = TrainSettings("rl", 10, OptimizerConfig(lr=1e-2), tokens_per_batch=64)
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def backend(tmp_path: Path) -> LocalBackend:
     renderer = Renderer(tokenizer)
     model = build_model(config.model, tokenizer, seed=0)
     made = LocalBackend(model, renderer, config, tmp_path)
-    made.begin_stage(OptimizerConfig(lr=1e-2), num_steps=10, temperature=1.0)
+    made.begin_stage(SETTINGS, ALGORITHMS.build("grpo"))
     return made
 
 
@@ -70,10 +72,9 @@ async def train(backend: LocalBackend, completions: list[Completion] | None = No
         )  # fmt: skip
         members.append(trajectory)
     algorithm = ALGORITHMS.build("grpo")
-    samples = to_samples([Group("g", Task(id="task"), members)], algorithm)
+    samples = to_samples(algorithm.assign([Group("g", Task(id="task"), members)]))
     assert {s.policy_version for s in samples} == {completions[0].policy_version}
-    batch = pack(samples, algorithm.aggregate(samples), tokens_per_batch=64, pad_id=0)
-    await backend.train_step(batch, algorithm.loss)
+    await backend.train(samples, algorithm)
 
 
 async def test_each_publication_counts_up_and_is_what_turns_carry(backend: LocalBackend):
@@ -129,24 +130,15 @@ def logprob(backend: LocalBackend, token_ids: list[int]) -> float:
 
 
 async def test_turns_of_other_weights_than_the_published_ones_are_refused(backend: LocalBackend):
-    async def collect(tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
+    async def play(tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
         trajectory = Trajectory("stale", "g", "task", reward=1.0)
         builder = TreeBuilder(trajectory)
         builder.add_messages([Message(role="user", content="go")], [5, 6, 7])
         builder.add_turn(Message(role="assistant"), [8], [-0.1], 0)
         return [Group("g", Task(id="task"), [trajectory])]
 
-    stage = Stage(
-        name="rl",
-        steps=1,
-        tasks=TaskSampler([Task(id="task")]),
-        groups_per_step=1,
-        collect=collect,
-        algorithm=ALGORITHMS.build("grpo"),
-        optimizer=OptimizerConfig(),
-        tokens_per_batch=64,
-        pad_id=0,
-    )
+    source = SyncSource(TaskSampler([Task(id="task")]), play)
+    stage = Stage(SETTINGS, groups_per_step=1, source=source, algorithm=ALGORITHMS.build("grpo"))
     await backend.publish_weights()
     with pytest.raises(TrainingError, match=r"stale was sampled by version 0 .* version 1 was"):
         await run_stage(stage, backend, recorder=None)  # type: ignore[arg-type]

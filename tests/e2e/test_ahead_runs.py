@@ -27,11 +27,11 @@ def test_it_may_be_switched_on_and_off_between_checkpoints(ludus: Ludus) -> None
 
 def test_killed_and_interrupted_it_goes_on(ludus: Ludus) -> None:
     again = "ludus train --resume tiny-1"
-    kill = "strike('ludus.rollout.prefetch:Prefetch.take', 3, 'kill')"
+    kill = "strike('ludus.rollout.prefetch:PrefetchSource.take', 3, 'kill')"
     assert ludus("train", BABYAI, *AHEAD, setup=kill).code == -signal.SIGKILL
-    interrupt = "strike('ludus.rollout.prefetch:Prefetch.take', 2, 'interrupt')"
+    interrupt = "strike('ludus.rollout.prefetch:PrefetchSource.take', 2, 'interrupt')"
     ludus("train", "--resume", "tiny-1", setup=interrupt).refused(130, "finishing this step", again)
-    twice = "strike('ludus.rollout.prefetch:Prefetch.take', 1, 'interrupt twice')"
+    twice = "strike('ludus.rollout.prefetch:PrefetchSource.take', 1, 'interrupt twice')"
     ludus("train", "--resume", "tiny-1", setup=twice).refused(130, again)
     ludus("train", "--resume", "tiny-1").ok()
     steps = [step for step in ludus.state()["steps"] if step["at"][0] == "rl"]

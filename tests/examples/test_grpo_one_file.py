@@ -75,7 +75,7 @@ def as_groups(groups: list[list[Any]]) -> list[Group]:
 
 @pytest.fixture
 def batch(groups: list[list[Any]]) -> Batch:
-    samples = to_samples(as_groups(groups), GRPO)
+    samples = to_samples(GRPO.assign(as_groups(groups)))
     return pack(samples, GRPO.aggregate(samples), tokens_per_batch=128, pad_id=0)
 
 
@@ -93,7 +93,7 @@ def test_advantages_agree(example: ModuleType, groups: list[list[Any]]) -> None:
 
 
 def test_rows_agree(groups: list[list[Any]]) -> None:
-    samples = to_samples(as_groups(groups), GRPO)
+    samples = to_samples(GRPO.assign(as_groups(groups)))
     episodes = [episode for group in groups for episode in group]
     assert len(samples) == len(episodes)
     for sample, episode in zip(samples, episodes, strict=True):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,12 @@ from loop_helpers import LEVERS, PLACES, Recording, World, task
 
 from ludus.core.errors import TrainingError
 from ludus.core.types import Group, Score, Segment, Spec, Task, Trajectory
-from ludus.loop.loop import group_metrics, run_stage, score_metrics, train_metrics
+from ludus.loop.loop import run_stage
+from ludus.loop.metrics import group_metrics, score_metrics
+from ludus.rollout.source import SyncSource
+from ludus.tasks.curriculum import TaskSampler
 from ludus.telemetry.occupancy import PARTS
+from ludus.train.minibatches import train_metrics
 
 EVERYTHING = [(place, lever) for place in PLACES for lever in LEVERS]
 ALWAYS = {
@@ -156,7 +158,7 @@ async def test_a_group_without_signal_does_not_hold_back_the_others(tmp_path: Pa
 async def test_epochs_and_minibatches_are_optimizer_steps(tmp_path: Path) -> None:
     world, kept = await taught(tmp_path), Recording()
     stage = world.rl([task(place) for place in PLACES], 2, epochs=2, minibatches=3)
-    assert stage.optimizer_steps == 12
+    assert stage.settings.optimizer_steps == 12
     await run_stage(stage, world.backend, kept)
     assert kept.metric("train/optimizer_steps") == [6, 6]
     assert world.backend.learner.step == 12
@@ -174,7 +176,7 @@ async def test_runs_repeat_themselves_and_their_middle_can_be_resumed(tmp_path: 
         async def after_step(done: int) -> bool:
             if done == stop:
                 saved["path"] = world.backend.save(
-                    "rl", done, {"tasks": stage.tasks.state_dict()}, None, pin=False
+                    "rl", done, stage.source.state_dict(), None, pin=False
                 )
             return done != stop
 
@@ -184,8 +186,7 @@ async def test_runs_repeat_themselves_and_their_middle_can_be_resumed(tmp_path: 
             return world, kept
         again = World(tmp_path / folder / "again", seed=9)
         stage = again.rl([task(place) for place in PLACES], 4, minibatches=2)
-        state = again.backend.load(saved["path"])
-        stage.tasks.load_state_dict(state["tasks"])
+        stage.source.load_state_dict(again.backend.load(saved["path"]))
         await run_stage(stage, again.backend, kept, start=stop)
         return again, kept
 
@@ -236,12 +237,13 @@ def test_score_metrics_by_hand() -> None:
     turn = Segment(0, [1, 2], [-1.0, -2.0])
     turn.learner_logprobs, turn.ref_logprobs = [-1.5, -1.75], [-1.0, -2.0]
     trajectory = Trajectory("t", "g", "task", [Segment(-1, [5]), turn])
-    assert score_metrics([trajectory]) == {
+    groups = [Group("g", Task(id="task"), [trajectory])]
+    assert score_metrics(groups) == {
         "train/sampler_gap": (0.5 + 0.25) / 2,
         "train/reference_gap": (-0.5 + 0.25) / 2,
     }
     turn.learner_logprobs = None
-    assert score_metrics([trajectory]) == {"train/reference_gap": 0.0}
+    assert score_metrics(groups) == {"train/reference_gap": 0.0}
 
 
 def test_metrics_of_nothing() -> None:
@@ -258,16 +260,9 @@ async def test_the_time_of_a_step_is_split(tmp_path: Path) -> None:
     """An environment and a judge that sleep while nobody computes: their time is told apart."""
     world, kept = World(tmp_path), Recording()
     stage = world.rl([task("hall")], steps=2, groups_per_step=1)
-    collector = replace(
-        world.collector(),
-        env=Spec(name="loop_helpers:SleepyBandit", args={"seconds": 0.05}),
-        judge=sleepy_judge,
-    )
-
-    async def collect(tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
-        return await collector.collect(tasks, step, 1, first_group)
-
-    stage.collect = collect
+    env = Spec(name="loop_helpers:SleepyBandit", args={"seconds": 0.05})
+    play = world.play(1, env=env, judge=sleepy_judge)
+    stage.source = SyncSource(TaskSampler([task("hall")]), play)
     await run_stage(stage, world.backend, kept)
     for _, _, _, metrics in kept.steps:
         assert metrics["time/env_wait_s"] >= 0.05

@@ -17,10 +17,21 @@ from loop_helpers import LEVERS, PLACES, Bandit, Recording, World, task
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, TrainingError
-from ludus.core.types import Group, Message, Spec, Status, StepResult, Task
-from ludus.loop.loop import Stage, age_metrics, run_stage
+from ludus.core.types import (
+    Group,
+    Message,
+    Segment,
+    Spec,
+    Status,
+    StepResult,
+    Task,
+    Trajectory,
+)
+from ludus.loop.loop import Stage, run_stage
 from ludus.models.samplers.base import SamplingParams
-from ludus.rollout.prefetch import Prefetch
+from ludus.pipeline.stages import sample_until_signal
+from ludus.rollout.prefetch import PrefetchSource, turn_ages
+from ludus.tasks.curriculum import TaskSampler
 from ludus.train.packing import pack
 from ludus.train.samples import to_samples
 
@@ -82,14 +93,15 @@ def ahead(world: World, tasks: Sequence[Task], steps: int, bound: int = 2, **opt
     """The reinforcement learning of `World`, played ahead."""
     stage = world.rl(tasks, steps, **{"algorithm": GRPO, **options})
     collector = world.collector(concurrency=24 * (bound + 1))
-    stage.ahead = Prefetch(
+    source = PrefetchSource(
         lambda step: collector,
-        stage.tasks,
+        TaskSampler(tasks),
         steps=steps,
         groups_per_step=stage.groups_per_step,
         group_size=8,
         max_staleness=bound,
     )
+    stage.source = sample_until_signal(source, stage.algorithm)
     return stage
 
 
@@ -322,23 +334,19 @@ async def test_a_resumed_run_plays_what_was_under_way_again(tmp_path: Path) -> N
 
     async def after_step(done: int) -> bool:
         if done == 2:
-            assert stage.ahead is not None
-            saved["ahead"] = json.loads(json.dumps(stage.ahead.state_dict()))
-            saved["tasks"] = stage.tasks.state_dict()
+            saved.update(json.loads(json.dumps(stage.source.state_dict())))
         return done < 2
 
     stage.after_step = after_step
     await run_stage(stage, world.backend, kept)
     stage = ahead(world, tasks, 5)
-    assert stage.ahead is not None
-    stage.ahead.load_state_dict(saved["ahead"])
-    stage.tasks.load_state_dict(saved["tasks"])
-    assert stage.ahead.state_dict() == saved["ahead"]
+    stage.source.load_state_dict(saved)
+    assert stage.source.state_dict() == saved
     await run_stage(stage, world.backend, kept, start=2)
     names = sorted(group.id for group in played(kept))
     assert names == [f"rl-{step:06d}/g{i:04d}" for step in range(5) for i in range(3)]
     order = [group.task.id for group in sorted(played(kept), key=lambda g: g.id)]
-    plain = world.rl(tasks, 5).tasks
+    plain = TaskSampler(tasks)
     assert order == [next(plain).id for _ in range(15)]  # each in its turn, none left out
 
 
@@ -355,21 +363,19 @@ async def test_the_last_step_ends_whatever_is_due(tmp_path: Path, pays: str) -> 
 async def test_what_no_step_trained_on_comes_back_with_the_reason(tmp_path: Path) -> None:
     world, kept = await world_of(tmp_path), Recording()
     stage = ahead(world, [task(place) for place in PLACES], 20, 2)
-    assert stage.ahead is not None
     left: list[Group] = []
 
     async def after_step(done: int) -> bool:
-        assert stage.ahead is not None
         if done == 3:
-            left.extend(await stage.ahead.close())
+            left.extend(await stage.source.close())
         return done < 3
 
     stage.after_step = after_step
     await run_stage(stage, world.backend, kept)
     names = [group.id for group in [*played(kept), *left]]
     assert left
-    assert len(set(names)) == len(names) == stage.ahead.state_dict()["next_number"]
-    assert stage.ahead.state_dict()["again"] == []
+    assert len(set(names)) == len(names) == stage.source.state_dict()["ahead"]["next_number"]
+    assert stage.source.state_dict()["ahead"]["again"] == []
     for trajectory in (t for group in left for t in group.trajectories):
         assert "no step was left" in str(trajectory.dropped)
         assert trajectory.status in (Status.COMPLETED, Status.ABORTED)
@@ -389,21 +395,19 @@ async def test_without_playing_ahead_it_is_the_synchronous_loop_to_the_bit(tmp_p
     plain = World(tmp_path / "b")
     await run_stage(plain.sft(EVERYTHING, steps=10), plain.backend, Recording())
     stage, backend, found = plain.rl(tasks, steps, GRPO), plain.backend, []
-    algorithm, pad_id = stage.algorithm, stage.pad_id
+    algorithm, sampler = stage.algorithm, TaskSampler(tasks)
+    pad_id, layout = plain.renderer.tokenizer.pad_token_id, backend.learner.forward.layout
     for step in range(steps):
         collector = plain.collector()
-        chosen = [next(stage.tasks) for _ in range(stage.groups_per_step)]
+        chosen = [next(sampler) for _ in range(stage.groups_per_step)]
         groups = await collector.collect(chosen, step, 8)
-        kept_rows = [t for group in algorithm.screen(groups) for t in group]
-        await backend.score(kept_rows, stage.tokens_per_batch, pad_id)
-        samples = to_samples(groups, algorithm)
+        scored = await backend.score(algorithm.screen(groups).groups, algorithm)
+        samples = to_samples(algorithm.credit(scored))
         weighted = zip(samples, algorithm.aggregate(samples), strict=True)
         live = [(sample, weight) for sample, weight in weighted if any(sample.advantages)]
         rows, weights = [s for s, _ in live], [w for _, w in live]
-        batch = pack(
-            rows, weights, tokens_per_batch=128, pad_id=pad_id, layout=backend.layout
-        )  # fmt: skip
-        found.append(await backend.train_step(batch, algorithm.loss))
+        batch = pack(rows, weights, tokens_per_batch=128, pad_id=pad_id, layout=layout)
+        found.append(backend.learner.train_step(batch, algorithm.loss))
         await backend.publish_weights()
 
     for name in ("loss", "grad_norm", "ratio", "entropy"):
@@ -416,7 +420,11 @@ async def test_without_playing_ahead_it_is_the_synchronous_loop_to_the_bit(tmp_p
 
 
 def test_the_age_of_turns_by_hand() -> None:
-    assert age_metrics([], 3) == {"rollout/staleness_mean": 0.0, "rollout/staleness_max": 0.0}
+    assert turn_ages([], 3) == []
+    turns = [Segment(-1, [5]), Segment(0, [6], [-1.0], policy_version=1), Segment(1, [7], [-1.0])]
+    aborted = Trajectory("b", "g", "t", turns, status=Status.ABORTED)
+    groups = [Group("g", Task(id="t"), [Trajectory("a", "g", "t", turns), aborted])]
+    assert turn_ages(groups, 3) == [2]
 
 
 @pytest.mark.parametrize(

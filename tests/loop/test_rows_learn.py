@@ -15,6 +15,7 @@ from ludus.core.errors import CheckpointError, ConfigError
 from ludus.core.types import Group, Segment, Spec, Task, Trajectory
 from ludus.loop.loop import run_stage
 from ludus.train import ALGORITHMS
+from ludus.train.algorithms.base import Assignment
 from ludus.train.reference import Reference
 
 TASKS = [task(place) for place in PLACES]
@@ -115,14 +116,14 @@ async def test_values_are_those_of_the_states_before_each_token(
 ) -> None:
     world = world_of(tmp_path, taught)
     stage = world.rl(TASKS, 1, "ppo")
-    groups = await stage.collect(TASKS[:2], 0, 0)
+    groups = await stage.source.take(2, 0, 0)
     critic = world.backend.learner.critic
     assert critic is not None
     with torch.no_grad():
         critic.head.weight.normal_()
-    trajectories = [t for group in groups for t in group.trajectories]
-    await world.backend.score(trajectories, stage.tokens_per_batch, stage.pad_id)
-    for trajectory in trajectories:
+    scored = await world.backend.score(groups, stage.algorithm)
+    assert all(s.values is None for g in groups for t in g.trajectories for s in t.segments)
+    for trajectory in (t for group in scored for t in group.trajectories):
         last = next(i for i, s in enumerate(trajectory.segments) if s.sampled)
         ids = trajectory.token_ids(last)
         output = world.backend.model.model(input_ids=torch.tensor([ids]))
@@ -135,7 +136,7 @@ async def test_values_are_those_of_the_states_before_each_token(
 async def test_values_of_several_turns_and_branches(tmp_path: Path) -> None:
     """P0 - A0 - E0 - A1 and, from A0 on, E1 - A2: each state has its value once."""
     world = World(tmp_path)
-    world.rl(TASKS, 1, "ppo")
+    algorithm = world.rl(TASKS, 1, "ppo").algorithm
     critic = world.backend.learner.critic
     assert critic is not None
     with torch.no_grad():
@@ -149,7 +150,8 @@ async def test_values_of_several_turns_and_branches(tmp_path: Path) -> None:
         Segment(1, [3, 3]),
         Segment(4, [2, 10], [-1.0, -1.0]),
     ]
-    await world.backend.score([tree], 64, 0)
+    groups = [Group("g", Task(id="t"), [tree])]
+    [[tree]] = [group.trajectories for group in await world.backend.score(groups, algorithm)]
     for leaf, index, start in ((3, 1, 2), (3, 3, 5), (5, 5, 6)):
         output = world.backend.model.model(input_ids=torch.tensor([tree.token_ids(leaf)]))
         with torch.no_grad():
@@ -240,16 +242,14 @@ async def test_a_resumed_run_ends_with_the_same_bits(
     saved = {}
 
     async def after_step(done: int) -> bool:
-        saved["path"] = first.backend.save(
-            "rl", done, {"tasks": stage.tasks.state_dict()}, None, pin=False
-        )
+        saved["path"] = first.backend.save("rl", done, stage.source.state_dict(), None, pin=False)
         return done < 2
 
     stage.after_step = after_step
     await run_stage(stage, first.backend, kept)
     again = World(tmp_path / "pieces", seed=9)  # other weights: all comes from the checkpoint
     stage = again.rl(TASKS, 4, spec)
-    stage.tasks.load_state_dict(again.backend.load(saved["path"])["tasks"])
+    stage.source.load_state_dict(again.backend.load(saved["path"]))
     await run_stage(stage, again.backend, kept, start=2)
     for name in ("rollout/reward", "train/loss", "train/grad_norm"):
         assert kept.metric(name) == expected.metric(name)
@@ -330,9 +330,8 @@ def test_the_reference_of_adapters_is_the_model_without_them(
 
 async def test_no_trajectories_need_no_pass(tmp_path: Path, taught: dict[str, Any]) -> None:
     world = world_of(tmp_path, taught)
-    world.rl(TASKS, 1, "ppo")
-    await world.backend.score([], 64, 0)
-    mute = Trajectory("a", "g", "t", reward=0.0)
-    await world.backend.score([mute], 64, 0)
-    assert ALGORITHMS.build("ppo").assign([Group("g", Task(id="t"), [mute])]) == []
-    assert mute.dropped == "no sampled token"
+    algorithm = world.rl(TASKS, 1, "ppo").algorithm
+    assert await world.backend.score([], algorithm) == []
+    groups = [Group("g", Task(id="t"), [Trajectory("a", "g", "t", reward=0.0)])]
+    assert await world.backend.score(groups, algorithm) == groups
+    assert algorithm.assign(groups) == Assignment([], {"a": "no sampled token"})

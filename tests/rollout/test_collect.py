@@ -160,11 +160,13 @@ async def test_a_broken_episode_keeps_its_kind_and_touches_no_other(
             assert trajectory.reward is None
     alone = await collect(world, [*broken, *sound], 2, env="Say", max_retries=0)
     assert tokens(groups[len(faults) :]) == tokens(alone[len(faults) :])
-    samples = to_samples(groups, ALGORITHMS.build("grpo"))
+    assigned = ALGORITHMS.build("grpo").assign(groups)
+    samples = to_samples(assigned)
     assert {s.group_id for s in samples} <= {g.id for g in groups[len(faults) :]}
     for group in groups[: len(faults)]:
         for trajectory in group.trajectories:
-            assert trajectory.dropped == f"{trajectory.status.value}: {trajectory.error}"
+            reason = assigned.excluded[trajectory.id]
+            assert reason == f"{trajectory.status.value}: {trajectory.error}"
 
 
 RESET_FAULTS = {"raise", "timeout of its own", "own error", "tool", "exit", "cancel", "text"}
@@ -266,8 +268,8 @@ async def test_after_the_last_retry_it_is_excluded_and_never_scored(world: World
         assert (trajectory.status, trajectory.reward) == (Status.ERROR_ENV, None)
         assert "success" not in trajectory.metrics
         assert trajectory.num_turns == 1, "only the last attempt is on record"
-    to_samples(groups, ALGORITHMS.build("grpo"))
-    assert groups[0].trajectories[0].dropped == (
+    assigned = ALGORITHMS.build("grpo").assign(groups)
+    assert assigned.excluded[groups[0].trajectories[0].id] == (
         "error_env: the environment's step raised RuntimeError: the disk is full of eels"
     )
 

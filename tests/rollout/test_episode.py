@@ -175,9 +175,9 @@ async def test_an_opening_longer_than_the_context_never_trains(world: World):
     for trajectory in groups[0].trajectories:
         assert (trajectory.status, trajectory.reward) == (Status.TRUNCATED_LENGTH, None)
         assert "success" not in trajectory.metrics
-    samples = to_samples(groups, ALGORITHMS.build("grpo"))
-    assert {sample.group_id for sample in samples} == {groups[1].id}
-    reason = groups[0].trajectories[0].dropped or ""
+    assigned = ALGORITHMS.build("grpo").assign(groups)
+    assert {sample.group_id for sample in to_samples(assigned)} == {groups[1].id}
+    reason = assigned.excluded[groups[0].trajectories[0].id]
     assert "the conversation has 309 tokens" in reason
     assert "before turn 1; model.context_length is 256" in reason
 

@@ -11,8 +11,9 @@ from rollout_world import STYLES, Scripted, World, demonstration
 from ludus.core.errors import DataError
 from ludus.core.types import Message, Task, Trajectory
 from ludus.models.chat.renderer import Renderer
-from ludus.rollout.replay import ReplayCollector, replay
+from ludus.rollout.replay import ReplaySource, replay
 from ludus.rollout.session import with_system_prompt
+from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
 from ludus.train.samples import rows, to_samples
 
@@ -127,11 +128,11 @@ async def test_collecting_demonstrations(world: World):
         for c in ("red", "blue")
     ]
     tasks = [Task(id="blue"), Task(id="red"), Task(id="blue")]
-    groups = await ReplayCollector(known).collect(tasks, 4)
+    groups = await ReplaySource(TaskSampler(tasks, shuffle=False), known).take(3, 4, 0)
     assert [g.id for g in groups] == [f"sft-000004/g000{i}" for i in range(3)]
     assert [t.id for g in groups for t in g.trajectories] == [f"{g.id}/e000" for g in groups]
     assert [t.task_id for g in groups for t in g.trajectories] == ["blue", "red", "blue"]
-    samples = to_samples(groups, ALGORITHMS.build("sft"))
+    samples = to_samples(ALGORITHMS.build("sft").assign(groups))
     assert [world.tokenizer.decode(s.token_ids).split("<|assistant|>")[1] for s in samples] == [
         "blue<|end|>",
         "red<|end|>",

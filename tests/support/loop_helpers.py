@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,13 @@ from ludus.loop.loop import Stage
 from ludus.models.build import build_model
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
+from ludus.pipeline.stages import sample_until_signal
 from ludus.rollout.collect import Collector
-from ludus.rollout.replay import ReplayCollector, replay
+from ludus.rollout.replay import ReplaySource, replay
+from ludus.rollout.source import GroupSource, PlayFn, SyncSource
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
+from ludus.train.minibatches import TrainSettings
 
 LEVERS = ("red", "green", "blue", "grey")
 PLACES = ("hall", "cellar", "attic", "garden", "roof", "yard")
@@ -119,43 +122,40 @@ class World:
             trajectory = Trajectory("", "", f"{number}")
             played.append(replay(shown(place, lever), self.renderer, trajectory))
             tasks.append(Task(id=f"{number}"))
-        collect = ReplayCollector(played).collect
-        return self._stage("sft", tasks, collect, steps, 0.01, groups_per_step=8, **options)
+        source = ReplaySource(TaskSampler(tasks), played)
+        return self._stage("sft", source, steps, 0.01, groups_per_step=8, **options)
 
     def rl(
         self, tasks: Sequence[Task], steps: int, algorithm: str | Spec = "grpo", **options: Any
     ) -> Stage:
         """Groups of eight."""
-        collector = self.collector()
-
-        async def collect(tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
-            return await collector.collect(tasks, step, 8, first_group)
-
+        source = SyncSource(TaskSampler(tasks), self.play())
         options = {"groups_per_step": 3, "algorithm": algorithm, **options}
-        return self._stage("rl", tasks, collect, steps, 0.003, **options)
+        return self._stage("rl", source, steps, 0.003, **options)
+
+    def play(self, group_size: int = 8, **changes: Any) -> PlayFn:
+        """Play groups of a fixed size, with some fields of the collector replaced."""
+        collector = replace(self.collector(), **changes)
+
+        async def play(tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
+            return await collector.collect(tasks, step, group_size, first_group)
+
+        return play
 
     def _stage(
         self,
         name: str,
-        tasks: Sequence[Task],
-        collect: Any,
+        source: GroupSource,
         steps: int,
         lr: float,
         algorithm: str | Spec = "sft",
+        *,
+        groups_per_step: int,
+        after_step: Callable[[int], Awaitable[bool]] | None = None,
         **options: Any,
     ) -> Stage:
-        stage = Stage(
-            name=name,
-            steps=steps,
-            tasks=TaskSampler(tasks),
-            collect=collect,
-            algorithm=ALGORITHMS.build(algorithm),
-            optimizer=OptimizerConfig(lr=lr),
-            tokens_per_batch=128,
-            pad_id=self.renderer.tokenizer.pad_token_id,
-            **options,
-        )
-        self.backend.begin_stage(
-            stage.optimizer, stage.optimizer_steps, stage.temperature, stage.algorithm
-        )
+        row = ALGORITHMS.build(algorithm)
+        settings = TrainSettings(name, steps, OptimizerConfig(lr=lr), 128, **options)
+        stage = Stage(settings, groups_per_step, sample_until_signal(source, row), row, after_step)
+        self.backend.begin_stage(stage.settings, stage.algorithm)
         return stage

@@ -85,7 +85,7 @@ def model() -> Any:
 def ours(model: Any, groups: list[Group], spec: Spec) -> tuple[float, list[Tensor]]:
     """Loss and gradients, over several micro-batches."""
     row = ALGORITHMS.build(spec)
-    samples = to_samples(groups, row)
+    samples = to_samples(row.assign(groups))
     batch = pack(samples, row.aggregate(samples), tokens_per_batch=32, pad_id=0)
     assert len(batch.micro_batches) > 1
     model = copy.deepcopy(model)
@@ -166,7 +166,7 @@ def inputs_of(groups: list[Group], spec: Spec) -> dict[str, Tensor]:
 
 
 def _scored(groups: list[Group], row: Any) -> list[tuple[Trajectory, Any]]:
-    samples = {s.trajectory_id: s for s in to_samples(groups, row)}
+    samples = {s.trajectory_id: s for s in to_samples(row.assign(groups))}
     return [(t, samples[t.id]) for group in groups for t in group.trajectories]
 
 

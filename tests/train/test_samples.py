@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from ludus.core.types import Group, Sample, Segment, Task, Trajectory
 from ludus.train.algorithms.table import DR_GRPO, SFT
-from ludus.train.samples import rows, split, staleness, to_samples
+from ludus.train.minibatches import split, staleness
+from ludus.train.samples import rows, to_samples
 
 P0 = Segment(-1, [5, 6, 7])
 
@@ -116,14 +117,15 @@ def test_to_samples_keeps_the_order_and_skips_what_is_dropped() -> None:
             trajectory(P0, sampled(0, [7]), name="c", reward=0.0),
         ],
     )
-    found = to_samples([group], DR_GRPO)
+    assigned = DR_GRPO.assign([group])
+    found = to_samples(assigned)
     assert [(s.trajectory_id, s.advantages[-1]) for s in found] == [("a", 0.5), ("c", -0.5)]
-    assert [t.dropped for t in group.trajectories] == [None, "no reward", None]
+    assert assigned.excluded == {"b": "no reward"}
 
 
 def test_demonstrations_need_no_reward_and_no_companion() -> None:
     group = Group("g", Task(id="task"), [trajectory(P0, sampled(0, [8]), reward=None)])
-    (sample,) = to_samples([group], SFT)
+    (sample,) = to_samples(SFT.assign([group]))
     assert sample.advantages == [0, 0, 0, 1]
 
 

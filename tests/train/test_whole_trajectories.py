@@ -103,7 +103,8 @@ def test_a_critics_state_is_exact_and_goes_on_as_it_would_have() -> None:
 
     def learn(critic: Critic) -> None:
         (critic(hidden) - torch.arange(5.0)).square().sum().backward()
-        critic.step()
+        critic.optimizer.step()
+        critic.optimizer.zero_grad()
 
     for _ in range(3):
         learn(first)

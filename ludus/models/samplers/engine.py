@@ -54,6 +54,8 @@ class InProcessSampler:
     Errors: ConfigError for a model that cannot be served.
     """
 
+    shares_weights = True  # with the learner: publishing copies nothing
+
     def __init__(
         self,
         model: Any,

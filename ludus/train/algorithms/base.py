@@ -1,14 +1,16 @@
-"""What an algorithm is: how trajectories are compared, and how their tokens learn.
+"""The algorithm: advantages, loss, and weights of tokens.
 
-`assign` gives each trajectory its advantage, or the reason why it has none; the learner runs
-whatever loss the row names and knows no algorithm. The rows are in `algorithms`.
+    screen    groups -> trainable trajectories, and a reason for each excluded one
+    credit    trainable trajectories, scored by models where asked -> advantages
+
+Both return and change nothing. The rows are in `table`; the learner knows losses, not algorithms.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -30,8 +32,7 @@ from ludus.train.algorithms.losses import KlKind, LossFn, kl_estimate
 
 @dataclass(frozen=True, slots=True)
 class Overlong:
-    """The soft punishment of long answers: 0 up to `length - margin` sampled tokens, then falling
-    to -1 at `length`, and -1 beyond.
+    """Soft length penalty: 0 up to `length - margin` sampled tokens, then linear to -1 at `length`.
 
     DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 13.
     """
@@ -46,7 +47,7 @@ class Overlong:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceKl:
-    """The divergence from a frozen reference: a term of the loss, or a price on the reward.
+    """Divergence from a frozen reference, as a term of the loss or subtracted from the reward.
 
     Args:
         model: folder or hub name of the reference; None: the policy as the stage began (with LoRA:
@@ -59,11 +60,11 @@ class ReferenceKl:
     model: str | None = None
 
     def penalties(self, trajectory: Trajectory) -> PerToken:
-        """coefficient x the estimate at each sampled token, by the policy that sampled it."""
+        """Returns coefficient x the estimate at each token, under the policy that sampled it."""
         rows: PerToken = [[] for _ in trajectory.segments]
         for i, segment in turns_of(trajectory):
             if segment.ref_logprobs is None:
-                raise ValueError("a divergence in the reward needs the reference's log-probs")
+                raise ValueError("kl_in: reward needs the reference's log-probabilities")
             own = torch.tensor(segment.learner_logprobs or segment.logprobs, dtype=torch.float64)
             reference = torch.tensor(segment.ref_logprobs, dtype=torch.float64)
             estimate = kl_estimate(own, reference, self.kind)
@@ -80,25 +81,40 @@ class Importance:
 
 
 @dataclass(frozen=True, slots=True)
+class Screening:
+    """The trainable trajectories by group, and the reason for each other trajectory by its id."""
+
+    groups: list[Group]
+    excluded: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Trajectories with their advantages, and the reason for each excluded trajectory by its id."""
+
+    pairs: list[tuple[Trajectory, Advantage]]
+    excluded: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Algorithm:
     """One row of the table.
 
     Args:
-        advantages: what the trajectories of a step earned to advantages.
-        loss: one loss a token.
-        aggregate: one weight a token, over all samples of an optimizer step.
+        advantages: maps the rewards of a step's trajectories to advantages.
+        loss: returns one loss a token.
+        aggregate: returns one weight a token, over all samples of an optimizer step.
         source: the paper.
-        keep: whether a group is worth training on, by its rewards; None: every group.
-        compares: whether advantages compare rewards within a group, so that a trajectory needs a
-            companion in it.
+        keep: whether a group with these rewards trains; None: every group does.
+        compares: whether advantages compare rewards within a group, which takes two trajectories.
         scored: whether a trajectory needs a reward.
-        regularised: whether the loss has a term that needs no advantage, so that a token whose
-            advantage is 0 trains too.
-        max_rounds: how often a step may sample until it has its number of groups worth keeping.
-        overlong: a punishment that is added to the reward, behind `keep`'s back.
-        reference: the divergence from a reference model, where one is kept.
-        critic_lr: learning rate of the critic, where advantages need its values.
-        importance: corrects for a sampler that differs from the learner.
+        regularised: whether the loss has a term without an advantage, so that tokens with an
+            advantage of 0 train too.
+        max_rounds: most rounds of sampling in a step, until enough groups pass `keep`.
+        overlong: length penalty, added to the reward after `keep` has seen it.
+        reference: divergence from a reference model; None: no reference model.
+        critic_lr: learning rate of the critic; None: no critic.
+        importance: correction for a sampler that differs from the learner.
     """
 
     name: str
@@ -118,40 +134,46 @@ class Algorithm:
 
     @property
     def asks_models(self) -> bool:
-        """Whether advantages or loss need what a model says of the sampled tokens."""
+        """Whether advantages or loss need a model's scores of the sampled tokens."""
         return bool(self.reference or self.importance or self.critic_lr)
 
-    def assign(self, groups: Sequence[Group]) -> list[tuple[Trajectory, Advantage]]:
-        """The trajectories that train, each with its advantage, in order.
+    def assign(self, groups: Sequence[Group]) -> Assignment:
+        """Screen the groups and assign advantages, for algorithms that ask no model."""
+        screening = self.screen(groups)
+        assignment = self.credit(screening.groups)
+        return Assignment(assignment.pairs, {**screening.excluded, **assignment.excluded})
 
-        All others get the reason in their `dropped`.
+    def screen(self, groups: Sequence[Group]) -> Screening:
+        """Separate the trajectories that can train from those that cannot.
+
+        Excluded trajectories have no part in the baseline: a failed episode has no reward, which is
+        not a reward of 0.
         """
-        kept = self.screen(groups)
-        assigned = self.advantages([[self._earned(t) for t in group] for group in kept])
-        pairs: list[tuple[Trajectory, Advantage]] = []
-        for group, advantages in zip(kept, assigned, strict=True):
-            for trajectory, advantage in zip(group, advantages, strict=True):
-                trajectory.dropped = _not_finite(trajectory, advantage)
-                if trajectory.dropped is None:
-                    pairs.append((trajectory, self._corrected(trajectory, advantage)))
-        return pairs
-
-    def screen(self, groups: Sequence[Group]) -> list[list[Trajectory]]:
-        """The trajectories of each group that can train.
-
-        All others get the reason in their `dropped`. They have no part in the baseline: a failed
-        episode is no reward of 0, it is no reward.
-        """
-        kept: list[list[Trajectory]] = []
+        kept: list[Group] = []
+        excluded: dict[str, str] = {}
         for group in groups:
-            for trajectory in group.trajectories:
-                trajectory.dropped = trajectory.dropped or self._refusal(trajectory)
-            left = [t for t in group.trajectories if t.dropped is None]
-            reason = self._group_refusal([t.reward or 0.0 for t in left])
-            for trajectory in left:
-                trajectory.dropped = reason
-            kept.append([] if reason else left)
-        return kept
+            reasons = [t.dropped or self._refusal(t) for t in group.trajectories]
+            judged = list(zip(group.trajectories, reasons, strict=True))
+            left = [t for t, reason in judged if reason is None]
+            group_reason = self._group_refusal([t.reward or 0.0 for t in left])
+            excluded |= {t.id: why for t, reason in judged if (why := reason or group_reason)}
+            if left and group_reason is None:
+                kept.append(replace(group, trajectories=left))
+        return Screening(kept, excluded)
+
+    def credit(self, groups: Sequence[Group]) -> Assignment:
+        """Assign an advantage to each trajectory of screened groups, scored by the models that the
+        algorithm asks."""
+        earned = [[self._earned(t) for t in group.trajectories] for group in groups]
+        pairs: list[tuple[Trajectory, Advantage]] = []
+        excluded: dict[str, str] = {}
+        for group, advantages in zip(groups, self.advantages(earned), strict=True):
+            for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+                if reason := _not_finite(trajectory, advantage):
+                    excluded[trajectory.id] = reason
+                else:
+                    pairs.append((trajectory, self._corrected(trajectory, advantage)))
+        return Assignment(pairs, excluded)
 
     def _earned(self, trajectory: Trajectory) -> Earned:
         bonus = self.overlong(trajectory) if self.overlong else 0.0
@@ -167,7 +189,7 @@ class Algorithm:
         return weighed(trajectory, advantage, weights)
 
     def _refusal(self, trajectory: Trajectory) -> str | None:
-        """Why this trajectory cannot train, whatever the others did."""
+        """Reason to exclude a trajectory by itself; None: it can train."""
         status, reward = trajectory.status, trajectory.reward
         if not status.trainable:
             return f"{status.value}: {trajectory.error}" if trajectory.error else status.value
@@ -182,7 +204,7 @@ class Algorithm:
         return None
 
     def _group_refusal(self, rewards: Sequence[float]) -> str | None:
-        """Why a group with these rewards cannot train."""
+        """Reason to exclude a group with these rewards; None: it can train."""
         if self.compares and len(rewards) == 1:
             return "alone in its group: no other trainable trajectory to compare it with"
         if self.keep is None or not rewards or self.keep(rewards):

@@ -41,8 +41,10 @@ from ludus.models.samplers.vllm import VllmSampler
 from ludus.models.samplers.vllm_server import VllmServer
 from ludus.models.samplers.weights import WEIGHTS, write_model
 from ludus.rollout.collect import Collector
+from ludus.rollout.source import SyncSource
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
+from ludus.train.minibatches import TrainSettings
 
 PYTHON = str(engine_python("vllm"))
 CONTEXT = 1024
@@ -213,22 +215,18 @@ async def test_two_steps_of_grpo(world: World) -> None:
 
     collector = world.collector()
 
-    async def collect(tasks: Any, step: int, *_: Any) -> list[Group]:
+    async def play(tasks: Any, step: int, *_: Any) -> list[Group]:
         return await collector.collect(tasks, step, 8)
 
     prompts = [[Message(role="user", content=f"pull a lever {lever}")] for lever in LEVERS]
+    tasks = [Task(id=str(i), prompt=p) for i, p in enumerate(prompts)]
     stage = Stage(
-        name="rl",
-        steps=2,
-        tasks=TaskSampler([Task(id=str(i), prompt=p) for i, p in enumerate(prompts)]),
+        TrainSettings("rl", 2, OptimizerConfig(lr=0.01), CONTEXT),
         groups_per_step=4,
-        collect=collect,
+        source=SyncSource(TaskSampler(tasks), play),
         algorithm=ALGORITHMS.build("grpo"),
-        optimizer=OptimizerConfig(lr=0.01),
-        tokens_per_batch=CONTEXT,
-        pad_id=world.renderer.tokenizer.pad_token_id,
     )
-    world.backend.begin_stage(stage.optimizer, stage.optimizer_steps, stage.temperature)
+    world.backend.begin_stage(stage.settings, stage.algorithm)
     await run_stage(stage, world.backend, Recorder())
     for step, (groups, metrics) in enumerate(kept):
         sampled = [s for g in groups for t in g.trajectories for s in t.segments if s.sampled]

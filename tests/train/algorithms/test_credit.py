@@ -11,7 +11,7 @@ from ludus.core.errors import ConfigError
 from ludus.core.types import Group, Message, Segment, Spec, Status, Task, Trajectory
 from ludus.train import ALGORITHMS
 from ludus.train.algorithms.advantages import EPS, group_centred, group_normalised
-from ludus.train.algorithms.base import Overlong, ReferenceKl
+from ludus.train.algorithms.base import Assignment, Overlong, ReferenceKl
 from ludus.train.algorithms.credit import (
     Advantage,
     Credit,
@@ -198,7 +198,7 @@ def test_importance_weighs_advantages_and_the_learners_logprobs_become_the_old_o
     for t in (a, b):
         t.segments[1].learner_logprobs = [-1 + math.log(3)]
     row = ALGORITHMS.build(Spec(name="dr_grpo", args={"importance_cap": 2}))
-    samples = to_samples([Group("g", Task(id="task"), [a, b])], row)
+    samples = to_samples(row.assign([Group("g", Task(id="task"), [a, b])]))
     assert [s.advantages[2] for s in samples] == pytest.approx([1.0, -1.0])
     assert samples[0].logprobs[2] == -1 + math.log(3)
     a.segments[1].learner_logprobs = None
@@ -217,11 +217,12 @@ def test_overlong_answers_are_punished_but_give_no_signal() -> None:
     args = {"overlong_length": 10, "overlong_margin": 4}
     row = ALGORITHMS.build(Spec(name="dapo", args=args))
     long, short = played("long", (8, 1.0)), played("short", (2, 0.0))
-    [(_, of_long), (_, of_short)] = row.assign([Group("g", Task(id="t"), [long, short])])
+    groups = [Group("g", Task(id="t"), [long, short])]
+    [(_, of_long), (_, of_short)] = row.assign(groups).pairs
     [expected] = [group_normalised([0.5, 0.0])]
     assert [of_long, of_short] == expected
     both = [played("long", (8, 1.0)), played("short", (2, 1.0))]
-    assert row.assign([Group("g", Task(id="t"), both)]) == []
+    assert row.assign([Group("g", Task(id="t"), both)]).pairs == []
     wrong = Spec(name="dapo", args={"overlong_length": 10, "overlong_margin": 20})
     with pytest.raises(ConfigError, match="overlong_margin = 20 must be at most overlong_length"):
         ALGORITHMS.build(wrong, "rl.algorithm")
@@ -237,7 +238,7 @@ def test_divergence_as_a_price_on_the_reward(kind: str, one: float | None) -> No
     args = {"kl_coefficient": 0.1, "kl_kind": kind, "kl_in": "reward"}
     row = ALGORITHMS.build(Spec(name="dr_grpo", args=args))
     assert row.reference == ReferenceKl(0.1, kind, "reward")  # type: ignore[arg-type]
-    assigned = [advantage for _, advantage in row.assign([Group("g", Task(id="t"), [a, b])])]
+    assigned = [x for _, x in row.assign([Group("g", Task(id="t"), [a, b])]).pairs]
     half = (1 - 0.2 * one) / 2
     assert assigned == pytest.approx([half, -half])
     row = ALGORITHMS.build(Spec(name="reinforce_pp", args=args))
@@ -251,20 +252,20 @@ def test_divergence_as_a_price_on_the_reward(kind: str, one: float | None) -> No
 def test_advantages_that_are_not_finite_are_dropped() -> None:
     broken = replace(GRPO, advantages=Outcome(lambda rewards: [math.nan, 1.0]))
     a, b = played("a", (1, 1.0)), played("b", (1, 0.0))
-    assert broken.assign([Group("g", Task(id="t"), [a, b])]) == [(b, 1.0)]
-    assert a.dropped == "its advantage is not finite: nan"
+    assigned = broken.assign([Group("g", Task(id="t"), [a, b])])
+    assert assigned == Assignment([(b, 1.0)], {"a": "its advantage is not finite: nan"})
 
 
 def test_a_trajectory_alone_can_train_where_nothing_is_compared() -> None:
     for name in ("reinforce_pp", "ppo"):
         t = played("a", (1, 1.0))
         t.segments[1].values = [0.0, 0.0]
-        [(kept, _)] = ALGORITHMS.build(name).assign([Group("g", Task(id="t"), [t])])
+        [(kept, _)] = ALGORITHMS.build(name).assign([Group("g", Task(id="t"), [t])]).pairs
         assert kept is t
         unscored = played("b", (1, 1.0))
         unscored.reward = None
-        assert ALGORITHMS.build(name).assign([Group("g", Task(id="t"), [unscored])]) == []
-        assert unscored.dropped == "no reward"
+        assigned = ALGORITHMS.build(name).assign([Group("g", Task(id="t"), [unscored])])
+        assert assigned == Assignment([], {"b": "no reward"})
 
 
 def test_what_is_missing_is_named() -> None:

@@ -34,7 +34,7 @@ def weight_of(samples: list[Sample], weights: list[list[float]], name: str) -> f
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "rloo"])
 def test_branches_do_not_move_the_baseline(name: str):
     algorithm = ALGORITHMS.build(name)
-    one, many = (dict(_by_id(to_samples([group(n)], algorithm))) for n in (1, 5))
+    one, many = (dict(_by_id(to_samples(algorithm.assign([group(n)])))) for n in (1, 5))
     assert one == many
     assert one["a"] > 0 > one["b"]
 
@@ -51,12 +51,12 @@ def _by_id(samples: list[Sample]) -> list[tuple[str, float]]:
 @pytest.mark.parametrize("branches", [1, 2, 5])
 def test_a_trajectory_weighs_the_same_however_many_rows_it_gives(branches: int):
     algorithm = ALGORITHMS.build("grpo")
-    samples = to_samples([group(branches)], algorithm)
+    samples = to_samples(algorithm.assign([group(branches)]))
     assert len([s for s in samples if s.trajectory_id == "a"]) == branches
     weights = algorithm.aggregate(samples)
     assert [weight_of(samples, weights, name) for name in "abc"] == pytest.approx([1 / 3] * 3)
 
 
 def test_a_token_that_rows_share_trains_once():
-    samples = to_samples([group(5)], ALGORITHMS.build("grpo"))
+    samples = to_samples(ALGORITHMS.build("grpo").assign([group(5)]))
     assert sum(s.num_loss_tokens for s in samples if s.trajectory_id == "a") == 2 + 5 * 2

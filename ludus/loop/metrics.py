@@ -1,0 +1,107 @@
+"""Metrics of a step: rollouts, scores of models, time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ludus.core.types import Group, Trajectory
+from ludus.tasks.mixture import part_of
+from ludus.telemetry.occupancy import Split
+
+BY_PART = {f"rollout/{name}" for name in ("reward", "success", "turns", "groups_with_signal")}
+"""Rollout metrics that a mixture also has for each of its environments."""
+
+
+class StepClock:
+    """Wall time of a step by phase, and by who computed (`telemetry.occupancy`)."""
+
+    def __init__(self) -> None:
+        self._split = Split()
+        self.start()
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._started = self._last = time.perf_counter()
+        self._phases: dict[str, float] = {}
+
+    def lap(self, phase: str) -> None:
+        """Add the time since the last lap to `phase`."""
+        now = time.perf_counter()
+        self._phases[phase] = self._phases.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Seconds of each phase and of the step, and tokens per second of the step."""
+        seconds = self._last - self._started
+        tokens = sum(t.num_tokens for group in groups for t in group.trajectories)
+        phases = {f"time/{name}_s": value for name, value in self._phases.items()}
+        rates = {"time/step_s": seconds, "time/tokens_per_s": tokens / max(seconds, 1e-9)}
+        return {**phases, **rates, **self._split.metrics()}
+
+
+def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Outcomes of a step's rollouts. Rates and means are over trainable episodes."""
+    everyone = [t for group in groups for t in group.trajectories]
+    trainable = [t for t in everyone if t.status.trainable and t.reward is not None]
+    metrics = {
+        "rollout/episodes": float(len(everyone)),
+        "rollout/excluded": float(len(everyone) - len(trainable)),
+        "rollout/retries": _total(everyone, "retries"),
+        "rollout/tokens": float(sum(t.num_tokens for t in everyone)),
+        "rollout/sampled_tokens": float(sum(t.num_sampled_tokens for t in everyone)),
+    }
+    if trainable:
+        size = len(trainable)
+        metrics |= {
+            "rollout/reward": sum(t.reward or 0.0 for t in trainable) / size,
+            "rollout/success": _total(trainable, "success") / size,
+            "rollout/turns": sum(t.num_turns for t in trainable) / size,
+            "rollout/truncated": sum(t.status != "completed" for t in trainable) / size,
+        }
+    with_signal = [len({t.reward for t in group.trajectories}) > 1 for group in groups]
+    metrics["rollout/groups_with_signal"] = sum(with_signal) / max(len(with_signal), 1)
+    return metrics
+
+
+def part_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Metrics of each environment of a mixture, as `rollout/NAME_PART`: those of BY_PART, its
+    number of groups, and the mean reward before rescaling."""
+    metrics: dict[str, float] = {}
+    for part in sorted({name for g in groups if (name := part_of(g.task)) is not None}):
+        own = [group for group in groups if part_of(group.task) == part]
+        raw = [
+            t.scores["raw_reward"]
+            for group in own
+            for t in group.trajectories
+            if t.status.trainable and "raw_reward" in t.scores
+        ]
+        numbers = {name: value for name, value in group_metrics(own).items() if name in BY_PART}
+        numbers["rollout/groups"] = float(len(own))
+        if raw:
+            numbers["rollout/raw_reward"] = sum(raw) / len(raw)
+        metrics |= {f"{name}_{part}": value for name, value in numbers.items()}
+    return metrics
+
+
+def score_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Means over sampled tokens that models scored.
+
+    `sampler_gap`: |log pi_learner - log pi_sampler| of the same policy; `reference_gap`: log pi -
+    log pi_ref, the k1 estimate of the divergence at sampling time.
+    """
+    gaps: dict[str, list[float]] = {"train/sampler_gap": [], "train/reference_gap": []}
+    trajectories = (t for group in groups for t in group.trajectories)
+    for turn in (s for t in trajectories for s in t.segments if s.logprobs):
+        own = turn.learner_logprobs or turn.logprobs or []
+        if turn.learner_logprobs and turn.logprobs:
+            pairs = zip(own, turn.logprobs, strict=True)
+            gaps["train/sampler_gap"] += [abs(a - b) for a, b in pairs]
+        if turn.ref_logprobs:
+            pairs = zip(own, turn.ref_logprobs, strict=True)
+            gaps["train/reference_gap"] += [a - b for a, b in pairs]
+    return {name: sum(values) / len(values) for name, values in gaps.items() if values}
+
+
+def _total(trajectories: Sequence[Trajectory], name: str) -> float:
+    return sum(t.metrics.get(name, 0.0) for t in trajectories)

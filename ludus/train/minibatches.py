@@ -1,0 +1,117 @@
+"""One policy iteration: the samples of a step -> minibatches -> packed batches -> metrics.
+
+Every back end cuts samples this way, so a seed gives the same optimizer steps on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from ludus.config.schema import OptimizerConfig
+from ludus.core.seeds import derive_seed
+from ludus.core.types import Sample
+from ludus.train.algorithms.base import Algorithm
+from ludus.train.packing import Batch, Layout, pack
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """Training of one stage: `epochs` x `minibatches` optimizer steps in each of `steps` steps.
+
+    Args:
+        temperature: that of the rollouts; logits are divided by it.
+        seed: of the run; decides which trajectories share a minibatch.
+    """
+
+    stage: str
+    steps: int
+    optimizer: OptimizerConfig
+    tokens_per_batch: int
+    epochs: int = 1
+    minibatches: int = 1
+    temperature: float = 1.0
+    seed: int = 0
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.steps * self.epochs * self.minibatches
+
+
+def to_minibatches(
+    samples: list[Sample], algorithm: Algorithm, settings: TrainSettings, step: int
+) -> list[list[Sample]]:
+    """Returns the samples of each optimizer step of one policy iteration.
+
+    A minibatch in which all advantages are 0 has no gradient. It is left out, unless the algorithm
+    has a term without an advantage.
+    """
+    parts: list[list[Sample]] = []
+    for epoch in range(settings.epochs):
+        seed = derive_seed(settings.seed, settings.stage, step, epoch)
+        parts += split(samples, settings.minibatches, seed)
+    if algorithm.regularised:
+        return parts
+    return [part for part in parts if any(map(_has_gradient, part))]
+
+
+def split(samples: Sequence[Sample], num_minibatches: int, seed: int) -> list[list[Sample]]:
+    """Distribute the trajectories over minibatches, in an order that depends on `seed` alone.
+
+    The rollout is the unit: its rows stay together. The trajectories of a group may part, for their
+    advantages are known. Minibatches differ by at most one trajectory, keep the order of the
+    samples, and are not empty.
+    """
+    names = list(dict.fromkeys(sample.trajectory_id for sample in samples))
+    if num_minibatches > 1:
+        Random(seed).shuffle(names)
+    part_of = {name: number % num_minibatches for number, name in enumerate(names)}
+    parts: list[list[Sample]] = [[] for _ in range(num_minibatches)]
+    for sample in samples:
+        parts[part_of[sample.trajectory_id]].append(sample)
+    return [part for part in parts if part]
+
+
+def to_batch(
+    samples: list[Sample], algorithm: Algorithm, tokens_per_batch: int, pad_id: int, layout: Layout
+) -> Batch:
+    """Weigh all samples of a minibatch, and pack those of trajectories that have a gradient."""
+    weights = algorithm.aggregate(samples)
+    live = {s.trajectory_id for s in samples if algorithm.regularised or _has_gradient(s)}
+    pairs = [(s, w) for s, w in zip(samples, weights, strict=True) if s.trajectory_id in live]
+    return pack(
+        [sample for sample, _ in pairs],
+        [weight for _, weight in pairs],
+        tokens_per_batch=tokens_per_batch,
+        pad_id=pad_id,
+        layout=layout,
+    )
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Sizes of a batch. `tokens` counts those of all samples, `unique_tokens` those computed."""
+    return {
+        "padding": batch.padding,
+        "tokens": float(batch.num_tokens),
+        "unique_tokens": float(batch.num_unique_tokens),
+        "loss_tokens": float(batch.num_loss_tokens),
+    }
+
+
+def staleness(samples: Sequence[Sample], version: int) -> float:
+    """Mean number of versions that samples are behind `version`; demonstrations do not count."""
+    behind = [version - s.policy_version for s in samples if s.policy_version is not None]
+    return sum(behind) / len(behind) if behind else 0.0
+
+
+def train_metrics(optimizer_steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means over the optimizer steps of an iteration, as `train/NAME`, and their number."""
+    names = dict.fromkeys(name for metrics in optimizer_steps for name in metrics)
+    count = len(optimizer_steps)
+    means = {f"train/{name}": sum(m[name] for m in optimizer_steps) / count for name in names}
+    return {**means, "train/optimizer_steps": float(count)}
+
+
+def _has_gradient(sample: Sample) -> bool:
+    return any(sample.advantages)
