@@ -1,1 +1,1 @@
-"""The model service."""
+"""Model service: the OpenAI API over a policy."""

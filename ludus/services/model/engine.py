@@ -1,7 +1,7 @@
-"""The sampler of a model service: in a thread of its own, its tokens told as they come.
+"""Runs a model service's sampler in its own thread and streams tokens.
 
-The engine computes between two awaits, a round at a time; in the thread of the HTTP server it would
-keep everybody waiting, `/health` too. Requests reach it as coroutines, and give up by cancelling.
+The engine computes a whole step without an await. In the HTTP server's thread it would block all
+requests, `/health` too. Requests submit coroutines, and cancel them to stop.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ludus.models.samplers.scheduler import Turn
 T = TypeVar("T")
 
 SCORED_TOKENS = 128
-"""Tokens of a prompt whose logits are held at the same time."""
+"""Prompt tokens per forward pass when scoring; bounds the memory for logits."""
 
 Alternatives = list[tuple[int, float]]
-"""The likeliest tokens of a position and their log-probabilities, best first."""
+"""The most likely tokens of a position with log-probabilities, best first."""
 
 STREAMING = "ludus.services.model.engine:StreamingSampler"
-"""What serves where the user asks for `in_process`: the same engine, which can also be watched."""
+"""Replaces the sampler `in_process`: the same engine, with a callback per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A sampled token; `alternatives` are those of the distribution that it was sampled from."""
+    """A sampled token, with alternatives from the distribution it was sampled from."""
 
     id: int
     logprob: float
@@ -46,25 +46,25 @@ class Token:
     alternatives: Alternatives
 
 
-Told = Callable[[Token], object]
+OnToken = Callable[[Token], object]
 
 
 class StreamingSampler(InProcessSampler):
-    """The in-process engine, whose turns can be watched while they are sampled."""
+    """The in-process engine with a callback for each sampled token."""
 
     @cached_property
-    def _watchers(self) -> dict[str, tuple[Told, int, int]]:
+    def _watchers(self) -> dict[str, tuple[OnToken, int, int]]:
         return {}
 
-    def watch(self, session: str, told: Told, num_alternatives: int, num_ids: int) -> None:
-        """Call `told` with each token of a session, until it closes.
+    def watch(self, session: str, on_token: OnToken, num_alternatives: int, num_ids: int) -> None:
+        """Call `on_token` with each token of a session until the session closes.
 
-        Each comes with that many alternatives among the first `num_ids` ids.
+        Alternatives are taken from the first `num_ids` ids.
         """
-        self._watchers[session] = (told, num_alternatives, num_ids)
+        self._watchers[session] = (on_token, num_alternatives, num_ids)
 
     def close(self, session: str) -> None:
-        """Forget an episode, and who watches it."""
+        """Remove an episode and its callback."""
         self._watchers.pop(session, None)
         super().close(session)
 
@@ -77,20 +77,20 @@ class StreamingSampler(InProcessSampler):
             if turn.session.name in self._watchers
         ]
         alternatives = [
-            likeliest(logits_RV[row, :num_ids], number, turn.params)
+            top_tokens(logits_RV[row, :num_ids], number, turn.params)
             for row, turn, _, number, num_ids in watched
         ]
         token_ids_R, logprobs_R = super()._sample_tokens(turns, logits_RV, uniforms_R)
-        for (row, turn, told, *_), best in zip(watched, alternatives, strict=True):
+        for (row, turn, on_token, *_), best in zip(watched, alternatives, strict=True):
             id, logprob = int(token_ids_R[row]), float(logprobs_R[row])
-            # The engine's own number for the token itself: its arithmetic rounds otherwise.
+            # The engine's own value for the sampled token; `distribution` may round differently.
             same = [(other, logprob if other == id else value) for other, value in best]
-            told(Token(id, logprob, turn.policy_version, same))
+            on_token(Token(id, logprob, turn.policy_version, same))
         return token_ids_R, logprobs_R
 
 
-def likeliest(logits_V: Tensor, number: int, params: SamplingParams) -> Alternatives:
-    """The `number` likeliest tokens, under the distribution that is sampled from."""
+def top_tokens(logits_V: Tensor, number: int, params: SamplingParams) -> Alternatives:
+    """The `number` most likely tokens of the distribution that is sampled from."""
     if not number:
         return []
     probabilities_V = distribution(logits_V[None], [params])[0]
@@ -99,15 +99,15 @@ def likeliest(logits_V: Tensor, number: int, params: SamplingParams) -> Alternat
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """Log-probabilities of a prompt's tokens, the first of which has none."""
+class PromptScores:
+    """Log-probabilities of a prompt's tokens; None for the first."""
 
     logprobs: list[float | None]
     alternatives: list[Alternatives]
 
 
 class EngineThread:
-    """A sampler and the thread that it runs in; made and called from another."""
+    """A sampler and its thread; created and called from another thread."""
 
     def __init__(self, sampler: PolicySampler, model: Any, num_ids: int) -> None:
         self._sampler, self._model, self._num_ids = sampler, model, num_ids
@@ -119,7 +119,7 @@ class EngineThread:
 
     @property
     def streams(self) -> bool:
-        """Whether tokens are told as they come, with alternatives, and prompts can be scored."""
+        """Whether tokens arrive one by one with alternatives, and prompts can be scored."""
         return isinstance(self._sampler, StreamingSampler)
 
     @property
@@ -130,33 +130,33 @@ class EngineThread:
         self,
         prompt_ids: list[int],
         params: SamplingParams,
-        told: Told | None = None,
+        on_token: OnToken | None = None,
         num_alternatives: int = 0,
     ) -> Completion:
-        """Sample a turn; cancelled, it ends there. `told` is called in the engine's thread.
+        """Sample a turn; cancellable. `on_token` is called in the engine's thread.
 
-        A sampler that cannot be watched tells all tokens at the end, without alternatives.
+        Without streaming, all tokens arrive at the end and have no alternatives.
         Errors: those of `Sampler.sample`.
         """
-        return await self._call(self._turn(prompt_ids, params, told, num_alternatives))
+        return await self._call(self._turn(prompt_ids, params, on_token, num_alternatives))
 
-    async def score(self, token_ids: list[int], num_alternatives: int) -> Scored:
+    async def score(self, token_ids: list[int], num_alternatives: int) -> PromptScores:
         """Log-probabilities of `token_ids` under the model's own distribution (temperature 1)."""
         return await self._call(self._score(token_ids, num_alternatives))
 
     async def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Sample with these weights from the next token on; turns under way go on with them.
+        """Sample all further tokens with these weights, those of running turns too.
 
-        Errors: TrainingError where the sampler refuses them.
+        Errors: TrainingError if the sampler refuses them.
         """
         await self._call(self._swap(weights, version))
 
     def set_version(self, version: int) -> None:
-        """Say which version the weights are that the sampler began with."""
+        """Set the version of the initial weights."""
         asyncio.run_coroutine_threadsafe(self._swap({}, version), self._loop).result()
 
     def close(self) -> None:
-        """End turns, sampler and thread."""
+        """Stop running turns, the sampler and the thread."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -169,24 +169,24 @@ class EngineThread:
         self,
         prompt_ids: list[int],
         params: SamplingParams,
-        told: Told | None,
+        on_token: OnToken | None,
         num_alternatives: int,
     ) -> Completion:
         session = f"{next(self._numbers):012d}"
         self._sampler.open(session)
         try:
-            if told and isinstance(self._sampler, StreamingSampler):
-                self._sampler.watch(session, told, num_alternatives, self._num_ids)
+            if on_token and isinstance(self._sampler, StreamingSampler):
+                self._sampler.watch(session, on_token, num_alternatives, self._num_ids)
             done = await self._sampler.sample(prompt_ids, params, session=session)
         finally:
             self._sampler.close(session)
-        if told and not self.streams:
+        if on_token and not self.streams:
             for id, logprob in zip(done.token_ids, done.logprobs, strict=True):
-                told(Token(id, logprob, done.policy_version, []))
+                on_token(Token(id, logprob, done.policy_version, []))
         return done
 
-    async def _score(self, token_ids: list[int], num_alternatives: int) -> Scored:
-        """In pieces, behind which the keys and values stay: logits of all rows would not fit."""
+    async def _score(self, token_ids: list[int], num_alternatives: int) -> PromptScores:
+        """Score in chunks over one KV cache: the logits of all rows would not fit in memory."""
         logprobs: list[float | None] = [None]
         best: list[Alternatives] = [[]]
         cache, version = None, self.policy_version
@@ -203,15 +203,15 @@ class EngineThread:
             logprobs += chosen_L.tolist()
             pairs = zip(ids.tolist(), values.tolist(), strict=True)
             best += [list(zip(*pair, strict=True)) for pair in pairs]
-            await asyncio.sleep(0)  # turns go on between the pieces
+            await asyncio.sleep(0)  # let turns run between the chunks
             if self.policy_version != version:
                 return await self._score(token_ids, num_alternatives)
-        return Scored(logprobs, best)
+        return PromptScores(logprobs, best)
 
     async def _swap(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """No round runs meanwhile: rounds have no await in them, and nor has this.
+        """Swap between two steps: neither a step nor this function awaits.
 
-        A sampler with weights of its own may refuse the new ones; the old ones are then put back.
+        A sampler with its own copy may refuse the weights; the old weights are then restored.
         """
         held = self._model.state_dict()
         before = {} if self.streams else {name: held[name].clone() for name in weights}

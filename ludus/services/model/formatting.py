@@ -1,7 +1,7 @@
-"""From tokens to what OpenAI's clients read: growing text, thinking, tool calls, logprobs.
+"""Formats tokens for OpenAI's clients: streamed text, thinking, tool calls, logprobs.
 
-A stream may send nothing that it would have to take back. So it holds what may become a marker or a
-stop string, and tool calls until the turn is over; what is held comes with the end.
+A stream cannot take text back. It therefore holds back text that may become a marker or a stop
+string, and all tool calls, until the end of the turn.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ from ludus.services.model.engine import Token
 
 Delta = dict[str, Any]
 
+MIN_LOGPROB = -9999.0
+"""OpenAI's value for minus infinity, which JSON lacks."""
+
 
 def cut(text: str, stops: Iterable[str]) -> str:
     """The text before the first stop string."""
-    found = [position for stop in stops if (position := text.find(stop)) >= 0]
-    return text[: min(found)] if found else text
+    positions = [position for stop in stops if (position := text.find(stop)) >= 0]
+    return text[: min(positions)] if positions else text
 
 
-def held(text: str, markers: Iterable[str]) -> int:
-    """Characters at the end of a text that may turn out to be the beginning of a marker."""
+def num_held(text: str, markers: Iterable[str]) -> int:
+    """Number of characters at the end of a text that may begin a marker."""
     longest = 0
     for marker in markers:
         for size in range(min(len(marker) - 1, len(text)), longest, -1):
@@ -45,10 +48,10 @@ def held(text: str, markers: Iterable[str]) -> int:
     return longest
 
 
-class TextWriter:
-    """The text of one turn of `/v1/completions`, as it grows.
+class TextStream:
+    """Streams the text of one choice of `/v1/completions`.
 
-    Special tokens are shown, but for the one that ends the turn; a stop string is not.
+    Special tokens are included, except the token that ends the turn; stop strings are not.
     """
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int], stops: Sequence[str]) -> None:
@@ -57,13 +60,13 @@ class TextWriter:
         self._text, self._sent = "", 0
 
     def add(self, token: Token) -> Delta:
-        """What can be sent now that this token is there."""
+        """The text that can be sent after this token."""
         self._read(token)
         ready = cut(self._text, self._stops)
-        return self._send(ready[: len(ready) - held(ready, self._stops)])
+        return self._send(ready[: len(ready) - num_held(ready, self._stops)])
 
     def end(self, done: Completion) -> Delta:
-        """What is left, now that the turn is over."""
+        """The remaining text, at the end of the turn."""
         return self._send(text_of(done, self._tokenizer, self._stop_ids, self._stops))
 
     def _read(self, token: Token) -> None:
@@ -75,8 +78,8 @@ class TextWriter:
         return {"text": new} if new else {}
 
 
-class ChatWriter(TextWriter):
-    """One assistant turn of `/v1/chat/completions`, as it grows."""
+class ChatStream(TextStream):
+    """Streams one assistant turn of `/v1/chat/completions`."""
 
     def __init__(self, renderer: Renderer, tools: bool, stops: Sequence[str]) -> None:
         super().__init__(renderer.tokenizer, renderer.stop_token_ids, stops)
@@ -108,9 +111,9 @@ class ChatWriter(TextWriter):
         return delta
 
     def _grow(self, key: str, text: str, markers: Sequence[str]) -> Delta:
-        """What of a part is new and certain."""
+        """The new text of a field, as far as it is certain."""
         ready = cut(text, self._stops)
-        ready = ready[: len(ready) - held(ready, (*self._stops, *markers))]
+        ready = ready[: len(ready) - num_held(ready, (*self._stops, *markers))]
         sent = self._parts[key]
         if not ready.startswith(sent) or ready == sent:
             return {}
@@ -118,16 +121,16 @@ class ChatWriter(TextWriter):
         return {key: ready[len(sent) :]}
 
     def _rest(self, key: str, text: str) -> Delta:
-        """What of a part is left. The final text may lack white space that was sent already."""
+        """The remaining text of a field. The final text may lack white space already sent."""
         sent = self._parts[key]
         for start in (sent, sent.strip()):
             if text.startswith(start):
                 return {key: text[len(start) :]} if len(text) > len(start) else {}
-        return {key: text}  # parts of the turn were not what they seemed: nothing is lost
+        return {key: text}  # the turn parsed differently than streamed: send all
 
 
 def text_of(done: Completion, tokenizer: Any, stop_ids: Iterable[int], stops: Iterable[str]) -> str:
-    """The text of a turn: without the token that ended it, up to the first stop string."""
+    """A turn's text up to the first stop string, without the token that ended the turn."""
     ids, stop_ids = done.token_ids, set(stop_ids)
     if ids and ids[-1] in stop_ids:
         ids = ids[:-1]
@@ -135,10 +138,10 @@ def text_of(done: Completion, tokenizer: Any, stop_ids: Iterable[int], stops: It
 
 
 def message_of(done: Completion, renderer: Renderer, stops: Iterable[str]) -> Message:
-    """The turn in parts. A turn whose tool calls are malformed is text, calls and all."""
+    """The parsed turn. With malformed tool calls, the whole turn is text."""
     try:
         message = renderer.parse(done.token_ids).message
-    except Exception:  # a client's own schema may break the check against it
+    except Exception:  # a client's tool schema may break the check
         text = decode(renderer.tokenizer, done.token_ids)
         message = Message(role="assistant", content=text)
     stops = tuple(stops)
@@ -147,7 +150,7 @@ def message_of(done: Completion, renderer: Renderer, stops: Iterable[str]) -> Me
 
 
 def calls_of(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
-    """Tool calls in OpenAI's form, each with an id of its own."""
+    """Tool calls in OpenAI's format, with new ids."""
     return [
         {
             "id": f"call_{secrets.token_hex(12)}",
@@ -162,7 +165,7 @@ def calls_of(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """All tokens as text, special ones too."""
+    """Tokens as text, special tokens included."""
     text = tokenizer.decode(
         list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
@@ -170,14 +173,13 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def chat_logprobs(tokens: Iterable[Token], tokenizer: Any) -> dict[str, Any]:
-    """`logprobs` of a chat choice: an entry for each sampled token, the last one too."""
+    """`logprobs` of a chat choice, an entry per sampled token."""
 
     def entry(id: int, logprob: float) -> dict[str, Any]:
         text = decode(tokenizer, [id])
-        # JSON has no infinity; a token that cannot be sampled has OpenAI's least number.
-        whole = "\ufffd" not in text  # else the token is a part of a character
-        spelled = list(text.encode()) if whole else None
-        return {"token": text, "logprob": max(logprob, LEAST), "bytes": spelled}
+        complete = "\ufffd" not in text  # else the token is a part of a character
+        encoded = list(text.encode()) if complete else None
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": encoded}
 
     return {
         "content": [
@@ -191,31 +193,30 @@ def chat_logprobs(tokens: Iterable[Token], tokenizer: Any) -> dict[str, Any]:
     }
 
 
-LEAST = -9999.0
-
-
 Row = tuple[int, float | None, Sequence[tuple[int, float]]]
-"""A token's id, its log-probability (None: it has none), and its alternatives."""
+"""A token's id, log-probability (None for a prompt's first token) and alternatives."""
 
 
 def completion_logprobs(rows: Sequence[Row], tokenizer: Any) -> dict[str, Any]:
-    """`logprobs` of a completion. The token itself is always among the likeliest that are told."""
+    """`logprobs` of a completion. `top_logprobs` always include the token itself."""
     tokens = [decode(tokenizer, [id]) for id, _, _ in rows]
     lengths = itertools.accumulate(map(len, tokens), initial=0)
     return {
         "tokens": tokens,
-        "token_logprobs": [None if value is None else max(value, LEAST) for _, value, _ in rows],
-        "top_logprobs": [_by_name(row, tokenizer) for row in rows],
+        "token_logprobs": [
+            None if value is None else max(value, MIN_LOGPROB) for _, value, _ in rows
+        ],
+        "top_logprobs": [_top_logprobs(row, tokenizer) for row in rows],
         "text_offset": list(lengths)[:-1],
     }
 
 
-def _by_name(row: Row, tokenizer: Any) -> dict[str, float] | None:
+def _top_logprobs(row: Row, tokenizer: Any) -> dict[str, float] | None:
     id, logprob, alternatives = row
     if logprob is None:
         return None
     named: dict[str, float] = {}
     for other, value in [*alternatives, (id, logprob)]:
         name = decode(tokenizer, [other])
-        named[name] = max(value, LEAST, named.get(name, LEAST))  # ids may share a spelling
+        named[name] = max(value, MIN_LOGPROB, named.get(name, MIN_LOGPROB))  # ids may share a text
     return named

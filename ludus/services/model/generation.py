@@ -1,9 +1,9 @@
-"""The turns of requests under way: sampled, streamed, given up when the client is gone."""
+"""Runs generation requests; cancels them on disconnect."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from ludus.core.errors import LudusError, SamplerError, TrainingError
 from ludus.models.samplers.base import Completion, SamplingParams
-from ludus.services.model.engine import EngineThread, Scored, Token
-from ludus.services.model.requests import ApiError, Common
-from ludus.services.model.responses import Answer, Done, event
+from ludus.services.model.engine import EngineThread, PromptScores, Token
+from ludus.services.model.requests import ApiError, CommonRequest
+from ludus.services.model.responses import Choice, ResponseBuilder, event
 from ludus.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -25,19 +25,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One choice to sample; None: nothing is sampled, the prompt is echoed."""
+class ChoiceRequest:
+    """One choice to generate. `params` is None if the prompt is only echoed."""
 
     prompt_ids: list[int]
     params: SamplingParams | None
 
 
-class Gone(Exception):
+class Disconnected(Exception):
     """The client has closed its connection."""
 
 
-class Turns:
-    """Samples the turns of requests, at most `max_turns` at a time."""
+class Generator:
+    """Generates the choices of requests, at most `max_turns` concurrently."""
 
     def __init__(self, engine: EngineThread, max_turns: int, registry: CollectorRegistry) -> None:
         self._engine, self._max_turns = engine, max_turns
@@ -45,119 +45,126 @@ class Turns:
         self._tokens = Counter("ludus_model_tokens", "Tokens", ["kind"], registry=registry)
         self._ends = Counter("ludus_model_turns", "Turns by end", ["end"], registry=registry)
         for name, text, value in (
-            ("turns_open", "Turns that are sampled now", lambda: self.num_open),
+            ("turns_open", "Turns being sampled", lambda: self.num_open),
             ("policy_version", "Version of the weights", lambda: engine.policy_version),
         ):
             Gauge(f"ludus_model_{name}", text, registry=registry).set_function(value)
 
-    async def answer(
-        self, request: Request, body: Common, turns: list[Turn], answer: Answer
+    async def respond(
+        self,
+        request: Request,
+        body: CommonRequest,
+        choices: Sequence[ChoiceRequest],
+        builder: ResponseBuilder,
     ) -> Response:
-        if self.num_open + len(turns) > self._max_turns:
+        """Generate all choices and respond, as a stream if the request asks for one."""
+        if self.num_open + len(choices) > self._max_turns:
             message = f"more than {self._max_turns} turns at a time"
             raise ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
         if body.stream:
-            events = self._stream(request, turns, answer)
+            events = self._stream(request, choices, builder)
             return StreamingResponse(events, media_type="text/event-stream")
-        work = [self._sample(turn, answer) for turn in turns]
+        work = [self._generate(choice, builder) for choice in choices]
         try:
-            done = await _unless_gone(request, _together(work))
-        except Gone:
+            results = await _unless_disconnected(request, _gather(work))
+        except Disconnected:
             return Response(status_code=499)
         except LudusError as error:
-            raise api_error(error) from error
-        return JSONResponse(answer.whole(done))
+            raise server_error(error) from error
+        return JSONResponse(builder.body(results))
 
-    async def _sample(self, turn: Turn, answer: Answer) -> Done:
-        """A turn, and what else was asked for: alternatives, the prompt's own log-probabilities."""
+    async def _generate(self, choice: ChoiceRequest, builder: ResponseBuilder) -> Choice:
+        """Generate a choice, with alternatives and prompt scores as requested."""
         tokens: list[Token] = []
-        scored: Scored | None = None
-        number = answer.num_alternatives
-        if answer.scores_prompt:
-            scored = await self._engine.score(turn.prompt_ids, number)
-        if turn.params is None:
+        scores: PromptScores | None = None
+        number = builder.num_alternatives
+        if builder.scores_prompt:
+            scores = await self._engine.score(choice.prompt_ids, number)
+        if choice.params is None:
             version = self._engine.policy_version
-            return Done(turn.prompt_ids, Completion([], [], "length", version), [], scored)
-        told = tokens.append if number else None
-        done = await self._counted(self._engine.sample(turn.prompt_ids, turn.params, told, number))
-        self._count(turn, done)
+            return Choice(choice.prompt_ids, Completion([], [], "length", version), [], scores)
+        completion = await self._counted(
+            choice,
+            self._engine.sample(
+                choice.prompt_ids, choice.params, tokens.append if number else None, number
+            ),
+        )
         if not number:
-            pairs = zip(done.token_ids, done.logprobs, strict=True)
-            tokens = [Token(id, logprob, done.policy_version, []) for id, logprob in pairs]
-        return Done(turn.prompt_ids, done, tokens, scored)
+            pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+            tokens = [Token(id, logprob, completion.policy_version, []) for id, logprob in pairs]
+        return Choice(choice.prompt_ids, completion, tokens, scores)
 
     async def _stream(
-        self, request: Request, turns: list[Turn], answer: Answer
+        self, request: Request, choices: Sequence[ChoiceRequest], builder: ResponseBuilder
     ) -> AsyncIterator[str]:
-        """Server-sent events. Whatever ends it, no turn is left behind."""
-        arrived: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+        """Server-sent events. All generation ends with the stream."""
+        queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        async def play(index: int, turn: Turn) -> None:
-            def told(token: Token) -> None:
-                loop.call_soon_threadsafe(arrived.put_nowait, (index, token))
+        async def generate(index: int, choice: ChoiceRequest) -> None:
+            def on_token(token: Token) -> None:
+                loop.call_soon_threadsafe(queue.put_nowait, (index, token))
 
-            assert turn.params is not None
+            assert choice.params is not None
             try:
-                sampling = self._engine.sample(
-                    turn.prompt_ids, turn.params, told, answer.num_alternatives
+                result: Any = await self._counted(
+                    choice,
+                    self._engine.sample(
+                        choice.prompt_ids, choice.params, on_token, builder.num_alternatives
+                    ),
                 )
-                done: Any = await self._counted(sampling)
-                self._count(turn, done)
-            except Exception as error:  # the client waits: it is told of any end
-                done = api_error(error)
-            arrived.put_nowait((index, done))
+            except Exception as error:  # reported in the stream
+                result = server_error(error)
+            queue.put_nowait((index, result))
 
-        async def watch() -> None:
-            await _disconnected(request)
-            arrived.put_nowait((-1, Gone()))
+        async def watch_connection() -> None:
+            await _wait_for_disconnect(request)
+            queue.put_nowait((-1, Disconnected()))
 
-        tasks = [asyncio.create_task(play(i, turn)) for i, turn in enumerate(turns)]
-        tasks.append(asyncio.create_task(watch()))
+        tasks = [asyncio.create_task(generate(i, choice)) for i, choice in enumerate(choices)]
+        tasks.append(asyncio.create_task(watch_connection()))
         try:
             version = self._engine.policy_version
-            yield answer.opening([turn.prompt_ids for turn in turns], version)
-            left = len(turns)
-            while left:
-                news = [await arrived.get()]
-                while not arrived.empty():
-                    news.append(arrived.get_nowait())
+            yield builder.first_events([choice.prompt_ids for choice in choices], version)
+            num_running = len(choices)
+            while num_running:
+                items = [await queue.get()]
+                while not queue.empty():
+                    items.append(queue.get_nowait())
                 lines: list[str] = []
-                for index, what in news:
-                    if isinstance(what, Gone):
+                for index, item in items:
+                    if isinstance(item, Disconnected):
                         return
-                    if isinstance(what, ApiError):
-                        yield "".join(lines) + event(what.body)
+                    if isinstance(item, ApiError):
+                        yield "".join(lines) + event(item.body)
                         return
-                    left -= isinstance(what, Completion)
-                    lines.append(answer.part(index, what))
+                    num_running -= isinstance(item, Completion)
+                    lines.append(builder.event_of(index, item))
                 yield "".join(lines)
-            yield answer.closing()
+            yield builder.last_events()
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _counted(self, sampling: Awaitable[Completion]) -> Completion:
+    async def _counted(self, choice: ChoiceRequest, sampling: Awaitable[Completion]) -> Completion:
         self.num_open += 1
         end = "gone"
         try:
-            done = await sampling
-            end = done.finish_reason
-            return done
+            completion = await sampling
+            end = completion.finish_reason
         except Exception:
             end = "failed"
             raise
         finally:
             self.num_open -= 1
             self._ends.labels(end).inc()
+        self._tokens.labels("prompt").inc(len(choice.prompt_ids))
+        self._tokens.labels("sampled").inc(len(completion.token_ids))
+        return completion
 
-    def _count(self, turn: Turn, done: Completion) -> None:
-        self._tokens.labels("prompt").inc(len(turn.prompt_ids))
-        self._tokens.labels("sampled").inc(len(done.token_ids))
 
-
-async def _together(work: list[Any]) -> list[Any]:
-    """All results, or the first error, with the others ended."""
+async def _gather(work: list[Any]) -> list[Any]:
+    """All results, or the first error; on an error or cancellation the rest is cancelled."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -166,14 +173,14 @@ async def _together(work: list[Any]) -> list[Any]:
             task.cancel()
 
 
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result. Errors: Gone where the client left before; the work is then ended."""
+async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`. Errors: Disconnected; the work is then cancelled."""
     working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(request))
+    watching = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Gone
+            raise Disconnected
         return working.result()
     finally:
         watching.cancel()
@@ -182,18 +189,15 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
             await working
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def api_error(error: Exception) -> ApiError:
-    """What went wrong behind the service, which the client cannot mend.
-
-    A server's last words, and the paths in them, are for the log alone.
-    """
-    log.error("a turn failed", error=f"{type(error).__name__}: {error}")
-    message = "what samples broke down; the service's log says how"
+def server_error(error: Exception) -> ApiError:
+    """The response to a failure behind the service. Details go to the log only."""
+    log.error("generation failed", error=f"{type(error).__name__}: {error}")
+    message = "generation failed; see the service's log"
     if isinstance(error, TrainingError):
         message = str(error)
     status = 503 if isinstance(error, SamplerError) else 500

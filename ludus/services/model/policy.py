@@ -1,11 +1,11 @@
-"""What a model service serves: a run's checkpoint, or a Hugging Face folder.
+"""Loads the policy to serve: a run's checkpoint, or a Hugging Face folder.
 
-    a run's id or folder           its newest checkpoint
+    a run's id or folder           the run's newest checkpoint
     .../checkpoints/rl-000100      that checkpoint
-    a folder with a config.json    as `from_pretrained` loads it
+    a folder with a config.json    loaded with `from_pretrained`
 
-All three become a plain model (adapters merged), its tokenizer and its chat template, so that
-weights of one kind can take the place of another's.
+Each becomes a plain model (adapters merged) with tokenizer and chat template, so that weights from
+any source can replace those of another.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.store.folders import RunFolder, find_run
 from ludus.train.checkpoint.policy import build_policy, find_checkpoint, run_tokenizer
 
-LONGEST_BY_DEFAULT = 8192
-"""Most tokens of a conversation with a Hugging Face model whose user names no limit."""
+DEFAULT_MAX_CONTEXT = 8192
+"""Maximum context length of a Hugging Face model, unless the user sets one."""
 
 Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
 class ModelOverrides:
-    """What the user may decide; None leaves it to the run, or to the model's folder."""
+    """The user's settings; None keeps the setting of the run or the folder."""
 
     device: str | None = None
     dtype: Dtype | None = None
@@ -48,27 +48,24 @@ class ModelOverrides:
 
 @dataclass(frozen=True)
 class Policy:
-    """A model that can be served. `version` is its run's own count of weights; 0 for a folder."""
+    """A model to serve. `version` is the run's policy version; 0 for a folder."""
 
     name: str
     origin: str
     model: Any
     tokenizer: Any
-    context_length: int
-    chat_template: str | None
-    thinking: Thinking
+    settings: ModelConfig
     version: int
 
     def renderer(self, tools: Any = ()) -> Renderer:
-        """How conversations with these tools are written. Errors: ConfigError."""
-        return Renderer(self.tokenizer, self.chat_template, tools, self.thinking)
+        """A renderer for conversations with these tools. Errors: ConfigError."""
+        return Renderer(self.tokenizer, self.settings.chat_template, tools, self.settings.thinking)
 
 
 def load_policy(checkpoint: str, runs_dir: str, overrides: ModelOverrides) -> Policy:
-    """Load what the user names.
+    """Load a run, a checkpoint, or a Hugging Face folder.
 
-    Errors: ConfigError where it is neither a run, a checkpoint, nor a model's folder;
-    CheckpointError where it is damaged.
+    Errors: ConfigError if the name is none of these; CheckpointError if the files are damaged.
     """
     path = Path(checkpoint).expanduser()
     if (path / "manifest.json").is_file() and (path.parent.parent / "config.yaml").is_file():
@@ -87,32 +84,30 @@ def _of_run(folder: RunFolder, path: Path | None, overrides: ModelOverrides) -> 
     tokenizer = run_tokenizer(folder)
     path = path or find_checkpoint(folder).path
     config = load_config(folder.config)
-    settings = _changed(config.model, overrides)
+    settings = _with_overrides(config.model, overrides)
     model, version = build_policy(settings, tokenizer, config.seed, path)
     return Policy(
         name=folder.id,
         origin=f"{folder.id}/{path.name}",
         model=merge_lora(model),
         tokenizer=tokenizer,
-        context_length=settings.context_length,
-        chat_template=settings.chat_template,
-        thinking=settings.thinking,
+        settings=settings,
         version=version,
     )
 
 
 def _of_folder(path: Path, overrides: ModelOverrides) -> Policy:
     try:
-        shape = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().split("\n")[0][:200]
         raise ConfigError(f"{path}: its config.json describes no model: {reason}") from None
-    positions = getattr(shape.get_text_config(), "max_position_embeddings", LONGEST_BY_DEFAULT)
-    half = getattr(shape, "dtype", None) == torch.bfloat16
-    settings = _changed(
+    positions = getattr(config.get_text_config(), "max_position_embeddings", DEFAULT_MAX_CONTEXT)
+    half = getattr(config, "dtype", None) == torch.bfloat16
+    settings = _with_overrides(
         ModelConfig(
             path=str(path),
-            context_length=min(positions, LONGEST_BY_DEFAULT),
+            context_length=min(positions, DEFAULT_MAX_CONTEXT),
             dtype="bfloat16" if half else "float32",
         ),
         overrides,
@@ -128,14 +123,12 @@ def _of_folder(path: Path, overrides: ModelOverrides) -> Policy:
         origin=str(path),
         model=model,
         tokenizer=tokenizer,
-        context_length=settings.context_length,
-        chat_template=settings.chat_template,
-        thinking=settings.thinking,
+        settings=settings,
         version=0,
     )
 
 
-def _changed(config: ModelConfig, overrides: ModelOverrides) -> ModelConfig:
+def _with_overrides(config: ModelConfig, overrides: ModelOverrides) -> ModelConfig:
     given = {key: value for key, value in vars(overrides).items() if value is not None}
     try:
         return ModelConfig(**{**config.model_dump(), **given})
@@ -146,9 +139,9 @@ def _changed(config: ModelConfig, overrides: ModelOverrides) -> ModelConfig:
 
 
 def fitting_weights(served: Policy, offered: Policy) -> dict[str, torch.Tensor]:
-    """The offered weights, by the names of the served model's.
+    """The weights of `offered`, checked against `served`.
 
-    Errors: CheckpointError that names the first tensors that differ, or the tokenizers.
+    Errors: CheckpointError if tokenizers or tensor shapes differ, or a weight is not finite.
     """
     if offered.tokenizer.get_vocab() != served.tokenizer.get_vocab():
         raise CheckpointError(f"{offered.origin} has another tokenizer than {served.origin}")

@@ -1,6 +1,6 @@
-"""What OpenAI's clients send, checked, and turned into messages and sampling parameters.
+"""Request bodies of the OpenAI API, parsed into messages and sampling parameters.
 
-What cannot be done is refused with 400 and the name of the field: nothing is left out in silence.
+Unsupported fields are refused with 400 and the field's name; none is ignored silently.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class ApiError(ServiceError):
-    """An error in OpenAI's shape; `param` is the field that is wrong."""
+    """An error in OpenAI's format; `param` is the wrong field."""
 
     def __init__(
         self,
@@ -39,6 +39,18 @@ class ApiError(ServiceError):
         super().__init__(status, kind, message)
         self.param, self.code = param, code
 
+    @classmethod
+    def invalid(cls, field: str, message: str) -> ApiError:
+        return cls(400, f"{field or 'the body'}: {message}", param=field or None)
+
+    @classmethod
+    def not_json(cls, message: str) -> ApiError:
+        return cls(400, "the body is not JSON")
+
+    @classmethod
+    def from_http(cls, status: int, message: str) -> ApiError:
+        return cls(status, message)
+
     @property
     def body(self) -> dict[str, Any]:
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
@@ -46,14 +58,14 @@ class ApiError(ServiceError):
 
 
 class Part(BaseModel):
-    """A part of a message's content; only text is known here."""
+    """A part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: Text
 
 
 class Function(BaseModel):
-    """A function that was called: `arguments` is JSON."""
+    """A called function; `arguments` is JSON."""
 
     name: str
     arguments: Text = "{}"
@@ -88,21 +100,21 @@ class FunctionSpec(BaseModel):
 
 
 class Tool(BaseModel):
-    """A tool; only functions are known here."""
+    """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: FunctionSpec
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides its tokens."""
+    """Extra fields of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class Common(BaseModel):
-    """What both routes take."""
+class CommonRequest(BaseModel):
+    """The fields of both routes."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -116,13 +128,13 @@ class Common(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(
-        None, description="Give the ids of prompt and answer: `prompt_token_ids`, `token_ids`."
+        None, description="Return the token ids: `prompt_token_ids`, `token_ids`."
     )
-    ignore_eos: bool | None = Field(None, description="Sample on behind the end of the turn.")
+    ignore_eos: bool | None = Field(None, description="Continue after the end of the turn.")
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    user: str | None = Field(None, description="Noted by nobody, like the next four.")
+    user: str | None = Field(None, description="Ignored, as are the next four fields.")
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
@@ -141,8 +153,8 @@ class Common(BaseModel):
     def with_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def refused(self) -> dict[str, bool]:
-        """Fields that say more than this service can do: whether each does."""
+    def unsupported(self) -> dict[str, bool]:
+        """Unsupported fields: whether the request uses each."""
         return {
             "frequency_penalty": bool(self.frequency_penalty),
             "presence_penalty": bool(self.presence_penalty),
@@ -150,17 +162,17 @@ class Common(BaseModel):
         }
 
     def check(self) -> None:
-        """Errors: ApiError 400 that names what cannot be done."""
-        for param, wrong in self.refused().items():
-            if wrong:
+        """Errors: ApiError 400 for unsupported fields and combinations."""
+        for param, used in self.unsupported().items():
+            if used:
                 raise ApiError(
-                    400, f"{param}: not supported here; leave it out", param=param, code=NOT_HERE
+                    400, f"{param}: not supported here; leave it out", param=param, code=UNSUPPORTED
                 )
         if self.stream_options and not self.stream:
             raise ApiError(400, "stream_options: only with stream: true", param="stream_options")
 
     def params(self, max_tokens: int, stop_ids: list[int], seed: int) -> SamplingParams:
-        """How one turn is sampled."""
+        """Sampling parameters of one choice."""
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -172,16 +184,15 @@ class Common(BaseModel):
         )
 
     def seeds(self, number: int) -> list[int]:
-        """A seed for each turn of this request. The first is the client's own, where it gave one:
-        one choice of many is then what it would be alone."""
+        """A seed per choice; the first is the client's, so that choice does not depend on `n`."""
         first = secrets.randbits(63) if self.seed is None else self.seed % 2**63
         return [first, *(derive_seed(first, "choice", i) for i in range(1, number))]
 
 
-NOT_HERE = "unsupported_parameter"
+UNSUPPORTED = "unsupported_parameter"
 
 
-class ChatRequest(Common):
+class ChatRequest(CommonRequest):
     """`POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=10_000)
@@ -202,8 +213,8 @@ class ChatRequest(Common):
     def num_alternatives(self) -> int:
         return self.top_logprobs or 0
 
-    def refused(self) -> dict[str, bool]:
-        return super().refused() | {
+    def unsupported(self) -> dict[str, bool]:
+        return super().unsupported() | {
             "tool_choice": self.tool_choice not in (None, "none", "auto"),
             "parallel_tool_calls": self.parallel_tool_calls is False and bool(self.tools),
             "response_format": (self.response_format or {}).get("type", "text") != "text",
@@ -215,13 +226,13 @@ class ChatRequest(Common):
             raise ApiError(400, "top_logprobs: only with logprobs: true", param="top_logprobs")
 
     def offered(self) -> tuple[ToolSpec, ...]:
-        """The tools that the model is shown."""
+        """The tools offered to the model."""
         if self.tool_choice == "none":
             return ()
         functions = [tool.function for tool in self.tools or []]
         names = [function.name for function in functions]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ApiError(400, f"tools: {twice[0]!r} is there twice", param="tools")
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise ApiError(400, f"tools: {repeated[0]!r} is there twice", param="tools")
         return tuple(
             ToolSpec(
                 name=function.name,
@@ -232,12 +243,12 @@ class ChatRequest(Common):
         )
 
     def conversation(self) -> list[Message]:
-        """The messages. Errors: ApiError 400 where a call's arguments are no JSON object."""
+        """The messages. Errors: ApiError 400 if a call's arguments are not a JSON object."""
         return [_message(message, i) for i, message in enumerate(self.messages)]
 
 
-class CompletionRequest(Common):
-    """`POST /v1/completions`. A prompt is a text or token ids; several are answered in order."""
+class CompletionRequest(CommonRequest):
+    """`POST /v1/completions`. A prompt is a text or token ids; choices are in order."""
 
     prompt: (
         Text
@@ -258,8 +269,8 @@ class CompletionRequest(Common):
     def num_alternatives(self) -> int:
         return self.logprobs or 0
 
-    def refused(self) -> dict[str, bool]:
-        return super().refused() | {
+    def unsupported(self) -> dict[str, bool]:
+        return super().unsupported() | {
             "best_of": self.best_of is not None and self.best_of != self.choices,
             "suffix": bool(self.suffix),
         }
@@ -267,7 +278,7 @@ class CompletionRequest(Common):
     def check(self) -> None:
         super().check()
         if self.max_tokens == 0 and not self.echo:
-            raise ApiError(400, "max_tokens: 0 makes sense with echo only", param="max_tokens")
+            raise ApiError(400, "max_tokens: 0 needs echo", param="max_tokens")
         if self.echo and self.stream:
             raise ApiError(400, "echo: not with stream: true", param="echo")
         if len(self.prompts) * self.choices > 1024:
@@ -282,13 +293,13 @@ class CompletionRequest(Common):
 
 
 class SwapRequest(BaseModel):
-    """`POST /admin/weights`: serve another checkpoint of the same model from now on."""
+    """`POST /admin/weights`: serve another checkpoint of the same model."""
 
     model_config = ConfigDict(extra="forbid")
 
     checkpoint: Annotated[str, Field(min_length=1, max_length=4096)]
     policy_version: int | None = Field(
-        None, ge=0, lt=2**53, description="Greater than the present one; default: one more."
+        None, ge=0, lt=2**53, description="Must exceed the current version; default: one more."
     )
 
 
@@ -315,4 +326,4 @@ def _call(given: Call, place: str) -> ToolCall:
         return ToolCall(name=given.function.name, arguments=arguments, id=given.id)
     except (ValueError, RecursionError, ValidationError):
         where = f"{place}.function.arguments"
-        raise ApiError(400, f"{where}: it is no JSON object", param=where) from None
+        raise ApiError(400, f"{where}: not a JSON object", param=where) from None

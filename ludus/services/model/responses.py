@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's answers, whole and in parts."""
+"""Response bodies of the OpenAI API, whole and streamed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import Completion
-from ludus.services.model.engine import Scored, Token
+from ludus.services.model.engine import PromptScores, Token
 from ludus.services.model.formatting import (
-    ChatWriter,
+    ChatStream,
     Delta,
     Row,
-    TextWriter,
+    TextStream,
     calls_of,
     chat_logprobs,
     completion_logprobs,
@@ -24,65 +24,66 @@ from ludus.services.model.formatting import (
     message_of,
     text_of,
 )
-from ludus.services.model.requests import ChatRequest, Common, CompletionRequest
+from ludus.services.model.requests import ChatRequest, CommonRequest, CompletionRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """A turn that is over: its tokens, and the prompt's log-probabilities where asked for."""
+class Choice:
+    """A generated choice. `scores` are the prompt's log-probabilities, if requested."""
 
     prompt_ids: list[int]
     completion: Completion
     tokens: list[Token]
-    scored: Scored | None
+    scores: PromptScores | None
 
 
-class Answer:
-    """What both routes have in common; one object answers one request."""
+class ResponseBuilder:
+    """Builds the response to one request; a subclass per route."""
 
     kind: str
     chunk_kind: str
     scores_prompt = False
 
-    def __init__(self, id: str, model: str, body: Common, num_alternatives: int) -> None:
+    def __init__(self, id: str, model: str, body: CommonRequest, num_alternatives: int) -> None:
         self._id, self._model, self._body = id, model, body
         self._created = int(time.time())
-        self._writers: list[TextWriter] = []
+        self._streams: list[TextStream] = []
         self._num_prompt = self._num_sampled = 0
         self.num_alternatives = num_alternatives
 
-    def whole(self, turns: Sequence[Done]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
-        done = [turn.completion for turn in turns]
-        self._count([turn.prompt_ids for turn in turns])
-        self._num_sampled = sum(len(completion.token_ids) for completion in done)
-        body = self._frame(self.kind, min(completion.policy_version for completion in done))
-        body["choices"] = [self._choice(i, turn) for i, turn in enumerate(turns)]
-        return body | self._prompt_of(turns) | {"usage": self._usage()}
+    def body(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+        completions = [choice.completion for choice in choices]
+        self._count_prompts([choice.prompt_ids for choice in choices])
+        self._num_sampled = sum(len(completion.token_ids) for completion in completions)
+        version = min(completion.policy_version for completion in completions)
+        body = self._frame(self.kind, version)
+        body["choices"] = [self._choice(i, choice) for i, choice in enumerate(choices)]
+        return body | self._prompt_fields(choices) | {"usage": self._usage()}
 
-    def opening(self, prompts: Sequence[list[int]], version: int) -> str:
-        """The first events of a stream, one a choice."""
-        self._count(prompts)
-        self._writers = [self._writer() for _ in prompts]
-        events = [self._opening(i, prompt, version) for i, prompt in enumerate(prompts)]
+    def first_events(self, prompts: Sequence[list[int]], version: int) -> str:
+        """The first events of a stream, one per choice."""
+        self._count_prompts(prompts)
+        self._streams = [self._new_stream() for _ in prompts]
+        events = [self._first_event(i, prompt, version) for i, prompt in enumerate(prompts)]
         return "".join(filter(None, events))
 
-    def part(self, index: int, what: Token | Completion) -> str:
-        """The event of a token, or of a turn's end; nothing where there is nothing to tell."""
-        writer = self._writers[index]
-        if isinstance(what, Token):
+    def event_of(self, index: int, item: Token | Completion) -> str:
+        """The event for a token or for the end of a choice; empty if nothing can be sent yet."""
+        stream = self._streams[index]
+        if isinstance(item, Token):
             self._num_sampled += 1
-            delta = writer.add(what)
-            extra = self._of_tokens([what])
-            (extra.get("logprobs") or {}).pop("text_offset", None)  # of a token alone it is wrong
+            delta = stream.add(item)
+            extra = self._token_fields([item])
+            (extra.get("logprobs") or {}).pop("text_offset", None)  # unknown for a single token
             if not delta and not extra:
                 return ""
-            return self._event(index, delta, None, what.policy_version, extra)
-        delta = writer.end(what)
-        reason = self._reason(what, delta)
-        return self._event(index, delta, reason, what.policy_version, {})
+            return self._event(index, delta, None, item.policy_version, extra)
+        delta = stream.end(item)
+        reason = self._finish_reason(item, delta)
+        return self._event(index, delta, reason, item.policy_version, {})
 
-    def closing(self) -> str:
+    def last_events(self) -> str:
         """The end of a stream."""
         usage = ""
         if self._body.with_usage:
@@ -90,8 +91,8 @@ class Answer:
             usage = event({**frame, "choices": [], "usage": self._usage()})
         return usage + "data: [DONE]\n\n"
 
-    def _count(self, prompts: Sequence[list[int]]) -> None:
-        """A prompt counts once, however many choices it has."""
+    def _count_prompts(self, prompts: Sequence[list[int]]) -> None:
+        """A prompt counts once, for any number of choices."""
         self._num_prompt = sum(len(prompt) for prompt in prompts[:: self._body.choices])
 
     def _usage(self) -> dict[str, int]:
@@ -110,78 +111,78 @@ class Answer:
     def _event(
         self, index: int, delta: Delta, reason: str | None, version: int, extra: dict[str, Any]
     ) -> str:
-        choice = {"index": index, **self._delta(delta), "finish_reason": reason, **extra}
+        choice = {"index": index, **self._delta_fields(delta), "finish_reason": reason, **extra}
         return event({**self._frame(self.chunk_kind, version), "choices": [choice]})
 
-    def _of_tokens(self, tokens: list[Token]) -> dict[str, Any]:
-        """What was asked to be told of tokens besides their text."""
-        told: dict[str, Any] = {}
+    def _token_fields(self, tokens: list[Token]) -> dict[str, Any]:
+        """The requested fields about tokens: ids, log-probabilities."""
+        fields: dict[str, Any] = {}
         if self._body.return_token_ids:
-            told["token_ids"] = [token.id for token in tokens]
+            fields["token_ids"] = [token.id for token in tokens]
         logprobs = self._logprobs(tokens)
-        return told if logprobs is None else {**told, "logprobs": logprobs}
+        return fields if logprobs is None else {**fields, "logprobs": logprobs}
 
-    # Of each route
+    # Per route
 
-    def _writer(self) -> TextWriter:
+    def _new_stream(self) -> TextStream:
         raise NotImplementedError
 
-    def _choice(self, index: int, turn: Done) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _opening(self, index: int, prompt: list[int], version: int) -> str:
+    def _first_event(self, index: int, prompt: list[int], version: int) -> str:
         raise NotImplementedError
 
-    def _delta(self, delta: Delta) -> dict[str, Any]:
+    def _delta_fields(self, delta: Delta) -> dict[str, Any]:
         raise NotImplementedError
 
     def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
         raise NotImplementedError
 
-    def _prompt_of(self, turns: Sequence[Done]) -> dict[str, Any]:
+    def _prompt_fields(self, choices: Sequence[Choice]) -> dict[str, Any]:
         return {}
 
-    def _reason(self, done: Completion, delta: Delta) -> str:
-        return done.finish_reason
+    def _finish_reason(self, completion: Completion, delta: Delta) -> str:
+        return completion.finish_reason
 
 
-class ChatAnswer(Answer):
-    """Of `/v1/chat/completions`."""
+class ChatResponse(ResponseBuilder):
+    """Builds responses of `/v1/chat/completions`."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, model: str, body: ChatRequest, renderer: Renderer, tools: bool) -> None:
-        super().__init__(_id("chatcmpl"), model, body, body.num_alternatives)
+        super().__init__(_new_id("chatcmpl"), model, body, body.num_alternatives)
         self._wants_logprobs = bool(body.logprobs)
         self._renderer, self._tools = renderer, tools
 
-    def _writer(self) -> TextWriter:
-        return ChatWriter(self._renderer, self._tools, self._body.stops)
+    def _new_stream(self) -> TextStream:
+        return ChatStream(self._renderer, self._tools, self._body.stops)
 
-    def _choice(self, index: int, turn: Done) -> dict[str, Any]:
-        message = message_of(turn.completion, self._renderer, self._body.stops)
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        completion = choice.completion
+        message = message_of(completion, self._renderer, self._body.stops)
         calls = calls_of(message.tool_calls)
-        told: dict[str, Any] = {"role": "assistant", "content": message.content or None}
-        if not calls:
-            told["content"] = message.content
+        content = message.content or None if calls else message.content
+        fields: dict[str, Any] = {"role": "assistant", "content": content}
         if message.thinking is not None:
-            told["reasoning_content"] = message.thinking
+            fields["reasoning_content"] = message.thinking
         if calls:
-            told["tool_calls"] = calls
+            fields["tool_calls"] = calls
         return {
             "index": index,
-            "message": {**told, "refusal": None},
-            "finish_reason": "tool_calls" if calls else turn.completion.finish_reason,
+            "message": {**fields, "refusal": None},
+            "finish_reason": "tool_calls" if calls else completion.finish_reason,
             "logprobs": None,
-            "policy_version": turn.completion.policy_version,
-            **self._of_tokens(turn.tokens),
+            "policy_version": completion.policy_version,
+            **self._token_fields(choice.tokens),
         }
 
-    def _prompt_of(self, turns: Sequence[Done]) -> dict[str, Any]:
+    def _prompt_fields(self, choices: Sequence[Choice]) -> dict[str, Any]:
         wanted = self._body.return_token_ids
-        return {"prompt_token_ids": turns[0].prompt_ids} if wanted else {}
+        return {"prompt_token_ids": choices[0].prompt_ids} if wanted else {}
 
-    def _opening(self, index: int, prompt: list[int], version: int) -> str:
+    def _first_event(self, index: int, prompt: list[int], version: int) -> str:
         choice = {
             "index": index,
             "delta": {"role": "assistant", "content": ""},
@@ -192,64 +193,61 @@ class ChatAnswer(Answer):
             frame["prompt_token_ids"] = prompt
         return event({**frame, "choices": [choice]})
 
-    def _delta(self, delta: Delta) -> dict[str, Any]:
+    def _delta_fields(self, delta: Delta) -> dict[str, Any]:
         return {"delta": delta}
 
     def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
         return chat_logprobs(tokens, self._renderer.tokenizer) if self._wants_logprobs else None
 
-    def _reason(self, done: Completion, delta: Delta) -> str:
-        return "tool_calls" if "tool_calls" in delta else done.finish_reason
+    def _finish_reason(self, completion: Completion, delta: Delta) -> str:
+        return "tool_calls" if "tool_calls" in delta else completion.finish_reason
 
 
-class TextAnswer(Answer):
-    """Of `/v1/completions`."""
+class CompletionResponse(ResponseBuilder):
+    """Builds responses of `/v1/completions`."""
 
     kind = chunk_kind = "text_completion"
 
     def __init__(
         self, model: str, body: CompletionRequest, tokenizer: Any, stop_ids: Sequence[int]
     ) -> None:
-        super().__init__(_id("cmpl"), model, body, body.num_alternatives)
+        super().__init__(_new_id("cmpl"), model, body, body.num_alternatives)
         self._wants_logprobs = body.logprobs is not None
         self._echo = bool(body.echo)
         self._tokenizer, self._stop_ids = tokenizer, stop_ids
         self.scores_prompt = self._echo and self._wants_logprobs
 
-    def _writer(self) -> TextWriter:
-        return TextWriter(self._tokenizer, self._stop_ids, self._body.stops)
+    def _new_stream(self) -> TextStream:
+        return TextStream(self._tokenizer, self._stop_ids, self._body.stops)
 
-    def _choice(self, index: int, turn: Done) -> dict[str, Any]:
-        text = text_of(turn.completion, self._tokenizer, self._stop_ids, self._body.stops)
-        told: dict[str, Any] = {"index": index, "logprobs": None, **self._of_tokens(turn.tokens)}
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        completion, scores = choice.completion, choice.scores
+        text = text_of(completion, self._tokenizer, self._stop_ids, self._body.stops)
+        fields: dict[str, Any] = {"index": index, "logprobs": None}
+        fields |= self._token_fields(choice.tokens)
         if self._echo:
-            text = decode(self._tokenizer, turn.prompt_ids) + text
-        if turn.scored is not None:
-            rows: list[Row] = list(
-                zip(
-                    turn.prompt_ids,
-                    turn.scored.logprobs,
-                    turn.scored.alternatives,
-                    strict=True,
-                )
+            text = decode(self._tokenizer, choice.prompt_ids) + text
+        if scores is not None:
+            prompt: list[Row] = list(
+                zip(choice.prompt_ids, scores.logprobs, scores.alternatives, strict=True)
             )
-            told["logprobs"] = completion_logprobs(rows + _rows(turn.tokens), self._tokenizer)
+            rows = prompt + _rows(choice.tokens)
+            fields["logprobs"] = completion_logprobs(rows, self._tokenizer)
         if self._body.return_token_ids:
-            told["prompt_token_ids"] = turn.prompt_ids
-        done = turn.completion
+            fields["prompt_token_ids"] = choice.prompt_ids
         return {
-            **told,
+            **fields,
             "text": text,
-            "finish_reason": done.finish_reason,
-            "policy_version": done.policy_version,
+            "finish_reason": completion.finish_reason,
+            "policy_version": completion.policy_version,
         }
 
-    def _opening(self, index: int, prompt: list[int], version: int) -> str:
+    def _first_event(self, index: int, prompt: list[int], version: int) -> str:
         if not self._body.return_token_ids:
             return ""
         return self._event(index, {}, None, version, {"prompt_token_ids": prompt})
 
-    def _delta(self, delta: Delta) -> dict[str, Any]:
+    def _delta_fields(self, delta: Delta) -> dict[str, Any]:
         return {"text": delta.get("text", ""), "logprobs": None}
 
     def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
@@ -265,5 +263,5 @@ def _rows(tokens: Sequence[Token]) -> list[Row]:
     return [(token.id, token.logprob, token.alternatives) for token in tokens]
 
 
-def _id(kind: str) -> str:
+def _new_id(kind: str) -> str:
     return f"{kind}-{secrets.token_hex(12)}"

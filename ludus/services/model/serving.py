@@ -61,7 +61,7 @@ def make_engine(policy: Policy, sampler: Spec, folder: Path) -> EngineThread:
         sampler,
         "sampler",
         model=policy.model,
-        context_length=policy.context_length,
+        context_length=policy.settings.context_length,
         decode=policy.tokenizer.decode,
         deterministic=False,
         tokenizer=policy.tokenizer,

@@ -491,7 +491,7 @@ def test_a_sampler_that_dies_is_the_services_fault(folders: dict[str, Path]) -> 
         engine._sampler._step = die
 
     with served(folders["wild"], rigged=kill) as address:
-        with pytest.raises(openai.InternalServerError, match="broke down") as caught:
+        with pytest.raises(openai.InternalServerError, match="generation failed") as caught:
             client_of(address).chat.completions.create(model="tiny", messages=ASKED)
         assert caught.value.status_code == 503
 

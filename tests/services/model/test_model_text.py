@@ -13,7 +13,14 @@ from ludus.core.types import ToolSpec
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import Completion
 from ludus.services.model.engine import Token
-from ludus.services.model.formatting import ChatWriter, TextWriter, cut, held, message_of, text_of
+from ludus.services.model.formatting import (
+    ChatStream,
+    TextStream,
+    cut,
+    message_of,
+    num_held,
+    text_of,
+)
 
 TOKENIZER = make_tokenizer()
 PLAIN = Renderer(TOKENIZER)
@@ -30,7 +37,7 @@ def turn(text: str, ended: bool = True) -> tuple[list[Token], Completion]:
     return tokens, Completion(ids, [-1.0] * len(ids), "stop", 0)
 
 
-def streamed(writer: TextWriter, tokens: list[Token], done: Completion) -> dict[str, Any]:
+def streamed(writer: TextStream, tokens: list[Token], done: Completion) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     for delta in [*(writer.add(token) for token in tokens), writer.end(done)]:
         for key, value in delta.items():
@@ -41,9 +48,9 @@ def streamed(writer: TextWriter, tokens: list[Token], done: Completion) -> dict[
 def test_where_a_text_is_cut_and_what_is_held() -> None:
     assert cut("one two three", ["three", " two"]) == "one"
     assert cut("one", ["two"]) == "one"
-    assert held("ends with <thin", ["<think>", "x"]) == 5
-    assert held("abab", ["ababc", "bad"]) == 4
-    assert held("<think>", ["<think>"]) == 0
+    assert num_held("ends with <thin", ["<think>", "x"]) == 5
+    assert num_held("abab", ["ababc", "bad"]) == 4
+    assert num_held("<think>", ["<think>"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -63,7 +70,7 @@ def test_a_turn_in_parts(text: str, thinking: str | None, content: str, calls: i
     message = message_of(done, TOOLS, ())
     assert (message.thinking, message.content) == (thinking, content)
     assert len(message.tool_calls) == calls
-    parts = streamed(ChatWriter(TOOLS, True, ()), tokens, done)
+    parts = streamed(ChatStream(TOOLS, True, ()), tokens, done)
     assert parts.get("reasoning_content", "") == (thinking or "")
     assert parts.get("content", "").strip() == content
     assert len(parts.get("tool_calls", [])) == calls
@@ -75,7 +82,7 @@ def test_a_streamed_text_is_the_whole_text(pieces: list[str], ended: bool) -> No
     tokens, done = turn("".join(pieces), ended)
     for stops in ((), ("stop",), ("a\n", "🙂")):
         whole = text_of(done, TOKENIZER, PLAIN.stop_token_ids, stops)
-        writer = TextWriter(TOKENIZER, PLAIN.stop_token_ids, stops)
+        writer = TextStream(TOKENIZER, PLAIN.stop_token_ids, stops)
         assert streamed(writer, tokens, done).get("text", "") == whole
 
 
@@ -89,7 +96,7 @@ def test_a_streamed_turn_is_the_whole_turn(pieces: list[str], ended: bool) -> No
     tokens, done = turn(text, ended)
     for stops in ((), ("stop",)):
         whole = message_of(done, TOOLS, stops)
-        parts = streamed(ChatWriter(TOOLS, True, stops), tokens, done)
+        parts = streamed(ChatStream(TOOLS, True, stops), tokens, done)
         assert parts.get("reasoning_content", "") == (whole.thinking or "")
         assert parts.get("content", "").strip() == whole.content.strip()
         assert len(parts.get("tool_calls", [])) == len(whole.tool_calls)
