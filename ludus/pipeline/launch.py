@@ -171,16 +171,7 @@ def _run(
             run = build_training(config, folder, splits, observer, timings)
             with closing(run.backend):
                 on_saved()
-                trainer = Trainer(
-                    run,
-                    store,
-                    m,
-                    observer,
-                    budget=budget,
-                    timings=timings,
-                    on_saved=on_saved,
-                    skip_damaged=skip_damaged,
-                )
+                trainer = Trainer(run, store, m, observer, budget, timings, on_saved, skip_damaged)
                 with _interruptible(trainer, observer):
                     asyncio.run(trainer.train())
             atomic_write(folder.path / "timings.json", json.dumps(timings.seconds))
@@ -202,7 +193,7 @@ def _run(
                 atomic_write(folder.config, dump_config(before))
         observer.note(f"run {folder.id} failed; once that is fixed: {resume_command(folder)}")
         if mirror is not None and not isinstance(error, MirrorError):
-            with suppress(MirrorError):  # report the first error
+            with suppress(MirrorError):  # the first error counts
                 mirror.push()
         raise
     except Exception as error:

@@ -57,7 +57,6 @@ class Trainer:
         store: RunStore,
         metrics: MetricsLog,
         observer: Observer,
-        *,
         budget: Budget,
         timings: Timings,
         on_saved: Callable[[], None],

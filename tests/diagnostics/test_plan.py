@@ -1,4 +1,4 @@
-"""Plans: memory held against what torch keeps, time against arithmetic, and the verb's answers."""
+"""Plans: memory against torch's saved tensors, time against arithmetic, and the command."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def recipe(*changes: str) -> RunConfig:
 
 @pytest.mark.parametrize("layers", [2, 5])
 @pytest.mark.parametrize("inner", [384, 1024])
-def test_activations_are_what_autograd_keeps(layers: int, inner: int) -> None:
-    """The module's own saved tensors, each storage once, its parameters left out."""
+def test_activations_match_what_autograd_saves(layers: int, inner: int) -> None:
+    """Counts each saved storage of the module once, without parameters."""
     args = f"model.architecture.args.num_layers={layers}"
     config = recipe(args, f"model.architecture.args.intermediate_size={inner}")
     shape = planning.shape_of(config)
@@ -58,13 +58,13 @@ def test_parameters_and_their_memory() -> None:
     assert found.num_parameters == num
     assert found.memory["weights"] == found.memory["gradients"] == 2 * num
     assert found.memory["optimizer"] == 4 * num
-    # 256 episodes of 512 tokens, 4 layers, keys and values, 2 heads of 32, 2 bytes
+    # 256 episodes of 512 tokens, 4 layers, K and V, 2 heads of 32, 2 bytes
     assert found.memory["KV cache"] == 256 * 512 * 4 * 2 * 2 * 32 * 2
     lora = planning.plan(recipe("model.lora={rank: 4}"), HARDWARE["h100"])
     assert lora.memory["optimizer"] < 0.2 * lora.memory["weights"]
 
 
-def test_time_grows_with_the_work_and_falls_with_the_hardware() -> None:
+def test_time_depends_on_work_and_hardware() -> None:
     base = planning.plan(recipe(), HARDWARE["l4"])
     twice = planning.plan(recipe("rl.steps=200", "evaluate.every=0"), HARDWARE["l4"])
     for part in ("rl: sampling", "rl: training"):
@@ -88,7 +88,7 @@ def test_this_machine() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_a_gpu_that_is_not_here_has_to_be_named() -> None:
+def test_a_recipe_for_a_gpu_needs_a_named_gpu() -> None:
     with pytest.raises(
         ConfigError, match=r"--hardware here: model\.device is cuda, and this machine"
     ):
@@ -99,7 +99,7 @@ def run(*args: str) -> Any:
     return CliRunner().invoke(app, ["plan", RECIPE, *args])
 
 
-def test_the_verb_tells_cost_and_what_to_lower() -> None:
+def test_the_command_prints_cost_and_remedies() -> None:
     priced = run("--hardware", "l4", "budget.price_per_hour=1000", "budget.max_cost=0.01",
                  "budget.max_hours=0.0001", "budget.max_tokens=1000")  # fmt: skip
     assert priced.exit_code == 0
@@ -111,6 +111,6 @@ def test_the_verb_tells_cost_and_what_to_lower() -> None:
     assert "out of memory: the largest part is activations: lower rl.tokens_per_batch" in big.output
 
 
-def test_a_model_that_is_not_there() -> None:
+def test_a_missing_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.path: there is no folder"):
         planning.plan(recipe("model={path: ./nowhere}"), HARDWARE["l4"])

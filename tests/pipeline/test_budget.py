@@ -1,4 +1,4 @@
-"""What a run has spent, on a clock that the test moves."""
+"""Budgets, on a manual clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Clock:
         return self.now
 
 
-def test_cost_is_projected_from_the_pace(tmp_path: Path) -> None:
+def test_cost_is_projected_from_recent_steps(tmp_path: Path) -> None:
     clock = Clock()
     budget = Budget(BudgetConfig(price_per_hour=36.0), tmp_path / "budget.json", clock)
     clock.now += 50  # demonstrations, a tokenizer
@@ -46,15 +46,15 @@ def test_without_a_price_there_is_no_cost(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "steps", "told"),
+    ("limits", "steps", "message"),
     [
         ({"max_cost": 0.35, "price_per_hour": 36.0}, 3, "budget.max_cost: 0.30 of 0.35 EUR"),
         ({"max_hours": 45 / 3600}, 4, "budget.max_hours: 0.01 of 0.0125 hours"),
         ({"max_tokens": 1_000}, 5, "budget.max_tokens: 1,000 of 1,000 are spent"),
     ],
 )
-def test_the_step_that_would_pass_a_limit_does_not_begin(
-    limits: dict[str, float], steps: int, told: str, tmp_path: Path
+def test_a_step_that_would_exceed_a_limit_is_refused(
+    limits: dict[str, float], steps: int, message: str, tmp_path: Path
 ) -> None:
     clock = Clock()
     budget = Budget(BudgetConfig(currency="EUR", **limits), tmp_path / "b.json", clock)
@@ -65,15 +65,15 @@ def test_the_step_that_would_pass_a_limit_does_not_begin(
         budget.step(200, 100)
         done += 1
     assert done == steps
-    assert over.startswith(told)
+    assert over.startswith(message)
 
 
-def test_sittings_add_up_and_work_done_twice_was_paid_twice(tmp_path: Path) -> None:
+def test_processes_add_up_and_repeated_steps_count_twice(tmp_path: Path) -> None:
     path, clock = tmp_path / "budget.json", Clock()
     first = Budget(BudgetConfig(), path, clock)
     clock.now += 100
     first.step(50, 3)
-    clock.now += 5  # killed in the midst of a step: that much is lost
+    clock.now += 5  # killed during a step: this time is lost
     second = Budget(BudgetConfig(), path, clock)
     clock.now += 30
     second.step(50, 3)

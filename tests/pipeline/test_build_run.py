@@ -52,25 +52,25 @@ def user(content: str) -> Message:
     return Message(role="user", content=content)
 
 
-def said(content: str) -> Message:
+def assistant(content: str) -> Message:
     return Message(role="assistant", content=content)
 
 
-def shown(task_id: str, *messages: Message) -> Demonstration:
+def demonstration(task_id: str, *messages: Message) -> Demonstration:
     return Demonstration(
         task_id=task_id, tier=None, messages=list(messages), reward=1.0, success=True, num_turns=1
     )
 
 
-def test_all_wrong_plug_ins_are_told_at_once(load: Any):
+def test_one_error_names_all_wrong_plug_ins(load: Any):
     check(load())
     with pytest.raises(ConfigError) as error:
         check(load("rl.algorithm=grpoo", "judge=anser", "tasks.train.args.num_taks=3"))
-    for told in ("rl.algorithm", "did you mean grpo?", "judge", "answer", "num_taks"):
-        assert told in str(error.value)
+    for name in ("rl.algorithm", "did you mean grpo?", "judge", "answer", "num_taks"):
+        assert name in str(error.value)
 
 
-def test_rl_samples_from_the_whole_distribution(load: Any):
+def test_rl_refuses_top_p_and_top_k(load: Any):
     with pytest.raises(ConfigError) as error:
         check(load("rollout.top_p=0.9", "rollout.top_k=20"))
     first, second = str(error.value).splitlines()
@@ -81,7 +81,7 @@ def test_rl_samples_from_the_whole_distribution(load: Any):
     check(load("rollout.top_p=0.9", "rl.algorithm=sft"))
 
 
-def test_the_splits(load: Any):
+def test_splits_are_read_and_disjoint(load: Any):
     train, heldout = read_splits(load())
     assert (len(train), len(heldout)) == (20, 5)
     assert read_splits(load("tasks.heldout=null"))[1] == []
@@ -89,11 +89,10 @@ def test_the_splits(load: Any):
         read_splits(load("tasks.heldout.args.first_seed=19"))
 
 
-def test_a_tokenizer_knows_what_it_will_read(load: Any):
-    """The demonstrations' words; without any, what the environment says first."""
+def test_a_tokenizer_has_the_words_of_demonstrations_and_openings(load: Any):
     config: RunConfig = load("rollout.system_prompt=be brief", "model.chat_template=plain")
     train, _ = read_splits(config)
-    for messages, known in (([user("say red"), said("red")], "red"), ([], "count : 9")):
+    for messages, known in (([user("say red"), assistant("red")], "red"), ([], "count : 9")):
         tokenizer = make_tokenizer(config, train, messages)
         for text in (known, "be brief"):
             assert tokenizer.unk_token_id not in tokenizer.encode(text, add_special_tokens=False)
@@ -101,7 +100,7 @@ def test_a_tokenizer_knows_what_it_will_read(load: Any):
     assert tokenizer.decode(renderer.open([user("count : 9")])) == "<|user|>count : 9<|assistant|>"
 
 
-def test_an_environment_that_breaks_at_its_first_look(load: Any):
+def test_an_environment_that_fails_to_open(load: Any):
     config = load()
     tasks = [Task(id="x", data={})]
     with pytest.raises(EnvError, match=r"Count.* opens no episode: task x: .*KeyError: 'seed'"):
@@ -120,11 +119,16 @@ def test_tools_need_an_environment_that_has_some(load: Any):
         tools_of(load("rollout.format=tools", "env=null", "judge=answer"))
 
 
-def test_conversations_open_as_rollouts_do(load: Any):
+def test_conversations_open_like_rollouts(load: Any):
     config = load("rollout.system_prompt=be brief", "demonstrations={}", "sft={}")
     task = Task(id="a", prompt=[user("you count .")], tier="easy")
     known, skipped = read_conversations(
-        config, [shown("a", user("count : 1"), said("2")), shown("b", user("x"), said("y"))], [task]
+        config,
+        [
+            demonstration("a", user("count : 1"), assistant("2")),
+            demonstration("b", user("x"), assistant("y")),
+        ],
+        [task],
     )
     assert [m.content for m in known[0].messages] == ["be brief", "you count .", "count : 1", "2"]
     assert [m.content for m in known[1].messages] == ["be brief", "x", "y"]
@@ -153,11 +157,11 @@ def test_conversations_of_a_file(load: Any, tmp_path: Path):
         read_conversations(load(f"sft.data={path}"), [], [])
 
 
-def test_conversations_that_do_not_fit_are_left_out_with_the_reason(load: Any):
+def test_conversations_longer_than_the_context_are_excluded_with_the_reason(load: Any):
     config = load("demonstrations={}", "sft={}", "model.chat_template=plain")
     demonstrations = [
-        shown("fits", user("count : 1"), said("2")),
-        shown("long", user("count : 1 " * 40), said("2")),
+        demonstration("fits", user("count : 1"), assistant("2")),
+        demonstration("long", user("count : 1 " * 40), assistant("2")),
     ]
     known, _ = read_conversations(config, demonstrations, [])
     tokenizer = make_tokenizer(config, [], [m for c in known for m in c.messages])
@@ -167,13 +171,13 @@ def test_conversations_that_do_not_fit_are_left_out_with_the_reason(load: Any):
     ((task_id, reason),) = left_out
     assert task_id == "long"
     assert "tokens exceed model.context_length = 64" in reason
-    bad, _ = read_conversations(config, [shown("bad", said("2"))], [])
+    bad, _ = read_conversations(config, [demonstration("bad", assistant("2"))], [])
     with pytest.raises(DataError, match=r"^bad: a conversation needs"):
         replay_all(bad, make_renderer(config, tokenizer), 64)
 
 
-def test_a_tokenizer_knows_what_an_environment_answers_to_mistakes():
-    """An expert makes none, so its demonstrations never show the words of an error message."""
+def test_a_tokenizer_has_the_words_of_error_messages():
+    """Demonstrations of an expert contain no error message."""
     spec = Spec(name="textcraft", args={"num_distractors": 1})
     config = RunConfig.model_validate(
         {

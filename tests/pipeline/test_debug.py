@@ -1,4 +1,4 @@
-"""The debug back end: everything in this thread, everything shown, nothing written."""
+"""Debugging: one thread, all turns and rows printed, nothing written."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def recipe(folder: Path, env: str = "Count", more: str = "") -> Path:
 
 
 def shown(folder: Path, num_tasks: int = 1, **how: Any) -> str:
-    """What `debug` prints, on 80 columns."""
+    """Returns the output of `debug` on 80 columns."""
     console = Console(file=io.StringIO(), width=80, color_system=None, _environ={})
     debug(load_config(recipe(folder, **how)), num_tasks, console)
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-def test_rows_that_ask_models_are_shown_as_before_the_first_update(tmp_path: Path) -> None:
+def test_rows_with_model_scores_are_those_before_the_first_update(tmp_path: Path) -> None:
     path = recipe(tmp_path)
     console = Console(file=io.StringIO(), width=80, color_system=None, _environ={})
     row = "{name: ppo, args: {kl_coefficient: 0.1, kl_in: reward, importance_cap: 2}}"
@@ -72,7 +72,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_it_shows_turns_and_rows(tmp_path: Path):
+def test_turns_and_rows_are_printed(tmp_path: Path):
     out = shown(tmp_path, 2)
     heads = re.findall(r"(SFT|RL) (\S+)  task (\S+)", out)
     assert heads == [
@@ -104,7 +104,7 @@ def test_rows_are_columns_of_at_most_80(tmp_path: Path):
     assert [row[1] for row in rows if row] == [str(n) for n in range(len(rows))]
 
 
-def test_a_token_cannot_break_a_line():
+def test_control_characters_in_a_token_are_escaped():
     from ludus.core.types import Sample
 
     class Tokenizer:
@@ -121,7 +121,7 @@ def test_everything_runs_in_the_main_thread(tmp_path: Path):
     assert "ludus-env" not in out
 
 
-def test_an_error_of_the_environment_is_shown_where_it_arose(tmp_path: Path):
+def test_an_environment_error_is_printed_with_its_traceback(tmp_path: Path):
     out = shown(tmp_path, env="Broken")
     assert "status error_env, reward none: the environment's reset raised" in out
     assert "no training row: error_env" in out
@@ -144,7 +144,7 @@ def test_sft_data_of_a_file(tmp_path: Path):
 
 
 def test_a_breakpoint_in_the_environment_works(tmp_path: Path):
-    """And through `ludus train`, where the configuration asks for the debug back end."""
+    """Also through `ludus train` with `backend: debug`."""
     path = recipe(tmp_path, "Stops", "backend: debug\n")
     feed = "p 'the number is', self.number\n" + "c\n" * 40
     environ = {k: v for k, v in os.environ.items() if k != "PYTHONBREAKPOINT"}
@@ -159,12 +159,12 @@ def test_a_breakpoint_in_the_environment_works(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["recipe.yaml"]
 
 
-def test_quitting_the_debugger_ends_it(tmp_path: Path):
+def test_quitting_the_debugger_stops_the_command(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         shown(tmp_path, env="Quits")
 
 
-def test_debug_is_no_back_end_to_train_with(tmp_path: Path):
+def test_training_with_the_debug_back_end_is_refused(tmp_path: Path):
     config = load_config(recipe(tmp_path, more="backend: debug\n"))
     with pytest.raises(ConfigError, match="backend: debug trains nothing"):
         train(config, Display())

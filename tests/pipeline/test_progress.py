@@ -1,4 +1,4 @@
-"""What a user reads while a run goes on: on a terminal, and in a log."""
+"""Progress display, on a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def played(run: Callable[[Display], None], terminal: bool = False, width: int = 80) -> str:
-    """What a display wrote."""
+def output_of(run: Callable[[Display], None], terminal: bool = False, width: int = 80) -> str:
+    """Returns the output of a display."""
     written = io.StringIO()
     console = Console(
         file=written, force_terminal=terminal, width=width, color_system=None, _environ={}
@@ -51,7 +51,7 @@ def played(run: Callable[[Display], None], terminal: bool = False, width: int = 
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue())
 
 
-def test_plain_lines_say_it_all(clock: Clock):
+def test_a_log_has_one_line_every_ten_seconds(clock: Clock):
     def run(display: Display) -> None:
         display.note("run demo-1 in runs/demo-1")
         display.stage("rl", 60)
@@ -61,7 +61,7 @@ def test_plain_lines_say_it_all(clock: Clock):
                 display.episode(Trajectory("", "", ""))
             display.step("rl", step, METRICS)
 
-    lines = played(run).splitlines()
+    lines = output_of(run).splitlines()
     assert lines[:3] == [
         "run demo-1 in runs/demo-1",
         "rl: 60 steps",
@@ -71,32 +71,32 @@ def test_plain_lines_say_it_all(clock: Clock):
     assert len(lines) == 2 + 20, "one line every ten seconds or more, and the last"
 
 
-def test_sft_shows_its_loss(clock: Clock):
+def test_sft_shows_the_loss(clock: Clock):
     def run(display: Display) -> None:
         display.stage("sft", 2)
         clock.now += 11
         display.step("sft", 0, METRICS)
 
-    assert played(run).splitlines()[-1] == "sft 1/2 loss 1.250  tok/s 12,346 0:11 left"
+    assert output_of(run).splitlines()[-1] == "sft 1/2 loss 1.250  tok/s 12,346 0:11 left"
 
 
-def test_metrics_that_are_missing_are_left_out():
+def test_missing_metrics_are_omitted():
     assert summary("rl", {}) == ""
     assert summary("rl", {"time/tokens_per_s": 0.0}) == "tok/s 0"
     assert summary("sft", METRICS) == "loss 1.250  tok/s 12,346"
 
 
-def test_a_resumed_stage_counts_its_own_steps_only(clock: Clock):
+def test_time_left_of_a_resumed_stage_counts_new_steps_only(clock: Clock):
     def run(display: Display) -> None:
         display.stage("rl", 100, 90)
         clock.now += 20
         display.step("rl", 90, {})
 
-    assert played(run).splitlines() == ["rl: 100 steps, from step 90", "rl 91/100  3:00 left"]
+    assert output_of(run).splitlines() == ["rl: 100 steps, from step 90", "rl 91/100  3:00 left"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_nothing_is_divided_by_zero(terminal: bool, clock: Clock):
+def test_stages_without_steps(terminal: bool, clock: Clock):
     def run(display: Display) -> None:
         display.tick()
         display.episode(Trajectory("", "", ""))
@@ -105,7 +105,7 @@ def test_nothing_is_divided_by_zero(terminal: bool, clock: Clock):
             display.step("rl", start, METRICS)
             display.tick()
 
-    assert "rl" in played(run, terminal)
+    assert "rl" in output_of(run, terminal)
 
 
 def test_demonstrations_tick(clock: Clock):
@@ -115,7 +115,7 @@ def test_demonstrations_tick(clock: Clock):
             clock.now += 3700
             display.tick()
 
-    assert played(run).splitlines() == [
+    assert output_of(run).splitlines() == [
         "demonstrations: 3 steps",
         "demonstrations 1/3  2 h 03 min left",
         "demonstrations 2/3  1 h 01 min left",
@@ -124,19 +124,19 @@ def test_demonstrations_tick(clock: Clock):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_notes_are_told_as_they_are(terminal: bool):
+def test_notes_are_printed_verbatim(terminal: bool):
     text = "changed: env.args from [bold]x[/bold] :smile: to [/] " + 60 * "long "
 
     def run(display: Display) -> None:
         display.stage("rl", 1)
         display.note(text)
 
-    out = played(run, terminal)
+    out = output_of(run, terminal)
     assert text.strip() in (" ".join(out.split()) if terminal else out)
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_a_terminal_shows_it_all_in_one_line(width: int):
+def test_a_terminal_shows_one_line_a_stage(width: int):
     def run(display: Display) -> None:
         display.stage("demonstrations", 2400)
         for _ in range(2400):
@@ -148,7 +148,7 @@ def test_a_terminal_shows_it_all_in_one_line(width: int):
                 display.episode(Trajectory("", "", ""))
             display.step("rl", step, METRICS)
 
-    lines = played(run, terminal=True, width=width).replace("\r", "\n").splitlines()
+    lines = output_of(run, terminal=True, width=width).replace("\r", "\n").splitlines()
     last = [line.strip() for line in lines if line.startswith("rl ")][-1]
     for part in ("160/1000", "success 46%", "reward 0.50", "tok/s 12,346", "left"):
         assert part in last
@@ -164,19 +164,19 @@ def test_episodes_of_a_long_step_are_counted():
         for _ in range(32):
             display.episode(Trajectory("", "", ""))
 
-    assert "32 episodes in this step" in played(run, terminal=True, width=120)
+    assert "32 episodes in this step" in output_of(run, terminal=True, width=120)
 
 
-def test_a_terminal_is_left_alone_until_a_stage_begins():
-    assert played(lambda display: None, terminal=True) == ""
-    assert played(lambda display: display.note("hello"), terminal=True) == "hello\n"
+def test_no_bar_before_a_stage_starts():
+    assert output_of(lambda display: None, terminal=True) == ""
+    assert output_of(lambda display: display.note("hello"), terminal=True) == "hello\n"
 
 
 SPLIT = {"time/wall_s": 2.0, "time/sample_s": 1.1, "time/train_s": 0.8, "time/env_wait_s": 0.09}
 
 
 @pytest.mark.parametrize(("terminal", "width"), [(True, 80), (True, 140), (False, 80)])
-def test_the_split_of_a_step_is_shown_where_there_is_room(
+def test_time_by_part_is_shown_on_wide_terminals_and_in_logs(
     terminal: bool, width: int, clock: Clock
 ) -> None:
     def run(display: Display) -> None:
@@ -184,11 +184,11 @@ def test_the_split_of_a_step_is_shown_where_there_is_room(
         clock.now += 20
         display.step("rl", 0, METRICS | SPLIT)
 
-    shown = "sample 55% train 40% env 4%" in played(run, terminal, width)
+    shown = "sample 55% train 40% env 4%" in output_of(run, terminal, width)
     assert shown is (width == 140 or not terminal)
 
 
-def test_parts_of_less_than_a_percent_are_left_out() -> None:
+def test_parts_below_one_percent_are_omitted() -> None:
     assert time_split({"time/wall_s": 10.0, "time/sample_s": 9.97, "time/judge_s": 0.03}) == (
         "sample 100%"
     )

@@ -73,18 +73,18 @@ def busy_thread() -> Iterator[None]:
 
 
 def seen(sampler: StackSampler, word: str) -> bool:
-    """Whether the sampler comes to see a stack with `word`; a minute is enough for any machine."""
+    """Returns whether a sampled stack contains `word`."""
     threading.Event().wait(0.5)
     found = sampler.stop()
     return any(word in frame for stack in found for frame in stack)
 
 
-def test_a_thread_sees_what_other_threads_do(busy_thread: None) -> None:
+def test_the_thread_sampler_sees_other_threads(busy_thread: None) -> None:
     sampler = ThreadSampler()
     assert seen(sampler, "churn (profiling/test_profiling.py)")
 
 
-def test_threads_that_wait_are_left_out() -> None:
+def test_idle_threads_are_excluded() -> None:
     waiting = threading.Event()
     thread = threading.Thread(target=waiting.wait, name="waiter")
     thread.start()
@@ -101,7 +101,7 @@ def permitted() -> bool:
     return sampler is not None
 
 
-def test_py_spy_sees_them_too(busy_thread: None) -> None:
+def test_py_spy_sees_other_threads(busy_thread: None) -> None:
     if not permitted():
         pytest.skip("py-spy is not installed, or may not trace a process here")
     sampler = PySpy.start()
@@ -110,7 +110,7 @@ def test_py_spy_sees_them_too(busy_thread: None) -> None:
 
 
 @pytest.mark.parametrize("program", ["exit 1", "echo 'Error: Permission Denied' >&2; exit 1"])
-def test_where_py_spy_may_not_look_a_thread_does(
+def test_the_thread_sampler_replaces_a_failed_py_spy(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = tmp_path / "py-spy"
@@ -122,7 +122,7 @@ def test_where_py_spy_may_not_look_a_thread_does(
     sampler.stop()
 
 
-def test_stacks_become_a_tree() -> None:
+def test_stacks_form_a_call_tree() -> None:
     root = tree(STACKS)
     assert root.count == 100
     main = root.inner["thread MainThread"].inner["run_stage (ludus/loop/loop.py)"]
@@ -163,18 +163,18 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         widths = [bars.nth(i).bounding_box()["width"] for i in range(3)]
         assert widths[1] / widths[0] == pytest.approx(0.9, abs=0.01)
         tab.get_by_role("button", name="linear (torch/nn) 60.0 %").click()
-        assert "60.0 % of all, 100.0 % of what is shown" in tab.locator("#told").inner_text()
+        assert "60.0 % of all, 100.0 % of what is shown" in tab.locator("#summary").inner_text()
         assert bars.count() == 4  # and those above it
         tab.locator("#whole").click()
         tab.locator("#find").fill("loop.py")
-        assert tab.locator("#told").inner_text() == "90.0 % of what is shown is in loop.py"
+        assert tab.locator("#summary").inner_text() == "90.0 % of what is shown is in loop.py"
         assert tab.locator("#flames .found").count() == 1
         assert not complaints
         assert requests == [page.as_uri()]
         browser.close()
 
 
-def test_no_stacks_make_a_page_too() -> None:
+def test_a_page_without_stacks() -> None:
     assert "too short" in flame_page(Counter(), "babyai", "1 step")
 
 
@@ -212,10 +212,10 @@ def test_the_parts_of_the_stage_are_summed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("out", "told"), [("profile.svg", r"must end in \.html"), ("nowhere/p.html", "is no folder")]
+    ("out", "message"), [("profile.svg", r"must end in \.html"), ("nowhere/p.html", "is no folder")]
 )
-def test_files_that_cannot_be_written_are_refused(out: str, told: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_files_that_cannot_be_written_are_refused(out: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         profiling.check_out(tmp_path / out)
 
 
@@ -234,9 +234,9 @@ def test_a_recipe_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     done = CliRunner().invoke(app, ["verify", "recipe.yaml", "--steps", "2"])
     assert done.exit_code == 0, done.output
-    told = re.search(r"agree in every bit on (\d+) sampled tokens of 8 episodes", done.output)
-    assert told is not None
-    assert int(told[1]) > 16
+    found = re.search(r"agree in every bit on (\d+) sampled tokens of 8 episodes", done.output)
+    assert found is not None
+    assert int(found[1]) > 16
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
 
 
@@ -250,7 +250,9 @@ def test_a_recipe_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("model.lora={dropout: 0.1}", "`model.lora.dropout: 0`"),
     ],
 )
-def test_what_verify_cannot_do_is_refused(change: str, needed: str, tmp_path: Path) -> None:
+def test_verify_refuses_recipes_that_it_cannot_check(
+    change: str, needed: str, tmp_path: Path
+) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
     load_config(str(path), [change])
