@@ -18,7 +18,7 @@ from ludus.envs.base import Env
 from ludus.models import TOKENIZERS
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import load_tokenizer, train_tokenizer
-from ludus.rollout.host import HostedEnv
+from ludus.rollout.host import HostedEnv, LocalEnvs
 from ludus.rollout.threads import EnvThread
 
 NUM_SAMPLE_TASKS = 512
@@ -94,9 +94,9 @@ async def _observe(
     observed: list[Message] = []
     errors: list[str] = []
     tried = cycle(actions)
-    thread = EnvThread()
+    envs, thread = LocalEnvs(spec), EnvThread()
     for task in tasks:
-        env = HostedEnv(lambda: ENVS.build(spec, "env"), thread, config.rollout.step_deadline_s)
+        env = HostedEnv(envs.make, thread, config.rollout.step_deadline_s)
         try:
             observed += (await env.reset(task)).messages
             for action in islice(tried, NUM_MISTAKES):

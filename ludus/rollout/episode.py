@@ -80,6 +80,7 @@ async def run_episode(
                 status, error = trajectory.status.value, trajectory.error
                 fields = {"attempt": attempt + 1, "status": status, "error": error}
                 log.warning("retrying episode", trajectory=trajectory.id, **fields)
+                session.close()
             session.start()
             started, timer = time.monotonic(), asyncio.timeout(deadline)
             env: HostedEnv | None = None

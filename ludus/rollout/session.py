@@ -60,22 +60,10 @@ class TreeBuilder:
             self._append(Segment(self.head, token_ids, message=last))
 
     def add_turn(
-        self,
-        message: Message,
-        token_ids: list[int],
-        logprobs: list[float],
-        policy_version: int | None,
+        self, message: Message, token_ids: list[int], logprobs: list[float], version: int | None
     ) -> None:
         """Append a sampled turn."""
-        self._append(
-            Segment(
-                self.head,
-                token_ids,
-                logprobs=logprobs,
-                message=message,
-                policy_version=policy_version,
-            )
-        )
+        self._append(Segment(self.head, token_ids, logprobs, message, version))
 
     def add_replies(self, replies: Sequence[Message], renderer: Renderer) -> None:
         """Append the replies to the last turn, up to the start of the next one.
@@ -108,8 +96,8 @@ class Turn:
 class Session(ABC):
     """One episode: samples its turns, and owns its trajectory.
 
-    The driver (`rollout.episode`) calls, for each attempt: `start`, `open`, then `turn` and
-    `answer` in alternation, `end`; and at last `close`.
+    The driver (`rollout.episode`) calls for each attempt: `start`, `open`, `turn` and `answer` in
+    alternation, `end`, `close`.
     """
 
     score: float | None = None
@@ -135,9 +123,10 @@ class Session(ABC):
     async def turn(self) -> Turn:
         """Sample a turn. Errors: ContextOverflow, SamplerError."""
 
-    @abstractmethod
     def answer(self, result: StepResult, *, turn_follows: bool) -> None:
         """Record the reward of the last turn, and the environment's messages."""
+        self.trajectory.segments[self._tree.head].reward = result.reward
+        self._tree.add_messages(result.messages, [])
 
     @abstractmethod
     def refusal(self, turn: Message, error: str) -> list[Message]:
@@ -187,18 +176,13 @@ class TokenSession(Session):
         super().__init__(trajectory)
         self._sampler, self._renderer, self._config = sampler, renderer, config
         self._seed = seed
-        self._is_open = False
 
     def start(self) -> None:
         super().start()
-        self.close()
         self._sampler.open(self.trajectory.id)
-        self._is_open = True
 
     def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._sampler.close(self.trajectory.id)
+        self._sampler.close(self.trajectory.id)
 
     def open(self, messages: Sequence[Message]) -> None:
         self._tree.add_messages(messages, self._renderer.open(messages))
@@ -225,10 +209,11 @@ class TokenSession(Session):
         return Turn(parsed.message, parsed.error, completion.finish_reason)
 
     def answer(self, result: StepResult, *, turn_follows: bool) -> None:
-        self.trajectory.segments[self._tree.head].reward = result.reward
         if result.done:
-            self._tree.add_messages(result.messages, [])  # the model never sees them
-        elif turn_follows:
+            super().answer(result, turn_follows=False)  # without ids: the model never sees them
+            return
+        self.trajectory.segments[self._tree.head].reward = result.reward
+        if turn_follows:
             self._tree.add_replies(result.messages, self._renderer)
 
     def refusal(self, turn: Message, error: str) -> list[Message]:
@@ -297,10 +282,6 @@ class TextSession(Session):
         self.rows = extend_rows(self.rows, reply)
         return Turn(reply.message, reply.error, reply.finish_reason)
 
-    def answer(self, result: StepResult, *, turn_follows: bool) -> None:
-        self.trajectory.segments[self._tree.head].reward = result.reward
-        self._tree.add_messages(result.messages, [])
-
     def refusal(self, turn: Message, error: str) -> list[Message]:
         """OpenAI's API requires a reply to every tool call."""
         if not turn.tool_calls:
@@ -338,11 +319,11 @@ def sampling_params(
 ) -> SamplingParams:
     """The sampling parameters of one turn."""
     return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        stop=tuple(config.stop),
-        stop_token_ids=stop_token_ids,
-        seed=seed,
+        max_tokens,
+        config.temperature,
+        config.top_p,
+        config.top_k,
+        tuple(config.stop),
+        stop_token_ids,
+        seed,
     )

@@ -97,7 +97,7 @@ class Recording(InProcessSampler):
 
     @property
     def open_sessions(self) -> list[str]:
-        return list(self._sessions)
+        return list(self._scheduler.sessions)
 
     async def sample(
         self, prompt_ids: list[int], params: SamplingParams, *, session: str
