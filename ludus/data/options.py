@@ -34,42 +34,42 @@ def text_of(path: Path | None) -> str | None:
         raise DataError(f"{path}: cannot be read: {error}") from None
 
 
-def generation(envs: Sequence[Spec], **given: Any) -> GenerationRequest:
+def generation(envs: Sequence[Spec], **options: Any) -> GenerationRequest:
     """Returns the request that the options describe. Errors: ConfigError, DataError."""
-    source = _one_of("--source", given["source"], get_args(Source))
-    form = _one_of("--format", given["format"], get_args(Format))
-    task_ids = ids(given["ids"])
-    if bool(task_ids) + bool(given["items"]) + bool(given["tiers"]) > 1:
+    source = _one_of("--source", options["source"], get_args(Source))
+    form = _one_of("--format", options["format"], get_args(Format))
+    task_ids = ids(options["ids"])
+    if bool(task_ids) + bool(options["items"]) + bool(options["tiers"]) > 1:
         raise ConfigError("--ids, --items and --tier exclude each other: give one of them")
     rollout = RolloutConfig(
         format=cast(Format, form),
-        system_prompt=text_of(given["system_prompt"]),
-        max_turns=given["max_round"],
-        max_tokens_per_turn=given["max_tokens"],
-        temperature=given["temperature"],
-        concurrency=given["concurrency"],
+        system_prompt=text_of(options["system_prompt"]),
+        max_turns=options["max_round"],
+        max_tokens_per_turn=options["max_tokens"],
+        temperature=options["temperature"],
+        concurrency=options["concurrency"],
     )
     selection = TaskSelection(
-        given["num_tasks"], given["first_seed"], given["tiers"], task_ids, given["items"]
+        options["num_tasks"], options["first_seed"], options["tiers"], task_ids, options["items"]
     )
     return GenerationRequest(
         envs=envs,
         source=cast(Source, source),
         selection=selection,
         rollout=rollout,
-        model=None if source == "expert" else _model(given),
-        keep=given["keep"],
-        min_score=given["min_score"],
-        seed=given["seed"],
-        workers=given["workers"],
+        model=None if source == "expert" else _model(options),
+        keep=options["keep"],
+        min_score=options["min_score"],
+        seed=options["seed"],
+        workers=options["workers"],
     )
 
 
-def _model(given: dict[str, Any]) -> EndpointModel:
-    if not given["model"] or not given["base_url"]:
-        raise ConfigError(f"--source {given['source']} needs --model and --base-url")
+def _model(options: dict[str, Any]) -> EndpointModel:
+    if not options["model"] or not options["base_url"]:
+        raise ConfigError(f"--source {options['source']} needs --model and --base-url")
     key = os.environ.get(KEY)
-    return EndpointModel(given["model"], check_url(given["base_url"]), key, given["samples"])
+    return EndpointModel(options["model"], check_url(options["base_url"]), key, options["samples"])
 
 
 def _one_of(option: str, value: str, known: Sequence[str]) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from ludus.core.types import Message, ToolCall, ToolSpec
 from ludus.envs.base import Env
@@ -11,6 +14,11 @@ from ludus.envs.base import Env
 JSON_NAMES: Mapping[type, str] = {str: "string", int: "integer", dict: "object"}
 LONGEST_ACTION = 500
 """Characters of an action that are read; all commands are far shorter."""
+
+Guide = Annotated[
+    bool, Field(description="Open with an explanation, for a model that reads English.")
+]
+MaxSteps = Annotated[int | None, Field(ge=1, description="Actions in an episode; null: no limit.")]
 
 
 def action_text(env: Env, message: Message) -> str:
@@ -54,6 +62,26 @@ def call_text(call: ToolCall, arguments: Mapping[str, type]) -> list[str]:
         if type(call.arguments[name]) is not kind:
             raise ValueError(f"the argument {name} has to be of type {JSON_NAMES[kind]}")
     return [str(call.arguments[name]) for name in arguments]
+
+
+def parameters_of(form: str) -> list[str]:
+    """The parameters of a command's form: ["thing", "place"] of `put {thing} in {place}`."""
+    return re.findall(r"{(\w+)}", form)
+
+
+def pattern_of(form: str) -> re.Pattern[str]:
+    """The pattern that parses a command of this form, with a group for each parameter."""
+    return re.compile(re.sub(r"{(\w+)}", r"(?P<\1>.+)", form))
+
+
+def command_text(form: str, call: ToolCall, kinds: Mapping[str, type] | None = None) -> str:
+    """The command of a call; parameters are texts unless `kinds` has another type.
+
+    Errors: ValueError.
+    """
+    names = parameters_of(form)
+    values = call_text(call, {name: (kinds or {}).get(name, str) for name in names})
+    return form.format(**dict(zip(names, values, strict=True)))
 
 
 def tool_spec(name: str, description: str, /, **arguments: dict[str, Any]) -> ToolSpec:

@@ -128,9 +128,9 @@ class Reasoning(OneTool):
         score = self._score(answer_in(text))
         self._entry = None
         success = score >= self.success_at
-        said = "correct." if success else f"wrong. your score is {score:.2f}."
+        verdict = "correct." if success else f"wrong. your score is {score:.2f}."
         return StepResult(
-            messages=reply_to(action, said),
+            messages=reply_to(action, verdict),
             reward=score,
             terminated=True,
             info={"success": success, "dataset": self._name, "score": score},

@@ -141,11 +141,11 @@ class RemoteEnv(Env):
             self._name = await asyncio.to_thread(self._only_env)
         return self._name
 
-    async def _call(self, op: str, **given: Any) -> Any:
+    async def _call(self, op: str, **arguments: Any) -> Any:
         """Returns the result of a call. Errors: _Gone, and the error that the service reports."""
         assert self._socket is not None
         self._number += 1
-        call = {"id": self._number, "op": op, "session": self._session, **given}
+        call = {"id": self._number, "op": op, "session": self._session, **arguments}
         text = json.dumps({key: value for key, value in call.items() if value is not None})
         try:
             await self._socket.send(text)

@@ -121,7 +121,7 @@ def _check_comparable(a: Evaluation, b: Evaluation) -> None:
     only_a = [task_id for task_id in ours if task_id not in theirs]
     only_b = [task_id for task_id in theirs if task_id not in ours]
     changed = [id for id in ours if id in theirs and ours[id] != theirs[id]]
-    found = [
+    differences = [
         f"{len(ids)} {what} ({', '.join(ids[:_NUM_SHOWN])}{', ...' * (len(ids) > _NUM_SHOWN)})"
         for ids, what in (
             (only_a, f"only in {a.label or 'the first'}"),
@@ -130,9 +130,9 @@ def _check_comparable(a: Evaluation, b: Evaluation) -> None:
         )
         if ids
     ]
-    if found:
+    if differences:
         raise DataError(
-            f"the evaluations are not of the same tasks: {'; '.join(found)}. "
+            f"the evaluations are not of the same tasks: {'; '.join(differences)}. "
             "Evaluate both on the same held-out tasks."
         )
 

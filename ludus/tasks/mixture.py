@@ -154,11 +154,11 @@ class MixtureSampler(TaskSampler):
         self.ratios = {name: ratio for name, ratio in ratios.items() if name in by_part}
         self.parts = {name: TaskSampler(by_part[name], seed, shuffle) for name in self.ratios}
         self._schedule = schedule(self.ratios)
-        self._given = 0
+        self._num_given = 0
 
     def __next__(self) -> Task:
-        name = self._schedule[self._given % len(self._schedule)]
-        self._given += 1
+        name = self._schedule[self._num_given % len(self._schedule)]
+        self._num_given += 1
         return next(self.parts[name])
 
     def observe(self, groups: Sequence[Group]) -> None:
@@ -177,7 +177,7 @@ class MixtureSampler(TaskSampler):
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {
             "ratios": self.ratios,
-            "given": self._given,
+            "given": self._num_given,
             "parts": {name: sampler.state_dict() for name, sampler in self.parts.items()},
         }
 
@@ -188,6 +188,6 @@ class MixtureSampler(TaskSampler):
                 f"the saved task order has the ratios {state.get('ratios')}, this run has "
                 f"{self.ratios}: resume with the configuration of the saved run"
             )
-        self._given = int(state["given"])
+        self._num_given = int(state["given"])
         for name, sampler in self.parts.items():
             sampler.load_state_dict(state["parts"][name])

@@ -34,15 +34,15 @@ def check_disjoint(train: Sequence[Task], heldout: Sequence[Task]) -> None:
     ]
     if not same_id and not same_content:
         return
-    found = []
+    overlaps = []
     if same_id:
-        found.append(f"{len(same_id)} by id ({_first(repr(id) for id in same_id)})")
+        overlaps.append(f"{len(same_id)} by id ({_first(repr(id) for id in same_id)})")
     if same_content:
         pairs = (f"{held!r} is {trained!r}" for held, trained in same_content)
-        found.append(f"{len(same_content)} by content ({_first(pairs)})")
+        overlaps.append(f"{len(same_content)} by content ({_first(pairs)})")
     raise DataError(
         f"{len(same_id) + len(same_content)} of {len(heldout)} held-out tasks are training tasks "
-        f"too: {' and '.join(found)}. Give the two splits different seeds, rows or files."
+        f"too: {' and '.join(overlaps)}. Give the two splits different seeds, rows or files."
     )
 
 

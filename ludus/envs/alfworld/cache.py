@@ -1,6 +1,6 @@
-"""What ALFWorld keeps in the user's cache folder: generated games, and games that were translated.
+"""ALFWorld's files in the user's cache folder: generated games and translated problems.
 
-Files are JSON within gzip, whose checksum tells a damaged one: it is treated as absent.
+Files are gzipped JSON. A damaged file (gzip has a checksum) is treated as absent.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ludus.core.files import atomic_write
 
 
 def cache_root() -> Path:
-    """The folder of all that is kept: in $XDG_CACHE_HOME, or ~/.cache."""
+    """The cache folder, in $XDG_CACHE_HOME or ~/.cache."""
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(root).expanduser() / "ludus" / "alfworld"
 
 
 def read(path: Path) -> Any:
-    """What a file holds; None where there is none, or one that is damaged."""
+    """The content of a file; None if it is absent or damaged."""
     try:
         return json.loads(gzip.decompress(path.read_bytes()))
     except (OSError, EOFError, ValueError, RecursionError, zlib.error):

@@ -1,13 +1,13 @@
-"""ALFWorld's engine, TextWorld's PDDL environment, made fast: the same texts, less work.
+"""A faster version of ALFWorld's engine, TextWorld's PDDL environment, with identical texts.
 
-The engine parses its grammar anew for each reset and the templates of it for every admissible
-command of every step, copies deeply what nobody changes, and translates the same PDDL four times a
-reset. Here a game is read once and shared by its episodes (`Game`), its planner's part
-is `alfworld_planning`, and of TextWorld there are the grammar and the queries, made fast by `fast`:
+The original parses its grammar at each reset and its templates for every admissible command of
+every step, deep-copies immutable data, and translates the same PDDL four times a reset. Here a game
+is loaded once and shared by its episodes (`Game`), `planning` replaces the planner, and `fast`
+patches TextWorld's grammar and queries:
 
-    the parser of templates        remembered by text; gives copies, for derivations write to them
-    the parser of logical queries  remembered by text
-    deep copies                    of what derivations write to, and no deeper
+    template parser   cached by text; returns copies, since derivations modify them
+    query parser      cached by text
+    deep copies       only of the parts that derivations modify
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from ludus.envs.alfworld.planning import Episode, Operator, Problem
 from ludus.envs.alfworld.translation import LOCK
 
 Facts = Mapping[str, list[tuple[str, ...]]]
-"""Predicate to the names that it holds of: {"holds": [("agent1", "apple 1")], ...}."""
+"""Predicate to argument names: {"holds": [("agent1", "apple 1")], ...}."""
 
 T = TypeVar("T")
 
 NUM_GAMES = 32
-"""Games that are remembered, 0.4 to 2 MB each: groups play the same ones."""
+"""Number of cached games, 0.4 to 2 MB each; the episodes of a group share a game."""
 
 TASK = re.compile(r'"rhs": ("Your task is to: [^"\\\n]*")')
-"""In a grammar: all that the games of a kind do not have in common."""
+"""The only part of a grammar that differs between games of a kind."""
 
 QUERY = re.compile(r"\|([^{}|]*)}")
 PREDICATE = re.compile(r"(\w+)\(")
@@ -49,7 +49,7 @@ PREDICATE = re.compile(r"(\w+)\(")
 
 @contextmanager
 def without_data_folder() -> Iterator[None]:
-    """ALFWorld makes its data folder when it is imported, and sets ALFWORLD_DATA; it need not."""
+    """Keep ALFWorld's import from creating its data folder and setting ALFWORLD_DATA."""
     before = os.environ.get("ALFWORLD_DATA")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ALFWORLD_DATA"] = folder
@@ -64,7 +64,7 @@ def without_data_folder() -> Iterator[None]:
 with without_data_folder():
     from alfworld.agents.utils.misc import Demangler
 
-# What the engine's modules hold, before `fast` puts its own in place.
+# The original functions, which `fast` replaces.
 _parse_template = textgen._parse_and_convert
 _parse_query = textworld.logic._parse_and_convert
 _deepcopy = textgen.deepcopy
@@ -72,7 +72,7 @@ _deepcopy = textgen.deepcopy
 
 @contextmanager
 def _parsing(module: Any) -> Iterator[None]:
-    """A parser keeps its last error, and that the frames it passed: games, engines, tasks."""
+    """Drop the parser's last error, whose traceback would keep games, engines and tasks alive."""
     with LOCK:
         try:
             yield
@@ -88,7 +88,7 @@ def _template(text: str, rule_name: str) -> list[Any]:
 
 
 def _fast_template(text: str, rule_name: str, **_: Any) -> list[Any]:
-    symbols: list[Any] = _copied(_template(text, rule_name))
+    symbols: list[Any] = _copy(_template(text, rule_name))
     return symbols
 
 
@@ -98,26 +98,26 @@ def _fast_query(text: str, rule_name: str) -> Any:
         return _parse_query(text, rule_name=rule_name)
 
 
-def _copied(value: Any) -> Any:
-    """What a derivation writes to is its symbols, its dicts and its lists; not what they name."""
+def _copy(value: Any) -> Any:
+    """Copy the parts that a derivation modifies: symbols, dicts and lists, not their contents."""
     if isinstance(value, list):
-        return [_copied(entry) for entry in value]
+        return [_copy(entry) for entry in value]
     if isinstance(value, dict):
         return dict(value)
-    twin = object.__new__(type(value))
-    vars(twin).update(vars(value))
+    copy = object.__new__(type(value))
+    vars(copy).update(vars(value))
     if isinstance(value, textgen.ListSymbol):
-        twin.symbol = _copied(value.symbol)
+        copy.symbol = _copy(value.symbol)
     elif isinstance(value, textgen.ConditionalSymbol):
-        twin.expression = _copied(value.expression)
-    return twin
+        copy.expression = _copy(value.expression)
+    return copy
 
 
 def fast(enabled: bool = True) -> None:
-    """Have TextWorld remember what it parsed; or put its own functions back, to compare."""
+    """Patch TextWorld's parsers and copies; with False, restore the originals for comparison."""
     textgen._parse_and_convert = _fast_template if enabled else _parse_template
     textworld.logic._parse_and_convert = _fast_query if enabled else _parse_query
-    textgen.deepcopy = _copied if enabled else _deepcopy
+    textgen.deepcopy = _copy if enabled else _deepcopy
 
 
 @lru_cache(maxsize=8)
@@ -128,8 +128,8 @@ def _grammar(text: str) -> tuple[Mapping[str, Any], Any]:
 
 
 def _grammar_of(text: str) -> tuple[Mapping[str, Any], Any]:
-    """A game's actions and grammar. The tenth of a second goes into what all games share; the
-    sentence that states the task is parsed on its own, as the parser of grammars would."""
+    """A game's actions and grammar. The shared part takes 0.1 s to parse and is cached; the task's
+    sentence is parsed separately, as the grammar's parser would."""
     sentences = TASK.findall(text)
     if len(sentences) != 1:
         return _grammar(text)
@@ -143,7 +143,7 @@ def _grammar_of(text: str) -> tuple[Mapping[str, Any], Any]:
 
 
 class Game:
-    """What the episodes of a game share: nothing here changes, but for what is remembered."""
+    """The part of a game shared by its episodes; immutable except for caches."""
 
     def __init__(self, domain: str, grammar: str, problem: str) -> None:
         self.actions, self.grammar = _grammar_of(grammar)
@@ -151,7 +151,7 @@ class Game:
         self.entities = _entities(self.problem.facts)
         self._words = {name: entity.name for name, entity in self.entities.items()}
         self._commands: dict[str, str] = {}
-        self._lasting = {
+        self._is_static = {
             action.template: "#" not in action.template
             and self.problem.changing.isdisjoint(_predicates(action.template))
             for action in self.actions.values()
@@ -161,25 +161,25 @@ class Game:
         self.first_commands = self.commands(first)
 
     def commands(self, episode: Episode) -> dict[str, Operator]:
-        """The admissible commands, and what they do."""
-        found: dict[str, Operator] = {}
+        """Maps the admissible commands to operators."""
+        operators: dict[str, Operator] = {}
         for operator in episode.possible():
-            found.setdefault(self._command(operator, episode), operator)
-        return found
+            operators.setdefault(self._command(operator, episode), operator)
+        return operators
 
     def _command(self, operator: Operator, episode: Episode) -> str:
-        """In words; remembered, unless they ask for what an action may change."""
+        """The operator's command; cached if its template depends on no changing predicate."""
         if operator.name in self._commands:
             return self._commands[operator.name]
         template = self.actions[operator.action].template
         context = self._context(episode, self._mapping(operator))
         text: str = self.grammar.derive(template, context).format(**self._words)
-        if self._lasting[template]:
+        if self._is_static[template]:
             self._commands[operator.name] = text
         return text
 
     def answer(self, operator: Operator, episode: Episode) -> str:
-        """What is told when an operator has been applied."""
+        """The engine's answer after an operator has been applied."""
         context = self._context(episode, self._mapping(operator))
         text: str = self.grammar.derive(self.actions[operator.action].feedback_rule, context)
         return text
@@ -189,7 +189,7 @@ class Game:
         return {
             Placeholder(name, type_): Variable(argument, type_)
             for (name, type_), argument in zip(parameters, operator.arguments, strict=False)
-        }  # an `exists` of the preconditions is a parameter too, behind those that are named
+        }  # an `exists` in the preconditions adds parameters after the named ones
 
     def _context(self, episode: Episode, mapping: dict[Placeholder, Variable]) -> dict[str, Any]:
         return {
@@ -202,7 +202,7 @@ class Game:
 
 
 def _entities(facts: list[Proposition]) -> dict[str, EntityInfo]:
-    """Of each thing that a fact names: its name in the texts."""
+    """The entities of the facts, with their names in texts."""
     infos = {v.name: EntityInfo(v.name, v.type) for fact in facts for v in fact.arguments}
     for info in infos.values():
         info.name, info.definite, info.indefinite = info.id, "the", "a"
@@ -213,9 +213,9 @@ def _entities(facts: list[Proposition]) -> dict[str, EntityInfo]:
 
 
 def _predicates(template: str) -> set[str]:
-    """The predicates that a template asks for: `go to [{r.name | receptacleatlocation(r, l)}]`."""
-    found = (name for query in QUERY.findall(template) for name in PREDICATE.findall(query))
-    return {name.removeprefix("not_") for name in found}
+    """The predicates that a template queries: `go to [{r.name | receptacleatlocation(r, l)}]`."""
+    names = (name for query in QUERY.findall(template) for name in PREDICATE.findall(query))
+    return {name.removeprefix("not_") for name in names}
 
 
 Texts = tuple[str, str, str]
@@ -224,19 +224,19 @@ _games_lock = threading.Lock()
 
 
 def _game(texts: Texts) -> Game:
-    """The game of a domain, a grammar and a problem; read once, however many ask for it at once."""
-    found = _remembered(texts)
-    if found is None:
+    """The game of domain, grammar and problem; loaded once, also under concurrent calls."""
+    game = _cached(texts)
+    if game is None:
         with LOCK:
-            found = _remembered(texts) or Game(*texts)
+            game = _cached(texts) or Game(*texts)
             with _games_lock:
-                _games[texts] = found
+                _games[texts] = game
                 while len(_games) > NUM_GAMES:
                     _games.popitem(last=False)
-    return found
+    return game
 
 
-def _remembered(texts: Texts) -> Game | None:
+def _cached(texts: Texts) -> Game | None:
     with _games_lock:
         if texts in _games:
             _games.move_to_end(texts)
@@ -244,7 +244,7 @@ def _remembered(texts: Texts) -> Game | None:
 
 
 def forget() -> None:
-    """Drop what was remembered: the next reset of a game costs what its first one did."""
+    """Clear all caches, so the next reset of a game takes as long as its first."""
     with _games_lock:
         _games.clear()
     for function in (_template, _fast_query, _grammar):
@@ -252,14 +252,14 @@ def forget() -> None:
 
 
 class Engine:
-    """One game at a time. Errors of the engine are EnvError."""
+    """Plays a game at a time. Errors of the engine become EnvError."""
 
     def __init__(self) -> None:
         self.commands: list[str] = []
         """The admissible commands, sorted."""
 
     def reset(self, game: Mapping[str, Any]) -> str:
-        """Load a game (a `game.tw-pddl` as a dict) and start it; the opening's text."""
+        """Load and start a game (a `game.tw-pddl` as a dict). Returns the opening text."""
         self._guarded("load", lambda: self._load(game))
         return self._game.opening
 
@@ -272,7 +272,7 @@ class Engine:
         self._operators, self.commands = commands, sorted(commands)
 
     def step(self, command: str) -> str:
-        """Take a command; the engine's answer, `Nothing happens.` to one that it does not know."""
+        """Execute a command. Returns the engine's answer, `Nothing happens.` if it is unknown."""
         return self._guarded("step", lambda: self._step(command.strip()))
 
     def _step(self, command: str) -> str:
@@ -289,14 +289,14 @@ class Engine:
         return self._episode.won
 
     def facts(self, *predicates: str) -> Facts:
-        """What is true now, of these predicates or of all; the names are those of the texts."""
-        found: dict[str, list[tuple[str, ...]]] = {}
+        """The current facts of these predicates (default: all), with names as in the texts."""
+        facts: dict[str, list[tuple[str, ...]]] = {}
         entities = self._game.entities
         for fact in self._episode.facts:
             if not predicates or fact.name in predicates:
                 names = tuple(entities[argument.name].name for argument in fact.arguments)
-                found.setdefault(fact.name, []).append(names)
-        return {predicate: sorted(names) for predicate, names in found.items()}
+                facts.setdefault(fact.name, []).append(names)
+        return {predicate: sorted(names) for predicate, names in facts.items()}
 
     @staticmethod
     def _guarded(what: str, call: Callable[[], T]) -> T:

@@ -1,4 +1,5 @@
-"""ALFWorld: household tasks in text (Shridhar et al., ICLR 2021, arXiv:2010.03768), on its engine.
+"""ALFWorld: household tasks in text, on its own engine (Shridhar et al., ICLR 2021,
+arXiv:2010.03768).
 
     user        You are in the middle of a room. Looking quickly around you, you see a cabinet 1,
                 a countertop 1, and a fridge 1.
@@ -8,8 +9,8 @@
     assistant   go to fridge 1
     user        You arrive at fridge 1. The fridge 1 is closed.
 
-The engine is TextWorld's, with ALFWorld's domain and grammar from its package. Games are the
-downloaded ones where the user has them, else generated: see `alfworld_games`.
+The engine is TextWorld's, with the domain and the grammar of ALFWorld's package. Games are
+downloaded if the user has them, else generated: see `games`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,18 @@ from pydantic import Field
 
 from ludus.core.errors import EnvError
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
-from ludus.envs.actions import action_text, answer, call_text, tool_spec
-from ludus.envs.alfworld import engine as alfworld_engine
-from ludus.envs.alfworld import games as alfworld_games
+from ludus.envs.actions import (
+    Guide,
+    MaxSteps,
+    action_text,
+    answer,
+    command_text,
+    parameters_of,
+    pattern_of,
+    tool_spec,
+)
+from ludus.envs.alfworld import games
+from ludus.envs.alfworld.engine import Engine
 from ludus.envs.alfworld.expert import SIGHT, Expert
 from ludus.envs.base import Env, NoExpert
 
@@ -59,14 +69,14 @@ closed place can be seen once you have gone there and opened it."""
 
 
 class ALFWorld(Env):
-    """One household task. Reward 1 when it is done, else 0; its type is the tier.
+    """A household task. Reward 1 when it is done, else 0; the tier is the task type.
 
-    `StepResult.info` has `success`, `type` and `available_actions`, the commands that the engine
-    would take now, sorted. A command that it does not know is answered `Nothing happens.`
+    `StepResult.info` has `success`, `type` and `available_actions`, the sorted commands that are
+    possible now. The engine answers an unknown command with `Nothing happens.`
     """
 
     agentgym: ClassVar[str | None] = "alfworld"
-    blocking: ClassVar[bool] = True  # the first reset of a game translates its PDDL
+    blocking: ClassVar[bool] = True  # a game's first reset translates its PDDL
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     success_at: ClassVar[float] = 1.0
     max_turns: ClassVar[int] = 30
@@ -75,31 +85,27 @@ class ALFWorld(Env):
         self,
         expert: Annotated[
             Literal["full", "search"],
-            Field(description="full knows where things are; search looks for them first."),
+            Field(description="full knows where objects are; search looks for them."),
         ] = "full",
         repeat_task: Annotated[
-            bool, Field(description="Say the task again with each answer, for a small model.")
+            bool, Field(description="Repeat the task in every observation, for a small model.")
         ] = False,
-        max_steps: Annotated[
-            int | None, Field(ge=1, description="Actions in an episode; null: no limit.")
-        ] = None,
-        guide: Annotated[
-            bool, Field(description="Open with an explanation, for a model that reads English.")
-        ] = False,
+        max_steps: MaxSteps = None,
+        guide: Guide = False,
     ) -> None:
         self.expert, self.max_steps, self.guide = expert, max_steps, guide
         self._repeat_task = repeat_task
-        self._engine: alfworld_engine.Engine | None = None
+        self._engine: Engine | None = None
         self._done = False
 
     async def reset(self, task: Task) -> Observation:
-        game = alfworld_games.game_of(task)
+        game = games.game_of(task)
         if self._engine is None:
-            self._engine = alfworld_engine.Engine()
-        self._done, self._num_steps = True, 0  # over, should the engine break below
+            self._engine = Engine()
+        self._done, self._num_steps = True, 0  # no episode, if the engine fails below
         text = self._engine.reset(game).partition("\n\n")[2].replace("\n\n", "\n")
         self._done = False
-        self._said_task = text.rpartition("\n")[2]
+        self._task_text = text.rpartition("\n")[2]
         self._type = str(game["traj_data"]["task_type"])
         self._expert = Expert(game["traj_data"], search=self.expert == "search")
         self._see()
@@ -118,7 +124,7 @@ class ALFWorld(Env):
         truncated = not success and self._num_steps == self.max_steps
         self._done = success or truncated
         if self._repeat_task and not self._done:
-            reply += f"\n{self._said_task}"
+            reply += f"\n{self._task_text}"
         return StepResult(
             messages=answer(action, reply),
             reward=float(success),
@@ -136,7 +142,7 @@ class ALFWorld(Env):
         self._engine = None
 
     def _see(self) -> None:
-        if self.expert == "search":  # the other one need not look
+        if self.expert == "search":
             assert self._engine is not None
             self._expert.see(self._engine.facts(*SIGHT))
 
@@ -149,17 +155,13 @@ class ALFWorld(Env):
     def text_of(self, call: ToolCall) -> str:
         if call.name not in COMMANDS:
             raise ValueError(f"there is no such tool; there are {', '.join(COMMANDS)}")
-        form, _ = COMMANDS[call.name]
-        names = re.findall(r"{(\w+)}", form)
-        words = call_text(call, dict.fromkeys(names, str))
-        return form.format(**dict(zip(names, words, strict=True)))
+        return command_text(COMMANDS[call.name][0], call)
 
     def call_of(self, action: str) -> ToolCall:
         for name, (form, _) in COMMANDS.items():
-            pattern = re.sub(r"{(\w+)}", r"(?P<\1>.+)", form)
-            if match := re.fullmatch(pattern, action):
+            if match := pattern_of(form).fullmatch(action):
                 return ToolCall(name=name, arguments=match.groupdict())
-        raise ValueError(f"{action!r} is no command of ALFWorld")
+        raise ValueError(f"{action!r} is not a command of ALFWorld")
 
     def expert_action(self) -> str:
         if self._engine is None or self._done:
@@ -168,29 +170,28 @@ class ALFWorld(Env):
 
     @classmethod
     def tiers(cls) -> Sequence[str]:
-        return alfworld_games.tiers()
+        return games.tiers()
 
     @classmethod
     def check_tier(cls, tier: str) -> None:
-        alfworld_games.task_of(tier, 0)
+        games.task_of(tier, 0)
 
     @classmethod
     def task(cls, tier: str | None, seed: int) -> Task:
-        """The game of a tier and a seed: a downloaded one where there are any, else generated.
+        """The game of a tier and a seed: downloaded if there are downloaded games, else generated.
 
-        A tier is a task type, on the floor plans for training or, with `unseen/` before it, on the
-        others; with `:bathroom` (kitchen, livingroom, bedroom) behind it, in such rooms only.
+        A tier is `[unseen/]TYPE[:ROOM]`: a task type, on the training floor plans or on the unseen
+        ones, in all rooms or in a kitchen, livingroom, bedroom or bathroom only.
         """
-        return alfworld_games.task_of(tier, seed)
+        return games.task_of(tier, seed)
 
 
 def command_of(text: str) -> str:
-    """The engine's words: up to version 0.3 it said `put X in/on Y` where it now says `move`."""
+    """Convert `put X in/on Y`, used up to version 0.3, to the engine's `move X to Y`."""
     match = PUT.fullmatch(text)
     return f"move {match[1]} to {match[2]}" if match else text
 
 
 def _arguments(form: str) -> dict[str, dict[str, Any]]:
     """The JSON schemas of a command's arguments."""
-    names = re.findall(r"{(\w+)}", form)
-    return {name: {"type": "string", "description": WORDS[name]} for name in names}
+    return {n: {"type": "string", "description": WORDS[n]} for n in parameters_of(form)}

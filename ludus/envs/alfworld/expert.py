@@ -1,8 +1,8 @@
-"""The expert of ALFWorld: it reads the state, and does the next thing that is missing.
+"""The expert of ALFWorld: takes the next missing action, given the state.
 
-It plans nothing ahead and remembers no plan, so it can join an episode at any turn. With
-`search`, it does not know what lies where until it has looked there, and so shows how to look for
-things: furniture that may hold the thing, in the order of the room's list.
+The expert keeps no plan, so it can join an episode at any turn. With `search` it knows only the
+places that it has seen, so it demonstrates search: it visits the furniture that may hold the
+object, in the order of the room's list.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ TREATMENTS = {
     "pick_heat_then_place_in_recep": ("ishot", "heat", "microwavetype"),
     "pick_cool_then_place_in_recep": ("iscool", "cool", "fridgetype"),
 }
-"""Task type to the predicate that its thing has to reach, the verb, and the furniture for it."""
+"""Task type to the predicate that the object must reach, the verb, and the furniture for it."""
 
 SIGHT = ("atlocation", "receptacleatlocation", "openable", "opened")
-"""The predicates that say what the agent can see from where it stands."""
+"""The predicates that determine what the agent can see at its location."""
 
 
 class State:
-    """The facts, in the words that the expert asks with."""
+    """The facts, indexed for the expert."""
 
     def __init__(self, facts: Facts) -> None:
         self.kind = _pairs(facts, "objecttype")
@@ -45,7 +45,7 @@ class State:
 
 
 class Expert:
-    """The next action of one episode. `traj_data` names the task's parameters."""
+    """Gives the next action of an episode. `traj_data` holds the task's parameters."""
 
     def __init__(self, traj_data: dict[str, Any], search: bool) -> None:
         parameters = traj_data["pddl_params"]
@@ -58,7 +58,7 @@ class Expert:
         self._seen: set[str] = set()
 
     def see(self, facts: Facts) -> None:
-        """Note what can be seen now, from the facts of SIGHT: after the reset, and every step."""
+        """Record the visible places, from the facts of SIGHT; call after reset and every step."""
         closed = _closed(facts)
         here = facts["atlocation"][0][1]
         self._seen |= {
@@ -68,7 +68,7 @@ class Expert:
         }
 
     def action(self, facts: Facts) -> str:
-        """What to do now. Errors: NoExpert where nothing of what it can do would help."""
+        """Returns the next action. Errors: NoExpert if no action helps."""
         state = State(facts)
         if self._type == "look_at_obj_in_light":
             return self._look_at(state)
@@ -80,9 +80,9 @@ class Expert:
             if ready(state.held):
                 return self._at(state, destination) or f"move {state.held} to {destination}"
             return self._treat(state, state.held)
-        wanted = [t for t in self._targets(state) if state.place[t] != destination]
-        wanted += [t for t in self._targets(state) if not ready(t) and t not in wanted]
-        return self._fetch(state, sorted(wanted, key=lambda t: not ready(t)))
+        things = [t for t in self._targets(state) if state.place[t] != destination]
+        things += [t for t in self._targets(state) if not ready(t) and t not in things]
+        return self._fetch(state, sorted(things, key=lambda t: not ready(t)))
 
     def _look_at(self, state: State) -> str:
         if state.held is None:
@@ -106,7 +106,7 @@ class Expert:
         return lambda thing: thing in marked
 
     def _best_destination(self, state: State) -> str:
-        """Where most of what is wanted lies already; among equals, the first of the list."""
+        """The destination with the most finished objects; of equals, the first in the list."""
         ready = self._ready(state)
         there = [state.place[t] for t in self._targets(state) if ready(t)]
         names = [n for n, kind in state.furniture.items() if kind == self._destination]
@@ -119,11 +119,11 @@ class Expert:
         _, verb, kind = TREATMENTS[self._type]
         place = next((n for n, k in state.furniture.items() if k == kind), None)
         if place is None:
-            raise NoExpert(f"alfworld: the room has nothing to {verb} with")
+            raise NoExpert(f"alfworld: the room has no {kind.removesuffix('type')} to {verb} with")
         return self._go(state, place) or f"{verb} {thing} with {place}"
 
-    def _fetch(self, state: State, wanted: Iterable[str]) -> str:
-        known = [thing for thing in wanted if self._knows(state.place[thing])]
+    def _fetch(self, state: State, things: Iterable[str]) -> str:
+        known = [thing for thing in things if self._knows(state.place[thing])]
         if not known:
             return self._explore(state, lambda name: state.can_hold(name, self._target))
         thing = known[0]
@@ -131,24 +131,24 @@ class Expert:
         return self._at(state, place) or f"take {thing} from {place}"
 
     def _put_down(self, state: State) -> str:
-        """Rid the hands of a thing that the task does not ask for, as near as possible."""
+        """Put down an object that the task does not ask for, as near as possible."""
         assert state.held is not None
         kind = state.kind[state.held]
         places = [name for name in state.furniture if state.can_hold(name, kind)]
         places.sort(key=lambda name: (state.pose[name] != state.here, order(name)))
         if not places:
-            raise NoExpert(f"alfworld: {state.held} cannot be put down anywhere")
+            raise NoExpert(f"alfworld: there is no place to put down {state.held}")
         return self._at(state, places[0]) or f"move {state.held} to {places[0]}"
 
     def _explore(self, state: State, may_hold: Callable[[str], bool]) -> str:
-        """Look where it has not looked yet; first where the thing may be."""
+        """Visit an unseen place; places that may hold the object come first."""
         unseen = sorted(
             set(state.furniture) - self._seen, key=lambda n: (not may_hold(n), order(n))
         )
         if not unseen:
-            raise NoExpert("alfworld: what the task asks for is nowhere in the room")
+            raise NoExpert("alfworld: the room does not contain the task's object")
         action = self._at(state, unseen[0])
-        assert action is not None, "what is before the agent, and open, has been seen"
+        assert action is not None, "an open place at the agent's location has been seen"
         return action
 
     def _knows(self, place: str) -> bool:
@@ -159,7 +159,7 @@ class Expert:
         return None if state.pose[place] == state.here else f"go to {place}"
 
     def _at(self, state: State, place: str) -> str | None:
-        """What is missing for reaching into a place: to be there, and that it is open."""
+        """The action missing before the agent can reach into a place: go there, or open it."""
         if step := self._go(state, place):
             return step
         return f"open {place}" if place in state.closed else None
@@ -174,6 +174,6 @@ def _closed(facts: Facts) -> set[str]:
 
 
 def order(name: str) -> tuple[str, int]:
-    """`shelf 10` comes after `shelf 9`."""
+    """Sort key that puts `shelf 10` after `shelf 9`."""
     kind, _, number = name.rpartition(" ")
     return (kind, int(number)) if number.isdigit() else (name, 0)

@@ -1,13 +1,13 @@
-"""Which game a task of ALFWorld is: one of the downloaded data, or one that is generated.
+"""The game of an ALFWorld task: downloaded, or generated.
 
-A task's data names its game for good, whatever another machine has:
+A task's data names its game, independent of the machine:
 
     {"game": "train/pick_and_place_simple-Mug-None-Desk-308/trial_T2019..."}     downloaded
     {"type": "pick_and_place_simple", "split": "train", "seed": 3}               generated
     {"index": 2419}                            AgentGym's number: 0 to 2419 train, 2420 to 2619 test
 
-Downloaded games lie where `alfworld-download` puts them: in $ALFWORLD_DATA, or ~/.cache/alfworld.
-Generated ones are kept, with their version, in the user's cache folder.
+Downloaded games are in the folder of `alfworld-download`: $ALFWORLD_DATA, or ~/.cache/alfworld.
+Generated games are cached, with the generator's version, in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from typing import Any, get_args
 
 from ludus.core.errors import ConfigError, EnvError, did_you_mean
 from ludus.core.types import Task
-from ludus.envs.alfworld import cache as alfworld_cache
+from ludus.envs.alfworld import cache as cache_files
 from ludus.envs.alfworld.scenes import ROOMS, TASK_TYPES, Split, floor_plans, generate
 
 VERSION = 1
-"""Of the generator. A change of what it draws is a new version, and a new cache."""
+"""Version of the generator. Any change of generated games needs a new version, thus a new cache."""
 
 NUM_TRAIN, NUM_TEST = 2420, 200
-"""AgentGym's numbers: those of training games come first."""
+"""Sizes of AgentGym's splits; the indices of training games come first."""
 
 DOWNLOADED_SPLITS = {"train": "train", "unseen": "valid_unseen"}
-"""Our name of a split to the data's folder."""
+"""Split to folder of the downloaded data."""
 
 
 def data_folder() -> Path | None:
-    """Where the downloaded games are: `json_2.1.1` of ALFWorld's data; None where they are not."""
+    """The folder of the downloaded games, `json_2.1.1` of ALFWorld's data; None if absent."""
     root = Path(os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld").expanduser()
     folder = root / "json_2.1.1"
     return folder if folder.is_dir() else None
 
 
 def cache_folder() -> Path:
-    """Where generated games are kept: in $XDG_CACHE_HOME, or ~/.cache."""
-    return alfworld_cache.cache_root() / f"games-v{VERSION}"
+    """The cache folder of generated games, in $XDG_CACHE_HOME or ~/.cache."""
+    return cache_files.cache_root() / f"games-v{VERSION}"
 
 
 def tiers() -> list[str]:
-    """The six task types on the floor plans for training, then on the others."""
+    """The six task types on the training floor plans, then on the unseen ones."""
     return [*TASK_TYPES, *(f"unseen/{task_type}" for task_type in TASK_TYPES)]
 
 
 def task_of(tier: str | None, seed: int) -> Task:
-    """The task of a tier and a seed. `[unseen/]TYPE[:ROOM]`; a room means a generated game.
+    """The task of a tier `[unseen/]TYPE[:ROOM]` and a seed; with a room, the game is generated.
 
-    Errors: ConfigError for a tier that does not exist.
+    Errors: ConfigError for an unknown tier.
     """
     name = tier or TASK_TYPES[seed % len(TASK_TYPES)]
     rest, _, room = name.partition(":")
@@ -76,19 +76,19 @@ def task_of(tier: str | None, seed: int) -> Task:
 
 @cache
 def downloaded(folder: Path, split: Split, task_type: str) -> list[str]:
-    """The games of a type that the data holds and the engine can play, as ALFWorld picks them."""
-    found = []
+    """The playable downloaded games of a type, selected as in ALFWorld."""
+    names = []
     for path in sorted((folder / DOWNLOADED_SPLITS[split]).glob(f"{task_type}-*/*/game.tw-pddl")):
         sliced = "movable" in str(path) or "Sliced" in str(path)
         if not sliced and _read(path).get("solvable"):
-            found.append(path.parent.relative_to(folder).as_posix())
-    if not found:
-        raise EnvError(f"{folder}: no playable game of {task_type} there; run alfworld-download")
-    return found
+            names.append(path.parent.relative_to(folder).as_posix())
+    if not names:
+        raise EnvError(f"{folder}: no playable game of {task_type}; run alfworld-download")
+    return names
 
 
 def game_of(task: Task) -> dict[str, Any]:
-    """The game of a task, with its `traj_data`. Errors: EnvError where the data names none."""
+    """The game of a task, with its `traj_data`. Errors: EnvError if the data names no game."""
     data = task.data
     if "index" in data:
         return _game_of_index(task)
@@ -104,7 +104,7 @@ def game_of(task: Task) -> dict[str, Any]:
 
 
 def _game_of_index(task: Task) -> dict[str, Any]:
-    """AgentGym's game of a number, or a generated one of the same split where there is no data."""
+    """AgentGym's game of an index; without downloaded data, a generated game of the same split."""
     index, total = task.data["index"], NUM_TRAIN + NUM_TEST
     if type(index) is not int or not 0 <= index < total:
         raise EnvError(f"alfworld: task {task.id!r}: index {index!r} is not 0 to {total - 1}")
@@ -116,8 +116,8 @@ def _game_of_index(task: Task) -> dict[str, Any]:
     missing = [file for file in files if not file.is_file()]
     if missing:
         raise EnvError(
-            f"alfworld: task {task.id!r}: AgentGym's {missing[0].name} (of its folder "
-            f"agentenv-alfworld/configs) has to lie beside json_2.1.1, in {missing[0].parent}"
+            f"alfworld: task {task.id!r}: copy AgentGym's {missing[0].name} (from its folder "
+            f"agentenv-alfworld/configs) beside json_2.1.1, to {missing[0].parent}"
         )
     row = _mapping(*files)[index]
     part = "train" if index < NUM_TRAIN else "valid_train"
@@ -128,7 +128,7 @@ def _game_of_index(task: Task) -> dict[str, Any]:
 def _mapping(*files: Path) -> list[dict[str, str]]:
     rows = [row for file in files for row in json.loads(file.read_text("utf-8"))]
     if [row["item_id"] for row in rows] != list(range(NUM_TRAIN + NUM_TEST)):
-        raise EnvError(f"{files[0].parent}: the mappings do not number 0 to 2619")
+        raise EnvError(f"{files[0].parent}: the mappings must have the item_ids 0 to 2619")
     return rows
 
 
@@ -136,7 +136,7 @@ def _read_game(task: Task, name: str) -> dict[str, Any]:
     folder = data_folder()
     if folder is None:
         raise EnvError(
-            f"alfworld: task {task.id!r} is a downloaded game, and ALFWORLD_DATA holds no "
+            f"alfworld: task {task.id!r} needs a downloaded game, but ALFWORLD_DATA has no "
             "json_2.1.1; run alfworld-download"
         )
     path = (folder / name).resolve()
@@ -154,12 +154,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _generated(task_type: str, split: Split, seed: int, room: str | None) -> dict[str, Any]:
-    """The generated game, from the cache where it is there and whole."""
+    """The generated game, from the cache if it holds an undamaged file."""
     path = cache_folder() / split / task_type / f"{f'{room}-' if room else ''}{seed}.json.gz"
-    kept = alfworld_cache.read(path)
-    if isinstance(kept, dict):
-        return kept
+    cached = cache_files.read(path)
+    if isinstance(cached, dict):
+        return cached
     game = generate(task_type, split, seed, room)
-    with suppress(OSError):  # without a cache, games are generated anew
-        alfworld_cache.write(path, game)
+    with suppress(OSError):  # the cache is optional
+        cache_files.write(path, game)
     return game

@@ -1,14 +1,14 @@
-"""A PDDL problem, translated and played: what is possible, what it changes, whether it is won.
+"""State of a translated PDDL problem: applicable operators, their effects, the goal.
 
-TextWorld asks a copy of Fast Downward's native library for each episode: 34 MB to be copied and
-loaded, never unloaded, whose faults end the process. What it asks, a few tables answer. The order
-of the possible actions is the library's, for where two have the same words the first is taken:
+TextWorld loads a copy of Fast Downward's native library for each episode: 34 MB, never unloaded,
+and its crashes kill the process. A few tables replace the library. The order of the applicable
+operators is the library's, since of two operators with the same words the first is used:
 
-    operators, sorted by their preconditions    as its successor generator walks them
-    unmet                                       of each operator, how many preconditions do not hold
-    ready                                       the operators that have none
+    operators, sorted by their preconditions    the order of the successor generator
+    unmet                                       number of unmet preconditions of each operator
+    ready                                       operators without unmet preconditions
 
-What an operator does is made when it is first possible, as most never are.
+Operators are built when they first become applicable, since most never do.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from ludus.envs.alfworld.translation import Fact, Row, numbers, translation, wit
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What an operator sets, where its conditions held before; and the fact that is then told."""
+    """A fact that an operator sets if the conditions hold, and the propositions that the operator
+    adds and deletes."""
 
     fact: Fact
     conditions: Sequence[Fact]
-    told: Proposition
-    untold: Proposition
+    added: Proposition
+    deleted: Proposition
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +50,15 @@ class Operator:
 
 
 class Problem:
-    """What never changes in a game: shared by all of its episodes. Errors: what the translator
-    raises; ValueError where nothing leads to the goal."""
+    """The immutable part of a game, shared by all of its episodes. Errors: errors of the
+    translator; ValueError for an unreachable goal."""
 
     def __init__(self, domain: str, problem: str) -> None:
         self._tables = tables = translation(domain, problem)
         self.parameters = tables.parameters
         self.types = TypeHierarchy()
         for name, above in tables.types:
-            with suppress(ValueError):  # the domain's `object` and the translator's
+            with suppress(ValueError):  # `object` occurs twice: the domain's and the translator's
                 self.types.add(Type(name, above))
         self._variables = {name: Variable(name, type_) for name, type_ in tables.objects.items()}
         self._propositions: dict[int, Proposition] = {}
@@ -69,7 +70,7 @@ class Problem:
         self.changing = set(tables.changing)
 
     def with_derived(self, values: list[int]) -> list[int]:
-        """The values with those of derived variables."""
+        """The values, with derived variables computed."""
         return with_derived(values, self._tables.underived, self._tables.layers)
 
     def operator(self, rank: int) -> Operator:
@@ -81,17 +82,17 @@ class Problem:
 
     def _effect(self, number: int) -> Effect:
         if number not in self._effects:
-            var, value, told, *rest = numbers(self._tables.effects[number])
+            var, value, proposition, *rest = numbers(self._tables.effects[number])
             conditions = tuple(zip(rest[::2], rest[1::2], strict=True))
-            fact = self._proposition(told)
-            self._effects[number] = Effect((var, value), conditions, fact, _negated(fact))
+            added = self._proposition(proposition)
+            self._effects[number] = Effect((var, value), conditions, added, _negated(added))
         return self._effects[number]
 
     def _proposition(self, number: int) -> Proposition:
         if number not in self._propositions:
             name, *arguments = self._words(self._tables.propositions[number])
-            told = [self._variables[argument] for argument in arguments]
-            self._propositions[number] = _proposition(name, told)
+            variables = [self._variables[argument] for argument in arguments]
+            self._propositions[number] = _proposition(name, variables)
         return self._propositions[number]
 
     def _words(self, row: Row) -> list[str]:
@@ -99,10 +100,10 @@ class Problem:
 
 
 class Episode(State):  # type: ignore[misc]
-    """A problem that is being played; the facts are those that TextWorld's grammars ask for.
+    """The state of a running problem, with the facts for TextWorld's grammars.
 
-    They are what operators told, whether or not the conditions of their effects held: so
-    TextWorld keeps them. What is possible and whether the goal is reached follow the values.
+    As in TextWorld, facts are added by operators whether or not the conditions of their effects
+    hold. Applicability and the goal depend on the values, not on these facts.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -116,18 +117,18 @@ class Episode(State):  # type: ignore[misc]
         self._ready = {rank for rank, num in enumerate(self._unmet) if not num}
 
     def facts_with_signature(self, sig: Signature) -> list[Proposition]:
-        """Sorted already: who asks sorts them, which is quick then."""
+        """Facts in sorted order, which makes the callers' sort fast."""
         if sig not in self._sorted:
             self._sorted[sig] = sorted(self._facts.get(sig, ()))
         return self._sorted[sig]
 
     def possible(self) -> list[Operator]:
-        """The operators that can be applied, one of a name."""
-        found: dict[str, Operator] = {}
+        """The applicable operators, the first of each name."""
+        by_name: dict[str, Operator] = {}
         for rank in sorted(self._ready):
             operator = self._problem.operator(rank)
-            found.setdefault(operator.name, operator)
-        return list(found.values())
+            by_name.setdefault(operator.name, operator)
+        return list(by_name.values())
 
     def apply(self, operator: Operator) -> None:
         values = list(self._values)
@@ -136,10 +137,10 @@ class Episode(State):  # type: ignore[misc]
                 values[effect.fact[0]] = effect.fact[1]
         self._set(self._problem.with_derived(values))
         for effect in operator.effects:
-            for fact in (effect.told, effect.untold):
+            for fact in (effect.added, effect.deleted):
                 self._sorted.pop(fact.signature, None)
-            self._facts.setdefault(effect.untold.signature, set()).discard(effect.untold)
-            self._facts.setdefault(effect.told.signature, set()).add(effect.told)
+            self._facts.setdefault(effect.deleted.signature, set()).discard(effect.deleted)
+            self._facts.setdefault(effect.added.signature, set()).add(effect.added)
 
     def _set(self, values: list[int]) -> None:
         unmet, needing = self._unmet, self._problem.needing
@@ -161,7 +162,7 @@ class Episode(State):  # type: ignore[misc]
 
 
 def _proposition(name: str, arguments: Sequence[Variable]) -> Proposition:
-    """Not by calling the class: that keeps every proposition of every game, for good."""
+    """Bypasses the metaclass, which caches every proposition of every game without limit."""
     return type.__call__(Proposition, name, arguments)
 
 

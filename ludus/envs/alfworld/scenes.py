@@ -1,13 +1,13 @@
-"""Games for ALFWorld from the floor plans in its wheel, for users without its data.
+"""Generates ALFWorld games from the floor plans of its wheel, for users without its data.
 
-A game is what ALFWorld's own data holds: a PDDL problem, a sentence that states the task, and the
-domain and the grammar of the engine. A floor plan says which furniture a room has, where much of it
-stands, and which kinds of things lie about. What is drawn, from the seed: the plan, what is to be
-brought where, how many things of each kind there are, and where they lie.
+A game has the same parts as in ALFWorld's data: a PDDL problem, the task's sentence, and the
+engine's domain and grammar. A floor plan lists the furniture of a room, most of its locations, and
+the kinds of objects. The seed draws the floor plan, the task's object and destination, the number
+of objects of each kind, and their places.
 
-The rules are ALFRED's (Shridhar et al., CVPR 2020, arXiv:1912.01734), as the wheel states them:
-what fits where, what can be heated, cooled or cleaned, which tasks are for which rooms, and which
-floor plans are for training. Every game can be won: all is in reach, and what it needs is there.
+The rules are ALFRED's (Shridhar et al., CVPR 2020, arXiv:1912.01734), as given in the wheel: which
+objects fit where and can be heated, cooled or cleaned, which tasks belong to which rooms, and which
+floor plans are for training. Every game can be won: all objects it needs exist and are in reach.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TREATMENTS = {
     "pick_heat_then_place_in_recep": ("Heatable", "Microwave"),
     "pick_cool_then_place_in_recep": ("Coolable", "Fridge"),
 }
-"""Task type to what its object has to bear, and the furniture that does it."""
+"""Task type to the required ability of its object, and the furniture used."""
 
 TASK_TYPES = (
     "pick_and_place_simple",
@@ -55,7 +55,7 @@ ROOMS = {"kitchen": "Kitchen", "livingroom": "LivingRoom", "bedroom": "Bedroom"}
 
 @dataclass(frozen=True)
 class Goal:
-    """What is to be brought where; `lamp` where it is to be looked at under one."""
+    """The object to bring to a destination, or to look at under a lamp."""
 
     task_type: str
     target: str
@@ -65,7 +65,8 @@ class Goal:
 
 @dataclass
 class Scene:
-    """A furnished room: names with their coordinates to their kinds, and where things lie."""
+    """A furnished room. `furniture` and `things` map names (with coordinates) to kinds, `poses`
+    maps furniture to locations, `places` maps things to furniture."""
 
     floor_plan: int
     furniture: dict[str, str]
@@ -77,22 +78,22 @@ class Scene:
         return set(self.furniture.values())
 
     def places_for(self, kind: str, avoid: str = "") -> list[str]:
-        """The furniture where a thing may lie, except that of the kind to be avoided."""
+        """The furniture that can hold a thing, except furniture of kind `avoid`."""
         allowed = LAMPS_STAND_ON if kind in LAMPS else [k for k in FITS if kind in FITS[k]]
         return [name for name, k in self.furniture.items() if k in allowed and k != avoid]
 
     def add(self, kind: str, rng: random.Random, avoid: str = "") -> None:
-        """Lay a thing somewhere."""
-        number = len(self.things)  # in the coordinates: they name the thing
+        """Add a thing at a random place."""
+        number = len(self.things)  # part of the coordinates, so that the name is unique
         name = f"{kind}|+{number // 100:02d}.{number % 100:02d}|+00.90|-0{rng.randint(0, 3)}.50"
         self.things[name] = kind
         self.places[name] = rng.choice(self.places_for(kind, avoid))
 
 
 def generate(task_type: str, split: Split, seed: int, room: str | None = None) -> dict[str, Any]:
-    """A game as `game.tw-pddl` holds it, with its `traj_data`: what ALFWorld's data says of a game.
+    """Returns a game in the format of `game.tw-pddl`, with its `traj_data` as in ALFWorld's data.
 
-    Errors: ValueError where no room of that kind has what the task needs.
+    Errors: ValueError if no room of that kind fits the task.
     """
     rng = random.Random(f"alfworld/{task_type}/{split}/{room}/{seed}")
     plans = floor_plans(task_type, split, room)
@@ -100,16 +101,16 @@ def generate(task_type: str, split: Split, seed: int, room: str | None = None) -
         scene = _furnish(plan, rng)
         goals = _goals(scene, task_type)
         if goals:
-            # By target first: else the things that fit everywhere would be most of the tasks.
+            # Draw the target first; otherwise objects that fit everywhere would dominate.
             target = rng.choice(sorted({goal.target for goal in goals}))
             goal = rng.choice([goal for goal in goals if goal.target == target])
             _lay_out(scene, goal, rng)
             return _game(scene, goal, rng)
-    raise ValueError(f"no {room or 'room'} of split {split} has what {task_type} needs")
+    raise ValueError(f"no {room or 'room'} of split {split} fits {task_type}")
 
 
 def floor_plans(task_type: str, split: Split, room: str | None = None) -> list[int]:
-    """The floor plans of a task type; those of the two splits have nothing in common."""
+    """The floor plans of a task type; the two splits are disjoint."""
     kinds = constants.GOALS_VALID[task_type] if room is None else {ROOMS[room]}
     numbers = constants.TRAIN_SCENE_NUMBERS if split == "train" else constants.TEST_SCENE_NUMBERS
     rooms = kinds & constants.GOALS_VALID[task_type]
@@ -118,8 +119,8 @@ def floor_plans(task_type: str, split: Split, room: str | None = None) -> list[i
 
 @cache
 def _layout(floor_plan: int) -> tuple[list[str], dict[str, list[float]]]:
-    """The kinds of things in a room, and the furniture whose place is known, with the agent's pose
-    before it: x, z, rotation, and how far it looks down."""
+    """The kinds of things in a room, and the furniture with known locations, each with the agent's
+    pose in front of it: x, z, rotation, camera horizon."""
     folder = Path(alfworld.__file__).parent / "gen" / "layouts"
     kinds = json.loads((folder / f"FloorPlan{floor_plan}-objects.json").read_text("utf-8"))
     poses = json.loads((folder / f"FloorPlan{floor_plan}-openable.json").read_text("utf-8"))
@@ -135,7 +136,7 @@ def _furnish(floor_plan: int, rng: random.Random) -> Scene:
         name, kind = (f"{'|'.join(name.split('|')[:4])}|{basin}", basin) if basin else (name, first)
         if kind in FURNITURE:
             scene.furniture[name] = kind
-            # In quarters of a metre, as ALFRED's own locations are.
+            # Unit: 0.25 m, as in ALFRED's locations.
             scene.poses[name] = f"loc|{x * 4:.0f}|{z * 4:.0f}|{rotation // 90:.0f}|{horizon:.0f}"
     for kind in FURNITURE:
         if kind in kinds and kind not in scene.kinds():
@@ -211,7 +212,7 @@ def _game(scene: Scene, goal: Goal, rng: random.Random) -> dict[str, Any]:
 
 
 def _problem(scene: Scene, goal: str) -> str:
-    """The PDDL problem. ` # ` stands for the dash before a type until the names are mangled."""
+    """The PDDL problem. ` # ` is a placeholder for the dash before types during name mangling."""
     start = "loc|0|0|0|30" if "loc|0|0|0|30" not in scene.poses.values() else "loc|99|99|0|30"
     kinds, thing_kinds = sorted(scene.kinds()), sorted(set(scene.things.values()))
     objects = [
@@ -257,7 +258,7 @@ def _thing_facts(scene: Scene) -> Sequence[str]:
 
 
 def _mangled(text: str) -> str:
-    """Names as ALFWorld writes them in PDDL, which knows no bars, signs and points in names."""
+    """Mangle names as ALFWorld does, since PDDL names cannot contain bars, signs and dots."""
     for sign, word in (("|", "bar"), ("-", "minus"), ("+", "plus"), (".", "dot"), (",", "comma")):
         text = text.replace(sign, f"_{word}_")
     return text

@@ -1,13 +1,13 @@
-"""A PDDL problem, translated; and kept on disk, for that takes a tenth of a second to a whole one.
+"""Translates PDDL problems and caches the result on disk (translation takes 0.1 to 1 s).
 
-The translator (PDDL to SAS+, Helmert, JAIR 2006) is Fast Downward's own, in Python. What it says is
-a function of the two texts, so the cache's files are named by them, in a folder that is named by
-what made them: this module and the translator's version.
+The translator (PDDL to SAS+, Helmert, JAIR 2006) is Fast Downward's, in Python. Its result depends
+only on the texts of domain and problem, so their hash names the cache file. The hash of this module
+and the translator's version names the folder:
 
     ~/.cache/ludus/alfworld/translated-1f0c.../a3b1....json.gz
 
-They are JSON, which can do no harm, and no pickles: those would bring the hashes of strings that
-TextWorld's propositions keep, and they differ from one process to the next.
+Files are JSON, which is safe to load. Pickles would also contain the string hashes that TextWorld's
+propositions store, which differ between processes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ludus.envs.alfworld import cache as alfworld_cache
+from ludus.envs.alfworld import cache as cache_files
 from ludus.envs.alfworld.cache import cache_root
 
 LOCK = threading.RLock()
-"""Held while parsing or translating: both write to globals."""
+"""Held while parsing or translating, since both modify globals."""
 
-AS_IT_IS = {
+UNPRUNED = {
     "filter_unimportant_vars": False,
     "filter_unreachable_facts": False,
     "use_partial_encoding": False,
@@ -41,16 +41,16 @@ AS_IT_IS = {
     "add_implied_preconditions": False,
     "invariant_generation_max_candidates": 0,
 }
-"""The translator's options as TextWorld sets them, so that no operator and no fact is left out."""
+"""The translator's options, as in TextWorld: keep all operators and facts."""
 
 Fact = tuple[int, int]
-"""A variable's number and its value; a list, as all tuples here, where it comes from the disk."""
+"""A variable's number and its value. From the cache, this and all other tuples are lists."""
 
 Axiom = tuple[Sequence[Fact], Fact]
-"""Conditions, and what follows from them."""
+"""Conditions, and the derived fact."""
 
 Row = str
-"""Numbers: `12 0 7`."""
+"""Numbers as text: `12 0 7`."""
 
 
 def _print_to_files(*values: object, file: Any = None, **options: Any) -> None:
@@ -59,8 +59,8 @@ def _print_to_files(*values: object, file: Any = None, **options: Any) -> None:
 
 
 def _silence() -> None:
-    """The translator prints as it works."""
-    arguments, sys.argv = sys.argv, ["translate.py", "domain", "task"]  # parsed when imported
+    """Import the translator and silence its prints."""
+    arguments, sys.argv = sys.argv, ["translate.py", "domain", "task"]  # parsed at import
     try:
         importlib.import_module("fast_downward.translate.translate")
     finally:
@@ -79,50 +79,50 @@ from fast_downward.translate.pddl_parser import lisp_parser, parsing_functions  
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """A problem as tables of names and numbers, and so the same in JSON.
+    """A problem as JSON-compatible tables of names and numbers.
 
-    Operators are sorted by their preconditions, the library's order; an operator's rank is its
-    place. Effects, propositions and words, which many have in common, go by number. Rows of which
-    few are ever looked at are texts, to be read by `numbers`: they load faster than lists.
+    Operators are sorted by their preconditions, in the library's order; an operator's rank is its
+    position. Effects, propositions and words are shared and referenced by number. Rarely used rows
+    are texts, parsed by `numbers`, since texts load faster than lists.
     """
 
-    parameters: Mapping[str, Sequence[tuple[str, str]]]  # of each action: their names and types
-    types: Sequence[tuple[str, Sequence[str]]]  # and those above them
-    objects: Mapping[str, str]  # and their types
+    parameters: Mapping[str, Sequence[tuple[str, str]]]  # by action: names and types
+    types: Sequence[tuple[str, Sequence[str]]]  # types and supertypes
+    objects: Mapping[str, str]  # objects and types
     goal: Sequence[Fact]
-    values: Sequence[int]  # at first, those of derived variables included
+    values: Sequence[int]  # initial values, including derived variables
     underived: Sequence[Fact]
     layers: Sequence[Sequence[Axiom]]
     words: Sequence[str]
-    operators: Sequence[Row]  # their words: `gotolocation agent1 loc_1 loc_2 fridge_1`
+    operators: Sequence[Row]  # words: `gotolocation agent1 loc_1 loc_2 fridge_1`
     effects_of: Sequence[Row]  # by rank
-    unmet: Sequence[int]  # by rank: how many preconditions do not hold at first
+    unmet: Sequence[int]  # by rank: number of preconditions unmet initially
     needing: Sequence[tuple[int, int, Sequence[int]]]  # a fact, and the ranks that need it
-    effects: Sequence[Row]  # the fact, the proposition that is told, the facts that it depends on
-    propositions: Sequence[Row]  # their words: a predicate and its arguments
-    changing: Sequence[str]  # the predicates that effects tell, or deny
-    facts: Sequence[int]  # the propositions that hold at first
+    effects: Sequence[Row]  # fact, added proposition, conditions
+    propositions: Sequence[Row]  # words: a predicate and its arguments
+    changing: Sequence[str]  # predicates that effects add or delete
+    facts: Sequence[int]  # initial propositions
 
 
 def numbers(row: Row) -> list[int]:
-    """What a row holds."""
+    """Parse a row."""
     return [int(number) for number in row.split()]
 
 
 def translation(domain: str, problem: str) -> Translation:
-    """The problem's tables, from the disk where they are there and whole. Errors: what the
-    translator raises; ValueError where nothing leads to the goal."""
+    """The problem's tables, from the cache if it holds an undamaged file. Errors: errors of the
+    translator; ValueError for an unreachable goal."""
     path = None
-    with suppress(OSError, RuntimeError, PackageNotFoundError):  # RuntimeError: there is no home
+    with suppress(OSError, RuntimeError, PackageNotFoundError):  # RuntimeError: no home folder
         path = _path(domain, problem)
-    found = _kept(path) if path else None
-    if found is None:
-        found = _tables(*_translated(domain, problem))
+    tables = _cached(path) if path else None
+    if tables is None:
+        tables = _tables(*_translated(domain, problem))
         if path:
-            row = {field.name: getattr(found, field.name) for field in fields(found)}
-            with suppress(OSError):  # without a cache, games are translated anew
-                alfworld_cache.write(path, {"file": path.name} | row)
-    return found
+            row = {field.name: getattr(tables, field.name) for field in fields(tables)}
+            with suppress(OSError):  # the cache is optional
+                cache_files.write(path, {"file": path.name} | row)
+    return tables
 
 
 def _path(domain: str, problem: str) -> Path:
@@ -132,17 +132,17 @@ def _path(domain: str, problem: str) -> Path:
 
 @cache
 def _maker() -> str:
-    """Of what makes the tables; another one reads nothing that this one has left."""
+    """Hash of this module and the translator's version; other versions use another folder."""
     source = Path(__file__).read_bytes() + version("fast_downward_textworld").encode()
     return hashlib.sha256(source).hexdigest()[:12]
 
 
-def _kept(path: Path) -> Translation | None:
-    with _without_collections():
-        row = alfworld_cache.read(path)
+def _cached(path: Path) -> Translation | None:
+    with _without_gc():
+        row = cache_files.read(path)
     if not isinstance(row, dict) or row.pop("file", None) != path.name:
         return None
-    with suppress(TypeError):  # other tables
+    with suppress(TypeError):  # different fields
         return Translation(**row)
     return None
 
@@ -150,24 +150,24 @@ def _kept(path: Path) -> Translation | None:
 def with_derived(
     values: list[int], underived: Sequence[Fact], layers: Sequence[Sequence[Axiom]]
 ) -> list[int]:
-    """The values with those of derived variables: layer by layer, what the axioms say."""
+    """Apply the axioms, layer by layer, to the derived variables in `values`. Returns `values`."""
     for var, value in underived:
         values[var] = value
     for axioms in layers:
-        found = True
-        while found:
-            found = False
+        changed = True
+        while changed:
+            changed = False
             for conditions, (var, value) in axioms:
                 if values[var] != value and all(values[v] == x for v, x in conditions):
                     values[var] = value
-                    found = True
+                    changed = True
     return values
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
-    """The translator makes hundreds of thousands of objects that live until it is done: to look
-    for garbage among them takes a third of its time."""
+def _without_gc() -> Iterator[None]:
+    """Disable garbage collection, a third of the translator's time: it creates hundreds of
+    thousands of objects that live until its end."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -178,19 +178,19 @@ def _without_collections() -> Iterator[None]:
 
 
 def _translated(domain: str, problem: str) -> tuple[Any, Any]:
-    with LOCK, _without_collections():
-        vars(options).update(AS_IT_IS)
+    with LOCK, _without_gc():
+        vars(options).update(UNPRUNED)
         try:
-            said = [lisp_parser.parse_nested_list(text.split("\n")) for text in (domain, problem)]
-            task = parsing_functions.parse_task(*said)
+            lists = [lisp_parser.parse_nested_list(text.split("\n")) for text in (domain, problem)]
+            task = parsing_functions.parse_task(*lists)
             normalize.normalize(task)
             return task, translate.pddl_to_sas(task)
-        except SystemExit as error:  # as a program it would end; here it must not
+        except SystemExit as error:  # the translator is written as a program
             raise ValueError(str(error)) from error
 
 
 class _Numbers(dict[Any, int]):
-    """Numbers what it is asked for, from 0 on."""
+    """Numbers its keys on first access, from 0."""
 
     def __missing__(self, key: Any) -> int:
         self[key] = len(self)
@@ -199,24 +199,24 @@ class _Numbers(dict[Any, int]):
 
 def _tables(task: Any, sas: Any) -> Translation:
     if not sas.operators:
-        raise ValueError("nothing leads to the goal")
+        raise ValueError("the goal is unreachable")
     names, init = sas.variables.value_names, sas.init.values
     needs = [_preconditions(operator) for operator in sas.operators]
     order = sorted(range(len(needs)), key=lambda number: (needs[number], number))
-    different = [sorted(set(needs[number])) for number in order]
+    unique_needs = [sorted(set(needs[number])) for number in order]
     needing: dict[Fact, list[int]] = {}
-    for rank, preconditions in enumerate(different):
+    for rank, preconditions in enumerate(unique_needs):
         for fact in preconditions:
             needing.setdefault(fact, []).append(rank)
-    effects, told, words = _Numbers(), _Numbers(), _Numbers()
+    effects, propositions, words = _Numbers(), _Numbers(), _Numbers()
     effects_of = []
     for number in order:
-        found = []
+        own_effects = []
         for var, _, value, conditions in sas.operators[number].pre_post:
-            said = told[_proposition(names[var][value])]
-            found.append(effects[_row([var, value, said, *chain(*conditions)])])
-        effects_of.append(_row(found))
-    changing = {name.removeprefix("not_") for name, *_ in told}
+            added = propositions[_proposition(names[var][value])]
+            own_effects.append(effects[_row([var, value, added, *chain(*conditions)])])
+        effects_of.append(_row(own_effects))
+    changing = {name.removeprefix("not_") for name, *_ in propositions}
     underived, layers = _axioms(sas)
     values = with_derived(list(init), underived, layers)
     true = [_proposition(names[var][value]) for var, value in enumerate(values)]
@@ -240,22 +240,22 @@ def _tables(task: Any, sas: Any) -> Translation:
             for number in order
         ],
         effects_of=effects_of,
-        unmet=[sum(init[var] != value for var, value in facts) for facts in different],
+        unmet=[sum(init[var] != value for var, value in facts) for facts in unique_needs],
         needing=[(*fact, ranks) for fact, ranks in needing.items()],
-        facts=[told[fact] for fact in dict.fromkeys(first)],
+        facts=[propositions[fact] for fact in dict.fromkeys(first)],
         effects=list(effects),
         changing=sorted(changing),
-        propositions=[_row(words[word] for word in proposition) for proposition in told],
+        propositions=[_row(words[word] for word in proposition) for proposition in propositions],
         words=list(words),
     )
 
 
-def _row(found: Iterable[int]) -> Row:
-    return " ".join(map(str, found))
+def _row(values: Iterable[int]) -> Row:
+    return " ".join(map(str, values))
 
 
 def _axioms(sas: Any) -> tuple[list[Fact], list[list[Axiom]]]:
-    """The derived variables before they are derived, and the axioms, layer by layer."""
+    """The default values of derived variables, and the axioms by layer."""
     layer_of = sas.variables.axiom_layers
     underived = [(v, sas.init.values[v]) for v, layer in enumerate(layer_of) if layer >= 0]
     layers: dict[int, list[Axiom]] = {}
@@ -265,26 +265,26 @@ def _axioms(sas: Any) -> tuple[list[Fact], list[list[Axiom]]]:
 
 
 def _preconditions(operator: Any) -> list[Fact]:
-    """Sorted; twice where two effects say the same one, as the library has them."""
+    """Sorted preconditions, with duplicates if effects repeat one, as in the library."""
     needs = [*operator.prevail, *((var, pre) for var, pre, _, _ in operator.pre_post if pre != -1)]
     return sorted(needs)
 
 
 def _stated(init: Iterable[Any]) -> Iterator[tuple[str, ...]]:
-    """The facts that the problem states; a predicate and its arguments. In no order: it is a set
-    of what is hashed by its address."""
-    for said in init:
-        if isinstance(said, Atom) and said.predicate != "=":
-            yield said.predicate, *said.args
-        elif isinstance(said, Assign) and said.fluent.symbol != "total-cost":
-            name = str(said.expression.value)
+    """The problem's initial facts, each a predicate and its arguments. Unordered, since `init` is a
+    set hashed by address."""
+    for fact in init:
+        if isinstance(fact, Atom) and fact.predicate != "=":
+            yield fact.predicate, *fact.args
+        elif isinstance(fact, Assign) and fact.fluent.symbol != "total-cost":
+            name = str(fact.expression.value)
             if not name.isdigit():  # digits are distances
-                yield name, *said.fluent.args
+                yield name, *fact.fluent.args
 
 
 def _proposition(text: str) -> tuple[str, ...]:
-    """`NegatedAtom holds(agent1, apple_1)` as a fact, as TextWorld reads it."""
+    """Convert `NegatedAtom holds(agent1, apple_1)` to TextWorld's form of a fact."""
     kind, rest = text.split(" ", 1)
     name, arguments = rest.split("(", 1)
-    told = (arg for arg in arguments[:-1].split(", ") if arg)
-    return f"not_{name}" if kind == "NegatedAtom" else name, *told
+    names = (arg for arg in arguments[:-1].split(", ") if arg)
+    return f"not_{name}" if kind == "NegatedAtom" else name, *names

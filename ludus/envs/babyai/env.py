@@ -23,7 +23,7 @@ from pydantic import Field
 
 from ludus.core.errors import EnvError
 from ludus.core.types import Message, Observation, StepResult, Task
-from ludus.envs.actions import OneTool, act_tool, action_text, answer
+from ludus.envs.actions import Guide, OneTool, act_tool, action_text, answer
 from ludus.envs.babyai.expert import Expert
 from ludus.envs.babyai.macros import Macros
 from ludus.envs.babyai.world import (
@@ -88,9 +88,7 @@ class BabyAI(OneTool):
         max_steps: Annotated[
             int | None, Field(ge=1, description="minigrid steps an episode; null: the level's.")
         ] = None,
-        guide: Annotated[
-            bool, Field(description="Open with an explanation, for a model that reads English.")
-        ] = False,
+        guide: Guide = False,
     ) -> None:
         self.level = short_name(level)
         self.actions, self.max_steps, self.guide = actions, max_steps, guide

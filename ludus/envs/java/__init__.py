@@ -1,1 +1,1 @@
-"""Environments whose engine runs in a Java virtual machine."""
+"""Environments with a Java engine."""

@@ -1,12 +1,11 @@
-"""A Java virtual machine with an engine in it, which many episodes share.
+"""A Java virtual machine with an engine, shared by many episodes.
 
-A JVM takes a second or two to start and hundreds of megabytes, an episode's world half a megabyte.
-So one JVM plays many episodes, one call at a time, and what its engine keeps in static fields (the
-random generator, counters) is exchanged when another episode's turn comes: an episode never notices
-the others. Identity hash codes, by which Scala orders its sets, are made constant: without that,
-the same task differs from one JVM to the next.
+A JVM takes 1 to 2 s to start and hundreds of megabytes; an episode's world takes half a megabyte.
+So a JVM plays many episodes, one call at a time. The engine's static fields (random generator,
+counters) are swapped when the episode changes, which isolates the episodes. Identity hash codes, by
+which Scala orders its sets, are constant; otherwise a task would differ between JVMs.
 
-JVMs end with this process, however it ends: they read its pipe.
+A JVM exits when this process ends, in whatever way, since it reads from this process's pipe.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ from ludus.core.errors import ConfigError, EnvError
 
 START_LIMIT_S = 60.0
 CALL_LIMIT_S = 120.0
-"""Seconds after which a JVM that does not answer is given up. Gold paths take up to 20."""
+"""Timeout of a call to a JVM. Gold paths take up to 20 s."""
 
 _SEED_MASK = 0x5DEECE66D
 _FORCE_LONG = 1 << 50
-"""java.util.Random scrambles its seed with the mask and cuts it to 48 bits; a bit above makes py4j
-send a Java long, whatever the value."""
+"""java.util.Random XORs its seed with the mask and keeps 48 bits. A higher bit makes py4j send a
+Java long for any value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A Java engine: the class whose object plays an episode, and where its static state is.
+    """A Java engine: the class of an episode's engine object, and the location of its static state.
 
-    `counters` are static longs, as (name of a Scala object's class, field), that an episode owns.
-    `variant` is what the engine holds statically for all its episodes: each has JVMs of its own.
+    `counters` are static longs that belong to an episode, as (class of a Scala object, field).
+    `variant` is a static setting shared by all episodes; each variant has its own JVMs.
     """
 
     name: str
@@ -58,14 +57,14 @@ class Engine:
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """What an episode has in a JVM: its engine object, and its static state while others play."""
+    """An episode's engine object in a JVM, and its static state while another episode runs."""
 
     interface: Any = None
     statics: tuple[int, ...] | None = None
 
 
 def find_java(name: str) -> str:
-    """The program `java`. Errors: ConfigError, which says how to install it."""
+    """Returns the path of `java`. Errors: ConfigError with instructions to install it."""
     home = os.environ.get("JAVA_HOME")
     java = shutil.which("java", path=os.path.join(home, "bin") if home else None)
     if java is None:
@@ -78,7 +77,7 @@ def find_java(name: str) -> str:
 
 
 class Jvm:
-    """One Java process with the engine in it. Errors: EnvError where it does not start."""
+    """A Java process with the engine. Errors: EnvError if it does not start."""
 
     def __init__(self, engine: Engine, heap_mb: int) -> None:
         self.engine = engine
@@ -95,17 +94,17 @@ class Jvm:
 
     @property
     def pid(self) -> int:
-        """The Java process."""
+        """Process id of the JVM."""
         return self._process.pid
 
     @property
     def classes(self) -> Any:
-        """Its packages and classes, as py4j shows them."""
+        """The JVM's packages and classes, as py4j exposes them."""
         return self._gateway.jvm
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def _connect(self) -> None:
@@ -117,20 +116,20 @@ class Jvm:
         finally:
             watchdog.cancel()
         if not port.isdecimal():
-            raise EnvError(f"{self.engine.name}: java did not start: {port or 'it said nothing'}")
-        getLogger("py4j").setLevel(CRITICAL)  # what fails is told by our errors
+            raise EnvError(f"{self.engine.name}: java did not start: {port or 'no output'}")
+        getLogger("py4j").setLevel(CRITICAL)  # failures are reported by our own errors
         self._gateway = _Gateway(
             gateway_parameters=GatewayParameters(
                 port=int(port), auth_token=token, read_timeout=CALL_LIMIT_S
             )
         )
         java = self._gateway.jvm
-        # Engines print every step: nobody reads that pipe, and a full one would stop them.
+        # Engines print every step; nothing reads that pipe, and a full pipe would block them.
         silence = java.java.io.PrintStream(java.java.io.OutputStream.nullOutputStream())
         java.java.lang.System.setOut(silence)
         java.java.lang.System.setErr(silence)
         self._statics = _Statics(java, self.engine)
-        self._spare.append(self._new_interface())  # loads the classes, before anyone waits
+        self._spare.append(self._new_interface())  # loads the classes ahead of the first episode
 
     def _new_interface(self) -> Any:
         target = self._gateway.jvm
@@ -139,18 +138,18 @@ class Jvm:
         return target()
 
     def take_interface(self) -> Any:
-        """An engine object that no episode has."""
+        """Returns an unused engine object."""
         return self._spare.pop() if self._spare else self._new_interface()
 
     def give_back(self, place: Place) -> None:
-        """An episode has ended: its engine object is for the next one."""
+        """Return an ended episode's engine object for reuse."""
         if place.interface is not None:
             self._spare.append(place.interface)
         if self._last is place:
             self._last = None
 
     def enter(self, place: Place) -> None:
-        """Exchange the static state of the episode before for that of this one."""
+        """Save the static state of the previous episode and restore that of this episode."""
         if self._last is place:
             return
         if self._last is not None:
@@ -164,19 +163,19 @@ class Jvm:
         self._statics.seed(value)
 
     def kill(self) -> None:
-        """End the process. May be called more than once."""
+        """Kill the process. May be called more than once."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
         if gateway := getattr(self, "_gateway", None):
-            gateway._gateway_client.is_connected = False  # nothing is freed in a dead JVM
+            gateway._gateway_client.is_connected = False  # no need to free objects in a dead JVM
             with suppress(Exception):
                 gateway.close()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: let go of the pipe by which the JVM sees its owner's end."""
+        """Close a forked child's copy of the pipe, so the JVM sees the end of its parent."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -187,7 +186,7 @@ def _launch(engine: Engine, heap_mb: int) -> subprocess.Popen[bytes]:
         find_java(engine.name),
         f"-Xmx{heap_mb}m",
         "-XX:+ExitOnOutOfMemoryError",
-        "-XX:+UseSerialGC",  # the smallest; calls come one at a time anyway
+        "-XX:+UseSerialGC",  # least memory; calls are sequential anyway
         "-XX:+UnlockExperimentalVMOptions",
         "-XX:hashCode=2",
         "--add-opens=java.base/java.util=ALL-UNNAMED",
@@ -198,20 +197,20 @@ def _launch(engine: Engine, heap_mb: int) -> subprocess.Popen[bytes]:
         "--enable-auth",
         "0",
     ]
-    # Its own process group: Ctrl-C is for us, who may still want to finish a step.
+    # Own process group, so Ctrl-C reaches only this process, which may need to finish a step.
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        cwd=os.path.dirname(engine.jar),  # where engines look for their data files
+        cwd=os.path.dirname(engine.jar),  # engines load data files from the working folder
         process_group=0,
     )
 
 
 class _Client(GatewayClient):  # type: ignore[misc]
-    """py4j's own client tries a dead JVM again, logs to the root logger (which then prints), and
-    leaves the socket open."""
+    """Client without retries: py4j's own retries a dead JVM, logs to the root logger (which
+    prints), and leaks the socket."""
 
     def send_command(self, command: str, retry: bool = True, binary: bool = False) -> Any:
         connection = self._get_connection()
@@ -239,7 +238,7 @@ class _Gateway(JavaGateway):  # type: ignore[misc]
 
 
 class _Statics:
-    """The static state of an engine that belongs to an episode: (random seed, counters)."""
+    """Accesses an engine's static state of the current episode: (random seed, counters)."""
 
     def __init__(self, java: Any, engine: Engine) -> None:
         by_name = java.java.lang.Class.forName

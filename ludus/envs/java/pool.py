@@ -1,12 +1,12 @@
-"""Pools of JVMs: where the episodes of a Java engine are played.
+"""Pools of JVMs for the episodes of a Java engine.
 
     pool = pool_of(ENGINE, num_jvms=2, heap_mb=512)
-    session = pool.open()                       one episode's engine object
+    session = pool.open()                       an episode's engine object
     text = session.run(lambda engine: engine.step("look around"))
-    session.close()                             the JVM is kept for the next episode
+    session.close()                             the JVM is reused by the next episode
 
-When a JVM dies, the call under way fails at once, its episodes end with EnvError, which is retried,
-and another JVM is started.
+When a JVM dies, the running call fails at once, the JVM's episodes end with EnvError (and are
+retried), and the pool starts another JVM.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ludus.envs.java.machine import CALL_LIMIT_S, Engine, Jvm, Place
 T = TypeVar("T")
 
 SESSIONS_PER_JVM = 256
-"""Episodes open in one JVM: a world of ScienceWorld takes 0.6 MB of its heap."""
+"""Maximum number of open episodes of a JVM; a world of ScienceWorld takes 0.6 MB of heap."""
 
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One episode's engine object in one of the pool's JVMs."""
+    """An episode's engine object in a JVM of the pool."""
 
     pool: Pool
     jvm: Jvm
@@ -40,15 +40,15 @@ class Session:
     _closed: bool = False
 
     def run(self, act: Callable[[Any], T]) -> T:
-        """What `act` makes of the engine object; nothing else runs in the JVM meanwhile.
+        """Returns `act(engine object)`, with exclusive access to the JVM.
 
-        Errors: EnvError where the engine raises, or the JVM dies or does not answer.
+        Errors: EnvError if the engine raises, or the JVM dies or does not answer.
         """
         name = self.jvm.engine.name
         if self._closed:
             raise EnvError(f"{name}: the session is closed")
         if not self.jvm.lock.acquire(timeout=2 * CALL_LIMIT_S):
-            raise EnvError(f"{name}: the JVM {self.jvm.pid} is busy for {2 * CALL_LIMIT_S:g} s")
+            raise EnvError(f"{name}: JVM {self.jvm.pid} has been busy for {2 * CALL_LIMIT_S:g} s")
         try:
             self.jvm.enter(self.place)
             if self.place.interface is None:
@@ -60,18 +60,18 @@ class Session:
         except (Py4JError, OSError) as error:
             self.pool.discard(self.jvm)
             raise EnvError(
-                f"{name}: the JVM {self.jvm.pid} died or did not answer ({type(error).__name__}); "
-                "the episode is to be played again"
+                f"{name}: JVM {self.jvm.pid} died or did not answer ({type(error).__name__}); the "
+                "episode can be retried"
             ) from None
         finally:
             self.jvm.lock.release()
 
     def seed(self, value: int) -> None:
-        """Seed the engine's global random generator for what `run` does next."""
+        """Seed the engine's global random generator for the next `run`."""
         self.run(lambda _: self.jvm.seed(value))
 
     def close(self) -> None:
-        """Give the place back. May be called more than once."""
+        """Release the engine object. May be called more than once."""
         if not self._closed:
             self._closed = True
             self.pool.release(self)
@@ -79,7 +79,7 @@ class Session:
 
 @dataclass(eq=False)
 class Pool:
-    """Up to `size` JVMs of an engine. One more than is needed is started ahead."""
+    """Up to `size` JVMs of an engine; one JVM more than needed is started ahead of time."""
 
     engine: Engine
     size: int
@@ -91,9 +91,9 @@ class Pool:
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def open(self) -> Session:
-        """A session in the JVM that has the fewest.
+        """Open a session in the JVM with the fewest sessions.
 
-        Errors: EnvError where no JVM starts, or all are full; ConfigError where there is no Java.
+        Errors: EnvError if no JVM starts, or all are full; ConfigError without Java.
         """
         with self._changed:
             while True:
@@ -110,23 +110,23 @@ class Pool:
                     return Session(self, best)
                 if not self._starting:
                     raise EnvError(
-                        f"{self.engine.name}: all {self.size * SESSIONS_PER_JVM} sessions are "
-                        f"taken: raise env.args.num_jvms above {self.size}, or lower "
+                        f"{self.engine.name}: all {self.size * SESSIONS_PER_JVM} sessions are in "
+                        f"use: raise env.args.num_jvms above {self.size}, or lower "
                         "rollout.concurrency"
                     )
                 self._changed.wait()
 
     def release(self, session: Session) -> None:
-        """The session's episode is over."""
+        """Release a session at its episode's end."""
         with self._changed:
             session.jvm.num_sessions -= 1
-        # A thread that hangs in the JVM has the lock: then its engine object is lost, no more.
+        # If a thread hangs in the JVM and holds the lock, only its engine object is lost.
         if session.jvm.lock.acquire(blocking=False):
             session.jvm.give_back(session.place)
             session.jvm.lock.release()
 
     def discard(self, jvm: Jvm) -> None:
-        """A JVM broke: end it, and start another."""
+        """Kill a broken JVM and start another."""
         jvm.kill()
         with self._changed:
             if jvm in self._jvms:
@@ -134,7 +134,7 @@ class Pool:
                 self._start()
 
     def shutdown(self) -> None:
-        """End all JVMs."""
+        """Kill all JVMs."""
         with self._changed:
             self._closed = True
             jvms, self._jvms = self._jvms, []
@@ -142,7 +142,7 @@ class Pool:
             jvm.kill()
 
     def jvms(self) -> list[Jvm]:
-        """Those that run now."""
+        """The running JVMs."""
         with self._changed:
             return [jvm for jvm in self._jvms if jvm.alive]
 
@@ -164,7 +164,7 @@ class Pool:
                 self._jvms.append(jvm)
                 jvm = None
             self._changed.notify_all()
-        if jvm is not None:  # the pool was closed meanwhile
+        if jvm is not None:  # the pool was closed during the start
             jvm.kill()
 
 
@@ -173,7 +173,7 @@ _pools_lock = threading.Lock()
 
 
 def pool_of(engine: Engine, num_jvms: int, heap_mb: int) -> Pool:
-    """This process's pool for an engine; made at first use, and shut down with the process."""
+    """This process's pool of an engine, created on first use, shut down at exit."""
     key = (engine, num_jvms, heap_mb)
     with _pools_lock:
         if key not in _pools:
@@ -193,7 +193,7 @@ def _shut_down() -> None:
 
 
 def _after_fork() -> None:
-    """A forked child has none of the parent's JVMs."""
+    """Drop the parent's JVMs in a forked child."""
     global _pools_lock
     _pools_lock = threading.Lock()
     for pool in _pools.values():

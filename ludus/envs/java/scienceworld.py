@@ -1,5 +1,5 @@
-"""ScienceWorld: thirty tasks of elementary science in a small simulated world (Wang et al., EMNLP
-2022, arXiv:2203.07540), on the authors' engine.
+"""ScienceWorld: 30 elementary science tasks in a small simulated world, on the authors' engine
+(Wang et al., EMNLP 2022, arXiv:2203.07540).
 
     user        Your task is to find a(n) non-living thing. First, focus on the thing. Then, move it
                 to the orange box in the living room.
@@ -8,8 +8,8 @@
     assistant   open door to kitchen
     user        The door is now open.
 
-An action that the engine cannot read costs a step and is told to the model. Where a name fits
-several things, the engine asks, and the answer is a number.
+An action that the engine cannot parse costs a step and is answered with an error. If a name is
+ambiguous, the engine asks, and the next action is a number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,17 @@ from scienceworld.constants import JAR_PATH
 
 from ludus.core.errors import ConfigError, EnvError, did_you_mean
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
-from ludus.envs.actions import action_text, answer, call_text, printable, tool_spec
+from ludus.envs.actions import (
+    Guide,
+    MaxSteps,
+    action_text,
+    answer,
+    command_text,
+    parameters_of,
+    pattern_of,
+    printable,
+    tool_spec,
+)
 from ludus.envs.base import Env, NoExpert
 from ludus.envs.java.machine import Engine, find_java
 from ludus.envs.java.pool import Pool, Session, pool_of
@@ -77,7 +87,7 @@ COMMANDS: dict[str, str] = {
     "wait": "wait",
     "choose": "{number}",
 }
-"""The tools, and the engine's commands. A command is of the first tool that it fits."""
+"""Tools and engine commands. A command belongs to the first tool with a matching pattern."""
 
 ALIASES = {
     "drop {thing}": "put_down",
@@ -85,7 +95,7 @@ ALIASES = {
     "pour {thing} into {place}": "pour",
     "dunk {thing} into {place}": "dunk",
 }
-"""Other words that gold paths use, and their tools."""
+"""Other forms of commands in gold paths, and their tools."""
 
 DESCRIPTIONS = {
     "go_to": "Go to a place next to this one, through an open door.",
@@ -101,14 +111,14 @@ capitals stand for what the observations name. To focus on the wrong thing loses
 
 
 class ScienceWorld(Env):
-    """One task and variation of ScienceWorld, or several: the task's data names them.
+    """A task and variation of ScienceWorld, given by the task's data.
 
-    Reward: what the step added to the engine's score, which is 0 to 100, divided by 100. Focusing
-    on the wrong thing scores -100 in the engine and ends the episode; here it takes back what was
-    earned, so that an episode's reward is 0 to 1. A policy that is likely to focus on the wrong
-    thing learns from that to focus on nothing; with `reward: success` it gets 1 for the whole task
-    and 0 for a part. `StepResult.info` has `success`, `score` (the
-    engine's own), `task`, `variation` and `num_steps`.
+    Reward: the step's increase of the engine's score (0 to 100), divided by 100. Focusing on the
+    wrong thing scores -100 in the engine and ends the episode; here it cancels the reward earned so
+    far, so an episode's reward is 0 to 1. A policy that often focuses on the wrong thing can learn
+    from this to never focus; `reward: success` avoids it, with 1 for the complete task and 0
+    otherwise. `StepResult.info` has `success`, `score` (the engine's), `task`, `variation` and
+    `num_steps`.
     """
 
     agentgym: ClassVar[str | None] = "scienceworld"
@@ -120,30 +130,26 @@ class ScienceWorld(Env):
         self,
         simplifications: Annotated[
             list[str],
-            Field(description=f"Of {', '.join(SIMPLIFICATIONS)}; or easy, a set that fits."),
+            Field(description=f"Any of {', '.join(SIMPLIFICATIONS)}; or easy, the engine's set."),
         ] = [],  # noqa: B006 - read only
         reward: Annotated[
             Literal["score", "success"],
-            Field(description="Points as they are earned; or 1 at the end of the whole task."),
+            Field(description="score: points when earned; success: 1 at the end of the task."),
         ] = "score",
-        max_steps: Annotated[
-            int | None, Field(ge=1, description="Actions in an episode; null: no limit.")
-        ] = None,
-        guide: Annotated[
-            bool, Field(description="Open with an explanation, for a model that reads English.")
-        ] = False,
+        max_steps: MaxSteps = None,
+        guide: Guide = False,
         num_jvms: Annotated[
             int, Field(ge=1, le=64, description="JVMs of a process; one plays many episodes.")
         ] = 2,
         heap_mb: Annotated[
-            int, Field(ge=128, description="Most memory of a JVM's heap, in MiB.")
+            int, Field(ge=128, description="Maximum size of a JVM's heap, in MiB.")
         ] = 512,
     ) -> None:
-        known = (*SIMPLIFICATIONS, "easy")
-        if wrong := [name for name in simplifications if name not in known]:
+        names = (*SIMPLIFICATIONS, "easy")
+        if wrong := [name for name in simplifications if name not in names]:
             raise ConfigError(
                 f"{wrong[0]!r} is not a simplification of scienceworld"
-                f"{did_you_mean(wrong[0], known)}"
+                f"{did_you_mean(wrong[0], names)}"
             )
         find_java("scienceworld")
         self.simplifications = ",".join(simplifications)
@@ -174,11 +180,11 @@ class ScienceWorld(Env):
         )
 
     def _load(self, engine: Any) -> tuple[str, str]:
-        """Build the world: the task's description, and the first look (a step of the world's time,
-        as in the authors' `reset`)."""
+        """Build the world. Returns the task's description and the first look, which takes a step of
+        the world's time, as in the authors' `reset`."""
         if error := engine.load(self._kind, self._variation, self.simplifications, False):
             raise EnvError(f"scienceworld: {self._kind} {self._variation}: {error}")
-        # All variations of all tasks, which `load` makes anew: 10 MB that no step needs.
+        # Free the variations of all tasks, 10 MB that `load` creates and no step needs.
         getattr(engine, "taskMaker_$eq")(None)
         return _tidy(engine.getTaskDescription()), _tidy(engine.step("look around"))
 
@@ -232,23 +238,23 @@ class ScienceWorld(Env):
         return read_command(action)
 
     def expert_action(self) -> str:
-        """The next action of the engine's own gold path; NoExpert where another one was taken.
+        """The next action of the engine's gold path. Errors: NoExpert after leaving that path.
 
-        Where teleporting is allowed, it takes the place of the walks from room to room, if that
-        leads to the goal as well: what grows or cools may need the time.
+        If teleporting is allowed, it replaces walks between rooms, unless the shorter path misses
+        the goal: growing or cooling may need the time.
         """
         if self._session is None:
             raise NoExpert("scienceworld: no episode is being played")
         path = gold_path(self._pool, self._kind, self._variation)
         done = len(self._taken)
         if list(path[:done]) != self._taken or done == len(path):
-            raise NoExpert("scienceworld: there is a gold path from the start of a task only")
+            raise NoExpert("scienceworld: the episode has left the gold path")
         return path[done]
 
     @classmethod
     def tiers(cls) -> Sequence[str]:
-        """The tasks by the length of their gold path; a task has its variations for training, and
-        as `find-plant/dev` and `find-plant/test` those that the authors hold out."""
+        """The tasks by the length of their gold path. `find-plant` has the training variations,
+        `find-plant/dev` and `find-plant/test` the held-out variations."""
         find_java("scienceworld")
         return [
             name if split == "train" else f"{name}/{split}"
@@ -258,12 +264,12 @@ class ScienceWorld(Env):
 
     @classmethod
     def num_variations(cls, tier: str) -> int:
-        """Variations of a tier. Seeds below this number have one each; seeds above repeat them."""
+        """Number of variations of a tier; seeds from this number on repeat them."""
         return len(_variations(tier)[1])
 
     @classmethod
     def task(cls, tier: str | None, seed: int) -> Task:
-        """The tier's variation number `seed % num_variations(tier)`; no tier: of all tasks."""
+        """The tier's variation number `seed % num_variations(tier)`; no tier: tasks take turns."""
         chosen = tier or EASIEST_FIRST[seed % len(EASIEST_FIRST)]
         name, variations = _variations(chosen)
         number = seed if tier else seed // len(EASIEST_FIRST)
@@ -276,7 +282,7 @@ class ScienceWorld(Env):
 
     @classmethod
     def agentgym_task(cls, index: int) -> Task:
-        """The task that AgentGym numbers `index`, 0 to 4638. Errors: IndexError."""
+        """The task with AgentGym's index, 0 to 4638. Errors: IndexError."""
         name, variation = agentgym_task(index)
         return Task(
             id=f"sciworld_{index}",
@@ -287,8 +293,8 @@ class ScienceWorld(Env):
 
 
 def _pattern(command: str) -> re.Pattern[str]:
-    """What reads a command's arguments back."""
-    text = re.sub(r"\{(\w+)\}", r"(?P<\1>.+)", command)
+    """The pattern that parses a command's arguments."""
+    text = pattern_of(command).pattern
     return re.compile(text.replace("(?P<number>.+)", r"(?P<number>0|[1-9]\d{0,2})"))
 
 
@@ -299,30 +305,28 @@ PATTERNS = [
 
 
 def read_command(action: str) -> ToolCall:
-    """The tool call that a command stands for. Errors: ValueError."""
+    """Returns the tool call of a command. Errors: ValueError."""
     for pattern, name in PATTERNS:
         if match := pattern.fullmatch(action):
             arguments: dict[str, Any] = match.groupdict()
             if name == "choose":
                 arguments = {"number": int(arguments["number"])}
             return ToolCall(name=name, arguments=arguments)
-    raise ValueError(f"{action!r} is no command of scienceworld")
+    raise ValueError(f"{action!r} is not a command of scienceworld")
 
 
 def write_command(call: ToolCall) -> str:
-    """The command that a tool call stands for. Errors: ValueError."""
+    """Returns the command of a tool call. Errors: ValueError."""
     if call.name not in COMMANDS:
         raise ValueError(f"there is no such tool{did_you_mean(call.name, COMMANDS)}")
-    names = re.findall(r"\{(\w+)\}", COMMANDS[call.name])
-    values = call_text(call, {name: int if name == "number" else str for name in names})
-    return COMMANDS[call.name].format(**dict(zip(names, values, strict=True)))
+    return command_text(COMMANDS[call.name], call, {"number": int})
 
 
 def _tool(name: str) -> ToolSpec:
     command = COMMANDS[name]
     properties: dict[str, Any] = {
         argument: {"type": "string", "description": "As the observations name it."}
-        for argument in re.findall(r"\{(\w+)\}", command)
+        for argument in parameters_of(command)
     }
     if name == "choose":
         properties = {"number": {"type": "integer", "minimum": 0}}
@@ -335,16 +339,16 @@ def _shown(name: str) -> str:
 
 
 def _named(task: Task) -> tuple[str, int]:
-    """The task and variation that a task's data names. Errors: EnvError."""
+    """Returns task and variation of a task's data. Errors: EnvError."""
     name, variation = task.data.get("task"), task.data.get("variation")
     if not isinstance(name, str) or name not in KINDS:
         near = did_you_mean(str(name), KINDS)
         raise EnvError(f"scienceworld: task {task.id!r}: data.task {name!r} is not a task{near}")
-    most = KINDS[name].num_variations - 1
-    if type(variation) is not int or not 0 <= variation <= most:
+    last = KINDS[name].num_variations - 1
+    if type(variation) is not int or not 0 <= variation <= last:
         raise EnvError(
-            f"scienceworld: task {task.id!r}: data.variation {variation!r} is not 0 to {most}, "
-            f"which {name} has"
+            f"scienceworld: task {task.id!r}: data.variation {variation!r} is not a variation of "
+            f"{name}: 0 to {last}"
         )
     return name, variation
 
@@ -359,13 +363,13 @@ def _variations(tier: str) -> tuple[str, range]:
 
 
 def _take(engine: Any, text: str) -> tuple[str, int, bool]:
-    """One step: the observation, the score so far (-100 to 100), whether the task has ended."""
+    """Take a step. Returns observation, score so far (-100 to 100), whether the task has ended."""
     reply = _tidy(engine.step(text))
     return reply, round(100 * engine.getScore()), bool(engine.getCompleted())
 
 
 def _tidy(text: str) -> str:
-    """Without the trailing blanks that the engine's lists have."""
+    """Strip the trailing spaces of the engine's lists."""
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
@@ -374,21 +378,19 @@ def _teleports(simplifications: str) -> bool:
 
 
 def teleported(path: Iterable[str]) -> list[str]:
-    """A path whose walks, `open door to` and `go to` again and again, are one `teleport to`."""
+    """Replace each walk of `open door to` and `go to` steps by one `teleport to`."""
     shorter: list[str] = []
     for walks, steps in groupby(path, lambda step: step.startswith(("open door to ", "go to "))):
-        taken = list(steps)
-        rooms = [step.removeprefix("go to ") for step in taken if step.startswith("go to ")]
-        shorter += [f"teleport to {rooms[-1]}"] if walks and rooms else taken
+        run = list(steps)
+        rooms = [step.removeprefix("go to ") for step in run if step.startswith("go to ")]
+        shorter += [f"teleport to {rooms[-1]}"] if walks and rooms else run
     return shorter
 
 
 @lru_cache(maxsize=4096)
 def gold_path(pool: Pool, kind: str, variation: int) -> tuple[str, ...]:
-    """The engine's own solution, in the words of COMMANDS. It is looked for in a world of its own,
-    which takes seconds in some tasks.
-
-    Errors: EnvError.
+    """The engine's solution in the words of COMMANDS, computed in a separate world; this takes
+    seconds for some tasks. Errors: EnvError.
     """
 
     simplifications = pool.engine.variant

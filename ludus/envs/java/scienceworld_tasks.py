@@ -1,4 +1,4 @@
-"""The 30 tasks of ScienceWorld: their variations, their splits, and AgentGym's numbering."""
+"""The 30 tasks of ScienceWorld: variations, splits, and AgentGym's numbering."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One of the 30 tasks. `gold_steps` is the length of variation 0's gold path."""
+    """A task. `gold_steps` is the length of variation 0's gold path."""
 
     number: str
     name: str
@@ -20,7 +20,7 @@ class Kind:
     gold_steps: int
 
     def variations(self, split: Split) -> range:
-        """The variations of a split, as the engine cuts them: half, a quarter, the rest."""
+        """The variations of a split, cut as in the engine: half, a quarter, the rest."""
         quarter = self.num_variations // 4
         cuts = {"train": (0, 2), "dev": (2, 3), "test": (3, None)}[split]
         first, last = cuts[0] * quarter, cuts[1]
@@ -69,7 +69,7 @@ NOT_IN_AGENTGYM = {"5-1", "5-2", "9-1", "9-2", "9-3", "10-1", "10-2"}
 
 
 def agentgym_task(index: int) -> tuple[str, int]:
-    """(task, variation) of a `data_idx` of AgentGym's SciWorld: 23 tasks, 4,639 of them.
+    """(task, variation) of a `data_idx` of AgentGym's SciWorld: 4,639 indices in 23 tasks.
 
     Errors: IndexError.
     """
@@ -84,5 +84,5 @@ def agentgym_task(index: int) -> tuple[str, int]:
 
 
 def num_agentgym_tasks() -> int:
-    """How many indices AgentGym's SciWorld has."""
+    """Number of indices of AgentGym's SciWorld."""
     return sum(k.num_variations for k in KINDS.values() if k.number not in NOT_IN_AGENTGYM)

@@ -1,5 +1,5 @@
-"""TextWorldExpress: eight small text games, generated from seeds (Jansen and Côté, EACL 2023,
-arXiv:2208.01174), on the authors' engine.
+"""TextWorldExpress: eight small text games, generated from seeds, on the authors' engine (Jansen
+and Côté, EACL 2023, arXiv:2208.01174).
 
     user        Your task is to collect a coin. ...
 
@@ -9,7 +9,7 @@ arXiv:2208.01174), on the authors' engine.
     user        You take the coin.
                 The task is completed.
 
-The games: cookingworld, twc (put things where they belong), coin, mapreader, arithmetic, sorting,
+Games: cookingworld, twc (TextWorld Commonsense: tidy up), coin, mapreader, arithmetic, sorting,
 simonsays and peckingorder.
 """
 
@@ -24,7 +24,7 @@ from textworld_express.constants import JAR_PATH
 
 from ludus.core.errors import ConfigError, EnvError, did_you_mean
 from ludus.core.types import Message, Observation, StepResult, Task
-from ludus.envs.actions import OneTool, act_tool, action_text, answer, printable
+from ludus.envs.actions import Guide, MaxSteps, OneTool, act_tool, action_text, answer, printable
 from ludus.envs.base import NoExpert
 from ludus.envs.java.machine import Engine, find_java
 from ludus.envs.java.pool import Session, pool_of
@@ -45,18 +45,18 @@ GAMES: dict[str, int] = {
     "twc": 16,
     "cookingworld": 27,
 }
-"""The games, and roughly how many steps a gold path has."""
+"""The games, and the approximate length of their gold paths."""
 
 FIRST_SEEDS = {"train": 0, "dev": 10_000, "test": 20_000}
 NUM_SEEDS = 1000
-"""Seeds of a fold, as the engine has them."""
+"""Number of seeds of a fold in the engine."""
 
 GUIDE = """You play a text game: carry out the task with as few commands as you can. Answer with \
 one command a turn, as the list of actions has them."""
 
 
 class Game(NamedTuple):
-    """What a task names: one game of 24,000."""
+    """The game of a task; there are 24,000."""
 
     name: str
     fold: str
@@ -64,9 +64,9 @@ class Game(NamedTuple):
 
 
 class TextWorldExpress(OneTool):
-    """One game of TextWorldExpress, or several: the task's data names game, fold and seed.
+    """A game of TextWorldExpress; the task's data holds game, fold and seed.
 
-    Reward: what the step added to the game's score, which is 0 to 1. `StepResult.info` has
+    Reward: the step's increase of the game's score, which is 0 to 1. `StepResult.info` has
     `success`, `score`, `game` and `num_steps`.
     """
 
@@ -78,19 +78,15 @@ class TextWorldExpress(OneTool):
     def __init__(
         self,
         list_actions: Annotated[
-            bool, Field(description="End every observation with the actions that are possible.")
+            bool, Field(description="List the possible actions at the end of every observation.")
         ] = True,
-        max_steps: Annotated[
-            int | None, Field(ge=1, description="Actions in an episode; null: no limit.")
-        ] = None,
-        guide: Annotated[
-            bool, Field(description="Open with an explanation, for a model that reads English.")
-        ] = False,
+        max_steps: MaxSteps = None,
+        guide: Guide = False,
         num_jvms: Annotated[
             int, Field(ge=1, le=64, description="JVMs of a process; one plays many episodes.")
         ] = 1,
         heap_mb: Annotated[
-            int, Field(ge=64, description="Most memory of a JVM's heap, in MiB.")
+            int, Field(ge=64, description="Maximum size of a JVM's heap, in MiB.")
         ] = 256,
     ) -> None:
         find_java("textworldexpress")
@@ -118,9 +114,9 @@ class TextWorldExpress(OneTool):
         )
 
     def _load(self, engine: Any, classes: Any) -> tuple[str, tuple[str, ...]]:
-        """Generate the game: its opening, and its gold path."""
+        """Generate the game. Returns its opening and its gold path."""
         game = self._game
-        if game.name == "sorting":  # in the same call: another game must not take the copy
+        if game.name == "sorting":  # in the same call, so that no other game uses the copy
             _renew_problem(classes, game)
         if error := engine.load(game.name, ""):
             raise EnvError(f"textworldexpress: {game.name}: {error}")
@@ -129,7 +125,7 @@ class TextWorldExpress(OneTool):
         return f"{engine.getTaskDescription().strip()}\n\n{self._view(state)}", path
 
     def _view(self, state: dict[str, Any]) -> str:
-        # The engine tells a T-shirt from a t-shirt; actions come in lower case.
+        # The engine distinguishes T-shirt and t-shirt; our actions are in lower case.
         self._spelled = {action.lower(): action for action in state["validActions"]}
         lines = [line.rstrip() for line in state["observation"].strip().splitlines()]
         if self.list_actions:
@@ -173,17 +169,17 @@ class TextWorldExpress(OneTool):
             self._session = None
 
     def expert_action(self) -> str:
-        """The next action of the engine's own gold path; NoExpert where another one was taken."""
+        """The next action of the engine's gold path. Errors: NoExpert after leaving that path."""
         if self._session is None:
             raise NoExpert("textworldexpress: no episode is being played")
         done = len(self._taken)
         if list(self._gold[:done]) != self._taken or done == len(self._gold):
-            raise NoExpert("textworldexpress: there is a gold path from a game's start only")
+            raise NoExpert("textworldexpress: the episode has left the gold path")
         return self._gold[done]
 
     @classmethod
     def tiers(cls) -> Sequence[str]:
-        """The games, shortest first; `coin/dev` and `coin/test` have the seeds held out."""
+        """The games, shortest first; `coin/dev` and `coin/test` have held-out seeds."""
         find_java("textworldexpress")
         return [
             game if fold == "train" else f"{game}/{fold}" for fold in FIRST_SEEDS for game in GAMES
@@ -209,8 +205,8 @@ class TextWorldExpress(OneTool):
 
 
 def _renew_problem(classes: Any, game: Game) -> None:
-    """Put a new copy of a sorting problem in the engine's list of them: the things that are sorted
-    belong to the problem, and all games of it that a JVM plays would move the same ones."""
+    """Replace a sorting problem in the engine's list by a new copy: the items to sort belong to the
+    problem, so concurrent games of a JVM would otherwise share them."""
     by_name = classes.java.lang.Class.forName
     problems = (
         by_name("textworldexpress.data.SortingProblemGenerator$").getField("MODULE$").get(None)
@@ -226,7 +222,7 @@ def _renew_problem(classes: Any, game: Game) -> None:
 
 
 def _named(task: Task) -> Game:
-    """The game that a task's data names. Errors: EnvError."""
+    """Returns the game of a task's data. Errors: EnvError."""
     where = f"textworldexpress: task {task.id!r}: data"
     name, fold, seed = (task.data.get(key) for key in ("game", "fold", "seed"))
     if not isinstance(name, str) or name not in GAMES:

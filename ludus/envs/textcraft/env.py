@@ -30,7 +30,7 @@ from pydantic import Field
 
 from ludus.core.errors import ConfigError, EnvError, did_you_mean
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
-from ludus.envs.actions import action_text, answer, call_text, tool_spec
+from ludus.envs.actions import Guide, MaxSteps, action_text, answer, call_text, tool_spec
 from ludus.envs.base import Env, NoExpert
 from ludus.envs.textcraft.recipes import Plan, Recipe, Table, load_table
 
@@ -62,12 +62,8 @@ class TextCraft(Env):
         num_distractors: Annotated[
             int, Field(ge=0, le=500, description="Maximum number of commands not needed.")
         ] = 10,
-        max_steps: Annotated[
-            int | None, Field(ge=1, description="Actions in an episode; null: no limit.")
-        ] = None,
-        guide: Annotated[
-            bool, Field(description="Open with an explanation, for a model that reads English.")
-        ] = False,
+        max_steps: MaxSteps = None,
+        guide: Guide = False,
     ) -> None:
         self.num_distractors, self.max_steps, self.guide = num_distractors, max_steps, guide
         self._table = load_table()
@@ -100,9 +96,9 @@ class TextCraft(Env):
             for recipe in self._table.recipes[item]
             if item not in self._plan.recipes
         ]
-        shown = needed + rng.sample(others, min(self.num_distractors, len(others)))
-        rng.shuffle(shown)
-        return [str(recipe) for recipe in shown]
+        commands = needed + rng.sample(others, min(self.num_distractors, len(others)))
+        rng.shuffle(commands)
+        return [str(recipe) for recipe in commands]
 
     async def step(self, action: Message) -> StepResult:
         if self._goal is None or self._done:

@@ -25,7 +25,7 @@ from pydantic import Field
 
 from ludus.core.errors import ConfigError, EnvError, did_you_mean
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
-from ludus.envs.actions import JSON_NAMES, action_text, answer, call_text, tool_spec
+from ludus.envs.actions import JSON_NAMES, Guide, action_text, answer, call_text, tool_spec
 from ludus.envs.base import Env, NoExpert
 from ludus.envs.webshop.expert import advise
 from ludus.envs.webshop.pages import (
@@ -110,9 +110,7 @@ class WebShop(Env):
                 "kind; success: 1 for a purchase with full score, else 0."
             ),
         ] = "score",
-        guide: Annotated[
-            bool, Field(description="Open with an explanation, for a model that reads English.")
-        ] = False,
+        guide: Guide = False,
     ) -> None:
         self.page_size, self.repeat_instruction, self.guide = page_size, repeat_instruction, guide
         self.reward = reward
@@ -148,11 +146,11 @@ class WebShop(Env):
                 f"webshop: task {task.id!r}: data needs a goal, or a split (train or heldout) and "
                 "a seed"
             )
-        for name, wanted in (("options", int), ("attributes", int), ("department", str)):
-            if not isinstance(given := data.get(name), wanted | None):
+        for name, type_ in (("options", int), ("attributes", int), ("department", str)):
+            if not isinstance(given := data.get(name), type_ | None):
                 raise EnvError(
                     f"webshop: task {task.id!r}: data.{name} is {given!r:.40}, not "
-                    f"{JSON_NAMES[wanted]} or null"
+                    f"{JSON_NAMES[type_]} or null"
                 )
         kind = Kind(data.get("options"), data.get("attributes"), data.get("department"))
         goals = self._shop.split(data["split"], kind)
@@ -178,13 +176,13 @@ class WebShop(Env):
             self._search(parsed[2])
         else:
             # Normalised like the action's text: lower case, single spaces.
-            shown = {" ".join(text.lower().split()): text for text in self._clickable()}
-            if parsed[2] not in shown:
+            by_name = {" ".join(text.lower().split()): text for text in self._clickable()}
+            if parsed[2] not in by_name:
                 remark = "there is nothing of that name to click. "
-            elif shown[parsed[2]] == BUY:
+            elif by_name[parsed[2]] == BUY:
                 return self._buy(action)
             else:
-                self._click(shown[parsed[2]])
+                self._click(by_name[parsed[2]])
         text = f"{remark}{self._view(self.repeat_instruction)}"
         info = {"success": False, "available_actions": self._actions()}
         return StepResult(messages=answer(action, text), reward=0.0, info=info)
@@ -210,9 +208,9 @@ class WebShop(Env):
 
     def _view(self, instruction: bool) -> str:
         assert self._page is not None
-        said = self._goal.instruction if instruction else None
+        text = self._goal.instruction if instruction else None
         products = self._shop.products
-        return text_of_page(self._page, products, said, self.page_size, self._places)
+        return text_of_page(self._page, products, text, self.page_size, self._places)
 
     def _search(self, keywords: str) -> None:
         self._page = Page("results", keywords, self._shop.search(keywords))
@@ -246,9 +244,9 @@ class WebShop(Env):
         parts = score(self._goal, self._target, bought, page.options.values())
         self._page = None
         success = parts.value >= self.success_at
-        said = SEPARATOR.join([*THANKS, f"{parts.value:g}"])
+        text = SEPARATOR.join([*THANKS, f"{parts.value:g}"])
         return StepResult(
-            messages=answer(action, said),
+            messages=answer(action, text),
             reward=float(success) if self.reward == "success" else parts.value,
             terminated=True,
             info={
@@ -286,9 +284,9 @@ class WebShop(Env):
         if self._page is None:
             raise NoExpert("webshop: no episode is being played")
         action = advise(self._shop, self._goal, self._page, self.page_size)
-        shown = links(self._page, self.page_size, self._places)
-        names = {f"click[{asin}]": f"click[{name}]" for name, asin in shown.items()}
-        return names.get(action, action)
+        names = links(self._page, self.page_size, self._places)
+        clicks = {f"click[{asin}]": f"click[{name}]" for name, asin in names.items()}
+        return clicks.get(action, action)
 
     @classmethod
     def tiers(cls) -> Sequence[str]:

@@ -261,10 +261,12 @@ def _synthetic(product: Product, row: dict[str, Any], rng: random.Random) -> Ite
     upper, limit = _limit(product, rng)
     names = sorted(product.options)
     for values in itertools.product(*(product.options[name] for name in names)):
-        said = ", and ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
+        choice = ", and ".join(
+            f"{name}: {value}" for name, value in zip(names, values, strict=True)
+        )
         yield Goal(
             asin=product.asin,
-            instruction=f"{row['instruction']}{f' with {said}' if said else ''}{limit}",
+            instruction=f"{row['instruction']}{f' with {choice}' if choice else ''}{limit}",
             attributes=tuple(row["instruction_attributes"]),
             options=values,
             price_upper=upper,

@@ -83,7 +83,7 @@ def test_a_jvm_that_is_killed_ends_its_sessions_only_and_is_replaced(pool: Pool)
     assert session.jvm is not other.jvm
     pid = session.jvm.pid
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EnvError, match=rf"the JVM {pid} died.* played again"):
+    with pytest.raises(EnvError, match=rf"JVM {pid} died.* can be retried"):
         session.run(games)
     assert other.run(games) == 8
     other.close()
@@ -125,7 +125,7 @@ def test_all_sessions_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(ENGINE, size=1, heap_mb=64)
     try:
         pool.open()
-        with pytest.raises(EnvError, match=r"all 1 sessions are taken: raise env.args.num_jvms"):
+        with pytest.raises(EnvError, match=r"all 1 sessions are in use: raise env.args.num_jvms"):
             pool.open()
     finally:
         pool.shutdown()

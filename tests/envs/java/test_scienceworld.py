@@ -144,7 +144,7 @@ async def test_the_wrong_focus_takes_back_what_was_earned() -> None:
 async def test_off_the_gold_path_there_is_no_expert() -> None:
     env = await playing("find-non-living-thing")
     assert await say(env, "dance") == "No known action matches that input."
-    with pytest.raises(NoExpert, match="from the start"):
+    with pytest.raises(NoExpert, match="has left the gold path"):
         env.expert_action()
     await env.close()
 
@@ -161,7 +161,7 @@ async def test_a_killed_jvm_is_an_error_of_the_environment_and_the_next_reset_wo
     env = await playing("find-non-living-thing")
     assert env._session is not None
     os.kill(env._session.jvm.pid, signal.SIGKILL)
-    with pytest.raises(EnvError, match=r"the JVM .* died"):
+    with pytest.raises(EnvError, match=r"JVM .* died"):
         await act(env, "look around")
     observation = await env.reset(ScienceWorld.task("find-non-living-thing", 0))
     assert observation.messages[0].content.startswith("Your task is to find a(n) non-living thing.")
@@ -199,8 +199,11 @@ def test_every_tool_s_call_is_read_back() -> None:
     [
         ({}, "data.task None is not a task"),
         ({"task": "boild", "variation": 0}, "did you mean boil"),
-        ({"task": "boil", "variation": 30}, "data.variation 30 is not 0 to 29, which boil has"),
-        ({"task": "boil", "variation": "1"}, "data.variation '1' is not 0 to 29"),
+        (
+            {"task": "boil", "variation": 30},
+            "data.variation 30 is not a variation of boil: 0 to 29",
+        ),
+        ({"task": "boil", "variation": "1"}, "data.variation '1' is not a variation of boil: 0 to 29"),
     ],
 )
 async def test_tasks_that_do_not_exist(data: dict[str, object], message: str) -> None:
