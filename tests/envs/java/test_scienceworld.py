@@ -203,7 +203,10 @@ def test_every_tool_s_call_is_read_back() -> None:
             {"task": "boil", "variation": 30},
             "data.variation 30 is not a variation of boil: 0 to 29",
         ),
-        ({"task": "boil", "variation": "1"}, "data.variation '1' is not a variation of boil: 0 to 29"),
+        (
+            {"task": "boil", "variation": "1"},
+            "data.variation '1' is not a variation of boil: 0 to 29",
+        ),
     ],
 )
 async def test_tasks_that_do_not_exist(data: dict[str, object], message: str) -> None:
