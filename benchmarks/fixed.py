@@ -7,6 +7,7 @@ the weights are. Rewards are random numbers, so that every group trains.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.models.samplers.base import Completion, Sampler, SamplingParams
 from ludus.rollout.collect import Collector
+from ludus.rollout.prefetch import PrefetchSource
 from ludus.rollout.source import SyncSource
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
@@ -33,6 +35,13 @@ from ludus.train.minibatches import TrainSettings
 NUM_WORDS = 500  # those that prompts and observations are made of
 FRAME = 2
 """Tokens around a message: its role, and the assistant's."""
+MEDIAN_S, P99_S = 0.05, 5.0  # of a slow environment's answers
+SIGMA = math.log(P99_S / MEDIAN_S) / 2.3263  # the standard normal's 99th percentile
+
+
+def latency(rng: random.Random) -> float:
+    """Seconds until a slow environment answers: a log-normal draw."""
+    return rng.lognormvariate(math.log(MEDIAN_S), SIGMA)
 
 
 @dataclass(frozen=True)
@@ -133,14 +142,17 @@ class FixedSampler:
 
 @dataclass
 class Kept:
-    """A recorder in memory."""
+    """A recorder in memory: metrics of each step, and the time at which it ended."""
 
+    clock: Callable[[], float] = time.perf_counter
     metrics: list[dict[str, float]] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
 
     def record(
         self, stage: str, step: int, groups: Sequence[Group], metrics: dict[str, float]
     ) -> None:
         self.metrics.append(metrics)
+        self.ends.append(self.clock())
 
 
 class LudusSteps:
@@ -171,7 +183,7 @@ class LudusSteps:
         args = {"prompt": work.prompt, "turns": work.turns, "observation": work.observation}
         spec = {"name": env, "args": args}
         weight = next(model.parameters())
-        config = RunConfig.model_validate(
+        self.config = config = RunConfig.model_validate(
             {
                 "model": {
                     "architecture": "qwen3",
@@ -216,18 +228,33 @@ class LudusSteps:
         )
         self.backend.begin_stage(self.stage.settings, self.stage.algorithm)
 
-    def run(self, stage: Stage, recorder: Recorder, start: int = 0) -> None:
-        """The stage's steps from `start` on."""
+    def stage_of(self, steps: int) -> Stage:
+        """The stage with another number of steps. With `rl.max_staleness`, it plays ahead."""
+        settings = replace(self.stage.settings, steps=steps)
+        stage, rl = replace(self.stage, settings=settings), self.config.rl
+        if rl and rl.max_staleness:
+            stage.source = PrefetchSource(
+                lambda _: self.collector,
+                self.tasks,
+                steps=steps,
+                groups_per_step=self.work.groups,
+                group_size=self.work.group_size,
+                max_staleness=rl.max_staleness,
+            )
+        return stage
+
+    def run(self, stage: Stage, recorder: Recorder, start: int = 0, loop: Any = None) -> None:
+        """Run the stage's steps from `start` on, in an event loop that `loop` makes."""
         torch.use_deterministic_algorithms(self.deterministic)
         try:
-            asyncio.run(run_stage(stage, self.backend, recorder, start))
+            with asyncio.Runner(loop_factory=loop) as runner:
+                runner.run(run_stage(stage, self.backend, recorder, start))
         finally:
             torch.use_deterministic_algorithms(False)
 
     def step(self) -> dict[str, float]:
         """The metrics of one more step. Errors: SystemExit where it did not do the work."""
-        settings = replace(self.stage.settings, steps=self.number + 1)
-        self.run(replace(self.stage, settings=settings), self.kept, self.number)
+        self.run(self.stage_of(self.number + 1), self.kept, self.number)
         self.number += 1
         metrics = self.kept.metrics[-1]
         found = metrics["rollout/sampled_tokens"], metrics["rollout/tokens"]

@@ -17,35 +17,20 @@ from __future__ import annotations
 import common  # isort: skip  (sets the environment before torch loads)
 
 import asyncio
-import math
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from common import Spread, arguments, machine, make_model, ratios, write
-from fixed import FixedEnv, FixedSampler, Work, make_tokenizer
+from fixed import FixedEnv, Kept, LudusSteps, Work, latency
 from quiet import QuietLoop
 
-from ludus.backends.local import LocalBackend
-from ludus.config.schema import OptimizerConfig, RunConfig
-from ludus.core.types import Group, Message, StepResult, Task
-from ludus.loop.loop import Stage, run_stage
-from ludus.models.chat.renderer import Renderer
-from ludus.rollout.collect import Collector
-from ludus.rollout.prefetch import PrefetchSource
-from ludus.rollout.source import GroupSource, SyncSource
-from ludus.tasks.curriculum import TaskSampler
-from ludus.train import ALGORITHMS
-from ludus.train.minibatches import TrainSettings
+from ludus.core.types import Message, StepResult
 
-MEDIAN_S, P99_S = 0.05, 5.0
-SIGMA = math.log(P99_S / MEDIAN_S) / 2.3263  # the standard normal's 99th percentile
 WORK = Work(prompt=64, turn=32, turns=3)
 PROGRAMS = {
     "sync, no latency": (False, 0),
@@ -60,110 +45,37 @@ PROGRAMS = {
 class Slow(FixedEnv):
     """Each step waits."""
 
-    def __init__(self, latency: bool, **args: Any) -> None:
-        super().__init__(**args)
-        self.latency = latency
-
     async def step(self, action: Message) -> StepResult:
-        if self.latency:
-            await asyncio.sleep(self.random.lognormvariate(math.log(MEDIAN_S), SIGMA))
+        await asyncio.sleep(latency(self.random))
         return await super().step(action)
 
 
-@dataclass
-class Kept:
-    """The metrics of each step, and when it was recorded."""
-
-    clock: Callable[[], float]
-    steps: list[tuple[float, dict[str, float]]] = field(default_factory=list)
-
-    def record(
-        self, stage: str, step: int, groups: Sequence[Group], metrics: dict[str, float]
-    ) -> None:
-        self.steps.append((self.clock(), metrics))
-
-
-def config_of(latency: bool, bound: int, threads: int) -> RunConfig:
-    args = {"prompt": WORK.prompt, "turns": WORK.turns, "observation": WORK.observation}
-    return RunConfig.model_validate(
-        {
-            "model": {
-                "architecture": "qwen3",
-                "tokenizer": "words",
-                "context_length": WORK.length + 1,
-            },
-            "env": {"name": "overlap:Slow", "args": {"latency": latency, **args}},
-            "tasks": {"train": "env"},
-            "rollout": {
-                "max_tokens_per_turn": WORK.turn,
-                "concurrency": WORK.samples * (bound + 1),
-                "deterministic": False,
-                "step_deadline_s": 3600,
-                "episode_deadline_s": 3600,
-            },
-            "rl": {
-                "max_staleness": bound,
-                "groups_per_step": WORK.groups,
-                "group_size": WORK.group_size,
-                "algorithm": {"name": "grpo", "args": {"importance_cap": 2.0}},
-            },
-            "threads": threads,
-        }
-    )
-
-
-async def train(config: RunConfig, folder: Path, steps: int, clock: Callable[[], float]) -> Kept:
-    """A stage of so many steps."""
-    loop, rl = asyncio.get_running_loop(), config.rl
-    assert rl is not None
-    model = make_model("0.9 M")
-    tokenizer = make_tokenizer(model.config.vocab_size)
-    renderer = Renderer(tokenizer)
-    backend = LocalBackend(model, renderer, config, folder)
-    if isinstance(loop, QuietLoop):
-        for name in ("score", "train"):
-            setattr(backend, name, loop.counted(getattr(backend, name)))
-    collector = Collector(FixedSampler(backend.sampler), renderer, config.rollout, config.env)
-    tasks = TaskSampler([Task(id=f"task {number}") for number in range(1024)])
-
-    async def play(tasks: Sequence[Task], step: int, first: int) -> list[Group]:
-        return await collector.collect(tasks, step, rl.group_size, first)
-
-    source: GroupSource = SyncSource(tasks, play)
-    if rl.max_staleness:
-        source = PrefetchSource(
-            lambda step: collector,
-            tasks,
-            steps=steps,
-            groups_per_step=rl.groups_per_step,
-            group_size=rl.group_size,
-            max_staleness=rl.max_staleness,
-        )
-    settings = TrainSettings("rl", steps, OptimizerConfig(lr=1e-6), tokens_per_batch=8192)
-    stage = Stage(settings, rl.groups_per_step, source, ALGORITHMS.build(rl.algorithm))
-    backend.begin_stage(stage.settings, stage.algorithm)
-    kept = Kept(clock)
-    try:
-        await run_stage(stage, backend, kept)
-    finally:
-        backend.close()
-    return kept
-
-
-def run(latency: bool, bound: int, num_counted: int, threads: int) -> dict[str, float]:
-    """Means over the steps that are counted."""
+def run(slow: bool, bound: int, num_counted: int, threads: int) -> dict[str, float]:
+    """Means over the counted steps. `bound` is `rl.max_staleness`."""
     fill, drain = (bound + 2, bound + 1) if bound else (1, 0)
-    steps = fill + num_counted + drain
     random.seed(0)
     loop = QuietLoop() if threads == 1 else asyncio.SelectorEventLoop()
-    clock = loop.time if threads == 1 else time.perf_counter
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        asyncio.Runner(loop_factory=lambda: loop) as runner,
-    ):
-        kept = runner.run(train(config_of(latency, bound, threads), Path(folder), steps, clock))
-    counted = [metrics for _, metrics in kept.steps[fill : fill + num_counted]]
-    seconds = kept.steps[fill + num_counted - 1][0] - kept.steps[fill - 1][0]
+    kept = Kept(loop.time if threads == 1 else time.perf_counter)
+    algorithm = {"name": "grpo", "args": {"importance_cap": 2.0}}
+    with tempfile.TemporaryDirectory() as folder:
+        ludus = LudusSteps(
+            make_model("0.9 M"),
+            WORK,
+            Path(folder),
+            env="overlap:Slow" if slow else "fixed:FixedEnv",
+            rollout={"concurrency": WORK.samples * (bound + 1), "deterministic": False},
+            rl={"max_staleness": bound, "algorithm": algorithm},
+            threads=threads,
+        )
+        if isinstance(loop, QuietLoop):
+            for name in ("score", "train"):
+                setattr(ludus.backend, name, loop.counted(getattr(ludus.backend, name)))
+        try:
+            ludus.run(ludus.stage_of(fill + num_counted + drain), kept, loop=lambda: loop)
+        finally:
+            ludus.backend.close()
+    counted = kept.metrics[fill : fill + num_counted]
+    seconds = kept.ends[fill + num_counted - 1] - kept.ends[fill - 1]
     episodes = sum(m["rollout/episodes"] for m in counted)
     trained = episodes - sum(m["rollout/excluded"] for m in counted)
     return {
@@ -186,8 +98,8 @@ def main() -> None:
     found: dict[str, list[dict[str, float]]] = {name: [] for name in PROGRAMS}
     for number in range(repeats):
         for name in list(PROGRAMS)[:: -1 if number % 2 else 1]:
-            latency, bound = PROGRAMS[name]
-            found[name].append(run(latency, bound, num_counted, args.threads))
+            slow, bound = PROGRAMS[name]
+            found[name].append(run(slow, bound, num_counted, args.threads))
             shown = {key: round(value, 3) for key, value in found[name][-1].items()}
             print(f"{name}: {shown}", flush=True)
     if args.quick:

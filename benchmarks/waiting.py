@@ -8,25 +8,20 @@ same draws; its own order decides which episode meets which.
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from common import make_model
-from fixed import FixedEnv, LudusSteps, Work
+from fixed import FixedEnv, Kept, LudusSteps, Work, latency
 from step_trl import train_trl
 
 from ludus.core.types import Group, Message, StepResult
-from ludus.rollout.prefetch import PrefetchSource
 
-MEDIAN_S, P99_S = 0.05, 5.0
-SIGMA = math.log(P99_S / MEDIAN_S) / 2.3263  # the standard normal's 99th percentile
 STALENESS = 4
 FILL, DRAIN = 5, 4
 """Steps that fill the queue of what is played ahead, and that empty it. They do not count."""
@@ -46,7 +41,7 @@ class Waits:
 
     async def wait(self) -> None:
         if self.step:
-            await asyncio.sleep(self.random.lognormvariate(math.log(MEDIAN_S), SIGMA))
+            await asyncio.sleep(latency(self.random))
 
 
 WAITS = Waits()
@@ -62,18 +57,13 @@ class WaitingEnv(FixedEnv):
         return result
 
 
-class Times:
-    """When each step was recorded, and what share of its episodes was cut."""
-
-    def __init__(self) -> None:
-        self.at: list[float] = []
-        self.cut: list[float] = []
+class Times(Kept):
+    """Ends a step's draws when the step is recorded."""
 
     def record(
         self, stage: str, step: int, groups: Sequence[Group], metrics: dict[str, float]
     ) -> None:
-        self.at.append(time.perf_counter())
-        self.cut.append(metrics.get("rollout/cut", 0.0) / metrics["rollout/episodes"])
+        super().record(stage, step, groups, metrics)
         WAITS.next_step()
 
 
@@ -90,22 +80,12 @@ def play_ludus(model: str, work: Work, steps: int, max_staleness: int) -> dict[s
         ludus = LudusSteps(
             make_model(model), work, Path(folder), env="waiting:WaitingEnv", **settings
         )
-        training = replace(ludus.stage.settings, steps=fill + steps + drain)
-        stage = replace(ludus.stage, settings=training)
-        if max_staleness:
-            stage.source = PrefetchSource(
-                lambda _: ludus.collector,
-                ludus.tasks,
-                steps=stage.steps,
-                groups_per_step=work.groups,
-                group_size=work.group_size,
-                max_staleness=max_staleness,
-            )
-        ludus.run(stage, times)
+        ludus.run(ludus.stage_of(fill + steps + drain), times)
         ludus.backend.close()
-    counted = times.at[fill - 1 : fill + steps]
-    seconds = [b - a for a, b in pairwise(counted)]
-    return {"seconds": seconds, "cut": times.cut[fill : fill + steps]}
+    seconds = [b - a for a, b in pairwise(times.ends[fill - 1 : fill + steps])]
+    counted = times.metrics[fill : fill + steps]
+    cut = [metrics.get("rollout/cut", 0.0) / metrics["rollout/episodes"] for metrics in counted]
+    return {"seconds": seconds, "cut": cut}
 
 
 def play_trl(model: str, work: Work, steps: int, micro_batch: int, mode: str) -> dict[str, Any]:
