@@ -20,8 +20,11 @@ else
 fi
 
 status=0
-mapfile -t files < <(grep -rl --include='*.py' '@pytest.mark.gpu' tests)
+mapfile -t files < <(grep -rl --include='*.py' 'pytest.mark.gpu' tests)
 timeout 180 "$python" -m pytest -m gpu -x -q -W default -p no:cacheprovider "${files[@]}" 2>&1 |
-    tee "$out/tests.log" || status=1
+    tee "$out/tests.log" || {
+    echo "the GPU tests failed, or took over 3 minutes" >&2
+    status=1
+}
 "$python" benchmarks/gpu.py --seconds $((520 - SECONDS)) --out "$out" "$@" || status=1
 exit $status
