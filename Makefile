@@ -7,7 +7,8 @@ READY := .venv/.ready
 JOBS ?= auto
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest
 PARALLEL := -n $(JOBS) --maxprocesses 8 --dist loadfile
-QUICK := tests/core tests/config tests/tasks tests/judges tests/evaluate tests/train/algorithms
+QUICK := tests/core tests/config tests/tasks tests/judges tests/evaluate tests/train/algorithms \
+	tests/models/kv_cache tests/envs/textcraft
 
 .PHONY: help setup test-setup vllm demo test quick test-slow test-engines gpu-kit gpu
 .PHONY: check lint types layers format docs constraints clean
