@@ -49,6 +49,9 @@ FLOORS = (
 A file imports from its own folder and from the folders before it.
 """
 
+SIBLINGS = {"services.envs", "services.model"}
+"""Floors at the same height: they do not import each other."""
+
 ENTRANCES = {"ludus", "ludus.__main__"}
 """Stand above all floors: the public names, and `python -m ludus`."""
 
@@ -80,6 +83,8 @@ def allowed(importer: str, imported: str) -> bool:
     if imported in ENTRANCES:
         return False
     own, other = unit_of(importer), unit_of(imported)
+    if own != other and {own, other} <= SIBLINGS:
+        return False
     return own == other or FLOORS.index(other) < FLOORS.index(own)
 
 
@@ -171,6 +176,9 @@ def test_every_module_stands_on_a_floor() -> None:
         ("ludus.rollout.episode", "from ludus import Env", True),
         ("ludus.rollout.episode", "import ludus\nenv = ludus.Env", True),
         ("ludus.tasks.readers", 'ROW = "ludus.envs.base:Env"', True),
+        ("ludus.services.model", "from ludus.services.envs import api", True),
+        ("ludus.services.server", "from ludus.services.envs import api", True),
+        ("ludus.services.envs", "from ludus.services.server import app", False),
         ("ludus.envs.base", "from ludus.core.types import Task", False),
         ("ludus.envs.babyai.env", "from ludus.envs.base import Env", False),
         ("ludus.cli", "from ludus import __version__", False),
@@ -188,6 +196,8 @@ def test_the_rule_tells_faults_from_good_imports(
         "ludus.envs.base",
         "ludus.loop",
         "ludus.tasks",
+        "ludus.services.envs",
+        "ludus.services.server",
     }
     known |= {"ludus.core.types", "ludus.tasks.readers"}
     targets = [target for _, target in imports_of(importer, statement, known)]

@@ -1,4 +1,4 @@
-"""Services that many tests share."""
+"""Services shared by many tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service_world import LIGHTLY, OBEYS, service
 
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
-    """A service of the light environments and of two that obey."""
+    """A service of the light environments and two test environments."""
     with service(
         "textcraft",
         "babyai",

@@ -83,11 +83,11 @@ ANSWERS = {
         tool_calls=[ToolCall(name="press", arguments={"lever": "red"})],
     ),
 }
-"""What `taught` answers greedily; the last with the tool."""
+"""Greedy answers of the model of `taught`; the last uses the tool."""
 
 
 def taught(path: Path) -> Path:
-    """A Hugging Face folder of a model that has learnt ANSWERS by heart."""
+    """A Hugging Face folder of a model that has memorized ANSWERS."""
     tokenizer = make_tokenizer()
     model = build_model(model_config(), tokenizer, 0).train()
     rows = []
@@ -112,7 +112,7 @@ def taught(path: Path) -> Path:
 
 
 def make_run(path: Path, vocab_size: int = 320, **model: Any) -> Path:
-    """A run's folder with one checkpoint, of policy version 7."""
+    """A run folder with one checkpoint, of policy version 7."""
     config = RunConfig(
         name="tiny",
         model=model_config(vocab_size, **model),
@@ -153,7 +153,7 @@ def served(
     rigged: Any = None,
     **options: Any,
 ) -> Iterator[str]:
-    """A service of this process; its address. `rigged` may change policy and engine before."""
+    """A service in a thread; yields its address. `rigged` may change policy and engine first."""
     policy = load_policy(str(checkpoint), "runs", ModelOverrides())
     engine = make_engine(policy, Spec.model_validate(sampler), folder)
     if rigged:

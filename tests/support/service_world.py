@@ -1,4 +1,4 @@
-"""Services for tests: in a thread of this process, or as the command that a user starts."""
+"""Services for tests: in a thread of this process, or as the `ludus serve` command."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LIGHTLY = "served_envs:ObeysLightly"
 def service(
     *envs: str, tokens: tuple[str, ...] = (), isolate: bool = False, **limits: Any
 ) -> Iterator[str]:
-    """A service of this process; its address."""
+    """A service in a thread; yields its address."""
     specs = [Spec(name=name) for name in envs]
     app = environment_service(
         specs,
@@ -73,7 +73,7 @@ class Command:
 
 
 def start(*words: str, env: dict[str, str] | None = None, port: int = 0) -> Command:
-    """Start the command, and wait until it serves."""
+    """Start the command and wait until it serves."""
     command = [sys.executable, "-m", "ludus", "serve", "env", *words, "--port", str(port)]
     process = subprocess.Popen(
         command,
@@ -91,7 +91,7 @@ def start(*words: str, env: dict[str, str] | None = None, port: int = 0) -> Comm
 
 @contextmanager
 def command(*words: str, env: dict[str, str] | None = None) -> Iterator[Command]:
-    """The command while a test runs."""
+    """The command, running during a test."""
     started = start(*words, env=env)
     try:
         yield started
@@ -108,7 +108,7 @@ def command(*words: str, env: dict[str, str] | None = None) -> Iterator[Command]
 
 
 def until(true: Any, seconds: float = 30.0) -> None:
-    """Wait until something holds; an exception means that it does not yet."""
+    """Wait until a condition holds; network errors count as false."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -116,7 +116,7 @@ def until(true: Any, seconds: float = 30.0) -> None:
                 return
         except (httpx.HTTPError, OSError):
             pass
-        assert time.monotonic() < deadline, "it does not come to hold"
+        assert time.monotonic() < deadline, "the condition does not become true"
         time.sleep(0.02)
 
 

@@ -145,14 +145,14 @@ def _add_session_routes(app: FastAPI, executor: CallExecutor) -> None:
     @app.get("/sessions/{session}", response_model=SessionStatus, **options)
     async def read(request: Request, session: SessionId) -> Response:
         """State of a session."""
-        found = executor.sessions.by_id(session, owner_of(request.scope))
+        entry = executor.sessions.by_id(session, owner_of(request.scope))
         return _json(
             SessionStatus(
-                session=found.id,
-                env=found.served.name,
-                state=found.state,
-                num_steps=found.num_steps,
-                score=found.score,
+                session=entry.id,
+                env=entry.served.name,
+                state=entry.state,
+                num_steps=entry.num_steps,
+                score=entry.score,
             )
         )
 

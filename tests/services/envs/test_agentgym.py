@@ -1,4 +1,4 @@
-"""AgentGym's wire format: what its client sends, and the keys that it reads."""
+"""AgentGym's wire format: requests of its client, and the response keys that it reads."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def kind(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["type"]
 
 
-def test_the_forty_levels_are_all_known() -> None:
+def test_all_forty_levels_exist() -> None:
     assert len(BABYAI_LEVELS) == 40
     assert set(BABYAI_LEVELS) <= set(LEVELS)
 
 
 async def played(env: Any, task: Any) -> tuple[list[str], list[str]]:
-    """The expert's actions, and what the environment says."""
+    """The expert's actions and the environment's texts."""
     said = [(await env.reset(task)).messages[0].content]
     actions, done = [], False
     while not done:
@@ -89,7 +89,7 @@ def test_textcraft(client: httpx.Client) -> None:
     assert (told["reward"], told["done"]) == (1.0, True)
 
 
-def test_textcraft_with_a_goal_of_the_clients_own(client: httpx.Client) -> None:
+def test_textcraft_with_a_client_goal(client: httpx.Client) -> None:
     gym = Gym(client, "textcraft", goal="oak slab")
     assert gym.created["observation"].endswith("goal: craft oak slab")
     assert gym.get("goal").json() == "oak slab"
@@ -138,20 +138,20 @@ def test_webshop(client: httpx.Client) -> None:
         ("fly", {}, 404, "unknown_path"),
     ],
 )
-def test_what_is_wrong_has_an_honest_status(
+def test_errors_have_error_statuses(
     client: httpx.Client, path: str, body: dict[str, Any], status: int, type: str
 ) -> None:
     assert kind(Gym(client, "textcraft").post(path, **body)) == (status, type)
 
 
-def test_a_session_of_another_environment_is_none(client: httpx.Client) -> None:
+def test_sessions_of_other_environments_are_unknown(client: httpx.Client) -> None:
     gym, other = Gym(client, "textcraft"), Gym(client, "babyai")
     other.id = gym.id
     assert kind(other.post("reset", data_idx=0)) == (404, "unknown_session")
     assert kind(Gym(client, "babyai").get("observation")) == (409, "not_reset")
 
 
-def test_only_what_is_served_is_there(client: httpx.Client) -> None:
+def test_unserved_environments_have_no_routes(client: httpx.Client) -> None:
     with service("textcraft") as url:
         assert kind(httpx.post(f"{url}/agentgym/babyai/create")) == (404, "unknown_path")
     assert "textcraft" in client.get("/agentgym/textcraft/").text

@@ -1,4 +1,4 @@
-"""A session in a process of its own: it may die or hang as it likes."""
+"""Sessions in their own processes: crashes and hangs stay contained."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Played:
         return str(told["messages"][0]["content"])
 
 
-def test_each_session_has_a_process(isolated: httpx.Client) -> None:
+def test_each_session_has_its_own_process(isolated: httpx.Client) -> None:
     sessions = [Played(isolated) for _ in range(3)]
     pids = [int(session.said("pid")) for session in sessions]
     assert len({*pids, os.getpid()}) == 4
@@ -46,7 +46,7 @@ def test_each_session_has_a_process(isolated: httpx.Client) -> None:
     until(lambda: not any(map(alive, pids)))
 
 
-def test_one_that_dies_takes_no_other_along(isolated: httpx.Client) -> None:
+def test_dead_process_ends_only_its_session(isolated: httpx.Client) -> None:
     dies, lives = Played(isolated), Played(isolated)
     answer = dies.do("exit")
     assert (answer.status_code, answer.json()["error"]["type"]) == (502, "env_error")
@@ -55,7 +55,7 @@ def test_one_that_dies_takes_no_other_along(isolated: httpx.Client) -> None:
     assert lives.do("win").json()["reward"] == 1.0
 
 
-def test_one_that_hangs_is_killed_with_what_it_started(isolated: httpx.Client) -> None:
+def test_hanging_process_is_killed_with_its_children(isolated: httpx.Client) -> None:
     hangs, lives = Played(isolated), Played(isolated)
     pids = [int(hangs.said("pid")), int(hangs.said("child"))]
     assert all(map(alive, pids))
@@ -64,12 +64,12 @@ def test_one_that_hangs_is_killed_with_what_it_started(isolated: httpx.Client) -
     assert lives.do("win").json()["reward"] == 1.0
 
 
-def test_what_is_printed_goes_nowhere(isolated: httpx.Client, capfd: Any) -> None:
+def test_output_of_environments_is_discarded(isolated: httpx.Client, capfd: Any) -> None:
     assert Played(isolated).do("print").status_code == 200
     assert capfd.readouterr().out == ""
 
 
-def test_nothing_outlives_a_killed_service() -> None:
+def test_processes_end_with_a_killed_service() -> None:
     with command(OBEYS, "--isolate") as served, httpx.Client(base_url=served.url) as client:
         session = Played(client)
         pids = [int(session.said("pid")), int(session.said("child"))]

@@ -1,4 +1,4 @@
-"""OpenEnv's protocol, by its messages and, where it is installed, by its own client."""
+"""OpenEnv's protocol, with raw messages and with its own client if installed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_an_episode(url: str, client: httpx.Client) -> None:
     until(lambda: client.get("/health").json()["sessions"] == before)
 
 
-def test_what_is_wrong_has_openenvs_names(url: str) -> None:
+def test_errors_have_openenv_codes(url: str) -> None:
     with at(url, OBEYS) as socket:
         assert ask(socket, "step", {"text": "x"})[1]["code"] == "EXECUTION_ERROR"
         assert ask(socket, "fly")[1]["code"] == "UNKNOWN_TYPE"
@@ -58,7 +58,7 @@ def test_what_is_wrong_has_openenvs_names(url: str) -> None:
         assert ask(socket, "reset", {"seed": 1})[0] == "observation"
 
 
-def test_a_full_service_says_so() -> None:
+def test_full_service_reports_capacity() -> None:
     with service(OBEYS, max_sessions=1) as url, at(url, OBEYS), at(url, OBEYS) as second:
         assert json.loads(second.recv())["data"]["code"] == "CAPACITY_REACHED"
 

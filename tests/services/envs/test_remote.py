@@ -1,4 +1,4 @@
-"""RemoteEnv: the same rollouts as in process, and a service that goes away."""
+"""RemoteEnv: the same rollouts as in process; failures of the service."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def say(text: str) -> Message:
 
 
 class Ending(InProcessSampler):
-    """The real sampler; a turn that is cut ends there, so that episodes have several turns."""
+    """The real sampler; truncated turns end normally, so episodes have several turns."""
 
     end: int
 
@@ -93,7 +93,7 @@ class Policy:
 
 
 def tokens(groups: list[Group]) -> list[Any]:
-    """All of the rollouts but their times."""
+    """The rollouts without their times."""
     return [
         [
             (t.id, t.status, t.reward, t.error, t.metrics["success"], t.segments)
@@ -105,7 +105,7 @@ def tokens(groups: list[Group]) -> list[Any]:
 
 @pytest.mark.parametrize("format", ["plain", "tools"])
 @pytest.mark.parametrize("env", [TextCraft, BabyAI])
-def test_rollouts_are_those_of_the_environment_itself_token_for_token(
+def test_rollouts_equal_the_local_environment_token_for_token(
     url: str, env: type[Env], format: str
 ) -> None:
     name = env.__name__.lower()
@@ -119,13 +119,13 @@ def test_rollouts_are_those_of_the_environment_itself_token_for_token(
     assert all(t.num_turns == 4 for g in own for t in g.trajectories)
 
 
-async def test_a_served_environment_keeps_the_protocol(url: str) -> None:
+async def test_served_environment_passes_the_checks(url: str) -> None:
     spec = Spec(name="remote", args={"url": url, "env": "textcraft"})
     findings = await check_env(spec, num_tasks=2)
     assert [f for f in findings if f.severity == "error"] == []
 
 
-async def test_demonstrations_are_those_of_the_environment_itself(url: str) -> None:
+async def test_demonstrations_equal_the_local_environment(url: str) -> None:
     for format in ("plain", "tools"):
         there = await run_expert(remote(url, "textcraft"), RemoteEnv.task("depth-2", 3), format)  # type: ignore[arg-type]
         here = await run_expert(TextCraft(), TextCraft.task("depth-2", 3), format)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ async def test_demonstrations_are_those_of_the_environment_itself(url: str) -> N
         assert there.reward == here.reward == 1.0
 
 
-def test_facts_are_the_environments(url: str) -> None:
+def test_schema_equals_the_local_environment(url: str) -> None:
     env = remote(url, "babyai")
     assert (env.success_at, env.score_range, env.max_turns) == (1e-6, (0.0, 1.0), 20)
     assert list(env.tools()) == list(BabyAI().tools())
@@ -150,7 +150,7 @@ async def test_errors_keep_their_kind(url: str) -> None:
         await env.close()
 
 
-async def test_a_call_that_no_tool_knows_is_told_to_the_model(url: str) -> None:
+async def test_unknown_tool_call_is_answered(url: str) -> None:
     env = remote(url, OBEYS)
     await env.reset(RemoteEnv.task(None, 1))
     call = ToolCall(name="act", id="3")
@@ -159,7 +159,7 @@ async def test_a_call_that_no_tool_knows_is_told_to_the_model(url: str) -> None:
     await env.close()
 
 
-async def test_what_is_wrong_with_the_address_is_said(url: str) -> None:
+async def test_wrong_addresses_are_reported(url: str) -> None:
     with pytest.raises(EnvError, match="start it with `ludus serve env`"):
         await remote("http://127.0.0.1:9", "textcraft", patience_s=0).reset(RemoteEnv.task(None, 0))
     for env, said in (("chess", "'chess' is not served here"), (None, r"name one as args\.env")):
@@ -171,7 +171,7 @@ async def test_what_is_wrong_with_the_address_is_said(url: str) -> None:
         RemoteEnv(url="localhost:8000")
 
 
-async def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_token_comes_from_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     token = "a-token-of-sixteen-letters"
     with service("textcraft", tokens=(token,)) as url:
         with pytest.raises(EnvError, match="LUDUS_TOKEN"):
@@ -189,7 +189,7 @@ def served() -> Iterator[Command]:
 
 
 async def seconds_until_noticed(served: Command, number: int) -> float:
-    """From a signal to the service, while a step waits, to the step's EnvError."""
+    """Seconds from a signal to the service until a waiting step raises EnvError."""
     env = remote(served.url, OBEYS)
     await env.reset(RemoteEnv.task(None, 1))
     step = asyncio.create_task(env.step(say("sleep 20")))
@@ -201,25 +201,25 @@ async def seconds_until_noticed(served: Command, number: int) -> float:
     return time.monotonic() - began
 
 
-async def test_a_service_that_was_killed_is_noticed(served: Command) -> None:
+async def test_killed_service_is_detected(served: Command) -> None:
     await seconds_until_noticed(served, signal.SIGKILL)
 
 
-async def test_a_service_that_is_frozen_is_noticed(served: Command) -> None:
+async def test_frozen_service_is_detected(served: Command) -> None:
     try:
         await seconds_until_noticed(served, signal.SIGSTOP)
     finally:
         os.kill(served.process.pid, signal.SIGCONT)
 
 
-async def test_a_slow_step_is_no_dead_service(served: Command) -> None:
+async def test_slow_step_is_not_a_dead_service(served: Command) -> None:
     env = remote(served.url, OBEYS)
     await env.reset(RemoteEnv.task(None, 1))
     assert (await env.step(say("sleep 2.2"))).messages
     await env.close()
 
 
-def test_rollouts_go_on_when_the_service_returns(served: Command) -> None:
+def test_rollouts_continue_when_the_service_returns(served: Command) -> None:
     policy = Policy(TextCraft, "plain")
     tasks = [RemoteEnv.task(None, seed) for seed in range(8)]
     spec = Spec(name="remote", args={"url": served.url, "env": "textcraft"})
@@ -227,7 +227,7 @@ def test_rollouts_go_on_when_the_service_returns(served: Command) -> None:
     again: list[Command] = []
 
     class Killing(Ending):
-        """Kills the service in the middle of the rollouts; starts it again a moment later."""
+        """Kills the service during the rollouts and restarts it."""
 
         turns = 0
 

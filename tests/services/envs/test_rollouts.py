@@ -1,4 +1,4 @@
-"""`POST /rollouts`: episodes that the service plays against a model's endpoint, over real HTTP."""
+"""`POST /rollouts`: episodes with a model behind an endpoint, over real HTTP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = ("a-token-of-one-client", "a-token-of-another-one")
 
 
 class Model:
-    """Says what `say` says; a turn of an id that hangs waits until the test is over."""
+    """Answers with `say`; turns of hanging ids wait until the test is over."""
 
     def __init__(self) -> None:
         self.say: Any = lambda body: text("Action: win")
@@ -61,7 +61,7 @@ def task_number(body: dict[str, Any]) -> int:
     return int(body["messages"][0]["content"].split()[1])
 
 
-def test_the_expert_behind_an_endpoint_wins(model: tuple[Model, str], server: httpx.Client) -> None:
+def test_expert_behind_an_endpoint_wins(model: tuple[Model, str], server: httpx.Client) -> None:
     spoken, url = model
     shown: dict[str, list[str]] = {}
     for index in (3, 40):
@@ -80,7 +80,7 @@ def test_the_expert_behind_an_endpoint_wins(model: tuple[Model, str], server: ht
     assert entry["num_turns"] == len(shown[entry["conversation"][0]["content"]])
 
 
-def test_rubbish_in_the_middle_gives_typed_entries(
+def test_invalid_model_answers_give_typed_entries(
     model: tuple[Model, str], server: httpx.Client
 ) -> None:
     spoken, url = model
@@ -123,7 +123,7 @@ def test_progress_is_streamed(model: tuple[Model, str], server: httpx.Client) ->
 
 
 @pytest.mark.parametrize("how", ["delete", "leave", "deadline"])
-def test_a_batch_can_be_ended(how: str, model: tuple[Model, str], server: httpx.Client) -> None:
+def test_job_can_be_stopped(how: str, model: tuple[Model, str], server: httpx.Client) -> None:
     spoken, url = model
     over = threading.Event()
 
@@ -181,7 +181,7 @@ def test_bad_requests_are_refused(
 
 
 @pytest.mark.parametrize("address", ["169.254.169.254", "fe80::1", "fd00:ec2::254"])
-def test_a_name_for_a_clouds_own_service_is_refused(
+def test_cloud_metadata_addresses_are_refused(
     address: str, server: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = socket.getaddrinfo
@@ -204,7 +204,7 @@ def test_a_name_for_a_clouds_own_service_is_refused(
     assert asked_for
 
 
-def test_a_key_is_nowhere_to_be_read(model: tuple[Model, str], server: httpx.Client) -> None:
+def test_api_key_is_not_exposed(model: tuple[Model, str], server: httpx.Client) -> None:
     spoken, url = model
     spoken.say = lambda body: Response('{"error": "no"}', 401)
     answer = server.post("/rollouts", json=asked(url, api_key="very-secret"))
@@ -212,7 +212,7 @@ def test_a_key_is_nowhere_to_be_read(model: tuple[Model, str], server: httpx.Cli
     assert "very-secret" not in answer.text
 
 
-def test_an_isolated_episode_that_hangs_leaves_no_process(model: tuple[Model, str]) -> None:
+def test_hanging_isolated_episode_leaves_no_process(model: tuple[Model, str]) -> None:
     spoken, url = model
     orders = {0: ["hang"], 1: ["exit"], 2: ["pid", "hang"], 3: ["pid", "win"]}
     spoken.say = lambda body: text(f"Action: {orders[task_number(body)][num_turns(body)]}")

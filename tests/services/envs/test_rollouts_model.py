@@ -1,4 +1,4 @@
-"""`POST /rollouts` against `ludus serve model`: two services of ours, over HTTP."""
+"""`POST /rollouts` against `ludus serve model`, over HTTP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service_world import service
 from transformers import AutoTokenizer
 
 
-def test_episodes_of_a_served_model_carry_its_ids(tmp_path: Path) -> None:
+def test_episodes_of_a_served_model_have_its_token_ids(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", seed=0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with served(folder) as model, service("textcraft") as address:

@@ -1,4 +1,4 @@
-"""`ludus serve model`: start, an answer, a clean end; mistakes in one line."""
+"""`ludus serve model`: start, answer, clean shutdown; errors in one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ludus.services.model.serving import serve_model
 COMMAND = [sys.executable, "-m", "ludus", "serve", "model"]
 
 
-def test_a_run_is_served_until_a_signal(tmp_path: Path) -> None:
+def test_run_is_served_until_a_signal(tmp_path: Path) -> None:
     make_run(tmp_path / "tiny-1", lora={"rank": 2})
     words = ["tiny-1", "--runs-dir", str(tmp_path), "--port", "0", "--name", "mine"]
     process = subprocess.Popen(
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("served") / "model", 1)
 
 
-def test_a_mistake_is_told_in_one_line(folder: Path) -> None:
+def test_option_error_is_one_line(folder: Path) -> None:
     done = subprocess.run(
         [*COMMAND, str(folder), "--port", "0", "--dtype", "float8"],
         capture_output=True,
@@ -74,7 +74,7 @@ def test_a_mistake_is_told_in_one_line(folder: Path) -> None:
 
 
 def failure(checkpoint: Path, **options: Any) -> str:
-    """Why it does not start."""
+    """The error that prevents the start."""
     given = {
         "host": "127.0.0.1",
         "port": 0,
@@ -103,13 +103,13 @@ def failure(checkpoint: Path, **options: Any) -> str:
         ),
     ],
 )
-def test_mistakes_are_told(folder: Path, options: dict[str, Any], said: str) -> None:
+def test_option_errors(folder: Path, options: dict[str, Any], said: str) -> None:
     message = failure(folder, **options)
     assert said in message
     assert "\n" not in message
 
 
-def test_what_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "neither a run" in failure(tmp_path)
     assert "there is no run" in failure(tmp_path / "absent")
     (tmp_path / "config.json").write_text("{}")

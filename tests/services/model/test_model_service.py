@@ -1,4 +1,4 @@
-"""The model service, through OpenAI's own client: what it answers is what the model says."""
+"""The model service through OpenAI's client, compared with the model itself."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def ids_of(chunks: Any) -> list[int]:
 # What it answers
 
 
-def test_the_model_is_listed(client: Any) -> None:
+def test_model_is_listed(client: Any) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.policy_version, model.max_model_len) == ("tiny", 0, CONTEXT)
     assert client.models.retrieve("tiny").checkpoint == model.checkpoint
 
 
-def test_tokens_are_those_of_the_engine(client: Any, wild: Policy) -> None:
+def test_tokens_equal_the_engine(client: Any, wild: Policy) -> None:
     prompt = wild.renderer().open([Message(role="user", content="the door")])
     stop_ids = tuple(wild.renderer().stop_token_ids)
     params = SamplingParams(20, 0.9, top_p=0.95, top_k=50, stop_token_ids=stop_ids, seed=5)
@@ -130,7 +130,7 @@ def test_tokens_are_those_of_the_engine(client: Any, wild: Policy) -> None:
     assert {chunk.policy_version for chunk in chunks[:-1]} == {0}
 
 
-def test_alternatives_are_those_of_the_model(client: Any, wild: Policy) -> None:
+def test_alternatives_equal_the_model(client: Any, wild: Policy) -> None:
     got = client.chat.completions.create(
         model="tiny",
         messages=ASKED,
@@ -188,7 +188,7 @@ def test_several_prompts_and_choices(client: Any) -> None:
     assert parts == texts
 
 
-def test_clients_at_once_get_what_each_would_alone(client: Any) -> None:
+def test_concurrent_clients_do_not_affect_each_other(client: Any) -> None:
     def ask(seed: int) -> list[int]:
         got = client.chat.completions.create(
             model="tiny",
@@ -205,7 +205,7 @@ def test_clients_at_once_get_what_each_would_alone(client: Any) -> None:
         assert list(pool.map(ask, range(6))) == alone
 
 
-def test_a_stop_string_is_left_out(client: Any) -> None:
+def test_stop_string_is_left_out(client: Any) -> None:
     asked = {"model": "tiny", "prompt": "go", "max_tokens": 40, "seed": 3}
     whole = client.completions.create(**asked).choices[0].text
     stop = next(whole[i : i + 2] for i in range(5, len(whole)) if whole[i : i + 2].isascii())
@@ -215,7 +215,7 @@ def test_a_stop_string_is_left_out(client: Any) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == cut.text
 
 
-def test_what_it_learnt_comes_back_in_parts(folders: dict[str, Path]) -> None:
+def test_thinking_and_tool_calls_are_fields(folders: dict[str, Path]) -> None:
     with served(folders["taught"]) as address:
         client = client_of(address)
         ask: dict[str, Any] = {"model": "tiny", "temperature": 0}
@@ -254,8 +254,8 @@ def _calls_a_tool(client: Any, ask: dict[str, Any]) -> None:
     assert not none.choices[0].message.tool_calls
 
 
-async def test_rollouts_play_with_its_tokens(url: str, wild: Policy) -> None:
-    """What `POST /rollouts` asks of an endpoint, this one tells."""
+async def test_endpoint_client_gets_token_ids(url: str, wild: Policy) -> None:
+    """The service returns all that `POST /rollouts` asks of an endpoint."""
     messages = [Message(role="user", content="the door")]
     params = SamplingParams(12, temperature=0.8, seed=3)
     async with Endpoint(f"{url}/v1", "tiny") as endpoint:
@@ -322,7 +322,7 @@ WRONG: list[tuple[str, dict[str, Any], int, str | None]] = [
 
 @pytest.mark.parametrize(("path", "body", "status", "param"), WRONG)
 @pytest.mark.parametrize("stream", [False, True])
-def test_bad_input_is_told(
+def test_bad_input_is_refused(
     url: str, path: str, body: dict[str, Any], status: int, param: str | None, stream: bool
 ) -> None:
     asked = {"model": "tiny", **({"stream": True} if stream else {}), **body}
@@ -337,7 +337,7 @@ def test_bad_input_is_told(
         assert error["param"] == param
 
 
-def test_a_long_text_holds_nobody_up(url: str, client: Any) -> None:
+def test_long_text_does_not_block_others(url: str, client: Any) -> None:
     body = {"model": "tiny", "prompt": "the door is open " * 40_000, "max_tokens": 1}
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=120)
@@ -349,7 +349,7 @@ def test_a_long_text_holds_nobody_up(url: str, client: Any) -> None:
     assert answered > 10  # read in the same thread, it would be one or two
 
 
-def test_too_long_a_conversation_has_its_code(client: Any) -> None:
+def test_context_overflow_has_a_code(client: Any) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="a", max_tokens=CONTEXT)
     assert caught.value.code == "context_length_exceeded"
@@ -358,7 +358,7 @@ def test_too_long_a_conversation_has_its_code(client: Any) -> None:
     assert missing.value.code == "model_not_found"
 
 
-def test_a_base_model_completes_and_does_not_chat(tmp_path: Path) -> None:
+def test_base_model_has_no_chat(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "base", 1)
     (folder / "chat_template.jinja").unlink()
     with served(folder) as address:
@@ -377,7 +377,7 @@ def test_a_base_model_completes_and_does_not_chat(tmp_path: Path) -> None:
         {"properties": {"a": {"items": [{"$ref": "file:///etc/hostname"}]}}},
     ],
 )
-def test_tools_that_cannot_be_used(client: Any, parameters: dict[str, Any]) -> None:
+def test_unusable_tools_are_refused(client: Any, parameters: dict[str, Any]) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     with pytest.raises(openai.BadRequestError, match="f"):
         client.chat.completions.create(model="tiny", messages=ASKED, tools=[tool])
@@ -386,7 +386,7 @@ def test_tools_that_cannot_be_used(client: Any, parameters: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("content", "status"), [(b"{", 400), (b"[]", 400), (b"\xff\xfe", 400), (b"[" * 100_000, 400)]
 )
-def test_what_is_no_json(url: str, content: bytes, status: int) -> None:
+def test_model_service_refuses_invalid_json(url: str, content: bytes, status: int) -> None:
     for path in ("chat/completions", "completions"):
         headers = {"content-type": "application/json"}
         answer = httpx.post(f"{url}/v1/{path}", content=content, headers=headers, timeout=60)
@@ -394,7 +394,7 @@ def test_what_is_no_json(url: str, content: bytes, status: int) -> None:
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_tokens_are_asked_for(folders: dict[str, Path]) -> None:
+def test_client_tokens_are_required(folders: dict[str, Path]) -> None:
     token = "a-clients-own-token"
     with served(folders["wild"], tokens=(token, ADMIN), admin_token=ADMIN) as address:
         with pytest.raises(openai.AuthenticationError):
@@ -422,7 +422,7 @@ def ended(url: str, how: str) -> float:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_takes_its_turns_along(folders: dict[str, Path], stream: bool) -> None:
+def test_disconnect_cancels_generation(folders: dict[str, Path], stream: bool) -> None:
     asked = {
         "model": "tiny",
         "prompt": "go",
@@ -445,7 +445,7 @@ def test_a_client_that_leaves_takes_its_turns_along(folders: dict[str, Path], st
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_broken_model_is_told_and_the_service_goes_on(folders: dict[str, Path]) -> None:
+def test_broken_model_gives_server_errors(folders: dict[str, Path]) -> None:
     def ruin(policy: Policy, engine: Any) -> None:
         with torch.no_grad():
             policy.model.get_input_embeddings().weight.fill_(float("nan"))
@@ -468,8 +468,8 @@ async def _refresh(engine: Any) -> None:
     engine._sampler.publish(0)
 
 
-def test_a_sampler_that_cannot_be_watched(folders: dict[str, Path], wild: Policy) -> None:
-    """What holds of any `PolicySampler`, such as vLLM; here, of the exact one."""
+def test_sampler_without_streaming(folders: dict[str, Path], wild: Policy) -> None:
+    """Any `PolicySampler`, such as vLLM; here the exact sampler."""
     with served(folders["wild"], sampler="exact") as address:
         client = client_of(address)
         ask = {"model": "tiny", "messages": ASKED, "max_tokens": 6, "seed": 2, "logprobs": True}
@@ -483,7 +483,7 @@ def test_a_sampler_that_cannot_be_watched(folders: dict[str, Path], wild: Policy
             client.completions.create(model="tiny", prompt="a", echo=True)
 
 
-def test_a_sampler_that_dies_is_the_services_fault(folders: dict[str, Path]) -> None:
+def test_dead_sampler_gives_503(folders: dict[str, Path]) -> None:
     def kill(policy: Policy, engine: Any) -> None:
         def die(*_: Any) -> None:
             raise SamplerError("it died in the midst of a turn")
@@ -504,7 +504,7 @@ def swap(url: str, **body: Any) -> httpx.Response:
 
 
 def _is_of_both(wild: Policy, taught: Path, prompt: list[int], ids: list[int]) -> None:
-    """The greedy turn begins with the old weights' choices, and ends with the new ones'."""
+    """The greedy turn begins with the old weights' tokens and ends with the new weights'."""
     agree = []
     for policy in (wild, load_policy(str(taught), "", ModelOverrides())):
         with torch.inference_mode():
@@ -519,7 +519,7 @@ def _is_of_both(wild: Policy, taught: Path, prompt: list[int], ids: list[int]) -
     assert not all(new)
 
 
-def test_weights_are_swapped_in_the_midst_of_a_turn(folders: dict[str, Path], wild: Policy) -> None:
+def test_weights_are_swapped_during_a_turn(folders: dict[str, Path], wild: Policy) -> None:
     ask = {"model": "tiny", "messages": [{"role": "user", "content": PLAIN}], "temperature": 0}
     with served(folders["wild"], admin_token=ADMIN, rigged=slowly) as address:
         client = client_of(address)
@@ -548,9 +548,7 @@ def test_weights_are_swapped_in_the_midst_of_a_turn(folders: dict[str, Path], wi
         assert "ludus_model_policy_version 5.0" in httpx.get(f"{address}/metrics").text
 
 
-def test_weights_of_a_run_and_those_that_do_not_fit(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_weights_of_a_run_and_unfitting_weights(folders: dict[str, Path], tmp_path: Path) -> None:
     make_run(tmp_path / "lora", lora={"rank": 2})
     make_run(tmp_path / "other", vocab_size=330)
     with served(folders["run"], admin_token=ADMIN, runs_dir=str(tmp_path)) as address:
@@ -579,7 +577,7 @@ def test_weights_of_a_run_and_those_that_do_not_fit(
         assert client_of(address).models.list().data[0].policy_version == 9
 
 
-def test_without_an_administrators_token_nobody_swaps(folders: dict[str, Path]) -> None:
+def test_swap_needs_an_admin_token(folders: dict[str, Path]) -> None:
     with served(folders["wild"]) as address:
         refused = swap(address, checkpoint=str(folders["taught"]))
         assert refused.status_code == 403

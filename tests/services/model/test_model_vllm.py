@@ -1,4 +1,4 @@
-"""The model service in front of vLLM: its answers, and weights swapped while it serves."""
+"""The model service in front of vLLM: answers and weight swaps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADMIN = "an-administrators-token"
 
 
 @pytest.mark.engine("vllm")
-def test_vllm_serves_and_takes_other_weights(tmp_path: Path) -> None:
+def test_vllm_serves_and_swaps_weights(tmp_path: Path) -> None:
     wild, learnt = make_folder(tmp_path / "wild", 1), taught(tmp_path / "taught")
     sampler = Spec(name="vllm", args={"python": PYTHON, "threads": 1})
     with served(wild, sampler=sampler, folder=tmp_path, admin_token=ADMIN) as url:

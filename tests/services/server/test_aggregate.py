@@ -1,4 +1,4 @@
-"""What speaks for all workers: `/health`, `/metrics` and the list of rollouts, of two processes."""
+"""Aggregates over two workers: `/health`, `/metrics` and the list of rollouts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def served() -> Iterator[Command]:
 
 
 def ask(served: Command, method: str, path: str, token: int = 0, **body: Any) -> httpx.Response:
-    """A request on a connection of its own: any worker may accept it."""
+    """A request on a new connection, which any worker may accept."""
     headers = {"Authorization": f"Bearer {TOKENS[token]}"}
     asked = httpx.request(method, served.url + path, headers=headers, json=body or None, timeout=30)
     asked.raise_for_status()
@@ -42,7 +42,7 @@ def ask(served: Command, method: str, path: str, token: int = 0, **body: Any) ->
 
 
 def spread(served: Command, open_one: Callable[[], str]) -> dict[str, int]:
-    """Ids by worker, as many as it takes until both have some, and the others' are outnumbered."""
+    """Opened ids by worker: at least six, and some in both workers."""
     found: dict[str, int] = {}
     while len(found) < 6 or len(set(found.values())) < 2:
         id = open_one()
@@ -59,7 +59,7 @@ def samples(answer: httpx.Response) -> Samples:
 
 
 def total(found: Samples, name: str, **labels: str) -> float:
-    """The sum of the samples that have those labels."""
+    """The sum of the samples with these labels."""
     return sum(
         value
         for (n, has), value in found.items()
@@ -68,7 +68,7 @@ def total(found: Samples, name: str, **labels: str) -> float:
 
 
 def is_whole(answer: httpx.Response) -> bool:
-    """Whether both workers answered in time, which nobody promises on a busy machine."""
+    """Whether both workers answered in time; on a busy machine they may not."""
     if answer.url.path == "/health":
         return not answer.json()["silent_workers"]
     if answer.url.path == "/metrics":
@@ -77,7 +77,7 @@ def is_whole(answer: httpx.Response) -> bool:
 
 
 def whole(served: Command, path: str, token: int = 0) -> httpx.Response:
-    """What both workers answer together."""
+    """An answer that covers both workers."""
     answers: list[httpx.Response] = []
 
     def asked() -> bool:
@@ -88,7 +88,7 @@ def whole(served: Command, path: str, token: int = 0) -> httpx.Response:
     return answers[-1]
 
 
-def test_sessions_and_requests_are_those_of_all_workers(served: Command) -> None:
+def test_health_and_metrics_cover_all_workers(served: Command) -> None:
     def opened() -> str:
         id = str(ask(served, "POST", "/sessions", env=OBEYS).json()["session"])
         ask(served, "POST", f"/sessions/{id}/reset", seed=0)
@@ -118,7 +118,7 @@ def test_sessions_and_requests_are_those_of_all_workers(served: Command) -> None
     assert httpx.get(served.url + "/metrics").status_code == 401
 
 
-def test_a_silent_worker_stops_neither_health_nor_metrics(served: Command) -> None:
+def test_silent_worker_does_not_block_health_and_metrics(served: Command) -> None:
     ids = spread(served, lambda: str(ask(served, "POST", "/sessions", env=OBEYS).json()["session"]))
     before = samples(whole(served, "/metrics"))
     with frozen(served, ids) as worker:
@@ -143,7 +143,7 @@ def test_a_silent_worker_stops_neither_health_nor_metrics(served: Command) -> No
 
 @contextmanager
 def frozen(served: Command, ids: dict[str, int]) -> Iterator[int]:
-    """One worker stands still; its number."""
+    """Stop one worker; yields its number."""
     id, worker = next(iter(ids.items()))
     ask(served, "POST", f"/sessions/{id}/reset", seed=0)
     said = ask(served, "POST", f"/sessions/{id}/step", action="pid").json()
@@ -155,7 +155,7 @@ def frozen(served: Command, ids: dict[str, int]) -> Iterator[int]:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_batches_of_rollouts_are_those_of_all_workers(served: Command) -> None:
+def test_rollout_list_covers_all_workers(served: Command) -> None:
     over = threading.Event()
 
     async def say(_: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""`ludus serve env`: start, several workers, a clean end."""
+"""`ludus serve env`: start, several workers, clean shutdown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ludus.services.server.auth import client_tokens
 
 
 def ludus(*words: str) -> tuple[int, str]:
-    """The exit code of a command that does not come to serve, and what it says."""
+    """Exit code and stderr of a command that fails before it serves."""
     said = io.StringIO()
     with (
         pytest.raises(SystemExit) as end,
@@ -65,7 +65,7 @@ def test_weak_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (("textcraft", "--port", "{taken}"), "cannot listen on"),
     ],
 )
-def test_mistakes_are_told_in_one_line(words: tuple[str, ...], said: str) -> None:
+def test_errors_are_one_line(words: tuple[str, ...], said: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         code, told = ludus(*[port if word == "{taken}" else word for word in words])
@@ -81,7 +81,7 @@ def opened(client: httpx.Client, env: str = OBEYS) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_cleanly(number: int) -> None:
+def test_signal_stops_the_service_cleanly(number: int) -> None:
     with command(OBEYS) as served, httpx.Client(base_url=served.url) as client:
         opened(client)
         os.kill(served.process.pid, number)
@@ -91,7 +91,7 @@ def test_a_signal_ends_it_cleanly(number: int) -> None:
 
 
 def workers_of(pid: int) -> list[int]:
-    """Processes that it started, those of the resource tracker left out."""
+    """Its worker processes, without the resource tracker."""
     found = []
     for path in Path(f"/proc/{pid}/task/{pid}").glob("children"):
         for child in path.read_text().split():
@@ -101,7 +101,7 @@ def workers_of(pid: int) -> list[int]:
     return found
 
 
-def test_an_agent_may_think_for_longer_than_a_moment() -> None:
+def test_idle_connection_stays_open() -> None:
     patient = httpx.Limits(keepalive_expiry=60)
     with (
         command("textcraft") as started,
@@ -116,7 +116,7 @@ def test_an_agent_may_think_for_longer_than_a_moment() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are read from /proc")
-def test_several_workers_share_a_port_and_sessions_stay() -> None:
+def test_workers_share_a_port_and_sessions_are_sticky() -> None:
     token = "a-token-of-sixteen-letters"
     env = {"LUDUS_TOKENS": token}
     headers = {"Authorization": f"Bearer {token}"}
@@ -152,7 +152,7 @@ def test_several_workers_share_a_port_and_sessions_stay() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are read from /proc")
-def test_the_limit_of_sessions_is_for_all_workers_together() -> None:
+def test_session_limit_is_for_all_workers() -> None:
     with (
         command(OBEYS, "--workers", "2", "--max-sessions", "5") as served,
         httpx.Client(base_url=served.url, timeout=30) as client,

@@ -1,4 +1,4 @@
-"""A stream's parts are the whole turn, however the text is cut into tokens."""
+"""Streamed parts add up to the whole turn, for any tokenization of the text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def streamed(writer: TextStream, tokens: list[Token], done: Completion) -> dict[
     return parts
 
 
-def test_where_a_text_is_cut_and_what_is_held() -> None:
+def test_cut_and_num_held() -> None:
     assert cut("one two three", ["three", " two"]) == "one"
     assert cut("one", ["two"]) == "one"
     assert num_held("ends with <thin", ["<think>", "x"]) == 5
@@ -65,7 +65,7 @@ def test_where_a_text_is_cut_and_what_is_held() -> None:
         ("half a <tool_call>{", None, "half a <tool_call>{", 0),
     ],
 )  # fmt: skip
-def test_a_turn_in_parts(text: str, thinking: str | None, content: str, calls: int) -> None:
+def test_parsed_turn(text: str, thinking: str | None, content: str, calls: int) -> None:
     tokens, done = turn(text)
     message = message_of(done, TOOLS, ())
     assert (message.thinking, message.content) == (thinking, content)
@@ -78,7 +78,7 @@ def test_a_turn_in_parts(text: str, thinking: str | None, content: str, calls: i
 
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from(PIECES), max_size=8), st.booleans())
-def test_a_streamed_text_is_the_whole_text(pieces: list[str], ended: bool) -> None:
+def test_streamed_text_equals_the_whole_text(pieces: list[str], ended: bool) -> None:
     tokens, done = turn("".join(pieces), ended)
     for stops in ((), ("stop",), ("a\n", "🙂")):
         whole = text_of(done, TOKENIZER, PLAIN.stop_token_ids, stops)
@@ -88,7 +88,7 @@ def test_a_streamed_text_is_the_whole_text(pieces: list[str], ended: bool) -> No
 
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from(PIECES), max_size=8), st.booleans())
-def test_a_streamed_turn_is_the_whole_turn(pieces: list[str], ended: bool) -> None:
+def test_streamed_turn_equals_the_whole_turn(pieces: list[str], ended: bool) -> None:
     text = "".join(pieces)
     lone = text.partition("</think>")[0].lstrip()
     if "</think>" in text and not lone.startswith("<think>"):

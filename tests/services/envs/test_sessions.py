@@ -1,4 +1,4 @@
-"""The service's own API: what it answers, and what it refuses."""
+"""ludus' API of the environment service: answers and errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def in_process(seed: int, actions: list[str]) -> list[StepResult]:
     return [await env.step(Message(role="assistant", content=action)) for action in actions]
 
 
-def test_an_episode_is_that_of_the_environment_itself(client: httpx.Client) -> None:
+def test_episode_equals_the_local_environment(client: httpx.Client) -> None:
     path = opened(client, "textcraft", None)
     client.post(f"{path}/reset", json={"tier": "depth-1", "seed": 5}).raise_for_status()
     actions, told = [], []
@@ -54,7 +54,7 @@ def test_an_episode_is_that_of_the_environment_itself(client: httpx.Client) -> N
     assert standing["num_steps"] == len(actions)
 
 
-def test_what_a_client_has_to_know(client: httpx.Client) -> None:
+def test_environment_schema(client: httpx.Client) -> None:
     told = client.get("/envs/babyai").json()
     assert told["score_range"] == [0.0, 1.0]
     assert told["max_turns"] == 20
@@ -66,7 +66,7 @@ def test_what_a_client_has_to_know(client: httpx.Client) -> None:
     assert call["arguments"] == {"action": "go forward"}
 
 
-def test_a_tool_call_is_read_by_the_environment(client: httpx.Client) -> None:
+def test_environment_parses_tool_calls(client: httpx.Client) -> None:
     path = opened(client)
 
     def act(call: ToolCall) -> dict[str, Any]:
@@ -98,7 +98,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG.values(), ids=list(WRONG))
-def test_a_wrong_request_is_refused(client: httpx.Client, case: Any) -> None:
+def test_wrong_requests_are_refused(client: httpx.Client, case: Any) -> None:
     method, path, body, status, kind = case
     refused(client.request(method, path, json=body), status, kind)
 
@@ -114,7 +114,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("case", STEPS.values(), ids=list(STEPS))
-def test_a_wrong_step_is_refused_and_the_episode_goes_on(client: httpx.Client, case: Any) -> None:
+def test_wrong_step_does_not_end_the_episode(client: httpx.Client, case: Any) -> None:
     body, status, kind = case
     path = opened(client)
     refused(client.post(f"{path}/step", json=body), status, kind)
@@ -122,14 +122,14 @@ def test_a_wrong_step_is_refused_and_the_episode_goes_on(client: httpx.Client, c
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff", b"", b"[" * 100_000])
-def test_what_is_no_json_is_refused(client: httpx.Client, body: bytes) -> None:
+def test_invalid_json_is_refused(client: httpx.Client, body: bytes) -> None:
     headers = {"content-type": "application/json"}
     answer = client.post("/sessions", content=body, headers=headers)
     assert answer.status_code in (400, 422), answer.text
     assert answer.json()["error"]["type"] in ("invalid_json", "invalid")
 
 
-def test_a_body_without_a_length_is_bounded_too(client: httpx.Client) -> None:
+def test_body_without_content_length_is_limited(client: httpx.Client) -> None:
     def parts() -> Any:
         for _ in range(20):
             yield b"x" * 100_000
@@ -137,7 +137,7 @@ def test_a_body_without_a_length_is_bounded_too(client: httpx.Client) -> None:
     refused(client.post("/sessions", content=parts()), 413, "too_large")
 
 
-def test_steps_out_of_turn(client: httpx.Client) -> None:
+def test_steps_before_reset_and_after_the_end(client: httpx.Client) -> None:
     path = opened(client, seed=None)
     refused(client.post(f"{path}/step", json={"action": "x"}), 409, "not_reset")
     refused(client.post(f"{path}/expert"), 409, "not_reset")
@@ -150,7 +150,7 @@ def test_steps_out_of_turn(client: httpx.Client) -> None:
     refused(client.delete(path), 410, "session_closed")
 
 
-def test_a_task_that_cannot_be_played(client: httpx.Client) -> None:
+def test_unplayable_task_is_refused(client: httpx.Client) -> None:
     path = opened(client, seed=None)
     for data in ({"fail": True}, {"crash": True}):
         body = {"task": {"id": "a", "data": data}}
@@ -159,7 +159,7 @@ def test_a_task_that_cannot_be_played(client: httpx.Client) -> None:
     assert client.post(f"{path}/reset", json={"seed": 2}).status_code == 200
 
 
-def test_one_that_races_is_refused_and_the_other_is_answered(client: httpx.Client) -> None:
+def test_concurrent_call_of_a_session_is_refused(client: httpx.Client) -> None:
     path = opened(client)
     answers: list[httpx.Response] = []
 
@@ -186,7 +186,7 @@ def test_one_that_races_is_refused_and_the_other_is_answered(client: httpx.Clien
         ("tool", 502, "tool_error"),
     ],
 )
-def test_a_session_that_breaks_ends_alone(
+def test_failing_session_ends_without_the_others(
     client: httpx.Client, env: str, order: str, status: int, kind: str
 ) -> None:
     broken, other = opened(client, env), opened(client, env)
@@ -196,7 +196,7 @@ def test_a_session_that_breaks_ends_alone(
     assert client.post(f"{other}/step", json={"action": "win"}).json()["reward"] == 1.0
 
 
-def test_a_batch_answers_each_call_for_itself(client: httpx.Client) -> None:
+def test_batch_has_an_entry_per_call(client: httpx.Client) -> None:
     calls: list[dict[str, Any]] = [{"op": "create", "env": OBEYS} for _ in range(3)]
     made = client.post("/batch", json={"calls": calls}).json()["results"]
     ids = [entry["result"]["session"] for entry in made]
@@ -219,7 +219,7 @@ def test_a_batch_answers_each_call_for_itself(client: httpx.Client) -> None:
     assert client.post("/batch", json={"calls": steps[4:]}).json()["results"][0]["status"] == 200
 
 
-def test_a_socket_takes_the_same_calls(url: str, client: httpx.Client) -> None:
+def test_websocket_takes_the_same_calls(url: str, client: httpx.Client) -> None:
     with connect(url.replace("http", "ws") + "/ws", proxy=None) as socket:
 
         def call(**given: Any) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def test_a_socket_takes_the_same_calls(url: str, client: httpx.Client) -> None:
     until(lambda: client.get(f"/sessions/{id}").status_code == 410)
 
 
-def test_a_slow_call_on_a_socket_holds_up_no_other(url: str) -> None:
+def test_slow_websocket_call_does_not_block_others(url: str) -> None:
     with connect(url.replace("http", "ws") + "/ws", proxy=None) as socket:
 
         def call(**given: Any) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def test_a_slow_call_on_a_socket_holds_up_no_other(url: str) -> None:
 TOKENS = ("first-token-of-sixteen", "other-token-of-sixteen")
 
 
-def test_tokens_open_the_service_and_keep_sessions_apart() -> None:
+def test_tokens_authenticate_and_separate_sessions() -> None:
     def bearer(token: str) -> dict[str, str]:
         return {"Authorization": f"Bearer {token}"}
 
@@ -296,7 +296,7 @@ def test_limits_on_sessions_and_memory() -> None:
         refused(httpx.post(f"{url}/sessions", json={"env": OBEYS}), 503, "out_of_memory")
 
 
-def test_an_idle_session_is_closed_and_a_used_one_is_not() -> None:
+def test_only_idle_sessions_are_closed() -> None:
     with service(OBEYS, idle_s=0.4) as url, httpx.Client(base_url=url) as client:
         idle, used = opened(client), opened(client)
 
