@@ -1,1 +1,20 @@
-"""What samples and trains, behind one protocol."""
+"""Back ends: engines that sample, train and publish, behind one protocol."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ludus.config.registry import Registry, Row
+
+if TYPE_CHECKING:
+    from ludus.backends.base import Backend
+
+BACKENDS: Registry[Backend] = Registry(
+    "backend",
+    {
+        "local": Row("ludus.backends.local:LocalBackend", "train", "trains in this process"),
+        "debug": Row("ludus.backends.local:LocalBackend", "train", "shows N tasks and stops"),
+    },
+    context=frozenset({"model", "renderer", "config", "run_dir"}),
+)
+"""What trains and samples: each is a `backends.base.Backend`."""

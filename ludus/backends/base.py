@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ludus.core.types import Group, Sample
-from ludus.models.samplers.base import Sampler
+from ludus.models.samplers.base import PolicySampler
 from ludus.train.algorithms.base import Algorithm
+from ludus.train.checkpoint.store import CheckpointStore
 from ludus.train.minibatches import TrainSettings
 
 
@@ -20,8 +21,13 @@ class Backend(Protocol):
     """
 
     @property
-    def sampler(self) -> Sampler:
+    def sampler(self) -> PolicySampler:
         """Samples the turns of rollouts, with the published weights."""
+        ...
+
+    @property
+    def checkpoints(self) -> CheckpointStore:
+        """The run's checkpoints."""
         ...
 
     @property
@@ -47,6 +53,14 @@ class Backend(Protocol):
         Returns `train/NAME` metrics, means over the optimizer steps. `train/optimizer_steps` is 0
         where nothing has a gradient. Errors: TrainingError; the weights of the failed optimizer
         step are unchanged.
+        """
+        ...
+
+    async def verify(self, groups: Sequence[Group]) -> None:
+        """Compare the log-probabilities of learner and sampler bit by bit (`verify: true`).
+
+        The next `train` returns the number of equal tokens as `rollout/verified_tokens`.
+        Errors: TrainingError for a token whose bits differ.
         """
         ...
 

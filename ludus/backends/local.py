@@ -72,7 +72,7 @@ class LocalBackend:
             folder=run_dir / "sampler",
         )
         self._shares = getattr(self._sampler, "shares_weights", False)
-        self.checkpoints = CheckpointStore(
+        self._checkpoints = CheckpointStore(
             run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_best
         )
         self._learner: Learner | None = None
@@ -87,6 +87,10 @@ class LocalBackend:
     @property
     def sampler(self) -> PolicySampler:
         return self._sampler
+
+    @property
+    def checkpoints(self) -> CheckpointStore:
+        return self._checkpoints
 
     @property
     def policy_version(self) -> int:
@@ -188,12 +192,7 @@ class LocalBackend:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def verify(self, groups: Sequence[Group]) -> None:
-        """Compare the learner's log-probabilities with the sampler's, and count equal tokens.
-
-        The next `train` returns the count as `rollout/verified_tokens`.
-
-        Errors: TrainingError for a token whose bits differ.
-        """
+        """Compare the log-probabilities of learner and sampler, and count equal tokens."""
         forward, limit = self.learner.forward, self._settings.tokens_per_batch
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         batch = unscored(trajectories, limit, self._pad_id, forward.layout)

@@ -42,7 +42,7 @@ def train(
         else:
             config = load(str(recipe), overrides, runs_dir)
             typer.echo(dump_config(config), err=True)
-            if config.backend == "debug":
+            if config.backend.name == "debug":
                 debug(str(recipe), overrides)
                 return
             folder = launch.train(config, display, skip_damaged=skip_damaged)

@@ -296,8 +296,9 @@ class RunConfig(Section):
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="The run's name.")
     seed: int = Field(0, ge=0, description="Seed of all random numbers of the run.")
-    backend: Literal["local", "debug"] = Field(
-        "local", description="local: train in this process; debug: show N tasks and stop."
+    backend: Spec = Field(
+        default_factory=lambda: Spec(name="local"),
+        description="Back end: trains in this process, or shows N tasks and stops (debug).",
     )
     runs_dir: str = Field("runs", description="Folder of the runs and of the default store.")
     store: str | None = Field(

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ludus.backends.local import LocalBackend
+from ludus.backends import BACKENDS
+from ludus.backends.base import Backend
 from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError, EpisodeError
 from ludus.core.files import atomic_folder
@@ -61,7 +62,7 @@ class Run:
     renderer: Renderer
     renderers: Mapping[str, Renderer]
     model: Any
-    backend: LocalBackend
+    backend: Backend
     collector: Collector
     meter: Meter
 
@@ -88,7 +89,14 @@ def build(
     """
     renderer, renderers = make_renderer(config, tokenizer), make_renderers(config, tokenizer)
     model, _ = build_policy(config.model, tokenizer, config.seed)
-    backend = LocalBackend(model, renderer, config, folder.path)
+    backend = BACKENDS.build(
+        config.backend,
+        "backend",
+        model=model,
+        renderer=renderer,
+        config=config,
+        run_dir=folder.path,
+    )
     collector = Collector(
         sampler=backend.sampler,
         renderer=renderer,

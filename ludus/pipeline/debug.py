@@ -104,6 +104,7 @@ def _inline(config: RunConfig) -> RunConfig:
     changes = {
         "rollout": config.rollout.model_copy(update={"concurrency": 1, "max_retries": 0}),
         "rl": config.rl.model_copy(update={"max_staleness": 0}),
+        "backend": Spec(name="local"),
         "sampler": Spec(name="in_process"),
         "verify": False,
     }

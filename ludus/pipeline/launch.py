@@ -124,7 +124,7 @@ def _resume(folder: RunFolder, config: RunConfig, observer: Observer, skip_damag
 
 
 def _refuse_debug(config: RunConfig) -> None:
-    if config.backend == "debug":
+    if config.backend.name == "debug":
         raise ConfigError("backend: debug trains nothing and leaves no run; use `ludus debug`")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from ludus.backends import BACKENDS
 from ludus.config.load import check_specs
 from ludus.config.registry import Registry
 from ludus.config.schema import RunConfig
@@ -17,6 +18,7 @@ from ludus.telemetry.sinks import SINKS
 from ludus.train import ALGORITHMS
 
 REGISTRIES: dict[str, Registry[Any]] = {
+    "backend": BACKENDS,
     "env": ENVS,
     "judge": JUDGES,
     "tasks.train": READERS,

@@ -1,8 +1,8 @@
-"""A critic: one linear map from the policy's hidden states to the reward that is still to come.
+"""The critic: a linear map from the policy's hidden states to the expected future reward.
 
-It shares the policy's trunk, so it costs no pass of its own. It is no part of the model, so that
-what samples, exports or evaluates the model need not know of it; its few numbers travel in a
-checkpoint's state. Shape suffixes: P places, E hidden size.
+The critic shares the policy's trunk and needs no forward pass of its own. It is not part of the
+model, so samplers and exports do not see it; checkpoints store it in their state. Shape suffixes:
+P places, E hidden size.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 
 class Critic:
-    """V = w h + b in float32, with an optimizer of its own (Adam, no decay).
+    """V = w h + b in float32, with its own optimizer (Adam, no weight decay).
 
-    Starts at 0 everywhere, so that the first advantages are returns.
+    Initial values are 0, so the first advantages equal the returns.
 
     Args:
-        lr: learning rate; the policy's is too small for weights that start from nothing.
+        lr: learning rate; the policy's is too small for a head trained from scratch.
     """
 
     def __init__(self, hidden_size: int, lr: float, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class Critic:
         return values_P
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights and moments as JSON; Python's floats hold float32 exactly."""
+        """Weights and Adam moments as JSON; Python floats hold float32 exactly."""
         moments = [
             {name: value.tolist() for name, value in self.optimizer.state.get(p, {}).items()}
             for p in self.parameters
@@ -43,7 +43,7 @@ class Critic:
         return {"weights": [p.tolist() for p in self.parameters], "moments": moments}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore a state of `state_dict`."""
         with torch.no_grad():
             for parameter, values in zip(self.parameters, state["weights"], strict=True):
                 parameter.copy_(torch.tensor(values, dtype=torch.float32))

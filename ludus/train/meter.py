@@ -1,4 +1,4 @@
-"""What a step computed, how near that came to the machine's limit, and the memory it took."""
+"""Tokens computed in a step, model-FLOP utilisation, and memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ GB = 1e9
 
 
 class Meter:
-    """Adds tokens, model-FLOP utilisation and memory to a step's metrics.
+    """Computes tokens, model-FLOP utilisation and memory of a step.
 
-    Model FLOPs count what the mathematics asks for, not what a kernel does: each token once, its
-    forward pass in the rollout, three times that in training. Where a prefix is computed once for
-    several episodes, it counts once.
+    Model FLOPs count the mathematics, not the kernels: a forward pass per token in the rollout,
+    three times that in training. A prefix that episodes share counts once.
     """
 
     def __init__(self, model: Any, sampler: Any = None) -> None:
@@ -34,7 +33,7 @@ class Meter:
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """Within, the sampler's tokens are those of the step, which may have several rounds."""
+        """Count the tokens sampled within the block; a step may have several blocks."""
         before = self._count()
         yield
         after = self._count()
@@ -42,14 +41,14 @@ class Meter:
             self._computed = (self._computed or 0.0) + after - before
 
     def _count(self) -> int | None:
-        """Tokens that the sampler has computed so far; None where it does not say."""
+        """Tokens that the sampler has computed so far; None if it does not count them."""
         try:
             return int(self._sampler.num_prefill_tokens + self._sampler.num_decode_tokens)
         except AttributeError:
             return None
 
     def metrics(self, groups: Sequence[Group], metrics: Mapping[str, float]) -> dict[str, float]:
-        """More metrics of a step, from its groups and those that it has."""
+        """Returns more metrics of a step, from its groups and its metrics so far."""
         played = [t for group in groups for t in group.trajectories]
         extents = [extent(trajectory) for trajectory in played]
         tokens, context = (sum(part) for part in zip(*extents, strict=True)) if played else (0, 0)
@@ -80,7 +79,7 @@ class Meter:
 
 
 def extent(trajectory: Trajectory) -> tuple[int, int]:
-    """Tokens of a trajectory, and the positions they attend to, themselves included, in sum."""
+    """Tokens of a trajectory, and the sum of the positions that they attend to."""
     depths: list[int] = []
     tokens = context = 0
     for segment in trajectory.segments:
@@ -93,15 +92,15 @@ def extent(trajectory: Trajectory) -> tuple[int, int]:
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Gigabytes (1e9 bytes): resident now and at most so far; on CUDA, at most since the last call,
-    without what the caching allocator holds unused."""
+    """Gigabytes (1e9 bytes): resident memory and its peak; on CUDA, the peak of allocated memory
+    since the last call."""
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     known = {"memory/rss_peak_gb": peak / GB}
     statm = Path("/proc/self/statm")
     if statm.exists():
         resident = int(statm.read_text().split()[1]) * resource.getpagesize()
-        # The kernel notes a new peak a little late.
+        # The kernel updates the peak with a delay.
         known = {"memory/rss_gb": resident / GB, "memory/rss_peak_gb": max(resident, peak) / GB}
     if device.type == "cuda":
         known["memory/cuda_peak_gb"] = torch.cuda.max_memory_allocated(device) / GB

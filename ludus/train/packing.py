@@ -1,21 +1,21 @@
-"""Packing: samples of many lengths -> few rectangles with little padding.
+"""Packing: samples of different lengths -> few rectangular micro-batches with little padding.
 
 Samples 5 6 7 8 9 2 and 1 2 3 and 4 5, in two rows ("packed"):
 
     token_ids    5 6 7 8 9 2      1 2 3 4 5 0
     positions    0 1 2 3 4 5      0 1 2 0 1 0
-    ends         6 6 6 6 6 6      3 3 3 5 5 6      a token is seen by what follows, up to its end
+    ends         6 6 6 6 6 6      3 3 3 5 5 6      later tokens before the end attend to it
 
 Samples 5 6 7 8 9 and 5 6 7 1 2 share a prefix; as one tree in one row ("tree"):
 
     token_ids    5 6 7 8 9 1 2
     positions    0 1 2 3 4 3 4
-    ends         7 7 7 5 5 7 7                     1 follows 7: it sees 5 6 7, not 8 9
+    ends         7 7 7 5 5 7 7                     1 follows 7: it attends to 5 6 7, not 8 9
 
-A token attends to its own past only, so a packed sample computes what it computes alone, and what
-samples share is computed once, forward and backward. Loss tokens are listed apart, each with the
-place whose hidden state predicts it: in a tree, one place may predict several. Shape suffixes: R
-rows of a micro-batch, T positions, N loss tokens, P places that predict one.
+A token attends to its own past only, so packing does not change results, and a shared prefix is
+computed once, forward and backward. Loss tokens are listed separately, each with the place whose
+hidden state predicts it; in a tree, a place may predict several tokens. Shape suffixes: R rows of a
+micro-batch, T positions, N loss tokens, P places that predict a loss token.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from ludus.core.types import Sample
 from ludus.train.tree import grow
 
 Layout = Literal["tree", "packed", "single"]
-"""Rows of token trees; several samples a row; one sample a row, for models that can do no more."""
+"""Token trees in rows; several samples a row; one sample a row, for models without masks."""
 
 Row = list[tuple[int, int]]
-"""Samples side by side: the index of each, and how many tokens it shares with the one before."""
+"""Samples of a row: index, and number of tokens shared with the previous sample."""
 
 NEW_ROW = 0.5
-"""A sample opens a row when it fills at least this share of it, else it waits for shorter rows:
-attention costs T for each token of a row, however short the samples in it are."""
+"""Smallest share of a row that its first sample fills; shorter samples wait for shorter rows, for
+attention costs T per token of a row, whatever the lengths of its samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +50,20 @@ class MicroBatch:
     Args:
         token_ids_RT: int64, padded with the pad id.
         positions_RT: int64, from 0 in each sample; 0 for padding.
-        ends_RT: int64; the token at t is seen by the row's positions from t to here, exclusive.
-            Padding sees itself alone.
-        places_P: int64, ascending indices into the flattened rows: where a loss token is predicted.
-        place_N: int64, which of these predicts a loss token.
-        target_N: int64, the loss token's id.
-        sample_N: int64, the loss token's sample, as an index into those of the batch.
-        index_N: int64, where it stands in its sample.
+        ends_RT: int64; positions from t up to this one, exclusive, attend to the token at t.
+            Padding attends to itself alone.
+        places_P: int64, ascending indices into the flattened rows: places that predict loss tokens.
+        place_N: int64, index into `places_P` of the place that predicts the loss token.
+        target_N: int64, id of the loss token.
+        sample_N: int64, its sample, as an index into the samples of the batch.
+        index_N: int64, its index in the sample.
         trajectory_N: int64, number of its trajectory within the batch.
-        old_logprobs_N: float32, recorded when it was sampled.
+        old_logprobs_N: float32, recorded at sampling time.
         advantages_N: float32.
-        weights_N: float32, its share in the step's loss.
-        ref_logprobs_N: float32, where a reference model is kept.
-        values_N: float32, what the critic expected before the token, where there is one.
-        returns_N: float32, what it should have expected.
+        weights_N: float32, its weight in the step's loss.
+        ref_logprobs_N: float32, with a reference model.
+        values_N: float32, with a critic: its value before the token.
+        returns_N: float32, with a critic: the target of its value.
     """
 
     token_ids_RT: Tensor
@@ -85,10 +85,10 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """All micro-batches of one optimizer step, and the samples that they were made of.
+    """The micro-batches of one optimizer step, and their samples.
 
     Args:
-        num_unique_tokens: those computed: a prefix that samples share counts once a micro-batch.
+        num_unique_tokens: computed tokens; a shared prefix counts once a micro-batch.
     """
 
     micro_batches: list[MicroBatch]
@@ -108,17 +108,17 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Logical tokens: those of all samples."""
+        """Tokens of all samples, shared prefixes counted for each sample."""
         return sum(len(sample.token_ids) for sample in self.samples)
 
     @property
     def padding(self) -> float:
-        """Share of the positions that hold no token."""
+        """Share of positions without a token."""
         positions = sum(m.token_ids_RT.numel() for m in self.micro_batches)
         return 1 - self.num_unique_tokens / positions if positions else 0.0
 
     def halves(self, micro_batch: MicroBatch) -> list[MicroBatch]:
-        """The same loss tokens in two parts of about half the memory; none for a single sample."""
+        """The same loss tokens in parts of about half the memory; [] for a single sample."""
         chosen = list(dict.fromkeys(micro_batch.sample_N.tolist()))
         if len(chosen) < 2:
             return []
@@ -140,11 +140,11 @@ def pack(
 ) -> Batch:
     """Pack samples into micro-batches of at most `tokens_per_batch` positions, padding included.
 
-    The result depends on the samples and their order alone. `weights` are an aggregate's. A tree
-    that is larger than the budget is cut, and its parts repeat the prefix that they need.
+    The result depends on the samples and their order alone. `weights` come from an aggregate. A
+    tree larger than the budget is cut, and its parts repeat the prefix that they need.
 
-    Errors: ConfigError for a sample that is longer than `tokens_per_batch`; TrainingError for one
-    that contradicts itself.
+    Errors: ConfigError for a sample longer than `tokens_per_batch`; TrainingError for a sample with
+    inconsistent lists.
     """
     for sample, weight in zip(samples, weights, strict=True):
         _check(sample, weight, tokens_per_batch)
@@ -168,11 +168,11 @@ def pack(
 
 
 def attention_mask(micro_batch: MicroBatch) -> Tensor:
-    """Bool [R, 1, T, T], True where the query (third axis) may look at the key (fourth).
+    """Bool [R, 1, T, T], True where the query (third axis) attends to the key (fourth axis).
 
-    That is: at itself and at its past. Padding looks at itself, so that no row of the mask is empty
-    (a softmax over nothing is NaN). This is the meaning that `scaled_dot_product_attention` gives
-    to a boolean mask: use it with transformers' "sdpa".
+    A token attends to itself and its past. Padding attends to itself, because a softmax over an
+    empty row is NaN. The convention is that of `scaled_dot_product_attention` (transformers'
+    "sdpa").
     """
     ends_RT = micro_batch.ends_RT
     every_T = torch.arange(ends_RT.shape[1])
@@ -183,12 +183,12 @@ def attention_mask(micro_batch: MicroBatch) -> Tensor:
 def arrange(
     lengths: Sequence[int], tokens_per_batch: int, *, several: bool = True
 ) -> list[list[list[int]]]:
-    """Which samples go where: micro-batches of rows of sample indices.
+    """Returns micro-batches of rows of sample indices.
 
-    First-fit decreasing. The longest sample left sets a micro-batch's row length T; samples that
-    fill at least half of it open rows while R * T stays in the budget, shorter ones only fill what
-    room is left. So rows have similar lengths, and R * T * T, the cost of attention, stays small.
-    With `several` off, a row holds one sample.
+    First-fit decreasing. The longest remaining sample sets the row length T of a micro-batch;
+    samples that fill at least half of T open rows while R * T is within the budget, shorter samples
+    fill the free space. So rows have similar lengths, and the cost of attention, R * T * T, stays
+    small. With `several` off, a row holds one sample.
     """
     left = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     plan: list[list[list[int]]] = []
@@ -203,10 +203,10 @@ def arrange(
 def _first_fit(
     order: Sequence[int], lengths: Sequence[int], row_length: int, max_rows: int, several: bool
 ) -> tuple[list[list[int]], list[int]]:
-    """Fill at most `max_rows` rows; returns them, and the samples that found no place."""
+    """Fill at most `max_rows` rows; returns the rows and the samples that did not fit."""
     rows: list[list[int]] = []
     room: list[int] = []
-    widest = 0  # the most room of any row, so that what fits nowhere costs no search
+    widest = 0  # most free space of any row; a longer sample needs no search
     left: list[int] = []
     for index in order:
         length = lengths[index]
@@ -231,7 +231,7 @@ def _check(sample: Sample, weights: Sequence[float], tokens_per_batch: int) -> N
     if length > tokens_per_batch:
         raise ConfigError(
             f"rl.tokens_per_batch (in SFT, sft.tokens_per_batch): {where} has {length} tokens, "
-            f"which do not fit {tokens_per_batch}; give at least model.context_length"
+            f"which exceeds {tokens_per_batch}; set at least model.context_length"
         )
     parts: list[Sequence[float]] = [
         sample.loss_mask,
@@ -252,7 +252,7 @@ def _check(sample: Sample, weights: Sequence[float], tokens_per_batch: int) -> N
 def _plan(
     chosen: Sequence[int], samples: Sequence[Sample], tokens_per_batch: int, layout: Layout
 ) -> list[list[Row]]:
-    """Which of the chosen samples go where: micro-batches of rows."""
+    """Returns the chosen samples in rows of micro-batches."""
     ids = [samples[index].token_ids for index in chosen]
     if layout == "tree":
         plan = [[row] for row in grow(ids, tokens_per_batch)]

@@ -1,8 +1,8 @@
-"""The frozen model that a divergence is measured from.
+"""The frozen reference model of a KL divergence.
 
-kl_reference: PATH    that model
-a LoRA policy         the policy with its adapters switched off
-else                  a copy of the policy, as the stage began
+kl_reference: PATH    the model at PATH
+LoRA policy           the policy with its adapters disabled
+else                  a copy of the policy at the start of the stage
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Reference:
     """A reference for one stage.
 
     Args:
-        policy: the model that trains; it is copied where nothing else serves.
-        model: the reference itself, where it is another model.
+        policy: the trained model; copied unless `model` is given or the policy has adapters.
+        model: the reference model; None: derived from the policy.
         temperature: that of the rollouts.
-        context_length: the most tokens of a sample.
+        context_length: most tokens of a sample.
 
-    Errors: ConfigError where the reference has another vocabulary.
+    Errors: ConfigError for a reference with another vocabulary.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Reference:
     ) -> None:
         self.adapters_off = model is None and hasattr(policy, "disable_adapter")
         self.copied = model is None and not self.adapters_off
-        self._kept: str | None = None  # the fingerprint of the copy, once it is saved
+        self._kept: str | None = None  # fingerprint of the saved copy
         if model is not None:
             _require_same_vocabulary(policy, model)
         elif self.copied:
@@ -63,7 +63,7 @@ class Reference:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """While the model is the reference."""
+        """Context in which the model computes as the reference."""
         if not self.adapters_off:
             yield
             return
@@ -71,8 +71,8 @@ class Reference:
             yield
 
     def save(self, folder: Path) -> str | None:
-        """Write a copied policy into `folder`, once; returns its fingerprint. None: nothing to
-        keep, for the others can be had again."""
+        """Save a copied policy in `folder`, once; returns its fingerprint, or None for a reference
+        that is not a copy."""
         if not self.copied:
             return None
         if self._kept is None:
@@ -83,7 +83,7 @@ class Reference:
         return self._kept
 
     def load(self, folder: Path, content: str | None) -> None:
-        """Take up a copy that `save` wrote. Errors: CheckpointError where it is another."""
+        """Load a copy that `save` wrote. Errors: CheckpointError for a different model."""
         if not self.copied:
             return
         if content is None:
@@ -101,11 +101,11 @@ class Reference:
 
 
 def _saved(folder: Path) -> str | None:
-    """The fingerprint of the reference in `folder`."""
+    """Returns the fingerprint of the reference in `folder`."""
     store = CheckpointStore(folder, keep_last=1, keep_best=0)
     try:
         latest = store.latest()
-    except CheckpointError:  # damaged: it is written anew
+    except CheckpointError:  # damaged: save it again
         return None
     return str(read_state(latest.path)["fingerprint"]) if latest else None
 

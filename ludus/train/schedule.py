@@ -8,17 +8,17 @@ from ludus.config.schema import RunConfig
 
 
 def horizon(schedule: Sequence[tuple[int, int]], step: int) -> int:
-    """The turns that an episode may have in `step`: those of the last entry that has begun.
+    """Maximum turns of an episode in `step`, from entries of (first step, turns).
 
     ScalingInter-RL, Xi et al. 2025 (AgentGym-RL, arXiv:2509.08755), section 4.3: short episodes
-    first, to learn what single actions do; longer ones later, to explore. A function of the step
-    alone, so a resumed run goes on with the same.
+    first, to learn single actions; longer episodes later, to explore. Depends on the step alone, so
+    a resumed run continues the schedule.
     """
     return [turns for first, turns in schedule if first <= step][-1]
 
 
 def turn_limit(config: RunConfig, step: int) -> int | dict[str, int] | None:
-    """`rollout.max_turns` in a step of RL: as `rl.horizon` has it, for the parts it speaks of."""
+    """`rollout.max_turns` in an RL step, replaced by `rl.horizon` for the parts that it names."""
     limit = config.rollout.max_turns
     schedule = config.rl.horizon if config.rl else None
     if isinstance(schedule, dict):

@@ -1,10 +1,9 @@
-"""Whether sampler and learner agree in every bit; where they do not, which operation parts them.
+"""Verify that sampler and learner agree bit by bit; find the first operation whose results differ.
 
-The sampler computed a token in a batch of other episodes, from a cache, turn by turn; the learner
-computes it in a packed batch, at once. Under `exact` both have to arrive at the same float32
-log-probability. Where they do not, some operation depends on more than its token's own context, or
-the two sides do not compute the same: the token is computed once more on both sides, and compared
-operation by operation.
+The sampler computes a token in a batch of other episodes, from a KV cache, turn by turn; the
+learner computes it in a packed batch. Under `exact` both give the same float32 log-probability. A
+difference means that an operation depends on more than its token's context, or that the two sides
+differ in an operation. The token is then computed again on both sides, operation by operation.
 
 Shape suffixes: P places that predict a loss token, N loss tokens, E hidden size, V vocabulary.
 """
@@ -30,9 +29,9 @@ from ludus.train.samples import rows
 
 
 class ExactForward(Forward):
-    """Forward passes that are batch-invariant; backward passes are as ever.
+    """Batch-invariant forward passes; ordinary backward passes.
 
-    The logits are the model's own, whose last layer the sampler calls, too.
+    The logits come from the model's own last layer, which the sampler calls too.
     """
 
     def __init__(self, model: Any, **settings: Any) -> None:
@@ -41,7 +40,7 @@ class ExactForward(Forward):
 
     @property
     def layout(self) -> Layout:
-        """One sample a row: attention is computed in full, so long rows cost too much memory."""
+        """One sample a row: attention is dense, so long rows cost too much memory."""
         return "single"
 
     def hidden_states(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
@@ -61,7 +60,7 @@ class ExactForward(Forward):
         return logprobs_PV[place_N, target_N].float(), entropy_P[place_N].float()
 
     def _tiled(self, micro_batch: MicroBatch) -> bool:
-        return False  # tiles sum in an order of their own
+        return False  # tiles sum in another order
 
     def _find_attention(self, context_length: int | None) -> Attention:
         found = super()._find_attention(context_length)
@@ -71,7 +70,7 @@ class ExactForward(Forward):
 def unscored(
     trajectories: Iterable[Trajectory], tokens_per_batch: int, pad_id: int, layout: Layout
 ) -> Batch:
-    """All sampled tokens of the trajectories as a batch, whatever became of them."""
+    """Returns a batch of all sampled tokens, those of failed trajectories included."""
     samples = [row for trajectory in trajectories for row in rows(trajectory, 0.0)]
     longest = max((len(sample.token_ids) for sample in samples), default=0)
     return pack(
@@ -87,10 +86,10 @@ async def verify(forward: Forward, batch: Batch, version: int) -> int:
     """Compare the sampler's log-probabilities of a batch with the learner's, bit by bit.
 
     Args:
-        version: of the weights now: samples of others, and demonstrations, are passed over.
+        version: of the weights; samples of other versions and demonstrations are skipped.
 
-    Returns how many tokens were compared.
-    Errors: TrainingError that names the first token that differs, and the operation.
+    Returns the number of compared tokens.
+    Errors: TrainingError that names the first different token and operation.
     """
     num_tokens = 0
     forward.model.train()
@@ -106,46 +105,46 @@ async def verify(forward: Forward, batch: Batch, version: int) -> int:
             sample = batch.samples[int(micro_batch.sample_N[first])]
             index = int(micro_batch.index_N[first])
             count = f"{int(differs_N.sum())} of {int(own_N.sum())} tokens of a micro-batch differ"
-            raise await _parted(forward, sample, index, float(logprobs_N[first]), count)
+            raise await _mismatch(forward, sample, index, float(logprobs_N[first]), count)
         num_tokens += int(own_N.sum())
     return num_tokens
 
 
-async def _parted(
+async def _mismatch(
     forward: Forward, sample: Sample, index: int, logprob: float, count: str
 ) -> TrainingError:
-    """What to say of a token on which sampler and learner do not agree."""
+    """Returns the error for a token on which sampler and learner disagree."""
     sampled = sample.logprobs[index]
-    told = (
+    message = (
         f"sampler and learner disagree ({count}): token {index} of trajectory "
         f"{sample.trajectory_id}: log-probability {_spell(sampled)} in the sampler, "
         f"{_spell(logprob)} in the learner"
     )
     sampler = await _as_sampled(forward.model, sample, index)
     learner = _as_trained(forward, sample, index)
-    found = first_difference(sampler, learner)
-    if found is None:
+    difference = first_difference(sampler, learner)
+    if difference is None:
         return TrainingError(
-            f"{told}. Computed alone, both sides agree: some operation depends on what else is in "
-            "its batch"
+            f"{message}. Computed alone, both sides agree: an operation depends on the rest of its "
+            "batch"
         )
-    mine, other = found
-    at = int((mine.value != other.value).flatten().nonzero()[0])
-    values = [float(record.value.flatten()[at]) for record in found]
+    ours, other = difference
+    at = int((ours.value != other.value).flatten().nonzero()[0])
+    values = [float(record.value.flatten()[at]) for record in difference]
     return TrainingError(
-        f"{told}. The first operation that differs is {mine}, at position {index - 1}, entry {at}: "
-        f"{_spell(values[0])} in the sampler, {_spell(values[1])} in the learner"
+        f"{message}. The first operation that differs is {ours}, at position {index - 1}, entry "
+        f"{at}: {_spell(values[0])} in the sampler, {_spell(values[1])} in the learner"
     )
 
 
 def _spell(value: float) -> str:
-    """A float32 and its bits."""
+    """Format a float32 with its bits."""
     return f"{value:.9g} (0x{struct.pack('>f', value).hex()})"
 
 
 async def _as_sampled(model: Any, sample: Sample, index: int) -> list[Record]:
-    """The sampler's operations on the token before `index`: its turn's prompt at once, then token
-    by token, in a session of its own."""
+    """The sampler's operations on the token before `index`: prefill of the turn's prompt, then
+    decoding token by token, in a session of its own."""
     ids = sample.token_ids
     start = index
     while start > 0 and sample.loss_mask[start - 1]:
@@ -164,7 +163,7 @@ async def _as_sampled(model: Any, sample: Sample, index: int) -> list[Record]:
 
 @torch.inference_mode()
 def _as_trained(forward: Forward, sample: Sample, index: int) -> list[Record]:
-    """The learner's operations on it, in the whole sample."""
+    """The learner's operations on the token before `index`, in the whole sample."""
     batch = pack([sample], [sample.logprobs], tokens_per_batch=len(sample.token_ids), pad_id=0)
     [micro_batch] = batch.micro_batches
     forward.model.train()

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from ludus.backends import BACKENDS
+from ludus.backends.conformance import CHECKS, Check
 from ludus.backends.local import LocalBackend
 from ludus.config.schema import LoraConfig, OptimizerConfig, RunConfig
-from ludus.core.errors import CheckpointError
+from ludus.core.errors import CheckpointError, ConfigError
 from ludus.core.types import Sample, Spec
 from ludus.models.build import build_model
 from ludus.models.chat.renderer import Renderer
@@ -119,6 +121,19 @@ async def test_a_resumed_run_is_the_uninterrupted_one(
     assert not all(torch.equal(saved[n], w) for n, w in final.items())
     pairs = zip(moments(straight), moments(resumed), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_conformance(check: Check, tmp_path: Path, renderer: Renderer) -> None:
+    await check(lambda folder: make_backend(renderer, folder, seed=3), tmp_path)
+
+
+def test_back_ends_are_plugins(tmp_path: Path) -> None:
+    assert {"local", "debug"} <= set(BACKENDS)
+    with pytest.raises(ConfigError, match=r"backend.name: 'lcoal' is not a known .*mean local"):
+        BACKENDS.check(Spec(name="lcoal"), "backend")
+    with pytest.raises(ConfigError, match=r"backend.args.device"):
+        BACKENDS.check(Spec(name="local", args={"device": "cpu"}), "backend")
 
 
 async def test_the_sampler_sees_what_the_learner_trains(tmp_path: Path, renderer: Renderer) -> None:

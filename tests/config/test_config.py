@@ -77,9 +77,9 @@ def test_every_source_gives_the_same_config(recipe, tmp_path, monkeypatch):
             "(known: every, keep_best, keep_last, metric) [line 3]",
         ),
         (
-            "backend: lcoal",
-            "recipes/tiny.yaml: backend must be one of local, debug, got 'lcoal' "
-            "(did you mean local?) [line 3]",
+            "rollout:\n  format: tolos",
+            "recipes/tiny.yaml: rollout.format must be one of plain, react, tools, got 'tolos' "
+            "(did you mean tools?) [line 4]",
         ),
         ("seed: '3'", "recipes/tiny.yaml: seed must be a whole number >= 0, got '3' [line 3]"),
         ("seed: 3.0", "recipes/tiny.yaml: seed must be a whole number >= 0, got 3.0 [line 3]"),

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,44 @@ def test_the_gradient_is_that_of_a_plain_loop(temperature: float) -> None:
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert packed
     assert counts[0] > counts[1] > counts[2]
+
+
+def test_accumulated_batches_are_one_step() -> None:
+    """A forward_backward for each micro-batch, then one optim_step: the bits of one train_step."""
+    batch = make_batch(make_samples())
+    assert len(batch.micro_batches) > 2
+    whole, parts = policy(), policy()
+    expected = make_learner(whole).train_step(batch, SURROGATE)
+    learner = make_learner(parts)
+    losses = [
+        learner.forward_backward(replace(batch, micro_batches=[micro_batch]), SURROGATE)["loss"]
+        for micro_batch in batch.micro_batches
+    ]
+    assert learner.optim_step() == {name: expected[name] for name in ("grad_norm", "lr")}
+    assert sum(losses) == pytest.approx(expected["loss"])
+    assert digest(parts) == digest(whole)
+    assert learner.step == 1
+
+
+def test_memory_that_runs_out_keeps_the_gradients_of_earlier_batches() -> None:
+    """The second batch fails once: both are computed again, to the same gradient."""
+    batches = [make_batch(make_samples(4, seed), 256) for seed in (1, 2)]
+    norms = []
+    for failures in (0, 1):
+        learner = make_learner(policy())
+        learner.forward_backward(batches[0], SURROGATE)
+        plain, left = learner._backward, [failures]
+
+        def backward(*args: Any, plain: Any = plain, left: Any = left) -> Any:
+            if left[0]:
+                left[0] -= 1
+                raise torch.OutOfMemoryError("out of memory")
+            return plain(*args)
+
+        learner._backward = backward  # type: ignore[method-assign]
+        learner.forward_backward(batches[1], SURROGATE)
+        norms.append(learner.optim_step()["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 def test_metrics_do_not_depend_on_the_cut() -> None:
