@@ -202,7 +202,7 @@ async def test_steps_of_which_everything_is_dropped_go_on(
 def left(tasks: set[asyncio.Task[Any]]) -> list[str]:
     """What still runs, but for the paused sampler, which waits for another turn."""
     names = [str(t) for t in asyncio.all_tasks() - tasks if not t.done()]
-    return [name for name in names if "_run_rounds" not in name]
+    return [name for name in names if "_run_steps" not in name]
 
 
 async def test_a_failing_learner_stops_the_episodes(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ def world() -> World:
 
 
 @pytest.fixture(autouse=True)
-def released() -> Iterator[None]:
-    """Let what hangs end when its test does."""
+def release_hanging() -> Iterator[None]:
+    """End hanging environments with their test."""
     played_envs.RELEASE = threading.Event()
     played_envs.CLOSED.clear()
     played_envs.ATTEMPTS.clear()

@@ -1,4 +1,4 @@
-"""Many episodes at once: what one of them does touches no other, and nothing is lost or hangs."""
+"""Concurrent episodes: faults stay contained, retries, cancellation, threads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HANGS = {"busy": "Faulty", "sleep": "Faulty", "await": "Faulty", "await there": 
 
 
 def tokens(groups: list[Group]) -> list[Any]:
-    """What was sampled and seen, with rewards and ends; no log-probabilities, no times."""
+    """Tokens, rewards and statuses; no log-probabilities, no times."""
     return [
         (
             t.id,
@@ -106,7 +106,7 @@ async def test_concurrency_changes_no_token(world: World, temperature: float):
 
 
 async def test_delays_change_neither_tokens_nor_logprobs(world: World):
-    """What is computed together does not depend on how long environments take."""
+    """The composition of batches does not depend on the speed of environments."""
     delays = [[0.0], [0.004, 0.0], [0.0, 0.006], [0.002]]
     slow = [task_of(i, delays=delays[i % 4]) for i in range(8)]
     fast = [task_of(i) for i in range(8)]
@@ -152,11 +152,11 @@ async def test_a_broken_episode_keeps_its_kind_and_touches_no_other(
     broken = [task_of(i, fault=fault, where=where) for i, fault in enumerate(faults)]
     sound = [task_of(100 + i) for i in range(4)]
     groups = await collect(world, [*broken, *sound], 2, env=env, max_retries=0)
-    for (status, told), group in zip(faults.values(), groups, strict=False):
+    for (status, error), group in zip(faults.values(), groups, strict=False):
         for trajectory in group.trajectories:
-            assert trajectory.status is status, (trajectory.error, told)
+            assert trajectory.status is status, (trajectory.error, error)
             if where == "step":
-                assert told in (trajectory.error or "")
+                assert error in (trajectory.error or "")
             assert trajectory.reward is None
     alone = await collect(world, [*broken, *sound], 2, env="Say", max_retries=0)
     assert tokens(groups[len(faults) :]) == tokens(alone[len(faults) :])
@@ -187,7 +187,7 @@ async def test_an_environment_that_cannot_be_made(world: World):
     assert groups[1].trajectories[0].status.trainable
 
 
-async def test_a_task_that_names_no_environment_there_is(world: World):
+async def test_a_task_that_names_an_unknown_environment(world: World):
     tasks = [task_of(0).model_copy(update={"env": Spec(name="babyia")}), task_of(1)]
     groups = await collect(world, tasks, 1, max_retries=0)
     assert groups[0].trajectories[0].status is Status.ERROR_ENV
@@ -198,7 +198,7 @@ async def test_a_task_that_names_no_environment_there_is(world: World):
 
 
 @pytest.mark.parametrize("hang", HANGS)
-async def test_an_episode_that_hangs_is_left_behind(world: World, hang: str):
+async def test_a_hanging_episode_is_abandoned(world: World, hang: str):
     fault = hang.removesuffix(" there")
     tasks = [task_of(0, fault=fault), task_of(1), task_of(2, fault=fault, where="reset")]
     groups = await collect(
@@ -207,13 +207,13 @@ async def test_an_episode_that_hangs_is_left_behind(world: World, hang: str):
     for group, what in ((groups[0], "step"), (groups[2], "reset")):
         for trajectory in group.trajectories:
             assert (trajectory.status, trajectory.reward) == (Status.ERROR_TIMEOUT, None)
-            told = f"the environment's {what} took longer than rollout.step_deadline_s = 1 s"
-            assert trajectory.error == told
+            error = f"the environment's {what} took longer than rollout.step_deadline_s = 1 s"
+            assert trajectory.error == error
     assert all(t.status.trainable for t in groups[1].trajectories)
 
 
 async def test_the_episode_has_a_deadline_too(world: World):
-    """Each step is in time, all of them together are not."""
+    """Each step meets its deadline, the episode does not."""
     task = task_of(0, delays=[0.2])
     (group,) = await collect(
         world, [task], 1, env="Faulty", max_retries=0, episode_deadline_s=0.3, max_turns=50
@@ -224,7 +224,7 @@ async def test_the_episode_has_a_deadline_too(world: World):
 
 
 @pytest.mark.parametrize("env", ["Faulty", "Awaiting"])
-async def test_what_was_left_behind_is_closed_when_it_ends_after_all(world: World, env: str):
+async def test_an_abandoned_environment_is_closed_when_it_returns(world: World, env: str):
     task = task_of(0, fault="sleep" if env == "Faulty" else "await")
     await collect(world, [task], 1, env=env, max_retries=0, step_deadline_s=0.2)
     if env == "Faulty":
@@ -241,7 +241,7 @@ async def test_what_was_left_behind_is_closed_when_it_ends_after_all(world: Worl
 
 
 @pytest.mark.parametrize("fault", ["raise", "sleep"])
-async def test_trying_again_gives_what_an_episode_without_failure_gives(world: World, fault: str):
+async def test_a_retry_gives_the_tokens_of_an_episode_without_failure(world: World, fault: str):
     fails = [task_of(i, fault=fault, failures=2, turn=i % 2) for i in range(3)]
     never = [task_of(i) for i in range(3)]
     how: dict[str, Any] = {
@@ -258,7 +258,7 @@ async def test_trying_again_gives_what_an_episode_without_failure_gives(world: W
     assert tokens(a) == tokens(b)
 
 
-async def test_after_the_last_retry_it_is_excluded_and_never_scored(world: World):
+async def test_after_the_last_retry_an_episode_is_excluded_and_not_scored(world: World):
     groups = await collect(
         world, [task_of(0, fault="raise", turn=0), task_of(1)], 2, env="Faulty", max_retries=2
     )
@@ -278,7 +278,7 @@ async def test_after_the_last_retry_it_is_excluded_and_never_scored(world: World
 
 
 class Breaking(Recording):
-    """A sampler whose weights diverge at its n-th turn."""
+    """A sampler that raises TrainingError at its n-th turn."""
 
     countdown = 5
 
@@ -339,7 +339,7 @@ async def test_cancelling_leaves_nothing_open(world: World, env: str, fault: str
         assert sampler.open_sessions == []
 
 
-async def test_an_aborted_episode_says_so(world: World):
+async def test_a_cancelled_episode_is_aborted(world: World):
     judged: list[Trajectory] = []
 
     async def judge(task: Task, trajectory: Trajectory) -> Any:
@@ -368,7 +368,7 @@ async def test_on_episode_may_stop_the_run(world: World):
 
 
 def test_threads_that_hang_do_not_keep_the_interpreter():
-    """In a process of its own, whose environments hang for ever in every way."""
+    """In a separate process, whose environments hang in every way."""
     script = f"""
         import asyncio, sys
         sys.path[:0] = [{str(HERE)!r}, {str(Path(ludus.__file__).parents[1])!r}]
@@ -418,7 +418,7 @@ async def test_blocking_environments_live_in_one_thread_each(world: World):
     assert {threading.main_thread().name} == played_envs.THREADS
 
 
-async def test_seats_use_the_threads_of_those_before_them(world: World):
+async def test_idle_threads_are_reused(world: World):
     def count() -> int:
         return sum(thread.name == "ludus-env" for thread in threading.enumerate())
 
@@ -446,7 +446,7 @@ async def test_quitting_the_debugger_ends_the_run(world: World):
     assert played_envs.CLOSED == ["say/0"]
 
 
-async def test_errors_are_told_with_their_cause(world: World):
+async def test_errors_are_reported_with_their_cause(world: World):
     found: list[EpisodeError] = []
     collector = world.collector(env="Faulty", max_retries=1)
     collector.on_error = found.append

@@ -1,4 +1,4 @@
-"""Episodes: the ids that were seen and sampled are the ids that train; each kind of end."""
+"""The episode driver with a token session: tokens, statuses, formats, thinking, judges."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STYLES_AND_THINKING = [
 
 
 def check_tokens(trajectory: Trajectory, turns: list[tuple[list[int], Any]]) -> None:
-    """Invariants 1 and 2: what the engine saw and sampled is the tree, token by token."""
+    """Invariants 1 and 2: the tree holds the prompt and sampled tokens of the sampler."""
     sampled = [i for i, segment in enumerate(trajectory.segments) if segment.sampled]
     assert len(sampled) == len(turns) == trajectory.num_turns
     for index, (prompt, completion) in zip(sampled, turns, strict=True):
@@ -35,7 +35,7 @@ def check_tokens(trajectory: Trajectory, turns: list[tuple[list[int], Any]]) -> 
 
 
 def check_rows(trajectory: Trajectory) -> None:
-    """Each sampled token has its loss in exactly one row, under its own log-probability."""
+    """Each sampled token has a loss in exactly one row, with its own log-probability."""
     trained: Counter[int] = Counter()
     expected: Counter[int] = Counter()
     pairs = []
@@ -66,7 +66,7 @@ async def test_tokens_in_are_tokens_out(world: World, style: str, thinking: str)
     assert sampler.open_sessions == []
 
 
-async def test_what_is_sampled_is_never_tokenised_again(world: World):
+async def test_sampled_ids_are_never_retokenised(world: World):
     """`re` + `d` reads as `red`, but trains as the two tokens that were sampled."""
     tokenizer = world.tokenizer
     ids = tokenizer.convert_tokens_to_ids(["red", " ", " "])
@@ -86,7 +86,7 @@ async def test_what_is_sampled_is_never_tokenised_again(world: World):
 
 
 async def play(world: World, *texts: Any, task: Task | None = None, **how: Any) -> Trajectory:
-    """One episode of a model that says `texts`."""
+    """Play one episode with a model that samples `texts`."""
     style, thinking = how.get("style", "plain"), how.get("thinking", "keep")
     context = how.pop("context_length", 256)
     sampler = Scripted(world.renderer(style, thinking), *texts, context_length=context)
@@ -99,14 +99,14 @@ async def play(world: World, *texts: Any, task: Task | None = None, **how: Any) 
     return trajectory
 
 
-def heard(trajectory: Trajectory) -> list[str]:
-    """What was said to the model, without the opening."""
+def replies_of(trajectory: Trajectory) -> list[str]:
+    """The environment's messages after the opening."""
     found = [s.message for s in trajectory.segments if s.message and not s.sampled]
     return [m.content for m in found if m.role in ("user", "tool")][1:]
 
 
 def wanted(seed: int) -> list[str]:
-    """What `Say` asks for."""
+    """The colours that `Say` asks for."""
     rng = Random(seed)
     return [rng.choice(COLOURS) for _ in range(3)]
 
@@ -122,34 +122,34 @@ async def test_completed_with_the_rewards_of_its_steps(world: World):
     assert (trajectory.status, trajectory.reward) == (Status.COMPLETED, 3.0)
     assert [s.reward for s in trajectory.segments if s.sampled] == [1.0, 1.0, 1.0]
     assert trajectory.metrics["success"] == 1.0
-    assert heard(trajectory)[-1] == "done ."
-    assert trajectory.segments[-1].token_ids == [], "the last words were seen by nobody"
+    assert replies_of(trajectory)[-1] == "done ."
+    assert trajectory.segments[-1].token_ids == [], "the last message has no ids: no turn follows"
     half = await play(world, right[0], "purple", right[1], "nothing", right[2], task=task)
     assert (half.reward, half.metrics["success"]) == (3.0, 1.0)
 
 
-async def test_truncated_turns_keep_what_they_earned(world: World):
+async def test_truncated_turns_keep_their_rewards(world: World):
     right = wanted(0)
     trajectory = await play(world, right[0], *["purple"] * 3, max_turns=4)
     assert trajectory.status is Status.TRUNCATED_TURNS
     assert (trajectory.reward, trajectory.num_turns) == (1.0, 4)
-    assert trajectory.segments[-1].sampled, "nothing answers the last turn"
+    assert trajectory.segments[-1].sampled, "the last turn has no reply"
 
 
-async def test_the_environment_bounds_its_turns(world: World):
+async def test_the_environments_turn_limit_applies(world: World):
     trajectory = await play(world, "purple")
     assert (trajectory.status, trajectory.num_turns) == (Status.TRUNCATED_TURNS, 5)
     assert trajectory.reward == 0.0
 
 
-async def test_a_turn_that_is_too_long_is_cut(world: World):
+async def test_a_turn_over_the_token_limit_is_truncated(world: World):
     trajectory = await play(world, wanted(0)[0], "red red red...")
     assert (trajectory.status, trajectory.num_turns) == (Status.TRUNCATED_LENGTH, 2)
     assert trajectory.reward == 1.0
 
 
 async def test_a_full_context_ends_the_episode(world: World):
-    """The environment's answer fills the context: what was earned so far counts."""
+    """The environment's reply fills the context: earned rewards count."""
     trajectory = await play(
         world, "red", task=task_of(0, fault="long"), env="Faulty", context_length=100
     )
@@ -158,7 +158,7 @@ async def test_a_full_context_ends_the_episode(world: World):
     assert "model.context_length is 100" in (trajectory.error or "")
 
 
-async def test_a_turn_may_fill_the_context_and_no_more(world: World):
+async def test_a_turn_ends_at_the_context_limit(world: World):
     sampler = world.sampler(context_length=24)
     collector = world.collector(sampler=sampler, max_tokens_per_turn=40)
     groups = await collector.collect([task_of(i) for i in range(4)], 0, 2)
@@ -202,7 +202,7 @@ async def test_unscorable_without_reward_and_judge(world: World):
     assert dropped is Status.UNSCORABLE
 
 
-async def test_an_environment_that_never_spoke_of_reward_gave_none_when_cut(world: World):
+async def test_a_truncated_episode_without_rewards_earned_0(world: World):
     trajectory = await play(world, "red", env="Cut")
     assert (trajectory.status, trajectory.reward) == (Status.TRUNCATED_TURNS, 0.0)
 
@@ -210,7 +210,7 @@ async def test_an_environment_that_never_spoke_of_reward_gave_none_when_cut(worl
 # Formats
 
 
-async def test_react_takes_what_follows_action(world: World):
+async def test_react_parses_the_text_after_action(world: World):
     right = wanted(0)
     trajectory = await play(
         world, *(f"the colour is {c}\nAction: {c}" for c in right), style="react"
@@ -219,12 +219,12 @@ async def test_react_takes_what_follows_action(world: World):
 
 
 @pytest.mark.parametrize("text", ["red", "Action:", "Action: red\nAction: red"])
-async def test_a_react_error_is_told_and_costs_a_turn(world: World, text: str):
+async def test_a_react_error_is_replied_and_costs_a_turn(world: World, text: str):
     right = wanted(0)
     turns = [text, *(f"Action: {c}" for c in right)]
     trajectory = await play(world, *turns, style="react", max_turns=3)
     assert (trajectory.status, trajectory.num_turns) == (Status.TRUNCATED_TURNS, 3)
-    assert "Action:" in heard(trajectory)[0]
+    assert "Action:" in replies_of(trajectory)[0]
     assert [s.reward for s in trajectory.segments if s.sampled] == [None, 1.0, 1.0]
     assert trajectory.reward == 2.0
 
@@ -233,7 +233,7 @@ def called(word: str) -> Message:
     return Message(role="assistant", tool_calls=[ToolCall(name="say", arguments={"word": word})])
 
 
-async def test_tool_calls_are_answered_by_the_tool(world: World):
+async def test_tool_calls_get_a_tool_reply(world: World):
     seed = seed_without_grey()
     right = wanted(seed)
     trajectory = await play(world, *map(called, right), style="tools", task=task_of(seed))
@@ -247,7 +247,7 @@ async def test_tool_calls_are_answered_by_the_tool(world: World):
 
 
 @pytest.mark.parametrize(
-    ("turn", "role", "told"),
+    ("turn", "role", "error"),
     [
         ("red", "user", "make exactly one tool call a turn, not 0."),
         (
@@ -262,20 +262,22 @@ async def test_tool_calls_are_answered_by_the_tool(world: World):
         (called("purple"), "tool", "that is no colour ."),
     ],
 )
-async def test_a_wrong_call_is_told_and_costs_a_turn(world: World, turn: Any, role: str, told: str):
+async def test_an_invalid_call_is_replied_and_costs_a_turn(
+    world: World, turn: Any, role: str, error: str
+):
     trajectory = await play(world, turn, style="tools", max_turns=2)
     assert (trajectory.status, trajectory.num_turns) == (Status.TRUNCATED_TURNS, 2)
     assert trajectory.reward == 0.0
     (answer,) = [s.message for s in trajectory.segments[2:] if s.message and not s.sampled]
-    assert (answer.role, told in answer.content) == (role, True), answer
+    assert (answer.role, error in answer.content) == (role, True), answer
 
 
-async def test_an_environments_own_messages_are_left_as_they_are(world: World):
+async def test_the_environments_message_objects_are_not_modified(world: World):
     await play(world, called("red"), style="tools", env="Shouts")
     assert Message(role="user", content="that is no colour .") == Shouts.ANSWER
 
 
-async def test_calls_that_the_environment_breaks_on_are_its_fault(world: World):
+async def test_an_exception_in_text_of_is_an_environment_error(world: World):
     trajectory = await play(world, called("red"), style="tools", env="BrokenCalls", max_retries=0)
     assert trajectory.status is Status.ERROR_ENV
     assert "ZeroDivisionError: calls are broken" in (trajectory.error or "")
@@ -308,12 +310,12 @@ async def test_stripped_thinking_branches_and_trains_once(world: World):
         assert world.tokenizer.decode(said) == expected
 
 
-async def test_forbidden_thinking_is_told_and_costs_a_turn(world: World):
+async def test_forbidden_thinking_is_replied_and_costs_a_turn(world: World):
     right = wanted(0)
     thinks = f"<think>the colour is red</think>{right[0]}"
     trajectory = await play(world, thinks, *right, style="think", thinking="forbid", max_turns=4)
     assert (trajectory.status, trajectory.reward) == (Status.COMPLETED, 3.0)
-    assert "Thinking is not allowed" in heard(trajectory)[0]
+    assert "Thinking is not allowed" in replies_of(trajectory)[0]
     assert len(trajectory.leaves()) == 1
 
 
@@ -335,7 +337,7 @@ async def test_a_judge_scores_a_task_without_environment(world: World):
     assert (unscored.status, unscored.reward) == (Status.UNSCORABLE, None)
 
 
-async def test_a_judge_has_the_last_word_over_the_environment(world: World):
+async def test_a_judge_overrides_the_environments_rewards(world: World):
     async def half(task: Task, trajectory: Trajectory) -> Score:
         return Score(value=0.5, parts={"style": 0.5})
 
@@ -344,14 +346,14 @@ async def test_a_judge_has_the_last_word_over_the_environment(world: World):
 
 
 @pytest.mark.parametrize(
-    ("verdict", "told"),
+    ("verdict", "error"),
     [
         (ValueError("no idea"), "the judge raised ValueError: no idea"),
         (Score(value=float("nan")), "has to return a finite Score"),
         (None, "the judge returned None"),
     ],
 )
-async def test_a_judge_that_breaks_scores_nothing(world: World, verdict: Any, told: str):
+async def test_a_failing_judge_makes_the_episode_unscorable(world: World, verdict: Any, error: str):
     async def judge(task: Task, trajectory: Trajectory) -> Any:
         if isinstance(verdict, Exception):
             raise verdict
@@ -359,4 +361,4 @@ async def test_a_judge_that_breaks_scores_nothing(world: World, verdict: Any, to
 
     trajectory = await play(world, *wanted(0), judge=judge)
     assert (trajectory.status, trajectory.reward) == (Status.UNSCORABLE, None)
-    assert told in (trajectory.error or "")
+    assert error in (trajectory.error or "")

@@ -1,4 +1,4 @@
-"""Threads, seats and hosted environments, at bad moments."""
+"""Worker threads and hosted environments: hangs, cancellation, races."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def until(condition: Any) -> None:
 
 
 class Gate(Env):
-    """Waits in its thread until the test opens the gate."""
+    """Blocks its thread until the test opens the gate."""
 
     def __init__(self, where: str = "step") -> None:
         self.where = where
@@ -68,9 +68,9 @@ def gates() -> Any:
 
 @pytest.mark.parametrize("where", ["init", "reset", "step"])
 @pytest.mark.parametrize("how", ["deadline", "cancel"])
-async def test_what_is_left_behind_is_closed_in_its_own_thread(where: str, how: str):
-    seat = EnvThread()
-    env = HostedEnv(lambda: Gate(where), seat, 0.1 if how == "deadline" else 60.0)
+async def test_an_abandoned_environment_is_closed_in_its_own_thread(where: str, how: str):
+    thread = EnvThread()
+    env = HostedEnv(lambda: Gate(where), thread, 0.1 if how == "deadline" else 60.0)
 
     async def play() -> None:
         await env.reset(task_of(0))
@@ -89,31 +89,31 @@ async def test_what_is_left_behind_is_closed_in_its_own_thread(where: str, how: 
     await until(lambda: gate.log)
     await until(lambda: len(gate.log) == (2 if where == "step" else 1))
     assert gate.log[-1] == "closed in ludus-env"
-    # The seat goes on with another thread.
-    other = HostedEnv(Say, seat, 60.0)
+    # The EnvThread continues with another worker thread.
+    other = HostedEnv(Say, thread, 60.0)
     await other.reset(task_of(0))
     await other.close()
-    seat.close()
+    thread.close()
 
 
-async def test_a_close_that_hangs_is_left_behind():
+async def test_a_hanging_close_is_abandoned():
     class Clings(Say):
         async def close(self) -> None:
             played_envs.RELEASE.wait()
 
-    seat = EnvThread()
-    env = HostedEnv(Clings, seat, 0.1)
+    thread = EnvThread()
+    env = HostedEnv(Clings, thread, 0.1)
     await env.reset(task_of(0))
     await env.close()
     await env.close()
-    other = HostedEnv(Say, seat, 60.0)
+    other = HostedEnv(Say, thread, 60.0)
     await other.reset(task_of(0))
-    seat.close()
+    thread.close()
 
 
 async def test_closing_twice_closes_once():
-    seat = EnvThread()
-    env = HostedEnv(Say, seat, 60.0)
+    thread = EnvThread()
+    env = HostedEnv(Say, thread, 60.0)
     await env.close()
     await env.reset(task_of(0))
     await env.close()
@@ -121,32 +121,32 @@ async def test_closing_twice_closes_once():
     assert played_envs.CLOSED == ["say/0"]
     with pytest.raises(EnvError, match="before reset"):
         env.env  # noqa: B018
-    seat.close()
+    thread.close()
 
 
-async def test_results_and_deadlines_that_meet():
-    """Whichever wins, the outcome is one of the two, and the seat goes on."""
-    seat, outcomes = EnvThread(), set()
+async def test_a_result_at_its_deadline():
+    """Either outcome is valid, and the thread stays usable."""
+    thread, outcomes = EnvThread(), set()
     for _ in range(60):
         try:
             outcomes.add(
-                await seat.run(lambda: asyncio.sleep(0.001, "in time"), 0.001, blocking=True)
+                await thread.run(lambda: asyncio.sleep(0.001, "in time"), 0.001, blocking=True)
             )
         except Overdue:
             outcomes.add("overdue")
     assert outcomes <= {"in time", "overdue"}
-    assert await seat.run(lambda: asyncio.sleep(0, "still here"), 60.0, blocking=True)
-    seat.close()
+    assert await thread.run(lambda: asyncio.sleep(0, "still here"), 60.0, blocking=True)
+    thread.close()
 
 
 async def test_a_cancellation_is_never_lost():
-    """Cancelled in the very moment in which the result arrives, too."""
+    """Also when the result arrives at the same moment."""
     for turns in range(60):
-        seat = EnvThread()
+        thread = EnvThread()
 
-        async def endless(seat: EnvThread = seat) -> None:
+        async def endless(thread: EnvThread = thread) -> None:
             while True:
-                await seat.run(lambda: asyncio.sleep(0), 60.0, blocking=True)
+                await thread.run(lambda: asyncio.sleep(0), 60.0, blocking=True)
 
         task = asyncio.create_task(endless())
         for _ in range(turns):
@@ -154,7 +154,7 @@ async def test_a_cancellation_is_never_lost():
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        seat.close()
+        thread.close()
 
 
 async def test_a_blocking_environment_keeps_its_thread_and_loop():
@@ -174,12 +174,12 @@ async def test_a_blocking_environment_keeps_its_thread_and_loop():
         async def close(self) -> None:
             seen.add((threading.get_ident(), asyncio.get_running_loop()))
 
-    seat = EnvThread()
-    env = HostedEnv(Looks, seat, 60.0)
+    thread = EnvThread()
+    env = HostedEnv(Looks, thread, 60.0)
     await env.reset(task_of(0))
     await env.step(ACT)
     await env.close()
-    seat.close()
+    thread.close()
     assert len(seen) == 1
     (only,) = seen
     assert only[0] != threading.get_ident()
@@ -206,7 +206,7 @@ async def test_an_awaiting_environment_lives_in_the_loop_of_the_rollouts():
     assert loops == {asyncio.get_running_loop()}
 
 
-async def test_step_that_is_no_coroutine():
+async def test_a_step_that_is_not_a_coroutine():
     class Plain(Say):
         def step(self, action: Message) -> StepResult:  # type: ignore[override]
             return StepResult()
@@ -218,16 +218,16 @@ async def test_step_that_is_no_coroutine():
 
 
 def test_threads_end_when_they_are_idle(monkeypatch: pytest.MonkeyPatch):
-    """And none is lost or handed out dead, however the end and the taking fall together."""
+    """No thread is lost or reused after its end, whatever the timing."""
     monkeypatch.setattr(threads, "IDLE_S", 0.002)
     monkeypatch.setattr(threads, "_idle", type(threads._idle)())
     before = {t.ident for t in threading.enumerate()}
 
     async def use() -> None:
         for n in range(150):
-            seat = EnvThread()
-            assert await seat.run(lambda n=n: asyncio.sleep(0, n), 60.0, blocking=True) == n
-            seat.close()
+            thread = EnvThread()
+            assert await thread.run(lambda n=n: asyncio.sleep(0, n), 60.0, blocking=True) == n
+            thread.close()
             await asyncio.sleep(0.0015 + 0.001 * (n % 3) / 3)
         await until(lambda: not threads._idle)
 
@@ -238,8 +238,8 @@ def test_threads_end_when_they_are_idle(monkeypatch: pytest.MonkeyPatch):
             assert not thread.is_alive()
 
 
-def test_a_thread_outlives_the_loop_of_its_caller():
-    """A job whose caller's loop has closed ends its thread, and nothing else."""
+def test_a_worker_thread_outlives_the_loop_of_its_caller():
+    """A job whose caller's loop has closed ends only its thread."""
     gate = threading.Event()
     thread = WorkerThread()
 

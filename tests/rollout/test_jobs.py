@@ -1,4 +1,4 @@
-"""Episodes against an OpenAI-compatible endpoint, over real HTTP."""
+"""Rollout jobs with an OpenAI-compatible endpoint, over HTTP."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from ludus.rollout.session import TokenRow, extend_rows
 NUMBER = {
     derive_seed(0, str(number), 0, turn) % 2**31: number for number in range(6) for turn in range(5)
 }
-"""Which id a request is of, by its seed."""
+"""The id of a request, by its seed."""
 
 
 def number_of(body: dict[str, Any]) -> int:
     return NUMBER[body["seed"]]
 
 
-def knowing(body: dict[str, Any]) -> dict[str, Any]:
-    """A model that says what it is told to."""
+def obedient(body: dict[str, Any]) -> dict[str, Any]:
+    """A model that says the word it is asked for."""
     return text(body["messages"][-1]["content"].split()[1])
 
 
-def batch(
+def job_of(
     url: str, seeds: list[int], env: str = "Say", timeout_s: float = 20.0, **settings: Any
 ) -> RolloutJob:
     settings = {"format": "plain", "max_tokens_per_turn": 40, "max_retries": 0, **settings}
@@ -70,11 +70,11 @@ async def run(made: RolloutJob) -> list[EpisodeRecord]:
 
 
 def played(*args: Any, **settings: Any) -> list[EpisodeRecord]:
-    return asyncio.run(run(batch(*args, **settings)))
+    return asyncio.run(run(job_of(*args, **settings)))
 
 
-def test_episodes_are_those_of_the_environment() -> None:
-    with ChatServer(knowing) as server:
+def test_episodes_equal_those_of_the_environment() -> None:
+    with ChatServer(obedient) as server:
         episodes = played(server.url, list(range(6)), concurrency=3)
     assert [e.id for e in episodes] == list(range(6))
     for seed, episode in enumerate(episodes):
@@ -86,7 +86,7 @@ def test_episodes_are_those_of_the_environment() -> None:
         assert episode.rows is None  # this endpoint tells no ids
 
 
-def test_ids_and_logprobs_of_the_in_process_engine_are_kept_as_they_are(world: World) -> None:
+def test_token_ids_and_logprobs_are_kept_unchanged(world: World) -> None:
     renderer = world.renderer()
     engine = InProcessSampler(world.model, context_length=CONTEXT, deterministic=False)
     sampled: list[list[int]] = []
@@ -127,7 +127,7 @@ def test_ids_and_logprobs_of_the_in_process_engine_are_kept_as_they_are(world: W
     assert len(sampled) == sum(e.num_turns for e in episodes) > 2
 
 
-def test_a_turn_that_is_rendered_otherwise_begins_a_row() -> None:
+def test_a_row_ends_where_the_endpoint_renders_other_ids() -> None:
     turn = Message(role="assistant", content="a")
 
     def reply(prompt: list[int], ids: list[int]) -> Reply:
@@ -152,8 +152,10 @@ def test_a_turn_that_is_rendered_otherwise_begins_a_row() -> None:
         (["v3", True, -1], None),
     ],
 )
-def test_the_version_of_each_turn_is_kept(told: list[Any], kept: list[int | None] | None) -> None:
-    """The weights may be swapped in the middle of an episode."""
+def test_each_turn_records_its_policy_version(
+    told: list[Any], kept: list[int | None] | None
+) -> None:
+    """The endpoint may swap its weights during an episode."""
 
     def say(body: dict[str, Any]) -> dict[str, Any]:
         turn = num_turns(body)
@@ -166,11 +168,11 @@ def test_the_version_of_each_turn_is_kept(told: list[Any], kept: list[int | None
     assert episode.policy_versions == kept
 
 
-def test_an_endpoint_that_refuses_to_tell_ids_is_asked_once() -> None:
+def test_an_endpoint_without_token_ids_is_asked_for_them_once() -> None:
     def say(body: dict[str, Any]) -> Any:
         if "return_token_ids" in body:
             return Response('{"error": {"message": "unknown argument"}}', 400)
-        return knowing(body)
+        return obedient(body)
 
     with ChatServer(say) as server:
         episodes = played(server.url, [0, 1], concurrency=1)
@@ -180,7 +182,7 @@ def test_an_endpoint_that_refuses_to_tell_ids_is_asked_once() -> None:
     assert not any(asked[1:])
 
 
-def test_tool_calls_are_answered_by_their_ids() -> None:
+def test_tool_replies_carry_the_call_ids() -> None:
     def say(body: dict[str, Any]) -> Any:
         assert body["tools"][0]["function"]["name"]
         if not num_turns(body):
@@ -209,7 +211,7 @@ def test_faults_of_the_endpoint_touch_their_own_ids_only() -> None:
         if number_of(body) == 4:
             await asyncio.sleep(30)
         broken = faults.get(number_of(body)) if num_turns(body) == 1 else None
-        return broken or knowing(body)
+        return broken or obedient(body)
 
     with ChatServer(say) as server:
         episodes = played(server.url, list(range(6)), timeout_s=2.0)
@@ -226,7 +228,7 @@ def test_faults_of_the_endpoint_touch_their_own_ids_only() -> None:
     assert (numbers.num_evaluated, numbers.success_rate) == (2, 1.0)
 
 
-def test_an_endpoint_that_is_down_is_no_reward_of_zero() -> None:
+def test_an_unreachable_endpoint_is_not_a_reward_of_zero() -> None:
     with socket.socket() as taken:  # bound, and nobody listens
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
@@ -236,15 +238,15 @@ def test_an_endpoint_that_is_down_is_no_reward_of_zero() -> None:
     assert answer_of("say", [episode], 1.0, None).mean_reward is None
 
 
-def test_a_busy_endpoint_is_asked_again() -> None:
+def test_a_busy_endpoint_is_retried() -> None:
     turns = iter([Response("{}", 503)])
 
-    with ChatServer(lambda body: next(turns, None) or knowing(body)) as server:
+    with ChatServer(lambda body: next(turns, None) or obedient(body)) as server:
         [episode] = played(server.url, [0])
     assert episode.success
 
 
-def test_a_conversation_that_is_too_long_is_an_end_like_any_other() -> None:
+def test_a_context_overflow_is_truncated_length() -> None:
     error = '{"error": {"code": "context_length_exceeded", "message": "too long"}}'
 
     with ChatServer(lambda b: Response(error, 400) if num_turns(b) else text("?")) as server:
@@ -253,17 +255,17 @@ def test_a_conversation_that_is_too_long_is_an_end_like_any_other() -> None:
 
 
 @pytest.mark.parametrize("how", ["deadline", "stop"])
-def test_a_batch_that_ends_early_keeps_what_it_has(how: str) -> None:
+def test_a_job_that_ends_early_keeps_its_episodes(how: str) -> None:
     asked_again = threading.Event()
 
     async def say(body: dict[str, Any]) -> Any:
         if number_of(body) == 1 and num_turns(body):
             asked_again.set()
             await asyncio.sleep(60)
-        return knowing(body)
+        return obedient(body)
 
     async def ended(url: str) -> RolloutJob:
-        made = batch(url, [0, 1, 2], concurrency=1, deadline_s=4.0 if how == "deadline" else None)
+        made = job_of(url, [0, 1, 2], concurrency=1, deadline_s=4.0 if how == "deadline" else None)
         if how == "stop":
             running = asyncio.create_task(run(made))
             while not asked_again.is_set():
@@ -302,12 +304,12 @@ def test_bad_addresses_are_refused(url: str) -> None:
      ("ff02::1", True), ("127.0.0.1", False), ("::1", False), ("10.0.0.1", False),
      ("fd00::1", False), ("metadata", False)],
 )  # fmt: skip
-def test_numbers_of_a_clouds_own_services(number: str, refused: bool) -> None:
+def test_addresses_of_cloud_metadata_services(number: str, refused: bool) -> None:
     assert off_limits(number) is refused
 
 
-def test_a_name_is_checked_when_a_connection_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stood for this machine when it was given, and stands for another service soon after."""
+def test_a_host_name_is_checked_at_connection_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name resolves to this machine first, then to a metadata service."""
     own, numbers = socket.getaddrinfo, ["127.0.0.1"]
 
     def resolve(host: Any, port: Any, *rest: Any, **more: Any) -> Any:
@@ -331,8 +333,8 @@ def test_a_name_is_checked_when_a_connection_is_made(monkeypatch: pytest.MonkeyP
         assert len(server.bodies) == 1
 
 
-async def test_what_a_connection_came_to_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the name changes even between the last look and the connection, nothing is sent."""
+async def test_the_connected_address_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the name changes between the check and the connection, nothing is sent."""
     monkeypatch.setattr(addresses, "METADATA", {ipaddress.ip_address("127.0.0.1")})
 
     async def knows_nothing(host: str, port: int) -> None:
@@ -347,7 +349,7 @@ async def test_what_a_connection_came_to_is_checked(monkeypatch: pytest.MonkeyPa
         assert server.bodies == []
 
 
-def test_a_key_is_sent_and_never_told() -> None:
+def test_a_key_is_sent_and_not_in_errors() -> None:
     async def ask(url: str) -> None:
         async with Endpoint(url, "m", "secret-key") as endpoint:
             await endpoint.chat([Message(role="user", content="x")], SamplingParams(4))
@@ -359,7 +361,7 @@ def test_a_key_is_sent_and_never_told() -> None:
     assert "secret-key" not in str(caught.value)
 
 
-def test_ids_that_an_environment_does_not_have_are_refused() -> None:
+def test_unknown_ids_are_refused() -> None:
     textcraft = Spec(name="textcraft")
     assert [t.id for t in tasks_of(textcraft, [3, "textcraft_3"], None)] == ["textcraft_3"] * 2
     assert [t.id for t in tasks_of(textcraft, [3], "depth-1")] == ["textcraft/depth-1/3"]

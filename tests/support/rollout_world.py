@@ -1,4 +1,4 @@
-"""A small policy that plays `Say`: from scratch, taught the three formats and to think."""
+"""A small policy that plays `Say`, trained from scratch on the three formats and thinking."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def demonstration(style: str, seed: int) -> list[Message]:
 
 @dataclass
 class World:
-    """A trained policy and what it needs to play."""
+    """A trained policy, its tokenizer, and collectors."""
 
     tokenizer: Any
     model: Any
@@ -89,7 +89,7 @@ class World:
 
 
 class Recording(InProcessSampler):
-    """The real sampler, which also remembers what it saw and what it answered."""
+    """The in-process sampler; records its prompts and completions."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,9 +108,9 @@ class Recording(InProcessSampler):
 
 
 class Scripted:
-    """A sampler whose model says what it is told to: one text a turn, the same in each episode.
+    """A sampler with scripted turns: one text a turn, the same in each episode.
 
-    A turn ends with the end-of-turn token, unless its text is marked as cut by a trailing `...`.
+    A turn ends with the end-of-turn token; a trailing `...` marks a truncated turn.
     """
 
     def __init__(self, renderer: Renderer, *texts: str | Message, context_length: int = CONTEXT):
@@ -136,7 +136,7 @@ class Scripted:
         text = self.texts[len(said) % len(self.texts)]
         cut = isinstance(text, str) and text.endswith("...")
         if isinstance(text, str):
-            # Told as it is, markers included: what a model samples is tokens, not messages.
+            # Encoded as it is, markers included: a model samples tokens, not messages.
             ids = self.renderer.tokenizer.encode(text.removesuffix("..."), add_special_tokens=False)
             ids = ids if cut else [*ids, self.renderer.stop_token_ids[0]]
         else:
@@ -149,7 +149,7 @@ class Scripted:
 
 
 def make_world() -> World:
-    """A policy from scratch, taught all styles: a few seconds."""
+    """Train a policy from scratch on all styles: takes a few seconds."""
     conversations = {s: [demonstration(s, seed) for seed in range(24)] for s in STYLES}
     said = [
         text
@@ -180,7 +180,7 @@ def make_world() -> World:
 
 
 def _teach(world: World, conversations: dict[str, list[list[Message]]]) -> None:
-    """Cross-entropy on the demonstrations: enough for well-formed turns, not for right ones."""
+    """Train on the demonstrations: enough for well-formed turns, not for correct ones."""
     found = []
     for style, messages in conversations.items():
         renderer = world.renderer(style)
