@@ -77,9 +77,9 @@ class Scale:
     train_completion: int = 1024
     copied: int = 1 << 30
     repeats: int = 3
-    case_s: float = 90
+    case_s: float = 120
     recipe: str = "recipes/babyai-tiny.yaml"
-    changes: tuple[str, ...] = ("rl.steps=4", "evaluate.num_tasks=64")
+    changes: tuple[str, ...] = ("rl.steps=4", "evaluate.num_tasks=32")
 
 
 TOY_SCALE = Scale(
