@@ -1,4 +1,4 @@
-"""Models: initialised from scratch, or loaded from a Hugging Face folder; LoRA on top."""
+"""Builds the model: from scratch or from a Hugging Face folder, optionally with LoRA."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers import (
 from ludus.config.schema import LoraConfig, ModelConfig
 from ludus.core.errors import ConfigError, MissingDependency, did_you_mean
 from ludus.models import ARCHITECTURES
-from ludus.models.chat.tokenizers import unloadable
+from ludus.models.chat.tokenizers import load_error
 
 HiddenSize = Annotated[int, Field(ge=8, description="Width of the residual stream.")]
 NumLayers = Annotated[int, Field(ge=1, description="Transformer blocks.")]
@@ -29,7 +29,9 @@ NumHeads = Annotated[int, Field(ge=1, description="Query heads.")]
 NumKVHeads = Annotated[int, Field(ge=1, description="Key and value heads; divides num_heads.")]
 HeadDim = Annotated[int, Field(ge=2, multiple_of=2, description="Width of a head.")]
 IntermediateSize = Annotated[int, Field(ge=8, description="Width of the gated MLP.")]
-TieEmbeddings = Annotated[bool, Field(description="One matrix for input and output tokens.")]
+TieEmbeddings = Annotated[
+    bool, Field(description="Share the matrix of input and output embeddings.")
+]
 RopeTheta = Annotated[float, Field(gt=0, description="Base of the rotary frequencies.")]
 InitRange = Annotated[
     float | None,
@@ -50,11 +52,11 @@ def qwen3(
     rope_theta: RopeTheta = 10_000.0,
     init_range: InitRange = None,
 ) -> PreTrainedConfig:
-    """Qwen3 (Yang et al. 2025, arXiv:2505.09388): the defaults make about 0.8 M parameters."""
+    """Qwen3 (Yang et al. 2025, arXiv:2505.09388): about 0.8 M parameters by default."""
     return Qwen3Config(
         vocab_size=vocab_size,
         max_position_embeddings=context_length,
-        **_shape(locals()),
+        **_config_args(locals()),
     )
 
 
@@ -71,26 +73,25 @@ def llama(
     rope_theta: RopeTheta = 10_000.0,
     init_range: InitRange = None,
 ) -> PreTrainedConfig:
-    """Llama (Touvron et al. 2023, arXiv:2307.09288): the defaults make about 0.8 M parameters."""
+    """Llama (Touvron et al. 2023, arXiv:2307.09288): about 0.8 M parameters by default."""
     return LlamaConfig(
         vocab_size=vocab_size,
         max_position_embeddings=context_length,
-        **_shape(locals()),
+        **_config_args(locals()),
     )
 
 
 def build_model(
     config: ModelConfig, tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> PreTrainedModel:
-    """The policy, on `config.device` in `config.dtype`; with LoRA, wrapped by peft.
+    """Build the policy on `config.device` in `config.dtype`; with LoRA, wrapped by peft.
 
-    A model from scratch has one embedding a token and is a function of the configuration, the
-    vocabulary's size and `seed` alone: global random states are neither used nor changed. Dropout
-    is 0 everywhere (the learner and the sampler must agree) but for `config.lora.dropout`.
+    A model from scratch depends only on the configuration, the vocabulary size and `seed`; global
+    random states are neither used nor changed. Dropout is 0 except for `config.lora.dropout`, since
+    learner and sampler must compute the same distribution.
 
-    Errors: ConfigError for a folder or hub name that gives no model, a tokenizer with more tokens
-    than the model, a context longer than the model's, an absent device, a LoRA target that the
-    model does not have.
+    Errors: ConfigError for a folder or hub name without a model, a tokenizer with more tokens than
+    the model, a context longer than the model's, a missing device, an unknown LoRA target.
     """
     _check_device(config.device)
     with torch.random.fork_rng(devices=[]):
@@ -116,7 +117,7 @@ def model_shape(config: ModelConfig, vocab_size: int) -> PreTrainedConfig:
         try:
             pretrained: PreTrainedConfig = AutoConfig.from_pretrained(config.path)
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(unloadable("model.path", config.path, error)) from error
+            raise ConfigError(load_error("model.path", config.path, error)) from error
         return pretrained
     assert config.architecture is not None
     shape: PreTrainedConfig = ARCHITECTURES.build(
@@ -129,17 +130,14 @@ def model_shape(config: ModelConfig, vocab_size: int) -> PreTrainedConfig:
 
 
 def merge_lora(model: Any) -> PreTrainedModel:
-    """A plain model with the adapters added into its weights; `model` itself is left as it is.
-
-    A model without adapters is returned unchanged.
-    """
+    """Returns a copy of the model with its adapters merged; a model without adapters as it is."""
     if not hasattr(model, "merge_and_unload"):
         return model
     return copy.deepcopy(model).merge_and_unload()
 
 
-def _shape(args: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an architecture under transformers' names."""
+def _config_args(args: dict[str, Any]) -> dict[str, Any]:
+    """Returns an architecture's arguments under the names of transformers."""
     if args["num_heads"] % args["num_kv_heads"]:
         raise ConfigError(
             f"model.architecture.args.num_kv_heads: {args['num_kv_heads']} does not divide "
@@ -154,15 +152,15 @@ def _shape(args: dict[str, Any]) -> dict[str, Any]:
         "intermediate_size": args["intermediate_size"],
         "tie_word_embeddings": args["tie_embeddings"],
         "rope_parameters": {"rope_type": "default", "rope_theta": args["rope_theta"]},
-        # transformers' 0.02 suits a width of 2,500. On a width of 128 it leaves a small model on a
-        # plateau for hundreds of steps (docs/log.md has the numbers).
+        # transformers' default of 0.02 suits a width of 2,500. At a width of 128, a model trains
+        # on a plateau for hundreds of steps with it (numbers: docs/log.md).
         "initializer_range": args["init_range"] or args["hidden_size"] ** -0.5,
         "attention_dropout": 0.0,
     }
 
 
 def _from_scratch(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Initialised in float32 whatever the dtype, so that dtypes share their start."""
+    """Initialise in float32, so that all dtypes start from the same weights."""
     shape = model_shape(config, len(tokenizer))
     model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation="sdpa")
     return model.to(getattr(torch, config.dtype))
@@ -175,7 +173,7 @@ def _pretrained(config: ModelConfig) -> PreTrainedModel:
         if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
             setattr(shape, key, 0.0)
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             config.path,
             config=shape,
             dtype=getattr(torch, config.dtype),
@@ -183,11 +181,11 @@ def _pretrained(config: ModelConfig) -> PreTrainedModel:
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(unloadable("model.path", config.path, error)) from error
-    if missing := sorted(found["missing_keys"]):  # transformers would initialise them at random
+        raise ConfigError(load_error("model.path", config.path, error)) from error
+    if missing := sorted(report["missing_keys"]):  # transformers initialises them randomly
         raise ConfigError(
-            f"model.path: {config.path} lacks {len(missing)} of the model's tensors, the first "
-            f"{missing[0]}"
+            f"model.path: {config.path} lacks {len(missing)} of the model's tensors, "
+            f"e.g. {missing[0]}"
         )
     return model
 
@@ -198,14 +196,13 @@ def _check_fit(
     embeddings = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > embeddings:
         raise ConfigError(
-            f"model.tokenizer: it has {len(tokenizer)} tokens, more than the model's {embeddings} "
+            f"model.tokenizer: {len(tokenizer)} tokens are more than the model's {embeddings} "
             "embeddings; use the model's own tokenizer"
         )
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and config.context_length > limit:
         raise ConfigError(
-            f"model.context_length: {config.context_length} is beyond the {limit} positions of "
-            f"the model"
+            f"model.context_length: {config.context_length} exceeds the model's {limit} positions"
         )
 
 
@@ -213,11 +210,13 @@ def _check_device(name: str) -> None:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"model.device: {name!r} is no device; use cpu, cuda or cuda:N") from None
+        raise ConfigError(
+            f"model.device: {name!r} is not a device; use cpu, cuda or cuda:N"
+        ) from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"model.device: {name} is not there: torch sees {torch.cuda.device_count()} CUDA "
-            "devices; use cpu"
+            f"model.device: {name} does not exist: torch finds {torch.cuda.device_count()} "
+            "CUDA devices; use cpu"
         )
 
 
@@ -239,7 +238,7 @@ def _with_lora(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
                     f"{did_you_mean(target, linear)}"
                 )
     with warnings.catch_warnings():
-        # peft still asks transformers for an attribute under its old name.
+        # peft reads an attribute of transformers under its deprecated name.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         return peft.get_peft_model(
             model,

@@ -1,9 +1,8 @@
-"""What a model's computation costs, from its shape, and what the machine could do at most.
+"""Counts a model's floating-point operations, and measures the machine's peak rate.
 
-A token's forward pass takes 2 floating-point operations for each weight of its linear layers, and
-4 * layers * heads * head size for each position that it attends to (Kaplan et al. 2020,
-arXiv:2001.08361, table 1); the backward pass takes twice the forward's. A mixture of experts counts
-with the layers that every token passes.
+A token's forward pass takes 2 operations per weight of its linear layers, and 4 * layers * heads *
+head size per attended position (Kaplan et al. 2020, arXiv:2001.08361, table 1). The backward pass
+takes twice as many. For a mixture of experts, only layers that every token passes are counted.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from transformers.pytorch_utils import Conv1D
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes that decide the cost of a token.
+    """Sizes that determine the cost of a token.
 
     Args:
-        body: weights of the linear layers that each token passes.
-        head: weights of the output layer, which only predictions pass.
-        width: layers * heads * head size, what one attended position costs a quarter of.
+        body: weights of the linear layers that every token passes.
+        head: weights of the output layer, applied to predictions only.
+        width: layers * heads * head size; an attended position costs 4 times that.
     """
 
     body: int
@@ -33,7 +32,7 @@ class Shape:
 
     @classmethod
     def of(cls, model: Any) -> Shape:
-        """The shape of a Hugging Face causal LM, LoRA adapters included."""
+        """Returns the shape of a Hugging Face causal LM, LoRA adapters included."""
         head = model.get_output_embeddings()
         linear = [
             module.weight.numel()
@@ -51,19 +50,19 @@ class Shape:
         )
 
     def forward(self, tokens: float, predictions: float, context: float) -> float:
-        """Floating-point operations of a forward pass.
+        """Returns the floating-point operations of a forward pass.
 
         Args:
-            tokens: how many pass the layers.
-            predictions: how many of them predict another.
-            context: positions attended to, summed over the tokens.
+            tokens: tokens that pass the layers.
+            predictions: tokens whose logits are computed.
+            context: attended positions, summed over the tokens.
         """
         return 2 * self.body * tokens + 2 * self.head * predictions + 4 * self.width * context
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of torch's matrix product here, as measured: the best of
-    several square products of 512 (on CUDA 8,192) rows, on as many threads as torch has now."""
+    """Returns the measured floating-point operations per second of torch's matrix product: the best
+    of several square products of 512 rows (8,192 on CUDA), with torch's current threads."""
     return _peak(str(device), dtype, torch.get_num_threads())
 
 

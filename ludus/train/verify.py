@@ -154,7 +154,7 @@ async def _as_sampled(model: Any, sample: Sample, index: int) -> list[Record]:
     sampler.open("again")
     try:
         for length in range(start, index + 1):
-            sampler.exact_decoder.following = length == index
+            sampler.exact_decoder.tracing = length == index
             await sampler.sample(ids[:length], params, session="again")
     finally:
         sampler.close("again")
@@ -168,6 +168,6 @@ def _as_trained(forward: Forward, sample: Sample, index: int) -> list[Record]:
     [micro_batch] = batch.micro_batches
     forward.model.train()
     tracer = Tracer(forward.model, (1, len(sample.token_ids)), (0, index - 1))
-    with forward.passes(micro_batch), exact(), tracer.following():
+    with forward.passes(micro_batch), exact(), tracer.recording():
         Forward.hidden_states(forward, micro_batch)
     return tracer.records

@@ -1,4 +1,4 @@
-"""Models from scratch and from a folder; LoRA; what does not fit is explained."""
+"""Models from scratch and from a folder; LoRA; configuration errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_model_is_a_function_of_its_seed(name: str, tokenizer: PreTrainedToken
     assert not same(states(build_model(scratch(name), tokenizer, 8)), first)
 
 
-def test_the_defaults_make_eight_hundred_thousand_parameters(
+def test_default_size_is_800k_parameters(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     for name in ARCHITECTURES:
@@ -64,18 +64,20 @@ def test_the_defaults_make_eight_hundred_thousand_parameters(
         assert model.config.eos_token_id == tokenizer.eos_token_id
 
 
-def test_bfloat16_is_the_rounded_float32(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_bfloat16_weights_are_rounded_float32(tokenizer: PreTrainedTokenizerFast) -> None:
     full = states(build_model(scratch(), tokenizer, 0))
     half = states(build_model(scratch(dtype="bfloat16"), tokenizer, 0))
     assert same(half, {name: value.bfloat16() for name, value in full.items()})
 
 
-def test_saved_and_loaded(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_save_and_load_round_trip(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     model = build_model(scratch(), tokenizer, 0)
     model.save_pretrained(tmp_path)
     config = ModelConfig(path=str(tmp_path), context_length=64)
     assert same(states(build_model(config, tokenizer, 1)), states(model))
-    with pytest.raises(ConfigError, match=r"model\.context_length: 65 is beyond the 64 positions"):
+    with pytest.raises(
+        ConfigError, match=r"model\.context_length: 65 exceeds the model's 64 positions"
+    ):
         build_model(ModelConfig(path=str(tmp_path), context_length=65), tokenizer, 0)
     large = train_tokenizer(Spec(name="bpe"), ["turn left"])
     with pytest.raises(ConfigError, match=r"model\.tokenizer: it has \d+ tokens"):
@@ -128,20 +130,18 @@ def test_all_linear_leaves_the_output_layer(tokenizer: PreTrainedTokenizerFast) 
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def test_a_folder_that_lacks_tensors_is_refused(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """transformers would fill them with random numbers, and only warn."""
+def test_missing_tensors_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """transformers initialises them randomly and only warns."""
     model = build_model(scratch(), tokenizer, seed=1)
     name = "model.layers.1.mlp.up_proj.weight"
     kept = {key: value for key, value in model.state_dict().items() if key != name}
     model.save_pretrained(tmp_path, state_dict=kept)
     config = ModelConfig(path=str(tmp_path), context_length=64)
-    with pytest.raises(ConfigError, match=rf"lacks 1 of the model's tensors, the first {name}"):
+    with pytest.raises(ConfigError, match=rf"lacks 1 of the model's tensors, e.g. {name}"):
         build_model(config, tokenizer, seed=1)
 
 
-def test_mistakes_are_explained(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_config_errors(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     def fails(match: str, config: ModelConfig) -> None:
         with pytest.raises(ConfigError, match=match):
             build_model(config, tokenizer, 0)
@@ -149,7 +149,7 @@ def test_mistakes_are_explained(tmp_path: Path, tokenizer: PreTrainedTokenizerFa
     (tmp_path / "policy").mkdir()
     fails("did you mean .*policy", ModelConfig(path=str(tmp_path / "polcy")))
     fails("cannot load from the folder", ModelConfig(path=str(tmp_path / "policy")))
-    fails("hub did not give it", ModelConfig(path="nobody/no-such-model"))
+    fails("hub did not provide it", ModelConfig(path="nobody/no-such-model"))
     fails("did you mean qwen3", scratch("qwen"))
     fails(
         r"model\.lora\.targets\[0\].*did you mean q_proj",

@@ -1,4 +1,4 @@
-"""Tiny models of many families, an independent distribution, and an episode to play."""
+"""Tiny models of many families, a reference distribution, and an episode."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def sampler(model: Any, **options: Any) -> InProcessSampler:
 
 
 def numpy_distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Log-probabilities of the sampling distribution, one position at a time, in float64."""
+    """Reference log-probabilities of the sampling distribution at one position, in float64."""
     logits = logits.astype(np.float64)
     keep = np.ones(len(logits), dtype=bool)
     if params.temperature > 0:
@@ -99,7 +99,7 @@ def numpy_distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray
 def expected_logprobs(
     model: Any, prompt: Sequence[int], completion: Completion, params: SamplingParams
 ) -> list[float]:
-    """The completion's log-probabilities by one plain pass, without cache, mask or padding."""
+    """The completion's log-probabilities from one pass without cache, mask or padding."""
     ids = [*prompt, *completion.token_ids]
     with torch.no_grad():
         logits = model(torch.tensor([ids]), use_cache=False).logits[0].double().numpy()
@@ -119,7 +119,7 @@ async def episode(
     turns: Sequence[SamplingParams],
     pause: Callable[[], Any] = lambda: asyncio.sleep(0),
 ) -> list[Turn]:
-    """Open, sample turn after turn with an observation in between, close."""
+    """Open a session, sample turns with observations in between, close it."""
     engine.open(name)
     played: list[Turn] = []
     ids = list(prompt)

@@ -1,7 +1,6 @@
-"""From a turn's text to its parts: thinking, tool calls, a ReAct action.
+"""Parses a turn's text: thinking block, tool calls, ReAct action.
 
-Nothing here raises on what a model wrote: whatever is wrong comes back as an error text that can
-be told to the model.
+Malformed output never raises. It gives an error text that is sent back to the model.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ludus.core.errors import ConfigError, did_you_mean
 from ludus.core.types import Message, ToolCall, ToolSpec
 
 Thinking = Literal["keep", "strip", "forbid"]
-"""What becomes of thinking blocks: see `ModelConfig.thinking`."""
+"""Policy for thinking blocks, see `ModelConfig.thinking`."""
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
@@ -31,7 +30,7 @@ _MAX_ERROR = 400
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A turn in parts. With an `error` (told to the model), the message carries no tool calls."""
+    """A parsed turn. With an `error` (sent to the model), the message has no tool calls."""
 
     message: Message
     error: str | None = None
@@ -39,7 +38,7 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True)
 class ReAct:
-    """A ReAct turn in parts; with an `error` (told to the model), there is no action."""
+    """A parsed ReAct turn. With an `error` (sent to the model), there is no action."""
 
     thought: str = ""
     action: str = ""
@@ -47,7 +46,7 @@ class ReAct:
 
 
 def parse_react(text: str) -> ReAct:
-    """The action is what follows `Action:`, which must stand in the turn exactly once.
+    """Returns the text after `Action:`, which must occur exactly once, as the action.
 
     `Thought: the ball is left\\n\\nAction: turn left` gives ("the ball is left", "turn left").
     """
@@ -64,10 +63,10 @@ def parse_react(text: str) -> ReAct:
 
 
 def split_thinking(text: str, *, opened: bool = False) -> tuple[str | None, str, bool]:
-    """(thinking or None, content, whether the block was closed).
+    """Returns (thinking or None, content, whether the block was closed).
 
-    `opened` says that the generation prompt itself opened the block. A block counts at the start
-    of the turn only; as in Qwen3's template, text before a lone `</think>` is thinking too.
+    `opened`: the generation prompt has opened the block. A block is recognised only at the start of
+    the turn. As in Qwen3's template, text before a lone `</think>` is thinking too.
     """
     head = text.lstrip()
     started = head.startswith(THINK_OPEN)
@@ -81,10 +80,10 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str | None, str,
 
 
 class ToolParser:
-    """Reads tool calls in the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+    """Parses tool calls of the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-    This is the form of Hermes and Qwen. Arguments are checked against the tool's JSON schema.
-    Errors: ConfigError at construction where a tool's `parameters` are no JSON schema.
+    Hermes and Qwen use this form. Arguments are validated against the tool's JSON schema.
+    Errors: ConfigError at construction where a tool's `parameters` are not a JSON schema.
     """
 
     def __init__(self, tools: Iterable[ToolSpec]) -> None:
@@ -99,7 +98,7 @@ class ToolParser:
             self._validators[tool.name] = Draft202012Validator(tool.parameters)
 
     def parse(self, text: str) -> tuple[str, list[ToolCall], str | None]:
-        """(text around the calls, calls, error). One bad call spoils the turn: no calls then."""
+        """Returns (text around the calls, calls, error). One bad call invalidates all calls."""
         calls: list[ToolCall] = []
         for match in _CALL.finditer(text):
             call = self._call(match.group(1))
@@ -112,7 +111,7 @@ class ToolParser:
         return (rest.strip() if calls else text), calls, None
 
     def _call(self, text: str) -> ToolCall | str:
-        """One call, or what is wrong with it."""
+        """Returns the call, or an error text."""
         try:
             value = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:

@@ -1,13 +1,13 @@
-"""Messages to token ids, by appending: what was sampled is never rendered again.
+"""Renders messages to token ids by appending; sampled ids are never rendered again.
 
-    open([user])           prompt ids P0, up to where the assistant's turn begins
+    open([user])           prompt ids P0, up to the start of the assistant's turn
     (sampled)              A0, as the engine returned it
-    extend([user], A0)     E0: closes the turn, the new messages, the next generation prompt
+    extend([user], A0)     E0: end of the turn, new messages, next generation prompt
     (sampled)              A1
     ...                    the conversation is P0 + A0 + E0 + A1 + ...
 
-Everything is derived from the chat template by probing, so any Hugging Face template works; see
-docs/decisions/0001-renderer.md for the reasons.
+All framing is derived by probing the chat template, so any Hugging Face template works; reasons:
+docs/decisions/0001-renderer.md.
 """
 
 from __future__ import annotations
@@ -42,29 +42,28 @@ from ludus.models.chat.template import (
 _USER: dict[str, Any] = {"role": "user", "content": "u"}
 _TURN: dict[str, Any] = {"role": "assistant", "content": SENTINEL}
 
-MOST_REMEMBERED, LONGEST_REMEMBERED = 2048, 4096
-"""Renderings that are kept, and characters of the messages that one is kept for."""
+MAX_CACHED, MAX_CACHED_LENGTH = 2048, 4096
+"""Limits of the rendering cache: entries, and characters of an entry's messages."""
 
 
 class Renderer:
-    """Renders conversations for one tokenizer, one template and one set of tools.
+    """Renders conversations for a tokenizer, a template and a set of tools.
 
     `chat_template` is a shipped name (plain, qwen3), a file, or None for the tokenizer's own.
-    `thinking` is the policy for thinking blocks: "keep" and "strip" leave them to the model (with
-    "strip", the caller replaces a sampled turn by `strip_thinking` of it, in a new branch);
-    "forbid" tells the template not to ask for one (`enable_thinking=False`) and makes `parse`
-    report one as an error.
+    `thinking` is the policy for thinking blocks. "keep" and "strip" allow them; with "strip", the
+    caller replaces a sampled turn by its `strip_thinking` in a new branch. "forbid" renders with
+    `enable_thinking=False`, and `parse` reports a block as an error.
 
-    Content never becomes a special token, whoever wrote it and whatever it spells: `<|im_end|>`
-    in an observation is tokenised as ordinary text. (A template whose framing is ordinary text to
-    the tokenizer cannot be protected so; its turns end with the tokenizer's eos token.)
+    Content never becomes a special token: `<|im_end|>` in an observation is tokenised as ordinary
+    text. This protection is not possible for a template whose framing is ordinary text to the
+    tokenizer; its turns end with the tokenizer's eos token.
 
-    Errors: ConfigError where the template cannot be appended to, writes tool calls in another
-    form than `<tool_call>{json}</tool_call>`, or names no token that ends a turn.
+    Errors: ConfigError where the template cannot be appended to, writes tool calls in a form other
+    than `<tool_call>{json}</tool_call>`, or has no token that ends a turn.
     """
 
     stop_token_ids: list[int]
-    """Ids that end a turn: the template's end-of-turn token first, then the tokenizer's eos."""
+    """Ids that end a turn: the template's end-of-turn token, then the tokenizer's eos."""
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class Renderer:
         self._encoder = Encoder(tokenizer, source)
         self._tools = self._encoder.tools(tools)
         self._parser = ToolParser(tools) if tools else None
-        self._memory: dict[str, list[int]] = {}
+        self._cache: dict[str, list[int]] = {}
         self._find_end()
         self._probe_turn()
         self._probe_thinking()
@@ -89,23 +88,23 @@ class Renderer:
             self._check_tools(tools[0])
 
     def open(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of the opening conversation, tools included, up to the assistant's turn."""
-        return self._remembered("open", messages, lambda: self._opening(messages))
+        """Returns the ids of the opening messages and tools, up to the assistant's turn."""
+        return self._cached("open", messages, lambda: self._render_open(messages))
 
     def extend(self, messages: Sequence[Message], after: Sequence[int]) -> list[int]:
-        """The ids to append after a sampled turn `after`, up to the next assistant turn.
+        """Returns the ids to append after the sampled turn `after`, up to the next assistant turn.
 
-        They begin with the end-of-turn token, unless the turn ends with it already: a turn that
-        was cut, or stopped by a string or another id, is closed and never altered.
+        They begin with the end-of-turn token unless `after` ends with it. Hence a turn that ended
+        by length, a stop string or another id is closed and never altered.
         """
         ended = bool(after) and after[-1] == self.stop_token_ids[0]
-        what = "after its end" if ended else "after"
-        return self._remembered(what, messages, lambda: self._extension(messages, ended))
+        kind = "after its end" if ended else "after"
+        return self._cached(kind, messages, lambda: self._render_extension(messages, ended))
 
     def assistant(self, message: Message) -> list[int]:
-        """The ids that a model would sample for `message`, the end-of-turn id included.
+        """Returns the ids a model would sample for `message`, including the end-of-turn id.
 
-        Under "forbid", the message's thinking is left out.
+        With "forbid", the message's thinking is omitted.
         """
         lead = self._think_close if self._think_prompted else self._lead
         if message.thinking is not None and self.thinking != "forbid":
@@ -115,7 +114,7 @@ class Renderer:
         return self._encoder.encode_after(self._end, text)
 
     def parse(self, token_ids: Sequence[int]) -> Parsed:
-        """A sampled turn in parts; what is wrong with it is an error text, never an exception."""
+        """Parse a sampled turn; malformed output gives an error text, never an exception."""
         ids = list(token_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
@@ -134,10 +133,10 @@ class Renderer:
         return Parsed(message, error)
 
     def strip_thinking(self, token_ids: Sequence[int]) -> list[int]:
-        """The sampled ids without their thinking block: a slice of them, never re-tokenised.
+        """Returns the sampled ids without the thinking block: a slice, never re-tokenised.
 
-        The cut is behind the token that completes `</think>` and the newlines that follow it. Of
-        a block that was never closed, only the stop id remains.
+        The slice starts after the token that completes `</think>` and the newlines after it. If the
+        block was never closed, only the stop id remains.
         """
         ids = list(token_ids)
         text = self._decode(ids)
@@ -151,11 +150,11 @@ class Renderer:
             cut += 1
         return ids[cut:]
 
-    def _opening(self, messages: Sequence[Message]) -> list[int]:
+    def _render_open(self, messages: Sequence[Message]) -> list[int]:
         fields = [self._encoder.message(message) for message in messages]
         return self._encoder.encode(self._template.render(fields, self._tools, prompt=True))
 
-    def _extension(self, messages: Sequence[Message], ended: bool) -> list[int]:
+    def _render_extension(self, messages: Sequence[Message], ended: bool) -> list[int]:
         text = self._after_turn([self._encoder.message(message) for message in messages])
         if not self._end_in_template:
             return self._encoder.encode_after(self._end, text)
@@ -163,18 +162,18 @@ class Renderer:
             return self._encoder.encode_after(self._end, text.partition(self._end)[2])
         return self._encoder.encode(text)
 
-    def _remembered(
-        self, what: str, messages: Sequence[Message], render: Callable[[], list[int]]
+    def _cached(
+        self, kind: str, messages: Sequence[Message], render: Callable[[], list[int]]
     ) -> list[int]:
-        """The ids, rendered once: a group's episodes open alike, and often hear the same."""
-        key = f"{what}: {[message.__dict__ for message in messages]}"
-        if len(key) > LONGEST_REMEMBERED:
+        """Render once: episodes of a group share their opening and often their observations."""
+        key = f"{kind}: {[message.__dict__ for message in messages]}"
+        if len(key) > MAX_CACHED_LENGTH:
             return render()
-        if key not in self._memory:
-            if len(self._memory) >= MOST_REMEMBERED:
-                self._memory.clear()
-            self._memory[key] = render()
-        return list(self._memory[key])
+        if key not in self._cache:
+            if len(self._cache) >= MAX_CACHED:
+                self._cache.clear()
+            self._cache[key] = render()
+        return list(self._cache[key])
 
     def _decode(self, ids: list[int]) -> str:
         return str(
@@ -184,12 +183,12 @@ class Renderer:
         )
 
     def _after_turn(self, messages: Sequence[dict[str, Any]]) -> str:
-        """What the template writes from the end of an assistant turn's content on."""
+        """Returns the template's text after an assistant turn's content."""
         text = self._template.render([_USER, _TURN, *messages], prompt=True)
         return text.rpartition(SENTINEL)[2]
 
     def _body(self, message: Message) -> str:
-        """What the template writes between a turn's header and its end, thinking left out."""
+        """Returns the template's text between a turn's header and its end, without thinking."""
         fields = self._encoder.message(message.model_copy(update={"thinking": None}))
         text = self._template.render([_USER, fields, _USER])
         if not (text.startswith(self._before) and text.endswith(self._after)):
@@ -200,13 +199,13 @@ class Renderer:
         return text[len(self._before) : len(text) - len(self._after)]
 
     def _find_end(self) -> None:
-        """The token that ends a turn, from the template or else the tokenizer."""
+        """Find the token that ends a turn, from the template, else the tokenizer's eos."""
         found = end_of_turn(self._template, self._encoder.special)
         eos = self.tokenizer.eos_token
         if found is None and eos is None:
             raise ConfigError(
                 "model.chat_template: no special token ends an assistant turn, and the tokenizer "
-                "has no eos token: a turn could never end"
+                "has no eos token"
             )
         self._end_in_template = found is not None
         self._closing, self._end = found or ("", str(eos))
@@ -214,51 +213,51 @@ class Renderer:
         self.stop_token_ids = list(dict.fromkeys(i for i in ids if i is not None))
 
     def _probe_turn(self) -> None:
-        """The text around a turn; refuses a template that cannot be appended to."""
+        """Find the text around a turn; refuse a template that cannot be appended to."""
         text = self._template.render([_USER, _TURN, _USER])
         if text.count(SENTINEL) != 1:
             raise ConfigError(
                 f"model.chat_template: the template writes an assistant's content "
-                f"{text.count(SENTINEL)} times; it must be written once, as it is"
+                f"{text.count(SENTINEL)} times; it must be written exactly once, unchanged"
             )
         self._before, _, self._after = text.partition(SENTINEL)
         long = self._template.render([_USER, _TURN, _USER, _TURN, _USER], prompt=True)
         if long.rpartition(SENTINEL)[2] != self._after_turn([_USER]):
             raise ConfigError(
-                "model.chat_template: what the template writes after a turn depends on the turns "
-                "before it, so nothing can be appended to it; use plain or qwen3"
+                "model.chat_template: the template's text after a turn depends on earlier turns, "
+                "so messages cannot be appended; use plain or qwen3"
             )
 
     def _probe_thinking(self) -> None:
-        """What a turn begins with: how thinking is framed, and whether the prompt opens it."""
+        """Find the start of a turn, the frame of thinking, and whether the prompt opens it."""
         prompt = self._template.render([_USER], prompt=True)
         self._think_prompted = prompt.rstrip().endswith(THINK_OPEN)
         if self._think_prompted and self.thinking == "forbid":
             raise ConfigError(
-                f"model.thinking: forbid cannot work, for the template opens each turn with "
-                f"{THINK_OPEN} itself; use keep or strip, or another chat_template"
+                f"model.thinking: forbid is not possible, since the template opens each turn with "
+                f"{THINK_OPEN}; use keep or strip, or another chat_template"
             )
-        # Llama 2 and Mistral put a space between prompt and content, gpt-oss a channel's name.
+        # Llama 2 and Mistral insert a space before the content, gpt-oss a channel name.
         follows = self._before.startswith(prompt) and not self._think_prompted
         self._lead = self._before.removeprefix(prompt) if follows else ""
         self._think_open = "" if self._think_prompted else f"{self._lead}{THINK_OPEN}\n"
         self._think_close = f"\n{THINK_CLOSE}\n\n"
         text = self._template.render([_USER, {**_TURN, "reasoning_content": THOUGHT}])
-        opening, found, rest = text.partition(THOUGHT)
-        if found and opening.startswith(prompt) and SENTINEL in rest:
+        opening, marker, rest = text.partition(THOUGHT)
+        if marker and opening.startswith(prompt) and SENTINEL in rest:
             self._think_open = opening[len(prompt) :]
             self._think_close = rest.partition(SENTINEL)[0]
 
     def _check_tools(self, tool: ToolSpec) -> None:
-        """Refuses a template that leaves tools out, or writes calls that `parse` cannot read."""
+        """Refuse a template that omits tools or writes calls that `parse` cannot read."""
         call = ToolCall(name=tool.name, arguments={"x": 1})
-        shown = self._template.render([_USER], self._tools, prompt=True)
+        prompt = self._template.render([_USER], self._tools, prompt=True)
         try:
             body = self._body(Message(role="assistant", tool_calls=[call]))
-        except ConfigError:  # gpt-oss, say, has another header for a turn that calls tools
+        except ConfigError:  # e.g. gpt-oss: another header for turns that call tools
             body = ""
         parser = ToolParser([ToolSpec(name=tool.name)])
-        if tool.name not in shown:
+        if tool.name not in prompt:
             problem = "does not show tools to the model"
         elif CALL_OPEN not in body or parser.parse(body)[1] != [call]:
             problem = f"does not write tool calls as {CALL_FORM}"
@@ -271,11 +270,11 @@ class Renderer:
 
 
 def _source(tokenizer: PreTrainedTokenizerFast, chat_template: str | None) -> str:
-    """The Jinja source to use, after checking that the tokenizer can serve it."""
+    """Returns the Jinja source; refuses tokenizers that cannot be used for rendering."""
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(
-            f"model.tokenizer: {type(tokenizer).__name__} has no tokenizer.json form (a 'fast' "
-            "tokenizer), which rendering needs"
+            f"model.tokenizer: {type(tokenizer).__name__} is not a 'fast' tokenizer "
+            "(tokenizer.json), which rendering requires"
         )
     if chat_template is not None:
         return load_template(chat_template)

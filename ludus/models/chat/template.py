@@ -1,7 +1,7 @@
-"""Chat templates: messages to text, and text to ids in which content can never pose as framing.
+"""Chat templates: renders messages to text and encodes it; content never becomes special tokens.
 
-A template writes *framing* (role headers, end-of-turn tokens) around *content* (what users, tools
-and environments say). Framing may become special tokens; content may not, whatever it spells.
+A template writes *framing* (role headers, end-of-turn tokens) around *content* (texts of users,
+tools and environments). Only framing is encoded as special tokens.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ludus.core.types import Message, ToolSpec
 
 SHIPPED = ("plain", "qwen3")
 
-# Noncharacters: Unicode keeps them out of interchange, so no honest text holds them. Content that
-# does has them replaced (`defuse`), so neither can be forged.
-BREAK = "\ufdd0"  # splits a special token's spelling inside content; the encoder removes it
-SENTINEL = "\ufdd1"  # stands for content when the template is probed
-THOUGHT = "\ufdd2"  # stands for a thinking block when the template is probed
+# Unicode noncharacters, which valid text does not contain. `defuse` replaces them in content, so
+# content cannot forge them.
+BREAK = "\ufdd0"  # splits the text of a special token inside content; the encoder removes it
+SENTINEL = "\ufdd1"  # placeholder for content when probing a template
+THOUGHT = "\ufdd2"  # placeholder for thinking when probing a template
 
 PARSED_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-"""Markers that give a turn its structure, special in a tokenizer or not."""
+"""Markers that structure a turn, whether or not a tokenizer has them as special tokens."""
 
 _TOKEN_LIKE = re.compile(
     r"<\|[^<>|\s]+\|>|</?(?:think|tool_call|tool_response)>|<(?:start|end)_of_turn>"
@@ -37,9 +37,9 @@ _TOKEN_LIKE = re.compile(
 
 
 def load_template(name: str) -> str:
-    """The Jinja source of a shipped template (plain, qwen3), or of a file.
+    """Returns the Jinja source of a shipped template (plain, qwen3) or of a file.
 
-    Errors: ConfigError where there is no such template or file, or it is not text.
+    Errors: ConfigError where the template or file does not exist, or is not text.
     """
     if name in SHIPPED:
         return (resources.files("ludus.models.chat") / "templates" / f"{name}.jinja").read_text(
@@ -58,12 +58,12 @@ def load_template(name: str) -> str:
 
 
 def special_tokens(source: str) -> list[str]:
-    """The tokens that a template's source spells out, in the order of their first appearance."""
+    """Returns the special tokens in a template's source, in order of first appearance."""
     return list(dict.fromkeys(_TOKEN_LIKE.findall(source)))
 
 
 def well_formed(value: Any) -> Any:
-    """`value` with every lone surrogate in its strings replaced: text that UTF-8 can carry."""
+    """Returns `value` with lone surrogates in its strings replaced, so UTF-8 can encode it."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, dict):
@@ -74,7 +74,7 @@ def well_formed(value: Any) -> Any:
 
 
 class ChatTemplate:
-    """A template bound to the special tokens of a tokenizer; `variables` reach the template."""
+    """A template bound to a tokenizer's special tokens; `variables` are passed to the template."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, source: str, **variables: object
@@ -90,10 +90,10 @@ class ChatTemplate:
         *,
         prompt: bool = False,
     ) -> str:
-        """The conversation as text; with `prompt`, up to where the next assistant turn begins.
+        """Render the conversation; with `prompt`, up to the start of the next assistant turn.
 
-        Errors: ConfigError where the template refuses the conversation (some take no system or
-        tool messages, or want the roles to alternate).
+        Errors: ConfigError where the template refuses the conversation. Some refuse system or tool
+        messages, or require alternating roles.
         """
         try:
             text = self._tokenizer.apply_chat_template(
@@ -107,19 +107,19 @@ class ChatTemplate:
         except (TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(
-                f"model.chat_template: the template fails on a conversation of the roles "
+                f"model.chat_template: the template fails on a conversation with roles "
                 f"({roles}): {error}"
             ) from error
         return str(text)
 
 
 class Encoder:
-    """Text to ids: special tokens where the framing writes them, ordinary text in content.
+    """Encodes rendered text: framing as special tokens, content as ordinary text.
 
-    `defuse` puts BREAK behind the first character wherever content spells a special token. The
-    rendered text goes through a copy of the tokenizer that matches special tokens first (none
-    matches across a BREAK) and drops BREAK right after. The ids are those of one pass over the
-    whole text, so where content spells no special token they are the tokenizer's own.
+    `defuse` inserts BREAK after the first character of each special token in content. A copy of the
+    tokenizer first matches special tokens (never across a BREAK), then removes BREAK.
+    The whole text is encoded in one pass, so content without special tokens gets the same ids as
+    from the tokenizer itself.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, source: str) -> None:
@@ -143,15 +143,15 @@ class Encoder:
         self._reserved = str.maketrans(dict.fromkeys((BREAK, SENTINEL, THOUGHT), "\ufffd"))
 
     def encode(self, text: str) -> list[int]:
-        """The ids of rendered text, whose content was defused."""
+        """Returns the ids of rendered text whose content was defused."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_after(self, token: str, text: str) -> list[int]:
-        """The ids of `text` where it follows the special token `token` (whose id is left out)."""
+        """Returns the ids of `text` after the special token `token`, without that token's id."""
         return self.encode(token + text)[1:]
 
     def defuse(self, value: Any) -> Any:
-        """Content (a string, or JSON of strings) in which no special token is spelled out."""
+        """Returns content (a string, or JSON of strings) without intact special tokens."""
         if isinstance(value, str):
             return self._spelled.sub(rf"\2{BREAK}", well_formed(value).translate(self._reserved))
         if isinstance(value, dict):
@@ -161,7 +161,7 @@ class Encoder:
         return value
 
     def message(self, message: Message) -> dict[str, Any]:
-        """The message as templates expect it, content defused."""
+        """Returns the message in the form templates expect, with defused content."""
         fields: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.thinking is not None:
             fields["reasoning_content"] = message.thinking
@@ -179,22 +179,22 @@ class Encoder:
         return {key: self.defuse(value) for key, value in fields.items()}
 
     def tools(self, tools: Iterable[ToolSpec]) -> list[dict[str, Any]]:
-        """The tools as templates expect them, their texts defused."""
+        """Returns the tools in the form templates expect, with defused texts."""
         return [self.defuse({"type": "function", "function": tool.model_dump()}) for tool in tools]
 
 
 def end_of_turn(template: ChatTemplate, tokens: Iterable[str]) -> tuple[str, str] | None:
-    """What ends an assistant turn: (text before the token, the special token itself).
+    """Returns the end of an assistant turn: (text before the token, the special token).
 
-    None where the template ends a turn in text alone. Found by probing: it is the first special
-    token after the content, whether the conversation ends there or goes on.
+    It is the first special token after the content, both at the end and inside a conversation.
+    Returns None where a turn ends without a special token.
     """
     turn = [{"role": "user", "content": "u"}, {"role": "assistant", "content": SENTINEL}]
     last = template.render(turn).rpartition(SENTINEL)[2]
     inner = template.render([*turn, {"role": "user", "content": "u"}]).rpartition(SENTINEL)[2]
-    found = [(inner.find(token), -len(token), token) for token in tokens if token in inner]
-    if not found:
+    candidates = [(inner.find(token), -len(token), token) for token in tokens if token in inner]
+    if not candidates:
         return None
-    start, _, token = min(found)
+    start, _, token = min(candidates)
     closing = inner[: start + len(token)]
     return (inner[:start], token) if last.startswith(closing) else None

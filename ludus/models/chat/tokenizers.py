@@ -1,9 +1,9 @@
-"""Tokenizers: load any, or train a small one on a recipe's own texts.
+"""Loads any tokenizer, or trains a small one on a recipe's texts.
 
-row    a token is                                  which texts come back exactly
-words  a word, a digit or a sign, each with the    those of known words, digits and signs;
-       space before it; a white-space character    anything else is <unk>
-bpe    a run of bytes                              every text
+row    token                                       texts that are encoded losslessly
+words  a word, digit or sign with the space        those of known words, digits and signs;
+       before it; a white-space character          anything else is <unk>
+bpe    a byte sequence                             all
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ PAD, UNK = "<pad>", "<unk>"
 
 WORDS = r" ?[^\W\d]+| ?\d| ?[^\w\s]|\s"
 """A word (letters and underscores), one digit or one sign, each with the space before it, or one
-white-space character. Every text is a sequence of these, and is their concatenation."""
+white-space character. Every text is a concatenation of these."""
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a Hugging Face folder, or of a name on the hub.
+    """Load the tokenizer of a Hugging Face folder or hub name.
 
-    Errors: ConfigError where there is no such folder (the nearest is named), the hub cannot be
-    reached, or what is there is no tokenizer.
+    Errors: ConfigError where the folder does not exist (with the nearest name), the hub cannot be
+    reached, or there is no tokenizer.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(unloadable("model.tokenizer", path, error)) from error
+        raise ConfigError(load_error("model.tokenizer", path, error)) from error
     if len(tokenizer) == 0:
-        raise ConfigError(f"model.tokenizer: {path} holds no tokenizer (its vocabulary is empty)")
+        raise ConfigError(f"model.tokenizer: {path} has no tokenizer (empty vocabulary)")
     return tokenizer
 
 
-def unloadable(key: str, path: str, error: Exception) -> str:
-    """Why a folder or hub name gave nothing, for the user."""
+def load_error(key: str, path: str, error: Exception) -> str:
+    """Returns the message for a folder or hub name that cannot be loaded."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return f"{key}: cannot load from the folder {path}: {_first_line(error)}"
@@ -60,8 +60,8 @@ def unloadable(key: str, path: str, error: Exception) -> str:
     if path.count("/") != 1 or path[0] in "./~":
         return f"{key}: there is no folder {path}{hint}"
     return (
-        f"{key}: there is no folder {path}{hint}, and the Hugging Face hub did not give it "
-        f"(unreachable, or no such name): {_first_line(error)}"
+        f"{key}: there is no folder {path}{hint}, and the Hugging Face hub did not provide "
+        f"it (unreachable, or unknown name): {_first_line(error)}"
     )
 
 
@@ -73,21 +73,21 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Train a row of TOKENIZERS on `texts`; the same texts give the same files, byte for byte.
 
-    The template's special tokens, `<pad>` and `<unk>` come first; what the template itself writes
-    (role names, the tools' descriptions) is part of the vocabulary; eos is the template's
-    end-of-turn token, and the template is stored with the tokenizer.
+    `<pad>`, `<unk>` and the template's special tokens come first. The vocabulary includes the
+    template's own text (role names, tool descriptions). eos is the template's end-of-turn token.
+    The template is stored with the tokenizer.
 
-    Errors: ConfigError for an unknown row or argument, a vocabulary too small, no texts.
+    Errors: ConfigError for an unknown row or argument, a vocabulary that is too small, no texts.
     """
     source = load_template(chat_template)
     special = list(dict.fromkeys([PAD, UNK, *special_tokens(source)]))
     bare = _wrap(Tokenizer(models.WordLevel({UNK: 0}, unk_token=UNK)), special, source)
     template = ChatTemplate(bare, source)
-    found = end_of_turn(template, special)
-    if found is None:
+    end = end_of_turn(template, special)
+    if end is None:
         raise ConfigError(
             f"model.chat_template: {chat_template} ends an assistant turn without a special token, "
-            f"so a tokenizer cannot be trained for it; use {' or '.join(SHIPPED)}"
+            f"so no tokenizer can be trained for it; use {' or '.join(SHIPPED)}"
         )
     backend = TOKENIZERS.build(
         spec,
@@ -97,7 +97,7 @@ def train_tokenizer(
         special_tokens=special,
     )
     assert isinstance(backend, Tokenizer)
-    return _wrap(backend, special, source, eos_token=found[1])
+    return _wrap(backend, special, source, eos_token=end[1])
 
 
 def words(
@@ -108,13 +108,13 @@ def words(
         int, Field(ge=16, description="Most tokens; the rarest words become <unk>.")
     ] = 4096,
     min_count: Annotated[
-        int, Field(ge=1, description="Words seen less often than this become <unk>.")
+        int, Field(ge=1, description="Words with fewer occurrences become <unk>.")
     ] = 1,
 ) -> Tokenizer:
-    """A token a word, with the space before it: `turn left` is `turn` and ` left`.
+    """One token per word, with the space before it: `turn left` is `turn` and ` left`.
 
-    A text comes back exactly if its words are known: encoding splits it, decoding concatenates.
-    A word at the start of a text and one behind a space are two tokens (`red` and ` red`).
+    Texts of known words are encoded losslessly. A word at the start of a text and the same word
+    after a space are different tokens (`red` and ` red`).
     """
     trained = Tokenizer(models.WordLevel(unk_token=UNK))
     splitter = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
@@ -125,13 +125,13 @@ def words(
     trained.train_from_iterator(texts, trainer)
     counted = sorted(trained.get_vocab().items(), key=lambda item: item[1])
     if not counted:
-        raise ConfigError("model.tokenizer: there are no texts to train it on")
+        raise ConfigError("model.tokenizer: no texts to train on")
     required = [piece for text in framing for piece, _ in splitter.pre_tokenize_str(text)]
     first = list(dict.fromkeys([*special_tokens, " ", "\n", *required]))
     if len(first) >= vocab_size:
         raise ConfigError(
-            f"model.tokenizer.args.vocab_size: {vocab_size} leaves no room for words: the chat "
-            f"template alone needs {len(first)} tokens"
+            f"model.tokenizer.args.vocab_size: {vocab_size} is too small: the chat template "
+            f"alone needs {len(first)} tokens"
         )
     tokens = list(dict.fromkeys([*first, *(piece for piece, _ in counted)]))[:vocab_size]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -149,7 +149,7 @@ def bpe(
         int, Field(ge=288, description="Tokens: 256 bytes, the special tokens, and merges.")
     ] = 1024,
 ) -> Tokenizer:
-    """Byte-level byte-pair encoding (as in GPT-2), digits apart: every text comes back exactly."""
+    """Byte-level BPE as in GPT-2, with single digits; encodes any text losslessly."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -160,8 +160,8 @@ def bpe(
     backend.decoder = decoders.ByteLevel()
     if vocab_size < (least := 256 + len(special_tokens)):
         raise ConfigError(
-            f"model.tokenizer.args.vocab_size: at least {least} are needed for the bytes and the "
-            f"special tokens, got {vocab_size}"
+            f"model.tokenizer.args.vocab_size: {vocab_size} is too small: bytes and special tokens "
+            f"need {least}"
         )
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -189,7 +189,7 @@ def _wrap(
 
 
 def _framing(template: ChatTemplate, tools: Sequence[ToolSpec]) -> list[str]:
-    """What the template itself writes, in every shape of conversation that it accepts."""
+    """Returns the template's own texts, in all shapes of conversation that it accepts."""
     specs = [{"type": "function", "function": tool.model_dump()} for tool in tools]
     text = {role: {"role": role, "content": SENTINEL} for role in ("system", "user", "tool")}
     call = {"type": "function", "function": {"name": SENTINEL, "arguments": {SENTINEL: SENTINEL}}}
@@ -202,11 +202,11 @@ def _framing(template: ChatTemplate, tools: Sequence[ToolSpec]) -> list[str]:
     ]
     pieces: dict[str, None] = {}
     for shape in shapes:
-        for offered in ([], specs):
+        for listed in ([], specs):
             try:
-                rendered = template.render(shape, offered, prompt=True)
+                rendered = template.render(shape, listed, prompt=True)
             except ConfigError:
-                continue  # gemma, say, takes no system message
+                continue  # e.g. gemma: no system message
             pieces |= dict.fromkeys(rendered.split(SENTINEL))
     markers = special_tokens(template.source)
     for marker in markers:

@@ -1,9 +1,9 @@
-"""Which addresses a model's endpoint may not have: a cloud machine's own services, and multicast.
+"""Blocks link-local, multicast and cloud metadata addresses for model endpoints (SSRF).
 
-Who may post rollouts names an address, and this machine sends requests there. A cloud's metadata
-service answers whoever asks from the machine itself, with its credentials too. So a number is
-checked when it is given, a name when it is given, before each connection, and by the address that
-the connection came to: names may stand for one address now and for another in a second.
+Clients that post rollouts choose the address to which this machine sends requests. A cloud's
+metadata service answers any local process, and returns credentials. Therefore IP addresses are
+checked when given. Host names are checked when given, before each connection, and by the peer
+address after connecting, since a name can resolve to another address at any time.
 """
 
 from __future__ import annotations
@@ -15,50 +15,50 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 METADATA = frozenset(map(ipaddress.ip_address, ("100.100.100.200", "192.0.0.192", "fd00:ec2::254")))
-"""Metadata services that are not link-local: Alibaba's, Oracle's, and Amazon's over IPv6."""
+"""Metadata services that are not link-local: Alibaba, Oracle, and Amazon over IPv6."""
 
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 Trace = Callable[[str, dict[str, Any]], Awaitable[None]]
 
 
-class OffLimits(Exception):
-    """An address that no model has."""
+class BlockedAddress(Exception):
+    """The address is blocked for endpoints."""
 
 
-def off_limits(text: str) -> bool:
-    """Whether it is the number of such an address, in any of the forms that carry an IPv4 one."""
+def is_blocked(text: str) -> bool:
+    """Whether `text` is a blocked IP address, also when an IPv6 form embeds an IPv4 address."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
         return False
     if isinstance(address, ipaddress.IPv6Address):
-        within = address.ipv4_mapped or address.sixtofour
-        if within is None and address in NAT64:
-            within = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        address = within or address
+        embedded = address.ipv4_mapped or address.sixtofour
+        if embedded is None and address in NAT64:
+            embedded = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        address = embedded or address
     return address.is_link_local or address.is_multicast or address in METADATA
 
 
 async def check_host(host: str, port: int) -> None:
-    """Errors: OffLimits where the name stands for such an address, beside others too.
+    """Errors: BlockedAddress where any address of the host is blocked.
 
-    A name that is not known passes: connecting to it will say so.
+    An unknown name passes; connecting to it fails later.
     """
     try:
-        found = await asyncio.to_thread(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        resolved = await asyncio.to_thread(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return
-    for *_, address in found:
+    for *_, address in resolved:
         _refuse(host, str(address[0]))
 
 
 def guard(host: str) -> Trace:
-    """For httpcore's `trace`: checks connections to `host` before they are made, and what they
-    came to before anything is sent. A connection to a proxy is not one to the host."""
+    """Returns a `trace` callback for httpcore that checks connections to `host`: before connecting,
+    and the peer address before sending. Connections to a proxy are not checked."""
     direct = False
 
-    async def watch(event: str, info: dict[str, Any]) -> None:
+    async def check_event(event: str, info: dict[str, Any]) -> None:
         nonlocal direct
         if event == "connection.connect_tcp.started":
             if direct := info["host"] == host:
@@ -68,13 +68,15 @@ def guard(host: str) -> Trace:
             peer = stream.get_extra_info("server_addr")
             try:
                 _refuse(host, str(peer[0]) if peer else "")
-            except OffLimits:
+            except BlockedAddress:
                 await stream.aclose()
                 raise
 
-    return watch
+    return check_event
 
 
 def _refuse(host: str, address: str) -> None:
-    if off_limits(address):
-        raise OffLimits(f"{host} is {address}: link-local, multicast, or a cloud's own service")
+    if is_blocked(address):
+        raise BlockedAddress(
+            f"{host} is {address}: link-local, multicast, or a cloud metadata service"
+        )

@@ -1,18 +1,17 @@
-"""Arithmetic that gives the same bits in whatever order, company or place it is computed.
+"""Reproducible arithmetic: the same bits for any summation order, batch and memory layout.
 
-Floating-point sums depend on their order, and vector units round a function's value otherwise than
-scalar code does; so a token's numbers depend on what else is in its batch. Here they cannot:
+Floating-point sums depend on their order, and vector units round function values differently from
+scalar code. Hence a token's results usually depend on its batch. This module avoids both:
 
-- A sum's terms are first rounded to one grid, coarse enough that every partial sum is a whole
-  number of its cells below 2**53. Float64 adds such numbers without rounding, so any order, any
-  kernel and any number of threads gives the same result. Products of matrices are cut into two
-  such slices (Ozaki, Ogita, Oishi, Rump 2012, "Error-free transformations of matrix
-  multiplication"), 36 bits below the largest entry of the row: finer than float32's 24.
-- Functions are polynomials in float64, out of sums and products that IEEE 754 rounds correctly, and
-  so alike in vector and scalar code.
+- The terms of a sum are first rounded to a common grid, coarse enough that every partial sum is an
+  integer multiple of the grid step below 2**53. float64 adds such numbers without rounding, so the
+  order, the kernel and the number of threads do not matter. Matrix products are split into two such
+  slices (Ozaki, Ogita, Oishi, Rump 2012, "Error-free transformations of matrix multiplication"), to
+  36 bits below the largest entry of a row; float32 has 24.
+- Functions are float64 polynomials of sums and products, which IEEE 754 rounds correctly, so vector
+  and scalar code agree.
 
-A grid depends on the row that is summed alone, never on its neighbours: entries that are zero,
-such as a masked key's, change nothing.
+The grid of a sum depends only on the summed row. Zero entries, such as masked keys, have no effect.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import Tensor
 
 SLICE_BITS = 18
 MAX_TERMS = 2 ** (53 - 2 * SLICE_BITS)
-"""The most products that one entry of a matrix product may sum."""
+"""Limit of products summed per entry of a matrix product."""
 SUM_BITS = 35
 MAX_SUMMANDS = 2 ** (53 - SUM_BITS)
 
@@ -38,18 +37,18 @@ _ERF = tuple((-1) ** n / (math.factorial(n) * (2 * n + 1)) for n in range(48))
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2.0 ** exponent in float64, for whole exponents from -1022 to 1023, without rounding."""
+    """Returns 2.0 ** exponent in float64, exactly, for integer exponents from -1022 to 1023."""
     return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 
 def exponent_of(x: Tensor, dim: int) -> Tensor:
-    """The least e with |x| < 2**e along `dim`, which is kept; at least -400."""
+    """Returns the least e with |x| < 2**e along `dim`, which is kept; at least -400."""
     _, exponent = torch.frexp(x.abs().amax(dim, keepdim=True).double())
     return exponent.clamp(-400, 400)
 
 
 def slices(x: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:
-    """x = (high + low * 2**-18) * 2**(exponent - 18), high and low whole numbers in float64."""
+    """x = (high + low * 2**-18) * 2**(exponent - 18); high and low are integers in float64."""
     scaled = x.double() * power_of_two(SLICE_BITS - exponent)
     high = scaled.round()
     low = ((scaled - high) * 2.0**SLICE_BITS).round()
@@ -61,15 +60,15 @@ Sliced = tuple[Tensor, Tensor, Tensor]
 
 
 def sliced(x: Tensor, dim: int) -> Sliced:
-    """Slices of x with an exponent for each line along `dim`."""
+    """Returns slices of x, with an exponent per line along `dim`."""
     if x.shape[dim] > MAX_TERMS:
-        raise ValueError(f"sums of {x.shape[dim]} products, more than {MAX_TERMS}, are not exact")
+        raise ValueError(f"sums of {x.shape[dim]} products are not exact; the limit is {MAX_TERMS}")
     exponent = exponent_of(x, dim)
     return *slices(x, exponent), exponent
 
 
 def product(a: Sliced, b: Sliced) -> Tensor:
-    """The matrix product in float64, of a sliced along its rows and b along its columns."""
+    """Matrix product in float64; a is sliced along its rows, b along its columns."""
     (a_high, a_low, a_exponent), (b_high, b_low, b_exponent) = a, b
     high = a_high @ b_high
     low = a_high @ b_low + a_low @ b_high
@@ -78,15 +77,15 @@ def product(a: Sliced, b: Sliced) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a [..., M, K] @ b [..., K, N] in float64; b's columns may not depend on a's neighbours."""
+    """a [..., M, K] @ b [..., K, N] in float64; b must not depend on other rows of the batch."""
     return product(sliced(a, -1), sliced(b, -2))
 
 
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """weights [..., M, K] @ values [..., K, N] in float64, where a weight of 0 hides a row.
+    """weights [..., M, K] @ values [..., K, N] in float64; rows of weight 0 have no effect.
 
-    The rows' exponents go into the weights, so that the grid of a result is set by the rows that
-    its weights let through.
+    The exponents of the rows are moved into the weights, so only rows of nonzero weight determine
+    the grid of a result.
     """
     exponent = exponent_of(values, -1)
     shifted = weights.double() * power_of_two(exponent).transpose(-1, -2)
@@ -95,9 +94,11 @@ def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def total(x: Tensor, dim: int) -> Tensor:
-    """The sum along `dim`, which is kept, in float64."""
+    """Sum along `dim`, which is kept, in float64."""
     if x.shape[dim] > MAX_SUMMANDS:
-        raise ValueError(f"sums of {x.shape[dim]} numbers, more than {MAX_SUMMANDS}, are not exact")
+        raise ValueError(
+            f"sums of {x.shape[dim]} numbers are not exact; the limit is {MAX_SUMMANDS}"
+        )
     exponent = exponent_of(x, dim)
     cells = (x.double() * power_of_two(SUM_BITS - exponent)).round()
     return cells.sum(dim, keepdim=True) * power_of_two(exponent - SUM_BITS)
@@ -113,7 +114,7 @@ def _polynomial(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """e ** x in float64, to about 1e-15 of its size; 0 below -700, infinite above 709."""
+    """e ** x in float64, relative error about 1e-15; 0 below -700, infinite above 709."""
     x = x.double()
     whole = (x * math.log2(math.e)).round().clamp(-1020, 1023)
     rest = x - whole * _LN2_HIGH
@@ -124,7 +125,7 @@ def exp(x: Tensor) -> Tensor:
 
 
 def log(x: Tensor) -> Tensor:
-    """The natural logarithm in float64, of normal numbers; -inf at 0, NaN below."""
+    """Natural logarithm of normal numbers in float64; -inf at 0, NaN below."""
     x = x.double()
     mantissa, exponent = torch.frexp(x)
     small = mantissa < math.sqrt(0.5)
@@ -138,7 +139,7 @@ def log(x: Tensor) -> Tensor:
 
 
 def sincos(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Sine and cosine in float64, of numbers up to about 1e6, to about 1e-15."""
+    """Sine and cosine in float64 of numbers up to about 1e6; error about 1e-15."""
     x = x.double()
     quarter = (x * (2 / math.pi)).round()
     rest = x
@@ -159,14 +160,14 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def tanh(x: Tensor) -> Tensor:
-    """The hyperbolic tangent in float64."""
+    """Hyperbolic tangent in float64."""
     x = x.double()
     value = 1 - 2 / (exp(2 * x) + 1)
     return torch.where(x.abs() < 1e-4, x - x * x * x / 3, value)
 
 
 def erf(x: Tensor) -> Tensor:
-    """The error function in float64, to about 1e-12."""
+    """Error function in float64; error about 1e-12."""
     x = x.double()
     near = x.clamp(-3, 3)
     inner = _polynomial(_ERF, near * near) * near * (2 / math.sqrt(math.pi))

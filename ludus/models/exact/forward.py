@@ -1,14 +1,14 @@
-"""Batch-invariant computation: a token's numbers depend on its own context and nothing else.
+"""Batch-invariant forward pass: a token's results depend on its own context only.
 
     with exact():
         logits = model(...).logits
 
-Inside, whatever rounds by order or place is computed by `exactmath`: products of matrices, norms,
-softmax, attention, elementary functions. So the bits of a token are the same whether it is sampled
-alone from a cache or trained in the middle of a packed batch, on any number of threads. All other
-operations either move numbers or round each one correctly by itself. Gradients flow as ever.
+Inside the block, operations whose rounding depends on order or layout are computed by `arithmetic`:
+matrix products, norms, softmax, attention, elementary functions. A token then has the same bits
+when sampled alone from a cache and when trained in a packed batch, with any number of threads.
+Other operations move values or round each value correctly. Gradients work as usual.
 
-It works on any model whose attention goes through `scaled_dot_product_attention`, in float32.
+Works for any model that uses `scaled_dot_product_attention`, in float32.
 
 Shape suffixes: B rows, H query heads, K key-value heads, L queries, T keys, D head size.
 """
@@ -26,24 +26,24 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ludus.models.exact import arithmetic as exactmath
+from ludus.models.exact import arithmetic
 
 aten = torch.ops.aten
 
-MAX_SCORES = 2**21  # attention scores that are held at once
+MAX_SCORES = 2**21  # attention scores held at the same time
 
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Compute batch-invariantly within the block, in this thread."""
+    """Compute batch-invariantly inside the block, in this thread."""
     with _Operations(), _Attention():  # type: ignore[no-untyped-call]
         yield
 
 
 def log_softmax(logits_NV: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """Float64 log-probabilities [N, V] of each row at its temperature (0 counts as 1).
+    """Returns float64 log-probabilities [N, V] of each row at its temperature (0 counts as 1).
 
-    Sampler and learner both call this function. One temperature may serve all rows.
+    Sampler and learner share this function. A single temperature applies to all rows.
     """
     divisor = torch.tensor([t or 1.0 for t in temperatures], dtype=torch.float64)
     with exact():
@@ -51,7 +51,7 @@ def log_softmax(logits_NV: Tensor, temperatures: Sequence[float]) -> Tensor:
 
 
 class _Attention(TorchFunctionMode):
-    """Replaces the fused attention kernels, which sum in blocks of keys."""
+    """Replaces fused attention kernels, whose sums depend on their key blocks."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -71,7 +71,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention`, where keys that a query may not see do not touch its bits.
+    """`scaled_dot_product_attention` whose masked keys do not affect a query's bits.
 
     query [B, H, L, D], key and value [B, K, T, D] -> [B, H, L, D]. Dropout is not applied.
     """
@@ -98,12 +98,12 @@ def attention(
 
 
 class _WeightedSum(torch.autograd.Function):
-    """weights [..., L, T] @ values [..., T, D], where hidden values leave no trace."""
+    """weights [..., L, T] @ values [..., T, D]; values of weight 0 do not affect the result."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, values: Tensor) -> Tensor:
         ctx.save_for_backward(weights, values)
-        return exactmath.weighted_sum(weights, values).to(values.dtype)
+        return arithmetic.weighted_sum(weights, values).to(values.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ class _WeightedSum(torch.autograd.Function):
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces operations below autograd, which therefore differentiates them as usual."""
+    """Replaces operations below autograd, so gradients are unaffected."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -125,7 +125,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if result is not NotImplemented:
                 return result
         elif func._can_decompose() and not torch.is_grad_enabled():
-            # Without autograd, composite operations arrive whole.
+            # Without autograd, composite operations arrive undecomposed.
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -138,47 +138,47 @@ def _like(x: Tensor, result: Tensor) -> Tensor:
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
-    return _like(a, exactmath.matmul(a, b))
+    return _like(a, arithmetic.matmul(a, b))
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     if beta != 1 or alpha != 1:
         return NotImplemented
-    return _like(a, exactmath.matmul(a, b) + bias.double())
+    return _like(a, arithmetic.matmul(a, b) + bias.double())
 
 
 def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return _reduced(x, dim, keepdim, dtype, lambda total, size: total / size)
+    return _reduce(x, dim, keepdim, dtype, lambda total, size: total / size)
 
 
 def _sum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return _reduced(x, dim, keepdim, dtype, lambda total, size: total)
+    return _reduce(x, dim, keepdim, dtype, lambda total, size: total)
 
 
-def _reduced(
+def _reduce(
     x: Tensor, dim: Any, keepdim: bool, dtype: Any, finish: Callable[[Tensor, int], Tensor]
 ) -> Any:
     if not dim or len(dim) != 1 or not x.is_floating_point():
         return NotImplemented
-    result = finish(exactmath.total(x, dim[0]), x.shape[dim[0]]).to(dtype or x.dtype)
+    result = finish(arithmetic.total(x, dim[0]), x.shape[dim[0]]).to(dtype or x.dtype)
     return result if keepdim else result.squeeze(dim[0])
 
 
-def _shifted(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x less its maximum, the exponentials, their sum."""
+def _shift_and_exp(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns x minus its maximum, the exponentials, and their sum."""
     shifted = x.double() - x.double().amax(dim, keepdim=True)
-    terms = exactmath.exp(shifted)
-    return shifted, terms, exactmath.total(terms, dim)
+    terms = arithmetic.exp(shifted)
+    return shifted, terms, arithmetic.total(terms, dim)
 
 
 def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    _, terms, total = _shifted(x, dim)
+    _, terms, total = _shift_and_exp(x, dim)
     return _like(x, terms / total)
 
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    shifted, _, total = _shifted(x, dim)
-    return _like(x, shifted - exactmath.log(total))
+    shifted, _, total = _shift_and_exp(x, dim)
+    return _like(x, shifted - arithmetic.log(total))
 
 
 def _layer_norm(
@@ -187,9 +187,9 @@ def _layer_norm(
     if len(shape) != 1:
         return NotImplemented
     size = shape[0]
-    mean = exactmath.total(x, -1) / size
+    mean = arithmetic.total(x, -1) / size
     centred = x.double() - mean
-    scale = 1 / (exactmath.total(centred * centred, -1) / size + eps).sqrt()
+    scale = 1 / (arithmetic.total(centred * centred, -1) / size + eps).sqrt()
     result = centred * scale
     if weight is not None:
         result = result * weight.double()
@@ -202,12 +202,12 @@ def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     value = x.double()
     if approximate == "tanh":
         inner = (value + value * value * value * 0.044715) * math.sqrt(2 / math.pi)
-        return _like(x, value * 0.5 * (1 + exactmath.tanh(inner)))
-    return _like(x, value * 0.5 * (1 + exactmath.erf(value * math.sqrt(0.5))))
+        return _like(x, value * 0.5 * (1 + arithmetic.tanh(inner)))
+    return _like(x, value * 0.5 * (1 + arithmetic.erf(value * math.sqrt(0.5))))
 
 
 def _pow(x: Tensor, exponent: float) -> Any:
-    """Whole powers up to the fourth; others are left to torch."""
+    """Integer powers 2 to 4; torch computes the others."""
     if exponent not in (2, 3, 4):
         return NotImplemented
     result = x
@@ -228,12 +228,12 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     aten.pow.Tensor_Scalar: _pow,
     aten.rsqrt.default: lambda x: 1 / x.sqrt(),
     aten.gelu.default: _gelu,
-    aten.exp.default: lambda x: _like(x, exactmath.exp(x)),
-    aten.log.default: lambda x: _like(x, exactmath.log(x)),
-    aten.sin.default: lambda x: _like(x, exactmath.sincos(x)[0]),
-    aten.cos.default: lambda x: _like(x, exactmath.sincos(x)[1]),
-    aten.tanh.default: lambda x: _like(x, exactmath.tanh(x)),
-    aten.sigmoid.default: lambda x: _like(x, exactmath.sigmoid(x)),
-    aten.silu.default: lambda x: _like(x, x.double() * exactmath.sigmoid(x)),
-    aten.erf.default: lambda x: _like(x, exactmath.erf(x)),
+    aten.exp.default: lambda x: _like(x, arithmetic.exp(x)),
+    aten.log.default: lambda x: _like(x, arithmetic.log(x)),
+    aten.sin.default: lambda x: _like(x, arithmetic.sincos(x)[0]),
+    aten.cos.default: lambda x: _like(x, arithmetic.sincos(x)[1]),
+    aten.tanh.default: lambda x: _like(x, arithmetic.tanh(x)),
+    aten.sigmoid.default: lambda x: _like(x, arithmetic.sigmoid(x)),
+    aten.silu.default: lambda x: _like(x, x.double() * arithmetic.sigmoid(x)),
+    aten.erf.default: lambda x: _like(x, arithmetic.erf(x)),
 }

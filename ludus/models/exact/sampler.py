@@ -1,4 +1,4 @@
-"""The in-process sampler, batch-invariant: what `verify` samples with."""
+"""Batch-invariant in-process sampler, used by `verify`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ludus.models.samplers.sampling import sample_tokens
 
 
 class ExactSampler(InProcessSampler):
-    """Computes each token by the model's own module, exactly alike in any batch and cut.
+    """Computes each token with the model's own module, bit-identical in any batch or chunking.
 
-    A token's log-probability is `exact.log_softmax` of its logits, in float32; the learner computes
-    it by the same function. Many times slower than the sampler that it stands in for.
+    A token's log-probability is `forward.log_softmax` of its logits, in float32, as in the learner.
+    Many times slower than `InProcessSampler`.
 
     Args: as for `InProcessSampler`.
     """
@@ -51,30 +51,30 @@ class ExactSampler(InProcessSampler):
 
 
 class ExactDecoder:
-    """A decoder whose passes are batch-invariant.
+    """A decoder whose forward passes are batch-invariant.
 
-    With `following` set, it keeps what each operation of its newest pass of one row made of the
-    row's last token, in `records`.
+    With `tracing` set, `records` holds each operation's result for the last token of the latest
+    single-row pass.
     """
 
     def __init__(self, decoder: Decoder, model: Any) -> None:
         self.name = f"exact {decoder.name}"
         self.mixed_batches = decoder.mixed_batches
         self.max_blocks = decoder.max_blocks
-        self.following = False
+        self.tracing = False
         self.records: list[Record] = []
         self._decoder = decoder
         self._model = model
 
-    def forward(self, batch: StepInputs) -> Tensor:
-        """Logits [R, V] of the rows' outputs."""
-        if not self.following:
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Returns logits [R, V] of the rows' output tokens."""
+        if not self.tracing:
             with exact():
-                return self._decoder.forward(batch)
-        width = len(batch.ids)
+                return self._decoder.forward(inputs)
+        width = len(inputs.ids)
         tracer = Tracer(self._model, (1, width), (0, width - 1))
-        with exact(), tracer.following():
-            logits_RV = self._decoder.forward(batch)
+        with exact(), tracer.recording():
+            logits_RV = self._decoder.forward(inputs)
         self.records = tracer.records
         return logits_RV
 
@@ -92,12 +92,13 @@ class ExactDecoder:
 
 
 class ExactTokenSampler:
-    """Chooses tokens as `sample_tokens` does, and gives their exact log-probabilities.
+    """Samples as `sample_tokens` does; log-probabilities are exact.
 
-    Those are over all logits, as the learner's are, also over ids that no token has.
+    Log-probabilities are normalised over all logits, ids beyond the vocabulary included, as in the
+    learner.
 
     Args:
-        vocab_size: ids from here on are never chosen.
+        vocab_size: ids from `vocab_size` on are never sampled.
     """
 
     def __init__(self, vocab_size: int | None = None) -> None:
@@ -106,9 +107,9 @@ class ExactTokenSampler:
     def __call__(
         self, logits_RV: Tensor, params: list[SamplingParams], uniforms_R: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """One token id and its log-probability a row. Errors: as `sample_tokens`."""
+        """Returns a token id and its log-probability per row. Errors: as `sample_tokens`."""
         token_ids, _ = sample_tokens(logits_RV[:, : self._vocab_size], params, uniforms_R.tolist())
         with torch.inference_mode():
-            logprobs_RV = log_softmax(logits_RV, [one.temperature for one in params])
+            logprobs_RV = log_softmax(logits_RV, [p.temperature for p in params])
         logprobs_R = logprobs_RV[range(len(token_ids)), token_ids].float()
         return np.array(token_ids), logprobs_R.double().cpu().numpy()

@@ -1,4 +1,4 @@
-"""What each operation of a forward pass made of one token, to find where two passes part.
+"""Records each operation's result for one token, to find the first difference of two passes.
 
 Shape suffixes: R rows, L columns of the pass.
 """
@@ -17,19 +17,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-MOVING = {
+DATA_MOVEMENT = {
     "_to_copy", "_unsafe_view", "alias", "broadcast_to", "cat", "chunk", "clone", "contiguous",
     "copy_", "detach", "expand", "expand_as", "flatten", "gather", "index", "index_copy_",
     "index_put_", "index_select", "movedim", "narrow", "permute", "repeat", "repeat_interleave",
     "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "stack", "t", "to",
     "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view", "view_as",
 }  # fmt: skip
-"""Operations that only move numbers, passed over: a cache moves other ones than a batch."""
+"""Operations that only move data; ignored, since a cache moves other data than a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An operation's result at the token: `number` counts its kind within its module."""
+    """An operation's result for the token; `number` counts the operation within its module."""
 
     module: str
     kind: str
@@ -42,12 +42,12 @@ class Record:
         return self.module, self.operation, self.number, tuple(self.value.shape)
 
     def __str__(self) -> str:
-        again = f" (its {self.number + 1}th there)" if self.number else ""
-        return f"{self.operation}{again} in {self.module or 'the model'} ({self.kind})"
+        count = f" (call {self.number + 1})" if self.number else ""
+        return f"{self.operation}{count} in {self.module or 'the model'} ({self.kind})"
 
 
 class Tracer:
-    """Follows one token through a model.
+    """Traces one token through a model.
 
     Args:
         shape: rows and columns of the pass.
@@ -64,12 +64,12 @@ class Tracer:
         self._muted = False
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Record within the block."""
+    def recording(self) -> Iterator[None]:
+        """Record inside the block."""
         hooks = []
         for name, module in self._model.named_modules():
-            hooks.append(module.register_forward_pre_hook(self._entering(name)))
-            hooks.append(module.register_forward_hook(self._left, always_call=True))
+            hooks.append(module.register_forward_pre_hook(self._pre_hook(name)))
+            hooks.append(module.register_forward_hook(self._post_hook, always_call=True))
         try:
             with _Operations(self), _Attention(self):
                 yield
@@ -77,29 +77,29 @@ class Tracer:
             for hook in hooks:
                 hook.remove()
 
-    def _entering(self, name: str) -> Any:
+    def _pre_hook(self, name: str) -> Any:
         def enter(module: Any, args: Any) -> None:
             self._modules.append((name, type(module).__name__))
 
         return enter
 
-    def _left(self, module: Any, args: Any, output: Any) -> None:
+    def _post_hook(self, module: Any, args: Any, output: Any) -> None:
         self.record("output", output)
         self._modules.pop()
 
     def record(self, operation: str, result: Any) -> None:
-        """Keep the token's part of a result, where it has one."""
+        """Keep the token's part of a result, if there is one."""
         if self._muted or not isinstance(result, Tensor) or not result.is_floating_point():
             return
         module, kind = self._modules[-1] if self._modules else ("", type(self._model).__name__)
         number = self._counts[module, operation]
         self._counts[module, operation] += 1
-        with _quiet(self):
-            part = self._part(result)
+        with _muted(self):
+            part = self._token_part(result)
             if part is not None:
                 self.records.append(Record(module, kind, operation, number, part.clone()))
 
-    def _part(self, x: Tensor) -> Tensor | None:
+    def _token_part(self, x: Tensor) -> Tensor | None:
         (rows, columns), (row, column) = self._shape, self._place
         if x.ndim >= 2 and x.shape[0] in (1, rows) and x.shape[1] == columns:
             return x[row if x.shape[0] == rows else 0, column]
@@ -111,7 +111,7 @@ class Tracer:
 
 
 @contextmanager
-def _quiet(tracer: Tracer) -> Iterator[None]:
+def _muted(tracer: Tracer) -> Iterator[None]:
     muted, tracer._muted = tracer._muted, True
     try:
         yield
@@ -129,13 +129,13 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = str(func).removeprefix("aten.").partition(".")[0]
-        if name not in MOVING:
+        if name not in DATA_MOVEMENT:
             self._tracer.record(name, result)
         return result
 
 
 class _Attention(TorchFunctionMode):
-    """Fused attention is one operation, whatever it is made of."""
+    """Records fused attention as one operation, not its parts."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -146,22 +146,22 @@ class _Attention(TorchFunctionMode):
     ) -> Any:
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        with _quiet(self._tracer):
+        with _muted(self._tracer):
             result = func(*args, **(kwargs or {}))
         self._tracer.record("scaled_dot_product_attention", result)
         return result
 
 
 def first_difference(
-    mine: Sequence[Record], others: Sequence[Record]
+    records: Sequence[Record], others: Sequence[Record]
 ) -> tuple[Record, Record] | None:
-    """The first operation of `mine` whose result at the token differs in `others`.
+    """Returns the first operation of `records` whose result differs in `others`, with both results.
 
-    Operations are matched by module, kind and count; what one side alone does is passed over.
+    Operations are matched by module, operation, call count and shape; unmatched ones are ignored.
     """
-    known = {record.key: record for record in others}
-    for record in mine:
-        other = known.get(record.key)
+    by_key = {record.key: record for record in others}
+    for record in records:
+        other = by_key.get(record.key)
         if other is not None and not torch.equal(record.value, other.value):
             return record, other
     return None

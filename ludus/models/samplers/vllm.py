@@ -1,10 +1,10 @@
-"""vLLM as the sampler: a server with token ids in and out, whose weights change while it serves.
+"""vLLM sampler: a server with token ids in and out, and weight updates while it serves.
 
     learner's weights -> folder/next -> refused, or loaded -> probed -> turns carry the new version
 
-The server starts at the first turn and ends with ludus. Where it dies, the turns under way fail as
-the infrastructure's fault (so they are tried again), and the next turn starts it anew with the
-weights that were last published.
+The server starts at the first turn and stops with ludus. If it dies, running turns fail with
+SamplerError (an infrastructure error, so they are retried), and the next turn restarts it with the
+weights published last.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from ludus.core.errors import (
     SamplerError,
     TrainingError,
 )
+from ludus.models.build import merge_lora
 from ludus.models.samplers.base import Completion, SamplingParams, check_turn
 from ludus.models.samplers.vllm_server import VllmServer, require_vllm
-from ludus.models.samplers.weights import WEIGHTS, plain, probe_logprobs, write_model
+from ludus.models.samplers.weights import WEIGHTS, probe_logprobs, write_model
 from ludus.telemetry.logs import get_logger
 from ludus.telemetry.occupancy import busy
 
@@ -37,14 +38,14 @@ log = get_logger(__name__)
 
 NUM_PROBE_TOKENS = 32
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.25}
-"""Largest difference of a probe's log-probabilities, between vLLM and the learner."""
+"""Allowed difference of the probe's log-probabilities between vLLM and the learner."""
 
 
 class VllmSampler:
-    """A `PolicySampler` over a vLLM server, on the weights of `model` as they were last published.
+    """A `PolicySampler` over a vLLM server, with the weights of `model` as published last.
 
-    Turns are batched as they come, so a batch depends on timing: a seed repeats a turn as far as
-    rounding does. Sessions cost nothing: vLLM keeps the keys and values of common prefixes.
+    Turns are batched in order of arrival, so batches depend on timing and a seed reproduces a turn
+    up to rounding. Sessions hold no state here: vLLM caches common prefixes itself.
 
     Errors: ConfigError where `python` has no vLLM, or `rollout.deterministic` is on.
     """
@@ -57,33 +58,31 @@ class VllmSampler:
         context_length: int,
         deterministic: bool = False,
         python: Annotated[
-            str | None, Field(description="A Python that has vLLM; null: the one ludus runs in.")
+            str | None, Field(description="Python with vLLM; null: the one that runs ludus.")
         ] = None,
         dtype: Annotated[
             Literal["float32", "bfloat16"] | None,
-            Field(description="Type that vLLM computes in; null: the model's."),
+            Field(description="Type vLLM computes in; null: the model's."),
         ] = None,
-        max_batch: Annotated[int, Field(ge=1, description="Turns sampled at the same time.")] = 64,
-        cache_gib: Annotated[
-            float, Field(gt=0, description="Memory for keys and values, in GiB.")
-        ] = 1.0,
+        max_batch: Annotated[int, Field(ge=1, description="Turns sampled concurrently.")] = 64,
+        cache_gib: Annotated[float, Field(gt=0, description="KV-cache memory in GiB.")] = 1.0,
         threads: Annotated[
-            int, Field(ge=0, description="OpenMP threads of vLLM on a CPU; 0: its own choice.")
+            int, Field(ge=0, description="OpenMP threads of vLLM on a CPU; 0: its default.")
         ] = 0,
         startup_deadline_s: Annotated[
-            float, Field(gt=0, description="Seconds until the server has to answer.")
+            float, Field(gt=0, description="Startup timeout of the server, in seconds.")
         ] = 600.0,
         max_restarts: Annotated[
-            int, Field(ge=0, description="Times that a server that died is started anew.")
+            int, Field(ge=0, description="Most restarts after the server dies.")
         ] = 2,
         flags: Annotated[
-            list[str] | None, Field(description="More flags of `vllm serve`; these win.")
+            list[str] | None, Field(description="More flags of `vllm serve`; they take precedence.")
         ] = None,
     ) -> None:
         if deterministic:
             raise ConfigError(
-                "rollout.deterministic: true needs batches that do not depend on timing, which the "
-                "vllm sampler cannot promise; set it to false, or use sampler: in_process"
+                "rollout.deterministic: true is not possible with the vllm sampler, whose batches "
+                "depend on timing; set it to false, or use sampler: in_process"
             )
         self._python = python or sys.executable
         require_vllm(self._python)
@@ -94,10 +93,10 @@ class VllmSampler:
         self._threads = threads
         self._deadline_s = startup_deadline_s
         self._restarts_left = max_restarts
-        self._flags = [*self._own_flags(max_batch, cache_gib), *(flags or [])]
+        self._flags = [*self._default_flags(max_batch, cache_gib), *(flags or [])]
         self._version = 0
         self._server: VllmServer | None = None
-        self._lock = threading.Lock()  # one start or one publication at a time
+        self._lock = threading.Lock()  # serialises starts and publications
         self._starting: asyncio.Task[None] | None = None
         self._client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
         self._turns: dict[str, set[asyncio.Task[Completion]]] = {}
@@ -116,13 +115,13 @@ class VllmSampler:
         return self._server
 
     def open(self, session: str) -> None:
-        """Announce an episode."""
+        """Register an episode."""
         if session in self._turns:
             raise ValueError(f"session {session!r} is open already")
         self._turns[session] = set()
 
     def close(self, session: str) -> None:
-        """Forget an episode; a turn of it that is still running is dropped."""
+        """Remove an episode and cancel its running turn."""
         for turn in self._turns.pop(session, ()):
             turn.cancel()
 
@@ -131,8 +130,8 @@ class VllmSampler:
     ) -> Completion:
         """Sample one turn after `prompt_ids`.
 
-        Errors: ContextOverflow; SamplerError where the server dies meanwhile; LudusError where it
-        does not start, or died too often.
+        Errors: ContextOverflow; SamplerError where the server dies during the turn; LudusError
+        where it does not start or has no restart left.
         """
         check_turn(prompt_ids, params, self._context_length)
         if session not in self._turns:
@@ -143,30 +142,30 @@ class VllmSampler:
             with busy("sample"):
                 return await turn
         finally:
-            turn.cancel()  # where the caller gave up
+            turn.cancel()  # no effect unless the caller cancelled
             self._turns.get(session, set()).discard(turn)
 
     def publish(self, version: int) -> None:
-        """Sample with the model's weights as they are now, under this version.
+        """Sample with the model's current weights, under this version.
 
-        Blocks until they are served. Before the first turn it only notes the version: the server
-        will start with the weights that there are then.
+        Blocks until they are served. Before the first turn only the version is set, since the
+        server starts with the weights of that time.
 
-        Errors: TrainingError where vLLM refuses the weights, or does not compute with them.
+        Errors: TrainingError where vLLM refuses the weights or does not compute with them.
         """
         with self._lock:
             if self._server is not None:
-                self._swap(self._server, version)
+                self._update_weights(self._server, version)
             self._version = version
 
     def pause(self) -> None:
-        """Nothing: the server has weights of its own, and goes on with them."""
+        """Does nothing: the server has its own copy of the weights."""
 
     def resume(self) -> None:
-        """Nothing, as for `pause`."""
+        """Does nothing, see `pause`."""
 
     def shutdown(self) -> None:
-        """End the server."""
+        """Stop the server."""
         with self._lock:
             if self._server is not None:
                 self._server.stop()
@@ -176,25 +175,25 @@ class VllmSampler:
     # Turns
 
     async def _sample(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
-        server = await self._running()
+        server = await self._running_server()
         body = {"token_ids": prompt_ids, "sampling_params": _sampling_params(params)}
         client = self._client_of(server)
         try:
-            answer = await client.post("/inference/v1/generate", json=body)
-            broken = answer.is_server_error and not (await client.get("/health")).is_success
+            response = await client.post("/inference/v1/generate", json=body)
+            died = response.is_server_error and not (await client.get("/health")).is_success
         except httpx.TransportError:
-            broken = True
-        if broken:
-            server.stop()  # what is left of it, so that the next turn starts another
-            raise SamplerError(server.explain("vLLM died in the midst of a turn"))
-        if answer.is_server_error:
-            raise SamplerError(f"vLLM failed in a turn: {_message(answer)}")
-        if not answer.is_success:
-            raise LudusError(f"vLLM refused a turn: {_message(answer)}")
-        return _completion(answer.json()["choices"][0])
+            died = True
+        if died:
+            server.stop()  # end its remaining processes; the next turn starts a new server
+            raise SamplerError(server.explain("vLLM died during a turn"))
+        if response.is_server_error:
+            raise SamplerError(f"vLLM failed during a turn: {_error_text(response)}")
+        if not response.is_success:
+            raise LudusError(f"vLLM refused a turn: {_error_text(response)}")
+        return _completion(response.json()["choices"][0])
 
-    async def _running(self) -> VllmServer:
-        """The server, started if need be; turns that wait for it wait together."""
+    async def _running_server(self) -> VllmServer:
+        """Returns the server; starts it if necessary, once for all waiting turns."""
         if self._server is None or not self._server.alive:
             if self._starting is None or self._starting.done():
                 self._starting = asyncio.create_task(asyncio.to_thread(self._start))
@@ -203,7 +202,7 @@ class VllmSampler:
         return self._server
 
     def _client_of(self, server: VllmServer) -> httpx.AsyncClient:
-        """A client of this event loop (each call of asyncio.run brings its own) and server."""
+        """Returns the HTTP client of the current event loop; several loops may use the sampler."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._client[0] is not loop:
             transport = httpx.AsyncHTTPTransport(
@@ -217,18 +216,20 @@ class VllmSampler:
     # The server
 
     def _start(self) -> None:
-        """Start the server, the first time or after it died; in a thread of its own."""
+        """Start the server, initially or after it died; runs in a thread."""
         with self._lock:
             died, self._server, self._client = self._server, None, None
             if died is not None:
                 died.stop()
                 if not self._restarts_left:
-                    raise LudusError(died.explain("vLLM died again, beyond max_restarts"))
+                    raise LudusError(
+                        died.explain("vLLM died again; sampler.args.max_restarts is reached")
+                    )
                 self._restarts_left -= 1
-                log.warning("vLLM died and is started anew", log=str(died.log))
+                log.warning("vLLM died; restarting it", log=str(died.log))
             else:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                policy = plain(self._model)
+                policy = merge_lora(self._model)
                 write_model(policy, self._folder / "model")
                 self._tokenizer.save_pretrained(self._folder / "model")
                 self._probe = probe_logprobs(policy, self._probe_ids())
@@ -243,21 +244,21 @@ class VllmSampler:
                 raise
             self._server = server
 
-    def _swap(self, server: VllmServer, version: int) -> None:
-        """Have a running server take the model's weights; one that died takes them as it starts."""
-        policy = plain(self._model)
+    def _update_weights(self, server: VllmServer, version: int) -> None:
+        """Load the model's weights into the server; if it died, it loads them at its restart."""
+        policy = merge_lora(self._model)
         self._probe = probe_logprobs(policy, self._probe_ids())
         expected = write_model(policy, self._folder / "next")
         weights = self._folder / "next" / WEIGHTS
         with contextlib.suppress(httpx.TransportError):
             server.post("/pause?mode=keep")
             call = {"path": str(weights.resolve()), "expected_hash": expected}
-            done = server.post("/collective_rpc", {"method": "ludus_load", "kwargs": call})
-            for result in done["results"]:
+            answer = server.post("/collective_rpc", {"method": "ludus_load", "kwargs": call})
+            for result in answer["results"]:
                 if "refused" in result:
                     server.post("/resume")
                     raise TrainingError(f"vLLM refuses weights {version}: {result['refused']}")
-            # Keys and values of the old weights go; running turns compute theirs anew.
+            # Drop the KV cache of the old weights; running turns recompute theirs.
             server.post("/reset_prefix_cache?reset_running_requests=true")
             server.post("/update_weight_version", {"new_version": str(version)})
             server.post("/resume")
@@ -270,7 +271,7 @@ class VllmSampler:
         return [(7919 * i + 3) % vocabulary for i in range(length)]
 
     def _require_probe(self, server: VllmServer) -> None:
-        """Compare a row's log-probabilities with the learner's: versions are checked, not assumed.
+        """Compare the log-probabilities of a probe sequence with the learner's.
 
         Errors: TrainingError where they differ by more than rounding.
         """
@@ -280,19 +281,19 @@ class VllmSampler:
         }
         rows = server.post("/inference/v1/generate", body)["prompt_logprobs"][1:]
         served = [next(iter(row.values()))["logprob"] for row in rows]
-        off = max(abs(a - b) for a, b in zip(served, self._probe, strict=True))
-        if not off <= TOLERANCE[self._dtype]:
+        deviation = max(abs(a - b) for a, b in zip(served, self._probe, strict=True))
+        if not deviation <= TOLERANCE[self._dtype]:
             raise TrainingError(
-                f"vLLM does not compute with the weights that it was given: log-probabilities of a "
-                f"probe differ from the learner's by up to {off:.3g} (allowed: "
+                f"vLLM does not compute with the published weights: log-probabilities of a probe "
+                f"differ from the learner's by up to {deviation:.3g} (allowed: "
                 f"{TOLERANCE[self._dtype]:g} in {self._dtype})"
             )
 
-    def _own_flags(self, max_batch: int, cache_gib: float) -> list[str]:
+    def _default_flags(self, max_batch: int, cache_gib: float) -> list[str]:
         """Flags of `vllm serve`.
 
-        Prompts are not cut into chunks: of a turn with a seed whose prompt comes in chunks, vLLM
-        takes back random numbers, which generators of the CPU cannot do, and ends.
+        Chunked prefill is off: for a seeded turn with a chunked prompt vLLM rewinds its random
+        generator, which CPU generators do not support, and crashes.
         """
         return [
             *("--model", str((self._folder / "model").resolve())),
@@ -303,7 +304,7 @@ class VllmSampler:
             *("--kv-cache-memory-bytes", str(int(cache_gib * 2**30))),
             *("--dtype", self._dtype),
             *("--logprobs-mode", "processed_logprobs"),
-            *("--generation-config", "vllm"),  # no sampling defaults of the model's own
+            *("--generation-config", "vllm"),  # ignore the model's sampling defaults
             *("--worker-extension-cls", "ludus_vllm_side.Worker"),
             "--enable-scale-out",  # the route with token ids in and out
             "--enable-prefix-caching",
@@ -315,8 +316,8 @@ class VllmSampler:
 
 
 def _sampling_params(params: SamplingParams) -> dict[str, Any]:
-    """Ours in vLLM's names. Only our own stop ids end a turn."""
-    asked: dict[str, Any] = {
+    """Sampling parameters under vLLM's names. Only `stop_token_ids` and `stop` end a turn."""
+    fields: dict[str, Any] = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -324,25 +325,25 @@ def _sampling_params(params: SamplingParams) -> dict[str, Any]:
         "seed": params.seed % 2**63,
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": True,
-        "logprobs": 0,  # those of the sampled token alone
+        "logprobs": 0,  # of the sampled token only
         "detokenize": bool(params.stop),
     }
     if params.stop:
-        asked |= {"stop": list(params.stop), "skip_special_tokens": False}
-    return asked
+        fields |= {"stop": list(params.stop), "skip_special_tokens": False}
+    return fields
 
 
 def _completion(choice: dict[str, Any]) -> Completion:
-    """vLLM's answer. A turn that went over an update carries the version of its first token."""
+    """Parse vLLM's response. The version is that of the turn's first token."""
     logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
     if choice["finish_reason"] not in ("stop", "length") or not all(map(math.isfinite, logprobs)):
-        raise SamplerError(f"vLLM gave a turn up ({choice['finish_reason']})")
+        raise SamplerError(f"vLLM aborted a turn ({choice['finish_reason']})")
     version = int(choice["weight_versions"][0]["version"])
     return Completion(choice["token_ids"], logprobs, choice["finish_reason"], version)
 
 
-def _message(answer: httpx.Response) -> str:
+def _error_text(response: httpx.Response) -> str:
     try:
-        return str(answer.json()["error"]["message"])
+        return str(response.json()["error"]["message"])
     except (json.JSONDecodeError, KeyError, TypeError):
-        return answer.text[:200]
+        return response.text[:200]

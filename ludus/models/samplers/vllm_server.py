@@ -1,8 +1,8 @@
-"""vLLM's server as a child process: started, watched, asked, ended.
+"""Runs vLLM's server as a child process.
 
-It listens on a Unix socket in a folder of its own, so no port can be taken, and nobody else can
-reach it. Its processes form a group, which ends with the process that started it, however that one
-ends: the server holds one end of a pipe and stops when the other is gone.
+The server listens on a Unix socket in a private folder, so there are no port conflicts and no
+access by other users. Its processes form a process group. It holds one end of a pipe and stops when
+the other end is closed, so it ends with its parent process even after a crash.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from ludus.core.errors import ConfigError, LudusError
 
 SIDE = Path(__file__).parent / "vllm_side" / "ludus_vllm_side.py"
 NUM_LOG_LINES = 12
-_FAULT = re.compile(r"\b\w*(Error|Exception)\b: .")
+_ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: .")
 
 
 def require_vllm(python: str) -> None:
-    """Refuse a Python that is not there, or has no vLLM. Errors: ConfigError."""
+    """Check that `python` exists and has vLLM. Errors: ConfigError."""
     command = [
         python,
         "-c",
         "import importlib.util as u; raise SystemExit(not u.find_spec('vllm'))",
     ]
     try:
-        found = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL).returncode
+        missing = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL).returncode
     except OSError as error:
         raise ConfigError(f"sampler.args.python: {python}: {error.strerror}") from None
-    if found:
+    if missing:
         raise ConfigError(
-            f"sampler.args.python: {python} has no vLLM; `make vllm` makes an environment that has"
+            f"sampler.args.python: {python} has no vLLM; `make vllm` creates an environment with it"
         )
 
 
 class VllmServer:
-    """One run of vLLM's server.
+    """A vLLM server process.
 
     Args:
-        python: a Python that has vLLM.
-        flags: of `vllm serve`.
-        environment: variables beside those of this process.
-        log: the file that takes what the server prints.
+        python: a Python with vLLM.
+        flags: flags of `vllm serve`.
+        environment: variables added to those of this process.
+        log: file for the server's output.
     """
 
     def __init__(
         self, python: str, flags: Sequence[str], environment: dict[str, str], log: Path
     ) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="ludus-vllm-"))  # short: sockets need that
+        self._folder = Path(tempfile.mkdtemp(prefix="ludus-vllm-"))  # socket paths must be short
         self.socket = str(self._folder / "socket")
         self.log = log
         with log.open("wb") as output:
@@ -86,57 +86,57 @@ class VllmServer:
         return self._process.poll() is None
 
     def wait_until_up(self, deadline_s: float) -> None:
-        """Return once the server answers. Errors: LudusError, and the server is ended, where it
-        dies before, or does not answer within `deadline_s` seconds."""
+        """Wait until the server responds. Errors: LudusError, with the server stopped, where it
+        dies or does not respond within `deadline_s` seconds."""
         until = time.monotonic() + deadline_s
         while True:
             with contextlib.suppress(httpx.TransportError):
-                if self._listens() and self._client.get("/health", timeout=5).is_success:
+                if self._is_listening() and self._client.get("/health", timeout=5).is_success:
                     return
             if not self.alive:
                 code = self._process.returncode
                 self.stop()
-                raise LudusError(self.explain(f"vLLM ended before it answered (code {code})"))
+                raise LudusError(self.explain(f"vLLM exited during startup (code {code})"))
             if time.monotonic() > until:
                 self.stop()
                 raise LudusError(
                     self.explain(
-                        f"vLLM did not answer within sampler.args.startup_deadline_s = "
+                        f"vLLM did not respond within sampler.args.startup_deadline_s = "
                         f"{deadline_s:g} s"
                     )
                 )
             time.sleep(0.1)
 
-    def _listens(self) -> bool:
+    def _is_listening(self) -> bool:
         with socket.socket(socket.AF_UNIX) as connection:
             return not connection.connect_ex(self.socket)
 
     def post(self, path: str, body: Any = None) -> Any:
-        """Ask the server, in this thread; returns its JSON.
+        """Send a request, blocking; returns the JSON response.
 
-        Errors: httpx.TransportError where it is gone, LudusError where it refuses.
+        Errors: httpx.TransportError where the server is gone, LudusError for an error status.
         """
-        answer = self._client.post(path, json=body)
-        if not answer.is_success:
-            raise LudusError(self.explain(f"vLLM answered {answer.status_code} to {path}"))
-        return answer.json() if answer.content else None
+        response = self._client.post(path, json=body)
+        if not response.is_success:
+            raise LudusError(self.explain(f"vLLM answered {response.status_code} to {path}"))
+        return response.json() if response.content else None
 
-    def explain(self, what: str) -> str:
-        """`what`, with the errors in the server's log and its last lines."""
+    def explain(self, message: str) -> str:
+        """Returns the message, followed by errors from the server's log and its last lines."""
         try:
             lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
-            return what
+            return message
         last = lines[-NUM_LOG_LINES:]
-        faults = list(dict.fromkeys(line for line in lines if _FAULT.search(line)))
-        shown = [line[:300] for line in [*[f for f in faults if f not in last][-3:], *last]]
-        return "\n    ".join([f"{what}; {self.log} ends:", *shown])
+        errors = list(dict.fromkeys(line for line in lines if _ERROR_LINE.search(line)))
+        excerpt = [line[:300] for line in [*[e for e in errors if e not in last][-3:], *last]]
+        return "\n    ".join([f"{message}; end of {self.log}:", *excerpt])
 
     def stop(self) -> None:
-        """End all of the server's processes. Idempotent."""
+        """Kill all processes of the server. Idempotent."""
         atexit.unregister(self.stop)
         self._client.close()
-        with contextlib.suppress(ProcessLookupError):  # killpg reaches what outlived its leader
+        with contextlib.suppress(ProcessLookupError):  # the group may outlive its leader
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         if self._process.stdin is not None:
@@ -146,7 +146,7 @@ class VllmServer:
 
 _ENVIRONMENT = {
     "PYTHONPATH": str(SIDE.parent),
-    "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause, load weights, resume
+    "VLLM_SERVER_DEV_MODE": "1",  # enables the routes to pause, load weights and resume
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",

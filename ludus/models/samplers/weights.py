@@ -1,4 +1,4 @@
-"""A policy's weights on their way to another process: written, hashed, compared by content."""
+"""Transfers weights to another process: write, content hash, probe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from ludus.core.errors import TrainingError
-from ludus.models.build import merge_lora
 from ludus.models.samplers.vllm_side.ludus_vllm_side import content_hash
 
 WEIGHTS = "model.safetensors"
@@ -19,27 +18,22 @@ WEIGHTS = "model.safetensors"
 def write_model(model: Any, folder: Path) -> str:
     """Write a Hugging Face folder with all weights in one file; returns their content hash.
 
-    `model` has no adapters (see `plain`). An earlier content of the folder is replaced.
+    `model` must not have adapters (see `merge_lora`). Existing content of the folder is replaced.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    shown = transformers_logging.is_progress_bar_enabled()
+    was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         model.save_pretrained(folder, max_shard_size="1000TB")
     finally:
-        if shown:
+        if was_enabled:
             transformers_logging.enable_progress_bar()
     return content_hash(folder / WEIGHTS)
 
 
-def plain(model: Any) -> Any:
-    """The model with its adapters folded into the weights, on a copy; itself where it has none."""
-    return merge_lora(model)
-
-
 @torch.inference_mode()
 def probe_logprobs(model: Any, token_ids: list[int]) -> list[float]:
-    """Log-probabilities of `token_ids[1:]`, each after those before it, in float32.
+    """Returns log-probabilities of `token_ids[1:]`, each given its prefix, in float32.
 
     Errors: TrainingError where they are not finite.
     """

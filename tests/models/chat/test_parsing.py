@@ -1,4 +1,4 @@
-"""Whatever a model writes becomes parts or an error text, never an exception."""
+"""Parsing of turns: any text gives parts or an error text, never an exception."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_several_calls_and_missing_arguments() -> None:
     assert calls == [ToolCall(name="look")] * 2
 
 
-def test_text_without_calls_is_left_as_it_is() -> None:
+def test_text_without_calls_is_unchanged() -> None:
     assert PARSER.parse("  turn left\n") == ("  turn left\n", [], None)
 
 
@@ -69,7 +69,7 @@ def test_text_without_calls_is_left_as_it_is() -> None:
         ('{"name": "look"}</tool_call>', "not complete"),
     ],
 )
-def test_a_bad_call_is_told(text: str, problem: str) -> None:
+def test_malformed_calls_give_errors(text: str, problem: str) -> None:
     content, calls, error = PARSER.parse(text)
     assert (content, calls) == (text, [])
     assert error is not None
@@ -77,7 +77,7 @@ def test_a_bad_call_is_told(text: str, problem: str) -> None:
     assert len(error) <= 400
 
 
-def test_one_bad_call_spoils_the_turn() -> None:
+def test_one_malformed_call_invalidates_all() -> None:
     assert PARSER.parse(call('{"name": "look"}') + call("{"))[1] == []
 
 

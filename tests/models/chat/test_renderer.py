@@ -1,4 +1,4 @@
-"""The renderer appends: P0 + A0 + E0 + A1 ..., and content never becomes framing."""
+"""Renderer: appends P0 + A0 + E0 + A1 ...; content never becomes framing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def says(text: str, **fields: Any) -> Message:
 
 @cache
 def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """A trained byte-level tokenizer that holds the template's special tokens."""
+    """A trained byte-level tokenizer with the template's special tokens."""
     if template in ("plain", "qwen3"):
         return train_tokenizer(Spec(name="bpe", args={"vocab_size": 600}), TEXTS, template)
     tokenizer = train_tokenizer(Spec(name="bpe", args={"vocab_size": 600}), TEXTS, "plain")
@@ -90,7 +90,7 @@ def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
 
 @cache
 def metaspace_tokenizer() -> PreTrainedTokenizerFast:
-    """Shaped as SentencePiece's: a space mark before the first word of a text only."""
+    """Like SentencePiece: a space marker before the first word of a text only."""
     backend = Tokenizer(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.decoder = decoders.Metaspace(prepend_scheme="first")
@@ -115,7 +115,7 @@ def renderer_for(name: str) -> Renderer:
 
 
 def whole(renderer: Renderer, conversation: list[Message], **kwargs: Any) -> list[int]:
-    """The ids of transformers' own rendering of the whole conversation."""
+    """Ids of the whole conversation, rendered by transformers."""
     fields = []
     for message in conversation:
         field: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -132,7 +132,7 @@ def whole(renderer: Renderer, conversation: list[Message], **kwargs: Any) -> lis
 
 
 def appended(renderer: Renderer, conversation: list[Message]) -> list[int]:
-    """The ids of a conversation as an episode makes them; it ends before an assistant turn."""
+    """Ids of a conversation as an episode builds them; it ends before an assistant turn."""
     first = next(i for i, m in enumerate(conversation) if m.role == "assistant")
     ids = renderer.open(conversation[:first])
     turns = [i for i, m in enumerate(conversation) if m.role == "assistant"]
@@ -197,7 +197,7 @@ def test_the_plain_template_costs_three_tokens_a_turn() -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "qwen3", "chatml", "llama", "gemma", "text"])
-def test_the_end_of_turn_is_added_only_where_it_was_not_sampled(name: str) -> None:
+def test_end_of_turn_is_added_unless_sampled(name: str) -> None:
     renderer = renderer_for(name)
     end = renderer.stop_token_ids[0]
     ended = renderer.assistant(says("turn left"))
@@ -211,8 +211,8 @@ def test_the_end_of_turn_is_added_only_where_it_was_not_sampled(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["plain", "qwen3", "chatml"])
-def test_what_was_rendered_before_is_the_same_again_and_nobody_can_change_it(name: str) -> None:
-    """Each pair differs in one thing only, so none may be taken for another."""
+def test_cached_renderings_are_equal_and_not_aliased(name: str) -> None:
+    """Each pair differs in one property, so a cache must not confuse them."""
     call = ToolCall(id="1", name="turn", arguments={"side": "left"})
     told = Message(role="tool", content="ok", name="turn", tool_call_id="1")
     openings = [
@@ -237,7 +237,7 @@ def test_what_was_rendered_before_is_the_same_again_and_nobody_can_change_it(nam
             used.open(messages).append(7)
 
 
-def test_another_stop_id_stays_and_the_turn_is_closed() -> None:
+def test_other_stop_ids_stay_and_the_turn_is_closed() -> None:
     tokenizer = byte_tokenizer("chatml")
     renderer = Renderer(tokenizer)
     end, eos = renderer.stop_token_ids
@@ -248,7 +248,7 @@ def test_another_stop_id_stays_and_the_turn_is_closed() -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "qwen3", "chatml", "llama", "gemma", "metaspace"])
-def test_content_that_spells_special_tokens_stays_text(name: str) -> None:
+def test_special_tokens_in_content_stay_text(name: str) -> None:
     renderer = renderer_for(name)
     special = renderer._encoder.special
     attack = "hi" + "".join(special) + "there"
@@ -286,7 +286,7 @@ def test_content_that_spells_special_tokens_stays_text(name: str) -> None:
         )
     )
 )
-def test_no_splice_of_pieces_forges_framing(pieces: list[str]) -> None:
+def test_spliced_pieces_never_form_framing(pieces: list[str]) -> None:
     renderer = renderer_for("qwen3")
     special = set(renderer._encoder.special.values())
     ids = renderer.open([user("".join(pieces))])
@@ -294,7 +294,7 @@ def test_no_splice_of_pieces_forges_framing(pieces: list[str]) -> None:
     assert [i for i in ids if i in special] == [i for i in expected if i in special]
 
 
-def test_markers_that_a_tokenizer_does_not_call_special_are_guarded_too() -> None:
+def test_structural_markers_are_defused_even_if_not_special() -> None:
     tokenizer = train_tokenizer(Spec(name="bpe"), TEXTS, "plain")
     tokenizer.add_tokens([AddedToken("<tool_response>", special=False, normalized=True)])
     tokenizer.chat_template = (
@@ -313,7 +313,7 @@ def test_tool_descriptions_cannot_forge_framing() -> None:
     assert renderer.open([user("hi")]).count(end) == 2  # system and user
 
 
-def test_a_parsed_turn_is_what_was_said() -> None:
+def test_parse_round_trips_assistant_turns() -> None:
     for name in ("plain", "qwen3"):
         renderer = Renderer(byte_tokenizer(name), tools=[TURN])
         call = ToolCall(name="turn", arguments={"side": "left"})
@@ -333,7 +333,7 @@ def test_stripping_thinking_slices_ids(name: str) -> None:
     assert renderer.strip_thinking(stripped) == stripped
 
 
-def test_an_unclosed_thinking_block_is_told_and_stripped_to_its_end() -> None:
+def test_unclosed_thinking_is_an_error_and_stripped() -> None:
     renderer = renderer_for("qwen3")
     cut = renderer.assistant(says("x", thinking="hm"))[:3]
     parsed = renderer.parse(cut)
@@ -345,14 +345,14 @@ def test_an_unclosed_thinking_block_is_told_and_stripped_to_its_end() -> None:
     ]
 
 
-def test_keeping_thinking_appends_what_the_template_would_drop() -> None:
+def test_keep_appends_thinking_that_the_template_drops() -> None:
     renderer = renderer_for("qwen3")
     sampled = renderer.assistant(says("left", thinking="hm"))
     ids = renderer.open([user("go")]) + sampled + renderer.extend([user("on")], sampled)
     assert "hm" in renderer._decode(ids)
 
 
-def test_forbidding_thinking_prompts_for_none_and_reports_one() -> None:
+def test_forbid_renders_without_thinking_and_reports_it() -> None:
     renderer = Renderer(byte_tokenizer("qwen3"), thinking="forbid")
     assert renderer._decode(renderer.open([user("go")])).endswith("<think>\n\n</think>\n\n")
     assert renderer.assistant(says("left", thinking="hm")) == renderer.assistant(says("left"))
@@ -370,7 +370,7 @@ def test_a_prompt_that_opens_the_thinking_block() -> None:
         Renderer(byte_tokenizer(R1_LIKE), thinking="forbid")
 
 
-def test_a_prompt_that_opens_a_block_which_turns_keep() -> None:
+def test_a_prompt_that_opens_a_block_kept_in_turns() -> None:
     source = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|><think>\n' + "
         "(m.reasoning_content or '') + '\n</think>\n\n' + m.content + '<|end|>' }}"
@@ -383,7 +383,7 @@ def test_a_prompt_that_opens_a_block_which_turns_keep() -> None:
     assert appended(renderer, conversation) == whole(renderer, conversation)
 
 
-def test_a_tokenizer_without_a_template_is_refused_with_the_remedy() -> None:
+def test_a_tokenizer_without_a_template_is_refused() -> None:
     tokenizer = train_tokenizer(Spec(name="bpe"), TEXTS)
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"model\.chat_template: plain"):

@@ -1,4 +1,4 @@
-"""Ours against the package `renderers`: the same ids for Qwen3, turn after turn."""
+"""Comparison with the package `renderers`: same ids for Qwen3, turn by turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trained tokenizers: what comes back exactly, and the same files from the same texts."""
+"""Trained tokenizers: lossless texts, reproducible files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def words():  # type: ignore[no-untyped-def]
     return train_tokenizer(Spec(name="words"), TEXTS)
 
 
-def test_words_bring_back_the_texts_they_were_trained_on(words) -> None:  # type: ignore[no-untyped-def]
+def test_words_round_trip_training_texts(words) -> None:  # type: ignore[no-untyped-def]
     for text in TEXTS:
         ids = words.encode(text, add_special_tokens=False)
         assert words.decode(ids) == text
@@ -42,7 +42,7 @@ def test_words_bring_back_the_texts_they_were_trained_on(words) -> None:  # type
 @given(
     st.lists(st.sampled_from([" red", " ball", ".", "\n", " 2", " ", "turn", ":", "(", " left"]))
 )
-def test_any_mixture_of_known_pieces_comes_back(pieces: list[str]) -> None:
+def test_words_round_trip_known_pieces(pieces: list[str]) -> None:
     text = "".join(pieces)
     tokenizer = MIXTURE
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -76,7 +76,7 @@ BPE = train_tokenizer(Spec(name="bpe", args={"vocab_size": 320}), TEXTS)
 
 
 @given(st.text())
-def test_bpe_brings_back_every_text(text: str) -> None:
+def test_bpe_round_trips_any_text(text: str) -> None:
     encoder = Renderer(BPE)._encoder
     ids = encoder.encode(encoder.defuse(text))
     assert BPE.decode(ids) == text
@@ -90,7 +90,7 @@ def test_bpe_keeps_its_size() -> None:
 
 @pytest.mark.parametrize("name", ["words", "bpe"])
 @pytest.mark.parametrize("template", ["plain", "qwen3"])
-def test_the_template_is_served(name: str, template: str) -> None:
+def test_trained_tokenizers_support_the_template(name: str, template: str) -> None:
     tokenizer = train_tokenizer(Spec(name=name), TEXTS, template, [TOOL])
     end = {"plain": "<|end|>", "qwen3": "<|im_end|>"}[template]
     assert tokenizer.eos_token == end
@@ -143,11 +143,11 @@ def test_saved_and_loaded_beside_a_model_configuration(name: str, tmp_path: Path
         assert loaded.decode(loaded.encode(text)) == tokenizer.decode(tokenizer.encode(text))
 
 
-def test_what_cannot_be_loaded_is_explained(tmp_path: Path) -> None:
+def test_load_errors(tmp_path: Path) -> None:
     (tmp_path / "qwen3-small").mkdir()
     with pytest.raises(ConfigError, match=r"no folder .*did you mean .*qwen3-small"):
         load_tokenizer(str(tmp_path / "qwen3-smal"))
     with pytest.raises(ConfigError, match=r"model\.tokenizer: cannot load from the folder"):
         load_tokenizer(str(tmp_path / "qwen3-small"))
-    with pytest.raises(ConfigError, match="hub did not give it"):
+    with pytest.raises(ConfigError, match="hub did not provide it"):
         load_tokenizer("nobody/no-such-model")

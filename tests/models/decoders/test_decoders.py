@@ -1,4 +1,4 @@
-"""The fast path: native code and lean torch, held equal to the model's own module."""
+"""Fast path: the native and lean decoders match the model's own module."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def made(config: Any, seed: int = 0) -> Any:
 
 
 def conversations(vocab: int = VOCAB) -> list[list[int]]:
-    """Prompts that begin alike, of 1 to 50 tokens."""
+    """Prompts with common prefixes, of 1 to 50 tokens."""
     rng = np.random.default_rng(0)
     base = rng.integers(1, vocab, 50).tolist()
     return [base, base, base[:33], [*base[:20], 1, 2, 3], base[:1], [5] * 17, base[:16]]
 
 
 class Reader:
-    """Feeds conversations to a decoder, as the sampler does."""
+    """Feeds conversations to a decoder, as the scheduler does."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -113,7 +113,7 @@ def decoders_of(model: Any) -> list[Decoder]:
 
 @torch.no_grad()
 def check_logits(model: Any, decoder: Decoder) -> None:
-    """Prefill, then two more turns of one and of many tokens, all rows together."""
+    """Prefill, then two turns of one and of many tokens, all rows in one batch."""
     reader = Reader(decoder)
     prompts = dict(enumerate(conversations(model.config.vocab_size)))
     for extra in ([], [9], [4, 8, 7, 7, 2]):
@@ -140,7 +140,7 @@ def test_variants(variant: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 async def test_paths_sample_the_same(family: str) -> None:
-    """Same tokens over several turns, sessions that share and branch; on every path there is."""
+    """All paths sample the same tokens over several turns, with shared and branching sessions."""
     model = tiny(family)
     turns = [SamplingParams(max_tokens=7, seed=s, temperature=0.8) for s in range(3)]
 
@@ -169,7 +169,7 @@ async def test_paths_sample_the_same(family: str) -> None:
                 assert mine == pytest.approx(theirs, abs=1e-4)
 
 
-async def test_a_fast_path_that_is_asked_for_and_is_not_there() -> None:
+async def test_fast_path_refuses_other_models() -> None:
     with pytest.raises(ConfigError, match="fast path cannot serve GPT2LMHeadModel: GPT2LMHead"):
         sampler(tiny("gpt2"), path="fast")
     with pytest.raises(NotLlama, match="has other parts"):
@@ -179,8 +179,8 @@ async def test_a_fast_path_that_is_asked_for_and_is_not_there() -> None:
         read(made(LlamaConfig(**GROUPED, rope_parameters=dynamic)), CONTEXT)
 
 
-async def test_a_model_that_computes_otherwise_takes_the_generic_path() -> None:
-    """Its parts are Llama's, its forward pass is not: only the trial shows it."""
+async def test_a_modified_forward_takes_the_generic_path() -> None:
+    """Its modules are Llama's, its forward pass is not: only the trial pass detects it."""
     model = tiny("llama")
     attention = model.model.layers[1].self_attn
     plain = attention.forward
@@ -195,7 +195,7 @@ async def test_a_model_that_computes_otherwise_takes_the_generic_path() -> None:
 
 @needs_native
 @pytest.mark.parametrize("variant", ["qwen3", "odd sizes"])
-def test_bits_do_not_depend_on_company_nor_on_the_cut(variant: str) -> None:
+def test_bits_are_batch_and_chunk_invariant(variant: str) -> None:
     model = tiny() if variant == "qwen3" else made(VARIANTS[variant]())
     llama = read(model, CONTEXT)
     prompts = dict(enumerate(conversations()))
@@ -247,7 +247,7 @@ def test_adapters_are_merged() -> None:
 
 
 @needs_native
-def test_native_choice_is_that_of_torch() -> None:
+def test_native_sampling_matches_torch() -> None:
     generator = torch.Generator().manual_seed(0)
     rng = np.random.default_rng(0)
     for vocab in (3, 64, 1000, 4099):
@@ -271,7 +271,7 @@ def test_native_choice_is_that_of_torch() -> None:
 
 
 @needs_native
-def test_cut_rows_and_a_smaller_vocabulary() -> None:
+def test_truncated_rows_and_a_smaller_vocabulary() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
     logits[:, 40:] = 30.0
     params = [SamplingParams(1, top_k=5), SamplingParams(1), SamplingParams(1, top_p=0.5)] * 2
@@ -320,7 +320,7 @@ async def test_groups_share_their_prompt(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["fast", "generic"])
-async def test_long_prompts_are_computed_in_pieces(
+async def test_long_prompts_are_prefilled_in_chunks(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = [SamplingParams(max_tokens=5, seed=2)] * 2
@@ -347,8 +347,8 @@ async def test_long_prompts_are_computed_in_pieces(
     assert await played() == (whole, 11)
 
 
-def test_generic_gives_logits_of_any_token() -> None:
-    """Rows that want the logits of another row's token, in its midst."""
+def test_generic_returns_logits_of_any_token() -> None:
+    """Rows whose output is a token inside another row."""
     for family in ("qwen3", "gpt2"):
         model = tiny(family)
         check_logits(model, GenericDecoder(model))
@@ -362,7 +362,7 @@ def test_block_sizes_agree() -> None:
     assert Kernels().block == BLOCK
 
 
-def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LUDUS_NATIVE", "0")
     native.library.cache_clear()
     try:
@@ -391,7 +391,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @needs_native
-def test_processes_may_build_at_once(tmp_path: Path) -> None:
+def test_concurrent_builds(tmp_path: Path) -> None:
     program = "from ludus.models.decoders import native; print(native.library()._name)"
     builders = [
         subprocess.Popen(
@@ -409,7 +409,7 @@ def test_processes_may_build_at_once(tmp_path: Path) -> None:
 
 
 @needs_native
-def test_a_folder_that_others_may_write_to_is_not_trusted(
+def test_a_folder_writable_by_others_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "ludus" / "native"

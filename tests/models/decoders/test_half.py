@@ -1,4 +1,4 @@
-"""Products in bfloat16: native code and lean torch, held near the model's own module."""
+"""bfloat16 products: the native and lean decoders are close to the model's own module."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def halves(model: Any) -> list[Decoder]:
 
 @torch.no_grad()
 def check_near(model: Any, decoder: Decoder) -> None:
-    """As near to the module in float32 as the module is under torch's autocast: prefill, then turns
-    of 1 and 5 tokens."""
+    """As close to float32 as the module under torch's autocast: prefill, then turns of 1 and 5
+    tokens."""
     reader = Reader(decoder)
     exact = type(model)(model.config).eval()
     exact.load_state_dict(model.state_dict())
@@ -74,7 +74,7 @@ def test_weights_in_bfloat16() -> None:
 
 @needs_native
 @pytest.mark.parametrize("variant", ["qwen3", "odd sizes"])
-def test_bits_do_not_depend_on_company_nor_on_the_cut(variant: str) -> None:
+def test_bits_are_batch_and_chunk_invariant(variant: str) -> None:
     llama = read(tiny() if variant == "qwen3" else made(VARIANTS[variant]()), CONTEXT)
     prompts = dict(enumerate(conversations()))
     together = Reader(NativeDecoder(llama, BFLOAT16)).logits(prompts)
@@ -89,7 +89,7 @@ def test_bits_do_not_depend_on_company_nor_on_the_cut(variant: str) -> None:
 
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
-def test_what_was_never_written_is_never_read(dtype: torch.dtype) -> None:
+def test_unwritten_slots_are_never_read(dtype: torch.dtype) -> None:
     llama = read(tiny(), CONTEXT)
     prompts = dict(enumerate(conversations()))
     expected = Reader(NativeDecoder(llama, dtype)).logits(prompts)
@@ -103,7 +103,7 @@ def test_what_was_never_written_is_never_read(dtype: torch.dtype) -> None:
 @needs_native
 @pytest.mark.parametrize("half", [False, True])
 def test_kernels_of_a_plain_build_agree(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the machine's own instructions: four lanes, pairs multiplied one by one."""
+    """Without machine-specific instructions: four lanes, pairs multiplied one by one."""
     model, prompts = made(VARIANTS["six heads a key"]()), dict(enumerate(conversations()))
     llama = read(model, CONTEXT)
     dtype = BFLOAT16 if half else torch.float32
@@ -120,7 +120,7 @@ def test_kernels_of_a_plain_build_agree(half: bool, monkeypatch: pytest.MonkeyPa
 
 
 @needs_native
-def test_numbers_that_are_not_numbers_stay_so() -> None:
+def test_nan_is_preserved() -> None:
     model = tiny()
     with torch.no_grad():
         model.model.embed_tokens.weight[7] = float("nan")
@@ -129,8 +129,8 @@ def test_numbers_that_are_not_numbers_stay_so() -> None:
     assert found[0].isnan().any()
 
 
-async def test_the_engine_samples_alike() -> None:
-    """Same tokens whatever the company; log-probabilities near those in float32."""
+async def test_engine_samples_in_bfloat16() -> None:
+    """Batch-invariant tokens; log-probabilities close to float32."""
     model = tiny()
     engine = sampler(model, dtype="bfloat16")
     assert engine.decoder.name == ("lean" if MISSING else "native")
@@ -152,7 +152,7 @@ async def test_the_engine_samples_alike() -> None:
     assert compared
 
 
-def test_precisions_that_cannot_be_served() -> None:
+def test_unsupported_dtypes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"float32 needs weights in float32, not bfloat16"):
         sampler(tiny().to(BFLOAT16), dtype="float32")
     with pytest.raises(

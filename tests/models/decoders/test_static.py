@@ -1,4 +1,4 @@
-"""Decode steps of fixed shapes, held equal to the model's own module; a store that is full."""
+"""Decode steps of fixed shapes match the model's own module; eviction in a full cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ludus.models.samplers.sampling import distribution, sample_tokens
 
 
 class Watched(StaticDecoder):
-    """Keeps the bucket of each step."""
+    """Records the bucket of each step."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.buckets: list[static.Bucket] = []
@@ -51,7 +51,7 @@ def static_sampler(model: Any, decoder: StaticDecoder | None = None) -> InProces
 
 @torch.no_grad()
 def check_steps(model: Any, decoder: StaticDecoder) -> None:
-    """Rows that share a block, and one that does not, token by token over the end of a block."""
+    """Two rows that share a block and one that does not, token by token across a block boundary."""
     reader = Reader(decoder)
     base = [(3 * i + 2) % model.config.vocab_size for i in range(BLOCK + 12)]
     prompts = {0: [*base, 1], 1: [*base, 2], 2: [5] * 17}
@@ -80,7 +80,7 @@ def test_variants(variant: str) -> None:
 
 
 async def played(engine: InProcessSampler, temperature: float, seed: int = 0) -> list[Any]:
-    """Episodes that begin alike, branch, differ in length, come late and go early."""
+    """Episodes with common prefixes, branches, different lengths, late starts and early ends."""
     rng = random.Random(seed)
 
     async def one(number: int, prompt: list[int]) -> Any:
@@ -99,7 +99,7 @@ async def played(engine: InProcessSampler, temperature: float, seed: int = 0) ->
 
 @pytest.mark.parametrize("family", FAST)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-async def test_samples_what_the_models_module_does(family: str, temperature: float) -> None:
+async def test_samples_match_the_generic_path(family: str, temperature: float) -> None:
     model = tiny(family)
     decoder = Watched(read(model, CONTEXT))
     expected = await played(sampler(model, path="generic"), temperature)
@@ -113,7 +113,7 @@ async def test_samples_what_the_models_module_does(family: str, temperature: flo
 
 
 async def test_deterministic_mode_off() -> None:
-    """Rows come and go in the midst of turns."""
+    """Rows join and leave during other turns."""
     model = tiny()
     expected = await played(sampler(model, path="generic"), 0.0)
     found = await played(sampler(model, path="static", deterministic=False), 0.0)
@@ -121,8 +121,8 @@ async def test_deterministic_mode_off() -> None:
 
 
 @pytest.mark.parametrize("room", [7, 12, 30])
-async def test_a_full_store_changes_nothing_but_the_time(room: int) -> None:
-    """Idle sessions and waiting turns give up their blocks, then turns that run."""
+async def test_eviction_does_not_change_samples(room: int) -> None:
+    """Idle sessions and waiting turns are evicted first, then running turns."""
     model = tiny()
     free = static_sampler(model)
     expected = await played(free, 0.9)
@@ -135,7 +135,7 @@ async def test_a_full_store_changes_nothing_but_the_time(room: int) -> None:
     assert engine._scheduler._tree.num_blocks <= room
 
 
-async def test_no_room_for_one() -> None:
+async def test_a_cache_too_small_for_one_turn_is_refused() -> None:
     model = tiny()
     engine = static_sampler(model, StaticDecoder(read(model, CONTEXT), max_blocks=2))
     with pytest.raises(ConfigError, match="KV cache holds 32 tokens, too few for one"):
@@ -152,7 +152,7 @@ def found_groups(tables: list[list[int]], whole: list[int]) -> list[tuple[list[i
     return [(sorted(group.rows.tolist()), group.blocks.tolist()) for group in groups]
 
 
-def test_groups_save_most_reads() -> None:
+def test_prefix_groups_save_most_reads() -> None:
     system, tasks = [1], ([2, 3, 4], [5, 6, 7])
     rows = [[*system, *tasks[n // 4], 10 + n] for n in range(8)]
     assert found_groups(rows, [4] * 8) == [
@@ -164,7 +164,7 @@ def test_groups_save_most_reads() -> None:
     assert found_groups([[1, 2], [1, 3]], [0, 1]) == []  # a block that is being written
 
 
-def test_groups_follow_the_rows() -> None:
+def test_prefix_groups_are_updated_with_the_rows() -> None:
     groups = PrefixGroups()
     tables = np.array([[1, 2, 3], [1, 2, 4], [5, 6, 7], [5, 6, 8]], np.int32)
     whole = np.full(4, 2, np.int32)
@@ -187,7 +187,7 @@ def one_step(tables: list[list[int]], positions: list[int], seed: int) -> StepIn
     return StepInputs(ids, at, rows, rows, slots.astype(np.int32), table, rows)
 
 
-def test_buckets_are_few_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_bucket_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static, "MAX_GRAPHS", 3)
     decoder = Watched(read(tiny(), CONTEXT))
     decoder.reserve(8)
@@ -197,8 +197,8 @@ def test_buckets_are_few_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_steps_are_those_of_lean(seed: int) -> None:
-    """Steps over tables that share at random, with rows of any length."""
+def test_random_steps_match_lean(seed: int) -> None:
+    """Steps over randomly shared tables, with rows of any length."""
     rng = random.Random(seed)
     llama = read(tiny(), CONTEXT)
     decoders = (StaticDecoder(llama), LeanDecoder(llama))
@@ -241,8 +241,8 @@ def test_weights_are_read_in_place() -> None:
     check_steps(model, decoder)
 
 
-def test_a_parameter_that_is_replaced() -> None:
-    """`refresh` sees it; until then the old one is kept for the graphs that read it."""
+def test_refresh_detects_a_replaced_parameter() -> None:
+    """Until `refresh`, the old parameter is kept for the graphs that read it."""
     model = tiny("qwen2")
     decoder = StaticDecoder(read(model, CONTEXT))
     check_steps(model, decoder)
@@ -285,7 +285,7 @@ async def test_bfloat16_products_of_float32_weights() -> None:
     assert (engine.decoder.bytes_per_block, exact.decoder.bytes_per_block) == (2 * width, 4 * width)  # type: ignore[attr-defined]
 
 
-def test_choice_where_the_logits_are() -> None:
+def test_sample_on_device_matches_the_reference() -> None:
     generator = torch.Generator().manual_seed(0)
     rng = np.random.default_rng(0)
     for vocab in (3, 1024, 4099):
@@ -316,14 +316,14 @@ def test_logits_that_are_not_finite(bad: float) -> None:
     assert np.isfinite(logprobs).tolist() == [True, False, True]
 
 
-def test_static_is_refused_where_it_cannot_serve() -> None:
+def test_static_path_refuses_other_models() -> None:
     with pytest.raises(ConfigError, match="static path cannot serve GPT2LMHeadModel"):
         sampler(tiny("gpt2"), path="static")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-async def test_graphs_sample_what_the_models_module_does(temperature: float) -> None:
+async def test_graph_samples_match_the_generic_path(temperature: float) -> None:
     model = tiny().cuda()
     engine = sampler(model)
     assert engine.decoder.name == "CUDA graphs"

@@ -1,4 +1,4 @@
-"""Batch-invariant computation: a token's bits depend neither on its company nor on its place."""
+"""Batch-invariant computation: a token's bits depend neither on its batch nor on its position."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from exact_models import FAMILIES, V, make
 from torch import Tensor
 from transformers import DynamicCache
 
-from ludus.models.exact import arithmetic as exactmath
+from ludus.models.exact import arithmetic
 from ludus.models.exact.forward import attention, exact, log_softmax
 
 LENGTHS = (17, 40, 5, 33)
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "exp": (exactmath.exp, torch.exp),
-    "log": (lambda x: exactmath.log(x.abs()), lambda x: x.abs().log()),
-    "sin": (lambda x: exactmath.sincos(50 * x)[0], lambda x: (50 * x).sin()),
-    "cos": (lambda x: exactmath.sincos(50 * x)[1], lambda x: (50 * x).cos()),
-    "tanh": (exactmath.tanh, torch.tanh),
-    "sigmoid": (exactmath.sigmoid, torch.sigmoid),
-    "erf": (lambda x: exactmath.erf(x / 5), lambda x: (x / 5).erf()),
+    "exp": (arithmetic.exp, torch.exp),
+    "log": (lambda x: arithmetic.log(x.abs()), lambda x: x.abs().log()),
+    "sin": (lambda x: arithmetic.sincos(50 * x)[0], lambda x: (50 * x).sin()),
+    "cos": (lambda x: arithmetic.sincos(50 * x)[1], lambda x: (50 * x).cos()),
+    "tanh": (arithmetic.tanh, torch.tanh),
+    "sigmoid": (arithmetic.sigmoid, torch.sigmoid),
+    "erf": (lambda x: arithmetic.erf(x / 5), lambda x: (x / 5).erf()),
 }
 
 
@@ -33,7 +33,7 @@ def rows() -> list[list[int]]:
 
 
 def packed(model: Any, rows: list[list[int]]) -> list[Tensor]:
-    """All rows in one, as the learner may see them."""
+    """All rows in one packed row, as in the learner."""
     ids = [token for row in rows for token in row]
     positions = [i for row in rows for i in range(len(row))]
     segments = torch.tensor([n for n, row in enumerate(rows) for _ in row])
@@ -49,7 +49,7 @@ def packed(model: Any, rows: list[list[int]]) -> list[Tensor]:
 
 @torch.inference_mode()
 def decoded(model: Any, rows: list[list[int]]) -> list[list[tuple[int, Tensor]]]:
-    """Two rows of one length at a time: half of them at once, then token by token from a cache."""
+    """Two rows of equal length: a prefill of one half, then decoding from a cache."""
     found: list[list[tuple[int, Tensor]]] = [[] for _ in rows]
     for k, row in enumerate(rows):
         stranger = [(3 * token + 1) % V for token in row]
@@ -68,7 +68,7 @@ def decoded(model: Any, rows: list[list[int]]) -> list[list[tuple[int, Tensor]]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decoding_gives_the_bits_of_training(family: str) -> None:
+def test_decoding_and_training_give_the_same_bits(family: str) -> None:
     model, ids = make(family), rows()
     with exact():
         trained, sampled = packed(model, ids), decoded(model, ids)
@@ -80,15 +80,15 @@ def test_decoding_gives_the_bits_of_training(family: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 
 
-def test_without_it_bits_differ() -> None:
-    """Otherwise the test above would show nothing."""
+def test_bits_differ_without_exact() -> None:
+    """Control for the test above."""
     model, ids = make("qwen3"), rows()
     trained, sampled = packed(model, ids), decoded(model, ids)
     same = [torch.equal(trained[k][i], x) for k, found in enumerate(sampled) for i, x in found]
     assert not all(same)
 
 
-def test_gradients_are_those_of_the_plain_computation() -> None:
+def test_gradients_match_the_plain_computation() -> None:
     model, ids = make("qwen3"), rows()
 
     def gradients() -> list[Tensor]:
@@ -113,41 +113,41 @@ def test_functions(name: str) -> None:
     torch.testing.assert_close(mine(x), torchs(x), rtol=1e-11, atol=1e-13)
 
 
-def test_functions_at_their_ends() -> None:
+def test_functions_at_their_limits() -> None:
     x = torch.tensor([0.0, -math.inf, math.inf, math.nan, -750.0])
-    assert exactmath.exp(x).tolist()[:3] == [1.0, 0.0, math.inf]
-    assert exactmath.exp(x)[3].isnan()
-    assert exactmath.exp(x)[4] == 0
-    assert exactmath.log(torch.tensor([0.0, 1.0, math.inf])).tolist() == [-math.inf, 0, math.inf]
-    assert exactmath.log(torch.tensor(-1.0)).isnan()
-    assert exactmath.tanh(torch.tensor([1e-9, 1e9], dtype=torch.float64)).tolist() == [1e-9, 1.0]
+    assert arithmetic.exp(x).tolist()[:3] == [1.0, 0.0, math.inf]
+    assert arithmetic.exp(x)[3].isnan()
+    assert arithmetic.exp(x)[4] == 0
+    assert arithmetic.log(torch.tensor([0.0, 1.0, math.inf])).tolist() == [-math.inf, 0, math.inf]
+    assert arithmetic.log(torch.tensor(-1.0)).isnan()
+    assert arithmetic.tanh(torch.tensor([1e-9, 1e9], dtype=torch.float64)).tolist() == [1e-9, 1.0]
 
 
-def test_sums_do_not_depend_on_order_nor_on_zeros() -> None:
+def test_sums_do_not_depend_on_order_or_zeros() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 500, generator=generator) * torch.logspace(-6, 6, 500)
     order = torch.randperm(500, generator=generator)
     longer = torch.zeros(3, 2000)
     longer[:, 700:1200] = x[:, order]
-    assert torch.equal(exactmath.total(x, -1), exactmath.total(longer, -1))
+    assert torch.equal(arithmetic.total(x, -1), arithmetic.total(longer, -1))
     assert not torch.equal(x.sum(-1), longer.sum(-1))
-    torch.testing.assert_close(exactmath.total(x, -1), x.double().sum(-1, True), rtol=1e-7, atol=0)
+    torch.testing.assert_close(arithmetic.total(x, -1), x.double().sum(-1, True), rtol=1e-7, atol=0)
 
 
 def test_products_are_finer_than_float32() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(9, 300, generator=generator), torch.randn(300, 40, generator=generator)
     truth = a.double() @ b.double()
-    error = (exactmath.matmul(a, b) - truth).abs().max()
+    error = (arithmetic.matmul(a, b) - truth).abs().max()
     assert error < ((a @ b) - truth).abs().max() / 100
 
 
-def test_products_too_long_are_refused() -> None:
-    a = torch.ones(1, exactmath.MAX_TERMS + 1)
+def test_too_long_sums_are_refused() -> None:
+    a = torch.ones(1, arithmetic.MAX_TERMS + 1)
     with pytest.raises(ValueError, match="are not exact"):
-        exactmath.matmul(a, a.T)
+        arithmetic.matmul(a, a.T)
     with pytest.raises(ValueError, match="are not exact"):
-        exactmath.total(torch.ones(1, exactmath.MAX_SUMMANDS + 1), -1)
+        arithmetic.total(torch.ones(1, arithmetic.MAX_SUMMANDS + 1), -1)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -1,4 +1,4 @@
-"""The prefix tree of blocks: what is computed, what is shared, what is given back."""
+"""Prefix tree of blocks: computed, shared and released blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ludus.models.kv_cache.step_inputs import StepInputs, StepInputsBuilder
 
 
 class Storage:
-    """Slots that hold the ids of the conversation up to their own position, written by passes."""
+    """A cache whose slots hold the conversation's ids up to their position."""
 
     def __init__(self) -> None:
         self.slots: dict[int, tuple[int, ...]] = {}
@@ -25,8 +25,8 @@ class Storage:
                 self.num_copied += 1
 
     def run(self, batch: StepInputs) -> list[tuple[int, ...]]:
-        """Compute a pass chunk by chunk, checking what each token sees; the conversations that
-        the outputs stand for."""
+        """Compute step inputs chunk by chunk and check each token's context; returns the
+        conversations of the outputs."""
         outputs: dict[int, tuple[int, ...]] = {}
         for part, rows in batch.chunks(7):
             values = {}
@@ -47,7 +47,7 @@ class Storage:
         return [outputs[row] for row in range(len(batch.outputs))]
 
     def _seen(self, table: list[int], position: int) -> tuple[int, ...]:
-        """What the token before a position stands for."""
+        """Returns the conversation before a position."""
         if not position:
             return ()
         at = position - 1
@@ -56,7 +56,7 @@ class Storage:
     def admit(
         self, sessions: dict[str, list[Block]], prompts: dict[str, list[int]]
     ) -> tuple[int, int]:
-        """Admit prompts together; the number of tokens computed, and of blocks held."""
+        """Admit prompts in one step; returns the numbers of computed tokens and of used blocks."""
         builder = StepInputsBuilder()
         for name, prompt in prompts.items():
             sessions[name] = self.tree.admit(sessions.get(name, []), prompt, builder)
@@ -69,7 +69,7 @@ def ids(*spans: tuple[int, int]) -> list[int]:
     return [100 * start + i for start, count in spans for i in range(count)]
 
 
-def test_a_groups_prompt_is_computed_and_stored_once() -> None:
+def test_a_group_shares_one_prefill() -> None:
     storage = Storage()
     prompt = ids((1, 40))
     computed, used = storage.admit({}, dict.fromkeys("abcdefgh", prompt))
@@ -78,7 +78,7 @@ def test_a_groups_prompt_is_computed_and_stored_once() -> None:
     assert storage.num_copied == 0  # the last block's tokens were written to all
 
 
-def test_later_sessions_share_what_is_there() -> None:
+def test_later_sessions_reuse_cached_blocks() -> None:
     storage, sessions = Storage(), {}
     assert storage.admit(sessions, {"a": ids((1, 40))}) == (40, 3)
     assert storage.admit(sessions, {"b": ids((1, 40), (2, 3))}) == (3, 4)
@@ -108,8 +108,8 @@ def test_rows_of_one_pass_fork_anywhere() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_conversations(seed: int) -> None:
-    """Sessions that open, go on, branch and close at random: every token sees its own past, no
-    token of a prompt is computed twice while somebody holds it, and nothing leaks."""
+    """Sessions open, continue, branch and close at random. Every token sees its own context, no
+    cached prompt token is computed again, and no block leaks."""
     rng = random.Random(seed)
     storage, sessions = Storage(), {}
     texts: dict[str, list[int]] = {}
@@ -132,8 +132,8 @@ def test_random_conversations(seed: int) -> None:
             )
         )
         computed, used = storage.admit(sessions, prompts)
-        # A session that goes on elsewhere gives up what it leaves, in the midst of the pass. The
-        # last token of a prompt that is there as a whole is computed for its logits.
+        # A branching session releases blocks during the step. The last token of a fully cached
+        # prompt is computed for its logits.
         again = sum(tuple(prompt) in held for prompt in prompts.values())
         assert len(wanted - held) <= computed <= len(wanted - kept) + again
         texts |= prompts

@@ -1,4 +1,4 @@
-"""The in-process sampler: its log-probabilities, its cache, its sessions, what it refuses."""
+"""In-process engine: log-probabilities, KV cache, sessions, unsupported models."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ async def gathered(*episodes: Any) -> list[Any]:
 
 
 async def check_exact(model: Any, engine: InProcessSampler) -> None:
-    """Episodes of 1 to 5 turns, of many lengths, three at a time: slots and caches are reused."""
+    """Episodes of 1 to 5 turns, three at a time: slots and blocks are reused."""
     queue = [
         (f"{number}", prompt, [*MIXED[number:], *MIXED[:number]][: number + 1])
         for number, prompt in enumerate(PROMPTS)
     ]
     played = []
 
-    async def seat() -> None:
+    async def worker() -> None:
         while queue:
             played.append(await episode(engine, *queue.pop(0)))
 
-    await gathered(*[seat() for _ in range(3)])
+    await gathered(*[worker() for _ in range(3)])
     assert sum(map(len, played)) == 1 + 2 + 3 + 4 + 5
     for prompt, params, completion in [turn for turns in played for turn in turns]:
         assert len(completion.token_ids) == params.max_tokens
@@ -77,7 +77,7 @@ async def check_exact(model: Any, engine: InProcessSampler) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_logprobs_are_those_of_a_plain_pass(family: str) -> None:
+async def test_logprobs_match_a_plain_pass(family: str) -> None:
     model = tiny(family)
     engine = sampler(model)
     await check_exact(model, engine)
@@ -123,7 +123,7 @@ async def test_a_branch_reuses_the_common_prefix_only() -> None:
         )
 
 
-async def test_storage_grows_past_its_first_size() -> None:
+async def test_cache_storage_grows() -> None:
     config = Qwen3Config(**{**GROUPED, "max_position_embeddings": 600})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
@@ -143,15 +143,15 @@ async def test_storage_grows_past_its_first_size() -> None:
 # Seeds and independence
 
 
-async def test_the_seed_alone_decides() -> None:
+async def test_samples_depend_on_the_seed_only() -> None:
     model = tiny()
     turns = [SamplingParams(max_tokens=20, seed=s) for s in (1, 1, 2)]
     sets = [tokens(await episode(sampler(model), "a", [1, 2], [turn]))[0] for turn in turns]
     assert sets[0] == sets[1] != sets[2]
 
 
-async def test_a_row_does_not_depend_on_the_others() -> None:
-    """In float64, where rounding cannot tip a choice."""
+async def test_samples_do_not_depend_on_the_batch() -> None:
+    """In float64, where rounding does not change a sampled token."""
     model = tiny(dtype=torch.float64)
     alone = [
         tokens(await episode(sampler(model), str(i), prompt, MIXED))
@@ -219,7 +219,7 @@ async def test_a_stop_string_that_the_prompt_ends_with_does_not_stop() -> None:
     assert completion.finish_reason == "length"
 
 
-async def test_bad_calls_are_refused() -> None:
+async def test_invalid_calls_are_refused() -> None:
     engine = sampler(tiny())
     params = SamplingParams(max_tokens=4)
     engine.open("a")
@@ -246,7 +246,7 @@ async def test_bad_calls_are_refused() -> None:
 # Sessions that come, go, fail
 
 
-async def test_sessions_that_end_early_do_not_hold_up_the_others() -> None:
+async def test_closed_and_cancelled_sessions_do_not_block_others() -> None:
     model = tiny()
     engine = sampler(model)
     long = [SamplingParams(max_tokens=30, seed=1)] * 2
@@ -273,7 +273,7 @@ async def test_sessions_that_end_early_do_not_hold_up_the_others() -> None:
         )
 
 
-async def test_closing_a_session_drops_its_turn() -> None:
+async def test_closing_a_session_cancels_its_turn() -> None:
     engine = sampler(tiny(), deterministic=False)
     engine.open("a")
     turn = asyncio.create_task(engine.sample([1], SamplingParams(max_tokens=50), session="a"))
@@ -318,7 +318,7 @@ async def test_logits_that_are_not_finite_end_every_turn(when: str) -> None:
     await check_exact(model, engine)  # nothing of the failure is left
 
 
-def test_each_event_loop_may_use_the_engine() -> None:
+def test_engine_works_in_several_event_loops() -> None:
     engine = sampler(tiny())
     first = asyncio.run(episode(engine, "a", [1, 2], MIXED))
     assert tokens(asyncio.run(episode(engine, "a", [1, 2], MIXED))) == tokens(first)
@@ -328,7 +328,7 @@ def test_each_event_loop_may_use_the_engine() -> None:
 
 
 def record_batches(engine: InProcessSampler) -> list[Any]:
-    """The rows, positions and tokens of every pass from now on."""
+    """Records rows, positions and tokens of every later forward pass."""
     passes: list[Any] = []
     original = engine.decoder.forward
 
@@ -343,7 +343,7 @@ def record_batches(engine: InProcessSampler) -> list[Any]:
 async def play_with_delays(
     engine: InProcessSampler, seed: int, concurrency: int = 3
 ) -> dict[str, Any]:
-    """Nine episodes on three seats, with environments of random speed, some in threads."""
+    """Nine episodes, three concurrently, with environments of random speed, some in threads."""
     rng = random.Random(seed)
     names = [f"episode {i}" for i in range(9)]
     played: dict[str, Any] = {}
@@ -355,7 +355,7 @@ async def play_with_delays(
         elif kind == 2:
             await asyncio.to_thread(time.sleep, seconds)
 
-    async def seat() -> None:
+    async def worker() -> None:
         while names:
             name = names.pop(0)
             number = int(name[-1])
@@ -367,7 +367,7 @@ async def play_with_delays(
                 turns = []  # ends before it ever samples
             played[name] = await episode(engine, name, [1 + number] * (1 + number), turns, pause)
 
-    await gathered(*[seat() for _ in range(concurrency)])
+    await gathered(*[worker() for _ in range(concurrency)])
     return {
         name: [(c.token_ids, c.logprobs) for _, _, c in turns] for name, turns in played.items()
     }
@@ -389,7 +389,7 @@ async def test_batches_do_not_depend_on_timing(path: str) -> None:
     assert threading.active_count() < 50
 
 
-async def test_an_engine_without_sessions_is_as_new() -> None:
+async def test_engine_resets_without_sessions() -> None:
     engine = sampler(tiny())
     passes = record_batches(engine)
     first = await play_with_delays(engine, 0)
@@ -400,10 +400,10 @@ async def test_an_engine_without_sessions_is_as_new() -> None:
     assert passes == fresh
 
 
-async def test_without_waiting_for_all_sessions() -> None:
+async def test_non_deterministic_mode_does_not_wait() -> None:
     model = tiny()
     engine = sampler(model, deterministic=False)
-    engine.open("away for good")  # in deterministic mode this one would hold up the others
+    engine.open("away for good")  # in deterministic mode this session would block the others
     played = await gathered(
         *[episode(engine, f"{i}", prompt, MIXED) for i, prompt in enumerate(PROMPTS)]
     )
@@ -422,7 +422,7 @@ def nudge(model: Any) -> None:
             parameter.mul_(1.1)
 
 
-async def test_new_weights_forget_the_cache() -> None:
+async def test_new_weights_clear_the_cache() -> None:
     model = tiny()
     engine = sampler(model)
     engine.open("a")
@@ -440,7 +440,7 @@ async def test_new_weights_forget_the_cache() -> None:
     assert second.logprobs == expected.logprobs
 
 
-async def test_new_weights_in_the_midst_of_a_turn() -> None:
+async def test_new_weights_during_a_turn() -> None:
     model = tiny()
     engine = sampler(model)
     engine.open("a")
@@ -471,7 +471,7 @@ def from_config(config: Any, **options: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, **options)
 
 
-def test_a_window_is_fine_where_the_context_fits_into_it() -> None:
+def test_sliding_window_must_cover_the_context() -> None:
     config = MistralConfig(**GROUPED, sliding_window=32)
     model = from_config(config, attn_implementation="sdpa")
     InProcessSampler(model, context_length=32)
@@ -505,13 +505,13 @@ def test_a_window_is_fine_where_the_context_fits_into_it() -> None:
     ],
     ids=["mamba", "openai-gpt", "eager", "jamba", "llama4"],
 )
-def test_other_models_are_refused(config: Any, options: Any, reason: str) -> None:
+def test_unsupported_models_are_refused(config: Any, options: Any, reason: str) -> None:
     model = from_config(config, **options)
     with pytest.raises(ConfigError, match=rf"the in-process sampler cannot serve .*{reason}"):
         sampler(model)
 
 
-def test_a_model_that_only_looks_causal_is_refused() -> None:
+def test_a_non_causal_model_is_refused() -> None:
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=VOCAB,
@@ -527,7 +527,7 @@ def test_a_model_that_only_looks_causal_is_refused() -> None:
         sampler(BertLMHeadModel(config))
 
 
-def test_a_model_whose_cached_pass_fails_is_refused() -> None:
+def test_a_model_with_a_failing_cached_pass_is_refused() -> None:
     model = tiny("gpt2")
     plain = model.forward
 

@@ -1,4 +1,4 @@
-"""From logits to tokens: the distribution, its edges, and the inverse of its cumulative."""
+"""Token sampling: the distribution, edge cases, inversion of the cumulative distribution."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_hand_computed_distribution() -> None:
     assert kept(temperature=0.0, top_k=1) == pytest.approx([0.5, 0.3, 0.2])  # greedy: the model's
 
 
-def test_ties_are_cut_in_the_order_of_ids() -> None:
+def test_ties_are_truncated_in_id_order() -> None:
     got = distribution(torch.zeros(1, 6), [params(top_k=2)])[0]
     assert (got > 0).tolist() == [True, True, False, False, False, False]
 
@@ -73,8 +73,8 @@ def test_greedy_takes_the_first_maximum() -> None:
     assert logprobs == pytest.approx(logits.log_softmax(-1)[[0, 1], [1, 0]].tolist())
 
 
-def test_uniform_numbers_at_the_edges() -> None:
-    """Never a token of probability 0, whatever the number."""
+def test_uniform_numbers_at_the_limits() -> None:
+    """A token of probability 0 is never sampled."""
     below_one = float(np.nextafter(1.0, 0.0))
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
     for uniform, token in ((0.0, 1), (0.499, 1), (0.5, 3), (below_one, 3)):
@@ -89,7 +89,7 @@ def test_uniform_numbers_at_the_edges() -> None:
             assert np.isfinite(logprob)
 
 
-def test_frequencies_are_those_of_the_distribution() -> None:
+def test_frequencies_match_the_distribution() -> None:
     generator = np.random.Generator(np.random.Philox(3))
     row = params(temperature=0.8, top_k=10, top_p=0.95)
     logits = torch.randn(1, 24, generator=torch.Generator().manual_seed(1))

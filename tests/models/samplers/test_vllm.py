@@ -1,4 +1,4 @@
-"""vLLM as the sampler, on the real thing: what it samples, how it takes weights, how it fails.
+"""vLLM sampler with a real server: samples, weight updates, failures.
 
 One server serves the tests of this file, and is killed by the last of them but one.
 """
@@ -55,7 +55,7 @@ needs_vllm = pytest.mark.engine("vllm")
 
 
 class World:
-    """A back end whose sampler is vLLM, and a collector of one-turn episodes."""
+    """A back end with the vLLM sampler, and a collector of one-turn episodes."""
 
     def __init__(self, folder: Path) -> None:
         texts = [f"pull a lever {lever}" for lever in LEVERS]
@@ -96,7 +96,7 @@ class World:
 
 
 class ByLever:
-    """More for earlier letters: any two answers differ."""
+    """Higher for earlier letters, so any two answers differ."""
 
     async def __call__(self, task: Task, trajectory: Any) -> Any:
         from ludus.core.types import Score
@@ -121,13 +121,13 @@ async def sample(world: World, params: SamplingParams, name: str = "a") -> Compl
 
 
 def error_of(world: World, completion: Completion, params: SamplingParams) -> float:
-    """How far its log-probabilities are from those of the model as it is now."""
+    """Largest difference of log-probabilities from the current model's."""
     expected = expected_logprobs(world.model, PROMPT, completion, params)
     return max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True))
 
 
 async def until_sampling(world: World, num_turns: int) -> None:
-    """Return once vLLM is in the midst of as many turns."""
+    """Wait until vLLM runs `num_turns` turns."""
     start = await counter(world, "generation_tokens_total")
     while (
         await counter(world, "num_requests_running") < num_turns
@@ -188,7 +188,7 @@ async def test_a_turn_ends_at_a_stop(world: World) -> None:
 
 
 @needs_vllm
-async def test_turns_that_cannot_be(world: World) -> None:
+async def test_invalid_turns_are_refused(world: World) -> None:
     with pytest.raises(ContextOverflow, match="exceed"):
         await sample(world, SamplingParams(CONTEXT))
     with pytest.raises(ValueError, match="not open"):
@@ -241,7 +241,7 @@ async def test_two_steps_of_grpo(world: World) -> None:
 
 
 @needs_vllm
-async def test_weights_change_under_a_running_turn(world: World) -> None:
+async def test_weight_update_during_a_turn(world: World) -> None:
     before = world.sampler.policy_version
     turns = [
         asyncio.create_task(sample(world, SamplingParams(CONTEXT - 3, seed=n), f"s{n}"))
@@ -286,7 +286,7 @@ async def test_weights_that_do_not_match_are_refused(world: World, tmp_path: Pat
 
 
 @needs_vllm
-def test_a_server_that_computes_with_other_weights_is_found_out(world: World) -> None:
+def test_probe_detects_other_weights(world: World) -> None:
     world.sampler.publish(world.sampler.policy_version)
     served = world.sampler._probe
     world.sampler._probe = [value + 0.1 for value in served]
@@ -296,8 +296,8 @@ def test_a_server_that_computes_with_other_weights_is_found_out(world: World) ->
 
 
 @needs_vllm
-async def test_a_killed_server_fails_its_turns_and_is_started_anew(world: World) -> None:
-    """Episodes are tried again; the weights are those that were last published."""
+async def test_a_killed_server_fails_its_turns_and_restarts(world: World) -> None:
+    """Episodes are retried with the weights published last."""
     first, version = world.server, world.sampler.policy_version
     collector = world.collector(max_tokens_per_turn=CONTEXT - 64)
     task = Task(id="t", prompt=[Message(role="user", content="pull a lever")])
@@ -306,7 +306,7 @@ async def test_a_killed_server_fails_its_turns_and_is_started_anew(world: World)
     episodes = asyncio.create_task(collector.collect([task], 0, 6))
     await asyncio.sleep(0.5)
     os.kill(first.pid, signal.SIGKILL)
-    with pytest.raises(SamplerError, match="died in the midst of a turn"):
+    with pytest.raises(SamplerError, match="vLLM died during a turn"):
         await turn
     (group,) = await episodes
     assert world.server is not first
@@ -320,8 +320,8 @@ async def test_a_killed_server_fails_its_turns_and_is_started_anew(world: World)
 
 
 @needs_vllm
-async def test_episodes_of_a_dead_server_are_no_failures_of_the_policy(world: World) -> None:
-    """No retries, and no more restarts: status, no reward, then the end of the run."""
+async def test_episodes_of_a_dead_server_have_no_reward(world: World) -> None:
+    """Without retries and restarts: error status, no reward, then the run ends."""
     world.sampler._restarts_left = 0
     collector = world.collector(max_tokens_per_turn=CONTEXT - 64, max_retries=0)
     task = Task(id="t", prompt=[Message(role="user", content="pull a lever")])
@@ -341,14 +341,12 @@ async def test_episodes_of_a_dead_server_are_no_failures_of_the_policy(world: Wo
 @pytest.mark.parametrize(
     ("flags", "deadline_s", "told"),
     [
-        (["--model", "nowhere"], 120, r"ended before it answered \(code 1\)[\s\S]*OSError: "),
+        (["--model", "nowhere"], 120, r"exited during startup \(code 1\)[\s\S]*OSError: "),
         (["--model", "nowhere"], 0.1, "startup_deadline_s = 0.1"),
     ],
     ids=["bad model", "too slow"],
 )
-def test_a_server_that_never_comes_up(
-    tmp_path: Path, flags: list[str], deadline_s: float, told: str
-) -> None:
+def test_startup_failures(tmp_path: Path, flags: list[str], deadline_s: float, told: str) -> None:
     server = VllmServer(PYTHON, flags, {}, tmp_path / "log")
     with pytest.raises(LudusError, match=told):
         server.wait_until_up(deadline_s)
@@ -392,5 +390,5 @@ def test_a_python_without_vllm_is_refused(tmp_path: Path) -> None:
     assert "No such file" in refusal(python=str(tmp_path / "python"))
 
 
-def test_determinism_is_not_promised() -> None:
+def test_deterministic_mode_is_refused() -> None:
     assert "rollout.deterministic" in refusal(deterministic=True)

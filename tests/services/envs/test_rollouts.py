@@ -95,7 +95,7 @@ def test_invalid_model_answers_give_typed_entries(
     entries = told["results"]
     assert [e["status"] for e in entries] == ["completed", "error_sampler", "error_env"]
     assert [e["reward"] for e in entries] == [1.0, None, None]
-    assert "answered rubbish" in entries[1]["error"]
+    assert "malformed response" in entries[1]["error"]
     assert "out of order" in entries[2]["error"]
     assert entries[1]["num_turns"] == 1  # what was played before stays
     assert (told["num_evaluated"], told["success_rate"]) == (1, 1.0)

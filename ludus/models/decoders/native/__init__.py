@@ -1,9 +1,8 @@
-"""Small C kernels, compiled by the system's C compiler when they are first needed.
+"""Compiles the C kernels with the system's compiler at first use.
 
-The library is kept in the user's cache folder under a name made of its sources, the compiler and
-its options, and moved there in one step: several processes may build it at once. Without a
-compiler, or with LUDUS_NATIVE=0 in the environment, there is none, and callers do the same work in
-torch.
+The library is cached in the user's cache folder; its name is a hash of sources, compiler, options
+and processor. It is moved there atomically, so several processes may build it concurrently. Without
+a compiler, or with LUDUS_NATIVE=0 in the environment, callers fall back to torch.
 """
 
 from __future__ import annotations
@@ -27,34 +26,34 @@ SOURCE = Path(__file__).with_name("decoder.c")
 HEADER = Path(__file__).with_name("lanes.h")
 FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 VARIANTS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
-"""Options tried in turn: not every compiler knows its machine or has OpenMP."""
+"""Options in order of preference; not every compiler supports native tuning or OpenMP."""
 
 
 class Unavailable(Exception):
-    """There is no native library here; the message says why."""
+    """The native library is not available; the message gives the reason."""
 
 
 @functools.cache
 def library(half: bool = False, source: Path = SOURCE) -> ctypes.CDLL:
-    """The compiled kernels of a source, in float32 or in bfloat16. Errors: Unavailable."""
+    """Load the kernels of a source file, for float32 or bfloat16. Errors: Unavailable."""
     if os.environ.get("LUDUS_NATIVE", "1") == "0":
         raise Unavailable("LUDUS_NATIVE=0 is set")
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        raise Unavailable("there is no C compiler (cc) on the PATH")
+        raise Unavailable("no C compiler (cc) on the PATH")
     messages = []
     flags = (*FLAGS, "-DHALF") if half else FLAGS
     for options in VARIANTS:
         try:
-            return ctypes.CDLL(str(_built(source, compiler, (*flags, *options))))
+            return ctypes.CDLL(str(_build(source, compiler, (*flags, *options))))
         except (OSError, subprocess.SubprocessError) as error:
             output = getattr(error, "stderr", None)
             messages.append(output.strip() if isinstance(output, str) and output else str(error))
     raise Unavailable(f"{compiler} could not build the kernels: {messages[-1][-500:]}")
 
 
-def _built(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
-    """The library's path, built if it is not there yet."""
+def _build(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
+    """Returns the path of the library; builds it if it is not cached."""
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=True, timeout=60
     ).stdout
@@ -80,28 +79,28 @@ def _built(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
                     "-lm",
                 ]
                 subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-        except OSError as error:  # a folder that cannot be written
+        except OSError as error:  # e.g. not writable
             logger.debug("no kernels in %s: %s", folder, error)
             continue
         return path
-    raise Unavailable("no folder to keep the compiled kernels in: set XDG_CACHE_HOME")
+    raise Unavailable("no writable folder for the compiled kernels: set XDG_CACHE_HOME")
 
 
 def _folders() -> list[Path]:
-    """Where libraries are kept: the user's cache, else one in the folder for temporary files."""
+    """Cache folders: the user's, else a private folder for temporary files."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         cache = Path(base) if base else Path.home() / ".cache"
-    except RuntimeError:  # no home
+    except RuntimeError:  # no home folder
         return [Path(tempfile.mkdtemp(prefix="ludus-"))]
     return [cache / "ludus" / "native", Path(tempfile.gettempdir()) / f"ludus-native-{_user()}"]
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether nobody else can have put a library there."""
+    """Whether no other user can write to the folder."""
     status = folder.stat()
-    mine = not hasattr(os, "getuid") or status.st_uid == os.getuid()
-    return mine and not status.st_mode & 0o022
+    owned = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+    return owned and not status.st_mode & 0o022
 
 
 def _user() -> str:
@@ -109,7 +108,7 @@ def _user() -> str:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on: a cache may be shared by several machines."""
+    """Processor features, on which `-march=native` depends; machines may share a cache."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

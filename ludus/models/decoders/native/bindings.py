@@ -1,4 +1,4 @@
-"""The kernels' interface: the structures of decoder.c, and calls on tensors and arrays."""
+"""ctypes bindings of decoder.c: structures, and functions on tensors and arrays."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _WEIGHTS = ("embeddings", "final_norm", "cosine", "sine", "head")
 
 
 class Layer(ctypes.Structure):
-    """Pointers to one layer's packed weights, and to its keys and values."""
+    """Pointers to one layer's packed weights, keys and values."""
 
     _fields_ = [(name, _POINTER) for name in _LAYER]
 
 
 class Model(ctypes.Structure):
-    """A decoder's sizes and weights."""
+    """Sizes and weights of a decoder."""
 
     _fields_ = [
         *[(name, _INT) for name in _SIZES],
@@ -67,16 +67,16 @@ _ARRAYS = ("ids", "positions", "rows", "write_tokens", "write_slots", "tables", 
 
 
 class NativeInputs(ctypes.Structure):
-    """`ludus.models.kv_cache.paging.StepInputs`, as C sees it."""
+    """`StepInputs` as a C structure."""
 
     _fields_ = [*[(name, _INT) for name in _COUNTS], *[(name, _POINTER) for name in _ARRAYS]]
 
 
 class Kernels:
-    """The library's functions, with their types.
+    """The typed functions of the library.
 
     Args:
-        half: multiply in bfloat16; sums stay in float32.
+        half: multiply in bfloat16; sums are float32.
 
     Errors: `ludus.models.decoders.native.Unavailable`.
     """
@@ -84,10 +84,10 @@ class Kernels:
     def __init__(self, half: bool = False) -> None:
         lib = library(half)
         self.dtype = torch.bfloat16 if half else torch.float32
-        long, model, pass_ = ctypes.c_long, ctypes.POINTER(Model), ctypes.POINTER(NativeInputs)
-        lib.ludus_scratch.argtypes = [model, pass_, ctypes.c_int]
+        long, model, inputs = ctypes.c_long, ctypes.POINTER(Model), ctypes.POINTER(NativeInputs)
+        lib.ludus_scratch.argtypes = [model, inputs, ctypes.c_int]
         lib.ludus_scratch.restype = long
-        lib.ludus_forward.argtypes = [model, pass_, _POINTER, _POINTER, ctypes.c_int]
+        lib.ludus_forward.argtypes = [model, inputs, _POINTER, _POINTER, ctypes.c_int]
         lib.ludus_forward.restype = None
         lib.ludus_copy.argtypes = [model, ctypes.c_int, long, long, ctypes.c_int]
         lib.ludus_copy.restype = None
@@ -102,13 +102,12 @@ class Kernels:
         self.block = int(lib.ludus_block())
         self.pair = int(lib.ludus_pair())
 
-    def whole(self, size: int) -> int:
-        """`size` rounded up to whole panels."""
+    def round_up(self, size: int) -> int:
+        """Returns `size` rounded up to a multiple of the panel width."""
         return -(-size // self.panel) * self.panel
 
     def pack(self, weights: list[Tensor], pair: bool = False) -> Tensor:
-        """Panels of matrices [outputs, inputs] below each other, in `dtype`; of a pair, side by
-        side."""
+        """Pack stacked matrices [outputs, inputs] into panels of `dtype`; a pair side by side."""
         inputs = weights[0].shape[1]
         depth = -(-inputs // self.pair) * self.pair
         unit = self.lanes if pair else self.panel
@@ -131,7 +130,7 @@ class Kernels:
         temperatures_R: NDArray[np.float64],
         uniforms_R: NDArray[np.float64],
     ) -> tuple[NDArray[np.int64], NDArray[np.float64], int]:
-        """Token ids and log-probabilities [R], and the first row that is not finite (-1: none)."""
+        """Returns token ids and log-probabilities [R], and the first non-finite row (-1: none)."""
         rows, vocab = logits_RV.shape
         threads = torch.get_num_threads()
         tokens_R = np.zeros(rows, np.int64)
@@ -142,15 +141,15 @@ class Kernels:
             logits_RV.stride(0),
             rows,
             vocab,
-            _at(temperatures_R),
-            _at(uniforms_R),
-            _at(scratch),
-            _at(tokens_R),
-            _at(logprobs_R),
+            _address(temperatures_R),
+            _address(uniforms_R),
+            _address(scratch),
+            _address(tokens_R),
+            _address(logprobs_R),
             threads,
         )
         return tokens_R, logprobs_R, int(bad)
 
 
-def _at(array: NDArray[Any]) -> int:
+def _address(array: NDArray[Any]) -> int:
     return array.ctypes.data

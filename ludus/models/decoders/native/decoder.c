@@ -1,19 +1,19 @@
-/* One pass of a Llama-shaped decoder over the new tokens of many sequences.
+/* Forward pass of a Llama-shaped decoder over the new tokens of many sequences.
 
-   Compiled twice: in float32, and with HALF in bfloat16, where the numbers that are multiplied
-   (weights, activations, keys, values) have 8 bits, and sums, norms, softmax and the residual
-   stream stay in float32.
+   Compiled twice: in float32, and with HALF in bfloat16. There the factors of products (weights,
+   activations, keys, values) have 8 bits of precision; sums, norms, softmax and the residual stream
+   stay in float32.
 
-   Every number of a token is a function of its own sequence alone: sums run in a fixed order that
-   depends neither on the other tokens of the pass nor on the number of threads. So a token has the
-   same bits whether it is prefilled or decoded, alone or among many.
+   A token's results depend on its own sequence only: sums have a fixed order, independent of the
+   other tokens of the pass and of the number of threads. Hence a token has the same bits in prefill
+   and decode, alone and in a batch.
 
    Weights are packed into panels of PANEL output columns, [panel][input][PANEL], so that the inner
-   loop reads them in order. Keys and values live in blocks of BLOCK positions: keys as
-   [block][kv head][head_dim][BLOCK], values as [block][kv head][BLOCK][stride]. In bfloat16 two
-   numbers that are summed over stand side by side: [panel][input / 2][PANEL][2],
-   [head_dim / 2][BLOCK][2], [BLOCK / 2][stride][2]. Rows of the activations are padded with zeros
-   to whole panels. */
+   loop reads them in order. Keys and values are stored in blocks of BLOCK positions: keys as
+   [block][kv head][head_dim][BLOCK], values as [block][kv head][BLOCK][stride]. In bfloat16, two
+   numbers along the summed dimension are adjacent: [panel][input / 2][PANEL][2],
+   [head_dim / 2][BLOCK][2], [BLOCK / 2][stride][2]. Rows of activations are zero-padded to whole
+   panels. */
 
 #include <math.h>
 #include <string.h>
@@ -24,55 +24,56 @@
 #include "lanes.h"
 
 #define BLOCK 16
-#define PARTS (BLOCK / LANES) /* vectors that hold one number of each of a block's keys */
+#define PARTS (BLOCK / LANES) /* vectors per head dimension of a block's keys */
 
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec v) { *(vec *)p = v; }
-INLINE long whole(long n, long unit) { return (n + unit - 1) / unit * unit; }
+INLINE long round_up(long n, long unit) { return (n + unit - 1) / unit * unit; }
 
-/* a where the mask is set, else b */
-INLINE vec pick(ints mask, vec a, vec b) { return (vec)((mask & (ints)a) | (~mask & (ints)b)); }
+/* Returns a where the mask is set, else b. */
+INLINE vec blend(ints mask, vec a, vec b) { return (vec)((mask & (ints)a) | (~mask & (ints)b)); }
 
-/* What is multiplied: `num` a number, PAIR of them that are summed over, `few` a vector of these. */
+/* Factors of products: `num` is a scalar, PAIR of them are adjacent along the summed dimension,
+   `nums` is a vector of pairs. */
 #ifdef HALF
 #define PAIR 2
-typedef int32_t few __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
-typedef int32_t two __attribute__((aligned(2), may_alias));
+typedef int32_t nums __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+typedef int32_t num_pair __attribute__((aligned(2), may_alias));
 
-INLINE few splat(const num *p) { return *(const two *)p - (few){0}; }
-INLINE few first(few v) { return v & 0xffff; }
+INLINE nums splat(const num *p) { return *(const num_pair *)p - (nums){0}; }
+INLINE nums first_of_pair(nums v) { return v & 0xffff; }
 #ifdef __AVX512BF16__
-INLINE void put(num *to, vec v) {
+INLINE void store_nums(num *to, vec v) {
     *(__m256i_u *)to = (__m256i)_mm512_cvtneps_pbh((__m512)v);
 }
-INLINE vec dot(vec sum, few a, few b) {
+INLINE vec dot(vec sum, nums a, nums b) {
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
 #else
-INLINE void put(num *to, vec v) {
+INLINE void store_nums(num *to, vec v) {
     for (int l = 0; l < LANES; l++) to[l] = narrow(v[l]);
 }
-INLINE vec dot(vec sum, few a, few b) {
-    sum += (vec)(few)(a & -65536) * (vec)(few)(b & -65536);
-    return sum + (vec)(few)(a << 16) * (vec)(few)(b << 16);
+INLINE vec dot(vec sum, nums a, nums b) {
+    sum += (vec)(nums)(a & -65536) * (vec)(nums)(b & -65536);
+    return sum + (vec)(nums)(a << 16) * (vec)(nums)(b << 16);
 }
 #endif
 #else
 #define PAIR 1
-typedef vec few;
-INLINE void put(num *to, vec v) { store(to, v); }
-INLINE few splat(const num *p) { return *p - (few){0}; }
-INLINE few first(few v) { return v; }
-INLINE vec dot(vec sum, few a, few b) { return sum + a * b; }
+typedef vec nums;
+INLINE void store_nums(num *to, vec v) { store(to, v); }
+INLINE nums splat(const num *p) { return *p - (nums){0}; }
+INLINE nums first_of_pair(nums v) { return v; }
+INLINE vec dot(vec sum, nums a, nums b) { return sum + a * b; }
 #endif
-INLINE few fetch(const num *p) { return *(const few *)p; }
+INLINE nums load_nums(const num *p) { return *(const nums *)p; }
 
-/* e^x, within 2 ulp (Cephes' polynomial); 0 far below 0, infinity far above. */
-INLINE vec exponential(vec x) {
+/* e^x within 2 ulp (Cephes polynomial); 0 for very small x, infinity for very large x. */
+INLINE vec exp_vec(vec x) {
 #ifdef __AVX512F__
-    x = (vec)_mm512_max_ps(_mm512_set1_ps(-200.f), (__m512)x); /* what is not a number stays */
+    x = (vec)_mm512_max_ps(_mm512_set1_ps(-200.f), (__m512)x); /* keeps NaN */
     vec n = (vec)_mm512_roundscale_ps((__m512)(x * 1.44269504f), 0);
 #else
     const float shift = 12582912.f; /* 1.5 * 2^23: adding it rounds to an integer */
@@ -89,25 +90,25 @@ INLINE vec exponential(vec x) {
 #ifdef __AVX512F__
     return (vec)_mm512_scalef_ps((__m512)y, (__m512)n);
 #else
-    n = pick(n < -126.f, (vec){0} - 126.f, pick(n > 127.f, (vec){0} + 127.f, n));
+    n = blend(n < -126.f, (vec){0} - 126.f, blend(n > 127.f, (vec){0} + 127.f, n));
     ints power = (__builtin_convertvector(n, ints) + 127) << 23;
-    y = pick(x > 88.f, (vec){0} + INFINITY, y * (vec)power);
-    return pick(x < -87.f, (vec){0}, y);
+    y = blend(x > 88.f, (vec){0} + INFINITY, y * (vec)power);
+    return blend(x < -87.f, (vec){0}, y);
 #endif
 }
 
-/* The largest of `size` numbers; those that are not numbers are passed over. */
-INLINE float largest(const float *x, long size) {
+/* Maximum of `size` numbers; NaN is ignored. */
+INLINE float max_of(const float *x, long size) {
     float top = -INFINITY;
     vec part = (vec){0} - INFINITY;
     long n = 0;
-    for (; n + LANES <= size; n += LANES) part = pick(load(x + n) > part, load(x + n), part);
+    for (; n + LANES <= size; n += LANES) part = blend(load(x + n) > part, load(x + n), part);
     for (; n < size; n++) top = x[n] > top ? x[n] : top;
     for (int l = 0; l < LANES; l++) top = part[l] > top ? part[l] : top;
     return top;
 }
 
-/* Their sum, in an order that depends on `size` alone. */
+/* Sum of `size` numbers, in an order that depends on `size` only. */
 INLINE float sum_of(const float *x, long size) {
     float total = 0;
     vec part = {0};
@@ -125,13 +126,13 @@ int ludus_pair(void) { return PAIR; }
 
 /* ---------------------------------------------------------------- matrices ------------------- */
 
-/* Pack weight [outputs][inputs] into panels; `from` counts outputs already packed. With `pair` 0 or
-   1 the weight fills the first or second half of each panel: gate and up side by side. */
+/* Pack weight [outputs][inputs] into panels; `from` is the number of outputs already packed. With
+   `pair` 0 or 1 the weight fills the first or second half of each panel (gate and up). */
 void ludus_pack(const float *weight, num *packed, long outputs, long inputs, long from, int pair) {
     long unit = pair < 0 ? PANEL : LANES;
     for (long n = 0; n < outputs; n++) {
         long panel = (from + n) / unit, column = (from + n) % unit + (pair > 0 ? LANES : 0);
-        num *to = packed + panel * whole(inputs, PAIR) * PANEL + column * PAIR;
+        num *to = packed + panel * round_up(inputs, PAIR) * PANEL + column * PAIR;
         const float *row = weight + n * inputs;
         for (long k = 0; k < inputs; k++) to[k / PAIR * PAIR * PANEL + k % PAIR] = narrow(row[k]);
     }
@@ -143,11 +144,11 @@ INLINE vec activate(vec x, vec up, int kind) {
     /* gelu(x), tanh form: x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)) */
     vec z = x;
     if (kind == GELU) z = 1.5957691216f * (x + 0.044715f * x * x * x);
-    return x * up / (1.f + exponential(-z));
+    return x * up / (1.f + exp_vec(-z));
 }
 
-/* `rows` rows of x times one panel; y are numbers to multiply after an activation, else floats. */
-INLINE void tile(const num *x, long x_stride, const num *panel, const float *bias, void *y,
+/* `rows` rows of x times one panel. With an activation y is an array of nums, else of floats. */
+INLINE void multiply_tile(const num *x, long x_stride, const num *panel, const float *bias, void *y,
                  long y_stride, long inputs, int kind, const int rows) {
     vec sum[ROWS][2];
     for (int r = 0; r < rows; r++) {
@@ -155,9 +156,9 @@ INLINE void tile(const num *x, long x_stride, const num *panel, const float *bia
         sum[r][1] = bias ? load(bias + LANES) : (vec){0};
     }
     for (long k = 0; k < inputs; k += PAIR) {
-        few w0 = fetch(panel + k * PANEL), w1 = fetch(panel + k * PANEL + LANES * PAIR);
+        nums w0 = load_nums(panel + k * PANEL), w1 = load_nums(panel + k * PANEL + LANES * PAIR);
         for (int r = 0; r < rows; r++) {
-            few v = splat(x + r * x_stride + k);
+            nums v = splat(x + r * x_stride + k);
             sum[r][0] = dot(sum[r][0], v, w0);
             sum[r][1] = dot(sum[r][1], v, w1);
         }
@@ -171,7 +172,7 @@ INLINE void tile(const num *x, long x_stride, const num *panel, const float *bia
             store(to, load(to) + sum[r][0]);
             store(to + LANES, load(to + LANES) + sum[r][1]);
         } else {
-            put((num *)y + r * y_stride, activate(sum[r][0], sum[r][1], kind));
+            store_nums((num *)y + r * y_stride, activate(sum[r][0], sum[r][1], kind));
         }
     }
 }
@@ -184,11 +185,11 @@ static void multiply(const num *x, long x_stride, const num *packed, const float
     long y_size = kind >= SILU ? sizeof(num) : sizeof(float);
 #define CASE(R)                                                                                  \
     case R:                                                                                      \
-        tile(from, x_stride, panel, b, to, y_stride, inputs, kind, R);                           \
+        multiply_tile(from, x_stride, panel, b, to, y_stride, inputs, kind, R);                  \
         break;
 #pragma omp for schedule(static)
     for (long p = 0; p < panels; p++) {
-        const num *panel = packed + p * whole(inputs, PAIR) * PANEL;
+        const num *panel = packed + p * round_up(inputs, PAIR) * PANEL;
         const float *b = bias ? bias + p * PANEL : 0;
         for (long m = 0; m < rows; m += ROWS) {
             const num *from = x + m * x_stride;
@@ -208,7 +209,7 @@ static void multiply(const num *x, long x_stride, const num *packed, const float
 }
 
 /* 1 / rms(x) */
-INLINE float normal(const float *x, long size, float eps) {
+INLINE float inverse_rms(const float *x, long size, float eps) {
     vec part = {0};
     float total = 0;
     long n = 0;
@@ -219,16 +220,16 @@ INLINE float normal(const float *x, long size, float eps) {
 }
 
 /* y = x / rms(x) * weight */
-INLINE void normalise(const float *x, const float *weight, num *y, long size, float eps) {
-    float scale = normal(x, size, eps);
+INLINE void rms_norm(const float *x, const float *weight, num *y, long size, float eps) {
+    float scale = inverse_rms(x, size, eps);
     long n = 0;
-    for (; n + LANES <= size; n += LANES) put(y + n, load(x + n) * scale * load(weight + n));
+    for (; n + LANES <= size; n += LANES) store_nums(y + n, load(x + n) * scale * load(weight + n));
     for (; n < size; n++) y[n] = narrow(x[n] * scale * weight[n]);
 }
 
 /* ---------------------------------------------------------------- attention ------------------ */
 
-/* Rotate the first `rotary` numbers of a head, halves against halves. */
+/* Rotary position embedding (half rotation) of the first `rotary` dimensions of a head. */
 INLINE void rotate(float *head, const float *cosine, const float *sine, int rotary) {
     int half = rotary / 2;
     for (int i = 0; i < half; i++) {
@@ -238,10 +239,10 @@ INLINE void rotate(float *head, const float *cosine, const float *sine, int rota
     }
 }
 
-#define SPAN 4 /* blocks scored at a time, for enough independent sums */
+#define SPAN 4 /* blocks scored together, for enough independent sums */
 
 /* Scores of `heads` queries [heads][dim] against the keys of SPAN blocks. */
-INLINE void score(const num *query, int dim, const num *const keys[SPAN],
+INLINE void score_keys(const num *query, int dim, const num *const keys[SPAN],
                   const num *const next[SPAN], float *scores, long stride, const int heads) {
     vec sum[4][SPAN][PARTS];
     for (int h = 0; h < heads; h++)
@@ -250,10 +251,11 @@ INLINE void score(const num *query, int dim, const num *const keys[SPAN],
     for (int i = 0; i < dim; i += PAIR) {
         for (int b = 0; b < SPAN; b++) __builtin_prefetch(next[b] + i * BLOCK);
         for (int h = 0; h < heads; h++) {
-            few q = splat(query + h * dim + i);
+            nums q = splat(query + h * dim + i);
             for (int b = 0; b < SPAN; b++)
                 for (int p = 0; p < PARTS; p++)
-                    sum[h][b][p] = dot(sum[h][b][p], q, fetch(keys[b] + i * BLOCK + p * LANES * PAIR));
+                    sum[h][b][p] = dot(sum[h][b][p], q,
+                                       load_nums(keys[b] + i * BLOCK + p * LANES * PAIR));
         }
     }
     for (int h = 0; h < heads; h++)
@@ -262,14 +264,13 @@ INLINE void score(const num *query, int dim, const num *const keys[SPAN],
                 store(scores + h * stride + b * BLOCK + p * LANES, sum[h][b][p]);
 }
 
-/* softmax in place over `length` scores, zeros after them to a whole vector; returns 1 / the sum of
-   what is left there. */
-INLINE float soften(float *scores, long length, float scale) {
+/* Exponentials of `length` scores in place, zero-padded to a whole vector; returns 1 / their sum. */
+INLINE float softmax(float *scores, long length, float scale) {
     for (long j = length; j % LANES; j++) scores[j] = -INFINITY;
-    float top = largest(scores, length);
+    float top = max_of(scores, length);
     vec sum = {0};
     for (long j = 0; j < length; j += LANES) {
-        vec e = exponential((load(scores + j) - top) * scale);
+        vec e = exp_vec((load(scores + j) - top) * scale);
         store(scores + j, e);
         sum += e;
     }
@@ -278,9 +279,9 @@ INLINE float soften(float *scores, long length, float scale) {
     return 1.f / total;
 }
 
-/* Sum of values weighted by shares, for two vectors of numbers of `heads` heads; even and odd
-   pairs of positions are summed apart. */
-INLINE void weigh(const num *shares, long stride, long length, const num *values,
+/* Sum of values weighted by shares, two vectors wide, for `heads` heads. Even and odd pairs of
+   positions are summed separately. */
+INLINE void weighted_sum(const num *shares, long stride, long length, const num *values,
                   const int32_t *table, long block_size, long value_stride, vec out[][2],
                   const int heads) {
     const long line = value_stride * PAIR;
@@ -291,11 +292,11 @@ INLINE void weigh(const num *shares, long stride, long length, const num *values
         const num *row = values + table[start / BLOCK] * block_size;
         long count = length - start < BLOCK ? length - start : BLOCK, j = 0;
         for (; j + 2 * PAIR <= count; j += 2 * PAIR, row += 2 * line) {
-            few a0 = fetch(row), a1 = fetch(row + LANES * PAIR);
-            few b0 = fetch(row + line), b1 = fetch(row + line + LANES * PAIR);
+            nums a0 = load_nums(row), a1 = load_nums(row + LANES * PAIR);
+            nums b0 = load_nums(row + line), b1 = load_nums(row + line + LANES * PAIR);
             for (int h = 0; h < heads; h++) {
-                few even = splat(shares + h * stride + start + j);
-                few odd = splat(shares + h * stride + start + j + PAIR);
+                nums even = splat(shares + h * stride + start + j);
+                nums odd = splat(shares + h * stride + start + j + PAIR);
                 sum[h][0][0] = dot(sum[h][0][0], even, a0);
                 sum[h][1][0] = dot(sum[h][1][0], even, a1);
                 sum[h][0][1] = dot(sum[h][0][1], odd, b0);
@@ -303,10 +304,11 @@ INLINE void weigh(const num *shares, long stride, long length, const num *values
             }
         }
         for (; j < count; j += PAIR, row += line) {
-            few a0 = fetch(row), a1 = fetch(row + LANES * PAIR);
-            if (j + PAIR > count) a0 = first(a0), a1 = first(a1); /* the rest was never written */
+            nums a0 = load_nums(row), a1 = load_nums(row + LANES * PAIR);
+            if (j + PAIR > count) /* the second was never written */
+                a0 = first_of_pair(a0), a1 = first_of_pair(a1);
             for (int h = 0; h < heads; h++) {
-                few share = splat(shares + h * stride + start + j);
+                nums share = splat(shares + h * stride + start + j);
                 sum[h][0][0] = dot(sum[h][0][0], share, a0);
                 sum[h][1][0] = dot(sum[h][1][0], share, a1);
             }
@@ -316,38 +318,39 @@ INLINE void weigh(const num *shares, long stride, long length, const num *values
         for (int c = 0; c < 2; c++) out[h][c] = sum[h][c][0] + sum[h][c][1];
 }
 
-/* One token's attention in up to four query heads that share their keys. */
+/* Attention of one token in up to four query heads that share their keys. */
 INLINE void attend(const num *query, int dim, long value_stride, const num *keys,
                    const num *values, const int32_t *table, long key_size, long value_size,
                    long length, float scale, float *scores, num *shares, long stride, num *out,
                    const int heads) {
-    long blocks = whole(length, BLOCK) / BLOCK;
+    long blocks = round_up(length, BLOCK) / BLOCK;
     const num *span[SPAN], *next[SPAN];
     for (int i = 0; i < SPAN; i++) next[i] = keys + table[i < blocks ? i : blocks - 1] * key_size;
     for (long b = 0; b < blocks; b += SPAN) {
-        /* Fetch the keys of the next blocks meanwhile, and after the last the first values. */
+        /* Prefetch the keys of the next blocks; after the last block, the first values. */
         for (int i = 0; i < SPAN; i++) {
             long at = b + SPAN + i;
             span[i] = next[i];
             next[i] = b + SPAN >= blocks ? values + table[i < blocks ? i : blocks - 1] * value_size
                                          : keys + table[at < blocks ? at : blocks - 1] * key_size;
         }
-        score(query, dim, span, next, scores + b * BLOCK, stride, heads);
+        score_keys(query, dim, span, next, scores + b * BLOCK, stride, heads);
     }
     float inverse[4];
     for (int h = 0; h < heads; h++) {
-        inverse[h] = soften(scores + h * stride, length, scale);
+        inverse[h] = softmax(scores + h * stride, length, scale);
         if (PAIR > 1)
             for (long j = 0; j < length; j += LANES)
-                put(shares + h * stride + j, load(scores + h * stride + j));
+                store_nums(shares + h * stride + j, load(scores + h * stride + j));
     }
     for (int c = 0; c < dim; c += 2 * LANES) {
         vec sum[4][2];
-        weigh(shares, stride, length, values + c * PAIR, table, value_size, value_stride, sum, heads);
+        weighted_sum(shares, stride, length, values + c * PAIR, table, value_size, value_stride,
+                     sum, heads);
         for (int h = 0; h < heads; h++) {
             num found[2 * LANES];
-            put(found, sum[h][0] * inverse[h]);
-            put(found + LANES, sum[h][1] * inverse[h]);
+            store_nums(found, sum[h][0] * inverse[h]);
+            store_nums(found + LANES, sum[h][1] * inverse[h]);
             int count = dim - c < 2 * LANES ? dim - c : 2 * LANES;
             memcpy(out + h * dim + c, found, count * sizeof(num));
         }
@@ -371,20 +374,20 @@ typedef struct {
     const Layer *layer;
 } Model;
 
-/* What a pass computes: tokens with their positions and the row whose table of blocks they see;
-   which tokens' keys and values go to which slots; which tokens' logits are asked for. */
+/* Inputs of a forward pass: tokens with their positions and rows (each row has a block table),
+   cache writes of tokens to slots, tokens whose logits are returned. See step_inputs.py. */
 typedef struct {
     int32_t tokens, writes, outputs, table_stride, max_length;
     const int64_t *ids;
     const int32_t *positions, *rows, *write_tokens, *write_slots, *tables, *output_tokens;
-} Pass;
+} StepInputs;
 
-/* Floats of scratch that `ludus_forward` needs. */
-long ludus_scratch(const Model *m, const Pass *p, int threads) {
+/* Scratch size of `ludus_forward`, in floats. */
+long ludus_scratch(const Model *m, const StepInputs *p, int threads) {
     long o = (long)m->heads * m->head_dim, q = o + 2L * m->kv_heads * m->head_dim;
-    long row = 2 * whole(m->hidden, PANEL) + whole(q, PANEL) + o + (PAIR > 1 ? o : 0) +
-               whole(m->inner, LANES);
-    return p->tokens * row + threads * 4 * PAIR * whole(p->max_length, SPAN * BLOCK) + PANEL;
+    long row = 2 * round_up(m->hidden, PANEL) + round_up(q, PANEL) + o + (PAIR > 1 ? o : 0) +
+               round_up(m->inner, LANES);
+    return p->tokens * row + threads * 4 * PAIR * round_up(p->max_length, SPAN * BLOCK) + PANEL;
 }
 
 #ifdef _OPENMP
@@ -394,12 +397,14 @@ long ludus_scratch(const Model *m, const Pass *p, int threads) {
 #define THREAD 0
 #endif
 
-/* Logits [outputs][vocab padded to panels]. */
-void ludus_forward(const Model *m, const Pass *p, float *scratch, float *logits, int threads) {
+/* Computes logits [outputs][vocab padded to panels]. */
+void ludus_forward(const Model *m, const StepInputs *p, float *scratch, float *logits,
+                   int threads) {
     const long N = p->tokens, D = m->hidden, dim = m->head_dim, H = m->heads, KV = m->kv_heads;
-    const long x_stride = whole(D, PANEL), q_stride = whole((H + 2 * KV) * dim, PANEL);
-    const long o_stride = H * dim, a_stride = whole(m->inner, LANES);
-    const long value_stride = whole(dim, 2 * LANES), stride = whole(p->max_length, SPAN * BLOCK);
+    const long x_stride = round_up(D, PANEL), q_stride = round_up((H + 2 * KV) * dim, PANEL);
+    const long o_stride = H * dim, a_stride = round_up(m->inner, LANES);
+    const long value_stride = round_up(dim, 2 * LANES);
+    const long stride = round_up(p->max_length, SPAN * BLOCK);
     const long key_size = KV * dim * BLOCK, value_size = KV * BLOCK * value_stride;
     const long group = H / KV;
     float *x = scratch, *qkv = x + N * x_stride, *all_scores = qkv + N * q_stride;
@@ -421,7 +426,7 @@ void ludus_forward(const Model *m, const Pass *p, float *scratch, float *logits,
             const Layer *w = m->layer + l;
 #pragma omp for schedule(static)
             for (long n = 0; n < N; n++)
-                normalise(x + n * x_stride, w->attention_norm, h + n * x_stride, D, m->eps);
+                rms_norm(x + n * x_stride, w->attention_norm, h + n * x_stride, D, m->eps);
             multiply(h, x_stride, w->qkv, w->qkv_bias, qkv, q_stride, N, q_stride, D, STORE);
 #pragma omp for schedule(static)
             for (long n = 0; n < N; n++) {
@@ -431,7 +436,7 @@ void ludus_forward(const Model *m, const Pass *p, float *scratch, float *logits,
                     float *head = qkv + n * q_stride + k * dim;
                     const float *norm = k < H ? w->query_norm : w->key_norm;
                     if (norm) {
-                        float by = normal(head, dim, m->eps);
+                        float by = inverse_rms(head, dim, m->eps);
                         for (long i = 0; i < dim; i++) head[i] = head[i] * by * norm[i];
                     }
                     rotate(head, c, s, m->rotary);
@@ -454,7 +459,7 @@ void ludus_forward(const Model *m, const Pass *p, float *scratch, float *logits,
                     }
                 }
             }
-            /* Rows with common blocks are neighbours, and find them in the cache. */
+            /* Rows with common blocks are adjacent, so the blocks stay in the CPU cache. */
 #pragma omp for schedule(dynamic, 8)
             for (long i = 0; i < N * KV; i++) {
                 long n = i / KV, k = i % KV;
@@ -476,22 +481,22 @@ void ludus_forward(const Model *m, const Pass *p, float *scratch, float *logits,
             multiply(o, o_stride, w->output, w->output_bias, x, x_stride, N, x_stride, H * dim, ADD);
 #pragma omp for schedule(static)
             for (long n = 0; n < N; n++)
-                normalise(x + n * x_stride, w->mlp_norm, h + n * x_stride, D, m->eps);
+                rms_norm(x + n * x_stride, w->mlp_norm, h + n * x_stride, D, m->eps);
             multiply(h, x_stride, w->gate_up, w->gate_up_bias, a, a_stride, N, 2 * a_stride, D,
                      m->activation);
             multiply(a, a_stride, w->down, w->down_bias, x, x_stride, N, x_stride, m->inner, ADD);
         }
 #pragma omp for schedule(static)
         for (long r = 0; r < p->outputs; r++)
-            normalise(x + p->output_tokens[r] * x_stride, m->final_norm, h + r * x_stride, D, m->eps);
-        multiply(h, x_stride, m->head, 0, logits, whole(m->vocab, PANEL), p->outputs,
-                 whole(m->vocab, PANEL), D, STORE);
+            rms_norm(x + p->output_tokens[r] * x_stride, m->final_norm, h + r * x_stride, D, m->eps);
+        multiply(h, x_stride, m->head, 0, logits, round_up(m->vocab, PANEL), p->outputs,
+                 round_up(m->vocab, PANEL), D, STORE);
     }
 }
 
 /* Copy the first `count` positions of one block to another, in one layer. */
 void ludus_copy(const Model *m, int layer, long from, long to, int count) {
-    const long dim = m->head_dim, KV = m->kv_heads, value_stride = whole(dim, 2 * LANES);
+    const long dim = m->head_dim, KV = m->kv_heads, value_stride = round_up(dim, 2 * LANES);
     const Layer *w = m->layer + layer;
     for (long row = 0; row < KV * dim; row += PAIR)
         memcpy(w->keys + (to * KV * dim + row) * BLOCK, w->keys + (from * KV * dim + row) * BLOCK,
@@ -499,15 +504,15 @@ void ludus_copy(const Model *m, int layer, long from, long to, int count) {
     for (long k = 0; k < KV; k++)
         memcpy(w->values + (to * KV + k) * BLOCK * value_stride,
                w->values + (from * KV + k) * BLOCK * value_stride,
-               whole(count, PAIR) * value_stride * sizeof(num));
+               round_up(count, PAIR) * value_stride * sizeof(num));
 }
 
 /* ---------------------------------------------------------------- sampling ------------------- */
 
-/* One token a row from softmax(logits / temperature) over the first `vocab` ids, by inverting the
-   cumulative distribution at the row's uniform number; temperature 0 takes the first maximum. Log-
-   probabilities are of that distribution (temperature 0: of the model's own). `scratch` holds vocab
-   floats a thread. Returns the first row whose logits are not finite, or -1. */
+/* Sample one token per row from softmax(logits / temperature) over the first `vocab` ids: invert the
+   cumulative distribution at the row's uniform number. Temperature 0 takes the first maximum. Log-
+   probabilities are of that distribution (temperature 0: of temperature 1). `scratch` holds vocab
+   floats per thread. Returns the first row whose logits are not finite, or -1. */
 long ludus_sample(const float *logits, long stride, long rows, long vocab, const double *temperatures,
                   const double *uniforms, float *scratch, int64_t *tokens, double *logprobs,
                   int threads) {
@@ -515,7 +520,7 @@ long ludus_sample(const float *logits, long stride, long rows, long vocab, const
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1) reduction(min : bad)
     for (long r = 0; r < rows; r++) {
         const float *l = logits + r * stride;
-        float *e = scratch + THREAD * vocab, best = largest(l, vocab);
+        float *e = scratch + THREAD * vocab, best = max_of(l, vocab);
         float inverse = temperatures[r] > 0 ? (float)(1 / temperatures[r]) : 1.f;
         for (long j = 0; j < vocab; j += LANES) {
             long left = vocab - j < LANES ? vocab - j : LANES;
@@ -523,11 +528,11 @@ long ludus_sample(const float *logits, long stride, long rows, long vocab, const
             if (left == LANES) d = load(l + j);
             else memcpy(&d, l + j, left * sizeof(float));
             d = d - best;
-            d = exponential(pick(d == 0.f, d, d * inverse));
+            d = exp_vec(blend(d == 0.f, d, d * inverse));
             if (left == LANES) store(e + j, d);
             else memcpy(e + j, &d, left * sizeof(float));
         }
-        /* Sums of 64 in float32, those in float64: so the search need not add each number again. */
+        /* float32 sums of 64 numbers, added in float64, so the search can skip whole groups. */
         double total = 0;
         for (long j = 0; j < vocab; j += 64) total += sum_of(e + j, vocab - j < 64 ? vocab - j : 64);
         if (!isfinite(total)) {
@@ -554,7 +559,7 @@ long ludus_sample(const float *logits, long stride, long rows, long vocab, const
                     within += e[i];
                     if (within > reach) token = i;
                 }
-                if (token < 0) { /* rounding: the block's last token of any probability */
+                if (token < 0) { /* rounding: the last token of nonzero probability */
                     for (i = j; i < stop; i++)
                         if (e[i] > 0) token = i;
                 }

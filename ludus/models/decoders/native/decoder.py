@@ -1,8 +1,8 @@
-"""A Llama-shaped decoder on the CPU, as one call of native code for each pass.
+"""Llama-shaped decoder on the CPU: one native call per forward pass.
 
-It reads packed copies of the weights, which are made anew when a parameter has changed. A token's
-numbers do not depend on what else is computed with it, to the bit. In bfloat16 weights, keys,
-values and what they are multiplied with have 8 bits; sums, norms and the residual stream keep 24.
+It uses packed copies of the weights, which are repacked when a parameter has changed. A token's
+results are bit-identical in any batch. In bfloat16, the factors of products (weights, activations,
+keys, values) have 8 bits of precision; sums, norms and the residual stream have 24.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _ACTIVATIONS = {"silu": 2, "gelu_tanh": 3}  # as in decoder.c
 
 
 class NativeDecoder:
-    """A `Decoder` of a model read by `ludus.models.decoders.llama.read`.
+    """Native `Decoder` of a model read by `ludus.models.decoders.llama.read`.
 
     Args:
-        dtype: of the products. float32 needs weights in float32, bfloat16 takes both.
+        dtype: type of products. float32 requires float32 weights; bfloat16 accepts both.
 
-    Errors: `ludus.models.decoders.native.Unavailable` where the kernels cannot be had; ValueError
-    for a model or a precision that they do not serve.
+    Errors: `ludus.models.decoders.native.Unavailable` without kernels; ValueError for a model or
+    type that they do not support.
     """
 
     name = "native"
@@ -37,11 +37,11 @@ class NativeDecoder:
 
     def __init__(self, llama: Llama, dtype: torch.dtype = torch.float32) -> None:
         weight, half = llama.embedding.weight, dtype == torch.bfloat16
-        known = {torch.float32, torch.bfloat16} if half else {torch.float32}
-        if weight.device.type != "cpu" or dtype not in known or weight.dtype not in known:
-            raise ValueError("native code computes in float32 or bfloat16 on the CPU")
+        supported = {torch.float32, torch.bfloat16} if half else {torch.float32}
+        if weight.device.type != "cpu" or dtype not in supported or weight.dtype not in supported:
+            raise ValueError("the native decoder requires float32 or bfloat16 on the CPU")
         if llama.head_dim % 2:
-            raise ValueError("native code computes heads of an even size")
+            raise ValueError("the native decoder requires an even head size")
         self.kernels, self._exact = Kernels(half), Kernels()
         self._llama = llama
         self._layers = (Layer * len(llama.layers))()
@@ -64,7 +64,7 @@ class NativeDecoder:
         )
         self._versions: list[int] = []
         self._sources: list[Tensor] = []
-        self._weights: list[Tensor] = []  # what the structures point to
+        self._weights: list[Tensor] = []  # keeps the tensors alive that the structures point to
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._scratch = torch.empty(0)
@@ -101,30 +101,30 @@ class NativeDecoder:
         self._versions = []
 
     @torch.inference_mode()
-    def forward(self, batch: StepInputs) -> Tensor:
-        self._pack_if_changed()
+    def forward(self, inputs: StepInputs) -> Tensor:
+        self._repack_if_changed()
         threads = torch.get_num_threads()
-        tables = np.ascontiguousarray(batch.tables)
+        tables = np.ascontiguousarray(inputs.tables)
         native = NativeInputs(
-            tokens=len(batch.ids),
-            writes=len(batch.write_tokens),
-            outputs=len(batch.outputs),
+            tokens=len(inputs.ids),
+            writes=len(inputs.write_tokens),
+            outputs=len(inputs.outputs),
             table_stride=tables.shape[1],
-            max_length=int(batch.positions.max()) + 1,
-            ids=batch.ids.ctypes.data,
-            positions=batch.positions.ctypes.data,
-            rows=batch.rows.ctypes.data,
-            write_tokens=batch.write_tokens.ctypes.data,
-            write_slots=batch.write_slots.ctypes.data,
+            max_length=int(inputs.positions.max()) + 1,
+            ids=inputs.ids.ctypes.data,
+            positions=inputs.positions.ctypes.data,
+            rows=inputs.rows.ctypes.data,
+            write_tokens=inputs.write_tokens.ctypes.data,
+            write_slots=inputs.write_slots.ctypes.data,
             tables=tables.ctypes.data,
-            output_tokens=batch.outputs.ctypes.data,
+            output_tokens=inputs.outputs.ctypes.data,
         )
         model = ctypes.byref(self._model)
         lib = self.kernels.lib
         size = lib.ludus_scratch(model, ctypes.byref(native), threads)
         if len(self._scratch) < size:
             self._scratch = torch.empty(size)
-        rows, width = len(batch.outputs), self.kernels.whole(self._llama.vocab)
+        rows, width = len(inputs.outputs), self.kernels.round_up(self._llama.vocab)
         if len(self._logits) < rows or self._logits.dim() == 1:
             self._logits = torch.empty(rows, width)
         lib.ludus_forward(
@@ -136,8 +136,8 @@ class NativeDecoder:
         )
         return self._logits[:rows, : self._llama.vocab]
 
-    def _pack_if_changed(self) -> None:
-        """Pack the weights, if one of them has changed since; in place counts."""
+    def _repack_if_changed(self) -> None:
+        """Pack the weights if a parameter was modified, in place or not."""
         if not self._versions:
             self._sources = list(self._llama.model.parameters())
         versions = [source._version for source in self._sources]
@@ -177,6 +177,6 @@ class NativeDecoder:
         return self._keep(tensor.detach().float().contiguous())
 
     def _keep(self, tensor: Tensor) -> int:
-        """The tensor's address; it lives until the weights are packed anew."""
+        """Returns the tensor's address, valid until the weights are repacked."""
         self._weights.append(tensor)
         return tensor.data_ptr()

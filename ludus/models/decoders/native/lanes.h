@@ -1,5 +1,5 @@
-/* What all kernels share: the width of a vector, the size of the register tile, and the numbers that
-   are multiplied, float32 or, with HALF, bfloat16. */
+/* Shared by all kernels: vector width, register tile size, and `num`, the type of factors (float32,
+   or bfloat16 with HALF). */
 
 #include <stdint.h>
 
@@ -26,7 +26,7 @@ INLINE float widen(num x) {
     return u.f;
 }
 
-/* To the nearest bfloat16, ties to even; what is not a number stays so. */
+/* Round to the nearest bfloat16, ties to even; keeps NaN. */
 INLINE num narrow(float x) {
     union { float f; uint32_t i; } u = {x};
     uint32_t up = u.i + 0x7fff + (u.i >> 16 & 1);

@@ -1,8 +1,8 @@
-"""What runs inside vLLM's own processes: their entrance, and the loading of new weights.
+"""Runs inside vLLM's processes: entry point, and a worker extension that loads weights.
 
-It imports nothing of ludus, for vLLM may live in an environment of its own; the folder of this file
-is put on that environment's path. `vllm_server` starts it as a program, and names `Worker` to vLLM
-as an extension of its workers.
+It does not import ludus, since vLLM may have its own environment. The folder of this file is on
+that environment's path. `vllm_server` starts it as a program and passes `Worker` to vLLM as the
+worker extension class.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PR_SET_PDEATHSIG = 1
 
 
 def content_hash(path: str | Path) -> str:
-    """The content of a weights file: names, types, shapes and bytes, as 32 hexadecimal digits."""
+    """Returns the hash of a weights file (names, types, shapes, bytes), 32 hexadecimal digits."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def difference(expected: dict[str, str], given: dict[str, str]) -> str | None:
-    """The first difference of two layouts (name to type and shape); None where they are equal."""
+    """Returns the first difference of two layouts (name to type and shape), None if equal."""
     for name in sorted(expected.keys() | given.keys()):
         if name not in given:
             return f"{name} is missing"
@@ -39,7 +39,7 @@ def difference(expected: dict[str, str], given: dict[str, str]) -> str | None:
 
 
 def layout(path: str | Path) -> dict[str, str]:
-    """Name to type and shape, of a weights file."""
+    """Returns the layout of a weights file: name to type and shape."""
     from safetensors import safe_open
 
     with safe_open(str(path), framework="pt") as file:
@@ -48,35 +48,35 @@ def layout(path: str | Path) -> dict[str, str]:
 
 
 class Worker:
-    """What vLLM's worker gains."""
+    """Extension of vLLM's worker."""
 
     model_runner: Any
     vllm_config: Any
     _ludus_layout: dict[str, str] | None = None
 
     def ludus_load(self, path: str, expected_hash: str) -> dict[str, Any]:
-        """Load a weights file, or refuse it and leave the model as it is.
+        """Load a weights file, or refuse it and leave the model unchanged.
 
         Returns {"refused": reason} or {"hash": content hash}.
         """
         if self._ludus_layout is None:
             folder = Path(self.vllm_config.model_config.model)
             self._ludus_layout = layout(folder / "model.safetensors")
-        if (found := content_hash(path)) != expected_hash:
-            return {"refused": f"the content hash is {found}, not {expected_hash}"}
-        if wrong := difference(self._ludus_layout, layout(path)):
-            return {"refused": wrong}
+        if (actual_hash := content_hash(path)) != expected_hash:
+            return {"refused": f"the content hash is {actual_hash}, not {expected_hash}"}
+        if mismatch := difference(self._ludus_layout, layout(path)):
+            return {"refused": mismatch}
         from safetensors.torch import load_file
 
         self.model_runner.get_model().load_weights(iter(load_file(path).items()))
-        return {"hash": found}
+        return {"hash": actual_hash}
 
 
 def keep_weights_plain() -> None:
-    """On a CPU, have vLLM compute with the very tensors that it loaded.
+    """On a CPU, make vLLM compute with the loaded tensors directly.
 
-    It would pack them when it starts, and not pack what is loaded later: where input and output
-    embeddings are tied, new weights would then reach the one and not the other.
+    By default it packs them at startup and does not repack weights that are loaded later. With tied
+    embeddings, new weights would then reach the input embeddings but not the output layer.
     """
     from vllm.platforms import current_platform
 
@@ -89,13 +89,13 @@ def keep_weights_plain() -> None:
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process when the one that started it ends (Linux)."""
+    """Ask the kernel to kill this process when its parent ends (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_with_pipe() -> None:
-    """Wait until nobody holds the other end of standard input; then end all of this group."""
+    """Wait until standard input is closed, then kill this process group."""
     while os.read(0, 1):
         pass
     os.killpg(0, signal.SIGKILL)
