@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
@@ -39,46 +40,54 @@ InitRange = Annotated[
 ]
 
 
-def qwen3(
-    vocab_size: int,
-    context_length: int,
-    hidden_size: HiddenSize = 128,
-    num_layers: NumLayers = 4,
-    num_heads: NumHeads = 4,
-    num_kv_heads: NumKVHeads = 2,
-    head_dim: HeadDim = 32,
-    intermediate_size: IntermediateSize = 384,
-    tie_embeddings: TieEmbeddings = True,
-    rope_theta: RopeTheta = 10_000.0,
-    init_range: InitRange = None,
-) -> PreTrainedConfig:
-    """Qwen3 (Yang et al. 2025, arXiv:2505.09388): about 0.8 M parameters by default."""
-    return Qwen3Config(
-        vocab_size=vocab_size,
-        max_position_embeddings=context_length,
-        **_config_args(locals()),
-    )
+def _architecture(config_class: type[PreTrainedConfig], doc: str) -> Callable[..., object]:
+    """Returns a function from sizes to a transformers configuration."""
+
+    def build(
+        vocab_size: int,
+        context_length: int,
+        hidden_size: HiddenSize = 128,
+        num_layers: NumLayers = 4,
+        num_heads: NumHeads = 4,
+        num_kv_heads: NumKVHeads = 2,
+        head_dim: HeadDim = 32,
+        intermediate_size: IntermediateSize = 384,
+        tie_embeddings: TieEmbeddings = True,
+        rope_theta: RopeTheta = 10_000.0,
+        init_range: InitRange = None,
+    ) -> PreTrainedConfig:
+        if num_heads % num_kv_heads:
+            raise ConfigError(
+                f"model.architecture.args.num_kv_heads: {num_kv_heads} does not divide "
+                f"num_heads, {num_heads}"
+            )
+        return config_class(
+            vocab_size=vocab_size,
+            max_position_embeddings=context_length,
+            hidden_size=hidden_size,
+            num_hidden_layers=num_layers,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            head_dim=head_dim,
+            intermediate_size=intermediate_size,
+            tie_word_embeddings=tie_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+            # transformers' default of 0.02 suits a width of 2,500. At a width of 128, a model
+            # trains on a plateau for hundreds of steps with it (numbers: docs/log.md).
+            initializer_range=init_range or hidden_size**-0.5,
+            attention_dropout=0.0,
+        )
+
+    build.__doc__ = doc
+    return build
 
 
-def llama(
-    vocab_size: int,
-    context_length: int,
-    hidden_size: HiddenSize = 128,
-    num_layers: NumLayers = 4,
-    num_heads: NumHeads = 4,
-    num_kv_heads: NumKVHeads = 2,
-    head_dim: HeadDim = 32,
-    intermediate_size: IntermediateSize = 384,
-    tie_embeddings: TieEmbeddings = True,
-    rope_theta: RopeTheta = 10_000.0,
-    init_range: InitRange = None,
-) -> PreTrainedConfig:
-    """Llama (Touvron et al. 2023, arXiv:2307.09288): about 0.8 M parameters by default."""
-    return LlamaConfig(
-        vocab_size=vocab_size,
-        max_position_embeddings=context_length,
-        **_config_args(locals()),
-    )
+qwen3 = _architecture(
+    Qwen3Config, "Qwen3 (Yang et al. 2025, arXiv:2505.09388): about 0.8 M parameters by default."
+)
+llama = _architecture(
+    LlamaConfig, "Llama (Touvron et al. 2023, arXiv:2307.09288): about 0.8 M parameters by default."
+)
 
 
 def build_model(
@@ -134,29 +143,6 @@ def merge_lora(model: Any) -> PreTrainedModel:
     if not hasattr(model, "merge_and_unload"):
         return model
     return copy.deepcopy(model).merge_and_unload()
-
-
-def _config_args(args: dict[str, Any]) -> dict[str, Any]:
-    """Returns an architecture's arguments under the names of transformers."""
-    if args["num_heads"] % args["num_kv_heads"]:
-        raise ConfigError(
-            f"model.architecture.args.num_kv_heads: {args['num_kv_heads']} does not divide "
-            f"num_heads, {args['num_heads']}"
-        )
-    return {
-        "hidden_size": args["hidden_size"],
-        "num_hidden_layers": args["num_layers"],
-        "num_attention_heads": args["num_heads"],
-        "num_key_value_heads": args["num_kv_heads"],
-        "head_dim": args["head_dim"],
-        "intermediate_size": args["intermediate_size"],
-        "tie_word_embeddings": args["tie_embeddings"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": args["rope_theta"]},
-        # transformers' default of 0.02 suits a width of 2,500. At a width of 128, a model trains
-        # on a plateau for hundreds of steps with it (numbers: docs/log.md).
-        "initializer_range": args["init_range"] or args["hidden_size"] ** -0.5,
-        "attention_dropout": 0.0,
-    }
 
 
 def _from_scratch(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ludus.models.decoders.llama import Llama, LlamaLayer, Norm
-from ludus.models.kv_cache.padded import PaddedInputs, SlotStore, Store
+from ludus.models.kv_cache.padded import PaddedInputs, SlotStore
 from ludus.models.kv_cache.paging import BLOCK
 from ludus.models.kv_cache.step_inputs import StepInputs
 
@@ -60,11 +60,11 @@ class LeanDecoder:
         self._values = [self._new_store() for _ in self._llama.layers]
         self.reserve(0)
 
-    def _new_store(self) -> Store:
+    def _new_store(self) -> SlotStore:
         """Storage of one layer's keys or values."""
         return SlotStore()
 
-    def _stores(self) -> list[Store]:
+    def _stores(self) -> list[SlotStore]:
         return [*self._keys, *self._values]
 
     @torch.inference_mode()

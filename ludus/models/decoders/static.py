@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ludus.models.decoders.lean import LeanDecoder
 from ludus.models.decoders.llama import Llama
+from ludus.models.kv_cache.padded import SlotStore
 from ludus.models.kv_cache.paging import BLOCK
 from ludus.models.kv_cache.shared_prefix import (
     PartialAttention,
@@ -79,23 +80,22 @@ class BucketInputs(NamedTuple, Generic[Array]):
     lengths_P: Array
 
 
-class BlockStore:
+class BlockStore(SlotStore):
     """One layer's keys or values, [K, slots, D]; the positions of a head are contiguous."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self.stored: Tensor | None = None
-        self.num_slots = 0
+    slot_dim = 1
 
-    def write(self, states_NKD: Tensor, slots_W: Tensor, /) -> None:
-        """Store states in slots."""
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def write(self, states_NKD: Tensor, slots_W: Tensor) -> None:
         states_NKD = states_NKD.to(self._dtype)
-        self.grow(states_NKD)
+        self._grow(states_NKD)
         assert self.stored is not None
         self.stored.index_copy_(1, slots_W, states_NKD.transpose(0, 1))
 
-    def read(self, slots_RT: Tensor, /) -> Tensor:
-        """[R, K, T, D]"""
+    def read(self, slots_RT: Tensor) -> Tensor:
         assert self.stored is not None
         return self.stored[:, slots_RT].transpose(0, 1)
 
@@ -106,23 +106,6 @@ class BlockStore:
         stored = self.stored.view(heads, slots // BLOCK, BLOCK * size)
         blocks = stored.index_select(1, table.flatten())
         return blocks.view(heads * len(table), -1, size)
-
-    @torch.inference_mode()
-    def copy(self, source: int, target: int, count: int) -> None:
-        """Copy `count` slots, from slot `source` on, to slot `target` on."""
-        if self.stored is not None:
-            self.grow(self.stored.transpose(0, 1))
-            states = self.stored[:, source : source + count].clone()
-            self.stored[:, target : target + count] = states
-
-    def grow(self, like_NKD: Tensor) -> None:
-        """Extend the storage to `num_slots`; stored values are kept."""
-        old, (_, heads, size) = self.stored, like_NKD.shape
-        if old is None or old.shape[1] < self.num_slots:
-            grown = like_NKD.new_zeros(heads, self.num_slots, size)
-            if old is not None:
-                grown[:, : old.shape[1]] = old
-            self.stored = grown
 
 
 @dataclass(slots=True)

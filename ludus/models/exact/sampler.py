@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ludus.models.decoders.base import Decoder
+from ludus.models.decoders.generic import GenericDecoder
 from ludus.models.exact.forward import exact, log_softmax
 from ludus.models.exact.trace import Record, Tracer
 from ludus.models.kv_cache.step_inputs import StepInputs
@@ -44,51 +44,36 @@ class ExactSampler(InProcessSampler):
             deterministic=deterministic,
             path="generic",
         )
-        self.exact_decoder = ExactDecoder(self.decoder, model)
+        self.exact_decoder = ExactDecoder(model)
         self.decoder = self.exact_decoder
         self._reset()
         self._token_sampler = ExactTokenSampler(None if tokenizer is None else len(tokenizer))  # type: ignore[assignment]
 
 
-class ExactDecoder:
-    """A decoder whose forward passes are batch-invariant.
+class ExactDecoder(GenericDecoder):
+    """The generic decoder with batch-invariant forward passes.
 
     With `tracing` set, `records` holds each operation's result for the last token of the latest
     single-row pass.
     """
 
-    def __init__(self, decoder: Decoder, model: Any) -> None:
-        self.name = f"exact {decoder.name}"
-        self.mixed_batches = decoder.mixed_batches
-        self.max_blocks = decoder.max_blocks
+    name = "exact"
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
         self.tracing = False
         self.records: list[Record] = []
-        self._decoder = decoder
-        self._model = model
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """Returns logits [R, V] of the rows' output tokens."""
         if not self.tracing:
             with exact():
-                return self._decoder.forward(inputs)
+                return super().forward(inputs)
         width = len(inputs.ids)
         tracer = Tracer(self._model, (1, width), (0, width - 1))
         with exact(), tracer.recording():
-            logits_RV = self._decoder.forward(inputs)
+            logits_RV = super().forward(inputs)
         self.records = tracer.records
         return logits_RV
-
-    def reserve(self, num_blocks: int) -> None:
-        self._decoder.reserve(num_blocks)
-
-    def copy(self, source: int, target: int, count: int) -> None:
-        self._decoder.copy(source, target, count)
-
-    def refresh(self) -> None:
-        self._decoder.refresh()
-
-    def clear(self) -> None:
-        self._decoder.clear()
 
 
 class ExactTokenSampler:

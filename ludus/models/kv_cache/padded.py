@@ -7,7 +7,7 @@ are padded on the left), T positions of the longest, W writes, H heads, D head s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,27 +73,10 @@ class PaddedInputs:
         )
 
 
-class Store(Protocol):
-    """Storage of one layer's keys or values, by slot."""
-
-    num_slots: int
-    """Slots that the storage must have at the next write."""
-
-    def write(self, states_NHD: Tensor, slots_W: Tensor, /) -> None:
-        """Store states in slots."""
-        ...
-
-    def read(self, slots_RT: Tensor, /) -> Tensor:
-        """[R, H, T, D]"""
-        ...
-
-    def copy(self, source: int, target: int, count: int) -> None:
-        """Copy `count` slots, from slot `source` on, to slot `target` on."""
-        ...
-
-
 class SlotStore:
-    """One layer's keys or values, [slots, H, D]."""
+    """One layer's keys or values, [slots, H, D]; grows to `num_slots` at the next write."""
+
+    slot_dim = 0
 
     def __init__(self) -> None:
         self.stored: Tensor | None = None
@@ -114,13 +97,15 @@ class SlotStore:
     def copy(self, source: int, target: int, count: int) -> None:
         """Copy `count` slots, from slot `source` on, to slot `target` on."""
         if self.stored is not None:
-            self._grow(self.stored)
-            self.stored[target : target + count] = self.stored[source : source + count].clone()
+            self._grow(self.stored.transpose(0, self.slot_dim))
+            states = self.stored.narrow(self.slot_dim, source, count).clone()
+            self.stored.narrow(self.slot_dim, target, count).copy_(states)
 
-    def _grow(self, like: Tensor) -> None:
-        old = self.stored
-        if old is None or len(old) < self.num_slots:
-            grown = like.new_zeros((self.num_slots, *like.shape[1:]))
+    def _grow(self, like_NHD: Tensor) -> None:
+        old, (_, heads, size) = self.stored, like_NHD.shape
+        num_old = 0 if old is None else old.shape[self.slot_dim]
+        if num_old < self.num_slots:
+            shape = (heads, self.num_slots) if self.slot_dim else (self.num_slots, heads)
+            self.stored = like_NHD.new_zeros(*shape, size)
             if old is not None:
-                grown[: len(old)] = old
-            self.stored = grown
+                self.stored.narrow(self.slot_dim, 0, num_old).copy_(old)

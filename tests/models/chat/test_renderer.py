@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ludus.core.errors import ConfigError
 from ludus.core.types import Message, Spec, ToolCall, ToolSpec
-from ludus.models.chat.renderer import LONGEST_REMEMBERED, Renderer
+from ludus.models.chat.renderer import MAX_CACHED_LENGTH, Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
 
 CHATML = (
@@ -221,7 +221,7 @@ def test_cached_renderings_are_equal_and_not_aliased(name: str) -> None:
         [user("ok"), says("ok"), user("ok")],
         [user("\ud800")],
         [user("ok"), says("", tool_calls=[call]), told],
-        [user("x" * LONGEST_REMEMBERED)],
+        [user("x" * MAX_CACHED_LENGTH)],
     ]
     used = Renderer(byte_tokenizer(name))
     ended = used.assistant(says("turn left"))

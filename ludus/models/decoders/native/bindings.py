@@ -14,7 +14,7 @@ from ludus.models.decoders.native import library
 
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int32
-_LAYER = (
+_LAYER = [
     "attention_norm",
     "mlp_norm",
     "query_norm",
@@ -29,18 +29,8 @@ _LAYER = (
     "down",
     "keys",
     "values",
-)
-_SIZES = (
-    "hidden",
-    "layers",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "rotary",
-    "inner",
-    "vocab",
-    "activation",
-)
+]
+_SIZES = "hidden layers heads kv_heads head_dim rotary inner vocab activation".split()  # noqa: SIM905
 _FLOATS = ("eps", "attention_scale", "embedding_scale")
 _WEIGHTS = ("embeddings", "final_norm", "cosine", "sine", "head")
 
