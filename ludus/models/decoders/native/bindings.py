@@ -14,23 +14,13 @@ from ludus.models.decoders.native import library
 
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int32
-_LAYER = [
-    "attention_norm",
-    "mlp_norm",
-    "query_norm",
-    "key_norm",
-    "qkv_bias",
-    "output_bias",
-    "gate_up_bias",
-    "down_bias",
-    "qkv",
-    "output",
-    "gate_up",
-    "down",
-    "keys",
-    "values",
-]
-_SIZES = "hidden layers heads kv_heads head_dim rotary inner vocab activation".split()  # noqa: SIM905
+_LAYER = (
+    "attention_norm", "mlp_norm", "query_norm", "key_norm", "qkv_bias", "output_bias",
+    "gate_up_bias", "down_bias", "qkv", "output", "gate_up", "down", "keys", "values",
+)  # fmt: skip
+_SIZES = (
+    "hidden", "layers", "heads", "kv_heads", "head_dim", "rotary", "inner", "vocab", "activation",
+)  # fmt: skip
 _FLOATS = ("eps", "attention_scale", "embedding_scale")
 _WEIGHTS = ("embeddings", "final_norm", "cosine", "sine", "head")
 
