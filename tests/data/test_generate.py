@@ -166,7 +166,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
 def test_an_endpoint_that_gives_nothing_is_an_error(tmp_path: Path) -> None:
     with ChatServer(lambda _: Response("{}", 200)) as server:
         generation = request("mixed", model=EndpointModel("m", server.url, samples=1))
-        with pytest.raises(DataError, match=r"error_sampler: .*malformed response"):
+        with pytest.raises(DataError, match=r"gave no episode: error_sampler: .*malformed"):
             generate_dataset(generation, tmp_path)
     assert not (tmp_path / "data.jsonl").exists()
 

@@ -96,7 +96,7 @@ def failure(checkpoint: Path, **options: Any) -> str:
         ({"host": "0.0.0.0"}, "set a token in LUDUS_TOKENS"),
         ({"sampler": Spec(name="vlm")}, "'vlm' is not a known sampler (did you mean vllm?)"),
         ({"sampler": Spec(name="in_process", args={"pth": "fast"})}, "pth is not an argument"),
-        ({"overrides": ModelOverrides(context_length=99999)}, "exceeds the model's 2048 positions"),
+        ({"overrides": ModelOverrides(context_length=99999)}, "99999 exceeds the model's 2048"),
         (
             {"overrides": ModelOverrides(chat_template="qwn3")},
             "'qwn3' is neither a shipped template",
