@@ -1,4 +1,4 @@
-"""The command line: `ludus VERB`. Nothing heavy is imported before a verb needs it."""
+"""The command line: `ludus VERB`. Heavy imports happen inside the verbs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ludus.core.errors import LudusError
 
 
 class _Verbs(typer.core.TyperGroup):
-    """Ctrl-C ends any verb with a word; typer's own end is silent."""
+    """Prints a message on Ctrl-C; typer prints nothing."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -48,7 +48,7 @@ def _root(
 
 
 def main() -> None:
-    """Entry point: a user's mistake ends with one clear message and a non-zero exit code."""
+    """Entry point: a LudusError ends with its message and a non-zero exit code."""
     try:
         app()
     except LudusError as error:

@@ -19,9 +19,9 @@ def checkpoint_list(run: Run, runs_dir: RunsDir = "runs") -> None:
     from ludus.train.checkpoint.store import CheckpointStore
 
     for info in CheckpointStore(find_run(runs_dir, run).checkpoints).list():
-        kept = ", pinned" if info.pinned else ""
+        pinned = ", pinned" if info.pinned else ""
         metric = "" if info.metric is None else f", metric {info.metric:.4g}"
-        typer.echo(f"{info.path.name}: {info.stage} step {info.step}{metric}{kept}")
+        typer.echo(f"{info.path.name}: {info.stage} step {info.step}{metric}{pinned}")
 
 
 @app.command("check")
@@ -39,7 +39,7 @@ def checkpoint_check(
         typer.echo(problem)
     if problems:
         raise typer.Exit(1)
-    typer.echo("all files are as they were written")
+    typer.echo("all files are intact")
 
 
 @app.command("export")
@@ -50,7 +50,7 @@ def checkpoint_export(
         str | None, typer.Option(help="Checkpoint, e.g. rl-000100; default: the newest.")
     ] = None,
     merge: Annotated[bool, typer.Option(help="Merge LoRA adapters into the weights.")] = True,
-    overwrite: Annotated[bool, typer.Option(help="Replace what is in the folder.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace the folder's content.")] = False,
     runs_dir: RunsDir = "runs",
 ) -> None:
     """Export a checkpoint as a Hugging Face folder that `from_pretrained` loads."""

@@ -14,33 +14,36 @@ app = typer.Typer()
 
 Model = Annotated[str | None, typer.Option(help="The model's name at the endpoint.")]
 BaseUrl = Annotated[
-    str | None, typer.Option(help="OpenAI-compatible, up to /v1. Its key: LUDUS_API_KEY.")
+    str | None, typer.Option(help="OpenAI-compatible endpoint, up to /v1. API key: LUDUS_API_KEY.")
 ]
 Ids = Annotated[
-    str | None, typer.Option(help="AgentGym's, or seeds where there are none: 0-99,babyai_120.")
+    str | None, typer.Option(help="AgentGym ids, or seeds for other environments: 0-99,babyai_120.")
 ]
 Form = Annotated[str, typer.Option(help="plain, react, or tools.")]
 SystemPrompt = Annotated[
-    Path | None, typer.Option(help="A file: put before the environment's messages.")
+    Path | None, typer.Option(help="File with a system message, before the environment's messages.")
 ]
 MaxRound = Annotated[
-    int | None, typer.Option(min=1, help="Turns of an episode; default: the environment's own.")
+    int | None,
+    typer.Option(min=1, help="Maximum turns of an episode; default: the environment's limit."),
 ]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Longest turn.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens of a turn.")]
 Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of the sampling.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the sampling.")]
 Concurrency = Annotated[int, typer.Option(min=1, max=512, help="Episodes at the same time.")]
 
 
 @app.command()
 def rollout(
     env: Annotated[str, typer.Argument(help="A registered environment, or module:Class.")],
-    args: Annotated[list[str] | None, typer.Argument(help="Its arguments: key=value ...")] = None,
+    args: Annotated[
+        list[str] | None, typer.Argument(help="Arguments of the environment: key=value ...")
+    ] = None,
     model: Model = None,
     base_url: BaseUrl = None,
     ids: Ids = "0-9",
-    tier: Annotated[str | None, typer.Option(help="Ids are seeds of this tier.")] = None,
-    out: Annotated[Path | None, typer.Option(help="A JSON file for all episodes.")] = None,
+    tier: Annotated[str | None, typer.Option(help="Use the ids as seeds of this tier.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write all episodes to.")] = None,
     max_round: MaxRound = None,
     format: Form = "react",
     system_prompt: SystemPrompt = None,
@@ -48,7 +51,9 @@ def rollout(
     temperature: Temperature = 1.0,
     seed: Seed = 0,
     concurrency: Concurrency = 16,
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds for all episodes.")] = 3600.0,
+    deadline: Annotated[
+        float, typer.Option(min=0.1, help="Time limit of all episodes, in seconds.")
+    ] = 3600.0,
 ) -> None:
     """Play episodes with the model of an OpenAI-compatible endpoint, as `POST /rollouts` does."""
     from ludus.data import options, rollouts
@@ -77,37 +82,38 @@ def rollout(
 @app.command("generate-data")
 def generate_data(
     folder: Annotated[
-        Path, typer.Argument(help="Where the data set goes; one that is begun goes on.")
+        Path, typer.Argument(help="Folder of the data set; an unfinished data set is continued.")
     ],
     envs: Annotated[
         list[str],
         typer.Argument(help="Environments, each followed by its arguments: NAME [key=value ...]"),
     ],
     source: Annotated[str, typer.Option(help="expert, model, or mixed.")] = "expert",
-    num_tasks: Annotated[int, typer.Option(min=1, help="Tasks of each environment.")] = 100,
+    num_tasks: Annotated[int, typer.Option(min=1, help="Tasks per environment.")] = 100,
     first_seed: Annotated[int, typer.Option(min=0, help="Seed of the first task.")] = 0,
-    tier: Annotated[list[str] | None, typer.Option(help="Only these; default: all.")] = None,
+    tier: Annotated[list[str] | None, typer.Option(help="Only these tiers; default: all.")] = None,
     ids: Ids = None,
     items: Annotated[
-        str | None, typer.Option(help="The tasks of a file of AgentEval or AgentTraj.")
+        str | None, typer.Option(help="File of AgentEval or AgentTraj; use its tasks.")
     ] = None,
     format: Form = "react",
     system_prompt: SystemPrompt = None,
     model: Model = None,
     base_url: BaseUrl = None,
-    samples: Annotated[int, typer.Option(min=1, help="Of the model, of each task.")] = 4,
-    keep: Annotated[int, typer.Option(min=1, help="Best episodes kept of each task.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Episodes of the model per task.")] = 4,
+    keep: Annotated[int, typer.Option(min=1, help="Best episodes to keep per task.")] = 1,
     min_score: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Kept from here on; default: successes.")
+        float | None,
+        typer.Option(min=0, max=1, help="Lowest score to keep; default: successes only."),
     ] = None,
     max_round: MaxRound = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 1.0,
     seed: Seed = 0,
     concurrency: Concurrency = 16,
-    workers: Annotated[int, typer.Option(min=1, help="Processes of the expert.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes of the expert.")] = 2,
 ) -> None:
-    """Make SFT data of an expert's episodes, a model's best ones, or both; with a data card."""
+    """Generate SFT data from an expert's episodes, a model's best episodes, or both."""
     from ludus.data import options
     from ludus.data.generation import generate_dataset
 

@@ -1,4 +1,4 @@
-"""Verbs that look: at runs and what they stored, at keys, environments, this machine."""
+"""Verbs that read: runs, the store, config keys, environments, this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ app = typer.Typer()
 
 @app.command()
 def report(run: Run, runs_dir: RunsDir = "runs", store: StoreUrl = None) -> None:
-    """Write a run's report again, from what is stored."""
+    """Write a run's report again from the store."""
     from ludus.pipeline import launch
 
     typer.echo(launch.report_again(run, runs_dir, store))
@@ -37,12 +37,12 @@ def runs(runs_dir: RunsDir = "runs", store: StoreUrl = None) -> None:
 def show(
     run: Run,
     trajectory: Annotated[
-        str | None, typer.Argument(help="A trajectory's id: read its rollout.")
+        str | None, typer.Argument(help="A trajectory's id: show its rollout.")
     ] = None,
     runs_dir: RunsDir = "runs",
     store: StoreUrl = None,
 ) -> None:
-    """Show a run, or one of its rollouts with trained tokens told apart."""
+    """Show a run, or one rollout with its trained tokens marked."""
     from ludus.store.show import render_run, render_trajectory
 
     with open_store(runs_dir, store) as opened:
@@ -60,7 +60,7 @@ def export(
     format: Annotated[str, typer.Option(help="jsonl or parquet.")] = "jsonl",
     what: Annotated[str, typer.Option(help="trajectories, steps, or sft.")] = "trajectories",
     min_score: Annotated[
-        float | None, typer.Option(help="Only episodes whose reward reaches this.")
+        float | None, typer.Option(help="Lowest reward of an exported episode.")
     ] = None,
     runs_dir: RunsDir = "runs",
     store: StoreUrl = None,
@@ -80,7 +80,7 @@ def export(
         )
     typer.echo(f"{written.num_rows} lines in {written.path}")
     for reason, count in written.skipped.items():
-        typer.echo(f"left out: {count} ({reason})", err=True)
+        typer.echo(f"skipped: {count} ({reason})", err=True)
 
 
 @app.command()
@@ -88,9 +88,11 @@ def config(
     key: Annotated[
         str | None, typer.Argument(help="A key, a section, or a plug-in's name; default: all.")
     ] = None,
-    markdown: Annotated[bool, typer.Option(help="Print the page of the documentation.")] = False,
+    markdown: Annotated[
+        bool, typer.Option(help="Print the documentation page (Markdown).")
+    ] = False,
 ) -> None:
-    """Print the reference of every key, and of every plug-in's arguments."""
+    """Print the reference of all keys and of the plug-ins' arguments."""
     from ludus.config.reference import config_reference, show_reference
     from ludus.pipeline.registries import REGISTRIES
 
@@ -103,10 +105,12 @@ def config(
 @app.command("check-env")
 def check_env_command(
     name: Annotated[str, typer.Argument(help="A registered environment, or module:Class.")],
-    args: Annotated[list[str] | None, typer.Argument(help="Its arguments: key=value ...")] = None,
-    tasks: Annotated[int, typer.Option(min=1, help="Tasks to try.")] = 6,
+    args: Annotated[
+        list[str] | None, typer.Argument(help="Arguments of the environment: key=value ...")
+    ] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="Number of tasks to play.")] = 6,
 ) -> None:
-    """Check that an environment keeps the protocol: deterministic, robust, quiet."""
+    """Check that an environment follows the protocol: deterministic, robust, no output."""
     from ludus.envs.checks.check import check_env
 
     findings = asyncio.run(check_env(spec(name, args), num_tasks=tasks))
@@ -114,12 +118,12 @@ def check_env_command(
         typer.echo(finding)
     if any(finding.severity == "error" for finding in findings):
         raise typer.Exit(1)
-    typer.echo(f"{name} keeps the protocol")
+    typer.echo(f"{name} follows the protocol")
 
 
 @app.command()
 def doctor(runs_dir: RunsDir = "runs") -> None:
-    """Check this machine, and say what to install."""
+    """Check this machine and print what to install."""
     from ludus.diagnostics.doctor import exit_code, render_checks, run_doctor
 
     checks = run_doctor(runs_dir)

@@ -1,4 +1,4 @@
-"""What several verbs take, and how they read it."""
+"""Arguments that several verbs share, and their parsers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Run = Annotated[str, typer.Argument(help="A run's id (see `ludus runs`).")]
 
 
 def load(recipe: str, overrides: list[str] | None, runs_dir: str = "runs") -> Any:
-    """The recipe's configuration, changed."""
+    """Returns the recipe's configuration with overrides applied."""
     from ludus.config.load import load_config
 
     changes = list(overrides or [])
@@ -34,7 +34,7 @@ def load(recipe: str, overrides: list[str] | None, runs_dir: str = "runs") -> An
 
 
 def open_store(runs_dir: str, url: str | None) -> Any:
-    """The run store, read-only. Errors: ConfigError where there is none yet."""
+    """Open the run store read-only. Errors: ConfigError where there is none yet."""
     from ludus.store import RunStore
 
     if url is None and not (Path(runs_dir) / "ludus.db").is_file():
@@ -43,7 +43,7 @@ def open_store(runs_dir: str, url: str | None) -> Any:
 
 
 def spec(name: str, args: list[str] | None) -> Any:
-    """A plug-in's name and its arguments, `key=value` each."""
+    """Returns the Spec of a plug-in's name and `key=value` arguments."""
     from ludus.config import yaml12
     from ludus.core.types import Spec
 
@@ -51,7 +51,7 @@ def spec(name: str, args: list[str] | None) -> Any:
     for item in args or []:
         key, equals, value = item.partition("=")
         if not equals or not key:
-            raise ConfigError(f"{item!r}: arguments are given as key=value")
+            raise ConfigError(f"{item!r}: write arguments as key=value")
         pairs[key], _ = yaml12.parse(value, item)
     return Spec(name=name, args=pairs)
 
@@ -73,7 +73,7 @@ def env_specs(words: Sequence[str]) -> list[Any]:
 
 
 def show_on_screen(renderable: Any) -> None:
-    """What rich draws."""
+    """Print a rich renderable."""
     from rich.console import Console
 
     Console().print(renderable)

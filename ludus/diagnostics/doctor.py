@@ -1,8 +1,8 @@
-"""`ludus doctor`: look at this machine, and say what to install or to change.
+"""`ludus doctor`: check this machine, and print what to install or change.
 
-Every line is measured here and now: packages are imported, torch multiplies, SQLite writes. What
-may crash or hang runs in a process of its own. Nothing heavy is imported in this one, so that the
-doctor works where torch does not.
+Every check runs the real thing: it imports packages, multiplies with torch, writes with SQLite.
+Checks that may crash or hang run in a subprocess. This process imports nothing heavy, so the doctor
+works on machines where torch fails.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ MIN_DISK_GIB = 2.0
 MIN_SQLITE = (3, 35)
 """The first release with RETURNING, which SQLAlchemy uses; WAL is older."""
 TIMEOUT_S = 180.0
-NOT_USERS = ("all", "dev")
-"""Extras that the doctor does not ask for."""
+SKIPPED_EXTRAS = ("all", "dev")
+"""Extras that the doctor skips."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding: what was looked at, what was found, and, if it is not well, what would mend it.
+    """The result of one check; `fix` says how to correct a failure.
 
-    An `essential` check that is not ok means that ludus does not work here.
+    ludus does not work if an `essential` check fails.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Check:
 
 
 def run_doctor(runs_dir: str | Path = "runs") -> list[Check]:
-    """All checks, in the order of their importance. `runs_dir` is where runs would be written."""
+    """Run all checks, in order of importance. `runs_dir` is the folder for runs."""
     folder = Path(runs_dir)
     jobs: list[Callable[[], Sequence[Check]]] = [
         lambda: [check_python()],
@@ -69,16 +69,16 @@ def run_doctor(runs_dir: str | Path = "runs") -> list[Check]:
         lambda: _if_installed("wandb", check_wandb),
     ]
     with ThreadPoolExecutor(max_workers=2) as pool:
-        return [check for found in pool.map(lambda job: job(), jobs) for check in found]
+        return [check for checks in pool.map(lambda job: job(), jobs) for check in checks]
 
 
 def exit_code(checks: Sequence[Check]) -> int:
-    """1 if something essential is broken, else 0."""
+    """Returns 1 if an essential check failed, else 0."""
     return int(any(check.essential and not check.ok for check in checks))
 
 
 def render_checks(checks: Sequence[Check]) -> RenderableType:
-    """A table for a terminal: ok, note (ludus works all the same) or broken, and what to do."""
+    """Returns a table of states (ok, note: not essential, broken) and fixes."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     for check in checks:
         state = ("ok", "green") if check.ok else ("note", "yellow")
@@ -95,21 +95,21 @@ def render_checks(checks: Sequence[Check]) -> RenderableType:
 
 
 def check_python() -> Check:
-    """The version of Python, against what the package asks for."""
-    found = platform.python_version()
+    """Compare Python's version with the package's requirement."""
+    current = platform.python_version()
     try:
-        wanted = metadata(DISTRIBUTION)["Requires-Python"] or ""
+        required = metadata(DISTRIBUTION)["Requires-Python"] or ""
     except PackageNotFoundError:
         return Check(
-            "python", False, f"{found}; {DISTRIBUTION} is not installed", "pip install -e ."
+            "python", False, f"{current}; {DISTRIBUTION} is not installed", "pip install -e ."
         )
-    ok = SpecifierSet(wanted).contains(found, prereleases=True)
-    fix = "" if ok else f"use Python {wanted}"
-    return Check("python", ok, f"{found} ({platform.platform()})", fix, essential=True)
+    ok = SpecifierSet(required).contains(current, prereleases=True)
+    fix = "" if ok else f"use Python {required}"
+    return Check("python", ok, f"{current} ({platform.platform()})", fix, essential=True)
 
 
 def check_packages() -> list[Check]:
-    """The core's dependencies, then each extra's: there, absent, or too old."""
+    """Check the core's dependencies, then each extra's: installed, absent, or too old."""
     try:
         lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
@@ -119,30 +119,30 @@ def check_packages() -> list[Check]:
         requirement = Requirement(line)
         groups.setdefault(_extra_of(requirement), []).append(requirement)
     return [
-        _check_group(extra, wanted)
-        for extra, wanted in sorted(groups.items())
-        if extra not in NOT_USERS
+        _check_group(extra, requirements)
+        for extra, requirements in sorted(groups.items())
+        if extra not in SKIPPED_EXTRAS
     ]
 
 
 def _extra_of(requirement: Requirement) -> str:
-    """The extra whose marker makes the requirement apply; "" for the core's own."""
+    """Returns the extra of a requirement; "" for the core."""
     marker = str(requirement.marker or "")
     return marker.partition("extra == ")[2].split('"')[1] if "extra == " in marker else ""
 
 
-def _check_group(extra: str, wanted: list[Requirement]) -> Check:
-    absent, found = [], []
-    for requirement in wanted:
-        has = _version(requirement.name)
-        if has is None:
+def _check_group(extra: str, requirements: list[Requirement]) -> Check:
+    absent, installed = [], []
+    for requirement in requirements:
+        current = _version(requirement.name)
+        if current is None:
             absent.append(requirement.name)
-        elif not requirement.specifier.contains(has, prereleases=True):
-            absent.append(f"{requirement.name} {has} (needs {requirement.specifier})")
+        elif not requirement.specifier.contains(current, prereleases=True):
+            absent.append(f"{requirement.name} {current} (needs {requirement.specifier})")
         else:
-            found.append(f"{requirement.name} {has}")
+            installed.append(f"{requirement.name} {current}")
     target = f"'{DISTRIBUTION}[{extra}]'" if extra else DISTRIBUTION
-    detail = f"absent: {', '.join(absent)}" if absent else ", ".join(found)
+    detail = f"absent: {', '.join(absent)}" if absent else ", ".join(installed)
     fix = f"pip install {target}" if absent else ""
     name = f"extra {extra}" if extra else "core packages"
     return Check(name, not absent, detail, fix, essential=not extra)
@@ -163,7 +163,7 @@ def _if_installed(package: str, check: Callable[[str], Check]) -> list[Check]:
 
 
 def check_machine() -> Check:
-    """Cores and memory that this process may use, limits of its container included."""
+    """Check the cores and memory available to this process, with container limits."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = float(len(affinity(0)) if affinity else os.cpu_count() or 1)
     quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
@@ -185,21 +185,20 @@ def _read(path: str) -> str:
 
 
 def check_disk(runs_dir: Path) -> Check:
-    """Room where runs are written."""
-    place = _existing(runs_dir)
-    free = shutil.disk_usage(place).free / 2**30
+    """Check the free disk space for runs."""
+    free = shutil.disk_usage(_existing(runs_dir)).free / 2**30
     ok = free >= MIN_DISK_GIB
     fix = "" if ok else "free some space, or choose another folder: runs_dir=..."
     return Check("disk", ok, f"{free:.1f} GiB free for {runs_dir}", fix)
 
 
 def check_sqlite(runs_dir: Path) -> Check:
-    """Whether the default run store works there: a reader must see a base being written."""
-    name, found = "run store", f"SQLite {sqlite3.sqlite_version}"
+    """Check that the default run store works: reading while another connection writes."""
+    name, engine = "run store", f"SQLite {sqlite3.sqlite_version}"
     elsewhere = "choose a folder on a local disk (runs_dir=...), or a PostgreSQL store"
     if sqlite3.sqlite_version_info < MIN_SQLITE:
-        fix = "use a Python that is built with a newer SQLite"
-        return Check(name, False, f"{found} is too old", fix, essential=True)
+        fix = "use a Python built with a newer SQLite"
+        return Check(name, False, f"{engine} is too old", fix, essential=True)
     try:
         with tempfile.TemporaryDirectory(dir=_existing(runs_dir), prefix=".doctor-") as folder:
             path = Path(folder) / "store.db"
@@ -210,33 +209,33 @@ def check_sqlite(runs_dir: Path) -> Check:
                 [[rows]] = reader.execute("SELECT count(*) FROM t").fetchall()
                 writer.commit()
     except (OSError, sqlite3.Error) as error:
-        return Check(name, False, f"{found} cannot write to {runs_dir}: {error}", elsewhere, True)
+        return Check(name, False, f"{engine} cannot write to {runs_dir}: {error}", elsewhere, True)
     ok = mode == "wal" and rows == 0
-    detail = f"{found}, readable while written" if ok else f"{found}: no WAL in {runs_dir}"
+    detail = f"{engine}, readable while written" if ok else f"{engine}: no WAL in {runs_dir}"
     return Check(name, ok, detail, "" if ok else elsewhere, essential=True)
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """Returns the folder or its nearest existing parent."""
     place = folder.absolute()
     while not place.is_dir():
         place = place.parent
     return place
 
 
-# What only a process of its own should try
+# Checks in a subprocess
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a script printed as its last line of JSON, or why it did not."""
+    """The JSON that a script printed as its last line, or the reason of a failure."""
 
-    found: dict[str, Any]
+    result: dict[str, Any]
     problem: str = ""
 
 
 def probe(script: str, timeout_s: float = TIMEOUT_S) -> Probe:
-    """Run a script in a fresh Python; it prints one JSON object."""
+    """Run a script that prints one JSON object, in a new Python process."""
     command = [sys.executable, "-c", script]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
@@ -268,18 +267,18 @@ print(json.dumps({
 
 
 def check_torch(package: str) -> Check:
-    """torch's build and devices, and whether a product comes out right in both types."""
-    result = probe(TORCH)
-    if result.problem:
+    """Check torch's build, its devices, and matrix products in float32 and bfloat16."""
+    probed = probe(TORCH)
+    if probed.problem:
         fix = "reinstall torch: pip install --force-reinstall torch"
-        return Check(package, False, f"cannot be used: {result.problem}", fix, essential=True)
-    found = result.found
-    gpus = ", ".join(found["gpus"]) or "no GPU"
-    detail = f"{found['version']}, {found['capability']}, {found['threads']} threads, {gpus}"
-    if found["wrong"]:
-        detail += f"; wrong products: {', '.join(found['wrong'])}"
+        return Check(package, False, f"cannot be used: {probed.problem}", fix, essential=True)
+    torch = probed.result
+    gpus = ", ".join(torch["gpus"]) or "no GPU"
+    detail = f"{torch['version']}, {torch['capability']}, {torch['threads']} threads, {gpus}"
+    if torch["wrong"]:
+        detail += f"; wrong products: {', '.join(torch['wrong'])}"
         return Check(package, False, detail, "install another build of torch", essential=True)
-    return Check(package, True, f"{detail}; float32 and bfloat16 products are right")
+    return Check(package, True, f"{detail}; float32 and bfloat16 products are correct")
 
 
 THREADS = """
@@ -290,57 +289,61 @@ print(json.dumps({"early": "torch" not in sys.modules, "policy": os.environ["OMP
 
 
 def check_threads(package: str) -> Check:
-    """Whether torch's idle threads sleep, and so leave the cores to environments."""
-    result = probe(THREADS)
+    """Check that torch's idle threads sleep and leave the cores to environments."""
+    probed = probe(THREADS)
     name = "OMP_WAIT_POLICY"
-    if result.problem:
-        return Check(name, False, f"ludus.models: {result.problem}", "reinstall ludus", True)
-    policy, early = result.found["policy"], result.found["early"]
+    if probed.problem:
+        return Check(name, False, f"ludus.models: {probed.problem}", "reinstall ludus", True)
+    policy, early = probed.result["policy"], probed.result["early"]
     if policy.upper() != "PASSIVE":
         return Check(name, False, f"{policy}: idle threads spin", f"export {name}=PASSIVE")
-    detail = "PASSIVE, set before torch is loaded" if early else "PASSIVE, but torch came first"
+    detail = (
+        "PASSIVE, set before torch is loaded"
+        if early
+        else "PASSIVE, but set after torch was loaded"
+    )
     return Check(name, early, detail, "" if early else f"export {name}=PASSIVE")
 
 
 def check_transformers(package: str) -> Check:
-    """Whether a model's code can be imported, which pulls in all that transformers needs."""
-    result = probe(
+    """Check that a model's code imports, with all dependencies of transformers."""
+    probed = probe(
         "import json, transformers, transformers.models.qwen3.modeling_qwen3\n"
         "print(json.dumps({'version': transformers.__version__}))"
     )
-    if result.problem:
+    if probed.problem:
         fix = "see torchvision and torchaudio, or: pip install --force-reinstall transformers"
-        return Check(package, False, f"cannot be used: {result.problem}", fix, essential=True)
-    return Check(package, True, f"{result.found['version']}, imports its models")
+        return Check(package, False, f"cannot be used: {probed.problem}", fix, essential=True)
+    return Check(package, True, f"{probed.result['version']}, imports its models")
 
 
 def check_companion(package: str) -> Check:
-    """torchvision or torchaudio: not needed, but of another build they break transformers."""
-    result = probe(f"import json, {package}\nprint(json.dumps({{'ok': True}}))")
-    found = f"{_version(package)} beside torch {_version('torch')}"
-    if result.problem:
+    """Check torchvision or torchaudio: optional, but a wrong build breaks transformers."""
+    probed = probe(f"import json, {package}\nprint(json.dumps({{'ok': True}}))")
+    versions = f"{_version(package)} beside torch {_version('torch')}"
+    if probed.problem:
         fix = f"pip uninstall {package} (ludus does not need it)"
-        return Check(package, False, f"{found} does not import: {result.problem}", fix, True)
-    return Check(package, True, f"{found}, not needed")
+        return Check(package, False, f"{versions} does not import: {probed.problem}", fix, True)
+    return Check(package, True, f"{versions}, not needed")
 
 
 def check_postgres(package: str) -> Check:
-    """Whether the PostgreSQL client and its C library load."""
-    result = probe(
+    """Check that the PostgreSQL client and its C library load."""
+    probed = probe(
         "import json, psycopg\n"
         "print(json.dumps({'libpq': psycopg.pq.version(), 'by': psycopg.pq.__impl__}))"
     )
-    if result.problem:
+    if probed.problem:
         fix = f"pip install '{DISTRIBUTION}[postgres]'"
-        return Check("PostgreSQL client", False, f"cannot be used: {result.problem}", fix)
-    libpq = result.found["libpq"] // 10000
+        return Check("PostgreSQL client", False, f"cannot be used: {probed.problem}", fix)
+    libpq = probed.result["libpq"] // 10000
     return Check("PostgreSQL client", True, f"{package} {_version(package)}, libpq {libpq}")
 
 
 def check_wandb(package: str) -> Check:
-    """Says where Weights & Biases would write; whether it is logged in is its own matter."""
+    """Report the folder of Weights & Biases. The login is not checked."""
     detail = (
-        f"{_version(package)}: the sink keeps runs in the run's folder; upload one with "
-        f"`wandb sync`, or give it `mode: online`"
+        f"{_version(package)}: the sink writes to the run's folder; upload with `wandb sync`, "
+        "or set `mode: online`"
     )
     return Check(package, True, detail)

@@ -1,4 +1,4 @@
-"""Devices that `ludus plan` reckons with: known GPUs, and this machine, measured."""
+"""Devices for `ludus plan`: known GPUs, and this machine, measured."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Hardware:
 
     Args:
         memory: bytes.
-        bandwidth: of that memory, bytes a second.
-        flops: operations a second of dense matrix products in bfloat16.
-        flops32: the same in float32 (on GPUs without TF32, which ludus leaves off).
-        layer_s: what one pass of a layer takes at least, however few the tokens.
-        source: where the figures are from.
+        bandwidth: of the memory, in bytes per second.
+        flops: operations per second of dense matrix products in bfloat16.
+        flops32: the same in float32 (on GPUs without TF32, which ludus does not use).
+        layer_s: minimum time of a pass through one layer, in seconds.
+        source: source of the figures.
     """
 
     name: str
@@ -55,19 +55,19 @@ HARDWARE = {
         _gpu("rtx-3090", 24, 936, 71, 35.6),
     )
 }
-"""Peaks of dense products, as the makers give them (T4: in float16)."""
+"""Peak rates of dense products by the manufacturers' data sheets (T4: in float16)."""
 
 
 def find_hardware(name: str, model: ModelConfig) -> Hardware:
-    """A row of HARDWARE, or `here`: the model's device on this machine, measured.
+    """Returns a row of HARDWARE, or for `here` the model's device on this machine, measured.
 
     Errors: ConfigError.
     """
     if name in HARDWARE:
         return HARDWARE[name]
     if name != "here":
-        known = [*HARDWARE, "here"]
-        raise ConfigError(f"--hardware: there is no {name!r}{did_you_mean(name, known)}")
+        names = [*HARDWARE, "here"]
+        raise ConfigError(f"--hardware: there is no {name!r}{did_you_mean(name, names)}")
     device = torch.device(model.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
@@ -89,7 +89,7 @@ def find_hardware(name: str, model: ModelConfig) -> Hardware:
 
 
 def _bandwidth(device: torch.device) -> float:
-    """Bytes a second that a copy reads, the best of five of 256 MB."""
+    """Returns the bytes per second read by a copy: the best of five copies of 256 MB."""
     source = torch.zeros(1 << 26, device=device)
     target = torch.empty_like(source)
     best = float("inf")

@@ -115,7 +115,7 @@ class Trainer:
             self._observer.note(
                 f"{folder.id}: resuming after step {resumed.step} of {resumed.stage}"
             )
-        checkpoints.forget_after(resumed)
+        checkpoints.discard_after(resumed)
         self._metrics.rewind(keep)
         self._store.rewind(folder.id, keep)
         for path in folder.evaluations.glob("*.json"):

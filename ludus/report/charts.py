@@ -1,8 +1,7 @@
 """Charts as data: scales, ticks, smoothing, paths. The page's template draws them as inline SVG.
 
-Own and small rather than a plotting library's: the picture follows the page's light or dark
-colours, its text stays text, a report of three curves is tens of kilobytes, and nothing is
-installed for it.
+No plotting library: the charts follow the page's light or dark colours, text stays text, a report
+is tens of kilobytes, and no dependency is needed.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What one chart shows: a metric of a stage, and the held-out values measured in between.
+    """One chart: a metric of a stage, and held-out values measured during the stage.
 
-    `dots` names a metric and the stage that recorded it; `limits` fixes the y axis.
+    `dots`: stage and metric of the held-out values. `limits`: range of the y axis.
     """
 
     title: str
@@ -69,22 +68,22 @@ class Plot:
     smooth: str
     band: str
     dots: list[tuple[float, float, str]]
-    pixels: list[list[float]]  # x and y of each smoothed point, for the pointer
+    pixels: list[list[float]]  # x and y of each smoothed point, for the tooltip
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One curve over each axis that has values."""
+    """One curve, over each axis with values."""
 
     curve: Curve
     window: int
     plots: list[Plot]
-    labels: list[str]  # of each point: what the pointer shows
+    labels: list[str]  # tooltip of each point
 
 
 @dataclass(frozen=True, slots=True)
 class Spark:
-    """A small line without axes: the course of one of the other metrics."""
+    """A small line without axes, for the other metrics."""
 
     name: str
     path: str
@@ -106,7 +105,7 @@ class _Series:
 
 
 def make_chart(records: Sequence[Record], curve: Curve) -> Chart | None:
-    """The chart of a curve, or None where fewer than two of its values were recorded."""
+    """Returns the chart of a curve; None with fewer than two values."""
     series = _series(records, curve.stage, curve.metric)
     if len(series.value) < 2:
         return None
@@ -131,7 +130,7 @@ def make_chart(records: Sequence[Record], curve: Curve) -> Chart | None:
 
 
 def make_sparks(records: Sequence[Record], shown: Sequence[Curve]) -> dict[str, list[Spark]]:
-    """Every other metric that varies, by stage."""
+    """Returns sparklines of all other varying metrics, by stage."""
     taken = {(curve.stage, curve.metric) for curve in shown} | {curve.dots for curve in shown}
     names: dict[tuple[str, str], None] = {}
     for record in records:
@@ -147,7 +146,7 @@ def make_sparks(records: Sequence[Record], shown: Sequence[Curve]) -> dict[str, 
 
 
 def smooth(values: Sequence[float], window: int) -> tuple[list[float], list[float]]:
-    """Centred rolling mean and standard deviation; at the ends, of the half that exists."""
+    """Returns the centred rolling mean and standard deviation; one-sided at the ends."""
     means, spreads = [], []
     half = window // 2
     for i in range(len(values)):
@@ -159,19 +158,19 @@ def smooth(values: Sequence[float], window: int) -> tuple[list[float], list[floa
 
 
 def smoothing_window(count: int) -> int:
-    """An odd number of points, about a tenth of them."""
+    """Returns an odd window of about a tenth of the points."""
     return 2 * max(1, min(count // 20, 12)) + 1 if count >= 8 else 1
 
 
 def thinned(count: int, most: int) -> list[int]:
-    """At most `most` indices of `count`, evenly spread, first and last included."""
+    """Returns at most `most` of `count` indices, evenly spaced, with the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round values (1, 2 or 5 times a power of ten) that cover a range."""
+    """Returns round values (1, 2 or 5 times a power of ten) that cover a range."""
     if not high > low:
         pad = abs(low) / 2 or 0.5
         low, high = low - pad, high + pad
@@ -183,7 +182,7 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def show(value: float, unit: Unit = "") -> str:
-    """A number as people write it: 57.2 %, 0.0312, 1,234, 2.5e-05."""
+    """Formats a number: 57.2 %, 0.0312, 1,234, 2.5e-05."""
     if unit == "%":
         return f"{100 * value:.1f} %"
     size = abs(value)
@@ -195,7 +194,7 @@ def show(value: float, unit: Unit = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """`0.4 s`, `12 s`, `3 min 20 s`, `2 h 5 min`."""
+    """Formats seconds: `0.4 s`, `12 s`, `3 min 20 s`, `2 h 5 min`."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -214,7 +213,7 @@ def _number(record: Record, name: str) -> float | None:
 
 
 def _series(records: Sequence[Record], stage: str, name: str) -> _Series:
-    """The values of a metric, with the episodes of the stage counted up to each."""
+    """Returns a metric's values, each with the stage's number of episodes so far."""
     series, episodes = _Series(), 0.0
     for record in records:
         if record["stage"] != stage:
@@ -230,7 +229,7 @@ def _series(records: Sequence[Record], stage: str, name: str) -> _Series:
 
 
 def _dots(records: Sequence[Record], curve: Curve, line: _Series) -> _Series:
-    """The held-out values, placed on the axes of the line."""
+    """Returns the held-out values on the axes of the curve."""
     if curve.dots is None:
         return _Series()
     dots = _series(records, *curve.dots)
@@ -300,12 +299,12 @@ def _plot(
 
 
 def show_tick(value: float, digits: int) -> str:
-    """A tick's label, with as many digits as its axis needs."""
+    """Formats a tick's label with the digits of its axis."""
     return f"{value:.0e}" if digits > 4 and value else f"{value:,.{min(digits, 4)}f}"
 
 
 def _digits(ticks: Sequence[float]) -> int:
-    """Decimals that tell neighbouring ticks apart."""
+    """Returns the decimals needed to distinguish neighbouring ticks."""
     if len(ticks) < 2:
         return 0
     return max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-9))

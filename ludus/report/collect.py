@@ -1,4 +1,4 @@
-"""A run's report, made from what its folder and the run store hold."""
+"""Collects a run's report from its folder and the run store."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ def report(folder: RunFolder, store: RunStore) -> Path:
 
 
 def read_evaluations(folder: RunFolder) -> dict[str, Evaluation]:
-    """The run's evaluations in the order in which they were made, by what a reader calls them."""
+    """Returns the run's evaluations by display name, in order of time."""
     order = {"before": 0, "rl": 1, "after": 2}
-    found: list[tuple[int, int, str, Path]] = []
+    files: list[tuple[int, int, str, Path]] = []
     for path in folder.evaluations.glob("*.json"):
         label, _, step = path.stem.rpartition("-")
         name = NAMES.get(label, label).format(step=int(step))
-        found.append((order.get(label, 1), int(step), name, path))
+        files.append((order.get(label, 1), int(step), name, path))
     return {
         name: Evaluation.model_validate_json(path.read_text(encoding="utf-8"))
-        for _, _, name, path in sorted(found)
+        for _, _, name, path in sorted(files)
     }
 
 
 def _records(folder: RunFolder) -> list[dict[str, Any]]:
-    """Metrics lines, with `time` as seconds of the run's own work: pauses between resumes and the
-    clock of the wall have no place in a curve."""
+    """Returns the metrics lines, with `time` as the run's elapsed seconds without pauses between
+    resumes."""
     return [
         {
             **line.metrics,
@@ -73,7 +73,7 @@ def _records(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _rollouts(folder: RunFolder, store: RunStore) -> list[Rollout]:
-    """The best and the worst episode of the first and of the last RL step."""
+    """Returns the best and the worst episode of the first and the last RL step."""
     steps = [row.step for row in store.steps(folder.id, "rl")]
     if not steps:
         return []
@@ -96,32 +96,26 @@ def _rollouts(folder: RunFolder, store: RunStore) -> list[Rollout]:
             if trajectory.reward is not None
         ]
         scored.sort(key=lambda item: (item[0], item[2].id))
-        for which, (_, task, trajectory) in (
-            (
-                ("best", scored[-1]),
-                ("worst", scored[0]),
-            )
-            if scored
-            else ()
-        ):
-            label = f"{which} of the {when} RL step ({step})"
+        ends = {"best": scored[-1], "worst": scored[0]} if scored else {}
+        for rank, (_, task, trajectory) in ends.items():
+            label = f"{rank} of the {when} RL step ({step})"
             chosen.append(Rollout(label, task, trajectory, texts(trajectory)))
     return chosen
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """What one wants to see first."""
-    shown: dict[str, Any] = {"seed": config.seed}
+    """Returns the most important settings."""
+    settings: dict[str, Any] = {"seed": config.seed}
     if config.env:
-        shown["environment"] = config.env.name
+        settings["environment"] = config.env.name
     if config.sft:
-        shown["SFT"] = f"{config.sft.steps} steps of {config.sft.episodes_per_step} episodes"
+        settings["SFT"] = f"{config.sft.steps} steps of {config.sft.episodes_per_step} episodes"
     if config.rl:
-        shown["algorithm"] = config.rl.algorithm.name
+        settings["algorithm"] = config.rl.algorithm.name
         episodes = f"{config.rl.groups_per_step} x {config.rl.group_size} episodes"
-        shown["RL"] = f"{config.rl.steps} steps of {episodes}"
-        shown["learning rate"] = f"{config.rl.optimizer.lr:g}"
-    return shown
+        settings["RL"] = f"{config.rl.steps} steps of {episodes}"
+        settings["learning rate"] = f"{config.rl.optimizer.lr:g}"
+    return settings
 
 
 def _timings(folder: RunFolder) -> dict[str, float]:
@@ -130,5 +124,5 @@ def _timings(folder: RunFolder) -> dict[str, float]:
 
 
 def _dropped(store: RunStore, run_id: str) -> dict[str, int]:
-    """How often each reason was given, the details of single episodes left out."""
+    """Returns the number of drops by reason, without details of single episodes."""
     return dict(Counter(row.reason.split(":")[0] for row in store.dropped(run_id)).most_common())

@@ -1,4 +1,4 @@
-"""Where each step's time went: parts stacked over the steps, and a table of their sums."""
+"""Time of each step: a stacked chart of the parts, and a table of their sums."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """A stage's chart, in SVG units, and what stands beside it."""
+    """A stage's chart, in SVG units, and its facts."""
 
     stage: str
     steps: int
@@ -51,22 +51,22 @@ class Stacked:
 
 
 def make_stacked(records: Sequence[Record], stage: str) -> Stacked | None:
-    """The chart of a stage, or None where no step of it tells its parts.
+    """Returns the chart of a stage; None if its steps have no times.
 
     With more steps than columns, a column is the mean of neighbouring steps.
     """
     rows = [r for r in records if r["stage"] == stage and (r.get("time/wall_s") or 0) > 0]
     if not rows:
         return None
-    shown = [part for part in ORDER if any(r.get(f"time/{part}_s") for r in rows)]
-    columns = _columns(rows, shown)
+    present = [part for part in ORDER if any(r.get(f"time/{part}_s") for r in rows)]
+    columns = _columns(rows, present)
     highest = max(sum(column) for column in columns)
     scale, unit = (1e3, "milliseconds") if highest < 0.5 else (1.0, "seconds")
     y_ticks = charts.nice_ticks(0, highest * scale, 4)
     seconds = sum(r["time/wall_s"] for r in rows)
     first, last = rows[0]["step"], rows[-1]["step"]
     parts, below = [], [0.0] * len(columns)
-    for number, part in enumerate(shown):
+    for number, part in enumerate(present):
         above = [low + column[number] for low, column in zip(below, columns, strict=True)]
         total = sum(r.get(f"time/{part}_s") or 0.0 for r in rows)
         top = y_ticks[-1] / scale
@@ -94,7 +94,7 @@ def make_stacked(records: Sequence[Record], stage: str) -> Stacked | None:
 
 
 def _columns(rows: Sequence[Record], parts: Sequence[str]) -> list[list[float]]:
-    """Seconds of each part in each column."""
+    """Returns the seconds of each part in each column."""
     count = min(len(rows), MAX_COLUMNS)
     edges = [round(i * len(rows) / count) for i in range(count + 1)]
     return [
@@ -107,7 +107,7 @@ def _columns(rows: Sequence[Record], parts: Sequence[str]) -> list[list[float]]:
 
 
 def _area(below: Sequence[float], above: Sequence[float], top: float) -> str:
-    """A band of steps from `below` to `above`, as the points of a polygon."""
+    """Returns the polygon of a band between `below` and `above`."""
     width = (WIDTH - LEFT - RIGHT) / len(above)
     upper, lower = [], []
     for i, (low, high) in enumerate(zip(below, above, strict=True)):
@@ -122,7 +122,7 @@ def _y(value: float, top: float) -> float:
 
 
 def _x_ticks(first: int, last: int) -> list[tuple[float, str]]:
-    """Ticks at the middle of their steps' columns."""
+    """Returns ticks at the centres of their columns."""
     width = (WIDTH - LEFT - RIGHT) / (last - first + 1)
     ticks = charts.nice_ticks(first, last, 6) if last > first else [float(first)]
     whole = sorted({round(tick) for tick in ticks if first <= round(tick) <= last})
@@ -130,7 +130,7 @@ def _x_ticks(first: int, last: int) -> list[tuple[float, str]]:
 
 
 def _facts(rows: Sequence[Record]) -> list[tuple[str, str]]:
-    """Tokens, utilisation and memory over the stage."""
+    """Returns tokens, utilisation and memory of the stage."""
 
     def values(name: str) -> list[float]:
         return [float(r[name]) for r in rows if isinstance(r.get(name), int | float)]
@@ -141,29 +141,29 @@ def _facts(rows: Sequence[Record]) -> list[tuple[str, str]]:
         )
 
     facts = []
-    for what, unique, logical, times in (
+    for label, unique, logical, times in (
         ("tokens of episodes", "rollout/unique_tokens", "rollout/tokens", None),
         ("tokens trained", "train/unique_tokens", "train/tokens", "train/optimizer_steps"),
     ):
         if counted := total(logical, times):
             computed = total(unique, times)
             ratio = f"; computed: {computed:,.0f}" if computed else ""
-            facts.append((what, f"{counted:,.0f}{ratio}"))
-    for what, name in (
-        ("utilisation of the machine, whole step", "time/mfu"),
-        ("while sampling", "time/sample_mfu"),
-        ("while training", "time/train_mfu"),
+            facts.append((label, f"{counted:,.0f}{ratio}"))
+    for label, name in (
+        ("utilisation, whole step", "time/mfu"),
+        ("utilisation, sampling", "time/sample_mfu"),
+        ("utilisation, training", "time/train_mfu"),
     ):
-        if found := values(name):
-            facts.append((what, f"{100 * sum(found) / len(found):.1f}\u202f%"))
+        if shares := values(name):
+            facts.append((label, f"{100 * sum(shares) / len(shares):.1f}\u202f%"))
     if peak := values("time/peak_gflops"):
-        facts.append(("of the peak, as measured", f"{peak[-1]:,.0f} GFLOP/s"))
-    for what, name in (
-        ("most memory, resident", "memory/rss_peak_gb"),
-        ("most memory, CUDA", "memory/cuda_peak_gb"),
+        facts.append(("measured peak", f"{peak[-1]:,.0f} GFLOP/s"))
+    for label, name in (
+        ("peak memory, resident", "memory/rss_peak_gb"),
+        ("peak memory, CUDA", "memory/cuda_peak_gb"),
     ):
-        if found := values(name):
-            facts.append((what, f"{max(found):.2f} GB"))
+        if sizes := values(name):
+            facts.append((label, f"{max(sizes):.2f} GB"))
     return facts
 
 

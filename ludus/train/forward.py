@@ -1,11 +1,11 @@
 """The policy's forward pass over packed rows: hidden states, then log-probabilities and entropies.
 
-What a model can do is tried, not assumed, when the pass is made:
+The constructor tests the model and picks the first attention that gives exact results:
 
-    tiles   token trees and packed rows through our attention; the model takes it from transformers'
-            attention interface
-    dense   the same rows under a dense mask, where the model asks for an attention of its own
-    none    one sample a row, causal: sliding windows, recurrent layers, positions of its own making
+    tiles   token trees and packed rows with ludus' attention, through transformers' attention
+            interface
+    dense   the same rows with a dense mask, for models with their own attention
+    none    one sample per row, causal: sliding windows, recurrent layers, custom positions
 
 Shape suffixes: R rows, T positions, P places that predict a loss token, N loss tokens, E hidden
 size, V vocabulary.
@@ -34,9 +34,9 @@ from ludus.train.packing import Layout, MicroBatch, attention_mask, pack
 Attention = Literal["tiles", "dense", "none"]
 
 TOLERANCE = 1e-4
-"""Of the largest hidden state; rounding in float32 leaves about 1e-6."""
+"""Relative to the largest hidden state; rounding errors in float32 are about 1e-6."""
 UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)
-"""What a model raises that does not fit a way to compute it."""
+"""Errors of a model that does not support an attention."""
 
 
 class Forward:
@@ -44,11 +44,11 @@ class Forward:
 
     Args:
         model: the policy.
-        temperature: that of the rollouts; logits are divided by it.
-        context_length: the longest sample; None: unknown, then no sliding window is wide enough.
-        settings: how to compute.
-        num_ids: only ids below this can be sampled, so that the others have no probability: the
-            length of a tokenizer that is shorter than the model's vocabulary. None: all.
+        temperature: of the rollouts; divides the logits.
+        context_length: length of the longest sample; None: unknown, so any sliding window is
+        refused. settings: of the computation. num_ids: the tokenizer's length, if smaller than the
+        model's vocabulary; higher ids have
+            probability 0. None: all ids.
 
     Errors: ConfigError for a setting that the model does not support.
     """
@@ -74,26 +74,26 @@ class Forward:
         if self.settings.gradient_checkpointing:
             if not getattr(model, "supports_gradient_checkpointing", False):
                 raise ConfigError(
-                    "learner.gradient_checkpointing: transformers has none for a "
+                    "learner.gradient_checkpointing: transformers does not support it for "
                     f"{type(model).__name__}; set it to false"
                 )
-            # transformers 5 renamed it on its way.
+            # transformers 5 renamed the method.
             enable = getattr(model, "activation_checkpointing_enable", None)
             (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
     @property
     def layout(self) -> Layout:
-        """How samples are best laid out for this model."""
+        """The layout of samples for this model."""
         if self.attention == "none":
             return "single"
         return "tree" if self.settings.share_prefixes else "packed"
 
     @contextmanager
     def passes(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Around a forward pass and its backward: precision, and the attention of its rows."""
-        half = self.settings.dtype == "bfloat16"
+        """Context of a forward pass and its backward: precision and attention."""
+        autocast = self.settings.dtype == "bfloat16"
         with ExitStack() as stack:
-            stack.enter_context(torch.autocast(self.device.type, torch.bfloat16, enabled=half))
+            stack.enter_context(torch.autocast(self.device.type, torch.bfloat16, enabled=autocast))
             stack.enter_context(self._attending(micro_batch))
             if self._layers is not None:
                 stack.enter_context(self._layers.active())
@@ -111,10 +111,10 @@ class Forward:
             yield
 
     def hidden_states(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """The last hidden states [P, E] of the places that predict loss tokens, after the final
-        norm; and their logits [P, V], where the model's head is not one that `Head` describes.
+        """Returns the last hidden states [P, E] of the places that predict loss tokens, after the
+        final norm, and their logits [P, V] if `Head` does not support the model's head.
 
-        `hidden[micro_batch.place_N]` has one row a loss token: the state before it is chosen.
+        `hidden[micro_batch.place_N]` has one row per loss token: the state that predicts it.
         """
         inputs = self._inputs(micro_batch)
         places_P = micro_batch.places_P.to(self.device)
@@ -128,7 +128,7 @@ class Forward:
     def score(
         self, hidden_PE: Tensor, logits_PV: Tensor | None, micro_batch: MicroBatch
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies [N] of the loss tokens."""
+        """Returns log-probabilities and entropies [N] of the loss tokens."""
         place_N = micro_batch.place_N.to(self.device)
         target_N = micro_batch.target_N.to(self.device)
         if self.head is None:
@@ -137,17 +137,17 @@ class Forward:
         return self.head.score(hidden_PE, place_N, target_N, self.temperature, self.num_ids)
 
     def logprobs(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The policy's log-probabilities and entropies [N] of the loss tokens, in their order.
+        """Returns the policy's log-probabilities and entropies [N] of the loss tokens.
 
-        Call it, and the backward pass, within `passes(micro_batch)`.
+        Call this and the backward pass within `passes(micro_batch)`.
         """
         return self.score(*self.hidden_states(micro_batch), micro_batch)
 
     def _inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor | None]:
-        """Ids, positions and mask of the rows.
+        """Returns ids, positions and mask of the rows.
 
-        To tiles, rows are one row. Where each row is one sample, causal attention never looks at
-        the padding behind it: it needs no mask, and torch has faster kernels for it.
+        Tiles see all rows as one row. With one sample per row, causal attention never reads the
+        padding after the sample: no mask is needed, and torch uses faster kernels.
         """
         ids_RT = micro_batch.token_ids_RT.to(self.device)
         positions_RT, mask = micro_batch.positions_RT.to(self.device), None
@@ -163,7 +163,7 @@ class Forward:
         if not _attends_to_everything(self.model.config.get_text_config(), context_length):
             return "none"
         choices: tuple[Attention, ...] = ("tiles", "dense")
-        # Tiles are many small products: for a GPU, too small.
+        # Tiles are many small products, too small for a GPU.
         for choice in choices if self.device.type == "cpu" else choices[1:]:
             self.attention = choice
             if self._is_exact():
@@ -172,9 +172,10 @@ class Forward:
 
     @torch.no_grad()
     def _is_exact(self) -> bool:
-        """Whether two branching samples and a stranger, in one row, give what each gives alone.
+        """Whether two branching samples and a third one, in one row, give the results of each
+        alone.
 
-        Once more in training mode, too, for there may be dropout, which tiles do not do.
+        The trial is repeated in training mode, because tiles do not support dropout.
         """
         training, devices = self.model.training, [self.device] if self.device.type == "cuda" else []
         try:
@@ -192,7 +193,7 @@ class Forward:
         return bool((tree_NE - single_NE).abs().max() <= bound)
 
     def _alone(self) -> Tensor:
-        """What the samples of a trial give one a row, by the model's own attention."""
+        """Returns the trial's results with one sample per row and the model's own attention."""
         choice, self.attention = self.attention, "none"
         try:
             return self._trial("single")
@@ -200,24 +201,24 @@ class Forward:
             self.attention = choice
 
     def _fused(self) -> FusedLayers | None:
-        """The model's layers as fused operations, where these give its states and gradients."""
+        """Returns fused layers if they reproduce the model's states and gradients, else None."""
         if self.attention != "tiles":
             return None
         try:
             layers = FusedLayers(self.model)
             expected = self._trial_gradients()
             with layers.active():
-                found = self._trial_gradients()
+                fused = self._trial_gradients()
         except (NotLlama, *UNFIT):
             return None
-        for mine, theirs in zip(found, expected, strict=True):
-            if not (mine - theirs).abs().max() <= TOLERANCE * theirs.abs().max():
+        for actual, reference in zip(fused, expected, strict=True):
+            if not (actual - reference).abs().max() <= TOLERANCE * reference.abs().max():
                 return None
         return layers
 
     def _trial_gradients(self) -> list[Tensor]:
-        """A trial's hidden states, and the gradients of a weighted sum of them (of squares, a
-        norm makes a constant)."""
+        """Returns a trial's hidden states and the gradients of their weighted sum (a sum of squares
+        is constant after a norm)."""
         training = self.model.training
         self.model.eval()
         try:
@@ -225,13 +226,13 @@ class Forward:
                 hidden_NE = self._trial("tree")
                 trained = [p for p in self.model.parameters() if p.requires_grad]
                 total = (hidden_NE * torch.linspace(-1, 1, hidden_NE.shape[1])).sum()
-                found = torch.autograd.grad(total, trained, allow_unused=True) if trained else ()
+                grads = torch.autograd.grad(total, trained, allow_unused=True) if trained else ()
         finally:
             self.model.train(training)
-        return [hidden_NE.detach(), *(g for g in found if g is not None)]
+        return [hidden_NE.detach(), *(g for g in grads if g is not None)]
 
     def _trial(self, layout: Layout) -> Tensor:
-        """Hidden states [N, E] of a few made-up samples, in the samples' order."""
+        """Returns hidden states [N, E] of a few test samples, in the samples' order."""
         size = self.model.config.get_text_config().vocab_size
         samples = [
             Sample(
@@ -245,17 +246,17 @@ class Forward:
         ]
         weights = [sample.logprobs for sample in samples]
         batch = pack(samples, weights, tokens_per_batch=64, pad_id=0, layout=layout)
-        found: dict[tuple[int, int], Tensor] = {}
+        states: dict[tuple[int, int], Tensor] = {}
         for m in batch.micro_batches:
             with self._attending(m):
                 hidden_NE = self.hidden_states(m)[0][m.place_N.to(self.device)].float()
             keys = zip(m.sample_N.tolist(), m.index_N.tolist(), strict=True)
-            found |= dict(zip(keys, hidden_NE, strict=True))
-        return torch.stack([found[key] for key in sorted(found)])
+            states |= dict(zip(keys, hidden_NE, strict=True))
+        return torch.stack([states[key] for key in sorted(states)])
 
 
 def _branches(micro_batch: MicroBatch) -> bool:
-    """Whether some position does not see all before it, padding aside."""
+    """Whether some position, except padding, does not see all previous positions."""
     positions_RT, ends_RT = micro_batch.positions_RT, micro_batch.ends_RT
     every_T = torch.arange(ends_RT.shape[1])
     padding_RT = (ends_RT == every_T + 1) & (positions_RT == 0)
@@ -263,7 +264,7 @@ def _branches(micro_batch: MicroBatch) -> bool:
 
 
 def _attends_to_everything(config: Any, context_length: int | None) -> bool:
-    """Whether each layer sees all positions, as far as the model says."""
+    """Whether every layer sees all positions, by the model's config."""
     kinds = set(getattr(config, "layer_types", None) or [])
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in kinds if kinds else window is not None

@@ -40,7 +40,7 @@ def test_this_machine_is_well(checks):
     assert checks["python"].detail.startswith(".".join(map(str, sys.version_info[:3])))
     assert f"torch {version('torch')}" in checks["extra train"].detail
     assert checks["torch"].detail.startswith(f"{version('torch')}, ")
-    assert checks["torch"].detail.endswith("; float32 and bfloat16 products are right")
+    assert checks["torch"].detail.endswith("; float32 and bfloat16 products are correct")
     assert checks["transformers"].detail == f"{version('transformers')}, imports its models"
     assert checks["run store"].detail.endswith("readable while written")
     assert checks["OMP_WAIT_POLICY"].detail == "PASSIVE, set before torch is loaded"

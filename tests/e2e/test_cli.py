@@ -162,7 +162,7 @@ def test_config(ludus: Ludus) -> None:
 @pytest.mark.parametrize("name", ["babyai", "textcraft"])
 def test_check_env(ludus: Ludus, name: str) -> None:
     args = ["level=GoToLocalS5N2"] if name == "babyai" else []
-    assert f"{name} keeps the protocol" in ludus("check-env", name, *args, "--tasks", 2).ok().out
+    assert f"{name} follows the protocol" in ludus("check-env", name, *args, "--tasks", 2).ok().out
 
 
 def test_check_env_refuses(ludus: Ludus) -> None:
@@ -182,9 +182,9 @@ def test_checkpoint_list_and_check(reference: Ludus) -> None:
     listed = reference("checkpoint", "list", "tiny-1").ok().out
     for name in ("sft-000024", "rl-000005"):
         assert name in listed
-    assert "as they were written" in reference("checkpoint", "check", "tiny-1").ok().out
+    assert "all files are intact" in reference("checkpoint", "check", "tiny-1").ok().out
     one = reference.run() / "checkpoints" / "rl-000005"
-    assert "as they were written" in reference("checkpoint", "check", one).ok().out
+    assert "all files are intact" in reference("checkpoint", "check", one).ok().out
     reference("checkpoint", "check", "tony-1").refused(2, "tony-1", "tiny-1")
 
 

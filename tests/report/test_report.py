@@ -8,8 +8,9 @@ import pytest
 
 from ludus.core.types import Group, Message, Segment, Status, Task, Trajectory
 from ludus.evaluate import compare, summarise
-from ludus.report import MAX_TEXT, ReportData, Rollout, headline, render, write_report
+from ludus.report import ReportData, Rollout, write_report
 from ludus.report.charts import Curve, duration, make_chart, nice_ticks, show, smooth, thinned
+from ludus.report.page import MAX_TEXT, headline, render
 from ludus.report.stacked import MAX_COLUMNS, make_stacked
 
 TIERS = ("GoToLocal", "PickupLoc", "UnlockLocal")
@@ -211,7 +212,7 @@ def test_the_page_says_what_happened(page):
         "after SFT",
         "UnlockLocal",
         "could not be scored (4 error_timeout)",
-        "Left out of training: all rewards of the group are equal",
+        "Excluded from training: all rewards of the group are equal",
         "group without signal",
         "5 min 48 s",
         "torch",
@@ -244,7 +245,7 @@ def test_the_headline_claims_only_what_the_interval_shows(data):
 
     assert "rose from" in said(before, after)
     assert "fell from" in said(after, before)
-    assert "did not change beyond chance" in said(before, before)
+    assert "did not change significantly" in said(before, before)
     only = headline(ReportData(name="x", evaluations={"after": after}))
     assert only.startswith("Success on held-out tasks: 8")
 
@@ -389,7 +390,7 @@ def test_the_parts_of_a_step_are_stacked(data):
     assert chart.steps == 120
     facts = dict(chart.facts)
     assert facts["tokens trained"] == "1,800,000; computed: 1,080,000"
-    assert facts["most memory, resident"] == "0.83 GB"
+    assert facts["peak memory, resident"] == "0.83 GB"
     below = [0.0] * MAX_COLUMNS
     for part in chart.parts:  # each band stands on the one before
         points = [tuple(map(float, point.split(","))) for point in part.points.split()]

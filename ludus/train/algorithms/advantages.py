@@ -1,6 +1,6 @@
-"""Advantages: the rewards of one group's trajectories -> how much better each was than its group.
+"""Advantages: the rewards of a group's trajectories -> each reward relative to the group.
 
-The rollout is the unit: one number a trajectory, however many turns, tokens or branches it has.
+The rollout is the unit: one number per trajectory, for any number of turns, tokens or branches.
 With rewards 1, 0, 0, 1:
 
     group_normalised   0.866  -0.866  -0.866   0.866
@@ -8,7 +8,7 @@ With rewards 1, 0, 0, 1:
     leave_one_out      0.667  -0.667  -0.667   0.667
     ones               1       1       1       1
 
-Advantages that differ from token to token, or compare across groups, are in `credit`.
+Advantages that differ between tokens, or compare across groups, are in `credit`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ AdvantageFn = Callable[[Sequence[float]], list[float]]
 """Rewards of a group's trainable trajectories to their advantages, in the same order."""
 
 EPS = 1e-4
-"""Added to the standard deviation. Rewards that differ by a rounding error thus stay near 0."""
+"""Added to the standard deviation, so advantages of rewards equal up to rounding stay near 0."""
 
 
 def group_normalised(rewards: Sequence[float]) -> list[float]:
     """(r_i - mean) / (std + 1e-4): GRPO, Shao et al. 2024 (arXiv:2402.03300), section 4.1.2.
 
-    The paper writes std(r) and leaves its convention open. This is the sample's (divided by G - 1)
-    with 1e-4 added, as in TRL, so that runs can be compared. A reward alone gets 0.
+    The paper writes std(r) without a convention. This is the sample's std (divided by G - 1) plus
+    1e-4, as in TRL, so that runs can be compared. A single reward gives 0.
     """
     centred = group_centred(rewards)
     std = math.sqrt(math.fsum(c * c for c in centred) / max(len(centred) - 1, 1))
@@ -37,7 +37,7 @@ def group_normalised(rewards: Sequence[float]) -> list[float]:
 def group_centred(rewards: Sequence[float]) -> list[float]:
     """r_i - mean: Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783).
 
-    Without the division, an easy or a hard question (a small std) does not outweigh the others.
+    Without the division, an easy or hard question (small std) has no higher weight than others.
     """
     mean = math.fsum(rewards) / max(len(rewards), 1)
     return [reward - mean for reward in rewards]
@@ -46,8 +46,8 @@ def group_centred(rewards: Sequence[float]) -> list[float]:
 def leave_one_out(rewards: Sequence[float]) -> list[float]:
     """r_i - mean of the others: RLOO, Kool et al. 2019; Ahmadian et al. 2024 (arXiv:2402.14740).
 
-    An unbiased baseline, for it does not depend on r_i. Equals `group_centred` times G / (G - 1).
-    A reward alone has no baseline and gets 0.
+    The baseline does not depend on r_i, so it is unbiased. Equals `group_centred` times G / (G -
+    1). A single reward has no baseline and gives 0.
     """
     if len(rewards) < 2:
         return [0.0 for _ in rewards]
@@ -56,14 +56,14 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
 
 
 def ones(rewards: Sequence[float]) -> list[float]:
-    """1 for everyone: imitation does not compare."""
+    """1 for all: imitation does not compare trajectories."""
     return [1.0 for _ in rewards]
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
     """Whether the group's rewards differ, so that its advantages are not all 0.
 
-    DAPO's condition for keeping a group (Yu et al. 2025, arXiv:2503.14476, the constraint of
-    equation 8: neither all right nor all wrong), for rewards of any value.
+    DAPO's condition for keeping a group (Yu et al. 2025, arXiv:2503.14476, constraint of equation
+    8: neither all correct nor all wrong), extended to rewards of any value.
     """
     return bool(rewards) and max(rewards) - min(rewards) > 1e-8

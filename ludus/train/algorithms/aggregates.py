@@ -1,8 +1,8 @@
-"""Aggregates: how the losses of an optimizer step's tokens add up to one loss.
+"""Aggregates: the weight of each token's loss in an optimizer step's loss.
 
-An aggregate gives every token a weight; the step's loss is sum(weight * loss) over all its
-micro-batches, so how tokens are packed changes nothing. The rollout is the unit: the rows of one
-trajectory weigh together as one. Weights of two trajectories with 1 and 3 sampled tokens:
+The step's loss is sum(weight * loss) over all micro-batches, so packing does not change the loss.
+The rollout is the unit: the rows of a trajectory share its weight. Weights of two trajectories with
+1 and 3 sampled tokens:
 
     trajectory_mean       1/2 | 1/6 1/6 1/6
     token_mean            1/4 | 1/4 1/4 1/4
@@ -19,7 +19,7 @@ from functools import partial
 from ludus.core.types import Sample
 
 Aggregate = Callable[[Sequence[Sample]], list[list[float]]]
-"""All samples of an optimizer step to one weight a token; 0 where there is no loss."""
+"""All samples of an optimizer step to one weight per token; 0 for tokens without loss."""
 
 
 def trajectory_mean(samples: Sequence[Sample]) -> list[list[float]]:
@@ -32,10 +32,10 @@ def trajectory_mean(samples: Sequence[Sample]) -> list[list[float]]:
 
 
 def token_mean(samples: Sequence[Sample]) -> list[list[float]]:
-    """Mean over all tokens, so that long trajectories weigh more.
+    """Mean over all tokens, so long trajectories have more weight.
 
-    DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 8: 1 / sum_i |o_i| sum_i sum_t; over the
-    whole step, where the paper writes it for one group.
+    DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 8: 1 / sum_i |o_i| sum_i sum_t; here over the
+    whole step, in the paper over one group.
     """
     total = max(_loss_tokens(samples).total(), 1)
     return [_weights(s, 1 / total) for s in samples]
@@ -44,15 +44,14 @@ def token_mean(samples: Sequence[Sample]) -> list[list[float]]:
 def constant_length(length: float) -> Aggregate:
     """Mean over trajectories of the sum over a trajectory's tokens, divided by a constant.
 
-    Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783): a long wrong answer is not punished
-    less a token than a short one. The constant only scales; the authors take the most tokens that
-    an answer may have.
+    Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783): tokens of long and short wrong answers have the
+    same weight. The constant only scales the loss; the authors use the maximum length of an answer.
     """
     return partial(_constant_length, length=length)
 
 
 def trajectory_sum(samples: Sequence[Sample]) -> list[list[float]]:
-    """Mean over trajectories of the sum over a trajectory's tokens: its whole log-probability.
+    """Mean over trajectories of the sum over a trajectory's tokens: its log-probability.
 
     RLOO, Ahmadian et al. 2024 (arXiv:2402.14740): the whole answer is one action.
     """
@@ -65,7 +64,7 @@ def _constant_length(samples: Sequence[Sample], length: float) -> list[list[floa
 
 
 def _loss_tokens(samples: Sequence[Sample]) -> Counter[str]:
-    """Trajectory id to its number of loss tokens, over all its rows."""
+    """Returns the number of loss tokens by trajectory id, over all rows."""
     counts: Counter[str] = Counter()
     for sample in samples:
         counts[sample.trajectory_id] += sample.num_loss_tokens

@@ -25,7 +25,7 @@ from ludus.train.algorithms.credit import (
     spread,
     truncated_importance,
     turns_of,
-    weighed,
+    weighted,
 )
 from ludus.train.algorithms.losses import KlKind, LossFn, kl_estimate
 
@@ -186,7 +186,7 @@ class Algorithm:
         if self.importance is None:
             return advantage
         weights = truncated_importance(trajectory, self.importance.cap, self.importance.level)
-        return weighed(trajectory, advantage, weights)
+        return weighted(trajectory, advantage, weights)
 
     def _refusal(self, trajectory: Trajectory) -> str | None:
         """Reason to exclude a trajectory by itself; None: it can train."""

@@ -1,15 +1,15 @@
-"""Credit: what the trajectories of a step earned -> the advantage of each sampled token.
+"""Credit: the rewards of a step's trajectories -> the advantage of each sampled token.
 
-Time runs through a trajectory's sampled segments, its turns, in the order in which they were
-sampled; what the environment wrote in between is no step of it. With two turns of two tokens that
-earned 1 and 2, and a discount of 0.5 a turn:
+The time steps of a trajectory are its sampled segments (turns), in the order of sampling; the
+environment's text between turns is not a time step. Two turns of two tokens with rewards 1 and 2,
+and a discount of 0.5 per turn:
 
     tokens           a0  a1 | b0  b1
-    rewards           0   1 |  0   2        a turn's reward comes with its last token
-    turn_returns      2   2 |  2   2        1 + 0.5 * 2, and 2, before they are compared
+    rewards           0   1 |  0   2        a turn's reward belongs to its last token
+    turn_returns      2   2 |  2   2        1 + 0.5 * 2, and 2, before normalisation
     token_returns     3   3 |  2   2        undiscounted
 
-An advantage that all tokens share is one number, else a `Credit`.
+An advantage shared by all tokens is one number, otherwise a `Credit`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ludus.core.types import Segment, Status, Trajectory
 from ludus.train.algorithms.advantages import EPS, AdvantageFn
 
 PerToken = list[list[float]]
-"""One number a token: a list a segment, in the order of `Trajectory.segments`; empty for those
-that were not sampled."""
+"""One number per token: one list per segment, in the order of `Trajectory.segments`; empty for
+segments that were not sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What each sampled token of a trajectory deserves.
+    """The advantages of a trajectory's sampled tokens.
 
     Args:
-        advantages: one number a token.
-        returns: what a critic should have expected before each token; None without a critic.
+        advantages: one number per token.
+        returns: the critic's target before each token; None without a critic.
     """
 
     advantages: PerToken
@@ -46,11 +46,11 @@ Unit = Literal["token", "rollout"]
 
 @dataclass(frozen=True, slots=True)
 class Earned:
-    """A trajectory with its reward, and what the algorithm adds to it.
+    """A trajectory with its reward and the algorithm's changes to the reward.
 
     Args:
-        bonus: comes with the last token (DAPO's punishment of overlong answers, below 0).
-        penalties: taken off each token's reward (the divergence from a reference).
+        bonus: added at the last token (e.g. DAPO's penalty of overlong answers, below 0).
+        penalties: subtracted from each token's reward (the divergence from a reference).
     """
 
     trajectory: Trajectory
@@ -59,15 +59,15 @@ class Earned:
 
     @property
     def total(self) -> float:
-        """The whole reward; 0 where there is none."""
-        taken = math.fsum(x for row in self.penalties or [] for x in row)
-        return (self.trajectory.reward or 0.0) + self.bonus - taken
+        """Returns the total reward; 0 without a reward."""
+        penalty = math.fsum(x for row in self.penalties or [] for x in row)
+        return (self.trajectory.reward or 0.0) + self.bonus - penalty
 
     def turn_rewards(self) -> list[float]:
-        """The reward of each segment, which add up to the trajectory's; 0 for those not sampled.
+        """Returns each segment's reward; they add up to the trajectory's. 0 for unsampled segments.
 
-        What the trajectory has beyond its turns' rewards, a judge's verdict, comes with the last
-        turn. A turn without a token hands its reward on to the next one.
+        The part of the trajectory's reward that no turn has (a judge's score) belongs to the last
+        turn. The reward of a turn without tokens moves to the next turn.
         """
         segments = self.trajectory.segments
         rewards = [0.0] * len(segments)
@@ -84,7 +84,7 @@ class Earned:
         return rewards
 
     def token_rewards(self) -> PerToken:
-        """The reward of each sampled token."""
+        """Returns the reward of each sampled token."""
         rewards = replace(self, penalties=None).turn_rewards()
         rows: PerToken = [[] for _ in rewards]
         for i, segment in turns_of(self.trajectory):
@@ -95,17 +95,17 @@ class Earned:
 
 
 CreditFn = Callable[[Sequence[Sequence[Earned]]], list[list[Advantage]]]
-"""The trainable trajectories of each group of a step to their advantages, in the same order."""
+"""The trainable trajectories of a step's groups to their advantages, in the same order."""
 
 
 def turns_of(trajectory: Trajectory) -> list[tuple[int, Segment]]:
-    """The sampled segments that have tokens, with their indices."""
+    """Returns the sampled segments with tokens, and their indices."""
     return [(i, s) for i, s in enumerate(trajectory.segments) if s.sampled and s.token_ids]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One number a trajectory: its whole reward, compared with those of its group."""
+    """One number per trajectory: its total reward, compared within its group."""
 
     compare: AdvantageFn
 
@@ -115,9 +115,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class TokenReturns:
-    """The rewards from each token on, sum over k of gamma^k r_{t+k}: REINFORCE with reward to go.
+    """The discounted rewards from each token on, sum over k of gamma^k r_{t+k}: reward to go.
 
-    With a penalty in the reward, tokens differ: REINFORCE++, Hu et al. 2025 (arXiv:2501.03262).
+    With a penalty in the reward, tokens of a turn differ: REINFORCE++, Hu et al. 2025
+    (arXiv:2501.03262).
     """
 
     gamma: float = 1.0
@@ -135,11 +136,11 @@ class TokenReturns:
 
 @dataclass(frozen=True, slots=True)
 class TurnReturns:
-    """The rewards from each turn on, discounted by `gamma` a turn, and normalised in their group.
+    """The rewards from each turn on, discounted by `gamma` per turn, normalised in the group.
 
-    Kevin, Baronio et al. 2025 (arXiv:2507.11948), section 3: a turn is judged by what it and those
-    after it earned. Mean and standard deviation are over all turns of the group, where each
-    trajectory weighs the same, however many turns it has; with one turn each it is GRPO's.
+    Kevin, Baronio et al. 2025 (arXiv:2507.11948), section 3. Mean and standard deviation are over
+    all turns of the group, with equal weight for each trajectory; with one turn per trajectory this
+    equals GRPO.
     """
 
     gamma: float
@@ -149,19 +150,19 @@ class TurnReturns:
 
     def _group(self, group: Sequence[Earned]) -> list[Advantage]:
         returns = [self._returns(earned) for earned in group]
-        played = [list(of_turn.values()) for of_turn in returns]
-        mean, square = _moments(played, "rollout")
+        values = [list(by_turn.values()) for by_turn in returns]
+        mean, square = _moments(values, "rollout")
         std = math.sqrt(square * len(group) / max(len(group) - 1, 1))
         return [
             Credit(
                 [
-                    [(of_turn[i] - mean) / (std + EPS)] * len(segment.token_ids)
-                    if i in of_turn
+                    [(by_turn[i] - mean) / (std + EPS)] * len(segment.token_ids)
+                    if i in by_turn
                     else []
                     for i, segment in enumerate(earned.trajectory.segments)
                 ]
             )
-            for earned, of_turn in zip(group, returns, strict=True)
+            for earned, by_turn in zip(group, returns, strict=True)
         ]
 
     def _returns(self, earned: Earned) -> dict[int, float]:
@@ -176,8 +177,8 @@ class TurnReturns:
 class Whitened:
     """The advantages of `credit`, minus their mean and divided by their std over the whole step.
 
-    REINFORCE++, Hu et al. 2025 (arXiv:2501.03262), equation 8: over all tokens. `unit` "rollout"
-    lets each trajectory weigh the same, however many tokens it has. The std is the population's.
+    REINFORCE++, Hu et al. 2025 (arXiv:2501.03262), equation 8: over all tokens. With `unit`
+    "rollout" all trajectories have equal weight. The std is the population's.
     """
 
     credit: CreditFn
@@ -185,15 +186,15 @@ class Whitened:
 
     def __call__(self, groups: Sequence[Sequence[Earned]]) -> list[list[Advantage]]:
         assigned = self.credit(groups)
-        played = [
+        values = [
             [x for row in spread(earned.trajectory, advantage) for x in row]
             for group, advantages in zip(groups, assigned, strict=True)
             for earned, advantage in zip(group, advantages, strict=True)
         ]
-        mean, square = _moments(played, self.unit)
-        # Rewards that differ by a rounding error do not become advantages.
+        mean, square = _moments(values, self.unit)
+        # The minimum keeps rewards that are equal up to rounding from becoming advantages.
         scale = 1 / math.sqrt(max(square, 1e-8))
-        return [[_mapped(a, mean, scale) for a in advantages] for advantages in assigned]
+        return [[_scaled(a, mean, scale) for a in advantages] for advantages in assigned]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +203,9 @@ class Gae:
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}
 
-    A step is a token, or a whole turn: then one value, that before its first token, and one
-    advantage a turn, which its tokens share. V after the last step is the critic's where the
-    episode was cut, for it might have earned more; 0 where it ended. The critic is to learn
-    A_t + V_t.
+    A step is a token or a turn. A turn has one value, before its first token, and one advantage,
+    shared by its tokens. V after the last step is the critic's value if the episode was truncated,
+    and 0 if the episode ended. The critic's target is A_t + V_t.
     """
 
     gamma: float = 1.0
@@ -234,7 +234,7 @@ class Gae:
         return Credit(advantages, returns)
 
     def _steps(self, earned: Earned) -> Iterator[tuple[int, Segment, int, int, float]]:
-        """Segment's index, segment, first token, number of tokens, reward of each step."""
+        """Yields segment index, segment, first token, number of tokens and reward of each step."""
         if self.level == "turn":
             rewards = earned.turn_rewards()
             for i, segment in turns_of(earned.trajectory):
@@ -252,55 +252,55 @@ def truncated_importance(
     """min(pi_learner / pi_sampler, cap) of each sampled token, before any update.
 
     Truncated importance sampling, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-    Off-Policy RL Training": learner and sampler compute the same weights with other arithmetic, or
-    hold other versions of them. On the level of trajectories, the ratio of all tokens' product.
-    Multiplies advantages, which is to multiply the policy's loss.
+    Off-Policy RL Training": learner and sampler differ in arithmetic or in weight versions. At the
+    level of trajectories, the ratio of the products over all tokens. The ratio multiplies the
+    advantages, hence the policy's loss.
     """
     gaps: PerToken = [[] for _ in trajectory.segments]
     for i, segment in turns_of(trajectory):
         if segment.learner_logprobs is None or segment.logprobs is None:
             raise ValueError("truncated importance sampling needs the learner's log-probabilities")
         gaps[i] = [a - b for a, b in zip(segment.learner_logprobs, segment.logprobs, strict=True)]
-    top = math.log(cap)
+    log_cap = math.log(cap)
     if level == "token":
-        return [[math.exp(min(gap, top)) for gap in row] for row in gaps]
-    whole = math.exp(min(math.fsum(gap for row in gaps for gap in row), top))
+        return [[math.exp(min(gap, log_cap)) for gap in row] for row in gaps]
+    whole = math.exp(min(math.fsum(gap for row in gaps for gap in row), log_cap))
     return [[whole] * len(row) for row in gaps]
 
 
-def weighed(trajectory: Trajectory, advantage: Advantage, weights: PerToken) -> Credit:
-    """An advantage, times one weight a token."""
+def weighted(trajectory: Trajectory, advantage: Advantage, weights: PerToken) -> Credit:
+    """Returns an advantage times one weight per token."""
     rows = [
-        [a * w for a, w in zip(row, of_row, strict=True)]
-        for row, of_row in zip(spread(trajectory, advantage), weights, strict=True)
+        [a * w for a, w in zip(row, row_weights, strict=True)]
+        for row, row_weights in zip(spread(trajectory, advantage), weights, strict=True)
     ]
     return Credit(rows, advantage.returns if isinstance(advantage, Credit) else None)
 
 
 def spread(trajectory: Trajectory, advantage: Advantage) -> PerToken:
-    """An advantage as one number a sampled token."""
+    """Returns an advantage as one number per sampled token."""
     if isinstance(advantage, Credit):
         return advantage.advantages
     return [[advantage] * len(s.token_ids) if s.sampled else [] for s in trajectory.segments]
 
 
-def _mapped(advantage: Advantage, mean: float, scale: float) -> Advantage:
+def _scaled(advantage: Advantage, mean: float, scale: float) -> Advantage:
     if isinstance(advantage, Credit):
         rows = [[(x - mean) * scale for x in row] for row in advantage.advantages]
         return Credit(rows, advantage.returns)
     return (advantage - mean) * scale
 
 
-def _moments(played: Sequence[Sequence[float]], unit: Unit) -> tuple[float, float]:
-    """Mean and population variance of the trajectories' numbers."""
-    counted = [row for row in played if row]
+def _moments(values: Sequence[Sequence[float]], unit: Unit) -> tuple[float, float]:
+    """Returns mean and population variance of the trajectories' numbers."""
+    rows = [row for row in values if row]
     if unit == "token":
-        counted = [[x for row in counted for x in row]] if counted else []
-    if not counted:
+        rows = [[x for row in rows for x in row]] if rows else []
+    if not rows:
         return 0.0, 0.0
-    mean = math.fsum(math.fsum(row) / len(row) for row in counted) / len(counted)
-    squares = [math.fsum((x - mean) ** 2 for x in row) / len(row) for row in counted]
-    return mean, math.fsum(squares) / len(counted)
+    mean = math.fsum(math.fsum(row) / len(row) for row in rows) / len(rows)
+    squares = [math.fsum((x - mean) ** 2 for x in row) / len(row) for row in rows]
+    return mean, math.fsum(squares) / len(rows)
 
 
 def _value(segment: Segment, t: int) -> float:

@@ -1,8 +1,8 @@
-"""The table of algorithms. What differs from a neighbour is what you see.
+"""The table of algorithms: one row each, with the differences between rows in sight.
 
-Each row is a value with the paper's settings, and a function of its arguments by the row's name,
-which is what a configuration names. `algorithm` says what a row consists of; `terms` has the
-arguments that all rows of reinforcement learning share.
+Each row is a value with the paper's settings, and a function of the same name with the arguments
+that a configuration may set. `base.Algorithm` describes a row; `terms` has the arguments shared by
+all rows of reinforcement learning.
 """
 
 from __future__ import annotations
@@ -158,46 +158,45 @@ ROWS = [
     PPO,
     SFT,
 ]
-"""Every row, with its paper's settings."""
+"""All rows, with the papers' settings."""
 
 
-ClipLow = Annotated[
-    float, Field(gt=0, le=1, description="The ratio is clipped below 1 minus this.")
-]
-ClipHigh = Annotated[float, Field(gt=0, description="The ratio is clipped above 1 plus this.")]
+ClipLow = Annotated[float, Field(gt=0, le=1, description="Lower clip of the ratio: 1 minus this.")]
+ClipHigh = Annotated[float, Field(gt=0, description="Upper clip of the ratio: 1 plus this.")]
 Length = Annotated[
-    float, Field(gt=0, description="The constant: the most tokens that an episode may sample.")
+    float, Field(gt=0, description="The constant, e.g. the maximum sampled tokens of an episode.")
 ]
 MaxRounds = Annotated[
     int,
     Field(
         ge=1,
-        description="Rounds of sampling in one step, until it has `rl.groups_per_step` groups with "
-        "signal.",
+        description="Maximum rounds of sampling per step, to reach "
+        "`rl.groups_per_step` groups with signal.",
     ),
 ]
 OverlongLength = Annotated[
     int,
-    Field(ge=0, description="Sampled tokens of an episode from which on its reward falls by 1."),
+    Field(ge=0, description="Sampled tokens of an episode at which the length penalty reaches 1."),
 ]
 OverlongMargin = Annotated[
-    int, Field(ge=0, description="Tokens before that over which it falls; 0: no punishment.")
+    int, Field(ge=0, description="Tokens over which the penalty grows from 0 to 1; 0: no penalty.")
 ]
-Gamma = Annotated[float, Field(ge=0, le=1, description="Discount of later rewards, a turn.")]
+Gamma = Annotated[float, Field(ge=0, le=1, description="Discount of later rewards, per turn.")]
 WhitenOver = Annotated[
-    Unit, Field(description="Advantages are normalised over all tokens, or each rollout the same.")
+    Unit,
+    Field(description="Normalise advantages over all tokens, or with equal weight per rollout."),
 ]
 
 
 @shared
 def grpo(clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2) -> Algorithm:
-    """GRPO: group-normalised advantages, clipped loss, trajectory mean. By default without KL."""
+    """GRPO: group-normalised advantages, clipped loss, trajectory mean. No KL by default."""
     return replace(GRPO, loss=clipped(clip_low, clip_high))
 
 
 @shared
 def dr_grpo(clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2, length: Length = 1024) -> Algorithm:
-    """Dr. GRPO: GRPO that divides neither by the std nor by a trajectory's own length."""
+    """Dr. GRPO: GRPO without division by the std and by the trajectory's length."""
     return replace(DR_GRPO, loss=clipped(clip_low, clip_high), aggregate=constant_length(length))
 
 
@@ -209,15 +208,15 @@ def dapo(
     overlong_length: OverlongLength = 0,
     overlong_margin: OverlongMargin = 0,
 ) -> Algorithm:
-    """DAPO: a higher upper clip, token mean, groups with signal only, overlong answers punished.
+    """DAPO: a higher upper clip, token mean, groups with signal only, length penalty.
 
-    A step samples on in place of groups without signal, `max_rounds` times in all; then it trains
-    on the groups it has. Errors: ConfigError for a margin wider than the length.
+    A step samples further groups in place of groups without signal, in up to `max_rounds` rounds,
+    then trains on the groups it has. Errors: ConfigError for a margin above the length.
     """
     if overlong_margin > overlong_length:
         raise ConfigError(
             f"rl.algorithm.args.overlong_margin = {overlong_margin} must be at most "
-            f"overlong_length = {overlong_length}, where the reward has fallen by 1"
+            f"overlong_length = {overlong_length}"
         )
     overlong = Overlong(overlong_length, overlong_margin) if overlong_margin else None
     loss = clipped(clip_low, clip_high)
@@ -226,7 +225,7 @@ def dapo(
 
 @shared
 def gspo(clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> Algorithm:
-    """GSPO: GRPO with one ratio a trajectory, the geometric mean over its tokens."""
+    """GSPO: GRPO with one ratio per trajectory, the geometric mean over its tokens."""
     return replace(GSPO, loss=trajectory_clipped(clip_low, clip_high))
 
 
@@ -234,28 +233,28 @@ def gspo(clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> Algorithm:
 def gspo_token(
     clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4, gamma: Gamma = 1.0
 ) -> Algorithm:
-    """GSPO with an advantage of its own for each turn, of the rewards from that turn on."""
+    """GSPO with one advantage per turn, from the rewards from that turn on."""
     loss = trajectory_clipped(clip_low, clip_high)
     return replace(GSPO_TOKEN, loss=loss, advantages=TurnReturns(gamma))
 
 
 @shared
 def cispo(
-    cap: Annotated[float, Field(gt=0, description="The ratio is at most this.")] = 5.0,
+    cap: Annotated[float, Field(gt=0, description="Upper bound of the ratio.")] = 5.0,
 ) -> Algorithm:
-    """CISPO: REINFORCE whose ratios are capped, so that no token is cut off from learning."""
+    """CISPO: REINFORCE with capped ratios, so every token has a gradient."""
     return replace(CISPO, loss=capped_reinforce(cap))
 
 
 @shared
 def turn_grpo(clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.28, gamma: Gamma = 0.4) -> Algorithm:
-    """GRPO over turns: each turn is judged by the discounted rewards from it on."""
+    """GRPO over turns: each turn's advantage comes from the discounted rewards from it on."""
     return replace(TURN_GRPO, loss=clipped(clip_low, clip_high), advantages=TurnReturns(gamma))
 
 
 @shared
 def rloo() -> Algorithm:
-    """RLOO: REINFORCE on whole trajectories, each against the mean of the others."""
+    """RLOO: REINFORCE on whole trajectories, with the mean of the others as baseline."""
     return RLOO
 
 
@@ -263,7 +262,7 @@ def rloo() -> Algorithm:
 def reinforce_pp(
     clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2, whiten_over: WhitenOver = "token"
 ) -> Algorithm:
-    """REINFORCE++: no group, no critic; rewards to go, normalised over the whole step."""
+    """REINFORCE++: no group and no critic; rewards to go, normalised over the whole step."""
     advantages = Whitened(TokenReturns(), whiten_over)
     return replace(REINFORCE_PP, loss=clipped(clip_low, clip_high), advantages=advantages)
 
@@ -272,7 +271,7 @@ def reinforce_pp(
 def reinforce_pp_baseline(
     clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2, whiten_over: WhitenOver = "token"
 ) -> Algorithm:
-    """REINFORCE++ whose rewards are taken against their group's mean first."""
+    """REINFORCE++ with the group's mean subtracted from the rewards first."""
     advantages = Whitened(Outcome(group_centred), whiten_over)
     return replace(REINFORCE_PP_BASELINE, loss=clipped(clip_low, clip_high), advantages=advantages)
 
@@ -281,23 +280,26 @@ def reinforce_pp_baseline(
 def ppo(
     clip_low: ClipLow = 0.2,
     clip_high: ClipHigh = 0.2,
-    gamma: Annotated[float, Field(ge=0, le=1, description="Discount of a step.")] = 1.0,
+    gamma: Annotated[float, Field(ge=0, le=1, description="Discount per step.")] = 1.0,
     lam: Annotated[
-        float, Field(ge=0, le=1, description="Lambda of GAE: 1 trusts returns, 0 the critic.")
+        float,
+        Field(
+            ge=0, le=1, description="Lambda of GAE: 1 uses returns only, 0 the critic's next value."
+        ),
     ] = 0.95,
     level: Annotated[
-        Literal["token", "turn"], Field(description="What a step of GAE is.")
+        Literal["token", "turn"], Field(description="The time step of GAE.")
     ] = "token",
     value_coefficient: Annotated[
         float, Field(gt=0, description="Weight of the critic's loss.")
     ] = 0.5,
     critic_lr: Annotated[float, Field(gt=0, description="Learning rate of the critic.")] = 1e-3,
     value_clip: Annotated[
-        float, Field(gt=0, description="How far an update may take the critic's values.")
+        float, Field(gt=0, description="Maximum change of the critic's values by an update.")
     ] = 0.2,
     whiten_over: WhitenOver = "token",
 ) -> Algorithm:
-    """PPO: a critic on the policy's own trunk, generalised advantage estimates, clipped losses."""
+    """PPO: a critic on the policy's trunk, generalised advantage estimates, clipped losses."""
     return replace(
         PPO,
         advantages=Whitened(Gae(gamma, lam, level), whiten_over),

@@ -1,6 +1,6 @@
-"""The arguments that every row of reinforcement learning has: terms beside its own loss.
+"""Arguments of all rows of reinforcement learning: terms besides the row's loss.
 
-They are defined once, here; `shared` adds them to a row's own.
+`shared` adds them to a row's arguments.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from ludus.train.algorithms.losses import KlKind, with_entropy_bonus, with_refer
 
 Entropy = Annotated[
     float,
-    Field(ge=0, description="Weight of the entropy bonus; with one, every token sampled trains."),
+    Field(ge=0, description="Weight of the entropy bonus; above 0, every sampled token trains."),
 ]
 KlCoefficient = Annotated[
     float, Field(ge=0, description="Weight of the divergence from a frozen reference; 0: none.")
 ]
-Kind = Annotated[KlKind, Field(description="How the divergence is estimated.")]
+Kind = Annotated[KlKind, Field(description="Estimator of the divergence.")]
 KlIn = Annotated[
     Literal["loss", "reward"],
-    Field(description="The divergence is a term of the loss, or taken off the reward."),
+    Field(description="Add the divergence to the loss, or subtract it from the reward."),
 ]
 ReferenceModel = Annotated[
     str | None,
     Field(
-        description="Folder or hub name of the reference; null: the policy as the stage begins, or "
-        "with LoRA the model without its adapters."
+        description="Folder or hub name of the reference; null: the policy at the stage's start; "
+        "with LoRA, the model without adapters."
     ),
 ]
 Cap = Annotated[
     float,
     Field(
         ge=0,
-        description="Weigh by the learner's probability over the sampler's, up to this; 0: off.",
+        description="Cap of the importance weight, learner's over sampler's probability; 0: off.",
     ),
 ]
 Level = Annotated[
-    Literal["token", "trajectory"], Field(description="What `importance_cap` is the ratio of.")
+    Literal["token", "trajectory"], Field(description="Unit of the importance weight.")
 ]
 
 
@@ -58,7 +58,7 @@ def with_terms(
     importance_cap: Cap = 0.0,
     importance_level: Level = "token",
 ) -> Algorithm:
-    """`row` with the terms asked for."""
+    """Returns `row` with the given terms."""
     if kl_coefficient:
         kl = ReferenceKl(kl_coefficient, kl_kind, kl_in, kl_reference)
         row = replace(row, reference=kl)
@@ -74,7 +74,7 @@ def with_terms(
 
 
 def shared(build: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
-    """Give a row's factory the arguments of `with_terms`, after its own."""
+    """Add the arguments of `with_terms` to a row's factory."""
     terms = {
         name: parameter
         for name, parameter in inspect.signature(with_terms).parameters.items()

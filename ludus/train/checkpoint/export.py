@@ -1,11 +1,11 @@
-"""Export of a trained policy to a Hugging Face folder that any tool of the field can load.
+"""Export a trained policy as a Hugging Face folder.
 
     config.json, model.safetensors          or adapter_config.json, adapter_model.safetensors
-    generation_config.json                  where a turn ends, what pads
+    generation_config.json                  end-of-turn ids, padding id
     tokenizer.json, tokenizer_config.json, chat_template.jinja
     README.md                               a model card
 
-`AutoModelForCausalLM.from_pretrained(folder)` then generates the tokens that the policy would.
+`AutoModelForCausalLM.from_pretrained(folder)` then generates the same tokens as the policy.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ def export_hf(
     stop_token_ids: Sequence[int] | None = None,
     name: str | None = None,
 ) -> Path:
-    """Write `model` and `tokenizer` as a Hugging Face folder; returns it. The model is unchanged.
+    """Write `model` and `tokenizer` as a Hugging Face folder and return it. The model is unchanged.
 
     Args:
         model: a Hugging Face causal LM, or one with LoRA adapters (peft).
         tokenizer: a Hugging Face tokenizer.
-        path: the folder; new or empty. It appears whole or not at all.
-        merge: fold adapters into the weights, on a copy (so twice the memory for that moment);
-            False writes the adapters alone, which need their base model to be loaded.
+        path: the folder, new or empty; written atomically.
+        merge: merge adapters into a copy of the weights (twice the memory meanwhile); False writes
+            only the adapters, which need their base model.
         overwrite: replace an earlier export.
-        chat_template: Jinja text, in place of the tokenizer's own.
-        stop_token_ids: what ends a turn; default: the model's own, else the tokenizer's `eos`.
-        name: title of the model card, e.g. the run's name; default: the folder's.
+        chat_template: Jinja text that replaces the tokenizer's template.
+        stop_token_ids: end-of-turn ids; default: the model's, else the tokenizer's `eos`.
+        name: title of the model card; default: the folder's name.
 
-    Errors: ConfigError where the folder may not be written to, or the adapters have no base to
-    refer to; CheckpointError where the disk refuses, or weights are not finite.
+    Errors: ConfigError for a folder that must not be overwritten, or adapters without a named base
+    model; CheckpointError if the disk refuses, or weights are not finite.
     """
     target = Path(path).expanduser().resolve()
     recover(target.parent, target.name)
@@ -61,8 +61,8 @@ def export_hf(
     base_name = str(getattr(model.config, "_name_or_path", "") or "")
     if adapted and not merge and not base_name:
         raise ConfigError(
-            "the adapters cannot be exported alone, because their base model has no name or "
-            "folder to be loaded from (it was initialised from scratch): export them merged"
+            "the adapters cannot be exported alone: their base model has no name or folder "
+            "(it was initialised from scratch); export them merged"
         )
     whole = _merged(model) if adapted and merge else model
     parts = trained_tensors(model) if adapted and not merge else all_tensors(model)
@@ -81,7 +81,7 @@ def export_hf(
 
 
 def _require_target(target: Path, overwrite: bool) -> None:
-    """A new or empty folder, or an earlier export that may be replaced."""
+    """Require a new or empty folder, or an earlier export with `overwrite`."""
     if not target.exists():
         return
     if not target.is_dir():
@@ -94,24 +94,24 @@ def _require_target(target: Path, overwrite: bool) -> None:
             f"{target} is not empty: name another folder, or overwrite it with --overwrite"
         )
     if not names & {"config.json", "adapter_config.json"}:
-        raise ConfigError(f"{target} holds something else than a model: it is not overwritten")
+        raise ConfigError(f"{target} holds no model: it is not overwritten")
 
 
 def _merged(model: PeftModel) -> Any:
-    """A copy of the model whose adapters are folded into its weights."""
+    """Returns a copy of the model with its adapters merged."""
     with warnings.catch_warnings():
-        # peft tells that it corrects `tie_word_embeddings`, which is what we want.
+        # peft warns that it corrects `tie_word_embeddings`, as intended.
         warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
         try:
-            twin = copy.deepcopy(model)
-            _untie_adapted_embeddings(twin)
-            return twin.merge_and_unload(safe_merge=True)
+            copied = copy.deepcopy(model)
+            _untie_adapted_embeddings(copied)
+            return copied.merge_and_unload(safe_merge=True)
         except (ValueError, RuntimeError) as error:  # not finite; tied adapters; out of memory
             raise CheckpointError(f"the adapters cannot be merged: {error}") from error
 
 
 def _untie_adapted_embeddings(model: PeftModel) -> None:
-    """Part tied embeddings that have adapters, or both uses would get the sum of both deltas."""
+    """Untie adapted embeddings; otherwise both uses would get the sum of both deltas."""
     base = model.get_base_model()
     inputs, outputs = base.get_input_embeddings(), base.get_output_embeddings()
     if outputs is None or not any(isinstance(m, BaseTunerLayer) for m in (inputs, outputs)):
@@ -123,7 +123,7 @@ def _untie_adapted_embeddings(model: PeftModel) -> None:
 
 
 def _generation_config(model: Any, tokenizer: Any, stop_token_ids: Sequence[int] | None) -> Any:
-    """The model's own, with the ids that end a turn and that pad."""
+    """Returns the model's generation config with end-of-turn and padding ids."""
     config = copy.deepcopy(model.generation_config)
     if stop_token_ids:
         config.eos_token_id = list(stop_token_ids)
@@ -139,12 +139,12 @@ def _generation_config(model: Any, tokenizer: Any, stop_token_ids: Sequence[int]
 
 def _model_card(name: str, base_name: str, adapter: bool) -> str:
     base = f"base_model: {base_name}\n" if base_name else ""
-    what = "LoRA adapters" if adapter else "A language model"
+    kind = "LoRA adapters" if adapter else "A language model"
     loader = f'AutoModelForCausalLM.from_pretrained("{name}")'
     return (
         f"---\nlibrary_name: {'peft' if adapter else 'transformers'}\n{base}"
         "pipeline_tag: text-generation\ntags:\n- ludus\n- reinforcement-learning\n---\n\n"
-        f"# {name}\n\n{what} trained with ludus {ludus.__version__}"
+        f"# {name}\n\n{kind} trained with ludus {ludus.__version__}"
         f"{f', starting from {base_name}' if base_name else ''}.\n\n"
         f"```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'model = {loader}\ntokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n'

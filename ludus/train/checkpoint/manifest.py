@@ -1,9 +1,9 @@
-"""The manifest of a checkpoint, and what it tells of the files beside it.
+"""The manifest of a checkpoint, and verification of the files beside it.
 
 {"format": 1, "sequence": 7, "stage": "rl", "step": 40, "metric": 0.81, "pinned": false,
  "ludus": "0.1.0", "torch": "2.13.0", "model": {"class": ..., "tensors": {...}, ...},
  "files": {"model.safetensors": {"size": 3230416, "sha256": "..."}, ...},
- "sha256": "..."}          the manifest's own content, so that its damage is told from theirs
+ "sha256": "..."}          of the manifest's other content, to detect damage of the manifest itself
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Kind = Literal["missing", "truncated", "altered", "unreadable", "extra"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with one file of a checkpoint."""
+    """A damaged, missing or extra file of a checkpoint."""
 
     checkpoint: Path
     file: str
@@ -35,11 +35,11 @@ class Problem:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | Problem:
-    """The manifest of a checkpoint, or why it cannot be used."""
+    """Returns the manifest of a checkpoint, or the problem that makes it unusable."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return Problem(folder, MANIFEST, "missing", "without it nothing can be verified")
+        return Problem(folder, MANIFEST, "missing", "the other files cannot be verified")
     except (OSError, ValueError) as error:
         return Problem(folder, MANIFEST, "unreadable", str(error))
     if not isinstance(manifest, dict) or manifest.get("sha256") != manifest_sha256(manifest):
@@ -51,7 +51,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | Problem:
 
 
 def problems_of(folder: Path, *, hashes: bool = True) -> list[Problem]:
-    """What is wrong with one checkpoint; without `hashes`, only what sizes tell."""
+    """Returns the problems of one checkpoint; without `hashes`, compares sizes only."""
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint {folder}")
     manifest = read_manifest(folder)
@@ -70,33 +70,33 @@ def problems_of(folder: Path, *, hashes: bool = True) -> list[Problem]:
             problems.append(Problem(folder, name, kind, detail))
         elif hashes and file_sha256(path) != saved["sha256"]:
             problems.append(Problem(folder, name, "altered", "its SHA-256 differs"))
-    known = {MANIFEST, *manifest["files"]}
+    expected = {MANIFEST, *manifest["files"]}
     problems += [
-        Problem(folder, path.name, "extra", "no file of the checkpoint")
+        Problem(folder, path.name, "extra", "not a file of the checkpoint")
         for path in sorted(folder.iterdir())
-        if path.name not in known
+        if path.name not in expected
     ]
     return problems
 
 
 def damage_of(folder: Path, *, hashes: bool = True) -> list[Problem]:
-    """The problems that forbid loading; a file too many does not."""
+    """Returns the problems that prevent loading; extra files do not."""
     return [problem for problem in problems_of(folder, hashes=hashes) if problem.kind != "extra"]
 
 
 def require_intact(folder: Path) -> None:
-    """Errors: CheckpointError that names each damaged file, and how it is damaged."""
+    """Errors: CheckpointError with each damaged file and its damage."""
     if damage := damage_of(folder):
         raise CheckpointError("; ".join(map(str, damage)))
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
+    """Returns the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def manifest_sha256(manifest: dict[str, Any]) -> str:
-    """Of the manifest's own content, so that an altered manifest is told from altered files."""
+    """Returns the SHA-256 of the manifest without its own `sha256`."""
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,8 +1,8 @@
-"""What a checkpoint holds of a model, an optimizer and the random generators, as tensors and JSON.
+"""State of a model, an optimizer and the random generators, as tensors and JSON.
 
 The trained tensors of a model are the parameters that require gradients and the persistent
-buffers: everything in full training, the adapters (and `modules_to_save`) in LoRA. The others are
-its base, which is not saved but identified by a digest.
+buffers: all tensors in full training, the adapters (and `modules_to_save`) in LoRA. The other
+tensors are the base, which is not saved but identified by a digest.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from torch import Tensor, nn
 
 from ludus.core.errors import CheckpointError
 
-_THREADS_PAY_FROM = 1 << 24  # bytes
+_MIN_BYTES_FOR_THREADS = 1 << 24
 
 
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; tied ones once, under their first name."""
+    """Returns parameters and persistent buffers by name; tied parameters once."""
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     with_aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, value in model.state_dict().items():
         if name in with_aliases:
             continue
         if not isinstance(value, Tensor):
-            raise CheckpointError(f"{name} of {type(model).__name__} is not a tensor: cannot save")
+            raise CheckpointError(
+                f"{name} of {type(model).__name__} is not a tensor: it cannot be saved"
+            )
         tensors[name] = value
     return tensors
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that training changes; all of them in a model where everything is frozen."""
+    """Returns the trained tensors; in a frozen model, all tensors."""
     tensors = all_tensors(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return tensors
@@ -50,17 +52,17 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """The content of all weights as 32 hexadecimal digits; equal weights, equal fingerprint.
+    """Returns a digest of all weights as 32 hexadecimal digits.
 
-    Independent of device, process and platform. Published weights carry it next to their version.
+    Independent of device, process and platform. Published weights carry the fingerprint.
     """
     return digest(all_tensors(model))
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """BLAKE2b over names, types, shapes and bytes, in the order of the names."""
+    """Returns BLAKE2b over names, types, shapes and bytes, in the order of the names."""
     names = sorted(tensors)
-    if sum(tensor.nbytes for tensor in tensors.values()) < _THREADS_PAY_FROM:
+    if sum(tensor.nbytes for tensor in tensors.values()) < _MIN_BYTES_FOR_THREADS:
         parts = [_content(tensors[name]) for name in names]
     else:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -72,12 +74,12 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def layout(tensor: Tensor) -> str:
-    """Type and shape, e.g. `float32[64, 8]`."""
+    """Returns type and shape, e.g. `float32[64, 8]`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, on the CPU: uint8 [num_bytes]."""
+    """Returns the bytes of a tensor on the CPU: uint8 [num_bytes]."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -88,9 +90,9 @@ def _content(tensor: Tensor) -> bytes:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimizer as tensors, named `parameter/key`, and JSON: class, groups, scalars.
+    """Returns an optimizer as tensors, named `parameter/key`, and JSON: class, groups, scalars.
 
-    Errors: CheckpointError where it holds a parameter of another model, or neither tensor nor JSON.
+    Errors: CheckpointError for a parameter of another model, or a value that is not JSON.
     """
     names = _parameter_names(optimizer, model)
     raw_state = optimizer.state_dict()
@@ -114,7 +116,7 @@ def optimizer_state(
 def require_same_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, described: dict[str, Any]
 ) -> None:
-    """Errors: CheckpointError where class or groups differ from what was saved."""
+    """Errors: CheckpointError if class or groups differ from the saved ones."""
     if type(optimizer).__name__ != described["class"]:
         raise CheckpointError(
             f"it holds the state of {described['class']}, the run uses {type(optimizer).__name__}"
@@ -125,7 +127,7 @@ def require_same_optimizer(
     if now != saved:
         raise CheckpointError(
             f"its optimizer has parameter groups of {[len(group) for group in saved]} parameters, "
-            f"the run's has {[len(group) for group in now]}, or they are ordered otherwise"
+            f"the run's has {[len(group) for group in now]}, or their order differs"
         )
 
 
@@ -135,7 +137,7 @@ def load_optimizer(
     tensors: Mapping[str, Tensor],
     described: dict[str, Any],
 ) -> None:
-    """Give an optimizer that `require_same_optimizer` accepts exactly the saved state."""
+    """Load the saved state; `require_same_optimizer` must accept the optimizer."""
     index_of = {name: i for i, name in enumerate(_parameter_names(optimizer, model))}
     state: dict[int, dict[str, Any]] = {}
     for place, tensor in tensors.items():
@@ -154,7 +156,7 @@ def load_optimizer(
         for saved, now in zip(described["groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-    # torch casts moments to the type of their parameter; fp32 moments of bf16 weights stay fp32.
+    # torch casts moments to the parameter's type; fp32 moments of bf16 weights must stay fp32.
     for index, parameter in enumerate(_parameters(optimizer)):
         for key, saved_value in state.get(index, {}).items():
             now_value = optimizer.state[parameter][key]
@@ -167,16 +169,16 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
-    """Name of each parameter, in the order by which `Optimizer.state_dict` numbers them."""
+    """Returns the parameters' names, in the order of `Optimizer.state_dict`."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     try:
         return [names[id(parameter)] for parameter in _parameters(optimizer)]
     except KeyError:
-        raise CheckpointError("the optimizer holds a parameter that is not the model's") from None
+        raise CheckpointError("the optimizer holds a parameter that is not in the model") from None
 
 
 def random_state() -> dict[str, Any]:
-    """The global random generators of Python, NumPy and torch, as JSON."""
+    """Returns the state of the random generators of Python, NumPy and torch, as JSON."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -190,22 +192,22 @@ def random_state() -> dict[str, Any]:
 
 
 def seed_random(seed: int) -> None:
-    """Start the global random generators of Python, NumPy and torch from a seed."""
+    """Seed the global random generators of Python, NumPy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put the global random generators where `random_state` found them.
+    """Restore the state of `random_state`.
 
-    Errors: CheckpointError where the number of CUDA devices differs.
+    Errors: CheckpointError if the number of CUDA devices differs.
     """
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if len(state["cuda"]) != num_devices:
         raise CheckpointError(
             f"the random state is of {len(state['cuda'])} CUDA devices, this machine has "
-            f"{num_devices}: resume with as many"
+            f"{num_devices}: resume with the same number"
         )
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -224,9 +226,9 @@ def _from_base64(text: str) -> Tensor:
 
 
 def require_json(value: Any, place: str) -> None:
-    """Refuse what JSON would change or cannot hold: objects, tensors, keys that are no strings.
+    """Refuse values that JSON changes or cannot hold: objects, tensors, keys that are not strings.
 
-    Tuples are allowed, and come back as lists. Errors: CheckpointError that names the place.
+    Tuples are allowed; they are read back as lists. Errors: CheckpointError with the place.
     """
     if isinstance(value, dict):
         for key, item in value.items():

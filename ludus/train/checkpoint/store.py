@@ -1,18 +1,18 @@
-"""Checkpoints: all that a run needs to go on as if it had never stopped, without pickle.
+"""Checkpoints: the state that a run needs to resume exactly, without pickle.
 
     <run>/checkpoints/rl-000040/
         model.safetensors        the trained tensors: all weights, or the adapters of a LoRA run
         optimizer.safetensors    moments and step counts, named `parameter/key`
         optimizer.json           class, parameter groups with their settings, other scalars
-        state.json               the loop's own state, whatever it is
-        manifest.json            size and SHA-256 of each file, the model's identity, the order
+        state.json               the loop's state
+        manifest.json            size and SHA-256 of each file, the model's identity, a sequence
+        number
 
-A checkpoint is written aside, flushed, read back, and only then renamed to its name: a process
-killed at any moment leaves each checkpoint whole or absent. Loading verifies every file first.
+A save is atomic and verified: a process killed at any time leaves every checkpoint complete or
+absent. Loading verifies every file first.
 
-A damaged newest checkpoint is refused, not passed over: to fall back costs the work since the one
-before, so that is the user's decision (`skip_damaged`). It is then set aside, under the name
-`.damaged-<name>`.
+A damaged newest checkpoint is an error: a fallback loses the work since the previous checkpoint, so
+the user decides (`skip_damaged`). The damaged checkpoint is then renamed to `.damaged-<name>`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """One checkpoint, as its manifest tells it. `sequence` grows with every save of a run."""
+    """One checkpoint, from its manifest. `sequence` grows with every save of a run."""
 
     path: Path
     stage: str
@@ -96,15 +96,15 @@ class CheckpointInfo:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. One process at a time may save; any may read.
+    """The checkpoints of one run. One process at a time may save; any process may read.
 
-    Opening it clears away what a killed process left half-written.
+    The constructor removes leftovers of killed processes.
 
     Args:
         folder: `<run>/checkpoints`; created by the first save.
-        keep_last: how many of the newest stay.
-        keep_best: how many of those with the highest metric stay (of equal ones, the newest).
-            Pinned checkpoints stay beside both.
+        keep_last: number of newest checkpoints to keep.
+        keep_best: number of checkpoints with the highest metric to keep (of equal metrics, the
+            newest). Pinned checkpoints are always kept.
     """
 
     def __init__(self, folder: str | Path, keep_last: int = 2, keep_best: int = 1) -> None:
@@ -128,18 +128,18 @@ class CheckpointStore:
         metric: float | None = None,
         pin: bool = False,
     ) -> Path:
-        """Save, verify, then let go of checkpoints beyond those to keep. Returns the folder.
+        """Save and verify a checkpoint, then remove old checkpoints. Returns the folder.
 
         A checkpoint of the same stage and step is replaced.
 
         Args:
-            stage, step: name it: `<stage>-<step:06d>`.
-            state: the loop's state; JSON values only (tuples come back as lists).
-            metric: what `keep_best` compares; higher is better; NaN counts as none.
-            pin: never remove it, e.g. the end of a stage.
+            stage, step: give the name `<stage>-<step:06d>`.
+            state: the loop's state; JSON values only (tuples are read back as lists).
+            metric: of `keep_best`; higher is better; NaN counts as None.
+            pin: never remove the checkpoint, e.g. the end of a stage.
 
-        Errors: CheckpointError where the disk refuses, or where something cannot be saved exactly;
-        the checkpoints that were there are then as they were.
+        Errors: CheckpointError if the disk refuses, or a value cannot be saved exactly; existing
+        checkpoints are unchanged then.
         """
         if not _STAGE.fullmatch(stage) or step < 0:
             raise CheckpointError(f"{stage!r}, step {step}, cannot name a checkpoint")
@@ -172,11 +172,11 @@ class CheckpointStore:
             manifest["sha256"] = manifest_sha256(manifest)
             (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
             require_intact(folder)
-        self._let_go()
+        self._prune()
         return target
 
     def list(self) -> list[CheckpointInfo]:
-        """The checkpoints, oldest first; without those whose manifest cannot be read."""
+        """Returns the checkpoints with a readable manifest, oldest first."""
         infos = []
         for folder in _checkpoint_folders(self.folder):
             manifest = read_manifest(folder)
@@ -185,12 +185,12 @@ class CheckpointStore:
         return sorted(infos, key=lambda info: info.sequence)
 
     def latest(self, *, skip_damaged: bool = False) -> CheckpointInfo | None:
-        """The newest checkpoint, verified; None where there is none at all.
+        """Returns the newest checkpoint, verified; None without checkpoints.
 
         Args:
-            skip_damaged: pass over damaged ones, with a warning, to the newest that is intact.
+            skip_damaged: skip damaged checkpoints, with a warning.
 
-        Errors: CheckpointError where the newest is damaged, or none is intact.
+        Errors: CheckpointError if the newest is damaged, or none is intact.
         """
         damage = [
             manifest
@@ -199,44 +199,46 @@ class CheckpointStore:
         ]
         intact = None
         for info in reversed(self.list()):
-            found = damage_of(info.path)
-            if not found:
+            problems = damage_of(info.path)
+            if not problems:
                 intact = info
                 break
-            damage += found
+            damage += problems
         if damage and (intact is None or not skip_damaged):
-            told = "; ".join(map(str, damage))
+            text = "; ".join(map(str, damage))
             if intact is None:
-                raise CheckpointError(f"{told}. No checkpoint of {self.folder} is intact")
+                raise CheckpointError(f"{text}. No checkpoint of {self.folder} is intact")
             raise CheckpointError(
-                f"{told}. The newest intact checkpoint is {intact.path.name}: go on from it with "
+                f"{text}. The newest intact checkpoint is {intact.path.name}: resume from it with "
                 f"`ludus train --resume {self.folder.absolute().parent.name} --skip-damaged`"
             )
         for problem in damage:
             _log.warning("skipped a damaged checkpoint: %s", problem)
         return intact
 
-    def forget_after(self, resumed: CheckpointInfo | None) -> None:
-        """Set aside what a run that resumes from an older checkpoint has turned its back on."""
+    def discard_after(self, resumed: CheckpointInfo | None) -> None:
+        """Rename the checkpoints after `resumed`, which a resumed run will not use."""
         last = resumed.sequence if resumed else 0
-        known = {info.path for info in self.list() if info.sequence <= last}
+        kept = {info.path for info in self.list() if info.sequence <= last}
         for folder in _checkpoint_folders(self.folder):
-            if folder not in known:
-                self._try(_set_aside, folder)
+            if folder not in kept:
+                self._try(_mark_damaged, folder)
 
     def best(self) -> CheckpointInfo | None:
-        """The checkpoint with the highest metric, of equal ones the newest; None without any."""
+        """Returns the checkpoint with the highest metric, of equal metrics the newest, or None."""
         ranked = _ranked(self.list())
         return ranked[0] if ranked else None
 
-    def _let_go(self) -> None:
-        """Remove what is not to be kept. Called after a save, hence never the only good one."""
+    def _prune(self) -> None:
+        """Remove old checkpoints. Called after a save, so an intact checkpoint remains."""
         for folder in _checkpoint_folders(self.folder):
             manifest = read_manifest(folder)
-            found = [manifest] if isinstance(manifest, Problem) else damage_of(folder, hashes=False)
-            if found:
-                _log.warning("set aside as .damaged-%s: %s", folder.name, found[0])
-                self._try(_set_aside, folder)
+            damage = (
+                [manifest] if isinstance(manifest, Problem) else damage_of(folder, hashes=False)
+            )
+            if damage:
+                _log.warning("renamed to .damaged-%s: %s", folder.name, damage[0])
+                self._try(_mark_damaged, folder)
         infos = self.list()
         keep = [*infos[-self.keep_last :], *_ranked(infos)[: self.keep_best]]
         for info in infos:
@@ -245,11 +247,11 @@ class CheckpointStore:
 
     @staticmethod
     def _try(action: Callable[[Path], None], folder: Path) -> None:
-        """A folder that cannot be removed costs space, not the run."""
+        """Log, but do not raise, an error of removing a folder."""
         try:
             action(folder)
         except OSError as error:
-            _log.warning("the old checkpoint %s stays: %s", folder, error)
+            _log.warning("the old checkpoint %s was not removed: %s", folder, error)
 
 
 def load(
@@ -257,11 +259,11 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint into `model` and `optimizer` in place; returns the loop's state.
 
-    Parameters keep their storage, so whoever shares them sees the new weights. Nothing is changed
-    unless everything fits: the files intact, the model the same class with the same tensors and,
-    where part of it was frozen, the same base.
+    Parameters keep their storage, so modules that share them see the new weights. Before any
+    change, the function checks that the files are intact and that the model has the same class, the
+    same tensors and the same frozen base.
 
-    Errors: CheckpointError that names the file, or the first tensors that differ.
+    Errors: CheckpointError with the file, or the first tensors that differ.
     """
     folder = Path(path)
     require_intact(folder)
@@ -274,7 +276,9 @@ def load(
     groups = None
     if optimizer is not None:
         if OPTIMIZER not in manifest["files"]:
-            raise CheckpointError(f"{folder} holds no state of an optimizer: it cannot be resumed")
+            raise CheckpointError(
+                f"{folder} holds no optimizer state: the run cannot resume from it"
+            )
         groups = json.loads((folder / OPTIMIZER_GROUPS).read_text(encoding="utf-8"))
         try:
             require_same_optimizer(optimizer, model, groups)
@@ -285,35 +289,35 @@ def load(
             tensors[name].copy_(file.get_tensor(name))
     if optimizer is not None and groups is not None:
         with safe_open(folder / OPTIMIZER, framework="pt") as file:
-            # Cloned, because what safetensors returns is backed by the file.
+            # Cloned, because safetensors returns tensors backed by the file.
             moments = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         load_optimizer(optimizer, model, moments, groups)
     return _read_state(folder)
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """The loop's state of a checkpoint alone, verified: what a run must know to build its model."""
+    """Returns only the loop's state of a checkpoint, verified; needed to build the model."""
     require_intact(Path(path))
     return _read_state(Path(path))
 
 
 def check(path: str | Path) -> list[Problem]:
-    """All that is wrong with a checkpoint, or with every checkpoint of a run; empty if nothing.
+    """Returns all problems of a checkpoint, or of all checkpoints of a run.
 
     Args:
         path: a checkpoint, a run, or a run's `checkpoints` folder.
 
-    Errors: CheckpointError where there is no checkpoint at `path`.
+    Errors: CheckpointError if there is no checkpoint at `path`.
     """
     folder = Path(path)
     if any((folder / name).exists() for name in (MANIFEST, MODEL, STATE)):
         return problems_of(folder)
     if (folder / "checkpoints").is_dir():
         folder = folder / "checkpoints"
-    found = _checkpoint_folders(folder)
-    if not found:
-        raise CheckpointError(f"{path} is neither a checkpoint nor a run that has one")
-    return [problem for checkpoint in found for problem in problems_of(checkpoint)]
+    folders = _checkpoint_folders(folder)
+    if not folders:
+        raise CheckpointError(f"{path} is neither a checkpoint nor a run with checkpoints")
+    return [problem for checkpoint in folders for problem in problems_of(checkpoint)]
 
 
 def _checkpoint_folders(folder: Path) -> list[Path]:
@@ -323,7 +327,7 @@ def _checkpoint_folders(folder: Path) -> list[Path]:
 
 
 def _ranked(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Those with a metric, best first."""
+    """Returns the checkpoints with a metric, best first."""
     scored = [(info.metric, info.sequence, info) for info in infos if info.metric is not None]
     return [info for _, _, info in sorted(scored, key=lambda row: row[:2], reverse=True)]
 
@@ -333,11 +337,11 @@ def _info(folder: Path, manifest: dict[str, Any]) -> CheckpointInfo:
     return CheckpointInfo(folder, *(manifest[key] for key in keys))
 
 
-def _set_aside(folder: Path) -> None:
-    aside = folder.with_name(f".damaged-{folder.name}")
-    if aside.exists():
-        remove_folder(aside)
-    os.rename(folder, aside)
+def _mark_damaged(folder: Path) -> None:
+    damaged = folder.with_name(f".damaged-{folder.name}")
+    if damaged.exists():
+        remove_folder(damaged)
+    os.rename(folder, damaged)
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -346,18 +350,20 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors, flush them, and compare what the file holds with what was to be written."""
+    """Write and flush tensors, then compare the file's tensors with the originals."""
     save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
     with safe_open(path, framework="pt") as written:
         for name, tensor in tensors.items():
             if not torch.equal(raw(written.get_tensor(name)), raw(tensor)):
-                raise CheckpointError(f"{path}: {name} reads back otherwise: is the disk failing?")
+                raise CheckpointError(
+                    f"{path}: {name} differs when read back: is the disk failing?"
+                )
 
 
 def _identity(model: nn.Module, trained: dict[str, Tensor]) -> dict[str, Any]:
-    """Which model a checkpoint is of: class, tensors by name, digest of the frozen ones."""
+    """Returns the model's class, its tensors' layouts, and a digest of the frozen tensors."""
     tensors = all_tensors(model)
     base = {name: tensor for name, tensor in tensors.items() if name not in trained}
     layouts = {name: layout(tensor) for name, tensor in tensors.items()}
@@ -376,7 +382,7 @@ def _require_same_model(
     trained: set[str],
     saved: dict[str, Any],
 ) -> None:
-    """Errors: CheckpointError that names the first tensors which differ."""
+    """Errors: CheckpointError with the first tensors that differ."""
     now = {name: layout(tensor) for name, tensor in tensors.items()}
     differing = [
         f"{name}: {saved['tensors'].get(name, 'absent')} in the checkpoint, "
@@ -391,12 +397,12 @@ def _require_same_model(
         )
     if type(model).__name__ != saved["class"]:
         raise CheckpointError(
-            f"{folder} is a checkpoint of another model: of class {saved['class']}, this is "
+            f"{folder} is a checkpoint of another model: its class is {saved['class']}, here "
             f"{type(model).__name__}"
         )
     base = {name: tensor for name, tensor in tensors.items() if name not in trained}
     if base and digest(base) != saved["base"]:
         raise CheckpointError(
             f"{folder} was trained on another base model: its adapters fit, but the frozen weights "
-            "differ; load the base that the run started from"
+            "differ: load the base model of the run"
         )

@@ -264,7 +264,7 @@ def test_a_folder_of_other_things_is_never_replaced(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(ConfigError, match="something else than a model"):
+    with pytest.raises(ConfigError, match="holds no model"):
         export_hf(qwen3(), tokenizer, tmp_path, overwrite=True)
     with pytest.raises(ConfigError, match="is a file"):
         export_hf(qwen3(), tokenizer, tmp_path / "thesis.tex", overwrite=True)
