@@ -25,22 +25,22 @@ ALGORITHMS: Registry[Algorithm] = Registry(
             "ludus.train.algorithms.table:gspo", "train", "GRPO with one ratio a trajectory"
         ),
         "gspo_token": Row(
-            "ludus.train.algorithms.table:gspo_token", "train", "GSPO, advantages a turn"
+            "ludus.train.algorithms.table:gspo_token", "train", "GSPO with one advantage per turn"
         ),
         "cispo": Row("ludus.train.algorithms.table:cispo", "train", "REINFORCE with capped ratios"),
         "turn_grpo": Row(
-            "ludus.train.algorithms.table:turn_grpo", "train", "GRPO over turns' returns"
+            "ludus.train.algorithms.table:turn_grpo", "train", "GRPO over the returns of turns"
         ),
-        "ppo": Row("ludus.train.algorithms.table:ppo", "train", "a critic, and GAE"),
+        "ppo": Row("ludus.train.algorithms.table:ppo", "train", "a critic and GAE"),
         "reinforce_pp": Row(
             "ludus.train.algorithms.table:reinforce_pp",
             "train",
-            "returns, normalised over the step",
+            "returns normalised over the step",
         ),
         "reinforce_pp_baseline": Row(
             "ludus.train.algorithms.table:reinforce_pp_baseline",
             "train",
-            "against the group, as well",
+            "REINFORCE++ with the group's mean as baseline",
         ),
         "rloo": Row(
             "ludus.train.algorithms.table:rloo", "train", "REINFORCE, leave-one-out baseline"

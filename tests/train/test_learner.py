@@ -489,7 +489,7 @@ def test_no_compiler_is_told_and_survived(
     monkeypatch.delenv("CXX", raising=False)
     learner = make_learner(policy(), settings=LearnerConfig(compile=True))
     learner.train_step(make_batch(make_samples(4)), SURROGATE)
-    assert "learner.compile: no C++ compiler here (CXX, g++ or clang++): it is off" in caplog.text
+    assert "learner.compile is off: no C++ compiler found (CXX, g++ or clang++)" in caplog.text
 
 
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")

@@ -1,9 +1,8 @@
-"""Attention over a packed row of token trees, without the work that a dense mask throws away.
+"""Attention over a packed row of token trees, by tiles (`ludus.train.kernels.tiles`).
 
-The row is cut into tiles (`ludus.train.kernels.tiles`). So a prefix costs once, samples packed
-side by side cost as if alone, and no T x T mask exists. Beyond a constant, scores are computed
-again in the backward pass, as in FlashAttention (Dao et al. 2022, arXiv:2205.14135): memory does
-not grow with T x T either.
+A shared prefix is computed once, packed samples cost the same as separate ones, and there is no
+T x T mask. Beyond a constant, scores are recomputed in the backward pass, as in FlashAttention (Dao
+et al. 2022, arXiv:2205.14135), so memory does not grow with T x T.
 
 Shape suffixes: T positions, H query heads, K key heads, G = H / K, D head size, Q queries of a
 tile, S keys of a tile.
@@ -68,7 +67,7 @@ class _Tiled(torch.autograd.Function):
 
 
 class _Native(torch.autograd.Function):
-    """The same by kernels.c, for queries [T, H, D], keys and values [T, K, D] of any strides."""
+    """Tiled attention by kernels.c: queries [T, H, D], keys and values [T, K, D], any strides."""
 
     @staticmethod
     def forward(
@@ -93,7 +92,7 @@ class _Native(torch.autograd.Function):
 
 
 def _weights(q: Tensor, keys: Tensor, tile: Tile) -> Tensor:
-    """Softmax of the tile's scores [K, Q * G, S]."""
+    """Returns the softmax of the tile's scores [K, Q * G, S]."""
     scores = torch.bmm(q, keys.mT)
     num_queries = tile.stop - tile.start
     shape = scores.shape[0], num_queries, -1, scores.shape[2]
@@ -102,12 +101,12 @@ def _weights(q: Tensor, keys: Tensor, tile: Tile) -> Tensor:
 
 
 _active: list[Plan] = []
-"""The plan of the pass under way. Not a context variable: autograd may recompute a checkpointed
-layer on a thread of its own."""
+"""The plan of the current pass. Not a context variable: autograd may recompute a checkpointed layer
+on another thread."""
 
 
 def active_plan() -> Plan | None:
-    """The tiles of the pass under way; None where there are none."""
+    """Returns the plan of the current pass, or None."""
     return _active[-1] if _active else None
 
 
@@ -117,13 +116,13 @@ def tiled_attention(
 ) -> tuple[Tensor, None]:
     """An attention function of transformers: [1, H, T, D] to [1, T, H, D].
 
-    Errors: TypeError for what it does not do: dropout, caps, sinks, biases, windows.
+    Errors: TypeError for unsupported options: dropout, caps, sinks, biases, windows.
     """
     window = options.get("sliding_window")
     extras = ("softcap", "s_aux", "position_bias", "dropout")
     narrow = window is not None and window < query.shape[2]
     if narrow or any(_is_set(options.get(name)) for name in extras):
-        raise TypeError("an attention with extras")
+        raise TypeError("tiled attention supports no dropout, caps, sinks, biases or windows")
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     dtype, device = value.dtype, query.device.type
     if torch.is_autocast_enabled(device):
@@ -153,11 +152,10 @@ AttentionInterface.register(NAME, tiled_attention)
 
 @contextmanager
 def attending(model: Any, plan: Sequence[Tile], *, keep: bool = True) -> Iterator[None]:
-    """Let the model's layers attend by these tiles, in single-row passes and their backward.
+    """Use tiled attention in the model's layers, for single-row passes and their backward.
 
-    Without `keep`, no weights are kept for the backward: a layer that is computed twice has to do
-    the same both times. The choice is undone afterwards: the in-process sampler runs the very same
-    modules.
+    Without `keep`, no weights are kept for the backward: a recomputed layer must do the same work
+    twice. The setting is restored afterwards, because the in-process sampler uses the same modules.
     """
     config = model.config.get_text_config()
     before = config._attn_implementation

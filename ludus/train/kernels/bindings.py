@@ -1,6 +1,6 @@
-"""The interface of kernels.c: what a training pass computes between its matrix products.
+"""Python bindings of kernels.c: the operations of a training pass besides matrix products.
 
-Without a C compiler, or with LUDUS_NATIVE=0, there are none, and torch's own operations serve.
+Without a C compiler, or with LUDUS_NATIVE=0, torch's operations replace the kernels.
 Shape suffixes as in kernels.c, and N for T tokens times heads.
 """
 
@@ -51,11 +51,11 @@ class Kernels:
         self.widest = int(self._lib.ludus_widest())
 
     def _call(self, name: str, *args: Tensor | float | None) -> None:
-        """Call with the tensors' addresses, and the number of threads last."""
+        """Call with the tensors' addresses; the number of threads is the last argument."""
         getattr(self._lib, name)(*map(_argument, args), ctypes.c_long(torch.get_num_threads()))
 
     def norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x / rms(x) * weight in `dtype`, and 1 / rms(x) [T]."""
+        """Returns x / rms(x) * weight in `dtype`, and 1 / rms(x) [T]."""
         y_TE = torch.empty_like(x_TE, dtype=self.dtype)
         factor_T = x_TE.new_empty(len(x_TE))
         self._call("ludus_norm", *x_TE.shape, x_TE, weight_E, eps, y_TE, factor_T)
@@ -64,7 +64,7 @@ class Kernels:
     def norm_back(
         self, x_TE: Tensor, weight_E: Tensor, factor_T: Tensor, grad_TE: Tensor, add_TE: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Gradient of x, with `add` added, and of the weight."""
+        """Returns the gradient of x, plus `add`, and of the weight."""
         dx_TE = torch.empty_like(x_TE)
         parts = x_TE.new_zeros(self.blocks, x_TE.shape[1])
         self._call(
@@ -81,8 +81,8 @@ class Kernels:
         cosine_TR: Tensor,
         sine_TR: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys [T, (H + K) D] of qkv [T, (H + 2 K) D], normed and rotated by halves;
-        and the norms' factors. `sizes` are H, K and D."""
+        """Returns queries and keys [T, (H + K) D] of qkv [T, (H + 2 K) D], normalised and rotated
+        by halves, and the norms' factors. `sizes`: H, K and D."""
         num, (heads, kv_heads, dim) = len(qkv), sizes
         out = qkv.new_empty(num, (heads + kv_heads) * dim)
         factors = qkv.new_empty(num, heads + kv_heads, dtype=torch.float32)
@@ -102,7 +102,7 @@ class Kernels:
         factors: Tensor,
         grad: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of qkv, and of both norms [2, D]."""
+        """Returns the gradients of qkv and of both norms [2, D]."""
         dqkv = torch.empty_like(qkv)
         parts = factors.new_zeros(self.blocks, 2, sizes[2])
         self._call(
@@ -112,20 +112,20 @@ class Kernels:
         return dqkv, parts.sum(0)
 
     def gate(self, gate_up: Tensor, gelu: bool) -> Tensor:
-        """act(gate) * up [T, I] of [T, 2 I]."""
+        """Returns act(gate) * up [T, I] of [T, 2 I]."""
         num, inner = len(gate_up), gate_up.shape[1] // 2
         out_TI = gate_up.new_empty(num, inner)
         self._call("ludus_gate", num, inner, gate_up, out_TI, int(gelu))
         return out_TI
 
     def gate_back(self, gate_up: Tensor, grad_TI: Tensor, gelu: bool) -> Tensor:
-        """Gradient of gate and up."""
+        """Returns the gradient of gate and up."""
         grad = torch.empty_like(gate_up)
         self._call("ludus_gate_back", *grad_TI.shape, gate_up, grad_TI, grad, int(gelu))
         return grad
 
     def scores(self, logits_TV: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Log of the sum of exp(scale * logits), and entropy, float32 [T]."""
+        """Returns the log-sum-exp of scale * logits, and the entropy, float32 [T]."""
         total_T = logits_TV.new_empty(len(logits_TV), dtype=torch.float32)
         entropy_T = torch.empty_like(total_T)
         self._call("ludus_scores", *logits_TV.shape, logits_TV, scale, total_T, entropy_T)
@@ -140,7 +140,7 @@ class Kernels:
         share_T: Tensor,
         heat_T: Tensor,
     ) -> Tensor:
-        """-p (share + heat (log p + H)), with p = softmax(scale * logits), float32."""
+        """Returns -p (share + heat (log p + H)), with p = softmax(scale * logits), float32."""
         grad_TV = torch.empty_like(logits_TV, dtype=torch.float32)
         self._call(
             "ludus_scores_back", *logits_TV.shape, logits_TV, scale, total_T, entropy_T, share_T,
@@ -151,8 +151,8 @@ class Kernels:
     def attention(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: Plan, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Attention by tiles [T, H, D], and log of the sum of exp [T, H]; heads and tokens may
-        stand at any stride."""
+        """Returns attention by tiles [T, H, D] and log-sum-exp [T, H]; heads and tokens may have
+        any stride."""
         out_THD = q_THD.new_empty(q_THD.shape)
         total_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
         self._attend("ludus_attention", q_THD, k_TKD, v_TKD, plan, scale, o=out_THD, total=total_TH)
@@ -168,7 +168,7 @@ class Kernels:
         grad_THD: Tensor,
         into: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        """Write the gradient of queries, add those of keys and values; heads lie side by side."""
+        """Write the gradient of queries, add those of keys and values; heads are contiguous."""
         names = ("dq", "dk", "dv")
         self._attend(
             "ludus_attention_back", *qkv, plan, scale, o=out_THD, total=total_TH, grad=grad_THD,
@@ -208,7 +208,7 @@ class Kernels:
 
 @functools.cache
 def kernels(dtype: torch.dtype) -> Kernels | None:
-    """The kernels for activations of this type; None where there are none."""
+    """Returns the kernels for activations of this type, or None."""
     if dtype not in (torch.float32, torch.bfloat16):
         return None
     try:

@@ -1,7 +1,7 @@
 """torch.compile for the decoder's layers, in training passes only.
 
-The in-process sampler runs the same modules, with other shapes at every turn: there it would
-compile again and again. So the compiled calls are put in place around a training pass alone.
+The in-process sampler runs the same modules with changing shapes, which would recompile all the
+time. So the compiled calls are active during a training pass only.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ BACKEND = "inductor"
 
 
 class CompiledLayers:
-    """The compiled calls of a model's layers; none where the machine has no C++ compiler."""
+    """The compiled calls of a model's layers; none without a C++ compiler."""
 
     def __init__(self, model: Any) -> None:
         self._calls: list[tuple[nn.Module, Any]] = []
         if not has_compiler():
-            log.warning("learner.compile: no C++ compiler here (CXX, g++ or clang++): it is off")
+            log.warning("learner.compile is off: no C++ compiler found (CXX, g++ or clang++)")
             return
         lists = [m for m in backbone(model).children() if isinstance(m, nn.ModuleList)]
         for layer in max(lists, key=len, default=nn.ModuleList()):
@@ -39,7 +39,7 @@ class CompiledLayers:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within, the layers run compiled. `nn.Module.compile` sets the same attribute for good."""
+        """Run the layers compiled. `nn.Module.compile` sets the same attribute permanently."""
         for layer, call in self._calls:
             layer._compiled_call_impl = call
         try:

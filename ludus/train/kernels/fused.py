@@ -1,12 +1,11 @@
 """A Llama-shaped decoder's layers as two operations each: attention, and the gated MLP.
 
-transformers writes a layer as some forty operations, each a pass over memory, each remembered by
-autograd. Here norms, rotary positions, gates and attention are kernels (kernels.c), the gradients
-are written out, and what is cheap is computed again in the backward pass. Products are torch's.
+transformers runs a layer as about forty operations; each one reads memory and is recorded by
+autograd. Here norms, rotary positions, gates and attention are kernels (kernels.c), gradients are
+explicit, and cheap values are recomputed in the backward pass. Matrix products are torch's.
 
-The modules stay as they are: around a training pass, a layer's call is put in their place. Which
-models are meant, `ludus.models.decoders.llama` reads from their structure; the rest keep their own
-layers.
+The modules are unchanged; during a training pass, a fused call replaces a layer's `forward`.
+`ludus.models.decoders.llama` detects supported models by their structure; others keep their layers.
 
 Shape suffixes: T tokens, E hidden size, D head size, R rotary dimensions, I inner size.
 """
@@ -32,11 +31,11 @@ from ludus.train.kernels.tiles import Plan
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the layers of a model have in common.
+    """The sizes and constants shared by a model's layers.
 
     Args:
         sizes: query heads, key heads, head size.
-        offset: what the norms add to their weights (Gemma: 1).
+        offset: added to the norms' weights (Gemma: 1).
     """
 
     sizes: tuple[int, int, int]
@@ -54,7 +53,7 @@ class Shape:
 class FusedLayers:
     """The fused calls of a model's layers.
 
-    Errors: NotLlama for a model that they do not describe, or where the kernels are missing.
+    Errors: NotLlama for an unsupported model, or without kernels.
     """
 
     def __init__(self, model: Any) -> None:
@@ -85,8 +84,8 @@ class FusedLayers:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within, the layers run fused, where a row has tiles. Hooks on a layer still run, those on
-        its parts do not."""
+        """Run the layers fused where a row has tiles. Hooks on a layer run, hooks on its parts do
+        not."""
         for module, call in self._calls:
             module.forward = call
         try:
@@ -102,9 +101,9 @@ def _norms(layer: LlamaLayer) -> list[Any]:
 
 
 def _weights(layer: LlamaLayer) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """The parameters of attention and of the MLP, in the order of the operations' arguments.
+    """Returns the parameters of attention and MLP, in the order of the operations' arguments.
 
-    Errors: NotLlama where an adapter sits on one.
+    Errors: NotLlama for a layer with adapters.
     """
     linears = (layer.query, layer.key, layer.value, layer.output)
     mlp = (layer.gate, layer.up, layer.down)
@@ -253,7 +252,7 @@ class _Mlp(torch.autograd.Function):
 def _halves(
     linears: Sequence[Tensor | None], dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Matrices and biases, in the type that is multiplied in."""
+    """Returns matrices and biases in the type of the products."""
     cast = [None if x is None else x.to(dtype) for x in linears]
     middle = len(cast) // 2
     return [x for x in cast[:middle] if x is not None], cast[middle:]
@@ -264,7 +263,7 @@ def _shifted(weight: Tensor | None, offset: float) -> Tensor | None:
 
 
 def _heads(queries_keys: Tensor, qkv: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of queries [T, H, D], keys and values [T, K, D]; the values stand last in qkv."""
+    """Returns views of queries [T, H, D], keys and values [T, K, D]; values are last in qkv."""
     queries, keys, values = shape.widths
     first = queries_keys[:, : queries + keys]
     last = qkv[:, -values:]
@@ -274,7 +273,7 @@ def _heads(queries_keys: Tensor, qkv: Tensor, shape: Shape) -> tuple[Tensor, Ten
 
 
 def _project(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """Several linear layers of the same input, side by side."""
+    """Returns the outputs of several linear layers of one input, concatenated."""
     offsets = [0]
     for matrix in matrices:
         offsets.append(offsets[-1] + len(matrix))
@@ -288,14 +287,14 @@ def _project(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor | No
 
 
 def _residual(x_TE: Tensor, inner: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    """x + a linear layer of the inner state, in float32."""
+    """Returns x + a linear layer of the inner state, in float32."""
     if matrix.dtype == x_TE.dtype and bias is None:
         return torch.addmm(x_TE, inner, matrix.T)
     return x_TE + nn.functional.linear(inner, matrix, bias)
 
 
 def _into(grads: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
-    """The gradient of the input that several linear layers share."""
+    """Returns the gradient of the input shared by several linear layers."""
     total = grads[0] @ matrices[0]
     for grad, matrix in zip(grads[1:], matrices[1:], strict=True):
         total.addmm_(grad, matrix)
@@ -309,8 +308,8 @@ def _linear_grads(
     weights: Sequence[bool],
     biases: Sequence[bool],
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Gradients, in float32, of the weights and biases of linear layers side by side, whose outputs
-    have these widths: where they are needed."""
+    """Returns the required float32 gradients of weights and biases of concatenated linear layers
+    with these output widths."""
     none = [None] * len(widths)
     dweights = (grad.T @ x).float().split_with_sizes(list(widths)) if any(weights) else none
     dbiases = grad.float().sum(0).split_with_sizes(list(widths)) if any(biases) else none

@@ -1,9 +1,9 @@
-/* What a training pass computes between its matrix products, forward and backward, and attention
-   over the tiles of a row.
+/* Kernels of a training pass besides matrix products, forward and backward, and attention over the
+   tiles of a row.
 
    Compiled twice: with HALF, activations (`num`) are bfloat16, and sums, norms, softmax and the
-   residual stream stay float32. No sum depends on the number of threads: rows are independent, and
-   sums over rows are made in BLOCKS parts of fixed size.
+   residual stream stay float32. Sums do not depend on the number of threads: rows are independent, and
+   sums over rows use BLOCKS parts of fixed size.
 
    T tokens, E hidden size, H query heads, K key heads, D head size, R rotary dimensions, I inner
    size, V vocabulary. Matrices are row-major. */
@@ -14,7 +14,7 @@
 #include "lanes.h"
 
 #define BLOCKS 16
-#define WIDEST 512 /* the largest head */
+#define WIDEST 512 /* the largest head size */
 #define SIMD _Pragma("omp simd")
 
 long ludus_blocks(void) { return BLOCKS; }
@@ -50,7 +50,7 @@ void ludus_norm(long T, long E, const float *x, const float *w, float eps, num *
     }
 }
 
-/* dx = add + d(norm)/dx; dw [BLOCKS, E] gathers the parts of dw, and starts from 0. */
+/* dx = add + d(norm)/dx; dw [BLOCKS, E] accumulates parts of dw; initialise with 0. */
 void ludus_norm_back(long T, long E, const float *x, const float *w, const float *r, const num *dy,
                      const float *add, float *dx, float *dw, long threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -73,8 +73,8 @@ void ludus_norm_back(long T, long E, const float *x, const float *w, const float
     }
 }
 
-/* Queries and keys of a token: [H + 2 K, D] -> [H + K, D], normed where there are weights, and
-   rotated by halves of the first R dimensions. r [T, H + K]: the norms' factors. */
+/* Queries and keys of a token: [H + 2 K, D] -> [H + K, D], normalised if there are weights,
+   and rotated by halves of the first R dimensions. r [T, H + K]: the norms' factors. */
 void ludus_rotate(long T, long H, long K, long D, long R, const num *qkv, const float *wq,
                   const float *wk, float eps, const float *cosine, const float *sine, num *out,
                   float *r, long threads) {
@@ -103,8 +103,8 @@ void ludus_rotate(long T, long H, long K, long D, long R, const num *qkv, const 
     }
 }
 
-/* Gradients of rotated queries and keys, and of values, [H + 2 K, D] each token -> those of qkv.
-   dw [BLOCKS, 2, D] gathers the parts of the norms' gradients, and starts from 0. */
+/* Gradients of rotated queries and keys, and of values, [H + 2 K, D] per token -> gradients of
+   qkv. dw [BLOCKS, 2, D] accumulates parts of the norms' gradients; initialise with 0. */
 void ludus_rotate_back(long T, long H, long K, long D, long R, const num *qkv, const float *wq,
                        const float *wk, const float *cosine, const float *sine, const float *r,
                        const float *grad, num *dqkv, float *dw, long threads) {
@@ -175,7 +175,7 @@ void ludus_gate_back(long T, long I, const num *x, const num *dy, num *dx, long 
     }
 }
 
-/* Of logits z [T, V] times `scale`: log of the sum of exp, and entropy. */
+/* Log-sum-exp and entropy of the logits z [T, V] times `scale`. */
 void ludus_scores(long T, long V, const num *z, float scale, float *total, float *entropy,
                   long threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -254,31 +254,31 @@ static void product(long M, long N, long K, const float *a, long row, long colum
     }
 }
 
-/* Queries [start, stop) see the keys of their spans: the first `full` of them all do, of the
-   others those that are not `hidden` [stop - start, keys - full]. */
+/* Queries [start, stop) see the keys of their spans: all queries see the first `full` keys; of the
+   others, a query sees those not in `hidden` [stop - start, keys - full]. */
 typedef struct {
     int64_t start, stop, full, keys, spans, num_spans;
     const uint8_t *hidden;
 } Tile;
 
-/* Strides of heads and tokens are in numbers; G query heads share a key head. Gradients are
-   [T, heads, D], with the strides of tokens that are given. */
+/* Strides of heads and tokens count numbers, not bytes; G query heads share a key head. Gradients
+   are [T, heads, D] with the given token strides. */
 typedef struct {
     int64_t num_tiles, K, G, D, q_head, q_token, k_head, k_token, v_head, v_token, o_token;
     int64_t dq_token, dk_token, dv_token, tokens, scratch;
     const Tile *tiles;
     const int64_t *spans; /* pairs */
     const num *q, *k, *v;
-    const num *keys, *values; /* turned: [K, D, tokens]; values in the backward pass only */
+    const num *keys, *values; /* transposed: [K, D, tokens]; values in the backward pass only */
     num *o;       /* [T, H, D] */
-    float *total; /* [T, H], log of the sum of exp */
+    float *total; /* [T, H], log-sum-exp */
     const num *grad; /* of o */
     float *dq, *dk, *dv;
     float *work; /* [threads, scratch] */
     float scale;
 } Attention;
 
-/* Floats that a thread needs for a tile of so many rows (queries times G) and keys. */
+/* Floats per thread for a tile with the given rows (queries times G) and keys. */
 long ludus_attention_scratch(long rows, long keys, long D) {
     long wide = whole(keys), deep = whole(D);
     return 2 * rows * wide + 4 * rows * deep + 3 * wide * deep + rows;
@@ -297,7 +297,7 @@ static void gather(const Attention *a, const Tile *tile, const num *from, long t
     }
 }
 
-/* The same turned, [D, wide], from keys or values that are turned already, [D, tokens]. */
+/* Transposed, [D, wide], from transposed keys or values [D, tokens]. */
 static void gather_turned(const Attention *a, const Tile *tile, const num *from, float *to,
                           long wide) {
     for (long d = 0; d < a->D; d++, from += a->tokens, to += wide) {
@@ -365,7 +365,7 @@ static void attend(const Attention *a, const Tile *tile, long k, float *work) {
         }
         long token = tile->start + n / a->G, head = k * a->G + n % a->G;
         a->total[token * H + head] = top + logf(sum);
-        q[n] = 1 / sum; /* the queries are used up */
+        q[n] = 1 / sum; /* the queries are no longer needed */
     }
     product(rows, deep, tile->keys, p, wide, 1, values, deep, out, deep);
     for (long n = 0; n < rows; n++) {
@@ -431,7 +431,7 @@ void ludus_attention(const Attention *a, long threads) {
         for (long k = 0; k < a->K; k++) attend(a, a->tiles + n, k, a->work + THREAD * a->scratch);
 }
 
-/* Tiles of a head share their gradients of keys and values: they go in order, on one thread. */
+/* Tiles of a head add to the same gradients of keys and values: in order, on one thread. */
 void ludus_attention_back(const Attention *a, long threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (long k = 0; k < a->K; k++)

@@ -1,13 +1,13 @@
-"""Log-probabilities and entropies of loss tokens, a chunk of logits at a time.
+"""Log-probabilities and entropies of loss tokens, by chunks of logits.
 
-A forward pass has two halves: the hidden states at the positions that predict a loss token, and
-what the output layer makes of them. The second half never holds the logits of a whole batch:
+A forward pass has two parts: the hidden states at the positions that predict a loss token, and the
+output layer. The second part never holds the logits of a whole batch:
 
     forward     logits of a chunk -> logsumexp, the targets' logits, entropy
-    backward    the same logits, kept or computed again -> gradients of hidden states and weights
+    backward    the same logits, kept or recomputed -> gradients of hidden states and weights
 
-Shape suffixes: N loss tokens, P the positions that predict them (one may predict several, where
-trajectories share a prefix), C those of a chunk, E hidden size, V vocabulary.
+Shape suffixes: N loss tokens, P the positions that predict them (one position may predict
+several, where trajectories share a prefix), C positions of a chunk, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from torch.autograd.function import once_differentiable
 from ludus.train.kernels.bindings import Kernels, kernels
 
 CHUNK = 1 << 20
-"""Logits of a chunk on a CPU: 4 MB in float32, near the size of a core's cache."""
+"""Logits of a chunk on a CPU: 4 MB in float32, about the size of a core's cache."""
 WIDE_CHUNK = 1 << 26
-"""The same on a GPU: 256 MB, for products of few rows leave it idle (151,936 tokens: 441 rows, not
-6)."""
+"""Logits of a chunk on a GPU: 256 MB; products of few rows leave a GPU idle (151,936 tokens: 441
+rows instead of 6)."""
 KEEP = 1 << 24
-"""Logits kept for the backward pass (64 MB); those beyond are computed twice. A constant, so that
-memory does not grow with vocabulary times length."""
+"""Logits kept for the backward pass (64 MB); further logits are recomputed. A constant, so memory
+does not grow with vocabulary times length."""
 TINY = torch.finfo(torch.float32).tiny
 TOLERANCE = 1e-4
-"""Of the largest logit; rounding in float32 leaves about 1e-6."""
+"""Relative to the largest logit; rounding errors in float32 are about 1e-6."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How a model turns hidden states into logits: cap * tanh(scale * (W h + b) / cap).
+    """Logits from hidden states: cap * tanh(scale * (W h + b) / cap).
 
     Args:
         linear: W [V, E] and b [V].
         scale: Cohere's `logit_scale`, the inverse of Granite's `logits_scaling`.
-        cap: Gemma 2's `final_logit_softcapping`; None: no cap, the scaled logits themselves.
+        cap: Gemma 2's `final_logit_softcapping`; None: no cap.
     """
 
     linear: nn.Linear
@@ -49,7 +49,7 @@ class Head:
     cap: float | None = None
 
     def logits(self, hidden_PE: Tensor) -> Tensor:
-        """All logits at once [P, V]."""
+        """Returns all logits [P, V]."""
         linear = nn.functional.linear(hidden_PE, self.linear.weight, self.linear.bias)
         logits_PV = linear * self.scale
         return logits_PV if self.cap is None else torch.tanh(logits_PV / self.cap) * self.cap
@@ -62,11 +62,11 @@ class Head:
         temperature: float = 1.0,
         num_ids: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the targets and entropies, both float32 [N].
+        """Returns log-probabilities of the targets and entropies, both float32 [N].
 
         Args:
             hidden_PE: the last hidden states, after the final norm.
-            place_N: which of them predicts a token.
+            place_N: index of the state that predicts each token.
             target_N: the token ids.
             temperature: divides the logits.
             num_ids: only ids below this can be sampled; None: all.
@@ -84,16 +84,15 @@ class Head:
 
 
 def backbone(model: Any) -> Any:
-    """The model without its output layer; adapters stay in place."""
+    """Returns the model without its output layer, with adapters."""
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
     return getattr(plain, plain.base_model_prefix, None)
 
 
 def find_head(model: Any) -> Head | None:
-    """The model's head, where `Head` describes it: checked on a few tokens.
+    """Returns the model's head if `Head` reproduces its logits on a few tokens.
 
-    None where it does something else (or where an adapter sits on it): the model's own logits have
-    to serve.
+    None for other heads and heads with adapters: the caller then uses the model's own logits.
     """
     linear, body = model.get_output_embeddings(), backbone(model)
     if type(linear) is not nn.Linear or body is None:
@@ -110,7 +109,7 @@ def find_head(model: Any) -> Head | None:
 
 @torch.no_grad()
 def _agrees(model: Any, body: Any, head: Head) -> bool:
-    """Whether the head's logits are the model's, on a trial."""
+    """Whether the head reproduces the model's logits on a trial."""
     vocab_size, device = head.linear.weight.shape[0], head.linear.weight.device
     ids = torch.tensor([[(7 * i + 3) % vocab_size for i in range(5)]], device=device)
     training = model.training
@@ -136,14 +135,14 @@ def score_logits(
     temperature: float = 1.0,
     num_ids: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `Head.score` gives, from logits that are there: for heads that it does not know."""
+    """Returns the result of `Head.score` from given logits, for other heads."""
     logprobs_PV = (logits_PV[:, :num_ids].float() / temperature).log_softmax(-1)
     entropy_P = -torch.linalg.vecdot(logprobs_PV.exp(), logprobs_PV)
     return logprobs_PV[place_N, target_N], entropy_P[place_N]
 
 
 def chunk_rows(vocab_size: int, device: torch.device) -> int:
-    """Positions whose logits are computed at once."""
+    """Returns the number of positions per chunk."""
     return max((CHUNK if device.type == "cpu" else WIDE_CHUNK) // vocab_size, 1)
 
 
@@ -259,12 +258,12 @@ class _Scores(torch.autograd.Function):
 
 
 def _kernels(weight_VE: Tensor, cap: float | None) -> Kernels | None:
-    """What computes the softmax in one pass, where it can."""
+    """Returns the kernels that compute the softmax in one pass, or None."""
     return kernels(weight_VE.dtype) if weight_VE.device.type == "cpu" and cap is None else None
 
 
 def _softmax_back(p_CV: Tensor, entropy_C: Tensor, share_C: Tensor, heat_C: Tensor) -> Tensor:
-    """-p (share + heat (log p + H)) [C, V]."""
+    """Returns -p (share + heat (log p + H)) [C, V]."""
     factor = share_C[:, None]
     if not heat_C.any():
         return p_CV * -factor
@@ -285,7 +284,7 @@ def _logits(
     cap: float | None,
     temperature: float,
 ) -> Tensor:
-    """Logits of a chunk in float32, divided by the temperature."""
+    """Returns a chunk's logits in float32, divided by the temperature."""
     z_CV = _linear(hidden_CE, weight_VE, bias_V).float()
     if cap is None:
         return _scaled(z_CV, scale / temperature)

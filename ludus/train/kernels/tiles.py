@@ -1,12 +1,11 @@
-"""Cutting a row of token trees into tiles: which keys each tile of queries reads.
+"""Cut a row of token trees into tiles of queries, and find the keys of each tile.
 
-In a row of trees in depth-first order, the token at j is seen by the queries from j to its
-subtree's end, and by no other. The row's queries are cut into tiles; a tile computes only with the
-keys that some query of it sees:
+In a row of trees in depth-first order, only the queries from j to the end of its subtree see the
+token at j. A tile computes only with keys that at least one of its queries sees:
 
     row             P P P P  A A A  B B B         A and B both continue P
     tile A A A      keys P P P P A A A            P in full, A causally
-    tile B B B      keys P P P P B B B            A's keys are not even read
+    tile B B B      keys P P P P B B B            A's keys are not read
 
 Shape suffixes: T positions, K key heads, D head size, Q queries of a tile, S keys of a tile.
 """
@@ -23,20 +22,20 @@ import torch
 from torch import Tensor
 
 ROWS = 64
-"""Queries of a tile at most."""
+"""Maximum queries of a tile."""
 KEEP = 1 << 24
-"""Attention weights that the layers of a pass keep for the backward (64 MB in float32), where torch
-computes them; the kernels compute them again."""
+"""Attention weights kept for the backward of a pass (64 MB in float32), with torch's operations;
+the kernels recompute them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries start to stop of a row, and what they see.
+    """Queries start to stop of a row, and their keys.
 
     Args:
-        spans: intervals of keys, in the order in which the tile lays them out.
-        num_full: how many of its first keys every query of the tile sees.
-        hidden_QS: bool, True where a query does not see one of the remaining keys.
+        spans: intervals of keys, in the tile's order.
+        num_full: number of first keys that all queries of the tile see.
+        hidden_QS: bool, True where a query does not see a remaining key.
     """
 
     start: int
@@ -50,12 +49,12 @@ class Tile:
         return self.num_full + self.hidden_QS.shape[1]
 
     def gather(self, x_KTD: Tensor) -> Tensor:
-        """The tile's keys or values [K, S, D]."""
+        """Returns the tile's keys or values [K, S, D]."""
         parts = [x_KTD[:, start:stop] for start, stop in self.spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def scatter(self, x_KSD: Tensor, into_KTD: Tensor) -> None:
-        """Add gradients to where `gather` took from."""
+        """Add gradients at the positions of `gather`."""
         offset = 0
         for start, stop in self.spans:
             into_KTD[:, start:stop] += x_KSD[:, offset : offset + stop - start]
@@ -63,15 +62,15 @@ class Tile:
 
 
 class Plan:
-    """The tiles of a pass, and the room that is left for weights to keep."""
+    """The tiles of a pass, and the free space for kept weights."""
 
     def __init__(self, tiles: Sequence[Tile], *, keep: bool = True) -> None:
         self.tiles = tiles
-        self.room = KEEP if keep else 0
+        self.free = KEEP if keep else 0
 
     @cached_property
     def table(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """What kernels.c reads: a row of numbers a tile, and the spans of all of them."""
+        """Returns the input of kernels.c: a row of numbers per tile, and all spans."""
         rows: list[list[int]] = []
         spans: list[tuple[int, int]] = []
         for t in self.tiles:
@@ -81,12 +80,12 @@ class Plan:
         return np.asarray(rows, dtype=np.int64), np.asarray(spans, dtype=np.int64)
 
     def keeps(self, q_KTGD: Tensor) -> bool:
-        """Whether there is room for one more layer; takes it."""
+        """Reserve space for the weights of one more layer; returns False if there is none."""
         rows = q_KTGD.shape[0] * q_KTGD.shape[2]
         needed = rows * sum(t.hidden_QS.shape[0] * t.num_keys for t in self.tiles)
-        if needed > self.room:
+        if needed > self.free:
             return False
-        self.room -= needed
+        self.free -= needed
         return True
 
 
@@ -106,7 +105,7 @@ def tiles(ends: Sequence[int] | Tensor, rows: int = ROWS) -> list[Tile]:
         query_Q1 = every_T[start:stop, None]
         seen_QS = (part[None] <= query_Q1) & (query_Q1 < ends_T[part][None])
         spans = _spans(full) + _spans(part)
-        if full.size and spans[len(_spans(full))][0] == full[-1] + 1:  # they touch: one slice
+        if full.size and spans[len(_spans(full))][0] == full[-1] + 1:  # adjacent: one slice
             middle = len(_spans(full))
             spans[middle - 1 : middle + 1] = [(spans[middle - 1][0], spans[middle][1])]
         plan.append(Tile(start, stop, tuple(spans), full.size, torch.from_numpy(~seen_QS)))
@@ -114,7 +113,7 @@ def tiles(ends: Sequence[int] | Tensor, rows: int = ROWS) -> list[Tile]:
 
 
 def _cuts(ends_T: np.ndarray[Any, Any], rows: int) -> Iterator[tuple[int, int]]:
-    """Tiles of at most `rows`, that end where a branch begins if they are at least half full."""
+    """Yields tiles of at most `rows`; a tile at least half full ends where a branch begins."""
     length = len(ends_T)
     branches = np.flatnonzero(ends_T[:-1] <= np.arange(1, length)) + 1
     start = 0
@@ -128,7 +127,7 @@ def _cuts(ends_T: np.ndarray[Any, Any], rows: int) -> Iterator[tuple[int, int]]:
 
 
 def _spans(positions: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
-    """Sorted positions as intervals."""
+    """Returns sorted positions as intervals."""
     if not positions.size:
         return []
     breaks = np.flatnonzero(np.diff(positions) > 1) + 1
