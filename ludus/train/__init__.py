@@ -22,7 +22,7 @@ ALGORITHMS: Registry[Algorithm] = Registry(
             "ludus.train.algorithms.table:dapo", "train", "clip-higher, token mean, signal only"
         ),
         "gspo": Row(
-            "ludus.train.algorithms.table:gspo", "train", "GRPO with one ratio a trajectory"
+            "ludus.train.algorithms.table:gspo", "train", "GRPO with one ratio per trajectory"
         ),
         "gspo_token": Row(
             "ludus.train.algorithms.table:gspo_token", "train", "GSPO with one advantage per turn"
