@@ -159,7 +159,7 @@ def test_accumulated_batches_are_one_step() -> None:
 
 def test_memory_that_runs_out_keeps_the_gradients_of_earlier_batches() -> None:
     """The second batch fails once: both are computed again, to the same gradient."""
-    batches = [make_batch(make_samples(4, seed), 256) for seed in (1, 2)]
+    batches = [make_batch(make_samples(12, seed), 256) for seed in (1, 2)]
     norms = []
     for failures in (0, 1):
         learner = make_learner(policy())
