@@ -79,17 +79,21 @@ class Trainer:
 
     async def train(self) -> None:
         """Run all remaining stages and evaluations. Errors: Interrupted, LudusError."""
-        config = self.run.config
+        config, backend = self.run.config, self.run.backend
         try:
             resumed = self._rewind()
-            in_rl = resumed is not None and resumed.stage == "rl"
-            if config.sft and not in_rl:
-                stage, self._excluded = sft_stage(self.run, self._observer.note)
-                await self._train_stage(stage, resumed)
-            if config.rl and not in_rl:
-                await self._evaluate("before", config.evaluate.num_tasks)
-            if config.rl:
-                await self._train_stage(rl_stage(self.run), resumed if in_rl else None)
+            skip_sft = resumed is not None and resumed.stage == "rl"
+            for name in ("sft", "rl"):
+                if getattr(config, name) is None or (name == "sft" and skip_sft):
+                    continue
+                if name == "rl" and not skip_sft:
+                    await self._evaluate("before", config.evaluate.num_tasks)
+                checkpoint = resumed if resumed and resumed.stage == name else None
+                stage, start = self._begin_stage(name, checkpoint)
+                if start < stage.steps:
+                    self.started = self.in_stage = True
+                    await run_stage(stage, backend, self, start)
+                    self.in_stage = False
             await self._evaluate("after", config.evaluate.num_tasks)
         finally:
             self._budget.keep()
@@ -126,25 +130,29 @@ class Trainer:
 
     # Stages
 
-    async def _train_stage(self, stage: Stage, resumed: CheckpointInfo | None) -> None:
-        """Run a stage from its checkpoint, or from its first step."""
-        config, backend = self.run.config, self.run.backend
-        backend.begin_stage(stage.settings, stage.algorithm)
-        seed_random(derive_seed(config.seed, "stage", stage.name))  # e.g. LoRA's dropout
+    def _begin_stage(self, name: str, checkpoint: CheckpointInfo | None) -> tuple[Stage, int]:
+        """Returns a stage, restored from its checkpoint if given, and its next step.
+
+        The next step is `stage.steps` where nothing is left to do. Errors: BudgetSpent.
+        """
+        run = self.run
+        if name == "sft":
+            stage, self._excluded = sft_stage(run, self._observer.note)
+        else:
+            stage = rl_stage(run)
+        run.backend.begin_stage(stage.settings, stage.algorithm)
+        seed_random(derive_seed(run.config.seed, "stage", name))  # e.g. LoRA's dropout
         start = 0
-        if resumed is not None:
-            success = self._load(stage, resumed)
-            start = resumed.step
-            if start >= stage.steps or self._suffices(stage, success):
-                return
-        self._observer.stage(stage.name, stage.steps, start)
+        if checkpoint is not None:
+            start = checkpoint.step
+            if self._suffices(stage, self._load(stage, checkpoint)) or start >= stage.steps:
+                return stage, stage.steps
+        self._observer.stage(name, stage.steps, start)
         self._budget.begin_stage()
         if exceeded := self._budget.exceeded():  # by earlier processes of the run
             raise BudgetSpent(exceeded)
         stage.after_step = partial(self._after_step, stage)
-        self.started = self.in_stage = True
-        await run_stage(stage, backend, self, start)
-        self.in_stage = False
+        return stage, start
 
     def _load(self, stage: Stage, resumed: CheckpointInfo) -> float | None:
         """Restore a checkpoint of the stage; returns the success that it was saved with."""

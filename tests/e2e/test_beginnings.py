@@ -46,7 +46,7 @@ def test_a_number_that_another_takes_meanwhile(ludus: Ludus) -> None:
     [
         (["train", BABYAI], "ludus.config.load:load_config"),
         (["train", BABYAI], "ludus.pipeline.launch:read_splits"),
-        (["runs"], "ludus.store.store:RunStore.open"),
+        (["runs"], "ludus.cli.look:open_store"),
         (["checkpoint", "list", "x"], "ludus.store.folders:find_run"),
     ],
 )

@@ -264,7 +264,7 @@ def small_disk(ludus: Ludus) -> Iterator[Ludus]:
 
 
 FULL = {
-    "demonstrations": ("ludus.pipeline.build:generate", 1),
+    "demonstrations": ("ludus.pipeline.build:generate_demonstrations", 1),
     "the tokenizer": ("ludus.pipeline.build:atomic_folder", 1),
     "the store": ("ludus.store.store:RunStore.record_step", 3),
     "the metrics": ("ludus.telemetry.metrics:MetricsLog.log", 1),

@@ -160,8 +160,8 @@ def test_what_cannot_be_resumed_is_refused(ludus: Ludus, reference: Ludus) -> No
     assert "config" not in wrong.out
     ludus("train", "--resume", "tiny-1", "rl.stepz=8").refused(2, "rl.stepz", "rl.steps")
     ludus("train", "--resume", "tiny-1", "--runs-dir", "nowhere").refused(2, "nowhere")
-    ludus("train").refused(2, "give a recipe, or --resume RUN")
-    ludus("train", BABYAI, "--resume", "tiny-1").refused(2, "give a recipe, or --resume RUN")
+    ludus("train").refused(2, "give either a recipe or --resume RUN")
+    ludus("train", BABYAI, "--resume", "tiny-1").refused(2, "give either a recipe or --resume RUN")
     assert (ludus.run() / "config.yaml").read_text() == before
 
     more = ("train", "--resume", "tiny-1", "rl.steps=6")
