@@ -177,7 +177,7 @@ async def test_a_dependence_on_the_batch_alone_is_told() -> None:
     place = samples[0].loss_mask.index(True)
     samples[0].logprobs[place] += 1e-3
     forward = ExactForward(model, context_length=CONTEXT)
-    with pytest.raises(TrainingError, match="depends on what else is in its batch") as caught:
+    with pytest.raises(TrainingError, match="depends on the rest of its batch") as caught:
         await verify(forward, batch_of(samples), VERSION)
     assert f"token {place} of trajectory g0/e0" in str(caught.value)
 
