@@ -1,6 +1,6 @@
 # The environment service: docker build -f deploy/env.Dockerfile -t ludus-env .
 #
-# ScienceWorld and TextWorldExpress need Java, ALFWorld a planner that is built here:
+# ScienceWorld and TextWorldExpress need Java. ALFWorld's planner is built in this file:
 #   --build-arg EXTRAS=serve,scienceworld --build-arg PACKAGES=default-jre-headless
 FROM python:3.12-slim-bookworm AS build
 ARG EXTRAS=serve,envs,webshop,reasoning

@@ -1,8 +1,8 @@
 # The model service: docker build -f deploy/model.Dockerfile -t ludus-model .
 # CMD is the checkpoint: a run's folder or a Hugging Face folder, mounted at /models.
 #
-# torch from the package index brings its own CUDA libraries: the host gives driver and container
-# toolkit. For a CPU, have pip find torch's CPU build (docs/installation.md).
+# torch from the package index includes its CUDA libraries. The host needs the driver and the container
+# toolkit. For a CPU, point pip to torch's CPU build (docs/installation.md).
 FROM python:3.12-slim-bookworm AS build
 WORKDIR /src
 COPY . .
@@ -10,7 +10,7 @@ RUN python -m venv /opt/ludus \
     && /opt/ludus/bin/pip install --no-cache-dir -c constraints.txt ".[serve,train]"
 
 FROM python:3.12-slim-bookworm
-# A compiler, because the sampler's native code is built for the processor that it runs on.
+# The compiler builds the sampler's native code for the host's processor.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \

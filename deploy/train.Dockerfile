@@ -1,8 +1,8 @@
 # Training: docker build -f deploy/train.Dockerfile -t ludus-train .
-# CMD is the recipe and its overrides; LUDUS_MIRROR is where the run lives. See deploy/train.sh.
+# CMD is the recipe and its overrides; LUDUS_MIRROR is the storage of the run. See deploy/train.sh.
 #
-# torch from the package index brings its own CUDA libraries: the host gives driver and container
-# toolkit. For a CPU, have pip find torch's CPU build (docs/installation.md).
+# torch from the package index includes its CUDA libraries. The host needs the driver and the container
+# toolkit. For a CPU, point pip to torch's CPU build (docs/installation.md).
 FROM python:3.12-slim-bookworm AS build
 ARG EXTRAS=train,envs,webshop,reasoning,remote,metrics,postgres,s3
 WORKDIR /src
@@ -11,7 +11,7 @@ RUN python -m venv /opt/ludus \
     && /opt/ludus/bin/pip install --no-cache-dir -c constraints.txt ".[${EXTRAS}]"
 
 FROM python:3.12-slim-bookworm
-# A compiler, because native code is built for the processor that it runs on.
+# The compiler builds native code for the host's processor.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \

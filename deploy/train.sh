@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Trains until the run is complete, wherever it is started: in a container, by systemd, as a
-# serverless job. The same command on a fresh machine goes on from the mirror.
+# Train a run to completion: in a container, under systemd, or as a serverless job.
+# The same command on a fresh machine resumes from the mirror.
 #
 #   train.sh [--dry-run] RECIPE [key=value ...]
 #
-#   LUDUS_MIRROR     where the run's copy lives: s3://BUCKET/FOLDER, file:///FOLDER  (required)
-#   LUDUS_RUNS_DIR   where it works; may be lost with the machine   (default: runs)
-#   LUDUS_GRACE_S    seconds that a step has to end after SIGTERM   (default: 20)
-#   LUDUS            the command                                    (default: ludus)
+#   LUDUS_MIRROR     URL of the run's copy: s3://BUCKET/FOLDER, file:///FOLDER  (required)
+#   LUDUS_RUNS_DIR   working folder; its contents may be lost      (default: runs)
+#   LUDUS_GRACE_S    seconds for a step to end after SIGTERM       (default: 20)
+#   LUDUS            the command                                   (default: ludus)
 #
-# Exit codes, for those who start it again on failure:
-#   0    complete, or its budget is spent: not to be started again
-#   75   stopped by SIGTERM or SIGINT, with a checkpoint: to be started again
-#   2    the recipe or a setting is wrong: starting again does not help
-#   else it broke: starting again may help
+# Exit codes, for restart policies:
+#   0    complete, or the budget is spent: do not restart
+#   75   stopped by SIGTERM or SIGINT, with a checkpoint: restart
+#   2    the recipe or a setting is wrong: do not restart
+#   else failure: a restart may help
 set -euo pipefail
 
 dry_run=false
@@ -26,12 +26,12 @@ if [[ $# -eq 0 || $1 == -* || $1 == *=* ]]; then
     exit 2
 fi
 if [[ -z ${LUDUS_MIRROR:-} ]]; then
-    echo "train.sh: LUDUS_MIRROR is not set: where is the run's copy to live? s3://BUCKET/FOLDER" >&2
+    echo "train.sh: LUDUS_MIRROR is not set: give the URL of the run's copy, s3://BUCKET/FOLDER" >&2
     exit 2
 fi
 grace_s=${LUDUS_GRACE_S:-20}
 if [[ ! $grace_s =~ ^[0-9]+$ ]]; then
-    echo "train.sh: LUDUS_GRACE_S is a whole number of seconds, not '$grace_s'" >&2
+    echo "train.sh: LUDUS_GRACE_S must be a whole number of seconds, not '$grace_s'" >&2
     exit 2
 fi
 command=("${LUDUS:-ludus}" train "$@"
@@ -40,11 +40,11 @@ command=("${LUDUS:-ludus}" train "$@"
 if $dry_run; then
     printf '%q ' "${command[@]}"
     echo
-    # `plan` reads the recipe with all its settings, and says what it would take.
+    # `plan` checks the recipe with all its settings and prints the estimate.
     exec "${LUDUS:-ludus}" plan "${command[@]:2}"
 fi
 
-# Bash lets background jobs ignore SIGINT, by which the run is told to save: monitor mode does not.
+# Bash makes background jobs ignore SIGINT, the signal to save; monitor mode does not.
 set -m
 "${command[@]}" &
 child=$!
@@ -69,14 +69,14 @@ code=0
 while true; do
     code=0
     wait "$child" || code=$?
-    kill -0 "$child" 2>/dev/null || break # else a signal ended the waiting, not the run
+    kill -0 "$child" 2>/dev/null || break # else a signal interrupted `wait`; the run continues
 done
 [[ -n ${timer:-} ]] && kill "$timer" 2>/dev/null || true
 
 case $code in
 0) echo "train.sh: complete" ;;
 3)
-    echo "train.sh: the budget is spent; raise it in the settings to go on"
+    echo "train.sh: the budget is spent; raise it in the settings to continue"
     code=0
     ;;
 130) code=75 ;;

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Brings a machine of its own up to date: pulls, installs, restarts the units that run.
+# Update a machine without containers: pull, install, restart the running units.
 #
 #   update.sh [--dry-run]
 #
-#   LUDUS_HOME     the clone                             (default: the one that holds this script)
-#   LUDUS_EXTRAS   what to install                       (default: all,s3)
-#   LUDUS_UNITS    units to restart, of those that run   (default: ludus-*.service)
+#   LUDUS_HOME     the clone                    (default: the clone that contains this script)
+#   LUDUS_EXTRAS   extras to install            (default: all,s3)
+#   LUDUS_UNITS    running units to restart     (default: ludus-*.service)
 #
-# Runs finish their step and save before they are restarted. Nothing is restarted where pulling or
-# installing fails; local commits are never merged over.
+# Runs finish their step and save before the restart. If pulling or installing fails, nothing is
+# restarted. Local commits are never merged.
 set -euo pipefail
 
 dry_run=false
@@ -16,7 +16,7 @@ case ${1:-} in
 --dry-run) dry_run=true ;;
 "") ;;
 *)
-    echo "update.sh: '$1' is not known: update.sh [--dry-run]" >&2
+    echo "update.sh: unknown argument '$1': update.sh [--dry-run]" >&2
     exit 2
     ;;
 esac

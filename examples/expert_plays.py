@@ -1,4 +1,4 @@
-"""The expert plays one episode of TextCraft, as it does for demonstrations."""
+"""The expert plays one episode of TextCraft, the same way as for demonstrations."""
 
 import asyncio
 

@@ -2,24 +2,24 @@
 
     python examples/grpo_one_file.py
 
-The agent walks along a street of five houses. It reads where the goal is and where it stands, and
-goes left or right, one house a turn, six turns at most; the sooner it arrives, the higher the
-reward. It starts knowing nothing, not even that a turn should hold a direction. One episode, as
-tokens (the sampled ones, which train, in brackets):
+The agent walks along a street of five houses. It reads the positions of the goal and of itself, and
+goes left or right, one house a turn, six turns at most. An earlier arrival gives a higher reward.
+The model starts untrained: it must also learn that a turn holds a direction. One episode, as
+tokens (the sampled tokens, which train, in brackets):
 
     goal 4 at 2 [what? end] what? [right end] at 3 [right goal] at 4
 
 With seeds 0, 1 and 2, the mean reward goes from 0.30 in the first ten steps to 0.85 or more in the
-last ten (0.9 is the most that there is); the greedy agent then walks straight in all 20 tasks.
+last ten (0.9 is the maximum). The greedy agent then takes the direct way in all 20 tasks.
 
-What it shows, from top to bottom: an environment, an episode as token ids with a mask that is known
-by construction, sampling many episodes at once, advantages within groups, the clipped loss, the
-mean over trajectories, the training loop.
+Contents, from top to bottom: an environment, an episode as token ids with a mask by construction,
+batched sampling of episodes, advantages within groups, the clipped loss, the mean over
+trajectories, the training loop.
 
-What it leaves out, and ludus has: text and chat templates (its tokens are its words), a KV cache
+Left out here, present in ludus: text and chat templates (the tokens are words), a KV cache
 (each token costs a whole forward pass), packing (rows are padded), branches in an episode, errors,
 retries and deadlines, several optimizer steps a batch, a KL term, checkpoints, and held-out tasks
-(there are only twenty). The tests hold ludus against the functions of this file.
+(there are only twenty tasks). The tests compare ludus with the functions of this file.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TASKS = [(a, b) for a in range(1, HOUSES + 1) for b in range(1, HOUSES + 1) if a
 
 
 def step(house: int, turn: list[int]) -> tuple[int, list[int]]:
-    """Where the first direction in a turn leads, and what the environment says to it."""
+    """Returns the next house, after the first direction in the turn, and the environment's reply."""
     direction = next((token for token in turn if token in (LEFT, RIGHT)), None)
     if direction is None:
         return house, [WHAT]
@@ -60,7 +60,7 @@ def step(house: int, turn: list[int]) -> tuple[int, list[int]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# An episode: token ids, and which of them were sampled
+# An episode: token ids, and the mask of sampled tokens
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Episode:
         append([GOAL, 10, AT, 8])           given by the environment: no loss
         append([RIGHT, END], [-1.9, -2.6])  sampled, with its log-probabilities: loss
 
-    So the mask is right by construction, and what trains is what was sampled.
+    The mask is therefore correct by construction: exactly the sampled tokens train.
     """
 
     house: int
@@ -105,7 +105,7 @@ def sample_turns(
         if not live:
             break
         ids_BT = pad([prompts[i] + turns[i][0] for i in live], PAD)
-        # Padding stands on the right, where a causal model never looks from the last real token.
+        # Padding is on the right: in a causal model the last real token does not attend to it.
         last_B = torch.tensor([len(prompts[i]) + len(turns[i][0]) - 1 for i in live])
         logits_BV = model(ids_BT).logits[torch.arange(len(live)), last_B]
         logprobs_BV = logits_BV.log_softmax(-1)
@@ -122,7 +122,7 @@ def sample_turns(
 def play(
     model: Qwen3ForCausalLM, tasks: list[tuple[int, int]], generator: torch.Generator | None
 ) -> list[Episode]:
-    """Play one episode for each task, all side by side."""
+    """Play one episode for each task, all in one batch."""
     episodes = [Episode(start, goal) for start, goal in tasks]
     for episode in episodes:
         episode.append([GOAL, HOUSE + episode.goal, AT, HOUSE + episode.house])
@@ -153,7 +153,7 @@ def group_advantages(rewards: list[float], eps: float = 1e-4) -> list[float]:
 def token_logprobs(model: Qwen3ForCausalLM, episodes: list[Episode]) -> tuple[Tensor, Tensor]:
     """Log-probability [B, T] of every token given those before it, and the loss mask [B, T].
 
-    The first column is 0 and never sampled: nothing stands before it.
+    The first column is 0 and never sampled: it has no preceding token.
     """
     ids_BT = pad([episode.ids for episode in episodes], PAD)
     mask_BT = pad([episode.mask for episode in episodes], False)
@@ -180,7 +180,7 @@ def grpo_loss(model: Qwen3ForCausalLM, groups: list[list[Episode]], clip: float 
 
 
 def pad(rows: list[list], value: float) -> Tensor:
-    """Rows of different lengths as one table, filled up on the right."""
+    """Returns one tensor of rows with different lengths, padded on the right."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])
 
@@ -190,7 +190,7 @@ def pad(rows: list[list], value: float) -> Tensor:
 
 
 def make_model(seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 with 2 layers and some 100 thousand parameters, knowing nothing."""
+    """Returns an untrained Qwen3 with 2 layers and about 100 thousand parameters."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(VOCABULARY),
@@ -216,7 +216,7 @@ def train(
     seed: int = 0,
     log_every: int = 10,
 ) -> tuple[Qwen3ForCausalLM, list[float]]:
-    """Sample groups, step on their loss, repeat; returns the model and each step's mean reward."""
+    """Train with GRPO; returns the model and the mean reward of each step."""
     model = make_model(seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)

@@ -1,8 +1,8 @@
-"""Your own environment in 60 lines: guess a number by halving the range.
+"""Your own environment in 60 lines: guess a number by bisection.
 
     ludus check-env examples/own_environment.py:HigherOrLower
 
-The guide to it is docs/your-own-environment.md.
+Guide: docs/your-own-environment.md.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ludus import Env, Message, Observation, StepResult, Task
 from ludus.core.errors import EnvError
 
 SIZES = {"small": 7, "medium": 31, "large": 127}
-"""Tier to the highest number: 3, 5 and 7 questions suffice."""
+"""Highest number by tier: 3, 5 and 7 guesses suffice."""
 
 
 class HigherOrLower(Env):
-    """The environment thinks of a number; the agent has seven guesses. Reward 1 for a hit."""
+    """The agent guesses a hidden number in at most seven turns. Reward 1 for a hit."""
 
     max_turns: ClassVar[int] = 7
-    secret: int | None = None  # None: no episode is under way
+    secret: int | None = None  # None: no open episode
 
     async def reset(self, task: Task) -> Observation:
         self.low, self.high = 1, SIZES[task.tier or "small"]
@@ -34,7 +34,7 @@ class HigherOrLower(Env):
         if self.secret is None:
             raise EnvError("call reset first")
         text = action.content.strip()
-        if not re.fullmatch("[0-9]{1,4}", text):  # the model's mistake: the model is told
+        if not re.fullmatch("[0-9]{1,4}", text):  # a mistake of the model: answer it
             return StepResult(messages=[say("answer with a number .")], reward=0.0)
         guess = int(text)
         if guess == self.secret:
