@@ -51,7 +51,7 @@ TASKS = [(a, b) for a in range(1, HOUSES + 1) for b in range(1, HOUSES + 1) if a
 
 
 def step(house: int, turn: list[int]) -> tuple[int, list[int]]:
-    """Returns the next house, after the first direction in the turn, and the environment's reply."""
+    """Returns the house after the first direction in the turn, and the environment's reply."""
     direction = next((token for token in turn if token in (LEFT, RIGHT)), None)
     if direction is None:
         return house, [WHAT]

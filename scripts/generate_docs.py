@@ -18,9 +18,9 @@ DOCS = Path(__file__).parents[1] / "docs"
 CLI_HEAD = """\
 # Command line
 
-A user's mistake ends with one message that says where, what, and what would be right; the exit code
-is 2 for a wrong configuration or call, 1 for all else, 130 for Ctrl-C. Settings are changed by
-`dotted.key=value`, with a YAML value:
+An error message gives the place, the fault and the correct form. Exit codes: 2 for a wrong
+configuration or call, 1 for other errors, 130 for Ctrl-C. `dotted.key=value` overrides a setting; the
+value is YAML:
 
 ```sh
 ludus train recipes/babyai-tiny.yaml rl.steps=50 'env.args={level: GoToObj}'

@@ -85,7 +85,7 @@ class TasksConfig(Section):
         "refuse", description="On a malformed line: refuse the run, or skip and report the line."
     )
     shuffle: bool = Field(
-        True, description="Visit training tasks in a new random order in each pass."
+        True, description="Visit training tasks in a new random order in each epoch."
     )
 
 

@@ -15,7 +15,7 @@ ENVS: Registry[Env] = Registry(
         ),
         "mixture": Row("ludus.envs.mixture:Mixture", "", "several environments in one run"),
         "remote": Row(
-            "ludus.envs.remote:RemoteEnv", "remote", "an environment that a service plays"
+            "ludus.envs.remote:RemoteEnv", "remote", "an environment played by a service"
         ),
         "reasoning": Row(
             "ludus.envs.reasoning:Reasoning", "reasoning", "reasoning-gym's tasks and verifiers"

@@ -80,7 +80,9 @@ def for_part(setting: T | dict[str, T] | None, task: Task) -> T | None:
 
 
 def read_mixture(
-    parts: Annotated[dict[str, Part], Field(min_length=1, description="By environment.")],
+    parts: Annotated[
+        dict[str, Part], Field(min_length=1, description="Reader and ratio by environment.")
+    ],
     maker: TaskMaker | None = None,
     on_bad_line: OnBadLine = "refuse",
     place: str = "",

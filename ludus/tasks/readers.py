@@ -176,7 +176,7 @@ def read_hf(
 
 
 def read_env(
-    num_tasks: Annotated[int, Field(ge=1, description="How many tasks.")],
+    num_tasks: Annotated[int, Field(ge=1, description="Number of tasks.")],
     tiers: Annotated[
         list[str] | None, Field(min_length=1, description="Levels or depths; null: all.")
     ] = None,

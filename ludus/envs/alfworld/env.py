@@ -85,7 +85,7 @@ class ALFWorld(Env):
         self,
         expert: Annotated[
             Literal["full", "search"],
-            Field(description="full knows where objects are; search looks for them."),
+            Field(description="full reads the state; search uses only observations."),
         ] = "full",
         repeat_task: Annotated[
             bool, Field(description="Repeat the task in every observation, for a small model.")

@@ -86,7 +86,7 @@ class BabyAI(OneTool):
             Field(description="macro adds `go to red ball 1` and `go through red door 1`."),
         ] = "primitive",
         max_steps: Annotated[
-            int | None, Field(ge=1, description="minigrid steps an episode; null: the level's.")
+            int | None, Field(ge=1, description="minigrid steps per episode; null: the level's.")
         ] = None,
         guide: Guide = False,
     ) -> None:

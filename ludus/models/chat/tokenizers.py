@@ -105,7 +105,7 @@ def words(
     framing: Sequence[str],
     special_tokens: Sequence[str],
     vocab_size: Annotated[
-        int, Field(ge=16, description="Most tokens; the rarest words become <unk>.")
+        int, Field(ge=16, description="Maximum number of tokens; the rarest words become <unk>.")
     ] = 4096,
     min_count: Annotated[
         int, Field(ge=1, description="Words with fewer occurrences become <unk>.")

@@ -58,11 +58,11 @@ class VllmSampler:
         context_length: int,
         deterministic: bool = False,
         python: Annotated[
-            str | None, Field(description="Python with vLLM; null: the one that runs ludus.")
+            str | None, Field(description="Python interpreter with vLLM; null: ludus' own.")
         ] = None,
         dtype: Annotated[
             Literal["float32", "bfloat16"] | None,
-            Field(description="Type vLLM computes in; null: the model's."),
+            Field(description="Data type of vLLM; null: the model's."),
         ] = None,
         max_batch: Annotated[int, Field(ge=1, description="Turns sampled concurrently.")] = 64,
         cache_gib: Annotated[float, Field(gt=0, description="KV-cache memory in GiB.")] = 1.0,
@@ -73,7 +73,7 @@ class VllmSampler:
             float, Field(gt=0, description="Startup timeout of the server, in seconds.")
         ] = 600.0,
         max_restarts: Annotated[
-            int, Field(ge=0, description="Most restarts after the server dies.")
+            int, Field(ge=0, description="Maximum restarts after the server dies.")
         ] = 2,
         flags: Annotated[
             list[str] | None, Field(description="More flags of `vllm serve`; they take precedence.")
