@@ -5,25 +5,7 @@ export(store, run_id, path)      JSON lines, Parquet, SFT data
 render_runs / render_run / render_trajectory   for the terminal (ludus.store.show)
 """
 
-from ludus.store.rows import (
-    DroppedRow,
-    Record,
-    RunRow,
-    RunStatus,
-    StageSummary,
-    StepRow,
-    TrajectoryRow,
-)
+from ludus.store.rows import RunStatus
 from ludus.store.store import RunExists, RunStore
 
-__all__ = [
-    "DroppedRow",
-    "Record",
-    "RunExists",
-    "RunRow",
-    "RunStatus",
-    "RunStore",
-    "StageSummary",
-    "StepRow",
-    "TrajectoryRow",
-]
+__all__ = ["RunExists", "RunStatus", "RunStore"]

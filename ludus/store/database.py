@@ -124,9 +124,7 @@ class Database:
                 advice = _UNREACHABLE
         reason = " ".join(str(origin).split())
         return StoreError(
-            f"run store {self.url}: {advice} ({reason})"
-            if advice
-            else f"run store {self.url}: {reason}"
+            f"run store {self.url}: " + (f"{advice} ({reason})" if advice else reason)
         )
 
 

@@ -3,9 +3,7 @@
     what           row
     trajectories   a trajectory: stage and step, status, segments with their tokens
     steps          a step with its metrics
-    sft            {"messages": [...], "reward": 1.0, "task_id": "..."}: the chat format of
-    `sft.data`
-                   and of most trainers
+    sft            {"messages": [...], "reward": 1.0, "task_id": "..."}: chat, for `sft.data`
 
 A non-finite float is "NaN", "Infinity" or "-Infinity" in JSON lines, and a float in Parquet.
 Parquet holds values without a fixed schema as JSON text: a segment's `message`, a tool call's
@@ -26,7 +24,7 @@ from typing import Any, Literal, cast, get_args
 from ludus.core.errors import ConfigError, MissingDependency, StoreError, did_you_mean
 from ludus.core.files import atomic_file
 from ludus.core.types import Message, Segment, Status, Trajectory
-from ludus.store.rows import Record, StepRow
+from ludus.store.rows import Record
 from ludus.store.store import RunStore
 
 Format = Literal["jsonl", "parquet"]
@@ -83,7 +81,8 @@ def export(
     rows: Iterator[dict[str, Any]]
     if what == "steps":
         recorded = store.steps(run_id, stage)
-        rows = (_step(row) for row in recorded if step is None or row.step == step)
+        chosen = (row for row in recorded if step is None or row.step == step)
+        rows = ({**asdict(row), "started": row.started.isoformat()} for row in chosen)
     else:
         records = store.records(run_id, stage, step, status=status, min_reward=min_score)
         if what == "sft":
@@ -100,10 +99,6 @@ def export(
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
     return Exported(path, num_rows, dict(skipped))
-
-
-def _step(row: StepRow) -> dict[str, Any]:
-    return {**asdict(row), "started": row.started.isoformat()}
 
 
 def _trajectory(record: Record, decode: Decode | None) -> dict[str, Any]:

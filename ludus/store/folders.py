@@ -14,57 +14,23 @@ from typing import IO
 from ludus.core.errors import ConfigError, LudusError, did_you_mean
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class RunFolder:
-    """`<runs_dir>/<id>/` and its files.
-
-    config.yaml            the resolved configuration
-    versions.json          machine, Python, packages
-    demonstrations.jsonl   episodes of the expert
-    tokenizer/             in Hugging Face format
-    checkpoints/           one folder per checkpoint
-    evaluations/           one JSON file per evaluation
-    budget.json            seconds and tokens spent, over all processes of the run
-    metrics.jsonl, log.jsonl, report.html
-    """
+    """`<runs_dir>/<id>/` and its files; beside those below: versions.json and log.jsonl."""
 
     path: Path
 
-    @property
-    def id(self) -> str:
-        return self.path.name
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def demonstrations(self) -> Path:
-        return self.path / "demonstrations.jsonl"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.path / "tokenizer"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.path / "evaluations"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def budget(self) -> Path:
-        return self.path / "budget.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
+    def __post_init__(self) -> None:
+        path = self.path
+        self.id = path.name
+        self.config = path / "config.yaml"  # the resolved configuration
+        self.demonstrations = path / "demonstrations.jsonl"  # episodes of the expert
+        self.tokenizer = path / "tokenizer"  # a folder in Hugging Face format
+        self.checkpoints = path / "checkpoints"  # one folder per checkpoint
+        self.evaluations = path / "evaluations"  # one JSON file per evaluation
+        self.metrics = path / "metrics.jsonl"
+        self.budget = path / "budget.json"  # seconds and tokens spent, over all processes
+        self.report = path / "report.html"
 
     def lock(self) -> IO[str]:
         """Lock the run until the returned file is closed or the process ends.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from sqlalchemy import Connection, Row, Select, case, func, select
@@ -12,23 +13,7 @@ from ludus.store.codec import Tree, unpack_tree
 from ludus.store.rows import Record, RunRow, RunStatus, StageSummary, TrajectoryRow
 
 _NAN = float("nan")
-_TRAJECTORY_COLUMNS = (
-    "id",
-    "group_id",
-    "task_id",
-    "tier",
-    "role",
-    "policy",
-    "status",
-    "reward",
-    "num_turns",
-    "num_tokens",
-    "num_sampled_tokens",
-    "scores",
-    "metrics",
-    "error",
-    "dropped",
-)
+_TRAJECTORY_COLUMNS = [field.name for field in fields(TrajectoryRow)][2:]  # after stage and step
 
 
 def runs(connection: Connection, key: int | None = None) -> list[RunRow]:

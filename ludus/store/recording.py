@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sqlalchemy import Connection, Table, and_, delete, insert
@@ -65,12 +65,7 @@ class StepWriter:
             ],
         )
         trees = [
-            {
-                "trajectory_key": key,
-                "segments": tree.segments,
-                "token_ids": tree.token_ids,
-                "logprobs": tree.logprobs,
-            }
+            {"trajectory_key": key, **asdict(tree)}
             for key, tree in zip(keys, self.trees, strict=True)
         ]
         if trees:

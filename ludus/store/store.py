@@ -14,9 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from sqlalchemy import URL, Connection, Row, Select, and_, delete, insert, or_, select, update
@@ -94,12 +92,7 @@ class RunStore:
     def __enter__(self) -> RunStore:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Writing
@@ -200,24 +193,17 @@ class RunStore:
 
     def run(self, run_id: str) -> RunRow:
         """Returns one run."""
-
-        def work(connection: Connection) -> RunRow:
-            [row] = queries.runs(connection, _run_key(connection, run_id))
-            return row
-
-        return self._read(work)
+        return self._read(
+            lambda connection: queries.runs(connection, _run_key(connection, run_id))
+        )[0]
 
     def steps(self, run_id: str, stage: str | None = None) -> list[StepRow]:
         """Returns the steps of a run, or of one stage, in order of recording."""
         c = db.steps.c
         query = select(c.stage, c.step, c.started, c.seconds, c.policy_version, c.metrics)
-
-        def work(connection: Connection) -> list[StepRow]:
-            chosen = query.where(c.run_key == _run_key(connection, run_id)).order_by(c.key)
-            chosen = chosen if stage is None else chosen.where(c.stage == stage)
-            return [StepRow(*row) for row in connection.execute(chosen)]
-
-        return self._read(work)
+        query = query.where(c.run_key == self._key(run_id)).order_by(c.key)
+        query = query if stage is None else query.where(c.stage == stage)
+        return [StepRow(*row) for row in self._fetch(query)]
 
     def pack_step(self, run_id: str, stage: str, step: int) -> bytes:
         """Returns a recorded step as bytes, for `unpack_step`."""
@@ -244,7 +230,7 @@ class RunStore:
         replaced meanwhile may appear in either state.
         `min_reward` excludes NaN and trajectories without a reward.
         """
-        query = self._trajectories(run_id, stage, step, status, min_reward)
+        query = queries.trajectories(self._key(run_id), stage, step, status, min_reward)
         rows = self._pages(query, _PAGE_ROWS, limit, newest_first)
         return map(queries.trajectory_row, rows)
 
@@ -260,23 +246,23 @@ class RunStore:
         newest_first: bool = False,
     ) -> Iterator[Record]:
         """Yields the rows of `trajectories` with their tokens and tasks."""
-        query = queries.with_trees(self._trajectories(run_id, stage, step, status, min_reward))
-        return map(queries.record, self._pages(query, _PAGE_TREES, limit, newest_first))
+        query = queries.trajectories(self._key(run_id), stage, step, status, min_reward)
+        rows = self._pages(queries.with_trees(query), _PAGE_TREES, limit, newest_first)
+        return map(queries.record, rows)
 
     def record(
         self, run_id: str, trajectory_id: str, stage: str | None = None, step: int | None = None
     ) -> Record:
         """Returns one trajectory with tokens and task; of several with the id, the latest."""
         t = db.trajectories.c
-        query = queries.with_trees(self._trajectories(run_id, stage, step))
-        query = query.where(t.id == trajectory_id).order_by(t.key.desc()).limit(1)
-        row = next(iter(self._read(partial(_fetch, query))), None)
-        if row is None:
+        query = queries.with_trees(queries.trajectories(self._key(run_id), stage, step))
+        rows = self._fetch(query.where(t.id == trajectory_id).order_by(t.key.desc()).limit(1))
+        if not rows:
             raise StoreError(
                 f"run {run_id!r} has no trajectory {trajectory_id!r}"
                 + did_you_mean(trajectory_id, self._similar_ids(run_id, trajectory_id))
             )
-        return queries.record(row)
+        return queries.record(rows[0])
 
     def trajectory(
         self, run_id: str, trajectory_id: str, stage: str | None = None, step: int | None = None
@@ -286,10 +272,10 @@ class RunStore:
 
     def groups(self, run_id: str, stage: str, step: int) -> list[Group]:
         """Returns the groups of a step, equal to the recorded groups."""
-        key = self._read(lambda connection: _run_key(connection, run_id))
+        key = self._key(run_id)
         at = (db.steps.c.run_key == key, db.steps.c.stage == stage, db.steps.c.step == step)
         query = select(db.groups).join(db.steps).where(*at).order_by(db.groups.c.key)
-        played = queries.with_trees(self._trajectories(run_id, stage, step))
+        played = queries.with_trees(queries.trajectories(key, stage, step))
         played = played.order_by(db.trajectories.c.key)
 
         def work(connection: Connection) -> list[Group]:
@@ -307,13 +293,9 @@ class RunStore:
         """Returns the trajectories without training rows and the reasons, in order of recording."""
         s, d = db.steps.c, db.dropped.c
         query = select(s.stage, s.step, d.trajectory_id, d.reason).join(db.steps).order_by(d.key)
+        query = query.where(s.run_key == self._key(run_id))
         query = query if stage is None else query.where(s.stage == stage)
-
-        def work(connection: Connection) -> list[DroppedRow]:
-            chosen = query.where(s.run_key == _run_key(connection, run_id))
-            return [DroppedRow(*row) for row in connection.execute(chosen)]
-
-        return self._read(work)
+        return [DroppedRow(*row) for row in self._fetch(query)]
 
     def summary(self, run_id: str) -> list[StageSummary]:
         """Returns a summary of each stage, in order of their start."""
@@ -336,16 +318,11 @@ class RunStore:
 
         self._write(work)
 
-    def _trajectories(
-        self,
-        run_id: str,
-        stage: str | None = None,
-        step: int | None = None,
-        status: Status | None = None,
-        min_reward: float | None = None,
-    ) -> Select[Any]:
-        key = self._read(lambda connection: _run_key(connection, run_id))
-        return queries.trajectories(key, stage, step, status, min_reward)
+    def _key(self, run_id: str) -> int:
+        return self._read(lambda connection: _run_key(connection, run_id))
+
+    def _fetch(self, query: Select[Any]) -> Sequence[Any]:
+        return self._read(lambda connection: connection.execute(query).all())
 
     def _pages(
         self, query: Select[Any], size: int, limit: int | None, newest_first: bool
@@ -357,7 +334,7 @@ class RunStore:
             page = query.limit(size if limit is None else min(size, limit))
             if last is not None:
                 page = page.where(key < last if newest_first else key > last)
-            rows = self._read(partial(_fetch, page))
+            rows = self._fetch(page)
             yield from rows
             if len(rows) < size:
                 return
@@ -367,17 +344,13 @@ class RunStore:
     def _similar_ids(self, run_id: str, trajectory_id: str) -> list[str]:
         """Returns ids to suggest: those with the longest common prefix, else the newest."""
         t = db.trajectories.c
-        query = self._trajectories(run_id).with_only_columns(t.id).order_by(t.key.desc())
-        query = query.limit(_PAGE_ROWS)
+        query = queries.trajectories(self._key(run_id)).with_only_columns(t.id)
+        query = query.order_by(t.key.desc()).limit(_PAGE_ROWS)
         for length in (len(trajectory_id) - 1, len(trajectory_id) // 2):
             alike = query.where(t.id.startswith(trajectory_id[:length], autoescape=True))
-            if length > 0 and (rows := self._read(partial(_fetch, alike))):
+            if length > 0 and (rows := self._fetch(alike)):
                 return [row.id for row in rows]
-        return [row.id for row in self._read(partial(_fetch, query))]
-
-
-def _fetch(query: Select[Any], connection: Connection) -> Sequence[Row[Any]]:
-    return connection.execute(query).all()
+        return [row.id for row in self._fetch(query)]
 
 
 def _run_key(connection: Connection, run_id: str, lock: bool = False) -> int:

@@ -31,21 +31,19 @@ def read_step(connection: Connection, run_key: int, stage: str, step: int) -> St
         raise StoreError(f"the run has no step {step} of {stage}")
     groups = _under(connection, db.groups, head["key"])
     played = _under(connection, db.trajectories, head["key"])
+    dropped = _under(connection, db.dropped, head["key"])
     number = {row["key"]: index for index, row in enumerate(groups)}
-    found = connection.execute(
+    stored = connection.execute(
         select(db.trees).join(db.trajectories).where(db.trajectories.c.step_key == head["key"])
     )
-    trees = {row.trajectory_key: row for row in found}
+    trees = {t.trajectory_key: Tree(t.segments, t.token_ids, t.logprobs) for t in stored}
     return StepWriter(
         _values(head),
         [_values(row) for row in groups],
         [_values(row) for row in played],
         [number[row["group_key"]] for row in played],
-        [_tree(trees[row["key"]]) for row in played],
-        [
-            (row["trajectory_id"], row["reason"])
-            for row in _under(connection, db.dropped, head["key"])
-        ],
+        [trees[row["key"]] for row in played],
+        [(row["trajectory_id"], row["reason"]) for row in dropped],
     )
 
 
@@ -88,7 +86,3 @@ def _under(connection: Connection, table: Any, step_key: int) -> Any:
 
 def _values(row: Any) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in _KEYS}
-
-
-def _tree(row: Any) -> Tree:
-    return Tree(row.segments, row.token_ids, row.logprobs)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -147,8 +147,7 @@ def entries(path: str | Path) -> Iterator[Any]:
         raise DataError(f"{path} is not JSON: {error}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(NamedTuple):
     """A conversation of AgentTraj."""
 
     item_id: str
@@ -187,10 +186,10 @@ def read_trajectories(path: str, on_bad_line: OnBadLine) -> tuple[list[Recorded]
         raise DataError(f"{path} holds no conversation")
     counts: Counter[str] = Counter()
     numbered = []
-    for recorded in conversations:
-        counts[recorded.item_id] += 1
-        suffix = f"#{counts[recorded.item_id]}" if counts[recorded.item_id] > 1 else ""
-        numbered.append(Recorded(recorded.item_id + suffix, recorded.messages))
+    for item_id, messages in conversations:
+        counts[item_id] += 1
+        suffix = f"#{counts[item_id]}" if counts[item_id] > 1 else ""
+        numbered.append(Recorded(item_id + suffix, messages))
     return numbered, [str(line) for line in bad]
 
 

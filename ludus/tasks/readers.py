@@ -14,7 +14,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -132,14 +131,11 @@ def read_json(
         what = "is a folder, not a file" if file.is_dir() else "does not exist"
         raise DataError(f"{path} {what}")
     mapping = _Mapping(path, prompt, answer, id, tier, data, env, judge)
-    collector = _Collector(path, on_bad_line, limit)
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if collector.full:
-                break
-            if line.strip():
-                collector.add(number, partial(mapping.task_of_line, line, number))
-    return collector.tasks()
+        rows = ((n, line) for n, line in enumerate(lines, start=1) if line.strip())
+        return _read_rows(
+            rows, lambda n, line: mapping.task(n, _parse(line)), path, on_bad_line, limit
+        )
 
 
 def read_hf(
@@ -167,12 +163,7 @@ def read_hf(
                 f"set the reader's `{key}`"
             )
     mapping = _Mapping(f"{path}/{split}", prompt, answer, id, tier, data, env, judge)
-    collector = _Collector(mapping.source, on_bad_line, limit)
-    for number, row in enumerate(rows, start=1):
-        if collector.full:
-            break
-        collector.add(number, partial(mapping.task, row, number))
-    return collector.tasks()
+    return _read_rows(enumerate(rows, start=1), mapping.task, mapping.source, on_bad_line, limit)
 
 
 def read_env(
@@ -212,10 +203,7 @@ class _Mapping:
     env: Spec | None
     judge: Spec | None
 
-    def task_of_line(self, line: bytes, number: int) -> Task:
-        return self.task(_parse(line), number)
-
-    def task(self, row: dict[str, Any], number: int) -> Task:
+    def task(self, number: int, row: dict[str, Any]) -> Task:
         """Returns the task of a row. Errors: ValueError with the reason for a malformed row."""
         tier = None if self.tier is None else self._text(row, self.tier)
         return Task(
@@ -263,33 +251,30 @@ class _Mapping:
         return {name: value for name, value in row.items() if name not in named}
 
 
-class _Collector:
-    """Collects tasks and bad lines; `tasks()` refuses or reports the bad lines."""
-
-    def __init__(self, source: str, on_bad_line: OnBadLine, limit: int | None) -> None:
-        self._source, self._on_bad_line, self._limit = source, on_bad_line, limit
-        self._tasks: list[Task] = []
-        self._bad: list[BadLine] = []
-
-    @property
-    def full(self) -> bool:
-        return self._limit is not None and len(self._tasks) >= self._limit
-
-    def add(self, number: int, make: Callable[[], Task]) -> None:
+def _read_rows(
+    rows: Iterable[tuple[int, Any]],
+    make: Callable[[int, Any], Task],
+    source: str,
+    on_bad_line: OnBadLine,
+    limit: int | None,
+) -> TaskList:
+    """Make a task of each numbered row, up to `limit`; refuse or report the malformed rows."""
+    tasks: list[Task] = []
+    bad_lines: list[BadLine] = []
+    for number, row in rows:
+        if limit is not None and len(tasks) >= limit:
+            break
         try:
-            self._tasks.append(make())
+            tasks.append(make(number, row))
         except ValueError as error:
-            self._bad.append(BadLine(self._source, number, str(error)))
-
-    def tasks(self) -> TaskList:
-        if self._bad and self._on_bad_line == "refuse":
-            count = len(self._bad)
-            raise DataError(
-                f"{self._source}: {count} malformed {'line' if count == 1 else 'lines'} "
-                "(`tasks.on_bad_line: skip` skips them): "
-                + _listed(f"line {bad.number} {bad.reason}" for bad in self._bad)
-            )
-        return TaskList(self._tasks, self._bad)
+            bad_lines.append(BadLine(source, number, str(error)))
+    if bad_lines and on_bad_line == "refuse":
+        raise DataError(
+            f"{source}: {len(bad_lines)} malformed {'line' if len(bad_lines) == 1 else 'lines'} "
+            "(`tasks.on_bad_line: skip` skips them): "
+            + _listed(f"line {bad.number} {bad.reason}" for bad in bad_lines)
+        )
+    return TaskList(tasks, bad_lines)
 
 
 def _parse(line: bytes) -> dict[str, Any]:

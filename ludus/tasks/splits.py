@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ludus.core.errors import DataError
 from ludus.core.types import Task
@@ -32,20 +32,14 @@ def check_disjoint(train: Sequence[Task], heldout: Sequence[Task]) -> None:
         for task in heldout
         if (content := fingerprint(task)) in by_content and task.id not in train_ids
     ]
-    if not same_id and not same_content:
-        return
+    pairs = [f"{held!r} is {trained!r}" for held, trained in same_content]
     overlaps = []
-    if same_id:
-        overlaps.append(f"{len(same_id)} by id ({_first(repr(id) for id in same_id)})")
-    if same_content:
-        pairs = (f"{held!r} is {trained!r}" for held, trained in same_content)
-        overlaps.append(f"{len(same_content)} by content ({_first(pairs)})")
-    raise DataError(
-        f"{len(same_id) + len(same_content)} of {len(heldout)} held-out tasks are training tasks "
-        f"too: {' and '.join(overlaps)}. Give the two splits different seeds, rows or files."
-    )
-
-
-def _first(items: Iterable[str]) -> str:
-    every = list(items)
-    return ", ".join(every[:_NUM_SHOWN]) + (", ..." if len(every) > _NUM_SHOWN else "")
+    for kind, shared in (("id", [repr(id) for id in same_id]), ("content", pairs)):
+        if shared:
+            more = ", ..." if len(shared) > _NUM_SHOWN else ""
+            overlaps.append(f"{len(shared)} by {kind} ({', '.join(shared[:_NUM_SHOWN])}{more})")
+    if overlaps:
+        raise DataError(
+            f"{len(same_id) + len(pairs)} of {len(heldout)} held-out tasks are training tasks "
+            f"too: {' and '.join(overlaps)}. Give the two splits different seeds, rows or files."
+        )

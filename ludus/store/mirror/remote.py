@@ -107,7 +107,7 @@ class Remote:
         Args:
             skip_damaged: skip snapshots with a missing or incomplete object.
         """
-        sizes = self._sizes() if skip_damaged else {}
+        sizes = self.sizes() if skip_damaged else {}
         for number in reversed(self._numbers()):
             snapshot = self._read(number)
             if snapshot is None:
@@ -125,7 +125,7 @@ class Remote:
 
     def sizes(self) -> dict[str, int]:
         """Returns the size of every stored object, by digest."""
-        return self._sizes()
+        return {name: int(info["size"]) for name, info in self._list("objects").items()}
 
     def put(self, source: Path | bytes, entry: Entry) -> None:
         """Upload an object. `source` must not change during the upload."""
@@ -183,7 +183,7 @@ class Remote:
             for number in numbers:
                 if number < first:
                     self._fs.rm_file(self._snapshot(number))
-            for digest in self._sizes():
+            for digest in self.sizes():
                 if digest not in referenced:
                     self._fs.rm_file(self._object(digest))
 
@@ -211,9 +211,6 @@ class Remote:
     def _numbers(self) -> list[int]:
         names = (_NAME.fullmatch(name) for name in self._list("snapshots"))
         return sorted(int(match[1]) for match in names if match)
-
-    def _sizes(self) -> dict[str, int]:
-        return {name: int(info["size"]) for name, info in self._list("objects").items()}
 
     def _list(self, folder: str) -> dict[str, Any]:
         with self._mirror_errors("cannot be read"):

@@ -201,7 +201,9 @@ def _fetch(
             if snapshot.steps is not None:
                 _fetch_rows(remote, snapshot, store, temporary / "step")
             for name, entry in snapshot.files.items():
-                target = _inside(temporary, name)
+                if Path(name).is_absolute() or ".." in Path(name).parts:
+                    raise MirrorError(f"the mirror names a file outside of the run: {name!r}")
+                target = temporary / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 remote.get(entry, target)
             _write_note(RunFolder(temporary), remote.url, sequence)
@@ -226,14 +228,6 @@ def _fetch_rows(remote: Remote, snapshot: Snapshot, store: RunStore, scratch: Pa
         store.finish_run(run["id"], run["status"], run["error"])
     with suppress(FileNotFoundError):
         scratch.unlink()
-
-
-def _inside(folder: Path, name: str) -> Path:
-    """Returns a path in the folder. Errors: MirrorError for a name that leads outside."""
-    path = folder / name
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise MirrorError(f"the mirror names a file outside of the run: {name!r}")
-    return path
 
 
 def _files(folder: Path) -> Iterator[Path]:
