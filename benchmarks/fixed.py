@@ -213,9 +213,9 @@ class LudusSteps:
             FixedSampler(self.backend.sampler), renderer, config.rollout, Spec(**spec)
         )
 
-        async def play(tasks: Sequence[Task], step: int, first: int) -> list[Group]:
+        async def play(tasks: Sequence[Task], step: int, *, first_group: int) -> list[Group]:
             start = self.clock()
-            groups = await self.collector.collect(tasks, step, work.group_size, first)
+            groups = await self.collector.collect(tasks, step, work.group_size, first_group)
             self.rollout_s = self.clock() - start
             return groups
 

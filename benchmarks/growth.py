@@ -140,8 +140,8 @@ class Bench:
             Spec(name="growth:Talker", args=args),
         )
 
-        async def play(tasks: Sequence[Task], step: int, first: int) -> list[Group]:
-            return await collector.collect(tasks, step, at["group_size"], first)
+        async def play(tasks: Sequence[Task], step: int, *, first_group: int) -> list[Group]:
+            return await collector.collect(tasks, step, at["group_size"], first_group)
 
         tasks = [Task(id=f"task {i}") for i in range(1024)]
         source = SyncSource(TaskSampler(tasks), play)

@@ -146,10 +146,10 @@ async def train_ludus(run: Run, tasks: Sequence[Task], course: Course) -> None:
     assert rl is not None
     rollout_s = evaluated_s = 0.0
 
-    async def play(tasks: Sequence[Task], step: int, first: int) -> list[Group]:
+    async def play(tasks: Sequence[Task], step: int, *, first_group: int) -> list[Group]:
         nonlocal rollout_s
         start = time.process_time()
-        groups = await run.collector.collect(tasks, step, rl.group_size, first)
+        groups = await run.collector.collect(tasks, step, rl.group_size, first_group)
         rollout_s += time.process_time() - start
         return groups
 

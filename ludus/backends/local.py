@@ -17,6 +17,7 @@ from ludus.models import SAMPLERS
 from ludus.models.build import build_model
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import PolicySampler
+from ludus.telemetry.occupancy import busy
 from ludus.train.algorithms.base import Algorithm
 from ludus.train.checkpoint.store import CheckpointStore, load, random_state, set_random_state
 from ludus.train.learner import Learner
@@ -196,7 +197,8 @@ class LocalBackend:
         forward, limit = self.learner.forward, self._settings.tokens_per_batch
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         batch = unscored(trajectories, limit, self._pad_id, forward.layout)
-        count = await verify(forward, batch, self._published)
+        with busy("train"):
+            count = await verify(forward, batch, self._published)
         name = "rollout/verified_tokens"
         self._verified = {name: self._verified.get(name, 0.0) + count}
 

@@ -62,35 +62,31 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
     Objects that exist at the start (libraries, the model) are hidden from the garbage collector: a
     collection over them takes 0.25 s, in the middle of an environment's step.
     """
+    source, algorithm, clock = stage.source, stage.algorithm, StepClock()
     gc.freeze()
     try:
-        await _run_steps(stage, backend, recorder, start)
+        for step in range(start, stage.steps):
+            clock.start()
+            version = backend.policy_version
+            groups = await source.take(stage.groups_per_step, step, version)
+            require_fresh(groups, version, source.max_staleness)
+            clock.lap("rollout")
+            with busy("train"):
+                screening = algorithm.screen(groups)
+                scored = await backend.score(screening.groups, algorithm)
+                assignment = algorithm.credit(scored)
+                trained = await backend.train(to_samples(assignment), algorithm)
+                trained["train/policy_version"] = await backend.publish_weights()
+            clock.lap("train")
+            metrics = group_metrics(groups) | part_metrics(groups) | {"rollout/rounds": 1.0}
+            metrics |= source.metrics() | score_metrics(scored) | trained | clock.metrics(groups)
+            excluded = {**screening.excluded, **assignment.excluded}
+            recorder.record(stage.name, step, annotated(groups, scored, excluded), metrics)
+            if stage.after_step and not await stage.after_step(step + 1):
+                return
     finally:
         gc.unfreeze()
-        await stage.source.close()
-
-
-async def _run_steps(stage: Stage, backend: Backend, recorder: Recorder, start: int) -> None:
-    source, algorithm, clock = stage.source, stage.algorithm, StepClock()
-    for step in range(start, stage.steps):
-        clock.start()
-        version = backend.policy_version
-        groups = await source.take(stage.groups_per_step, step, version)
-        require_fresh(groups, version, source.max_staleness)
-        clock.lap("rollout")
-        with busy("train"):
-            screening = algorithm.screen(groups)
-            scored = await backend.score(screening.groups, algorithm)
-            assignment = algorithm.credit(scored)
-            trained = await backend.train(to_samples(assignment), algorithm)
-            trained["train/policy_version"] = await backend.publish_weights()
-        clock.lap("train")
-        metrics = group_metrics(groups) | part_metrics(groups) | {"rollout/rounds": 1.0}
-        metrics |= source.metrics() | score_metrics(scored) | trained | clock.metrics(groups)
-        excluded = {**screening.excluded, **assignment.excluded}
-        recorder.record(stage.name, step, annotated(groups, scored, excluded), metrics)
-        if stage.after_step and not await stage.after_step(step + 1):
-            return
+        await source.close()
 
 
 def annotated(

@@ -78,7 +78,8 @@ def train(config: RunConfig, observer: Observer, *, skip_damaged: bool = False) 
         folder = _create_run(config, store)
         with folder.lock():
             observer.note(f"run {folder.id} in {folder.path}")
-            _run(folder, config, splits, store, observer)
+            with _recorded(folder, config, splits, store, observer) as trainer:
+                asyncio.run(trainer.train())
     return folder
 
 
@@ -120,7 +121,10 @@ def _resume(folder: RunFolder, config: RunConfig, observer: Observer, skip_damag
         store.reopen_run(folder.id)
         with disk_faults(folder):
             atomic_write(folder.config, dump_config(config))
-        _run(folder, config, splits, store, observer, before=before, skip_damaged=skip_damaged)
+        with _recorded(
+            folder, config, splits, store, observer, before=before, skip_damaged=skip_damaged
+        ) as trainer:
+            asyncio.run(trainer.train())
 
 
 def _refuse_debug(config: RunConfig) -> None:
@@ -146,7 +150,8 @@ def _insert_row(store: RunStore, folder: RunFolder, config: RunConfig) -> None:
     store.create_run(folder.id, config.name, config.model_dump(mode="json"), versions())
 
 
-def _run(
+@contextmanager
+def _recorded(
     folder: RunFolder,
     config: RunConfig,
     splits: Splits,
@@ -155,8 +160,8 @@ def _run(
     *,
     before: RunConfig | None = None,
     skip_damaged: bool = False,
-) -> None:
-    """Train in a folder that this process has locked; record the run's status, however it ends.
+) -> Iterator[Trainer]:
+    """Build the trainer of a folder that this process has locked; record how the training ends.
 
     `before`: the configuration to restore if the run fails before its first step with `config`.
     """
@@ -173,7 +178,7 @@ def _run(
                 on_saved()
                 trainer = Trainer(run, store, m, observer, budget, timings, on_saved, skip_damaged)
                 with _interruptible(trainer, observer):
-                    asyncio.run(trainer.train())
+                    yield trainer
             atomic_write(folder.path / "timings.json", json.dumps(timings.seconds))
             if config.report:
                 report(folder, store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ludus.config.schema import RLConfig
 from ludus.core.errors import DataError
@@ -16,7 +17,6 @@ from ludus.rollout.prefetch import PrefetchSource
 from ludus.rollout.replay import ReplaySource
 from ludus.rollout.source import DynamicSampling, GroupSource, SyncSource
 from ludus.tasks.mixture import part_of, task_sampler
-from ludus.telemetry.occupancy import busy
 from ludus.train import ALGORITHMS
 from ludus.train.algorithms.base import Algorithm
 from ludus.train.minibatches import TrainSettings
@@ -99,18 +99,21 @@ def rollout_source(run: Run, settings: RLConfig) -> GroupSource:
             return collector
         return collector.with_config("rl", max_turns=turn_limit(config, step))
 
-    async def play(tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
-        with run.meter.rollout():
-            groups = await collector_of(step).collect(tasks, step, settings.group_size, first_group)
-        if config.verify:
-            with busy("train"):
-                await run.backend.verify(groups)
-        return groups
+    async def collect(tasks: Sequence[Task], step: int, *, first_group: int) -> list[Group]:
+        return await collector_of(step).collect(
+            tasks, step, settings.group_size, first_group=first_group
+        )
 
     train, seed = run.splits.train, derive_seed(config.seed, "rl")
     sampler = task_sampler(train, seed, shuffle=config.tasks.shuffle, ratios=train.ratios)
     if not settings.max_staleness:
-        return SyncSource(sampler, play)
+        fixed = partial(collector.collect, group_size=settings.group_size)
+        return SyncSource(
+            sampler,
+            collect if settings.horizon else fixed,
+            run.meter.rollout,
+            run.backend.verify if config.verify else None,
+        )
     return PrefetchSource(
         collector_of,
         sampler,

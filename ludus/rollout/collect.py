@@ -14,10 +14,10 @@ from ludus.core.types import Group, Spec, Task, Trajectory
 from ludus.judges import JUDGES
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import Sampler
-from ludus.rollout.episode import run_episode
+from ludus.rollout.episode import Episode, run_episode
 from ludus.rollout.host import LocalEnvs
 from ludus.rollout.session import TokenSession
-from ludus.rollout.threads import EnvThread, run_pool
+from ludus.rollout.threads import run_pool
 from ludus.tasks.mixture import part_of
 
 if TYPE_CHECKING:
@@ -64,12 +64,8 @@ class Collector:
             self.lay_out(task, step, number, group_size)
             for number, task in enumerate(tasks, first_group)
         ]
-        episodes = deque((g.task, trajectory) for g in groups for trajectory in g.trajectories)
-
-        async def play(thread: EnvThread, episode: tuple[Task, Trajectory]) -> None:
-            await self.play(thread, *episode)
-
-        await run_pool(episodes, play, self.config.concurrency, inline=self.inline)
+        episodes = deque(self.episode(g.task, t) for g in groups for t in g.trajectories)
+        await run_pool(episodes, run_episode, self.config.concurrency, inline=self.inline)
         return groups
 
     def lay_out(self, task: Task, step: int, number: int, group_size: int) -> Group:
@@ -81,21 +77,19 @@ class Collector:
         ]
         return Group(group_id, task, members)
 
-    async def play(self, thread: EnvThread, task: Task, trajectory: Trajectory) -> None:
-        """Play one episode, which grows `trajectory`; see `run_episode` for its errors."""
+    def episode(self, task: Task, trajectory: Trajectory) -> Episode:
+        """Returns the episode that grows `trajectory`."""
         renderer = self.renderers.get(part_of(task) or "", self.renderer)
         seed = derive_seed(self.seed, trajectory.id)
-        await run_episode(
+        return Episode(
             task,
             TokenSession(trajectory, self.sampler, renderer, self.config, seed),
             LocalEnvs(self.env),
-            thread,
             self.config,
-            judge=self._judge_of(task),
-            on_error=self.on_error,
+            self._judge_of(task),
+            self.on_error,
+            self.on_episode,
         )
-        if self.on_episode is not None:
-            self.on_episode(trajectory)
 
     def _judge_of(self, task: Task) -> Judge | None:
         """The task's own judge, or the run's."""

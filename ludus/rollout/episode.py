@@ -16,6 +16,7 @@ import math
 import time
 from bdb import BdbQuit
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ludus.config.schema import RolloutConfig
@@ -29,7 +30,7 @@ from ludus.core.errors import (
     ToolError,
     Unscorable,
 )
-from ludus.core.types import Message, Score, Status, StepResult, Task
+from ludus.core.types import Message, Score, Status, StepResult, Task, Trajectory
 from ludus.models.chat.parsing import parse_react
 from ludus.rollout.host import EnvFactory, HostedEnv
 from ludus.rollout.session import Session, Turn, with_system_prompt
@@ -52,26 +53,33 @@ STATUS_OF: dict[type[EpisodeError], Status] = {
 """The status of an episode that ended with an error; any other error has status error_env."""
 
 
-async def run_episode(
-    task: Task,
-    session: Session,
-    envs: EnvFactory,
-    thread: EnvThread,
-    config: RolloutConfig,
-    *,
-    judge: Judge | None = None,
-    on_error: Callable[[EpisodeError], object] | None = None,
-) -> None:
-    """Play one episode; the result is the session's trajectory.
-
-    Infrastructure failures are retried, up to `config.max_retries` times. An error inside the
-    episode becomes its status and error text. Errors that concern the run (diverged weights, a
-    wrong config) are raised. If the caller cancels, the trajectory keeps what was played so far.
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """An episode to play.
 
     Args:
         judge: scores the episode in place of the environment.
         on_error: called with the error that ended an attempt; its cause is the original error.
+        on_end: called with the trajectory after the last attempt.
     """
+
+    task: Task
+    session: Session
+    envs: EnvFactory
+    config: RolloutConfig
+    judge: Judge | None = None
+    on_error: Callable[[EpisodeError], object] | None = None
+    on_end: Callable[[Trajectory], object] | None = None
+
+
+async def run_episode(thread: EnvThread, episode: Episode) -> None:
+    """Play one episode; the result is its session's trajectory.
+
+    Infrastructure failures are retried, up to `config.max_retries` times. An error inside the
+    episode becomes its status and error text. Errors that concern the run (diverged weights, a
+    wrong config) are raised. If the caller cancels, the trajectory keeps what was played so far.
+    """
+    session, config = episode.session, episode.config
     trajectory = session.trajectory
     deadline = None if thread.inline else config.episode_deadline_s
     try:
@@ -85,15 +93,15 @@ async def run_episode(
             started, timer = time.monotonic(), asyncio.timeout(deadline)
             env: HostedEnv | None = None
             try:
-                env = envs.host(task, thread, config.step_deadline_s)
+                env = episode.envs.host(episode.task, thread, config.step_deadline_s)
                 async with timer:
-                    session.end(*await _play_turns(task, session, env, config))
-                    await _score(task, session, env, judge)
+                    session.end(*await _play_turns(episode, env))
+                    await _score(episode, env)
             except EpisodeError as error:
                 kinds = (status for kind, status in STATUS_OF.items() if isinstance(error, kind))
                 session.end(next(kinds, Status.ERROR_ENV), str(error))
-                if on_error is not None:
-                    on_error(error)
+                if episode.on_error is not None:
+                    episode.on_error(error)
             except TimeoutError:
                 if not timer.expired():
                     raise
@@ -108,15 +116,16 @@ async def run_episode(
             trajectory.metrics["seconds"] = time.monotonic() - started
             trajectory.metrics["retries"] = float(attempt)
             if not trajectory.status.retryable:
-                return
+                break
     finally:
         session.close()
+    if episode.on_end is not None:
+        episode.on_end(trajectory)
 
 
-async def _play_turns(
-    task: Task, session: Session, env: HostedEnv | None, config: RolloutConfig
-) -> tuple[Status, str | None]:
+async def _play_turns(episode: Episode, env: HostedEnv | None) -> tuple[Status, str | None]:
     """Play the turns. Returns how the episode ended, and the error text of an overflow."""
+    task, session, config = episode.task, episode.session, episode.config
     messages = list(task.prompt)
     if env is not None:
         messages += (await env.reset(task)).messages
@@ -162,14 +171,15 @@ async def _act(
     return await env.step(Message(role="assistant", content=action))
 
 
-async def _score(task: Task, session: Session, env: HostedEnv | None, judge: Judge | None) -> None:
+async def _score(episode: Episode, env: HostedEnv | None) -> None:
     """Set the reward: the judge's score, or the sum of the step rewards. Errors: Unscorable."""
+    session, judge = episode.session, episode.judge
     trajectory = session.trajectory
     if not trajectory.num_turns:  # the policy sampled nothing: the episode must not count
         session.drop(f"nothing was sampled: {trajectory.error}")
         return
     if judge is not None:
-        score = await _judge(judge, task, session)
+        score = await _judge(judge, episode.task, session)
         session.set_reward(score.value, dict(score.parts), success=score.value >= 1.0)
         return
     # An environment may score only the last step. An episode cut before any reward earned 0.

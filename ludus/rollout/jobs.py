@@ -12,7 +12,7 @@ from pydantic import Field
 from ludus.config.schema import RolloutConfig
 from ludus.core.types import Message, Status, Task, Trajectory, Wire
 from ludus.models.endpoint.client import Endpoint
-from ludus.rollout.episode import run_episode
+from ludus.rollout.episode import Episode, run_episode
 from ludus.rollout.host import EnvFactory
 from ludus.rollout.session import TextSession, TokenRow
 from ludus.rollout.threads import EnvThread, run_pool
@@ -120,7 +120,7 @@ class RolloutJob:
         started = time.monotonic()
         self._in_progress.add(index)
         try:
-            await run_episode(task, session, self._envs, thread, self._config)
+            await run_episode(thread, Episode(task, session, self._envs, self._config))
         finally:
             self.episodes[index] = _record_of(blank, session, time.monotonic() - started)
         self._in_progress.discard(index)

@@ -20,6 +20,7 @@ from typing import Any
 
 from ludus.core.types import Group, Status, Task, Trajectory
 from ludus.rollout.collect import Collector
+from ludus.rollout.episode import run_episode
 from ludus.rollout.threads import EnvThread
 from ludus.tasks.curriculum import Curriculum
 from ludus.telemetry.occupancy import OCCUPANCY
@@ -212,7 +213,7 @@ class PrefetchSource:
                 pending.began = self._version
             thread = EnvThread(inline=collector.inline)
             try:
-                await collector.play(thread, pending.group.task, trajectory)
+                await run_episode(thread, collector.episode(pending.group.task, trajectory))
             finally:
                 thread.close()
 

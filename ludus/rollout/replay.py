@@ -64,7 +64,7 @@ class ReplaySource(SyncSource):
         super().__init__(tasks, self._copy)
         self._by_task = {trajectory.task_id: trajectory for trajectory in demonstrations}
 
-    async def _copy(self, tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
+    async def _copy(self, tasks: Sequence[Task], step: int, *, first_group: int) -> list[Group]:
         groups: list[Group] = []
         for number, task in enumerate(tasks, first_group):
             original = self._by_task[task.id]

@@ -9,6 +9,7 @@ DynamicSampling   takes again from another source until enough groups carry a si
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from ludus.core.errors import TrainingError
@@ -18,8 +19,15 @@ from ludus.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-PlayFn = Callable[[Sequence[Task], int, int], Awaitable[list[Group]]]
-"""Plays tasks: (tasks, step, number of the first group in the step) -> one group a task."""
+
+class Collect(Protocol):
+    """Plays tasks: `Collector.collect` with a group size."""
+
+    def __call__(
+        self, tasks: Sequence[Task], step: int, *, first_group: int
+    ) -> Awaitable[list[Group]]:
+        """Returns one group for each task, numbered in the step from `first_group` on."""
+        ...
 
 
 class GroupSource(Protocol):
@@ -56,11 +64,22 @@ class GroupSource(Protocol):
 
 
 class SyncSource:
-    """Plays the tasks of a step while the learner waits."""
+    """Plays the tasks of a step while the learner waits.
 
-    def __init__(self, tasks: Curriculum, play: PlayFn) -> None:
+    Args:
+        around: context manager entered while the tasks are played.
+        verify: called with the groups after that.
+    """
+
+    def __init__(
+        self,
+        tasks: Curriculum,
+        collect: Collect,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        verify: Callable[[list[Group]], Awaitable[None]] | None = None,
+    ) -> None:
         self.max_staleness = 0
-        self._tasks, self._play = tasks, play
+        self._tasks, self._collect, self._around, self._verify = tasks, collect, around, verify
         self._step, self._num_taken = -1, 0
 
     async def take(self, n: int, step: int, version: int) -> list[Group]:
@@ -68,7 +87,10 @@ class SyncSource:
         if step != self._step:
             self._step, self._num_taken = step, 0
         tasks = [next(self._tasks) for _ in range(n)]
-        groups = await self._play(tasks, step, self._num_taken)
+        with self._around():
+            groups = await self._collect(tasks, step, first_group=self._num_taken)
+        if self._verify is not None:
+            await self._verify(groups)
         self._num_taken += n
         self._tasks.observe(groups)
         return groups

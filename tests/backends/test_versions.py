@@ -130,7 +130,7 @@ def logprob(backend: LocalBackend, token_ids: list[int]) -> float:
 
 
 async def test_turns_of_other_weights_than_the_published_ones_are_refused(backend: LocalBackend):
-    async def play(tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
+    async def play(tasks: Sequence[Task], step: int, *, first_group: int) -> list[Group]:
         trajectory = Trajectory("stale", "g", "task", reward=1.0)
         builder = TreeBuilder(trajectory)
         builder.add_messages([Message(role="user", content="go")], [5, 6, 7])

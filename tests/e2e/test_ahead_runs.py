@@ -14,10 +14,10 @@ AHEAD = [
 
 
 def test_it_may_be_switched_on_and_off_between_checkpoints(ludus: Ludus) -> None:
-    interrupt = "strike('ludus.rollout.collect:Collector.play', {}, 'interrupt')"
-    ludus("train", BABYAI, setup=interrupt.format(20)).refused(130, "finishing this step")
+    interrupt = "strike('ludus.rollout.{}:run_episode', 20, 'interrupt')"
+    ludus("train", BABYAI, setup=interrupt.format("collect")).refused(130, "finishing this step")
     resume = ["train", "--resume", "tiny-1"]
-    ludus(*resume, *AHEAD, setup=interrupt.format(20)).refused(130, "finishing this step")
+    ludus(*resume, *AHEAD, setup=interrupt.format("prefetch")).refused(130, "finishing this step")
     done = ludus(*resume, "rl.max_staleness=0").ok()
     assert "tasks are dropped" in done.all
     steps = [step for step in ludus.state()["steps"] if step["at"][0] == "rl"]

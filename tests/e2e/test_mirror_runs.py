@@ -21,7 +21,7 @@ DEATHS = [
     ("ludus.store.mirror.remote:Remote.commit", 3, "kill after", True),
     ("ludus.store.mirror.remote:Remote.get", 6, "kill", False),
     ("ludus.store.store:RunStore.unpack_step", 3, "kill after", False),
-    ("ludus.rollout.collect:Collector.play", 20, "kill", True),
+    ("ludus.rollout.collect:run_episode", 20, "kill", True),
     ("ludus.train.learner:Learner.train_step", 2, "kill after", False),
     ("ludus.pipeline.launch:report", 1, "kill", True),
 ]

@@ -74,7 +74,7 @@ def test_metrics_and_evaluations_are_by_environment(mixed: Ludus) -> None:
 def test_killed_and_resumed_it_is_the_same_run(mixed: Ludus, ludus: Ludus) -> None:
     kills = {  # in SFT; in the second step of RL; in the fourth, one step after a checkpoint
         "ludus.train.learner:Learner.train_step": [7],
-        "ludus.rollout.collect:Collector.play": [8 + 12 + 2, 8 + 3 * 12 + 2],
+        "ludus.rollout.collect:run_episode": [8 + 12 + 2, 8 + 3 * 12 + 2],
     }
     for where, call in ((where, call) for where, calls in kills.items() for call in calls):
         argv = ("--resume", RUN) if ludus.run(RUN).exists() else (MIXTURE,)

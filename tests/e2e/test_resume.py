@@ -29,17 +29,17 @@ KILLS = {
     "a checkpoint, renamed": ("ludus.core.files:_replace_folder", 1, "kill after"),
     "a transaction": ("ludus.store.recording:StepWriter.write", 2, "kill after"),
     "the end of SFT": ("ludus.backends.local:LocalBackend.save", 2, "kill after"),
-    "the evaluation before RL": ("ludus.rollout.collect:Collector.play", 5, "kill"),
+    "the evaluation before RL": ("ludus.rollout.collect:run_episode", 5, "kill"),
     "recording that evaluation": ("ludus.pipeline.training:atomic_write", 1, "kill"),
     "rewinding, first half": ("ludus.telemetry.metrics:MetricsLog.rewind", 1, "kill after"),
     "rewinding, second half": ("ludus.store.store:RunStore.rewind", 1, "kill after"),
-    "a rollout": ("ludus.rollout.collect:Collector.play", 20, "kill"),
+    "a rollout": ("ludus.rollout.collect:run_episode", 20, "kill"),
     "an RL step": ("ludus.train.learner:Learner.train_step", 2, "kill after"),
     "an evaluation in between": ("ludus.pipeline.training:atomic_write", 2, "kill after"),
     "letting go of a checkpoint": ("ludus.train.checkpoint.store:remove_folder", 1, "kill"),
     "the last RL step": ("ludus.pipeline.training:Trainer.record", 1, "kill"),
     "the last checkpoint": ("ludus.core.files:_flush_folder", 1, "kill"),
-    "the evaluation after RL": ("ludus.rollout.collect:Collector.play", 18, "kill"),
+    "the evaluation after RL": ("ludus.rollout.collect:run_episode", 18, "kill"),
     "timings": ("ludus.pipeline.launch:atomic_write", 2, "kill after"),
     "the report": ("ludus.report.collect:write_report", 1, "kill"),
     "the report, written": ("ludus.pipeline.launch:report", 1, "kill after"),
@@ -120,9 +120,9 @@ def test_interrupted_once_it_saves_twice_it_stops_at_once(ludus: Ludus, referenc
     go_on(ludus, setup=twice).refused(130, "finishing this step", again)
     assert ludus.metrics()[-1]["step"] == 4, "it stopped inside of step 5"
 
-    rollout = "strike('ludus.rollout.collect:Collector.play', 10, 'interrupt')"
+    rollout = "strike('ludus.rollout.collect:run_episode', 10, 'interrupt')"
     go_on(ludus, setup=rollout).refused(130, again)
-    rollout = "strike('ludus.rollout.collect:Collector.play', 20, 'interrupt')"
+    rollout = "strike('ludus.rollout.collect:run_episode', 20, 'interrupt')"
     go_on(ludus, setup=rollout).refused(130, "finishing this step", again)
     go_on(ludus).ok()
     assert_same(ludus, reference)

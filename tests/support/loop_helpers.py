@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.pipeline.stages import sample_until_signal
 from ludus.rollout.collect import Collector
 from ludus.rollout.replay import ReplaySource, replay
-from ludus.rollout.source import GroupSource, PlayFn, SyncSource
+from ludus.rollout.source import Collect, GroupSource, SyncSource
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
 from ludus.train.minibatches import TrainSettings
@@ -133,14 +134,10 @@ class World:
         options = {"groups_per_step": 3, "algorithm": algorithm, **options}
         return self._stage("rl", source, steps, 0.003, **options)
 
-    def play(self, group_size: int = 8, **changes: Any) -> PlayFn:
+    def play(self, group_size: int = 8, **changes: Any) -> Collect:
         """Play groups of a fixed size, with some fields of the collector replaced."""
         collector = replace(self.collector(), **changes)
-
-        async def play(tasks: Sequence[Task], step: int, first_group: int) -> list[Group]:
-            return await collector.collect(tasks, step, group_size, first_group)
-
-        return play
+        return partial(collector.collect, group_size=group_size)
 
     def _stage(
         self,

@@ -134,13 +134,13 @@ def make_run(path: Path, vocab_size: int = 320, **model: Any) -> Path:
 def slowly(policy: Any, engine: Any) -> None:
     """Let each step take 10 ms more, so that a turn is still under way when something happens."""
     sampler = engine._sampler
-    at_once = sampler._step
+    at_once = sampler._run
 
-    def later() -> None:
+    def later(batch: Any) -> Any:
         time.sleep(0.01)
-        at_once()
+        return at_once(batch)
 
-    sampler._step = later
+    sampler._run = later
 
 
 @contextmanager

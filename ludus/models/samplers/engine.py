@@ -173,8 +173,10 @@ class InProcessSampler:
         try:
             while self._scheduler.num_turns:
                 await self._wait_for_turns()
-                with busy("sample"):
-                    self._step()
+                with busy("sample"):  # a step adds one token to each scheduled turn
+                    batch = self._scheduler.schedule(self.policy_version)
+                    if batch is not None:
+                        self._scheduler.postprocess(batch, *self._run(batch))
         except Exception as error:
             self._scheduler.fail(error)
             self.clear_cache()
@@ -187,13 +189,6 @@ class InProcessSampler:
             if not self._paused and self._scheduler.num_turns >= len(self._scheduler.sessions):
                 return
             await self._changed.wait()
-
-    def _step(self) -> None:
-        """Add one token to each scheduled turn."""
-        batch = self._scheduler.schedule(self.policy_version)
-        if batch is not None:
-            token_ids_R, logprobs_R = self._run(batch)
-            self._scheduler.postprocess(batch, token_ids_R, logprobs_R)
 
     def _run(self, batch: DecodeBatch) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Compute logits and sample a token for each row; returns ids and log-probabilities."""

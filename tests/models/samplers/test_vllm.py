@@ -215,7 +215,7 @@ async def test_two_steps_of_grpo(world: World) -> None:
 
     collector = world.collector()
 
-    async def play(tasks: Any, step: int, *_: Any) -> list[Group]:
+    async def play(tasks: Any, step: int, **_: Any) -> list[Group]:
         return await collector.collect(tasks, step, 8)
 
     prompts = [[Message(role="user", content=f"pull a lever {lever}")] for lever in LEVERS]

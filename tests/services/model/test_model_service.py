@@ -488,7 +488,7 @@ def test_dead_sampler_gives_503(folders: dict[str, Path]) -> None:
         def die(*_: Any) -> None:
             raise SamplerError("it died in the midst of a turn")
 
-        engine._sampler._step = die
+        engine._sampler._run = die
 
     with served(folders["wild"], rigged=kill) as address:
         with pytest.raises(openai.InternalServerError, match="generation failed") as caught:
