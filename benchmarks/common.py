@@ -122,12 +122,12 @@ def alternate(programs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[s
 
 
 def ratios(peer: list[float], ours: list[float]) -> Spread:
-    """How many times as fast ours is, run by run."""
+    """Speed-up of ours over the peer, run by run."""
     return Spread.of([p / o for p, o in zip(peer, ours, strict=True)])
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """What a reader has to know of the machine; the load is that of the last minute."""
+    """Facts about the machine; the load is that of the last minute."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

@@ -1,12 +1,12 @@
-"""What a service costs: steps a second and a core, in process, over HTTP and over WebSocket.
+"""Overhead of the environment service: steps per second and core, in process, HTTP, WebSocket.
 
     python benchmarks/env_service.py                      # all environments, and 2,000 sessions
-    python benchmarks/env_service.py textcraft --soak 0   # one of them
+    python benchmarks/env_service.py textcraft --soak 0   # one environment
 
-Every way plays the same episodes (those of an environment's seeds, with its expert's actions, which
-are found beforehand). The service is `ludus serve env` in a process of its own; the client plays
-`sessions` of them at once. Time is of two kinds: the wall's, of each step as its client sees it,
-and the processor's, of service and client, which other load on the machine does not touch.
+All three play the same episodes: an environment's seeds with its expert's actions, computed first.
+The service is `ludus serve env` in its own process; the client plays `sessions` episodes at once.
+Two clocks: wall time of each step at the client, and processor time of service and client, which is
+independent of other load on the machine.
 """
 
 from __future__ import annotations
@@ -348,9 +348,9 @@ async def soak(seconds: float, num: int = 2000, env: str = "textcraft") -> list[
 
 
 async def warm_up(url: str, env: str, episodes: list[Episode], seconds: float) -> None:
-    """Play for so long in process, and in the service, in sessions for each of its JVMs.
+    """Play for `seconds` in process and in the service, in one session per JVM.
 
-    What is compiled and remembered, is so from then on: Java's steps become twice as fast.
+    Afterwards code is compiled and caches are filled: Java's steps are twice as fast.
     """
     for way in ("in_process", "websocket"):
         async with Ways(url, env) as ways:
@@ -389,7 +389,7 @@ def shown(rows: list[Row]) -> str:
     inside = {row.sessions: row.p50_ms for row in rows if row.way == "in_process"}
     head = ["sessions", "way", "step p50", "p99", "over in process", "around the environment"]
     return table(
-        [*head, "reset p50", "steps/s", "processor a step", "memory"],
+        [*head, "reset p50", "steps/s", "processor per step", "memory"],
         [
             [
                 str(row.sessions),
@@ -410,16 +410,21 @@ def shown(rows: list[Row]) -> str:
 
 PAGE = """# The environment service
 
-`benchmarks/env_service.py`: `ludus serve env` in a process of its own, one worker; a client in
-another plays the expert's episodes ({num} different ones an environment) in 1, 64 and 512
-sessions at once, without a pause between calls. A step's p50 and p99 are what the client sees, so
-with many sessions they are mostly waiting for the one worker's turn. "Over in process" is the
-difference to the same environment without a service; "around the environment" is the mean of a
-step less the mean that `/metrics` tells of the service's environment itself. Steps/s are those of
-the wall, resets included; the processor's time is the service's, resets included, a step; memory is
-that of the process that holds the environments (in process: the client's), those of Java apart.
-The client over HTTP writes and reads sockets, no more; `httpx` would add about 0.4 ms to a call.
-Each cell is one of {repeats} runs of {seconds:g} s, that of the median p50; the ways alternate."""
+`benchmarks/env_service.py` runs `ludus serve env` in its own process with one worker. A client in
+another process plays the expert's episodes ({num} different episodes per environment) in 1, 64 and
+512 sessions at once, without a pause between calls.
+
+- *step p50*, *p99*: latency at the client. With many sessions, calls mostly wait for the worker.
+- *over in process*: difference to the same environment without a service.
+- *around the environment*: mean step time minus the mean time of the service's environment in
+  `/metrics`.
+- *steps/s*: per second of wall time, resets included.
+- *processor per step*: processor time of the service per step, resets included.
+- *memory*: of the process that holds the environments (in process: the client), without Java.
+
+The HTTP client only writes and reads sockets; `httpx` would add about 0.4 ms to a call. Each cell
+is one of {repeats} runs of {seconds:g} s, the run of the median p50; in process, HTTP and WebSocket
+alternate."""
 
 
 def report(rows: list[Row], lines: list[dict[str, float]], repeats: int, seconds: float) -> str:
@@ -434,8 +439,8 @@ def report(rows: list[Row], lines: list[dict[str, float]], repeats: int, seconds
         ]
         head = ["seconds", "calls", "refused or failed", "sessions open", "service's memory in MB"]
         parts.append(
-            "## 2,000 sessions, open all the time\n\nOf TextCraft, in one worker, played in turn "
-            "by batches of 500 calls, without a pause.\n\n" + table(head, told)
+            "## 2,000 open sessions\n\nTextCraft in one worker, played in turn by batches of "
+            "500 calls, without a pause.\n\n" + table(head, told)
         )
     return "\n\n".join(parts)
 

@@ -1,8 +1,8 @@
-"""How the seconds of a GRPO step grow with groups, group size, turns, prompt and concurrency.
+"""Seconds of a GRPO step by number of groups, group size, turns, prompt length and concurrency.
 
-One setting grows at a time, the others stay. The policy (0.9 M parameters, from scratch) has
-learned to answer every observation with seven words, so that all episodes have the turns they
-should; the environment answers at once, or after a lognormal wait with a median of 50 ms and 1 %
+One setting grows at a time; the others stay fixed. The policy (0.9 M parameters, from scratch) has
+learned to answer every observation with seven words, so every episode has the configured number of
+turns. The environment answers at once, or after a log-normal delay with a median of 50 ms and 1 %
 above 5 s. The fitted exponent is the slope of log seconds over log size: 1 is linear.
 """
 
@@ -224,10 +224,10 @@ def publish(rows: list[dict[str, Any]], waits: dict[bool, common.Spread], facts:
         [
             "grows",
             "sizes",
-            "seconds a step",
+            "seconds per step",
             "exponent",
-            "tokens that train",
-            "µs a token",
+            "computed tokens",
+            "µs per token",
             "environment",
             "sampling",
             "training",
@@ -262,14 +262,14 @@ def publish(rows: list[dict[str, Any]], waits: dict[bool, common.Spread], facts:
 
 {table}
 
-The others stay at {", ".join(f"{name} {size}" for name, size in BASE.items())}. Medians; the shares
-are of a step's wall time (see [where the time goes](../profiling.md)). Tokens are those that
-training computes, what samples share once: they grow faster than turns, since an episode of one
-turn hears no answer, and a prompt is shared.
+The fixed values are {", ".join(f"{name} {size}" for name, size in BASE.items())}. All figures are
+medians; the shares are of a step's wall time (see [profiling](../profiling.md)). Tokens are those
+that training computes, with shared prefixes counted once. They grow faster than turns, because an
+episode of one turn has no reply from the environment, and the prompt is shared.
 
 With latency and `rollout.deterministic: false`, a step of {BASE["groups"] * BASE["group_size"]}
-episodes of {BASE["turns"]} turns takes {waits[True].median:.2f} s, without
-{waits[False].median:.2f} s: {ratio:.1f} times as long.
+episodes of {BASE["turns"]} turns takes {waits[True].median:.2f} s. Without latency it takes
+{waits[False].median:.2f} s. The ratio is {ratio:.1f}.
 A synchronous step waits for its slowest episode.
 """
     common.write("growth", text, facts, rows)

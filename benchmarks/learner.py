@@ -271,24 +271,25 @@ def publish(rows: list[dict[str, Any]], facts: dict[str, Any], repeats: int) -> 
     text = f"""
 # Learner against a tuned transformers loop
 
-One optimizer step on the same samples: a group of {GROUP} that shares its prompt. The peer is
-tuned: rows sorted by length, SDPA's causal kernel without a mask, logits of the sampled tokens
-only, fused AdamW. At most {BUDGET:,} positions a forward pass, a vocabulary of {VOCABULARY:,}, all
-parameters train. The float32 programs give the same loss and gradient (to 1e-5), checked before
-each case. Ours also computes entropies and other metrics; trees and packing are part of its time.
+One optimizer step on the same samples: a group of {GROUP} with a common prompt. The transformers
+loop is tuned: rows sorted by length, SDPA's causal kernel without a mask, logits of the sampled
+tokens only, fused AdamW. At most {BUDGET:,} positions per forward pass, a vocabulary of
+{VOCABULARY:,}, all parameters trained. The float32 programs give the same loss and gradient (to
+1e-5); each case starts with this check. ludus also computes entropies and other metrics, and its
+time includes trees and packing.
 
-- *packing*: several samples a row; nothing is shared.
+- *packing*: several samples per row, nothing shared.
 - *tree*: the default. Shared prefixes are computed once, attention in tiles.
-- *bfloat16, tree*: the same with `learner.dtype: bfloat16`, against the peer under autocast.
-- *of products*: the time of a tree's matrix products alone, in torch, as a share of its step. Those
-  of attention are counted as if they were as fast as those of the linear layers.
+- *bfloat16, tree*: the same with `learner.dtype: bfloat16`, against the loop under autocast.
+- *of products*: the time of a tree's matrix products alone, in torch, as a share of its step. The
+  products of attention count at the speed of the linear layers' products.
 
-Tokens are logical ones: those of all samples. Cells: median (quartiles) of {repeats} runs in
-alternating order; ratios are those of neighbouring runs.
+Tokens are the tokens of all samples. Cells: median (quartiles) of {repeats} runs in alternating
+order; ratios are of neighbouring runs.
 
 {table(head, cells)}
 
-Slower than the peer: {"; ".join(lost) or "none of these"}.
+Slower than the transformers loop: {"; ".join(lost) or "none of these"}.
 
     python benchmarks/learner.py
 """

@@ -1,15 +1,15 @@
-"""Playing ahead against taking turns: seconds a step, with environments that take their time.
+"""Playing ahead against synchronous play: seconds per step with slow environments.
 
     python benchmarks/overlap.py [--threads 1] [--repeats 5] [--quick]
 
-A policy of 0.9 M parameters plays 8 groups of 8 episodes of three turns of 32 tokens; each step of
-the environment waits as long as a draw of a log-normal distribution with a median of 50 ms and a
-99th percentile of 5 s (it sleeps, and takes no processor). `ahead n` is `rl.max_staleness: n`.
+A policy of 0.9 M parameters plays 8 groups of 8 episodes of three turns of 32 tokens. Each step of
+the environment sleeps for a time drawn from a log-normal distribution with a median of 50 ms and a
+99th percentile of 5 s (no processor time). `ahead n` is `rl.max_staleness: n`.
 
-On one thread the clock is that of `quiet`: the processor's time, and the time in which there is
-nothing to do but wait. On several it is the wall's. The first step is not counted; nor, in programs
-that play ahead, those that fill the queue, and those that empty it: they wait for all of their
-episodes, as a step does that plays its own.
+On one thread the clock is `benchmarks/quiet.py`: processor time, plus the time in which everything
+waits. On several threads it is wall time. The first step does not count. In programs that play
+ahead, the steps that fill or empty the queue do not count either: they wait for all of their
+episodes, like a synchronous step.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ def page(rows: list[dict[str, Any]]) -> str:
                 f"{max(row['staleness_max']):.0f}",
             ]
         )
-    head = ["program", "s a step", "against no latency", "an episode trained", "episodes cut"]
+    head = ["program", "s per step", "ratio to no latency", "per trained episode", "episodes cut"]
     told = (__doc__ or "").partition("\n\n")[2].partition("\n\n")[2]
-    table = common.table([*head, "staleness mean", "most"], lines)
+    table = common.table([*head, "staleness mean", "maximum"], lines)
     return f"# Playing ahead\n\n{table}\n\n{told}"
 
 

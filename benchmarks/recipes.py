@@ -100,7 +100,7 @@ def episodes_at(played: Line, steps: list[Line], episodes: list[float]) -> float
 
 def table(folders: dict[int, RunFolder]) -> list[str]:
     rows = [
-        "| seed | after SFT | after RL | gain, points | p, paired | minutes | RL episodes |",
+        "| seed | after SFT | after RL | gain, points | paired p | minutes | RL episodes |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for seed, folder in folders.items():
@@ -152,8 +152,8 @@ def main() -> None:
     text = [
         f"# The recipe {name}, {len(folders)} seeds",
         "",
-        f"Held-out tasks: {evaluations['after RL'].num_tasks}, played greedily, with Wilson",
-        "intervals (95 %); p is McNemar's exact test on the same tasks.",
+        f"{evaluations['after RL'].num_tasks} held-out tasks, played greedily. Brackets: Wilson",
+        "intervals (95 %). p: McNemar's exact test on the same tasks.",
         "",
         *table(folders),
         "",
@@ -161,8 +161,8 @@ def main() -> None:
         "",
         f"![Success over RL episodes and over time]({name}.svg)",
         "",
-        f"Lines: success of training episodes (sampled), means over {WINDOW} steps. Dots: held-out",
-        "tasks.",
+        f"Lines: success of sampled training episodes, mean over {WINDOW} steps. Dots: success on",
+        "held-out tasks.",
         "",
         *([args.note, ""] if args.note else []),
         f"    python benchmarks/recipes.py recipes/{name}.yaml --seeds {seeds}",

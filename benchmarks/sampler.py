@@ -354,17 +354,17 @@ def main() -> None:
 
 The in-process sampler, through its public interface (sessions, asyncio, seeds), against
 `model.generate` of transformers on the same Qwen3-shaped model of random weights. Prompts of
-{PROMPT} tokens, completions of {COMPLETION}, temperature 1, float32, KV caches, no padding in any,
-prefill included. Ours also returns every token's log-probability. All give the same greedy tokens,
-checked on up to four prompts before each case. In sampled tokens/s; *fast* and *generic* are the
-sampler's two paths.
+{PROMPT} tokens, completions of {COMPLETION}, temperature 1, float32, KV caches, no padding, prefill
+included. The sampler also returns every token's log-probability. All programs give the same greedy
+tokens; each case starts with this check, on up to four prompts. Figures are sampled tokens/s.
+*fast* and *generic* are the sampler's two decoders.
 
-*Of products*: the rate of *fast* in parts of the rate at which torch does the matrix products of
-the same tokens and nothing else, measured after the case. The native products may be faster than
-torch's, which do not use all of the vector units on every machine.
+*Of products*: the rate of *fast* relative to a program that computes only the matrix products of
+the same tokens in torch, measured after the case. Native products may be faster than torch's, which
+do not use all vector units on every machine.
 
-Medians and quartiles of {args.repeats} runs in alternating order, one more before them not counted;
-the ratio is that of neighbouring runs.
+Medians and quartiles of {args.repeats} runs in alternating order, after one warm-up run; the ratio
+is of neighbouring runs.
 
 {table(head, cells)}
 
@@ -376,8 +376,8 @@ the ratio is that of neighbouring runs.
 
 `sampler: {{name: in_process, args: {{dtype: bfloat16}}}}` on weights in float32, against `generate`
 on weights in bfloat16, in the same runs. *Fast / best*: against the faster of `generate` in float32
-and in bfloat16. *Of products*: of the rate of torch's products in bfloat16. *Nats*: by how much the
-log-probabilities that the sampler returned differ from those of the model in float32, in the mean.
+and in bfloat16. *Of products*: relative to torch's products in bfloat16. *Nats*: mean difference
+between the log-probabilities of the sampler and those of the model in float32.
 
 {table(half_head, half_cells)}
 
@@ -386,7 +386,7 @@ Less than 4 times the faster `generate` in: {", ".join(half_below) or "none of t
 ## Groups that share a prompt
 
 64 rows in groups of {GROUP}, prompts of {LONG_PROMPT} tokens, completions of {COMPLETION}. *Own
-prompts*: the same number of rows of the same length that share nothing. *Gain*: shared / own.
+prompts*: as many rows of the same length without shared prompts. *Gain*: shared / own.
 
 {table(group_head, group_cells)}
 
@@ -396,7 +396,8 @@ prompts*: the same number of rows of the same length that share nothing. *Gain*:
 
 vLLM: see [vllm-sampler.md](vllm-sampler.md).
 
-Not measured here: later turns of an episode, rows that differ in length or come and go, a GPU.
+Not measured: later turns of an episode, rows of different length, rows that start and end at
+different times, a GPU.
 
     python benchmarks/sampler.py
 """

@@ -1,9 +1,9 @@
-"""How long `import ludus` and `ludus --help` take: the fastest of several fresh processes.
+"""Start-up time of `import ludus` and `ludus --help`: the fastest of several new processes.
 
     python benchmarks/startup.py
 
-The fastest is the figure: what is slower than it was slowed down by something else. Exits with 1
-where a limit is missed. Byte code is compiled before the clock starts.
+Slower processes were delayed by other load. Exits with 1 if a limit is exceeded. Byte code is
+compiled before the measurement.
 """
 
 from __future__ import annotations

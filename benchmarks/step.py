@@ -2,10 +2,10 @@
 
     python benchmarks/step.py
 
-The same model, tokenizer, prompts' length, groups of 8 and sampled tokens: one turn, or several
-turns of an environment. All turns have a fixed number of tokens, rewards are random, so that both
-do the same work whatever the weights are. Steps alternate: TRL trains, and after each of its steps
-ludus takes one.
+Both programs have the same model, tokenizer, prompt length, groups of 8 and number of sampled
+tokens, in one turn or several turns of an environment. All turns have a fixed number of tokens and
+rewards are random, so both do the same work for any weights. Steps alternate: one of TRL, then one
+of ludus.
 """
 
 from __future__ import annotations
@@ -163,45 +163,45 @@ def publish(
         ]
         for row in rows
     ]
-    head = ["parameters", "tokens of an episode", "TRL, s", "rollout + training", "micro-batch"]
-    head += ["ludus, s", "rollout + training", "TRL / ludus", "of rollout, of training"]
+    head = ["parameters", "tokens per episode", "TRL, s", "rollout + training", "micro-batch"]
+    head += ["ludus, s", "rollout + training", "TRL / ludus", "rollout, training"]
     lost = [f"{row['model']}, {row['work']}" for row in rows if row["ratio"].median < 1]
-    head_waiting = ["program", "steps", "s a step: mean (range)", "against ludus", "episodes cut"]
+    waits = ["program", "steps", "s per step: mean (range)", "ratio to ludus", "episodes cut"]
     text = f"""
 # A GRPO step against TRL
 
 {chr(10).join((__doc__ or "").strip().splitlines()[4:])}
 
-64 samples a step, in 8 groups. Cells: median (quartiles) of {repeats} steps, after one that is not
-counted, in float32; *bfloat16*: both train and sample under it, with weights in float32. The last
-column is by how much each part is faster.
+64 samples per step, in 8 groups. Cells: median (quartiles) of {repeats} steps in float32, after one
+warm-up step. *bfloat16*: both train and sample in bfloat16, with weights in float32. The last
+column is the speed-up of each part.
 
 {table(head, cells)}
 
 TRL is faster in: {"; ".join(lost) or "none of these"}.
 
 TRL {facts["trl"]} is tuned: the micro-batch is the fastest of {", ".join(map(str, MICRO_BATCHES))}
-samples, for each case, in the same run; no reference model, no checkpointing of activations, fused
-AdamW, no logging, no log-probabilities computed twice. It samples with `generate`. Several turns
-are the faster of its `environment_factory` (*environment*: every turn is a call of the one tool,
-which is not described in the prompt, so that both read as many tokens) and of a `rollout_func` that
-takes one turn of all episodes at a time (*rollout*). ludus runs as it is by default.
+samples, for each case, in the same run; no reference model, no activation checkpointing, fused
+AdamW, no logging, no log-probabilities computed twice. It samples with `generate`. For several
+turns, the faster of two methods counts. *environment*: its `environment_factory`; every turn is a
+call of one tool, which is not described in the prompt, so both programs read equally many tokens.
+*rollout*: a `rollout_func` that plays one turn of all episodes at a time. ludus has its defaults.
 
-## Environments that take their time
+## Slow environments
 
 {waiting[0]["model"]}, {waiting[0]["work"]}; wall time. The environment answers a turn after a draw
 of a log-normal distribution with a median of {MEDIAN_S * 1000:.0f} ms and a 99th percentile of
-{P99_S:.0f} s, the same draws for all in each step but where ludus plays ahead.
+{P99_S:.0f} s. All programs have the same draws in each step, except when ludus plays ahead.
 
-{table(head_waiting, waiting_cells(waiting))}
+{table(waits, waiting_cells(waiting))}
 
-ludus's episodes wait each for itself (`rollout.deterministic: false`), and with
-`rl.max_staleness: {STALENESS}` its learner does not wait for those of the step. TRL's
-`environment_factory` takes async tools, but gathers only the calls of one turn of one episode:
-episodes wait one after the other. In a `rollout_func` all wait together, for the slowest, at each
+In ludus, each episode waits independently (`rollout.deterministic: false`). With
+`rl.max_staleness: {STALENESS}` the learner does not wait for the episodes of the step. TRL's
+`environment_factory` accepts async tools, but gathers only the calls of one turn of one episode:
+episodes wait one after the other. In a `rollout_func`, all episodes wait for the slowest at each
 turn.
 
-[Time to success](success.md) on BabyAI is measured on its own.
+[Time to success](success.md) on BabyAI is a separate benchmark.
 
     python benchmarks/step.py
 """

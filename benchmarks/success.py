@@ -2,12 +2,12 @@
 
     python benchmarks/success.py [--seeds 0 1 2] [--programs ludus ...] [--folder DIR] [--quick]
 
-A policy of 0.8 M parameters learns by SFT, once a seed, as in recipes/babyai-tiny.yaml. From these
-weights each program trains with GRPO on the same tasks in the same order, 16 groups of 8 episodes a
-step, until it wins 80 % of 256 held-out tasks, played greedily by ludus every five steps. Seconds
-are those of training, of processor time, on one thread.
+A policy of 0.8 M parameters is trained by SFT once per seed, as in recipes/babyai-tiny.yaml. From
+these weights, each program trains with GRPO on the same tasks in the same order, with 16 groups of
+8 episodes per step. It stops when the policy solves 80 % of 256 held-out tasks; ludus plays these
+tasks greedily every five steps. Seconds are processor time of training, on one thread.
 
-What is finished lies in DIR, and is not run again.
+Finished runs are kept in DIR and not repeated.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=["ludus", "rollout"])
     parser.add_argument("--folder", type=Path, help="a new one where there is none")
-    parser.add_argument("--note", default="", help="what a reader has to know of these runs")
+    parser.add_argument("--note", default="", help="remarks on these runs, for the page")
     parser.add_argument("--quick", action="store_true", help="toy size, nothing published")
     args = parser.parse_args()
     facts = machine(1)

@@ -99,8 +99,8 @@ def publish(
     from importlib.metadata import version
 
     facts |= {name: version(name) for name in ("trl", "accelerate", "minigrid")}
-    head = ["seed", "program", f"s to {target:.0%}", "steps", "start", "end", "s a step"]
-    head += ["tokens sampled", "ms a sampled token", "micro-batch"]
+    head = ["seed", "program", f"s to {target:.0%}", "steps", "start", "end", "s per step"]
+    head += ["tokens sampled", "ms per sampled token", "micro-batch"]
     rows = [cells(result, target) for result in results]
     draw(RESULTS / "success.svg", results, target)
     seeds = " ".join(dict.fromkeys(str(result["seed"]) for result in results))
@@ -115,17 +115,17 @@ def publish(
 
 ![Held-out success over seconds and over steps](success.svg)
 
-Both have the same weights at the start, tokenizer, tasks, groups, loss (GRPO's, clipped at 0.2, no
-KL term), temperature, tokens a turn, turns, AdamW, learning rate and warm-up. They see the same
-texts, end episodes at the same point, and train on the sampled tokens alone. They do not draw the
-same random numbers: curves differ as those of two seeds do. A run is given up after {bound_s:.0f}
-seconds.
+Both programs start from the same weights. They have the same tokenizer, tasks, groups, loss (GRPO,
+clipped at 0.2, no KL term), temperature, tokens per turn, turns, AdamW, learning rate and warm-up.
+They see the same texts, end episodes at the same point, and train on the sampled tokens only. Their
+random numbers differ, so the curves differ like those of two seeds. A run stops after
+{bound_s:.0f} seconds.
 
-TRL {facts["trl"]} is tuned: the micro-batch is the fastest of those tried, with no reference model,
-no checkpointing, fused AdamW and no logging. It takes its turns in a `rollout_func` around
-`generate`. Its `environment_factory` samples the same tokens from the same seed, which a test holds
-it to, in as much time ([the log](../log.md)): there an environment cannot end an episode, but a
-reply for which the completion has no room is dropped with the call, and the conversation is over.
+TRL {facts["trl"]} is tuned: the fastest of the tested micro-batches, no reference model, no
+checkpointing, fused AdamW, no logging. It plays turns in a `rollout_func` around `generate`. Its
+`environment_factory` samples the same tokens from the same seed (a test checks this) in the same
+time ([log](../log.md)). With it, an environment cannot end an episode directly, but TRL drops a
+reply that exceeds the completion together with its call, and the conversation ends.
 
 {note}
 

@@ -244,32 +244,32 @@ def report(rows: list[dict[str, Any]], tried: dict[str, dict[str, float]], repea
 # The sampler beside vLLM
 
 The in-process sampler and vLLM's CPU build on the same Qwen3-shaped model of {MODEL} parameters and
-random weights; prompts of {PROMPT} tokens, completions of {COMPLETION}, temperature 1, nothing cut,
-no end token. Both are pinned to the same core with one thread, and run in turn, each while the
-other waits. Tokens a second of processor time, that of all of a program's processes. *all*: prompts
-and completions; *steady*: the tokens after each row's first, when all rows decode (the difference
-of runs of {COMPLETION} tokens and of one). In float32 both give the same greedy tokens, checked
-first.
+random weights; prompts of {PROMPT} tokens, completions of {COMPLETION}, temperature 1, no top-k or
+top-p, no end token. Both are pinned to the same core with one thread, and run in turn. Figures are
+tokens per second of processor time of all processes of a program. *all*: prompts and completions.
+*steady*: the tokens after each row's first, when all rows decode (the difference of runs of
+{COMPLETION} tokens and of one). In float32 both give the same greedy tokens; the benchmark checks
+this first.
 
-vLLM runs in process (its `LLM` class: no server, no tokenizer, no text), which is faster than as a
-server. Both give the log-probability of every token; *no log-probabilities* is vLLM without.
+vLLM runs in process (its `LLM` class: no server, no tokenizer, no text), which is faster than its
+server. Both return the log-probability of every token; *no log-probabilities* is vLLM without them.
 
-Medians (and quartiles) of {repeats} runs in alternating order, one more before them not counted;
-ratios are those of neighbouring runs. *Wall*: the ratio by wall time, which other load disturbs.
+Medians (and quartiles) of {repeats} runs in alternating order, after one warm-up run; ratios are of
+neighbouring runs. *Wall*: the ratio by wall time, which other load affects.
 
 {table(head, cells)}
 
 ## Best against best
 
-Each in its faster type, by processor time, log-probabilities in both.
+Each program in its faster type, by processor time, both with log-probabilities.
 
 {table(["batch", "", "vLLM", "ludus", "ludus / vLLM"], cells_best)}
 
 ## vLLM's settings
 
-Steady tokens/s at batch {BATCHES[0]} of what was tried, the best of three runs; the fastest was
-taken, for each type. Its cache has room for all rows; prefix caching is off, as prompts repeat from
-run to run.
+Steady tokens/s at batch {BATCHES[0]} with each tested setting, the best of three runs. The
+benchmark uses the fastest setting for each type. The cache holds all rows. Prefix caching is off,
+because prompts repeat from run to run.
 
 {table(["settings", *DTYPES], cells_tried)}
 

@@ -1,10 +1,9 @@
-"""vLLM as ludus's sampler: time to start, tokens a second, time to take new weights.
+"""vLLM as ludus's sampler: start-up time, tokens per second, time to load new weights.
 
     make vllm && python benchmarks/vllm_server.py
 
 Through the public interface: turns over the server's socket, with every token's log-probability.
-The processor's time is that of the server's processes: what other load on the machine changes
-little.
+Processor time is that of the server's processes; other load on the machine affects it little.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def main() -> None:
         cells += [
             [f"batch {batch}, tokens/s", *[row[f"wall_{batch}"].show(",.0f") for row in rows]],
             [
-                f"batch {batch}, tokens a second of the server's processor time",
+                f"batch {batch}, tokens per second of the server's processor time",
                 *[f"{row[f'used_{batch}']:,.0f}" for row in rows],
             ],
         ]
@@ -112,8 +111,8 @@ def main() -> None:
 
 vLLM's CPU build behind `sampler: vllm`, one thread, a Qwen3-shaped model of {MODEL} parameters and
 random weights, prompts of {PROMPT} tokens, completions of {COMPLETION}, every token with its
-log-probability. *New weights* is all of `publish`: writing, hashing, loading, the probe. Wall time,
-medians and quartiles of {args.repeats} runs, but for the lines of the server's own processor time.
+log-probability. *New weights* is the whole `publish`: writing, hashing, loading, the probe. Medians
+and quartiles of {args.repeats} runs in wall time, except the lines in the server's processor time.
 
 {table(head, cells)}
 

@@ -1,8 +1,8 @@
-"""A step whose environments take their time: each program waits in its own way.
+"""A step with slow environments, in each program.
 
 The environment answers a turn after a draw of a log-normal distribution with a median of 50 ms and
-a 99th percentile of 5 s. It sleeps, and takes no processor. The n-th step of every program has the
-same draws; its own order decides which episode meets which.
+a 99th percentile of 5 s. It sleeps, without processor time. The n-th step of every program has the
+same draws; the program's order assigns them to episodes.
 """
 
 from __future__ import annotations
