@@ -246,7 +246,7 @@ class RLConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Held-out evaluation: before and after each stage, and periodically during RL."""
+    """Held-out evaluation: before RL, at the end of the run, and periodically during RL."""
 
     num_tasks: int | None = Field(None, ge=1, description="Number of held-out tasks; null: all.")
     num_tasks_between: int | None = Field(
