@@ -23,9 +23,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 from common import Spread, arguments, machine, make_model, ratios, table, write
 
 import torch  # isort: skip - after common, which sets the threads' policy
-from fixed import LudusSteps, Work
+from fixed import MEDIAN_S, P99_S, LudusSteps, Work
 from step_trl import train_trl
-from waiting import MEDIAN_S, P99_S, STALENESS, compare_waiting, waiting_cells
+from waiting import STALENESS, compare_waiting, waiting_cells
 
 ONE, LONG = Work(prompt=64), Work(prompt=256)
 FOUR, EIGHT = Work(prompt=64, turn=16, turns=4), Work(prompt=64, turn=16, turns=8)
