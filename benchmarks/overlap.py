@@ -1,4 +1,4 @@
-"""Playing ahead against synchronous play: seconds per step with slow environments.
+"""Asynchronous against synchronous rollouts: seconds per step with slow environments.
 
     python benchmarks/overlap.py [--threads 1] [--repeats 5] [--quick]
 
@@ -132,7 +132,7 @@ def page(rows: list[dict[str, Any]]) -> str:
     head = ["program", "s per step", "ratio to no latency", "per trained episode", "episodes cut"]
     told = (__doc__ or "").partition("\n\n")[2].partition("\n\n")[2]
     table = common.table([*head, "staleness mean", "maximum"], lines)
-    return f"# Playing ahead\n\n{table}\n\n{told}"
+    return f"# Asynchronous rollouts\n\n{table}\n\n{told}"
 
 
 if __name__ == "__main__":
