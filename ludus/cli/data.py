@@ -57,12 +57,13 @@ def rollout(
 ) -> None:
     """Play episodes with the model of an OpenAI-compatible endpoint, as `POST /rollouts` does."""
     from ludus.data import options, rollouts
+    from ludus.rollout.requests import parse_ids
 
     asked = rollouts.request(
         env=env,
         model=model,
         base_url=base_url,
-        ids=options.ids(ids),
+        ids=parse_ids(ids),
         tier=tier,
         max_round=max_round,
         format=format,
@@ -139,7 +140,5 @@ def generate_data(
         concurrency=concurrency,
         workers=workers,
     )
-    made = generate_dataset(wanted, folder, lambda line: typer.echo(line, err=True))
-    typer.echo(
-        f"{made.num_kept} episodes: {made.folder}/data.jsonl (card: {made.folder}/README.md)"
-    )
+    num_kept = generate_dataset(wanted, folder, lambda line: typer.echo(line, err=True))
+    typer.echo(f"{num_kept} episodes: {folder}/data.jsonl (card: {folder}/README.md)")

@@ -54,22 +54,17 @@ def serve_env(
     """Serve environments over the APIs of ludus, AgentGym and OpenEnv. Tokens: LUDUS_TOKENS=a,b."""
     with _needs("serve", "ludus serve"):
         from ludus.services.envs.manager import SessionLimits
-        from ludus.services.envs.serving import serve_envs
+        from ludus.services.envs.service import serve_envs
+        from ludus.services.server.auth import client_tokens
+        from ludus.services.server.serve import ServeOptions
     limits = SessionLimits(
         max_sessions=max_sessions,
         max_memory_mb=max_memory_mb,
         idle_s=idle,
         step_deadline_s=step_deadline,
     )
-    serve_envs(
-        env_specs(envs),
-        host=host,
-        port=port,
-        workers=workers,
-        isolate=isolate,
-        limits=limits,
-        say=typer.echo,
-    )
+    options = ServeOptions(host, port, workers, client_tokens())
+    serve_envs(env_specs(envs), options, limits, isolate, typer.echo)
 
 
 @app.command("model")

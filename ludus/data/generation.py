@@ -111,26 +111,17 @@ class GenerationRequest:
         if selection.ids:
             return list(tasks_of(spec, selection.ids, None))
         if selection.items:
-            return list(read_agentgym(selection.items, name=spec.name, maker=ENVS.build(spec)))
-        return list(
-            read_env(selection.num_tasks, selection.tiers, selection.first_seed, ENVS.build(spec))
-        )
+            return list(
+                read_agentgym(selection.items, name=spec.name, maker=LocalEnvs(spec).make())
+            )
+        env = LocalEnvs(spec).make()
+        return list(read_env(selection.num_tasks, selection.tiers, selection.first_seed, env))
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationResult:
-    """The written data set."""
-
-    folder: Path
-    num_kept: int
-    cards: dict[str, EnvCard]
-
-
-def generate_dataset(
-    request: GenerationRequest, folder: Path, log: Log = lambda _: None
-) -> GenerationResult:
+def generate_dataset(request: GenerationRequest, folder: Path, log: Log = lambda _: None) -> int:
     """Play the episodes that the folder does not have yet, select, and write the data set.
 
+    Returns the number of kept episodes.
     Errors: ConfigError for wrong settings; DataError where the folder was written with other
     settings, where the endpoint answered no episode, and where no episode is good enough.
     """
@@ -150,7 +141,7 @@ def generate_dataset(
         reasons = {env: card.left_out for env, card in cards.items()}
         raise DataError(f"{folder}: no episode is good enough to be kept: {json.dumps(reasons)}")
     _write(folder, request, selection, cards)
-    return GenerationResult(folder, len(selection.kept), cards)
+    return len(selection.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +206,7 @@ class _Generator:
         missing = [t for t in tasks if not self.journal.has((spec.name, "expert", t.id, 0))]
         if not missing:
             return
-        score_range = ENVS.build(spec).score_range
+        score_range = LocalEnvs(spec).make().score_range
         system_prompt = self.request.rollout.system_prompt
 
         def add(result: Demonstration | Dropped) -> None:
@@ -254,10 +245,8 @@ class _Generator:
         def add(episode: EpisodeRecord) -> None:
             self.journal.add(model_record(spec.name, episode))
 
-        timeout = model.turn_deadline_s
-        async with Endpoint(
-            model.base_url, model.name, model.api_key, timeout_s=timeout
-        ) as endpoint:
+        key, timeout = model.api_key, model.turn_deadline_s
+        async with Endpoint(model.base_url, model.name, key, timeout_s=timeout) as endpoint:
             envs, seed = LocalEnvs(spec), request.seed
             job = RolloutJob(endpoint, envs, request.rollout, work, seed=seed, on_episode=add)
             await job.run()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,7 +72,6 @@ def expert_record(
 
 def model_record(env: str, episode: EpisodeRecord) -> Record:
     """The record of a model's episode."""
-    again = episode.status.retryable or episode.status is Status.ABORTED
     return Record(
         env=env,
         task_id=episode.task_id,
@@ -86,7 +84,7 @@ def model_record(env: str, episode: EpisodeRecord) -> Record:
         success=episode.success,
         num_turns=episode.num_turns,
         reason=None if episode.scored else f"{episode.status.value}: {episode.error}",
-        again=again,
+        again=episode.status.retryable or episode.status is Status.ABORTED,
     )
 
 
@@ -151,18 +149,15 @@ class Journal:
     def _read(self) -> int:
         """Read the records; returns the length in bytes of the complete lines."""
         length = 0
-        for number, line in enumerate(self._lines(), start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                record = Record.model_validate_json(line)
-            except ValidationError as error:
-                what = error.errors()[0]["msg"]
-                raise DataError(f"{self._path}, line {number}: {what}") from None
-            self.records[record.key] = record
-            length += len(line)
-        return length
-
-    def _lines(self) -> Iterator[bytes]:
         with self._path.open("rb") as file:
-            yield from file
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    record = Record.model_validate_json(line)
+                except ValidationError as error:
+                    what = error.errors()[0]["msg"]
+                    raise DataError(f"{self._path}, line {number}: {what}") from None
+                self.records[record.key] = record
+                length += len(line)
+        return length

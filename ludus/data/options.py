@@ -19,11 +19,6 @@ from ludus.rollout.requests import parse_ids
 Source = Literal["expert", "model", "mixed"]
 
 
-def ids(text: str | None) -> list[int | str]:
-    """The ids of `0-99,babyai_120`. Errors: ConfigError."""
-    return parse_ids(text or "")
-
-
 def text_of(path: Path | None) -> str | None:
     """A file's text. Errors: DataError."""
     if path is None:
@@ -38,7 +33,7 @@ def generation(envs: Sequence[Spec], **options: Any) -> GenerationRequest:
     """Returns the request that the options describe. Errors: ConfigError, DataError."""
     source = _one_of("--source", options["source"], get_args(Source))
     form = _one_of("--format", options["format"], get_args(Format))
-    task_ids = ids(options["ids"])
+    task_ids = parse_ids(options["ids"])
     if bool(task_ids) + bool(options["items"]) + bool(options["tiers"]) > 1:
         raise ConfigError("--ids, --items and --tier exclude each other: give one of them")
     rollout = RolloutConfig(

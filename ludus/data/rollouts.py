@@ -19,13 +19,7 @@ from ludus.core.types import Spec
 from ludus.envs import ENVS
 from ludus.rollout.host import LocalEnvs
 from ludus.rollout.jobs import EpisodeRecord, RolloutJob
-from ludus.rollout.requests import (
-    RolloutAnswer,
-    RolloutRequest,
-    agentgym_spec,
-    answer_of,
-    tasks_of,
-)
+from ludus.rollout.requests import RolloutAnswer, RolloutRequest, agentgym_spec, answer_of, tasks_of
 
 KEY = "LUDUS_API_KEY"
 """The environment variable of the endpoint's key: a command line is visible to other users."""
@@ -45,10 +39,7 @@ def request(**options: object) -> RolloutRequest:
 
 
 def rollout(
-    env: Spec,
-    request: RolloutRequest,
-    out: Path | None,
-    say: Callable[[str], object],
+    env: Spec, request: RolloutRequest, out: Path | None, say: Callable[[str], object]
 ) -> RolloutAnswer:
     """Play the job, report each finished episode, and write the answer to `out`.
 
@@ -62,7 +53,10 @@ def rollout(
     job = asyncio.run(_play(env, request, say))
     answer = answer_of(env.name, job.episodes, time.monotonic() - started, job.stopped)
     if out is not None:
-        _write(out, answer)
+        try:
+            atomic_write(out, json.dumps(answer.model_dump(mode="json"), ensure_ascii=False))
+        except OSError as error:
+            raise DataError(f"{out}: cannot be written: {error.strerror}") from error
     return answer
 
 
@@ -85,10 +79,3 @@ async def _play(env: Spec, request: RolloutRequest, say: Callable[[str], object]
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, job.stop)
         await job.run()
     return job
-
-
-def _write(out: Path, answer: RolloutAnswer) -> None:
-    try:
-        atomic_write(out, json.dumps(answer.model_dump(mode="json"), ensure_ascii=False))
-    except OSError as error:
-        raise DataError(f"{out}: cannot be written: {error.strerror}") from error

@@ -176,7 +176,7 @@ async def _score(episode: Episode, env: HostedEnv | None) -> None:
     session, judge = episode.session, episode.judge
     trajectory = session.trajectory
     if not trajectory.num_turns:  # the policy sampled nothing: the episode must not count
-        session.drop(f"nothing was sampled: {trajectory.error}")
+        trajectory.dropped = f"nothing was sampled: {trajectory.error}"
         return
     if judge is not None:
         score = await _judge(judge, episode.task, session)

@@ -50,9 +50,7 @@ class HostedEnv:
         release: Callable[[], object] = lambda: None,
     ) -> None:
         self._make, self._release = make, release
-        self._thread = thread
-        self._deadline = step_deadline_s
-        self._blocking = blocking
+        self._thread, self._deadline, self._blocking = thread, step_deadline_s, blocking
         self._env: Env | None = None
         self._abandoned = False
 
@@ -219,7 +217,6 @@ class LocalEnvs:
         return self.prototype.tools()
 
     def spec_of(self, task: Task) -> Spec | None:
-        """The environment of a task."""
         if task.env is None or self.spec is None or task.env.name != self.spec.name:
             return task.env or self.spec
         return Spec(name=task.env.name, args={**self.spec.args, **task.env.args})

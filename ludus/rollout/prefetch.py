@@ -76,18 +76,13 @@ class PrefetchSource:
         if max_staleness < 1:
             raise ValueError("max_staleness must be at least 1 for prefetching")
         self.max_staleness = max_staleness
-        self._collector_of = collector_of
-        self._tasks = tasks
-        self._steps = steps
-        self._groups_per_step = groups_per_step
-        self._group_size = group_size
-        self._around = around
+        self._collector_of, self._tasks, self._around = collector_of, tasks, around
+        self._steps, self._groups_per_step, self._group_size = steps, groups_per_step, group_size
         self._slots = asyncio.Semaphore(collector_of(0).config.concurrency)
         self._changed = asyncio.Event()
         self._pending: list[_PendingGroup] = []
         self._replay: list[tuple[int, Task]] = []
-        self._next_number = 0
-        self._version = 0
+        self._next_number = self._version = 0
         self._failure: BaseException | None = None
         self._queue_depth = self._num_cut = 0
         self._ages: list[int] = []
@@ -116,7 +111,9 @@ class PrefetchSource:
                     await self._until(lambda: all(pending.complete for pending in due))
             await self._cut([pending for pending in due if not pending.complete])
         spare = [pending for pending in self._complete() if pending not in due]
-        missing = n - sum(_trainable(pending.group) for pending in due)
+        missing = n - sum(
+            any(t.status.trainable for t in pending.group.trajectories) for pending in due
+        )
         chosen = due + spare[: max(missing, 0)]
         self._pending = [pending for pending in self._pending if pending not in chosen]
         groups = [pending.group for pending in sorted(chosen, key=lambda p: p.number)]
@@ -251,10 +248,6 @@ def turn_ages(groups: list[Group], version: int) -> list[int]:
         for segment in trajectory.segments
         if segment.policy_version is not None
     ]
-
-
-def _trainable(group: Group) -> bool:
-    return any(trajectory.status.trainable for trajectory in group.trajectories)
 
 
 def _times() -> tuple[float, float, float]:

@@ -29,32 +29,24 @@ def replay(
             f"{where}a conversation needs messages before its first assistant turn, and at least "
             "one assistant turn"
         )
+    builder, replies = TreeBuilder(trajectory), list[Message]()
     try:
-        _render(messages, first, renderer, TreeBuilder(trajectory))
+        builder.add_messages(messages[:first], renderer.open(messages[:first]))
+        for number, message in enumerate(messages[first:]):
+            if message.role != "assistant":
+                replies.append(message)
+                continue
+            if number:
+                builder.add_replies(replies, renderer)
+            replies = []
+            if renderer.thinking == "forbid":
+                message = message.model_copy(update={"thinking": None})
+            token_ids = renderer.assistant(message)
+            builder.add_turn(message, token_ids, [0.0] * len(token_ids), None)
     except ConfigError as error:
         raise DataError(f"{where}{error}") from error
-    return trajectory
-
-
-def _render(
-    messages: Sequence[Message], first: int, renderer: Renderer, builder: TreeBuilder
-) -> None:
-    opening = list(messages[:first])
-    builder.add_messages(opening, renderer.open(opening))
-    turn: Message | None = None
-    replies: list[Message] = []
-    for message in messages[first:]:
-        if message.role != "assistant":
-            replies.append(message)
-            continue
-        if turn is not None:
-            builder.add_replies(replies, renderer)
-        turn, replies = message, []
-        if renderer.thinking == "forbid":
-            turn = turn.model_copy(update={"thinking": None})
-        token_ids = renderer.assistant(turn)
-        builder.add_turn(turn, token_ids, [0.0] * len(token_ids), None)
     builder.add_messages(replies, [])  # after the last turn: the model never sees them
+    return trajectory
 
 
 class ReplaySource(SyncSource):

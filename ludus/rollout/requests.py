@@ -52,20 +52,6 @@ class RolloutRequest(Wire):
     max_retries: Annotated[int, Field(ge=0, le=10)] = 1
     stream: bool = Field(False, description="Answer JSON lines: one an episode, as it ends.")
 
-    def config(self) -> RolloutConfig:
-        """The rollout settings."""
-        return RolloutConfig(
-            format=self.format,
-            system_prompt=self.system_prompt,
-            max_turns=self.max_round,
-            max_tokens_per_turn=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            concurrency=self.concurrency,
-            episode_deadline_s=self.episode_deadline_s,
-            max_retries=self.max_retries,
-        )
-
     def endpoint(self) -> Endpoint:
         """The model's endpoint. Errors: ConfigError for a bad `base_url`."""
         key = self.api_key.get_secret_value() if self.api_key else None
@@ -79,18 +65,24 @@ class RolloutRequest(Wire):
         on_episode: Callable[[EpisodeRecord], object],
     ) -> RolloutJob:
         """The job that plays `tasks`, one for each id."""
+        config = RolloutConfig(
+            format=self.format,
+            system_prompt=self.system_prompt,
+            max_turns=self.max_round,
+            max_tokens_per_turn=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            concurrency=self.concurrency,
+            episode_deadline_s=self.episode_deadline_s,
+            max_retries=self.max_retries,
+        )
         work = [
             (task, EpisodeRecord(id=id, task_id=task.id, tier=task.tier))
             for id, task in zip(self.ids, tasks, strict=True)
         ]
+        seed, deadline = self.seed, self.deadline_s
         return RolloutJob(
-            endpoint,
-            envs,
-            self.config(),
-            work,
-            seed=self.seed,
-            deadline_s=self.deadline_s,
-            on_episode=on_episode,
+            endpoint, envs, config, work, seed=seed, deadline_s=deadline, on_episode=on_episode
         )
 
 
@@ -156,10 +148,10 @@ def tasks_of(spec: Spec, ids: Sequence[int | str], tier: str | None) -> Iterator
             raise ConfigError(f"id {id!r}: {error}") from error
 
 
-def parse_ids(text: str) -> list[int | str]:
+def parse_ids(text: str | None) -> list[int | str]:
     """Parse a list of ids such as `0-99,120,babyai_3`. Errors: ConfigError."""
     ids: list[int | str] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in filter(None, (part.strip() for part in (text or "").split(","))):
         if match := re.fullmatch(r"(\d{1,18})-(\d{1,18})", part):
             first, last = int(match[1]), int(match[2])
             if not first <= last < first + MAX_IDS:

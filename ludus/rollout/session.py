@@ -62,7 +62,6 @@ class TreeBuilder:
     def add_turn(
         self, message: Message, token_ids: list[int], logprobs: list[float], version: int | None
     ) -> None:
-        """Append a sampled turn."""
         self._append(Segment(self.head, token_ids, logprobs, message, version))
 
     def add_replies(self, replies: Sequence[Message], renderer: Renderer) -> None:
@@ -150,10 +149,6 @@ class Session(ABC):
         trajectory.metrics["success"] = float(success)
         self.score = (reward - low) / (high - low) if high > low else None
 
-    def drop(self, reason: str) -> None:
-        """Exclude the episode from training."""
-        self.trajectory.dropped = reason
-
     def close(self) -> None:  # noqa: B027 - a text session holds nothing
         """Release what the session holds."""
 
@@ -174,8 +169,7 @@ class TokenSession(Session):
         seed: int,
     ) -> None:
         super().__init__(trajectory)
-        self._sampler, self._renderer, self._config = sampler, renderer, config
-        self._seed = seed
+        self._sampler, self._renderer, self._config, self._seed = sampler, renderer, config, seed
 
     def start(self) -> None:
         super().start()
@@ -254,7 +248,6 @@ class TextSession(Session):
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation so far."""
         return [s.message for s in self.trajectory.segments if s.message is not None]
 
     def start(self) -> None:

@@ -159,7 +159,6 @@ class EnvThread:
             raise
 
     def close(self) -> None:
-        """Release the worker thread."""
         if self._thread is not None:
             self._thread.give_back()
             self._thread = None

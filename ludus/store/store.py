@@ -187,7 +187,6 @@ class RunStore:
         return self._read(queries.runs)
 
     def run_ids(self) -> set[str]:
-        """Returns the ids of all runs."""
         query = select(db.runs.c.id)
         return self._read(lambda connection: set(connection.scalars(query)))
 

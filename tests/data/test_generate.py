@@ -81,8 +81,8 @@ class Learned:
 
 
 def test_the_experts_data(tmp_path: Path) -> None:
-    made = generate_dataset(request("expert", rollout={"system_prompt": "Craft."}), tmp_path)
-    assert made.num_kept == 4
+    num_kept = generate_dataset(request("expert", rollout={"system_prompt": "Craft."}), tmp_path)
+    assert num_kept == 4
     found = rows(tmp_path)
     assert [row["task_id"] for row in found] == [f"textcraft/depth-1/{i}" for i in range(4)]
     for row in found:

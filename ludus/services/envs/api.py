@@ -1,4 +1,4 @@
-"""Calls of the environment service, from HTTP routes, batches and WebSockets, and their results."""
+"""Calls of the environment service by HTTP routes and WebSockets, and their results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ludus.services.server.app import ServiceError
 from ludus.services.server.peers import Peers
 
 MAX_CALLS = 1024
-"""Calls in a batch, and concurrent calls on one WebSocket."""
+"""Maximum calls of one `POST /batch`, and concurrent calls on one WebSocket."""
 
 EpisodeSeed = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -59,7 +59,6 @@ class Act(Wire):
         return self
 
     def turn(self) -> Message:
-        """The assistant's message."""
         return self.message or Message(role="assistant", content=self.action or "")
 
 
@@ -150,7 +149,7 @@ class CallExecutor:
         return Closed()
 
     async def entry(self, call: Any, owner: str) -> str:
-        """The result or error of a call of any worker's session, as a JSON entry of a batch."""
+        """The result or error of a call of any worker's session, as an entry of `POST /batch`."""
         try:
             if self._peers is not None and not isinstance(call, Create):
                 worker = self._peers.owner(parse_id(call.session))
@@ -170,5 +169,5 @@ class CallExecutor:
 
 
 def result_entry(result: Wire) -> str:
-    """A result as a JSON entry of a batch."""
+    """A result as an entry of `POST /batch`."""
     return f'{{"status":200,"result":{result.model_dump_json()}}}'

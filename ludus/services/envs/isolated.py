@@ -24,8 +24,8 @@ from typing import Any
 
 from ludus.core.errors import EnvError
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec
-from ludus.envs import ENVS
 from ludus.envs.base import Env
+from ludus.rollout.host import LocalEnvs
 
 CLOSE_WAIT_S = 2.0
 PARENT_POLL_S = 0.5
@@ -143,7 +143,7 @@ def _serve_calls(pipe: Connection, spec: Spec) -> None:
         while True:
             method, args = pipe.recv()
             try:
-                env = env or ENVS.build(spec)
+                env = env or LocalEnvs(spec).make()
                 if method == _LIMITS:
                     answer: Any = (env.score_range, env.success_at, env.max_turns)
                 elif method in ("reset", "step", "close"):

@@ -120,10 +120,9 @@ class SessionManager:
         return sum(name is None or s.served.name == name for s in self._sessions.values())
 
     def env(self, name: str) -> ServedEnv:
-        """The environment of that name."""
         if name not in self.served:
-            known = ", ".join(sorted(self.served))
-            raise ServiceError(404, "unknown_env", f"{name!r:.80} is not served here; {known} is")
+            names = ", ".join(sorted(self.served))
+            raise ServiceError(404, "unknown_env", f"{name!r:.80} is not served here; {names} is")
         return self.served[name]
 
     def new_number(self) -> int:
@@ -134,14 +133,11 @@ class SessionManager:
     def create(self, served: ServedEnv, owner: str) -> EnvSession:
         """Open a session. Its environment is made at the first reset."""
         others = self._peers.counter.others() if self._peers else 0
-        if len(self._sessions) + others >= self.limits.max_sessions:
-            raise ServiceError(
-                429, "too_many_sessions", f"{self.limits.max_sessions} sessions are open: close one"
-            )
-        if 0 < self.limits.max_memory_mb < resident_mb():
-            raise ServiceError(
-                503, "out_of_memory", f"more than {self.limits.max_memory_mb} MB are in use"
-            )
+        limit, limit_mb = self.limits.max_sessions, self.limits.max_memory_mb
+        if len(self._sessions) + others >= limit:
+            raise ServiceError(429, "too_many_sessions", f"{limit} sessions are open: close one")
+        if 0 < limit_mb < resident_mb():
+            raise ServiceError(503, "out_of_memory", f"more than {limit_mb} MB are in use")
         thread = EnvThread() if served.blocking else BorrowedThread(self._slots)
         session = EnvSession(self.new_number(), owner, served, thread, self.limits.step_deadline_s)
         self._sessions[session.number] = session
@@ -160,7 +156,6 @@ class SessionManager:
         raise ServiceError(404, "unknown_session", "there is no such session")
 
     def by_id(self, id: str, owner: str) -> EnvSession:
-        """The owner's session with that id."""
         return self.get(parse_id(id), owner)
 
     async def reset(self, session: EnvSession, task: Task, *, own: bool = False) -> Observation:
@@ -169,16 +164,13 @@ class SessionManager:
 
     async def step(self, session: EnvSession, message: Message) -> StepResult:
         """Take an action. The environment parses a single tool call without text."""
-        if num_chars(message) > self.limits.max_action_chars:
-            raise ServiceError(
-                413,
-                "action_too_long",
-                f"an action may have {self.limits.max_action_chars} characters",
-            )
+        calls = sum(len(str(call.arguments)) + len(call.name) for call in message.tool_calls)
+        limit = self.limits.max_action_chars
+        if len(message.content) + len(message.thinking or "") + calls > limit:
+            raise ServiceError(413, "action_too_long", f"an action may have {limit} characters")
         return await self._exclusive(session, "step", lambda: session.step(message))
 
     async def expert(self, session: EnvSession) -> str:
-        """The expert's action."""
         return await self._exclusive(session, "expert", session.expert)
 
     async def leave(self, session: EnvSession) -> None:
@@ -207,12 +199,10 @@ class SessionManager:
             self._peers.counter.set(len(self._sessions))
 
     async def _release(self, session: EnvSession) -> None:
-        """Release the resources of an ended session."""
         await session.close_env()
         session.thread.close()
 
     def is_open(self, session: EnvSession) -> bool:
-        """Whether the session has not ended."""
         return session.number in self._sessions
 
     async def close_idle(self) -> None:
@@ -225,7 +215,6 @@ class SessionManager:
                 self._in_background(self.close(session, "it was idle for too long"))
 
     async def close_all(self) -> None:
-        """Close all sessions concurrently."""
         sessions = list(self._sessions.values())
         closing = [self.close(session, "the service shuts down") for session in sessions]
         await asyncio.gather(*closing, *self._closing, return_exceptions=True)
@@ -257,12 +246,6 @@ class SessionManager:
 def _require_idle(session: EnvSession) -> None:
     if session.busy:
         raise ServiceError(409, "session_busy", "another call of this session is running")
-
-
-def num_chars(message: Message) -> int:
-    """Characters of a message, its tool calls included."""
-    calls = sum(len(str(call.arguments)) + len(call.name) for call in message.tool_calls)
-    return len(message.content) + len(message.thinking or "") + calls
 
 
 def resident_mb() -> float:

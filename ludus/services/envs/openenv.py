@@ -51,7 +51,6 @@ class OpenEnvAction(BaseModel):
         return self
 
     def turn(self) -> Message:
-        """The assistant's message."""
         if self.name is not None:
             call = ToolCall(name=self.name, arguments=self.arguments)
             return Message(role="assistant", tool_calls=[call])

@@ -130,7 +130,6 @@ class Jobs:
                 self._episodes.labels(episode.status.value).inc()
 
     def of(self, owner: str) -> list[Progress]:
-        """The owner's running jobs."""
         return [job.progress() for job in self._jobs.values() if job.owner == owner]
 
     def get(self, id: str, owner: str) -> OwnedJob:
@@ -141,7 +140,6 @@ class Jobs:
         return job
 
     def stop_all(self) -> None:
-        """End all jobs, at shutdown."""
         for owned in list(self._jobs.values()):
             owned.job.stop()
 

@@ -17,13 +17,10 @@ def id_in(path: str, query: bytes, body: bytes) -> int | None:
     """The number of the session or job in a request, if there is one."""
     if match := _PATH.match(path):
         return parse_id(match[1])
-    return _agentgym_id(query, body) if path.startswith("/agentgym/") else None
-
-
-def _agentgym_id(query: bytes, body: bytes) -> int | None:
-    """The id of an AgentGym request, from its query or its body."""
-    if match := _QUERY.search(query):
-        return int(match[1])
+    if not path.startswith("/agentgym/"):
+        return None
+    if id_match := _QUERY.search(query):
+        return int(id_match[1])
     try:
         fields = json.loads(body) if body else {}
     except (ValueError, RecursionError):

@@ -12,8 +12,9 @@ calls, one per message, and closes its sessions when it closes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Path, Request
@@ -44,6 +45,7 @@ from ludus.services.envs.session import EnvSchema, ServedEnv
 from ludus.services.envs.websocket import add_socket
 from ludus.services.server.app import ERRORS, Settings, create_app, owner_of
 from ludus.services.server.peers import Peers, WorkerRouter
+from ludus.services.server.serve import ServeOptions, serve
 
 
 def environment_service(
@@ -98,6 +100,27 @@ def environment_service(
         if spec.name in agentgym.ROWS:
             agentgym.add_routes(app, sessions, spec, isolate)
     return app
+
+
+def serve_envs(
+    specs: Sequence[Spec],
+    options: ServeOptions,
+    limits: SessionLimits,
+    isolate: bool,
+    say: Callable[[str], object],
+) -> None:
+    """`ludus serve env`: serve until stopped. `limits` hold for all workers together.
+
+    Errors: ConfigError, MissingDependency.
+    """
+    for spec in specs:  # report mistakes before the service listens
+        _ = ServedEnv(spec).schema
+    names = ", ".join(spec.name for spec in specs)
+    serve(
+        partial(environment_service, tuple(specs), limits=limits, isolate=isolate),
+        options,
+        lambda address: say(f"{names}: {address} (description: {address}/docs)"),
+    )
 
 
 def _json(model: Wire) -> Response:

@@ -64,7 +64,6 @@ class ServedEnv:
         return HostedEnv(lambda: env, thread, step_deadline_s, release=env.kill)
 
     def tools(self) -> Sequence[ToolSpec]:
-        """The tools of the environment."""
         return self.prototype.tools()
 
     @property
@@ -152,7 +151,6 @@ class EnvSession:
         return observation
 
     async def step(self, message: Message) -> StepResult:
-        """Take an action."""
         host = self._playing("episode_over" if self.state is State.OVER else "not_reset")
         if len(message.tool_calls) == 1 and not message.content:
             result = await host.call(message.tool_calls[0])
@@ -169,7 +167,6 @@ class EnvSession:
         return result
 
     async def expert(self) -> str:
-        """The expert's action."""
         host = self._playing("not_reset")
 
         async def ask() -> str:

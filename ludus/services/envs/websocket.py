@@ -46,7 +46,6 @@ class _Connection:
         self._calls: set[asyncio.Task[None]] = set()
 
     def start(self, text: str) -> None:
-        """Start a message's call."""
         task = asyncio.create_task(self._answer(text))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)

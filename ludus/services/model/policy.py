@@ -86,14 +86,8 @@ def _of_run(folder: RunFolder, path: Path | None, overrides: ModelOverrides) -> 
     config = load_config(folder.config)
     settings = _with_overrides(config.model, overrides)
     model, version = build_policy(settings, tokenizer, config.seed, path)
-    return Policy(
-        name=folder.id,
-        origin=f"{folder.id}/{path.name}",
-        model=merge_lora(model),
-        tokenizer=tokenizer,
-        settings=settings,
-        version=version,
-    )
+    origin = f"{folder.id}/{path.name}"
+    return Policy(folder.id, origin, merge_lora(model), tokenizer, settings, version)
 
 
 def _of_folder(path: Path, overrides: ModelOverrides) -> Policy:
@@ -104,13 +98,9 @@ def _of_folder(path: Path, overrides: ModelOverrides) -> Policy:
         raise ConfigError(f"{path}: its config.json describes no model: {reason}") from None
     positions = getattr(config.get_text_config(), "max_position_embeddings", DEFAULT_MAX_CONTEXT)
     half = getattr(config, "dtype", None) == torch.bfloat16
+    length, dtype = min(positions, DEFAULT_MAX_CONTEXT), "bfloat16" if half else "float32"
     settings = _with_overrides(
-        ModelConfig(
-            path=str(path),
-            context_length=min(positions, DEFAULT_MAX_CONTEXT),
-            dtype="bfloat16" if half else "float32",
-        ),
-        overrides,
+        ModelConfig(path=str(path), context_length=length, dtype=dtype), overrides
     )
     tokenizer = load_tokenizer(str(path))
     try:
@@ -118,14 +108,7 @@ def _of_folder(path: Path, overrides: ModelOverrides) -> Policy:
     except (RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{path}: its weights cannot be loaded: {reason}") from None
-    return Policy(
-        name=path.resolve().name,
-        origin=str(path),
-        model=model,
-        tokenizer=tokenizer,
-        settings=settings,
-        version=0,
-    )
+    return Policy(path.resolve().name, str(path), model, tokenizer, settings, version=0)
 
 
 def _with_overrides(config: ModelConfig, overrides: ModelOverrides) -> ModelConfig:

@@ -172,7 +172,6 @@ class CommonRequest(BaseModel):
             raise ApiError(400, "stream_options: only with stream: true", param="stream_options")
 
     def params(self, max_tokens: int, stop_ids: list[int], seed: int) -> SamplingParams:
-        """Sampling parameters of one choice."""
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -226,7 +225,6 @@ class ChatRequest(CommonRequest):
             raise ApiError(400, "top_logprobs: only with logprobs: true", param="top_logprobs")
 
     def offered(self) -> tuple[ToolSpec, ...]:
-        """The tools offered to the model."""
         if self.tool_choice == "none":
             return ()
         functions = [tool.function for tool in self.tools or []]
@@ -286,7 +284,6 @@ class CompletionRequest(CommonRequest):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """All prompts."""
         given: Any = self.prompt
         single = isinstance(given, str) or isinstance(given[0], int)
         return [given] if single else given

@@ -44,8 +44,9 @@ class ResponseBuilder:
     chunk_kind: str
     scores_prompt = False
 
-    def __init__(self, id: str, model: str, body: CommonRequest, num_alternatives: int) -> None:
-        self._id, self._model, self._body = id, model, body
+    def __init__(self, prefix: str, model: str, body: CommonRequest, num_alternatives: int) -> None:
+        self._id = f"{prefix}-{secrets.token_hex(12)}"
+        self._model, self._body = model, body
         self._created = int(time.time())
         self._streams: list[TextStream] = []
         self._num_prompt = self._num_sampled = 0
@@ -84,7 +85,6 @@ class ResponseBuilder:
         return self._event(index, delta, reason, item.policy_version, {})
 
     def last_events(self) -> str:
-        """The end of a stream."""
         usage = ""
         if self._body.with_usage:
             frame = self._frame(self.chunk_kind, None)
@@ -152,7 +152,7 @@ class ChatResponse(ResponseBuilder):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, model: str, body: ChatRequest, renderer: Renderer, tools: bool) -> None:
-        super().__init__(_new_id("chatcmpl"), model, body, body.num_alternatives)
+        super().__init__("chatcmpl", model, body, body.num_alternatives)
         self._wants_logprobs = bool(body.logprobs)
         self._renderer, self._tools = renderer, tools
 
@@ -211,7 +211,7 @@ class CompletionResponse(ResponseBuilder):
     def __init__(
         self, model: str, body: CompletionRequest, tokenizer: Any, stop_ids: Sequence[int]
     ) -> None:
-        super().__init__(_new_id("cmpl"), model, body, body.num_alternatives)
+        super().__init__("cmpl", model, body, body.num_alternatives)
         self._wants_logprobs = body.logprobs is not None
         self._echo = bool(body.echo)
         self._tokenizer, self._stop_ids = tokenizer, stop_ids
@@ -261,7 +261,3 @@ def event(data: dict[str, Any]) -> str:
 
 def _rows(tokens: Sequence[Token]) -> list[Row]:
     return [(token.id, token.logprob, token.alternatives) for token in tokens]
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}-{secrets.token_hex(12)}"

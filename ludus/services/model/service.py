@@ -71,11 +71,9 @@ def model_service(
     common: dict[str, Any] = {"responses": ERRORS, "tags": ["openai"]}
     app.add_api_route("/v1/models", service.models, methods=["GET"], **common)
     app.add_api_route("/v1/models/{model:path}", service.model, methods=["GET"], **common)
-    for path, handler in (
-        ("/v1/chat/completions", service.chat),
-        ("/v1/completions", service.complete),
-    ):
-        app.add_api_route(path, handler, methods=["POST"], response_model=None, **common)
+    post = {**common, "methods": ["POST"], "response_model": None}
+    app.add_api_route("/v1/chat/completions", service.chat, **post)
+    app.add_api_route("/v1/completions", service.complete, **post)
     app.add_api_route(
         "/admin/weights", service.swap, methods=["POST"], responses=ERRORS, tags=["service"]
     )
@@ -104,13 +102,8 @@ class ModelService:
         self._generator = Generator(engine, options.max_turns, settings.registry)
 
     def health(self) -> dict[str, Any]:
-        """Fields of `/health`."""
-        version = self._engine.policy_version
-        return {
-            "model": self._options.name,
-            "policy_version": version,
-            "turns": self._generator.num_open,
-        }
+        name, version = self._options.name, self._engine.policy_version
+        return {"model": name, "policy_version": version, "turns": self._generator.num_open}
 
     async def models(self) -> dict[str, Any]:
         """The list of models: the served model."""

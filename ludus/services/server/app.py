@@ -83,7 +83,7 @@ class ServiceError(LudusError):
 
     @property
     def entry(self) -> str:
-        """The error as JSON, as an entry of a batch or a WebSocket message."""
+        """The error as JSON: an entry of `POST /batch`, or a WebSocket message."""
         return json.dumps({"status": self.status, **self.body})
 
 

@@ -86,7 +86,6 @@ class Peers:
         return await self._send(worker, "POST", path, headers, body)
 
     async def close(self) -> None:
-        """Close the connections."""
         for client in self._clients.values():
             await client.aclose()
 
@@ -148,11 +147,9 @@ class SharedCounter:
         self.set(0)
 
     def set(self, count: int) -> None:
-        """Set this worker's count."""
         self._counts[self._worker] = count
 
     def others(self) -> int:
-        """The sum of the other workers' counts."""
         return sum(self._counts) - self._counts[self._worker]
 
 

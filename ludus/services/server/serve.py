@@ -1,6 +1,6 @@
 """Runs a service: one process or several on one port, with a clean shutdown.
 
-SIGTERM and Ctrl-C stop the service: it accepts no new connections, calls under way have GRACE_S
+SIGTERM and Ctrl-C stop the service: it accepts no new connections, running calls have GRACE_S
 seconds to finish, then the application's lifespan closes what it holds. A dead worker is replaced;
 its state is lost.
 """
@@ -36,7 +36,7 @@ from ludus.telemetry.logs import get_logger
 log = get_logger(__name__)
 
 GRACE_S = 5
-"""Seconds that calls under way have to finish after a signal."""
+"""Seconds that running calls have to finish after a signal."""
 
 START_TIMEOUT_S = 60
 
@@ -179,7 +179,6 @@ class _WorkerPool:
             time.sleep(0.05)
 
     def replace_dead(self) -> None:
-        """Restart dead workers."""
         for worker, (process, pipe) in list(self._workers.items()):
             if not process.is_alive():
                 log.error("a worker died", worker=worker, exit_code=process.exitcode)
