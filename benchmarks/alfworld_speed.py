@@ -1,8 +1,8 @@
-"""ALFWorld's engine as ludus drives it, against the stock one: the same games, commands and texts.
+"""ALFWorld's engine in ludus against the stock engine: same games, commands and texts.
 
     python benchmarks/alfworld_speed.py [--games 6]
 
-Each game is played by the expert, once on either engine, in turn; then both take the same aimless
+The expert plays each game once on each engine, alternately; then both execute the same aimless
 commands. Every text and every list of commands is compared. Times are processor time.
 """
 

@@ -1,9 +1,9 @@
-"""What side-by-side measurements share: the machine, alternating repeats, the page of results.
+"""Shared parts of side-by-side measurements: machine facts, alternating repeats, result pages.
 
-Programs are measured in turn, again and again, in one process on pinned threads, so that other load
-on the machine meets all of them. A figure is a median over the repeats, with the quartiles; a ratio
-is the median of the ratios of neighbouring runs. On one thread the time is the processor's, which
-is the wall's where the machine does nothing else; on several it is the wall's.
+Programs run alternately in one process on pinned threads, so other load on the machine affects all
+of them. A figure is a median over the repeats, with quartiles; a ratio is the median of the ratios
+of neighbouring runs. On one thread, time is processor time, which equals wall time on an idle
+machine; on several threads it is wall time.
 """
 
 from __future__ import annotations

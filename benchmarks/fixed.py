@@ -1,7 +1,7 @@
-"""Episodes whose turns, prompts and observations have set numbers of tokens, and GRPO on them.
+"""Episodes whose turns, prompts and observations have fixed numbers of tokens, and GRPO on them.
 
-Where every program does the same work, their seconds can be compared: no turn ends early, whatever
-the weights are. Rewards are random numbers, so that every group trains.
+Every program does the same work, so seconds are comparable: no turn ends early, for any weights.
+Rewards are random, so every group trains.
 """
 
 from __future__ import annotations

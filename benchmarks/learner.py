@@ -2,14 +2,13 @@
 
     python benchmarks/learner.py
 
-Groups of 8 samples that share a prompt, as one step of GRPO has them: prompt {64, 256, 1024} x
-completion {64, 512}, a group a step. The peer is the loop that one would write and then tune: rows
-sorted by length and padded to the longest of their micro-batch, SDPA without a mask where rows are
-equally long (its fast causal kernel), logits for the completion only, fused AdamW. A second
-workload has one prompt a sample and lengths with a heavy tail, where nothing is shared and packing
-is all there is. All programs have the same budget of positions in a forward pass, and are checked
-first to give the same loss and gradient. Ours start from samples too, so the trees and the packing
-are part of their time.
+Groups of 8 samples that share a prompt, as in a step of GRPO: prompt {64, 256, 1024} x completion
+{64, 512}, one group per step. The transformers loop is tuned: rows sorted by length and padded to
+the longest of their micro-batch, SDPA without a mask for rows of equal length (its fast causal
+kernel), logits for the completion only, fused AdamW. A second workload has one prompt per sample
+and heavy-tailed lengths: nothing is shared, and only packing helps. All programs have the same
+limit of positions per forward pass. Each case first checks that loss and gradient are equal. The
+learner also starts from samples, so its time includes trees and packing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Time as it would pass on one core that does nothing else.
+"""Time as on an idle core: an event loop with its own clock.
 
-An event loop whose clock counts the processor's time of this process, and jumps over the time in
-which the process has nothing to do but wait for a timer. So an environment that sleeps five seconds
-costs nothing to measure, and what else runs on the machine is not counted.
+The clock counts the processor time of this process, and skips the time in which the process only
+waits for a timer. An environment that sleeps five seconds takes no time to measure, and other load
+on the machine does not count.
 """
 
 from __future__ import annotations

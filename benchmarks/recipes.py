@@ -1,8 +1,8 @@
-"""Several seeds of a recipe: held-out success before and after RL, and the curves in between.
+"""Several seeds of a recipe: held-out success before and after RL, and training curves.
 
     python benchmarks/recipes.py recipes/babyai-tiny.yaml --seeds 0 1 2
 
-trains one run a seed (or takes up finished ones, named `<recipe>-seed<seed>`), and writes
+Trains one run per seed (or uses finished runs named `<recipe>-seed<seed>`), and writes
 `docs/benchmarks/<recipe>.md` and `.svg`.
 """
 

@@ -2,14 +2,14 @@
 
     python benchmarks/sampler.py
 
-All sample from the model's own distribution (temperature 1, nothing cut) with a KV cache. In
-float32 they are checked first to give the same greedy tokens; in bfloat16 the log-probabilities
-that the sampler gave are compared with those of the model in float32. All prompts of a batch have
-one length and all completions another, which suits `generate`: nothing is padded, nothing finishes
-early. Ours also returns the log-probability of every token; `generate` is not asked to.
+All sample from the model's own distribution (temperature 1, no top-k or top-p) with a KV cache. In
+float32 the greedy tokens are compared first; in bfloat16 the sampler's log-probabilities are
+compared with those of the model in float32. All prompts of a batch have one length and all
+completions another, which suits `generate`: no padding, no early end. The sampler also returns the
+log-probability of every token; `generate` does not.
 
-Beside them the time that the matrix products of the same tokens take, in torch, at the batch's
-size: what is left when everything else costs nothing.
+A further program computes only the matrix products of the same tokens, in torch, at the batch's
+size: the limit if everything else were free.
 """
 
 from __future__ import annotations

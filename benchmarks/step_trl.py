@@ -1,6 +1,6 @@
-"""TRL's side of `step.py`: episodes of a set number of tokens, in one turn or several.
+"""TRL's side of `step.py`: episodes of a fixed number of tokens, in one turn or several.
 
-Several turns are either TRL's `environment_factory`, where every turn is a call of the
+Several turns use either TRL's `environment_factory`, in which every turn is a call of the
 environment's one tool, or a `rollout_func`, in which all episodes take a turn together.
 """
 

@@ -1,8 +1,8 @@
 """TRL's side of `success.py`: BabyAI in its `environment_factory`, or in a `rollout_func`.
 
-An environment of TRL cannot end an episode, but a reply that the completion has no room for can: it
-is dropped, and the conversation goes on no more. So both ways see the same texts, end episodes
-where ludus does, and train on the sampled tokens alone.
+An environment of TRL cannot end an episode directly, but a reply that exceeds the completion can:
+TRL drops the reply, and the conversation ends. Both methods therefore see the same texts, end
+episodes at the same point as ludus, and train on the sampled tokens only.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The in-process sampler beside vLLM's CPU build, on the same weights and the same core.
+"""The in-process sampler against vLLM's CPU build, on the same weights and the same core.
 
-    make vllm && python benchmarks/vllm_sampler.py      # vLLM starts 8 times, a minute or two each
+    make vllm && python benchmarks/vllm_sampler.py      # vLLM starts 8 times, 1 to 2 minutes each
 
-Both sample 64 tokens after prompts of 64, all at once, from the model's own distribution. *All* is
-prompts and completions; *steady* is what the 63 tokens after the first take: every row decodes.
-vLLM runs in a process of its own, without a server, tokenizer or detokenizer, and waits while ludus
-runs; so does ludus. Its settings are the fastest of those tried first.
+Both sample 64 tokens after prompts of 64, all at once, from the model's own distribution. *All*
+counts prompts and completions; *steady* counts the 63 tokens after the first, when every row
+decodes. vLLM runs in its own process, without a server, tokenizer or detokenizer. Each program
+waits while the other runs. vLLM's settings are the fastest of those tested first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""vLLM in a process of its own, for `vllm_sampler.py`; runs in vLLM's environment.
+"""vLLM in its own process, for `vllm_sampler.py`; runs in vLLM's environment.
 
-Reads a line of JSON for each run: {"prompts": [[id]], "max_tokens": n, "temperature": t,
-"logprobs": bool}; answers with a line: {"processor_s", "wall_s", "tokens"}. The first
-line is the engine's arguments. It imports nothing but vLLM, and waits in `readline` while others
-are measured.
+Reads one line of JSON per run: {"prompts": [[id]], "max_tokens": n, "temperature": t,
+"logprobs": bool}; answers with a line: {"processor_s", "wall_s", "tokens"}. The first line has the
+engine's arguments. It imports only vLLM, and waits in `readline` while other programs are measured.
 """
 
 import json
