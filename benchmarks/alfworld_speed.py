@@ -72,7 +72,7 @@ async def commands_of(task: Task, num_aimless: int) -> list[str]:
 def play(
     engine: Ours | Stock, game: dict[str, Any], commands: list[str]
 ) -> tuple[Said, list[float]]:
-    """What was said, and the seconds of the reset and of the steps."""
+    """Returns the texts, and the seconds of the reset and of the steps."""
     start = time.process_time()
     said = [engine.reset(game)]
     middle = time.process_time()

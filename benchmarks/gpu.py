@@ -100,7 +100,7 @@ TOY_SCALE = Scale(
 
 @dataclass(frozen=True)
 class Bench:
-    """What every case measures with."""
+    """Measurement tools of every case."""
 
     scale: Scale
     device: torch.device

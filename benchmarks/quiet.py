@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LOOK_S = 0.002
-"""How often the clock looks at the processor's time while another thread computes."""
+"""Interval at which the clock reads the processor's time while another thread computes."""
 
 
 class _Selector(selectors.DefaultSelector):

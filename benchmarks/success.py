@@ -108,7 +108,7 @@ class Course:
         return self.over() or len(self.steps) % self.run.config.evaluate.every == 0
 
     def over(self) -> bool:
-        """Whether the steps or the seconds are used up, or the target was reached."""
+        """True if the steps or the seconds are used up, or the target was reached."""
         assert self.run.config.rl is not None
         last = self.steps[-1]["seconds"]
         reached = self.points[-1]["success"] >= TARGET and self.points[-1]["seconds"] == last
@@ -243,7 +243,7 @@ def measure(program: str, seed: int, folder: Path, quick: bool) -> None:
 
 
 def run_all(seeds: Sequence[int], programs: Sequence[str], folder: Path, quick: bool) -> None:
-    """What is not there yet: each program in a process of its own."""
+    """Run the programs without results yet, each in its own process."""
     for seed in seeds:
         for program in programs:
             if (folder / f"{program}-{seed}.json").exists():

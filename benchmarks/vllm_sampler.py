@@ -35,7 +35,7 @@ TRIED: dict[str, dict[str, Any]] = {
     "eager, blocks of 128": {"enforce_eager": True, "block_size": 128},
     "compiled, 16,384 tokens a step": {"max_num_batched_tokens": 16384},
 }
-"""What vLLM is tried with, beside ENGINE, at the first batch size."""
+"""Settings of vLLM to try besides ENGINE, at the first batch size."""
 ENGINE = {
     "max_model_len": 1024,
     "max_num_seqs": 256,

@@ -28,7 +28,7 @@ BATCHES = (1, 16, 64)
 
 
 def processor_seconds(group: int) -> float:
-    """What all processes of a group have used."""
+    """Processor time of all processes of a group."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -17,4 +17,4 @@ BACKENDS: Registry[Backend] = Registry(
     },
     context=frozenset({"model", "renderer", "config", "run_dir"}),
 )
-"""What trains and samples: each is a `backends.base.Backend`."""
+"""Back ends by name: each is a `backends.base.Backend`."""

@@ -69,7 +69,7 @@ class Type:
 
     @property
     def nullable(self) -> bool:
-        """Whether null is allowed."""
+        """True if null is allowed."""
         plain = self.unwrapped().annotation
         return plain in (None, NoneType) or NoneType in get_args(plain)
 
@@ -81,7 +81,7 @@ class Type:
         return None
 
     def admits(self, kind: type) -> bool:
-        """Whether a plain `kind` (str, list, dict, Spec) is allowed here."""
+        """True if a plain `kind` (str, list, dict, Spec) is allowed here."""
         kinds = (get_origin(branch.annotation) or branch.annotation for branch in self.branches())
         return kind in kinds
 

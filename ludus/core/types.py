@@ -135,12 +135,12 @@ class Status(StrEnum):
 
     @property
     def trainable(self) -> bool:
-        """Whether the reward measures the policy."""
+        """True if the reward measures the policy."""
         return self in (Status.COMPLETED, Status.TRUNCATED_LENGTH, Status.TRUNCATED_TURNS)
 
     @property
     def retryable(self) -> bool:
-        """Whether the infrastructure failed, so that a retry makes sense."""
+        """True if the infrastructure failed, so that a retry makes sense."""
         return self in (
             Status.ERROR_ENV,
             Status.ERROR_TOOL,

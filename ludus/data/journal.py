@@ -119,7 +119,7 @@ class Journal:
         self._file.close()
 
     def has(self, key: Key) -> bool:
-        """Whether the journal holds the episode, and it need not be played again."""
+        """True if the journal holds the episode, and it need not be played again."""
         return key in self.records and not self.records[key].again
 
     def add(self, record: Record) -> None:

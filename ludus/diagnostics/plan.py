@@ -140,7 +140,7 @@ class _Estimate:
 
     @property
     def _bfloat16(self) -> bool:
-        """Whether the sampler multiplies in bfloat16."""
+        """True if the sampler multiplies in bfloat16."""
         return self.config.sampler.args.get("dtype") == "bfloat16"
 
     @property

@@ -50,7 +50,7 @@ class Env(ABC):
     """Default turn limit of an episode."""
 
     blocking: ClassVar[bool] = True
-    """Whether `reset` and `step` compute rather than await. Blocking environments run in worker
+    """True if `reset` and `step` compute rather than await. Blocking environments run in worker
     threads, so a timeout can abandon a hanging call. Set it to False for an environment that only
     awaits a network, or whose steps cannot hang and cost less than a thread switch."""
 

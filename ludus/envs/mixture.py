@@ -53,7 +53,7 @@ class Mixture(Env):
 
     @classmethod
     def blocks(cls, task: Task, **args: Any) -> bool:
-        """Whether the task's own environment blocks."""
+        """True if the task's own environment blocks."""
         spec = args["envs"].get(part_of(task))
         if spec is None:
             return cls.blocking

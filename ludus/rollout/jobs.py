@@ -45,7 +45,7 @@ class EpisodeRecord(Wire):
 
     @property
     def scored(self) -> bool:
-        """Whether the reward is a result of the model, not of a failure."""
+        """True if the reward is a result of the model, not of a failure."""
         return self.status.trainable and self.reward is not None
 
 

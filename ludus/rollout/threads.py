@@ -130,7 +130,7 @@ class EnvThread:
     """
 
     borrows_workers: ClassVar[bool] = False
-    """Whether each call runs in another worker thread, even calls that do not block."""
+    """True if each call runs in another worker thread, even calls that do not block."""
 
     def __init__(self, *, inline: bool = False) -> None:
         self.inline = inline

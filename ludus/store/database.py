@@ -134,7 +134,7 @@ def _sqlite_code(error: BaseException | None) -> int:
 
 
 def _is_transient(error: DBAPIError) -> bool:
-    """Whether a retry makes sense: a lost connection, a deadlock, a starting server.
+    """True if a retry makes sense: a lost connection, a deadlock, a starting server.
 
     A locked SQLite file is not transient: the busy timeout has already passed.
     """

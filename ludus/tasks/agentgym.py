@@ -122,7 +122,7 @@ def read_agentgym(
 
 
 def is_agentgym(path: str | Path) -> bool:
-    """Whether the file has AgentGym's format: its first entry has an `item_id`."""
+    """True if the file has AgentGym's format: its first entry has an `item_id`."""
     try:
         first = next(iter(entries(path)), None)
     except DataError:

@@ -172,7 +172,7 @@ class Forward:
 
     @torch.no_grad()
     def _is_exact(self) -> bool:
-        """Whether two branching samples and a third one, in one row, give the results of each
+        """True if two branching samples and a third one, in one row, give the results of each
         alone.
 
         The trial is repeated in training mode, because tiles do not support dropout.
@@ -256,7 +256,7 @@ class Forward:
 
 
 def _branches(micro_batch: MicroBatch) -> bool:
-    """Whether some position, except padding, does not see all previous positions."""
+    """True if some position, except padding, does not see all previous positions."""
     positions_RT, ends_RT = micro_batch.positions_RT, micro_batch.ends_RT
     every_T = torch.arange(ends_RT.shape[1])
     padding_RT = (ends_RT == every_T + 1) & (positions_RT == 0)
@@ -264,7 +264,7 @@ def _branches(micro_batch: MicroBatch) -> bool:
 
 
 def _attends_to_everything(config: Any, context_length: int | None) -> bool:
-    """Whether every layer sees all positions, by the model's config."""
+    """True if every layer sees all positions, by the model's config."""
     kinds = set(getattr(config, "layer_types", None) or [])
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in kinds if kinds else window is not None

@@ -271,7 +271,7 @@ class _Pending:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means out of memory: on a GPU, in torch's CPU allocator, in Python."""
+    """True if an error means out of memory: on a GPU, in torch's CPU allocator, in Python."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error).lower()

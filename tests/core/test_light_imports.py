@@ -1,4 +1,4 @@
-"""What `import ludus` and the core cost: none of the heavy packages."""
+"""`import ludus` and the core load no heavy package."""
 
 from __future__ import annotations
 

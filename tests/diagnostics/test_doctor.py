@@ -20,7 +20,7 @@ CORE = (
     "markupsafe", "mdurl", "packaging", "pydantic", "pydantic-core", "pygments", "pyyaml", "rich",
     "sqlalchemy", "typer", "typing-extensions", "typing-inspection",
 )  # fmt: skip
-"""What `pip install ludus-rl` brings, without an extra."""
+"""Packages that `pip install ludus-rl` installs without an extra."""
 
 
 @pytest.fixture(scope="module")

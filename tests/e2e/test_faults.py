@@ -1,4 +1,4 @@
-"""What goes wrong ends in clear words, a non-zero exit code, and a run that can be resumed."""
+"""Faults end in a clear message, a non-zero exit code, and a run that can be resumed."""
 
 from __future__ import annotations
 

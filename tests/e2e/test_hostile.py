@@ -1,4 +1,4 @@
-"""What a new user may type wrongly ends in a sentence, whatever the verb."""
+"""Wrong input to any command ends in one sentence."""
 
 from __future__ import annotations
 

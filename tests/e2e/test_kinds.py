@@ -66,7 +66,7 @@ def test_textcraft_with_tool_calls(ludus: Ludus) -> None:
 def test_a_hugging_face_folder_and_its_own_rollouts_as_sft_data(
     reference: Ludus, ludus: Ludus, tmp_path: Path
 ) -> None:
-    """What was exported trains on: the policy as `model.path`, its best episodes as `sft.data`."""
+    """Exports can train again: the policy as `model.path`, its best episodes as `sft.data`."""
     reference("checkpoint", "export", "tiny-1", tmp_path / "policy").ok()
     best = ("--what", "sft", "--min-score", "0.8")
     reference("export", "tiny-1", tmp_path / "best.jsonl", *best).ok()

@@ -200,7 +200,7 @@ async def test_steps_of_which_everything_is_dropped_go_on(
 
 
 def left(tasks: set[asyncio.Task[Any]]) -> list[str]:
-    """What still runs, but for the paused sampler, which waits for another turn."""
+    """Names of the running tasks, except the paused sampler's."""
     names = [str(t) for t in asyncio.all_tasks() - tasks if not t.done()]
     return [name for name in names if "_run_steps" not in name]
 
@@ -239,7 +239,7 @@ async def test_a_failing_sampler_stops_the_learner(tmp_path: Path) -> None:
 
 
 async def test_cancelling_the_run_stops_both(tmp_path: Path) -> None:
-    """What Ctrl-C does: asyncio cancels the main task."""
+    """As with Ctrl-C, asyncio cancels the main task."""
     world = await world_of(tmp_path, {"name": "test_prefetch:Moody", "args": {"seconds": 0.1}})
     kept = Recording()
     before = asyncio.all_tasks()

@@ -74,7 +74,7 @@ async def test_terms_do_not_keep_a_row_from_learning(
 async def test_a_strong_divergence_term_holds_the_policy(
     tmp_path: Path, taught: dict[str, Any]
 ) -> None:
-    """Where the price outweighs the reward, the policy stays by its reference."""
+    """The policy stays near its reference if the penalty outweighs the reward."""
     ends = []
     for coefficient in (0.0, 3.0):
         world, kept = world_of(tmp_path / str(coefficient), taught), Recording()

@@ -34,7 +34,7 @@ def tool(name: str) -> str:
 
 
 def context() -> list[str]:
-    """What .dockerignore lets into the build."""
+    """Files that .dockerignore lets into the build."""
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert "*" in lines, "everything is left out, but for what is named"
     return [line[1:] for line in lines if line.startswith("!")]

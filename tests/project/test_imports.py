@@ -61,7 +61,7 @@ HEAVY = {
     "sqlalchemy", "statsmodels", "tensorboard", "tokenizers", "torch", "transformers", "vllm",
     "wandb",
 }  # fmt: skip
-"""What `import ludus` and `ludus --help` may not load."""
+"""Packages that `import ludus` and `ludus --help` must not load."""
 
 
 def unit_of(module: str) -> str:
@@ -77,7 +77,7 @@ def unit_of(module: str) -> str:
 
 
 def allowed(importer: str, imported: str) -> bool:
-    """Whether the rule of the floors lets `importer` import `imported`."""
+    """True if the rule of the floors lets `importer` import `imported`."""
     if importer in ENTRANCES:
         return True
     if imported in ENTRANCES:

@@ -1,4 +1,4 @@
-"""What goes wrong with a database: full, locked, damaged, gone; a writer that is killed."""
+"""Database faults: full, locked, damaged, gone; a writer that is killed."""
 
 from __future__ import annotations
 

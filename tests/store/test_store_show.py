@@ -1,4 +1,4 @@
-"""What the terminal shows of runs and rollouts."""
+"""Runs and rollouts in the terminal."""
 
 from __future__ import annotations
 

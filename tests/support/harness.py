@@ -28,7 +28,7 @@ TIMEOUT_S = 120  # a guard against a hang
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """How a command ended. `err` is without the configuration that `train` prints first."""
+    """The end of a command. `err` is without the configuration that `train` prints first."""
 
     code: int
     out: str

@@ -121,7 +121,7 @@ def until(true: Any, seconds: float = 30.0) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs."""
+    """True if a process runs."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

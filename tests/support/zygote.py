@@ -32,7 +32,7 @@ PRELOADED = (
 
 
 def strike(target: str, nth: int, how: str) -> None:
-    """What happens at the n-th call of `module:attribute`.
+    """Cause a fault at the n-th call of `module:attribute`.
 
     `how`: kill, kill after (it), interrupt, interrupt twice, or full (the disk, from there on).
     """

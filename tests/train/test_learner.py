@@ -199,7 +199,7 @@ def test_metrics_do_not_depend_on_the_cut() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 async def test_log_probabilities_are_the_samplers(temperature: float) -> None:
-    """What the sampler recorded over several turns, the learner finds again in packed rows."""
+    """The learner computes the sampler's log-probabilities over several turns in packed rows."""
     model = policy()
     engine = InProcessSampler(model, context_length=64)
     samples = []

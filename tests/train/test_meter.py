@@ -1,4 +1,4 @@
-"""What a step computed: FLOPs by hand, extents of trees, the metrics of a step."""
+"""Step metrics: FLOPs by hand, extents of trees, the metrics of a step."""
 
 from __future__ import annotations
 

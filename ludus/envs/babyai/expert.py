@@ -161,7 +161,7 @@ class Expert:
         return None if position is None else (int(position[0]), int(position[1]))
 
     def passes_door(self) -> bool:
-        """Whether the bot is about to open a door and walk through it."""
+        """True if the bot is about to open a door and walk through it."""
         stack = self._bot.stack
         if len(stack) < 2 or not isinstance(stack[-1], OpenSubgoal) or stack[-1].reason is not None:
             return False

@@ -180,7 +180,7 @@ def describe_object(content: Any) -> str:
 
 
 def can_toggle(world: Any, content: Any) -> bool:
-    """Whether `toggle` has an effect: on a box, and on a door, unless it is locked and the agent
+    """True if `toggle` has an effect: on a box, and on a door, unless it is locked and the agent
     does not carry its key."""
     if content is None or content.type not in ("door", "box"):
         return False

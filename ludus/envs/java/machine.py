@@ -104,7 +104,7 @@ class Jvm:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is running."""
+        """True if the process is running."""
         return self._process.poll() is None
 
     def _connect(self) -> None:

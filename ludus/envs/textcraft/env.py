@@ -296,7 +296,7 @@ def _member(table: Table, tag: str, rng: random.Random) -> str:
 
 
 def fits(table: Table, recipe: Recipe, count: int, given: Counter[str]) -> bool:
-    """Whether `given` is exactly the recipe's ingredients; items of a tag may be mixed."""
+    """True if `given` is exactly the recipe's ingredients; items of a tag may be mixed."""
     left = Counter(given)
     if recipe.count != count:
         return False

@@ -61,7 +61,7 @@ def choices(product: Product, goal: Goal) -> dict[str, str]:
 
 
 def fulfils(product: Product, target: Product, goal: Goal) -> bool:
-    """Whether buying the product with the best options gives the full reward."""
+    """True if buying the product with the best options gives the full reward."""
     return score(goal, target, product, choices(product, goal).values()).value == 1.0
 
 

@@ -109,19 +109,19 @@ def type_score(target: Product, bought: Product) -> float:
 
 
 def has_attribute(product: Product, wanted: str) -> bool:
-    """Whether a product's attributes match `wanted`, or its texts contain it."""
+    """True if a product's attributes match `wanted`, or its texts contain it."""
     if any(same_attribute(attribute, wanted) for attribute in product.attributes):
         return True
     return any(wanted in text for text in product.text())
 
 
 def same_attribute(one: str, other: str) -> bool:
-    """Whether two attributes match."""
+    """True if two attributes match."""
     return fuzz.token_set_ratio(one, other, processor=utils.default_process) > MATCH_ABOVE
 
 
 def same_option(one: str, other: str) -> bool:
-    """Whether two option values match."""
+    """True if two option values match."""
     return same_attribute(normalise_color(one), normalise_color(other))
 
 

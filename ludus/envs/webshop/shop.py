@@ -56,7 +56,7 @@ class Kind:
     department: str | None = None
 
     def has(self, goal: Goal, product: Product) -> bool:
-        """Whether the filter matches a goal with this product."""
+        """True if the filter matches a goal with this product."""
         return (
             self.options in (None, min(len(goal.options), 2))
             and self.attributes in (None, len(goal.attributes))

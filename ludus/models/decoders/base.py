@@ -19,7 +19,7 @@ class Decoder(Protocol):
     """For logs and messages."""
 
     mixed_batches: bool
-    """Whether prefill and decode rows cost no more in one pass than in two."""
+    """True if prefill and decode rows cost no more in one pass than in two."""
 
     max_blocks: int | None
     """Capacity of the KV cache in blocks; None: unlimited."""

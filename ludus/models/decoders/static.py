@@ -212,7 +212,7 @@ class StaticDecoder(LeanDecoder):
         return BlockStore(self._dtype)
 
     def _graph_sources(self) -> list[Any]:
-        """What graphs depend on: the model's tensors, and which adapters are active."""
+        """Inputs that invalidate graphs: the tensors of the model, and the active adapters."""
         adapters = [
             (module.disable_adapters, tuple(module.active_adapters), module.merged)
             for module in self._llama.model.modules()
@@ -335,7 +335,7 @@ class StaticDecoder(LeanDecoder):
 
 
 def _is_decode_step(inputs: StepInputs) -> bool:
-    """Whether the inputs are one token per row, which is also stored."""
+    """True if the inputs are one token per row, which is also stored."""
     rows = np.arange(len(inputs.tables))
     return all(
         len(part) == len(rows) and bool((part == rows).all())

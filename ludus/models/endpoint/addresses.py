@@ -27,7 +27,7 @@ class BlockedAddress(Exception):
 
 
 def is_blocked(text: str) -> bool:
-    """Whether `text` is a blocked IP address, also when an IPv6 form embeds an IPv4 address."""
+    """True if `text` is a blocked IP address, also when an IPv6 form embeds an IPv4 address."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

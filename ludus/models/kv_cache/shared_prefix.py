@@ -57,7 +57,7 @@ class PrefixGroups:
         return self._groups
 
     def _still_valid(self, tables: NDArray[np.int32], num_full: NDArray[np.int32]) -> bool:
-        """Whether the previous groups apply to these rows.
+        """True if the previous groups apply to these rows.
 
         Rows without shared blocks are regrouped when one of them begins a new block.
         """

@@ -89,7 +89,7 @@ def add_routes(app: FastAPI, sessions: SessionManager, served: ServedEnv) -> Non
 
     @app.get(f"{folder}/health", **options)
     async def health() -> dict[str, str]:
-        """Whether the environment is served."""
+        """True if the environment is served."""
         return {"status": "healthy"}
 
     @app.get(f"{folder}/metadata", **options)

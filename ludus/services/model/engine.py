@@ -119,7 +119,7 @@ class EngineThread:
 
     @property
     def streams(self) -> bool:
-        """Whether tokens arrive one by one with alternatives, and prompts can be scored."""
+        """True if tokens arrive one by one with alternatives, and prompts can be scored."""
         return isinstance(self._sampler, StreamingSampler)
 
     @property

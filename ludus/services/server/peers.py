@@ -72,7 +72,7 @@ class Peers:
         self._clients: dict[int, httpx.AsyncClient] = {}
 
     def is_from_peer(self, scope: Scope) -> bool:
-        """Whether another worker sent the request."""
+        """True if another worker sent the request."""
         given = dict(scope["headers"]).get(FORWARDED, b"")
         return secrets.compare_digest(given, self._secret.encode())
 

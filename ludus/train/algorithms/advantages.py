@@ -61,7 +61,7 @@ def ones(rewards: Sequence[float]) -> list[float]:
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether the group's rewards differ, so that its advantages are not all 0.
+    """True if the group's rewards differ, so that its advantages are not all 0.
 
     DAPO's condition for keeping a group (Yu et al. 2025, arXiv:2503.14476, constraint of equation
     8: neither all correct nor all wrong), extended to rewards of any value.

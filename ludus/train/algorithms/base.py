@@ -134,7 +134,7 @@ class Algorithm:
 
     @property
     def asks_models(self) -> bool:
-        """Whether advantages or loss need a model's scores of the sampled tokens."""
+        """True if advantages or loss need a model's scores of the sampled tokens."""
         return bool(self.reference or self.importance or self.critic_lr)
 
     def assign(self, groups: Sequence[Group]) -> Assignment:
@@ -221,7 +221,7 @@ def _not_finite(trajectory: Trajectory, advantage: Advantage) -> str | None:
 
 
 def _opens_sampled(trajectory: Trajectory, leaf: int) -> bool:
-    """Whether the first token on the path to `leaf` was sampled."""
+    """True if the first token on the path to `leaf` was sampled."""
     segments = (trajectory.segments[index] for index in trajectory.path(leaf))
     first = next((segment for segment in segments if segment.token_ids), None)
     return first is not None and first.sampled

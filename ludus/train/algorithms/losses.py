@@ -117,7 +117,7 @@ def trajectory_means(values_N: Tensor, trajectory_N: Tensor) -> Tensor:
 
 
 def needs_whole_trajectories(loss: LossFn) -> bool:
-    """Whether a token's loss depends on all tokens of its trajectory."""
+    """True if a token's loss depends on all tokens of its trajectory."""
     while isinstance(loss, partial):
         if loss.func is _trajectory_clipped:
             return True

@@ -50,6 +50,6 @@ class CompiledLayers:
 
 
 def has_compiler() -> bool:
-    """Whether inductor finds a C++ compiler."""
+    """True if inductor finds a C++ compiler."""
     names = (os.environ.get("CXX"), "g++", "clang++")
     return any(name and shutil.which(name) for name in names)

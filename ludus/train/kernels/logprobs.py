@@ -109,7 +109,7 @@ def find_head(model: Any) -> Head | None:
 
 @torch.no_grad()
 def _agrees(model: Any, body: Any, head: Head) -> bool:
-    """Whether the head reproduces the model's logits on a trial."""
+    """True if the head reproduces the model's logits on a trial."""
     vocab_size, device = head.linear.weight.shape[0], head.linear.weight.device
     ids = torch.tensor([[(7 * i + 3) % vocab_size for i in range(5)]], device=device)
     training = model.training

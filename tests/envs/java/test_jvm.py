@@ -26,7 +26,7 @@ except ConfigError as missing:
 
 
 def ended(pid: int, within_s: float = 20.0) -> bool:
-    """Whether the process goes away; one that nobody reaps counts as gone."""
+    """True if the process goes away; one that nobody reaps counts as gone."""
     limit = time.monotonic() + within_s
     while time.monotonic() < limit:
         try:

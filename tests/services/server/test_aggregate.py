@@ -68,7 +68,7 @@ def total(found: Samples, name: str, **labels: str) -> float:
 
 
 def is_whole(answer: httpx.Response) -> bool:
-    """Whether both workers answered in time; on a busy machine they may not."""
+    """True if both workers answered in time; on a busy machine they may not."""
     if answer.url.path == "/health":
         return not answer.json()["silent_workers"]
     if answer.url.path == "/metrics":

@@ -184,7 +184,7 @@ def test_the_head_of_a_family(name: str) -> None:
 
 
 def test_a_head_that_does_something_else_is_not_taken() -> None:
-    """What a trial on the model itself does not confirm is not assumed."""
+    """A fast path that a trial on the model does not confirm is not used."""
     model = AutoModelForCausalLM.from_config(HEADS["qwen3, tied"])
     assert find_head(model) is not None
     model.lm_head.register_forward_hook(lambda _module, _args, logits: logits * logits)

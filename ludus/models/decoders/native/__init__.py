@@ -97,7 +97,7 @@ def _folders() -> list[Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether no other user can write to the folder."""
+    """True if no other user can write to the folder."""
     status = folder.stat()
     owned = not hasattr(os, "getuid") or status.st_uid == os.getuid()
     return owned and not status.st_mode & 0o022
