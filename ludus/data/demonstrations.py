@@ -141,19 +141,17 @@ def load_demonstrations(path: Path | str) -> Iterator[Demonstration]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _parse(line, f"{path}, line {number}")
+                if not line.strip():
+                    continue
+                try:
+                    yield Demonstration.model_validate_json(line)
+                except ValidationError as error:
+                    first = error.errors()[0]
+                    place = ".".join(str(part) for part in first["loc"])
+                    reason = f"{place}: {first['msg']}" if place else first["msg"]
+                    raise DataError(f"{path}, line {number}: {reason}") from None
     except OSError as error:
         raise DataError(f"{path}: cannot read demonstrations: {error.strerror}") from error
-
-
-def _parse(line: bytes, where: str) -> Demonstration:
-    try:
-        return Demonstration.model_validate_json(line)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise DataError(f"{where}: {place + ': ' if place else ''}{first['msg']}") from None
 
 
 def _line(record: Wire) -> str:

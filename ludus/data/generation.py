@@ -28,12 +28,7 @@ from ludus.core.errors import ConfigError, DataError
 from ludus.core.files import atomic_write
 from ludus.core.types import Spec, Task
 from ludus.data.cards import EnvCard, KeepRule, Selection, build_cards, render, select
-from ludus.data.demonstrations import (
-    Demonstration,
-    Dropped,
-    dropped_path,
-    generate_demonstrations,
-)
+from ludus.data.demonstrations import Demonstration, Dropped, dropped_path, generate_demonstrations
 from ludus.data.journal import Journal, Record, expert_record, model_record
 from ludus.envs import ENVS
 from ludus.models.endpoint.client import Endpoint
@@ -174,25 +169,13 @@ class _Generator:
             self._play_expert(spec, tasks)
             return
         asyncio.run(self._play_model(spec, tasks))
-        played = {
-            task.id: [
-                self.journal.records[key]
-                for sample in range(self._num_samples)
-                if (key := (spec.name, "model", task.id, sample)) in self.journal.records
-            ]
-            for task in tasks
-        }
-        all_records = [record for records in played.values() for record in records]
-        if all_records and all(record.again for record in all_records):
-            raise DataError(f"{spec.name}: the model gave no episode: {all_records[0].reason}")
+        played = [r for r in self.records({spec.name: tasks}) if r.source == "model"]
+        if played and all(record.again for record in played):
+            raise DataError(f"{spec.name}: the model gave no episode: {played[0].reason}")
         if self.request.source == "mixed":
             # An infrastructure failure is not the model's: the expert does not replace it.
-            failed = [
-                task
-                for task in tasks
-                if not any(r.again or self._good_enough(r) for r in played[task.id])
-            ]
-            self._play_expert(spec, failed)
+            settled = {r.task_id for r in played if r.again or self._good_enough(r)}
+            self._play_expert(spec, [task for task in tasks if task.id not in settled])
 
     @property
     def _num_samples(self) -> int:

@@ -1,8 +1,4 @@
-"""Environments of episodes: where they are constructed, and how they are run.
-
-EnvFactory    gives each episode its environment; LocalEnvs constructs it in this process
-HostedEnv     runs it with deadlines, and checks its results
-"""
+"""Environments of episodes: construction, deadlines, checks of their results."""
 
 from __future__ import annotations
 

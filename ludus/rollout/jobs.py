@@ -128,18 +128,14 @@ class RolloutJob:
 
     def _mark_interrupted(self) -> None:
         """Give the episodes that were in progress the reason for their end."""
-        late = self.stopped == "deadline"
-        fields = {
-            "status": Status.ERROR_TIMEOUT if late else Status.ABORTED,
-            "error": (
-                f"the job took longer than its deadline of {self._deadline_s:g} s"
-                if late
-                else "the job was cancelled"
-            ),
-            "reward": None,
-            "score": None,
-            "success": False,
-        }
+        status, error = Status.ABORTED, "the job was cancelled"
+        if self.stopped == "deadline":
+            limit = f"{self._deadline_s:g} s"
+            status, error = (
+                Status.ERROR_TIMEOUT,
+                f"the job took longer than its deadline of {limit}",
+            )
+        fields = {"status": status, "error": error, "reward": None, "score": None, "success": False}
         for index in self._in_progress:
             self.episodes[index] = self.episodes[index].model_copy(update=fields)
 

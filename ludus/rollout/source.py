@@ -1,10 +1,4 @@
-"""Group sources: where the groups of a training step come from.
-
-SyncSource        plays the tasks of a step, then returns
-PrefetchSource    plays ahead of the steps             (rollout/prefetch.py)
-ReplaySource      reads demonstrations                 (rollout/replay.py)
-DynamicSampling   takes again from another source until enough groups carry a signal
-"""
+"""Group sources: they supply the groups of a training step. See also `prefetch` and `replay`."""
 
 from __future__ import annotations
 
@@ -123,6 +117,8 @@ class DynamicSampling:
         self, source: GroupSource, count_useful: Callable[[list[Group]], int], max_rounds: int
     ) -> None:
         self.max_staleness = source.max_staleness
+        self.state_dict, self.load_state_dict = source.state_dict, source.load_state_dict
+        self.close = source.close
         self._source, self._count_useful, self._max_rounds = source, count_useful, max_rounds
         self._rounds = 0
 
@@ -142,15 +138,6 @@ class DynamicSampling:
     def metrics(self) -> dict[str, float]:
         """The source's metrics, and `rollout/rounds`: takes in the last step."""
         return {**self._source.metrics(), "rollout/rounds": float(self._rounds)}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._source.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._source.load_state_dict(state)
-
-    async def close(self) -> list[Group]:
-        return await self._source.close()
 
 
 def require_fresh(groups: Sequence[Group], version: int, max_staleness: int) -> None:

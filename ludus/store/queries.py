@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from sqlalchemy import Connection, Row, Select, case, func, select
@@ -10,10 +9,16 @@ from sqlalchemy import Connection, Row, Select, case, func, select
 from ludus.core.types import Status, Task, Trajectory
 from ludus.store import schema as db
 from ludus.store.codec import Tree, unpack_tree
-from ludus.store.rows import Record, RunRow, RunStatus, StageSummary, TrajectoryRow
+from ludus.store.rows import (
+    TRAJECTORY_COLUMNS,
+    Record,
+    RunRow,
+    RunStatus,
+    StageSummary,
+    TrajectoryRow,
+)
 
 _NAN = float("nan")
-_TRAJECTORY_COLUMNS = [field.name for field in fields(TrajectoryRow)][2:]  # after stage and step
 
 
 def runs(connection: Connection, key: int | None = None) -> list[RunRow]:
@@ -31,20 +36,11 @@ def runs(connection: Connection, key: int | None = None) -> list[RunRow]:
     rows = []
     for row in connection.execute(heads):
         run_stages = [stage for stage in all_stages if stage.run_key == row.key]
-        rows.append(
-            RunRow(
-                id=row.id,
-                name=row.name,
-                status=RunStatus(row.status),
-                created=row.created,
-                finished=row.finished,
-                config=row.config,
-                versions=row.versions,
-                error=row.error,
-                stages={stage.stage: stage.step for stage in run_stages},
-                last_step=max((stage.at for stage in run_stages), default=None),
-            )
-        )
+        steps = {stage.stage: stage.step for stage in run_stages}
+        last_step = max((stage.at for stage in run_stages), default=None)
+        columns = {name: value for name, value in row._mapping.items() if name != "key"}
+        columns["status"] = RunStatus(row.status)
+        rows.append(RunRow(**columns, stages=steps, last_step=last_step))
     return rows
 
 
@@ -98,7 +94,7 @@ def trajectories(
 ) -> Select[Any]:
     """Returns a query of trajectories without their trees, for `trajectory_row`."""
     s, t = db.steps.c, db.trajectories.c
-    columns = (t[name] for name in _TRAJECTORY_COLUMNS)
+    columns = (t[name] for name in TRAJECTORY_COLUMNS)
     query = select(t.key, t.group_key, s.stage, s.step, *columns).join_from(
         db.trajectories, db.steps
     )
@@ -127,7 +123,7 @@ def with_trees(query: Select[Any]) -> Select[Any]:
 
 def trajectory_row(row: Row[Any]) -> TrajectoryRow:
     """Converts a row of `trajectories`."""
-    values = {name: getattr(row, name) for name in _TRAJECTORY_COLUMNS}
+    values = {name: getattr(row, name) for name in TRAJECTORY_COLUMNS}
     values["status"] = Status(row.status)
     return TrajectoryRow(row.stage, row.step, **values)
 

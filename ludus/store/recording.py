@@ -11,6 +11,7 @@ from sqlalchemy import Connection, Table, and_, delete, insert
 from ludus.core.types import Group, Task, Trajectory
 from ludus.store import schema as db
 from ludus.store.codec import Tree, encode_json, pack_tree
+from ludus.store.rows import TRAJECTORY_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +94,10 @@ def _group_values(group: Group, where: str) -> dict[str, Any]:
 
 
 def _trajectory_values(trajectory: Trajectory, task: Task) -> dict[str, Any]:
-    return {
-        "id": trajectory.id,
-        "group_id": trajectory.group_id,
-        "task_id": trajectory.task_id,
+    values = {name: getattr(trajectory, name) for name in TRAJECTORY_COLUMNS if name != "tier"}
+    return values | {
         "tier": task.tier,
-        "role": trajectory.role,
-        "policy": trajectory.policy,
         "status": trajectory.status.value,
-        "reward": trajectory.reward,
-        "num_turns": trajectory.num_turns,
-        "num_tokens": trajectory.num_tokens,
-        "num_sampled_tokens": trajectory.num_sampled_tokens,
         "scores": {name: float(value) for name, value in trajectory.scores.items()},
         "metrics": {name: float(value) for name, value in trajectory.metrics.items()},
-        "error": trajectory.error,
-        "dropped": trajectory.dropped,
     }

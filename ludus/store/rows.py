@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
@@ -70,6 +70,10 @@ class TrajectoryRow:
     metrics: Mapping[str, float]
     error: str | None
     dropped: str | None
+
+
+TRAJECTORY_COLUMNS = [field.name for field in fields(TrajectoryRow)][2:]
+"""The columns of a TrajectoryRow's own table: all fields but stage and step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -50,17 +50,18 @@ def render_runs(store: RunStore) -> RenderableType:
     runs = store.runs()
     if not runs:
         return Text(f"no runs in {store.url}: start one with ludus train RECIPE")
-    table = _table("run", "status", "started", "took", "stages", "error")
-    for run in runs:
-        table.add_row(
-            _plain(run.id),
+    rows = [
+        (
+            run.id,
             Text(run.status.value, _STATUS_STYLES[run.status]),
             _moment(run.created),
             _took(run),
-            _plain(", ".join(f"{stage} {step}" for stage, step in run.stages.items())),
-            _plain((run.error or "").partition("\n")[0]),
+            ", ".join(f"{stage} {step}" for stage, step in run.stages.items()),
+            (run.error or "").partition("\n")[0],
         )
-    return table
+        for run in runs
+    ]
+    return _table(("run", "status", "started", "took", "stages", "error"), rows)
 
 
 def render_run(store: RunStore, run_id: str) -> RenderableType:
@@ -71,8 +72,8 @@ def render_run(store: RunStore, run_id: str) -> RenderableType:
             "run": run.id,
             "name": run.name,
             "status": run.status.value,
-            "started": _moment(run.created).plain,
-            "took": _took(run).plain,
+            "started": _moment(run.created),
+            "took": _took(run),
             "versions": ", ".join(f"{name} {version}" for name, version in run.versions.items()),
             "error": run.error,
         }
@@ -87,10 +88,8 @@ def render_run(store: RunStore, run_id: str) -> RenderableType:
             parts += [_rule(f"{stage.stage}: step {steps[-1].step}"), _metrics(steps)]
     reasons = Counter((row.stage, row.reason) for row in store.dropped(run_id))
     if reasons:
-        table = _table("stage", "dropped because", "count")
-        for (name, reason), count in reasons.most_common():
-            table.add_row(_plain(name), _plain(reason), str(count))
-        parts += [_rule("dropped"), table]
+        rows = [(*key, str(count)) for key, count in reasons.most_common()]
+        parts += [_rule("dropped"), _table(("stage", "dropped because", "count"), rows)]
     newest = list(store.trajectories(run_id, limit=_NEWEST, newest_first=True))
     if newest:
         parts += [_rule("newest trajectories"), _trajectories(newest)]
@@ -222,49 +221,45 @@ def _message(message: Message) -> str:
 
 
 def _stages(stages: list[StageSummary]) -> Table:
-    table = _table("stage", "steps", "last", "trajectories", "mean reward", "ended")
-    for stage in stages:
-        table.add_row(
-            _plain(stage.stage),
+    rows = [
+        (
+            stage.stage,
             str(stage.num_steps),
             str(stage.last_step),
             str(stage.num_trajectories),
             _number(stage.mean_reward),
             ", ".join(f"{status.value} {count}" for status, count in stage.statuses.items()),
         )
-    return table
+        for stage in stages
+    ]
+    return _table(("stage", "steps", "last", "trajectories", "mean reward", "ended"), rows)
 
 
 def _metrics(steps: list[StepRow]) -> Table:
-    table = _table("metric", "first", "last")
-    for name, value in steps[-1].metrics.items():
-        table.add_row(_plain(name), _number(steps[0].metrics.get(name)), _number(value))
-    return table
+    first, last = steps[0].metrics, steps[-1].metrics
+    rows = [(name, _number(first.get(name)), _number(value)) for name, value in last.items()]
+    return _table(("metric", "first", "last"), rows)
 
 
 def _trajectories(rows: list[TrajectoryRow]) -> Table:
-    table = _table("trajectory", "stage", "step", "task", "status", "reward", "turns", "dropped")
+    columns = ("trajectory", "stage", "step", "task", "status", "reward", "turns", "dropped")
+    cells = []
     for row in rows:
-        table.add_row(
-            _plain(row.id),
-            _plain(row.stage),
-            str(row.step),
-            _plain(row.task_id),
-            row.status.value,
-            _number(row.reward),
-            str(row.num_turns),
-            _plain(row.dropped or ""),
-        )
-    return table
+        where = (row.id, row.stage, str(row.step), row.task_id)
+        end = (row.status.value, _number(row.reward), str(row.num_turns), row.dropped or "")
+        cells.append((*where, *end))
+    return _table(columns, cells)
 
 
 # Cells
 
 
-def _table(*columns: str) -> Table:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(_plain(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 
@@ -303,16 +298,14 @@ def _numbers(values: Mapping[str, float]) -> str:
     return ", ".join(f"{_clean(name)} {_number(value)}" for name, value in values.items())
 
 
-def _moment(moment: datetime) -> Text:
-    return Text(f"{moment.astimezone():%Y-%m-%d %H:%M:%S}")
+def _moment(moment: datetime) -> str:
+    return f"{moment.astimezone():%Y-%m-%d %H:%M:%S}"
 
 
-def _took(run: RunRow) -> Text:
+def _took(run: RunRow) -> str:
     if run.finished is not None:
-        return Text(_span(run.finished - run.created))
-    if run.last_step is not None:
-        return Text(f"last step {_span(datetime.now(UTC) - run.last_step)} ago")
-    return Text("")
+        return _span(run.finished - run.created)
+    return f"last step {_span(datetime.now(UTC) - run.last_step)} ago" if run.last_step else ""
 
 
 def _span(span: timedelta) -> str:

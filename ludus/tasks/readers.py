@@ -305,7 +305,10 @@ def _load_hf(path: str, name: str | None, split: str, revision: str | None) -> A
     saved = any((local / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
     try:
         if saved:
-            return _saved_split(datasets.load_from_disk(path), path, split)
+            loaded = datasets.load_from_disk(path)
+            if isinstance(loaded, dict) and split not in loaded:
+                raise DataError(f"{path} has no split {split!r}{did_you_mean(split, loaded)}")
+            return loaded[split] if isinstance(loaded, dict) else loaded
         if local.is_file():
             kind = kinds.get(local.suffix)
             if kind is None:
@@ -316,14 +319,6 @@ def _load_hf(path: str, name: str | None, split: str, revision: str | None) -> A
         raise
     except Exception as error:  # `datasets` passes on errors of httpx, pyarrow and others
         raise DataError(f"cannot load the data set {path}, split {split}: {error}") from error
-
-
-def _saved_split(loaded: Any, path: str, split: str) -> Any:
-    if not isinstance(loaded, dict):
-        return loaded
-    if split not in loaded:
-        raise DataError(f"{path} has no split {split!r}{did_you_mean(split, loaded)}")
-    return loaded[split]
 
 
 def _listed(items: Iterable[str]) -> str:

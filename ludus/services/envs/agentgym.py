@@ -34,6 +34,35 @@ View = Callable[[EnvSession], Any]
 """Makes the JSON of a response from a session."""
 
 
+def _last(session: EnvSession) -> str:
+    return session.last
+
+
+def _actions(session: EnvSession) -> list[str]:
+    return [str(action) for action in session.info.get("available_actions", [])]
+
+
+FIELDS: dict[str, View] = {
+    "id": lambda session: session.number,
+    "observation": _last,
+    "reward": lambda session: session.reward,
+    "score": lambda session: session.score,
+    "done": lambda session: session.state is State.OVER,
+    "available_actions": _actions,
+    "task_type": lambda session: str(session.info.get("type", "")),
+}
+
+
+def _fields(*names: str) -> View:
+    """A response of these fields."""
+    return lambda session: {name: FIELDS[name](session) for name in names}
+
+
+_created = _fields("id")
+_result = _fields("observation", "reward", "done")
+_scored = _fields("observation", "reward", "score", "done")
+
+
 @dataclass(frozen=True)
 class Row:
     """AgentGym's API of one environment; `tasks.agentgym` knows its items.
@@ -44,34 +73,12 @@ class Row:
 
     id_key: str = "id"
     index_key: str = "data_idx"
-    on_create: View = lambda session: {"id": session.number}
-    on_reset: View = lambda session: {"observation": session.last, "reward": 0.0, "done": False}
-    on_step: View = lambda session: {
-        "observation": session.last,
-        "reward": session.reward,
-        "done": session.state is State.OVER,
-    }
+    on_create: View = _created
+    on_reset: View = _result
+    on_step: View = _result
     reads: Mapping[str, View] = field(default_factory=dict)
     starts: bool = False
     goal_task: Callable[[str], Task] | None = None
-
-
-def _scored(session: EnvSession) -> dict[str, Any]:
-    """The response to a step, with the score so far."""
-    return {
-        "observation": session.last,
-        "reward": session.reward,
-        "score": session.score,
-        "done": session.state is State.OVER,
-    }
-
-
-def _actions(session: EnvSession) -> list[str]:
-    return [str(action) for action in session.info.get("available_actions", [])]
-
-
-def _last(session: EnvSession) -> str:
-    return session.last
 
 
 def _science_opening(session: EnvSession) -> dict[str, Any]:
@@ -128,12 +135,7 @@ ROWS: dict[str, Row] = {
         reads={"observation": _last},
     ),
     "textcraft": Row(
-        on_create=lambda session: {
-            "id": session.number,
-            "observation": session.last,
-            "done": False,
-            "reward": 0.0,
-        },
+        on_create=_fields("id", "observation", "done", "reward"),
         reads={"observation": _last, "goal": lambda session: session.info.get("goal", "")},
         starts=True,
         goal_task=_textcraft_goal,
@@ -145,18 +147,8 @@ ROWS: dict[str, Row] = {
     ),
     "alfworld": Row(
         index_key="game",
-        on_reset=lambda session: {
-            "id": session.number,
-            "observation": session.last,
-            "available_actions": _actions(session),
-            "task_type": str(session.info.get("type", "")),
-        },
-        on_step=lambda session: {
-            "observation": session.last,
-            "reward": session.reward,
-            "available_actions": _actions(session),
-            "done": session.state is State.OVER,
-        },
+        on_reset=_fields("id", "observation", "available_actions", "task_type"),
+        on_step=_fields("observation", "reward", "available_actions", "done"),
         reads={"observation": _last, "available_actions": _actions, "detail": lambda s: s.info},
     ),
     "webshop": Row(

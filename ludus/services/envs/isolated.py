@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
-from typing import Any
+from typing import Any, cast
 
 from ludus.core.errors import EnvError
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec
@@ -54,12 +54,10 @@ class IsolatedEnv(Env):
         self._process.start()
         theirs.close()
         self.score_range, self.success_at, self.max_turns = self._ask(_LIMITS)  # type: ignore[misc]
-        observation: Observation = self._ask("reset", task)
-        return observation
+        return cast(Observation, self._ask("reset", task))
 
     async def step(self, action: Message) -> StepResult:
-        result: StepResult = self._ask("step", action)
-        return result
+        return cast(StepResult, self._ask("step", action))
 
     async def close(self) -> None:
         """Close the environment, then end its process."""
@@ -83,20 +81,16 @@ class IsolatedEnv(Env):
         process.join(CLOSE_WAIT_S)
 
     def tools(self) -> Sequence[ToolSpec]:
-        tools: Sequence[ToolSpec] = self._ask("tools")
-        return tools
+        return cast(Sequence[ToolSpec], self._ask("tools"))
 
     def text_of(self, call: ToolCall) -> str:
-        text: str = self._ask("text_of", call)
-        return text
+        return cast(str, self._ask("text_of", call))
 
     def call_of(self, action: str) -> ToolCall:
-        call: ToolCall = self._ask("call_of", action)
-        return call
+        return cast(ToolCall, self._ask("call_of", action))
 
     def expert_action(self) -> str:
-        action: str = self._ask("expert_action")
-        return action
+        return cast(str, self._ask("expert_action"))
 
     def _ask(self, method: str, *args: Any) -> Any:
         if self._pipe is None:
@@ -120,13 +114,9 @@ def server() -> ForkServerContext:
 def warm_up(modules: Sequence[str]) -> None:
     """Start the fork server and import modules in it, so that no session waits for them."""
     server().set_forkserver_preload([__name__, *modules])
-    first = server().Process(target=_do_nothing, daemon=True)
+    first = server().Process(target=time.sleep, args=(0,), daemon=True)
     first.start()
     first.join()
-
-
-def _do_nothing() -> None:
-    """Main function of the first process."""
 
 
 def _serve_calls(pipe: Connection, spec: Spec) -> None:

@@ -155,7 +155,9 @@ class _Connection:
         if kind == "reset":
             return await self._reset(OpenEnvReset.model_validate(data))
         if kind == "step":
-            return await self._step(OpenEnvAction.model_validate(data))
+            turn = OpenEnvAction.model_validate(data).turn()
+            result = await self._sessions.step(self.session, turn)
+            return self._observation(result.messages, result.reward)
         if kind == "state":
             count = self.session.num_steps
             state = OpenEnvState(episode_id=self._episode, step_count=count)
@@ -170,10 +172,6 @@ class _Connection:
         observation = await self._sessions.reset(session, task, own=True)
         self._episode = given.episode_id or task.id
         return self._observation(observation.messages, None)
-
-    async def _step(self, action: OpenEnvAction) -> str:
-        result = await self._sessions.step(self.session, action.turn())
-        return self._observation(result.messages, result.reward)
 
     def _observation(self, messages: list[Message], reward: float | None) -> str:
         session = self.session

@@ -13,7 +13,7 @@ from typing import Any
 from ludus.core.errors import EnvError, EpisodeError, EpisodeTimeout, LudusError
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec, Wire
 from ludus.envs import ENVS
-from ludus.envs.base import Env, NoExpert
+from ludus.envs.base import NoExpert
 from ludus.rollout.host import HostedEnv, LocalEnvs
 from ludus.rollout.threads import EnvThread, Overdue
 from ludus.services.envs.isolated import IsolatedEnv
@@ -64,16 +64,11 @@ class ServedEnv:
         return HostedEnv(lambda: env, thread, step_deadline_s, release=env.kill)
 
     def tools(self) -> Sequence[ToolSpec]:
-        return self.prototype.tools()
-
-    @property
-    def prototype(self) -> Env:
-        """An environment that plays no episode: for its tools, and to read and write calls."""
-        return self._local.prototype
+        return self._local.tools()
 
     @cached_property
     def schema(self) -> EnvSchema:
-        env = self.prototype
+        env = self._local.prototype
         return EnvSchema(
             name=self.name,
             tools=list(env.tools()),
@@ -98,7 +93,7 @@ class ServedEnv:
     def call_of(self, action: str) -> ToolCall:
         """The tool call for an action. Errors: ServiceError 422."""
         try:
-            return self.prototype.call_of(action)
+            return self._local.prototype.call_of(action)
         except (LookupError, NotImplementedError, TypeError, ValueError) as error:
             message = f"{action!r:.80} is not an action: {error}"
             raise ServiceError(422, "bad_action", message) from error

@@ -15,12 +15,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from ludus.core.types import Message, ToolCall
-from ludus.models.chat.parsing import (
-    CALL_OPEN,
-    THINK_CLOSE,
-    THINK_OPEN,
-    split_thinking,
-)
+from ludus.models.chat.parsing import CALL_OPEN, THINK_CLOSE, THINK_OPEN, split_thinking
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import Completion
 from ludus.services.model.engine import Token
@@ -166,10 +161,8 @@ def calls_of(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """Tokens as text, special tokens included."""
-    text = tokenizer.decode(
-        list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    return str(text)
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return str(tokenizer.decode(list(ids), **options))
 
 
 def chat_logprobs(tokens: Iterable[Token], tokenizer: Any) -> dict[str, Any]:

@@ -137,7 +137,11 @@ class ModelService:
         self._check(body)
         prompts = await self._in_reader(lambda: [self._ids(prompt) for prompt in body.prompts])
         limit = 16 if body.max_tokens is None else body.max_tokens
-        stop_ids = self._stop_ids()
+        if self._plain is not None:
+            stop_ids = self._plain.stop_token_ids
+        else:
+            eos = self._policy.tokenizer.eos_token_id
+            stop_ids = [] if eos is None else [eos]
         seeds = body.seeds(len(prompts) * body.choices)
         choices = []
         for number, seed in enumerate(seeds):
@@ -219,12 +223,6 @@ class ModelService:
             message = f"prompt: {max(prompt)} is not a token id (0 to {size - 1})"
             raise ApiError(400, message, param="prompt")
         return prompt
-
-    def _stop_ids(self) -> list[int]:
-        if self._plain is not None:
-            return self._plain.stop_token_ids
-        eos = self._policy.tokenizer.eos_token_id
-        return [] if eos is None else [eos]
 
     async def _in_reader(self, work: Callable[..., T], *args: Any) -> T:
         """Run in the reader thread: a long text would delay all streams."""

@@ -175,8 +175,7 @@ def _add_error_handlers(app: FastAPI, errors: type[ServiceError]) -> None:
 
 def owner_of(scope: Scope) -> str:
     """The token of a request, which owns whatever the request opens. Empty without tokens."""
-    owner: str = scope.get("state", {}).get("owner", "")
-    return owner
+    return str(scope.get("state", {}).get("owner", ""))
 
 
 class Guard:
