@@ -3,9 +3,6 @@
 A hanging episode is killed with its process. An episode that raises, dies or is lost is recorded
 with its reason; the others continue. The file is written atomically. Its content depends on the
 tasks alone, not on the number of workers or on timing (except for episodes close to the timeout).
-
-A line of `demonstrations.jsonl` is a Demonstration, a line of `demonstrations.dropped.jsonl` is a
-Dropped.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Sessions: what an episode is played with. A session samples turns and records the trajectory.
-
-session    turns come from                      records
-token      a Sampler, by token ids              the tree of token segments, which trains
-text       an OpenAI-compatible endpoint        messages; token rows where it returns ids
-"""
+"""Sessions sample the turns of an episode and record its trajectory."""
 
 from __future__ import annotations
 
@@ -311,12 +306,5 @@ def sampling_params(
     config: RolloutConfig, max_tokens: int, seed: int, stop_token_ids: tuple[int, ...] = ()
 ) -> SamplingParams:
     """The sampling parameters of one turn."""
-    return SamplingParams(
-        max_tokens,
-        config.temperature,
-        config.top_p,
-        config.top_k,
-        tuple(config.stop),
-        stop_token_ids,
-        seed,
-    )
+    sampling = (config.temperature, config.top_p, config.top_k, tuple(config.stop))
+    return SamplingParams(max_tokens, *sampling, stop_token_ids, seed)

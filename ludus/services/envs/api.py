@@ -154,18 +154,14 @@ class CallExecutor:
             if self._peers is not None and not isinstance(call, Create):
                 worker = self._peers.owner(parse_id(call.session))
                 if worker != self._peers.worker:
-                    return await self._forward(self._peers, worker, call, owner)
+                    body = b'{"calls":[' + CALL.dump_json(call) + b"]}"
+                    answer = await self._peers.post(worker, "/batch", body, owner)
+                    if answer.status_code != 200:
+                        return json.dumps({"status": answer.status_code, **answer.json()})
+                    return json.dumps(answer.json()["results"][0])
             return result_entry(await self.run(call, owner))
         except ServiceError as error:
             return error.entry
-
-    @staticmethod
-    async def _forward(peers: Peers, worker: int, call: Any, owner: str) -> str:
-        body = b'{"calls":[' + CALL.dump_json(call) + b"]}"
-        answer = await peers.post(worker, "/batch", body, owner)
-        if answer.status_code != 200:
-            return json.dumps({"status": answer.status_code, **answer.json()})
-        return json.dumps(answer.json()["results"][0])
 
 
 def result_entry(result: Wire) -> str:

@@ -100,12 +100,11 @@ def add_routes(app: FastAPI, sessions: SessionManager, served: ServedEnv) -> Non
     @app.get(f"{folder}/schema", **options)
     async def schema() -> dict[str, Any]:
         """JSON schemas of actions, observations and states."""
-        models: dict[str, type[BaseModel]] = {
-            "action": OpenEnvAction,
-            "observation": OpenEnvObservation,
-            "state": OpenEnvState,
+        return {
+            "action": OpenEnvAction.model_json_schema(),
+            "observation": OpenEnvObservation.model_json_schema(),
+            "state": OpenEnvState.model_json_schema(),
         }
-        return {name: model.model_json_schema() for name, model in models.items()}
 
     @app.websocket(f"{folder}/ws")
     async def socket(websocket: WebSocket) -> None:
