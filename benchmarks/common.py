@@ -13,11 +13,12 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
+import asyncio
 import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,54 +27,71 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from ludus.core.types import Sample
+from ludus.models.samplers.base import Completion, Sampler, SamplingParams
+
 RESULTS = Path(__file__).parents[1] / "docs" / "benchmarks"
-MODELS: dict[str, dict[str, int]] = {
-    "0.9 M": {
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "intermediate_size": 384,
-        "vocab_size": 1024,
-    },
-    "5.8 M": {
-        "hidden_size": 256,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-        "intermediate_size": 768,
-        "vocab_size": 4096,
-    },
+KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+KEYS += ("num_key_value_heads", "head_dim", "vocab_size")
+SHAPES = {
+    "0.9 M": (128, 384, 4, 4, 2, 32, 1024),
+    "5.8 M": (256, 768, 6, 8, 4, 32, 4096),
+    "17 M": (384, 1152, 8, 6, 2, 64, 8192),
 }
-LARGE: dict[str, dict[str, int]] = {
-    "17 M": {
-        "hidden_size": 384,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "intermediate_size": 1152,
-        "vocab_size": 8192,
-    },
-}
-"""Models that only some benchmarks take."""
+"""The values of KEYS for each model."""
 
 
-def make_model(name: str) -> Any:
-    """A Qwen3-shaped model of random weights, in float32, with no end token."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        **(MODELS | LARGE)[name],
-        max_position_embeddings=1024,
+def qwen3_config(shape: Sequence[int], **settings: Any) -> Qwen3Config:
+    """A Qwen3 configuration without an end token."""
+    return Qwen3Config(
+        **dict(zip(KEYS, shape, strict=True)),
         tie_word_embeddings=True,
         attn_implementation="sdpa",
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=None,
+        **settings,
     )
+
+
+def make_model(name: str, vocab_size: int | None = None) -> Any:
+    """A Qwen3-shaped model with random float32 weights."""
+    torch.manual_seed(0)
+    config = qwen3_config(SHAPES[name], max_position_embeddings=1024)
+    config.vocab_size = vocab_size or config.vocab_size
     return Qwen3ForCausalLM(config)
+
+
+def make_samples(parts: Sequence[tuple[list[int], list[int]]], logprob: float) -> list[Sample]:
+    """A sample of each (prompt, completion), with advantages of 1 and -1 in turn."""
+    samples = []
+    for number, (prompt, completion) in enumerate(parts):
+        mask = [False] * len(prompt) + [True] * len(completion)
+        logprobs = [logprob * trained for trained in mask]
+        advantages = [(-1.0) ** number * trained for trained in mask]
+        samples.append(Sample(prompt + completion, mask, logprobs, advantages, f"{number}"))
+    return samples
+
+
+def sample_turns(
+    sampler: Sampler, prompts: list[list[int]], max_tokens: int, temperature: float = 1.0
+) -> list[Completion]:
+    """Sample a turn after each prompt, all at the same time, each in a session of its own."""
+
+    async def turn(session: str, number: int) -> Completion:
+        try:
+            params = SamplingParams(max_tokens, temperature=temperature, seed=number)
+            return await sampler.sample(prompts[number], params, session=session)
+        finally:
+            sampler.close(session)
+
+    async def turns() -> list[Completion]:
+        sessions = [f"{number:05d}" for number in range(len(prompts))]
+        for session in sessions:
+            sampler.open(session)
+        return await asyncio.gather(*(turn(s, number) for number, s in enumerate(sessions)))
+
+    return asyncio.run(turns())
 
 
 @dataclass(frozen=True)
@@ -92,6 +110,10 @@ class Spread:
     def show(self, form: str) -> str:
         return f"{self.median:{form}} ({self.low:{form}} to {self.high:{form}})"
 
+    def bold(self) -> str:
+        """A ratio with two decimals, its median in bold."""
+        return f"**{self.median:.2f}** ({self.low:.2f} to {self.high:.2f})"
+
 
 def arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
@@ -105,25 +127,58 @@ def arguments(description: str) -> argparse.Namespace:
     return args
 
 
+def clock() -> float:
+    """Processor time on one thread, wall time on several."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def rounds(names: Iterable[str], repeats: int, warmup: int = 1) -> Iterator[tuple[int, str]]:
+    """Yield (round, name), in reverse order every other round; rounds below 0 are not counted."""
+    order = list(names)
+    for number in range(-warmup, repeats):
+        for name in order if (number + warmup) % 2 == 0 else order[::-1]:
+            yield number, name
+
+
 def alternate(programs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each run, after one run of each that is not counted. Every other round runs in
     reverse order."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for number in range(-1, repeats):
-        order = list(programs) if number % 2 else list(programs)[::-1]
-        for name in order:
-            start = clock()
-            programs[name]()
-            elapsed = clock() - start
-            if number >= 0:
-                seconds[name].append(elapsed)
+    for number, name in rounds(programs, repeats):
+        start = clock()
+        programs[name]()
+        elapsed = clock() - start
+        if number >= 0:
+            seconds[name].append(elapsed)
     return seconds
 
 
 def ratios(peer: list[float], ours: list[float]) -> Spread:
     """Speed-up of ours over the peer, run by run."""
     return Spread.of([p / o for p, o in zip(peer, ours, strict=True)])
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor time of a process so far."""
+    return _ticks(Path(f"/proc/{pid}/stat"))[1] / os.sysconf("SC_CLK_TCK")
+
+
+def group_processor_seconds(group: int) -> float:
+    """Processor time of all living processes of a process group."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            its_group, its_ticks = _ticks(stat)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        ticks += its_ticks if its_group == group else 0
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _ticks(stat: Path) -> tuple[int, int]:
+    """Process group, and user and system time in clock ticks."""
+    fields = stat.read_text().rpartition(")")[2].split()
+    return int(fields[2]), int(fields[11]) + int(fields[12])
 
 
 def machine(threads: int) -> dict[str, Any]:
@@ -143,8 +198,21 @@ def machine(threads: int) -> dict[str, Any]:
     }
 
 
-def write(name: str, text: str, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """`docs/benchmarks/<name>.md` and `.json`."""
+def write(
+    name: str,
+    text: str,
+    facts: dict[str, Any],
+    rows: list[dict[str, Any]],
+    packages: Sequence[str] = (),
+) -> None:
+    """Write `docs/benchmarks/<name>.md` and `.json`.
+
+    Args:
+        facts: those of `machine` before the measurement.
+        packages: further packages whose versions are recorded.
+    """
+    facts = facts | {package: version(package) for package in packages}
+    facts["load_after"] = machine(facts["threads"])["load"]
     clock = facts.get("clock") or ("processor" if facts["threads"] == 1 else "wall")
     use = facts.get("use") or f"{facts['threads']} thread(s) used, pinned"
     told = (
@@ -160,7 +228,14 @@ def write(name: str, text: str, facts: dict[str, Any], rows: list[dict[str, Any]
     (RESULTS / f"{name}.json").write_text(plain + "\n")
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def tabulate(rows: Iterable[Any], *columns: tuple[str, Callable[[Any], str]]) -> str:
+    """A Markdown table of columns: a heading, and the cell of a row."""
+    return table(
+        [head for head, _ in columns], [[cell(row) for _, cell in columns] for row in rows]
+    )

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from common import machine, table, write
+from common import machine, processor_seconds, table, tabulate, write
 from websockets.asyncio.client import connect
 
 from ludus.core.types import Message, Task
@@ -121,14 +121,6 @@ def service(*words: str) -> Iterator[tuple[str, int]]:
         process.stdout.close()
 
 
-def cpu_of(pid: int | None) -> float:
-    """Processor seconds of a process so far."""
-    if pid is None:
-        return 0.0
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def env_seconds_of(url: str, env: str) -> tuple[float, float]:
     """Seconds that the service's environment has stepped so far, and its steps, by `/metrics`."""
     text = httpx.get(url + "/metrics").text
@@ -193,9 +185,9 @@ async def measured(
     async with Ways(url, env) as ways:
         opened = [await getattr(ways, way)() for _ in range(sessions)]
         stepped = env_seconds_of(url, env)
-        before, own = cpu_of(pid), time.process_time()
+        before, own = processor_seconds(pid), time.process_time()
         times = await play(opened, episodes, seconds)
-        cpu = time.process_time() - own if inside else cpu_of(pid) - before
+        cpu = time.process_time() - own if inside else processor_seconds(pid) - before
         memory = memory_of(os.getpid() if inside else pid)
         total, num = (
             now - then for now, then in zip(env_seconds_of(url, env), stepped, strict=True)
@@ -387,24 +379,22 @@ def ms(value: float, sign: str = "") -> str:
 def shown(rows: list[Row]) -> str:
     """The table of an environment's rows."""
     inside = {row.sessions: row.p50_ms for row in rows if row.way == "in_process"}
-    head = ["sessions", "way", "step p50", "p99", "over in process", "around the environment"]
-    return table(
-        [*head, "reset p50", "steps/s", "processor per step", "memory"],
-        [
-            [
-                str(row.sessions),
-                WAYS[row.way],
-                ms(row.p50_ms),
-                ms(row.p99_ms),
-                "" if row.way == "in_process" else ms(row.p50_ms - inside[row.sessions], "+"),
-                "" if row.around_ms is None else ms(row.around_ms, "+"),
-                ms(row.reset_p50_ms),
-                f"{row.steps_per_s:,.0f}",
-                ms(row.service_cpu_ms),
-                f"{row.memory_mb:,.0f} MB",
-            ]
-            for row in rows
-        ],
+
+    def over(row: Row) -> str:
+        return "" if row.way == "in_process" else ms(row.p50_ms - inside[row.sessions], "+")
+
+    return tabulate(
+        rows,
+        ("sessions", lambda row: str(row.sessions)),
+        ("way", lambda row: WAYS[row.way]),
+        ("step p50", lambda row: ms(row.p50_ms)),
+        ("p99", lambda row: ms(row.p99_ms)),
+        ("over in process", over),
+        ("around the environment", lambda r: "" if r.around_ms is None else ms(r.around_ms, "+")),
+        ("reset p50", lambda row: ms(row.reset_p50_ms)),
+        ("steps/s", lambda row: f"{row.steps_per_s:,.0f}"),
+        ("processor per step", lambda row: ms(row.service_cpu_ms)),
+        ("memory", lambda row: f"{row.memory_mb:,.0f} MB"),
     )
 
 
@@ -463,7 +453,7 @@ def main() -> None:
     if given.quick:
         print(text)
         return
-    facts |= {"load_after": machine(1)["load"], "clock": "wall", "use": "all of them in use"}
+    facts |= {"clock": "wall", "use": "all of them in use"}
     write("env-service", text, facts, [asdict(row) for row in rows] + [{"soak": lines}])
 
 

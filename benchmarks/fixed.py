@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,7 @@ NUM_WORDS = 500  # those that prompts and observations are made of
 FRAME = 2
 """Tokens around a message: its role, and the assistant's."""
 MEDIAN_S, P99_S = 0.05, 5.0  # of a slow environment's answers
-SIGMA = math.log(P99_S / MEDIAN_S) / 2.3263  # the standard normal's 99th percentile
+SIGMA = math.log(P99_S / MEDIAN_S) / statistics.NormalDist().inv_cdf(0.99)
 
 
 def latency(rng: random.Random) -> float:
@@ -112,15 +113,22 @@ class FixedEnv(Env):
 
     async def reset(self, task: Task) -> Observation:
         self.num_steps = 0
-        text = words(random.Random(task.id), self.prompt - FRAME)
+        text = self.say(random.Random(task.id), self.prompt - FRAME)
         return Observation(messages=[Message(role="user", content=text)])
 
     async def step(self, action: Message) -> StepResult:
         self.num_steps += 1
         if self.num_steps == self.turns:
-            return StepResult(reward=self.random.random(), terminated=True)
-        seen = words(self.random, self.observation - FRAME - 1)
+            return StepResult(reward=self.reward(), terminated=True)
+        seen = self.say(self.random, self.observation - FRAME - 1)
         return StepResult(messages=[Message(role="user", content=seen)])
+
+    def say(self, rng: random.Random, count: int) -> str:
+        """That number of words."""
+        return words(rng, count)
+
+    def reward(self) -> float:
+        return self.random.random()
 
 
 class FixedSampler:

@@ -16,7 +16,6 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
-import asyncio
 import json
 import multiprocessing
 import platform
@@ -32,16 +31,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, table
+from common import RESULTS, make_samples, qwen3_config, sample_turns, table
 from fixed import LudusSteps, Work
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from ludus.config.schema import LearnerConfig, OptimizerConfig
 from ludus.core.types import Sample
 from ludus.models.decoders.static import StaticDecoder
 from ludus.models.flops import Shape, peak_flops
-from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
 from ludus.telemetry.metrics import MetricsLog
 from ludus.train.algorithms.aggregates import trajectory_mean
@@ -53,8 +51,6 @@ ROOT = Path(__file__).parents[1]
 DTYPE = torch.bfloat16
 BYTES = 2
 MAX_GAP = 0.02  # nats between the learner's and the sampler's log-probabilities
-KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-KEYS += ("num_key_value_heads", "head_dim", "vocab_size")
 SHAPES = {
     "0.6B": (1024, 3072, 28, 16, 8, 128, 151_936),
     "1.7B": (2048, 6144, 28, 16, 8, 128, 151_936),
@@ -109,16 +105,9 @@ class Bench:
     def model(self, shape: tuple[int, ...]) -> Any:
         """A model of random weights, created on the device."""
         torch.manual_seed(0)
-        config = Qwen3Config(
-            **dict(zip(KEYS, shape, strict=True)),
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-            max_position_embeddings=4096,
-            tie_word_embeddings=True,
-            attn_implementation="sdpa",
-            dtype=DTYPE,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=None,
+        rope = {"rope_type": "default", "rope_theta": 1e6}
+        config = qwen3_config(
+            shape, rope_parameters=rope, max_position_embeddings=4096, dtype=DTYPE
         )
         before = torch.get_default_dtype()
         torch.set_default_dtype(DTYPE)
@@ -253,9 +242,9 @@ def measure_decode(
     size = (batch // group, scale.prompt)
     prompts = torch.randint(1, config.vocab_size, size, generator=generator).tolist()
     rows = [prompts[number // group] for number in range(batch)]
-    first = bench.seconds(lambda: play(sampler, rows, scale.completion))
-    prefill = bench.median(lambda: play(sampler, rows, 1))
-    whole = bench.median(lambda: play(sampler, rows, scale.completion))
+    first = bench.seconds(lambda: sample_turns(sampler, rows, scale.completion))
+    prefill = bench.median(lambda: sample_turns(sampler, rows, 1))
+    whole = bench.median(lambda: sample_turns(sampler, rows, scale.completion))
     kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * BYTES
     weight_bytes = sum(p.numel() for p in model.parameters()) * BYTES
     cached = len(prompts) * scale.prompt + batch * scale.completion / 2
@@ -273,25 +262,6 @@ def measure_decode(
         "memory_gb": bench.memory_gb(),
         "note": f"{decoder.name}; prefill {prefill:.2f} s; first rollout {first - whole:+.1f} s",
     }
-
-
-def play(sampler: InProcessSampler, prompts: list[list[int]], max_tokens: int) -> None:
-    """Sample a turn after each prompt, all at once."""
-
-    async def episode(number: int) -> None:
-        name = f"{number:05d}"
-        try:
-            params = SamplingParams(max_tokens=max_tokens, seed=number)
-            await sampler.sample(prompts[number], params, session=name)
-        finally:
-            sampler.close(name)
-
-    async def rollout() -> None:
-        for number in range(len(prompts)):
-            sampler.open(f"{number:05d}")
-        await asyncio.gather(*map(episode, range(len(prompts))))
-
-    asyncio.run(rollout())
 
 
 def measure_train(
@@ -344,17 +314,8 @@ def train_samples(scale: Scale, vocab_size: int) -> list[Sample]:
         return torch.randint(1, vocab_size, (num,), generator=generator).tolist()
 
     prompt = ids(scale.train_prompt)
-    mask = [False] * scale.train_prompt + [True] * scale.train_completion
-    return [
-        Sample(
-            prompt + ids(scale.train_completion),
-            mask,
-            [-10.0 * trains for trains in mask],
-            [(-1.0) ** number * trains for trains in mask],
-            f"{number}",
-        )
-        for number in range(scale.train_samples)
-    ]
+    completions = [ids(scale.train_completion) for _ in range(scale.train_samples)]
+    return make_samples([(prompt, completion) for completion in completions], -10.0)
 
 
 def measure_step(bench: Bench, shape: tuple[int, ...]) -> dict[str, Any]:

@@ -16,17 +16,16 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fixed import Kept
+from fixed import FRAME, FixedEnv, Kept, latency
 
 from ludus.backends.local import LocalBackend
 from ludus.config.schema import OptimizerConfig, RunConfig
-from ludus.core.types import Group, Message, Observation, Spec, StepResult, Task, Trajectory
-from ludus.envs.base import Env
+from ludus.core.types import Group, Message, Spec, StepResult, Task, Trajectory
 from ludus.loop.loop import Stage, run_stage
 from ludus.models.build import build_model
 from ludus.models.chat.renderer import Renderer
@@ -50,33 +49,25 @@ SIZES = {
     "prompt": (32, 64, 128, 256),
     "concurrency": (8, 16, 32, 64),
 }
-MEDIAN_S, ONE_PERCENT_S = 0.05, 5.0
-SIGMA = math.log(ONE_PERCENT_S / MEDIAN_S) / statistics.NormalDist().inv_cdf(0.99)
 
 
-class Talker(Env):
-    """Says random words; the reward is a coin's."""
-
-    blocking = False
+class Talker(FixedEnv):
+    """Says random words of WORDS; the reward is a coin's."""
 
     def __init__(self, turns: int = 4, prompt: int = 64, latency: bool = False) -> None:
-        self.turns, self.prompt, self.latency = turns, prompt, latency
-        self.max_turns = turns
-        self.random = random.Random()
-
-    async def reset(self, task: Task) -> Observation:
-        self.num_steps = 0
-        words = random.Random(task.id).choices(WORDS, k=self.prompt)
-        return Observation(messages=[Message(role="user", content=" ".join(words))])
+        super().__init__(prompt + FRAME, turns, observation=8 + FRAME + 1)
+        self.latency = latency
 
     async def step(self, action: Message) -> StepResult:
         if self.latency:
-            await asyncio.sleep(self.random.lognormvariate(math.log(MEDIAN_S), SIGMA))
-        self.num_steps += 1
-        if self.num_steps == self.turns:
-            return StepResult(reward=float(self.random.random() < 0.5), terminated=True)
-        seen = " ".join(self.random.choices(WORDS, k=8))
-        return StepResult(messages=[Message(role="user", content=seen)])
+            await asyncio.sleep(latency(self.random))
+        return await super().step(action)
+
+    def say(self, rng: random.Random, count: int) -> str:
+        return " ".join(rng.choices(WORDS, k=count))
+
+    def reward(self) -> float:
+        return float(self.random.random() < 0.5)
 
 
 class Bench:
@@ -152,10 +143,11 @@ class Bench:
         return kept.metrics[1:]
 
 
-def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """Least squares over the logarithms."""
+def exponent(grown: Sequence[dict[str, Any]]) -> float:
+    """Slope of log seconds over log size, by least squares."""
     return statistics.linear_regression(
-        [math.log(size) for size in sizes], [math.log(s) for s in seconds]
+        [math.log(row["size"]) for row in grown],
+        [math.log(row["seconds"].median) for row in grown],
     ).slope
 
 
@@ -174,7 +166,7 @@ def plot(rows: list[dict[str, Any]]) -> None:
     for name, sizes in SIZES.items():
         found = [row for row in rows if row["grows"] == name]
         if found:
-            slope = exponent(sizes, [row["seconds"].median for row in found])
+            slope = exponent(found)
             relative = [size / sizes[0] for size in sizes]
             medians = [row["seconds"].median / found[0]["seconds"].median for row in found]
             axes.plot(relative, medians, marker="o", label=f"{name}: exponent {slope:.2f}")
@@ -215,40 +207,28 @@ def main() -> None:
                          **{part: share(metrics, part) for part in PARTS}})  # fmt: skip
             print("latency", latency, waits[latency].show(".2f"), flush=True)
     if not args.quick:
-        facts["load_after"] = common.machine(args.threads)["load"]
         publish(rows, waits, facts)
 
 
 def publish(rows: list[dict[str, Any]], waits: dict[bool, common.Spread], facts: Any) -> None:
-    table = common.table(
-        [
-            "grows",
-            "sizes",
-            "seconds per step",
-            "exponent",
-            "computed tokens",
-            "µs per token",
-            "environment",
-            "sampling",
-            "training",
-            "idle",
-        ],
-        [
-            [
-                name,
-                ", ".join(map(str, sizes)),
-                ", ".join(row["seconds"].show(".2f").partition(" ")[0] for row in found),
-                f"{exponent(sizes, [row['seconds'].median for row in found]):.2f}",
-                ", ".join(f"{row['tokens']:.0f}" for row in found),
-                ", ".join(f"{1e6 * row['seconds'].median / row['tokens']:.0f}" for row in found),
-                *(
-                    ", ".join(f"{row[part]:.1%}" for row in found)
-                    for part in ("env_wait", "sample", "train", "idle")
-                ),
-            ]
-            for name, sizes in SIZES.items()
-            for found in [[row for row in rows if row["grows"] == name]]
-        ],
+    def each(cell: Callable[[dict[str, Any]], str]) -> Callable[[list[dict[str, Any]]], str]:
+        return lambda grown: ", ".join(map(cell, grown))
+
+    def share_of(part: str) -> Callable[[list[dict[str, Any]]], str]:
+        return each(lambda row: f"{row[part]:.1%}")
+
+    table = common.tabulate(
+        [[row for row in rows if row["grows"] == name] for name in SIZES],
+        ("grows", lambda grown: grown[0]["grows"]),
+        ("sizes", each(lambda row: str(row["size"]))),
+        ("seconds per step", each(lambda row: f"{row['seconds'].median:.2f}")),
+        ("exponent", lambda grown: f"{exponent(grown):.2f}"),
+        ("computed tokens", each(lambda row: f"{row['tokens']:.0f}")),
+        ("µs per token", each(lambda row: f"{1e6 * row['seconds'].median / row['tokens']:.0f}")),
+        ("environment", share_of("env_wait")),
+        ("sampling", share_of("sample")),
+        ("training", share_of("train")),
+        ("idle", share_of("idle")),
     )
     ratio = waits[True].median / waits[False].median
     text = f"""
@@ -272,9 +252,8 @@ episodes of {BASE["turns"]} turns takes {waits[True].median:.2f} s. Without late
 {waits[False].median:.2f} s. The ratio is {ratio:.1f}.
 A synchronous step waits for its slowest episode.
 """
-    common.write("growth", text, facts, rows)
-    page = common.RESULTS / "growth.md"  # the parts of a step are of the wall's time
-    page.write_text(page.read_text().replace("Seconds of processor time", "Seconds of wall time"))
+    # The parts of a step are of the wall's time.
+    common.write("growth", text, facts | {"clock": "wall"}, rows)
     plot(rows)
 
 

@@ -15,10 +15,21 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from common import MODELS, Spread, alternate, arguments, machine, make_model, ratios, table, write
+from common import (
+    SHAPES,
+    Spread,
+    alternate,
+    arguments,
+    machine,
+    make_model,
+    make_samples,
+    ratios,
+    tabulate,
+    write,
+)
 
 import torch  # isort: skip - after common, which sets the threads' policy
 
@@ -39,8 +50,8 @@ TAIL = (0, 0)
 """Stands for the heavy tail: no group, a median of 60 tokens, up to 512."""
 
 
-def make_samples(prompt: int, completion: int) -> list[Sample]:
-    """One group that shares its prompt; or, for `TAIL`, 24 strangers."""
+def samples_of(prompt: int, completion: int) -> list[Sample]:
+    """One group that shares its prompt; or, for `TAIL`, 24 samples that share nothing."""
     generator = torch.Generator().manual_seed(0)
 
     def ids(num: int) -> list[int]:
@@ -51,19 +62,7 @@ def make_samples(prompt: int, completion: int) -> list[Sample]:
         noise = torch.randn(24, generator=generator).tolist()
         lengths = [min(max(int(60 * math.exp(0.9 * x)), 8), 512) for x in noise]
         parts = [(ids(n // 2), n - n // 2) for n in lengths]
-    samples = []
-    for number, (given, num) in enumerate(parts):
-        mask = [False] * len(given) + [True] * num
-        samples.append(
-            Sample(
-                given + ids(num),
-                mask,
-                [-math.log(VOCABULARY) * m for m in mask],
-                [(-1.0) ** number * m for m in mask],
-                f"{number}",
-            )
-        )
-    return samples
+    return make_samples([(given, ids(num)) for given, num in parts], -math.log(VOCABULARY))
 
 
 class TunedLoop:
@@ -204,8 +203,8 @@ def require_same(model: Any, samples: Sequence[Sample]) -> None:
 
 
 def measure(model_name: str, prompt: int, completion: int, repeats: int) -> dict[str, Any]:
-    model = make_model(model_name)
-    samples = make_samples(prompt, completion)
+    model = make_model(model_name, VOCABULARY)
+    samples = samples_of(prompt, completion)
     require_same(model, samples)
     tokens = sum(len(s.token_ids) for s in samples)
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M"
@@ -231,12 +230,9 @@ def measure(model_name: str, prompt: int, completion: int, repeats: int) -> dict
 
 def main() -> None:
     args = arguments(__doc__ or "")
-    for shape in MODELS.values():
-        shape["vocab_size"] = VOCABULARY
-    cases = [(name, *lengths) for name in MODELS for lengths in [*GRID, TAIL]]
+    cases = [(name, *lengths) for name in list(SHAPES)[:2] for lengths in [*GRID, TAIL]]
     facts = machine(args.threads)
     rows = [measure(*case, args.repeats) for case in (cases[:1] if args.quick else cases)]
-    facts["load_after"] = machine(args.threads)["load"]
     if not args.quick:
         publish(rows, facts, args.repeats)
 
@@ -248,19 +244,18 @@ def publish(rows: list[dict[str, Any]], facts: dict[str, Any], repeats: int) -> 
         tail = (row["prompt"], row["completion"]) == TAIL
         return "heavy tail, nothing shared" if tail else f"{row['prompt']} + {row['completion']}"
 
-    cells = [
-        [
-            row["model"],
-            case(row),
-            row["transformers"].show(",.0f"),
-            f"{row['tree'].median:,.0f}",
-            *[row[name].show(".2f") for name in ours],
-            f"{100 * row['tree, of products'].median:.0f} %",
-        ]
-        for row in rows
-    ]
-    head = ["parameters", "prompt + completion", "transformers, tokens/s", "tree, tokens/s"]
-    head += [*ours, "tree, of products"]
+    def ratio(name: str) -> tuple[str, Callable[[dict[str, Any]], str]]:
+        return name, lambda row: row[name].show(".2f")
+
+    table = tabulate(
+        rows,
+        ("parameters", lambda row: row["model"]),
+        ("prompt + completion", case),
+        ("transformers, tokens/s", lambda row: row["transformers"].show(",.0f")),
+        ("tree, tokens/s", lambda row: f"{row['tree'].median:,.0f}"),
+        *map(ratio, ours),
+        ("tree, of products", lambda row: f"{100 * row['tree, of products'].median:.0f} %"),
+    )
     lost = [
         f"{name} at {row['model']}, {case(row)} ({row[name].median:.2f})"
         for row in rows
@@ -286,7 +281,7 @@ time includes trees and packing.
 Tokens are the tokens of all samples. Cells: median (quartiles) of {repeats} runs in alternating
 order; ratios are of neighbouring runs.
 
-{table(head, cells)}
+{table}
 
 Slower than the transformers loop: {"; ".join(lost) or "none of these"}.
 

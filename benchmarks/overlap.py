@@ -14,8 +14,6 @@ episodes, like a synchronous step.
 
 from __future__ import annotations
 
-import common  # isort: skip  (sets the environment before torch loads)
-
 import asyncio
 import random
 import sys
@@ -25,7 +23,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from common import Spread, arguments, machine, make_model, ratios, write
+from common import Spread, arguments, machine, make_model, ratios, rounds, tabulate, write
 from fixed import FixedEnv, Kept, LudusSteps, Work, latency
 from quiet import QuietLoop
 
@@ -90,48 +88,39 @@ def run(slow: bool, bound: int, num_counted: int, threads: int) -> dict[str, flo
 
 def main() -> None:
     args = arguments(__doc__ or "")
-    facts: dict[str, Any] = machine(args.threads)
-    if args.threads > 1:
-        facts["clock"] = "wall"
+    facts = machine(args.threads)
     num_counted = 3 if args.quick else 12
     repeats = 1 if args.quick else args.repeats
     found: dict[str, list[dict[str, float]]] = {name: [] for name in PROGRAMS}
-    for number in range(repeats):
-        for name in list(PROGRAMS)[:: -1 if number % 2 else 1]:
-            slow, bound = PROGRAMS[name]
-            found[name].append(run(slow, bound, num_counted, args.threads))
-            shown = {key: round(value, 3) for key, value in found[name][-1].items()}
-            print(f"{name}: {shown}", flush=True)
+    for _, name in rounds(PROGRAMS, repeats, warmup=0):
+        found[name].append(run(*PROGRAMS[name], num_counted, args.threads))
+        shown = {key: round(value, 3) for key, value in found[name][-1].items()}
+        print(f"{name}: {shown}", flush=True)
     if args.quick:
         return
     rows: list[dict[str, Any]] = [
         {"program": name, **{key: [result[key] for result in results] for key in results[0]}}
         for name, results in found.items()
     ]
-    facts |= {"repeats": repeats, "load_after": machine(args.threads)["load"]}
-    write("overlap", page(rows), facts, rows)
+    write("overlap", page(rows), facts | {"repeats": repeats}, rows)
 
 
 def page(rows: list[dict[str, Any]]) -> str:
     base = rows[0]["seconds"]
-    lines = []
-    for row in rows:
-        against = ratios(row["seconds"], base)
-        trained = ratios(row["seconds_per_64_trained"], base)
-        lines.append(
-            [
-                row["program"],
-                Spread.of(row["seconds"]).show(".2f"),
-                against.show(".2f"),
-                trained.show(".2f"),
-                Spread.of(row["cut"]).show(".1%"),
-                Spread.of(row["staleness_mean"]).show(".1f"),
-                f"{max(row['staleness_max']):.0f}",
-            ]
-        )
-    head = ["program", "s per step", "ratio to no latency", "per trained episode", "episodes cut"]
+    table = tabulate(
+        rows,
+        ("program", lambda row: row["program"]),
+        ("s per step", lambda row: Spread.of(row["seconds"]).show(".2f")),
+        ("ratio to no latency", lambda row: ratios(row["seconds"], base).show(".2f")),
+        (
+            "per trained episode",
+            lambda row: ratios(row["seconds_per_64_trained"], base).show(".2f"),
+        ),
+        ("episodes cut", lambda row: Spread.of(row["cut"]).show(".1%")),
+        ("staleness mean", lambda row: Spread.of(row["staleness_mean"]).show(".1f")),
+        ("maximum", lambda row: f"{max(row['staleness_max']):.0f}"),
+    )
     told = (__doc__ or "").partition("\n\n")[2].partition("\n\n")[2]
-    table = common.table([*head, "staleness mean", "maximum"], lines)
     return f"# Asynchronous rollouts\n\n{table}\n\n{told}"
 
 

@@ -66,20 +66,11 @@ def draw(path: Path, folders: dict[int, RunFolder]) -> None:
         minutes = [line.metrics["time/elapsed_s"] / 60 for line in steps]
         for axis, xs in zip(axes, (episodes, minutes), strict=True):
             axis.plot(xs, success, color=color, label=f"seed {seed}")
-        axes[0].plot(
-            [episodes_at(line, steps, episodes) for line in played],
-            [line.metrics["evaluate/success"] for line in played],
-            "o",
-            color=color,
-            markersize=4,
-        )
-        axes[1].plot(
-            [line.metrics["time/elapsed_s"] / 60 for line in played],
-            [line.metrics["evaluate/success"] for line in played],
-            "o",
-            color=color,
-            markersize=4,
-        )
+        evaluated = [episodes_at(line, steps, episodes) for line in played]
+        times = [line.metrics["time/elapsed_s"] / 60 for line in played]
+        held_out = [line.metrics["evaluate/success"] for line in played]
+        for axis, xs in zip(axes, (evaluated, times), strict=True):
+            axis.plot(xs, held_out, "o", color=color, markersize=4)
     axes[0].set(xlabel="RL episodes", ylabel="success", ylim=(0, 1))
     axes[1].set(xlabel="minutes since the start, SFT included")
     axes[0].legend(loc="best", frameon=False)

@@ -14,24 +14,24 @@ size: the limit if everything else were free.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import os
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 from common import (
-    LARGE,
-    MODELS,
+    SHAPES,
     Spread,
     alternate,
     arguments,
+    clock,
     machine,
     make_model,
     ratios,
-    table,
+    sample_turns,
+    tabulate,
     write,
 )
 
@@ -39,7 +39,6 @@ import torch  # isort: skip - after common, which sets the threads' policy
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from ludus.models.samplers.base import Completion, SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
 
 PROMPT, COMPLETION = 64, 64
@@ -55,26 +54,10 @@ def prompts_of(batch: int, vocab_size: int, length: int = PROMPT) -> list[list[i
 
 
 def run_ours(
-    sampler: InProcessSampler,
-    prompts: list[list[int]],
-    temperature: float,
-    tokens: int = COMPLETION,
+    sampler: InProcessSampler, prompts: list[list[int]], temperature: float
 ) -> list[list[int]]:
-    async def episode(number: int) -> list[int]:
-        params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=number)
-        name = f"{number:03d}"
-        try:
-            completion = await sampler.sample(prompts[number], params, session=name)
-        finally:
-            sampler.close(name)
-        return completion.token_ids
-
-    async def everyone() -> list[list[int]]:
-        for number in range(len(prompts)):
-            sampler.open(f"{number:03d}")
-        return await asyncio.gather(*[episode(number) for number in range(len(prompts))])
-
-    return asyncio.run(everyone())
+    turns = sample_turns(sampler, prompts, COMPLETION, temperature)
+    return [turn.token_ids for turn in turns]
 
 
 @torch.inference_mode()
@@ -122,16 +105,7 @@ def run_generate_batch(model: Any, prompts: list[list[int]]) -> None:
 def deviation(model: Any, prompts: list[list[int]], sampler: InProcessSampler) -> float:
     """How far the sampler's log-probabilities of its own tokens are from those of the model in
     float32, in nats, in the mean of their sizes."""
-
-    async def sample() -> Completion:
-        sampler.open("a")
-        try:
-            params = SamplingParams(max_tokens=COMPLETION, temperature=1.0, seed=0)
-            return await sampler.sample(prompts[0], params, session="a")
-        finally:
-            sampler.close("a")
-
-    found = asyncio.run(sample())
+    [found] = sample_turns(sampler, prompts[:1], COMPLETION)
     ids = torch.tensor([[*prompts[0], *found.token_ids]])
     logprobs = model(ids).logits[0, len(prompts[0]) - 1 : -1].log_softmax(-1)
     exact = logprobs.gather(-1, torch.tensor(found.token_ids)[:, None]).flatten()
@@ -142,7 +116,6 @@ def deviation(model: Any, prompts: list[list[int]], sampler: InProcessSampler) -
 def products_seconds(model: Any, batch: int) -> float:
     """The least time of all matrix products of prompts and completions, as `F.linear` in torch: the
     weights' sizes, `batch` rows at a time; the prompt's at up to 2,048 rows, without the head."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     linears = [m.weight for m in model.model.layers.modules() if isinstance(m, torch.nn.Linear)]
 
     def seconds(weights: list[torch.Tensor], rows: int) -> float:
@@ -238,15 +211,8 @@ def measure_group(name: str, repeats: int) -> dict[str, Any]:
 
 def continuous_batching(name: str, batch: int, threads: int) -> str:
     """A sentence on `generate_batch`, measured in a process of its own, as it may not end."""
-    command = [
-        sys.executable,
-        __file__,
-        "--threads",
-        str(threads),
-        "--continuous",
-        name,
-        str(batch),
-    ]
+    command = [sys.executable, __file__, "--threads", str(threads)]
+    command += ["--continuous", name, str(batch)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=PATIENCE_S, check=False
@@ -291,7 +257,7 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)  # its threads do not end by themselves
     args = arguments(__doc__ or "")
-    cases = [(name, batch) for name in (*MODELS, *LARGE) for batch in BATCHES]
+    cases = [(name, batch) for name in SHAPES for batch in BATCHES]
     if args.quick:
         cases = [("0.9 M", 16)]
     facts = machine(args.threads)
@@ -299,56 +265,55 @@ def main() -> None:
     groups = [] if args.quick else [measure_group("5.8 M", args.repeats)]
     said = continuous_batching("0.9 M", 16, args.threads)
     print(said)
-    facts["load_after"] = machine(args.threads)["load"]
-    if args.quick:
-        return
-    cells = [
-        [
-            r["model"],
-            str(r["batch"]),
-            r["generate"].show(",.0f"),
-            r["generic"].show(",.0f") if "generic" in r else "not measured",
-            r["fast"].show(",.0f"),
-            f"**{r['ratio'].median:.2f}** ({r['ratio'].low:.2f} to {r['ratio'].high:.2f})",
-            f"{r['of_limit']:.0%}",
-        ]
-        for r in rows
-    ]
-    head = ["parameters", "batch", "generate", "generic", "fast", "fast / generate", "of products"]
-    half_cells = [
-        [
-            r["model"],
-            str(r["batch"]),
-            r["generate_half"].show(",.0f"),
-            r["half"].show(",.0f"),
-            f"**{r['half_ratio'].median:.2f}** ({r['half_ratio'].low:.2f} to "
-            f"{r['half_ratio'].high:.2f})",
-            f"{r['half_of_limit']:.0%}",
-            f"{r['deviation']:.4f}",
-        ]
-        for r in rows
-    ]
-    half_head = ["parameters", "batch", "generate", "fast", "fast / best", "of products", "nats"]
-    half_below = [f"{r['model']} at batch {r['batch']}" for r in rows if r["half_ratio"].median < 4]
-    lost = [f"{r['model']} at batch {r['batch']}" for r in rows if r["ratio"].median < 1]
-    slower = [
-        f"{r['model']} at batch {r['batch']}"
-        for r in rows
-        if "generic" in r and r["generate"].median > r["generic"].median
-    ]
-    below = [f"{r['model']} at batch {r['batch']}" for r in rows if r["ratio"].median < 4]
-    group_head = ["parameters", "generate", "own prompts", "shared", "shared / generate", "gain"]
-    group_cells = [
-        [
-            r["model"],
-            r["generate"].show(",.0f"),
-            r["own"].show(",.0f"),
-            r["shared"].show(",.0f"),
-            f"**{r['ratio'].median:.2f}**",
-            f"{r['gain'].median:.2f}",
-        ]
-        for r in groups
-    ]
+    if not args.quick:
+        publish(rows, groups, said, facts, args.repeats)
+
+
+def publish(
+    rows: list[dict[str, Any]],
+    groups: list[dict[str, Any]],
+    said: str,
+    facts: dict[str, Any],
+    repeats: int,
+) -> None:
+    def rate(name: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: row[name].show(",.0f") if name in row else "not measured"
+
+    def where(holds: Callable[[dict[str, Any]], bool]) -> list[str]:
+        return [f"{row['model']} at batch {row['batch']}" for row in rows if holds(row)]
+
+    case = (("parameters", lambda r: r["model"]), ("batch", lambda r: str(r["batch"])))
+    full = tabulate(
+        rows,
+        *case,
+        ("generate", rate("generate")),
+        ("generic", rate("generic")),
+        ("fast", rate("fast")),
+        ("fast / generate", lambda r: r["ratio"].bold()),
+        ("of products", lambda r: f"{r['of_limit']:.0%}"),
+    )
+    half = tabulate(
+        rows,
+        *case,
+        ("generate", rate("generate_half")),
+        ("fast", rate("half")),
+        ("fast / best", lambda r: r["half_ratio"].bold()),
+        ("of products", lambda r: f"{r['half_of_limit']:.0%}"),
+        ("nats", lambda r: f"{r['deviation']:.4f}"),
+    )
+    grouped = tabulate(
+        groups,
+        ("parameters", lambda r: r["model"]),
+        ("generate", rate("generate")),
+        ("own prompts", rate("own")),
+        ("shared", rate("shared")),
+        ("shared / generate", lambda r: f"**{r['ratio'].median:.2f}**"),
+        ("gain", lambda r: f"{r['gain'].median:.2f}"),
+    )
+    lost = where(lambda r: r["ratio"].median < 1)
+    slower = where(lambda r: "generic" in r and r["generate"].median > r["generic"].median)
+    below = where(lambda r: r["ratio"].median < 4)
+    half_below = where(lambda r: r["half_ratio"].median < 4)
     text = f"""
 # Sampler against transformers
 
@@ -363,10 +328,10 @@ tokens; each case starts with this check, on up to four prompts. Figures are sam
 the same tokens in torch, measured after the case. Native products may be faster than torch's, which
 do not use all vector units on every machine.
 
-Medians and quartiles of {args.repeats} runs in alternating order, after one warm-up run; the ratio
+Medians and quartiles of {repeats} runs in alternating order, after one warm-up run; the ratio
 is of neighbouring runs.
 
-{table(head, cells)}
+{full}
 
 `generate` is faster than *fast* in: {", ".join(lost) or "none of these cases"}; faster than
 *generic* in: {", ".join(slower) or "none of those measured"}. *Fast* is less than 4 times
@@ -379,7 +344,7 @@ on weights in bfloat16, in the same runs. *Fast / best*: against the faster of `
 and in bfloat16. *Of products*: relative to torch's products in bfloat16. *Nats*: mean difference
 between the log-probabilities of the sampler and those of the model in float32.
 
-{table(half_head, half_cells)}
+{half}
 
 Less than 4 times the faster `generate` in: {", ".join(half_below) or "none of these cases"}.
 
@@ -388,7 +353,7 @@ Less than 4 times the faster `generate` in: {", ".join(half_below) or "none of t
 64 rows in groups of {GROUP}, prompts of {LONG_PROMPT} tokens, completions of {COMPLETION}. *Own
 prompts*: as many rows of the same length without shared prompts. *Gain*: shared / own.
 
-{table(group_head, group_cells)}
+{grouped}
 
 ## Continuous batching
 

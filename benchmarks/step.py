@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,10 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from common import Spread, arguments, machine, make_model, ratios, table, write
-
-import torch  # isort: skip - after common, which sets the threads' policy
+from common import Spread, arguments, clock, machine, make_model, ratios, tabulate, write
 from fixed import MEDIAN_S, P99_S, LudusSteps, Work
 from step_trl import train_trl
-from waiting import STALENESS, compare_waiting, waiting_cells
+from waiting import STALENESS, compare_waiting, waiting_table
 
 ONE, LONG = Work(prompt=64), Work(prompt=256)
 FOUR, EIGHT = Work(prompt=64, turn=16, turns=4), Work(prompt=64, turn=16, turns=8)
@@ -54,7 +52,7 @@ TRL_WAITING_STEPS = 2
 """Steps of TRL where environments wait, each of which takes minutes."""
 
 
-def tuned(model_name: str, work: Work, half: bool, clock: Any) -> dict[str, float]:
+def tuned(model_name: str, work: Work, half: bool) -> dict[str, float]:
     """Seconds of TRL's second step, with each micro-batch; the last entry is the other way of
     taking turns, with the fastest of them."""
     tried: dict[str, float] = {}
@@ -79,9 +77,8 @@ def fastest(tried: dict[str, float]) -> tuple[int, str]:
 def measure(
     model_name: str, work: Work, precision: str, repeats: int, *, tune: bool = True
 ) -> dict[str, Any]:
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     half = precision != "float32"
-    tried = tuned(model_name, work, half, clock) if tune else {f"{work.samples} environment": 0.0}
+    tried = tuned(model_name, work, half) if tune else {f"{work.samples} environment": 0.0}
     best, mode = fastest(tried)
     ours: list[float] = []
     our_rollouts: list[float] = []
@@ -133,40 +130,36 @@ def main() -> None:
     rows = [measure(*case, args.repeats) for case in CASES]
     best = next(row["micro_batch"] for row in rows if row["work"] == EIGHT.show())
     waiting = compare_waiting("0.9 M", EIGHT, best, args.repeats, TRL_WAITING_STEPS)
-    facts["load_after"] = machine(args.threads)["load"]
     publish(rows, waiting, facts, args.repeats)
 
 
 def publish(
     rows: list[dict[str, Any]], waiting: list[dict[str, Any]], facts: dict[str, Any], repeats: int
 ) -> None:
-    from importlib.metadata import version
-
-    facts |= {name: version(name) for name in ("trl", "accelerate")}
-
     def split(row: dict[str, Any], name: str) -> str:
         parts = (row[f"{name}_rollout"], row[f"{name}_train"])
         return " + ".join(f"{part.median:.2f}" for part in parts)
 
-    cells = [
-        [
-            row["model"],
-            row["work"],
-            row["trl"].show(".2f"),
-            split(row, "trl"),
-            f"{row['micro_batch']}{', ' + row['mode'] if row['mode'] else ''}",
-            row["ludus"].show(".2f"),
-            split(row, "ludus"),
-            f"**{row['ratio'].median:.2f}** ({row['ratio'].low:.2f} to {row['ratio'].high:.2f})",
-            f"{row['trl_rollout'].median / row['ludus_rollout'].median:.1f}, "
-            f"{row['trl_train'].median / row['ludus_train'].median:.1f}",
-        ]
-        for row in rows
-    ]
-    head = ["parameters", "tokens per episode", "TRL, s", "rollout + training", "micro-batch"]
-    head += ["ludus, s", "rollout + training", "TRL / ludus", "rollout, training"]
+    def gain(row: dict[str, Any], part: str) -> str:
+        return f"{row[f'trl_{part}'].median / row[f'ludus_{part}'].median:.1f}"
+
+    table = tabulate(
+        rows,
+        ("parameters", lambda row: row["model"]),
+        ("tokens per episode", lambda row: row["work"]),
+        ("TRL, s", lambda row: row["trl"].show(".2f")),
+        ("rollout + training", lambda row: split(row, "trl")),
+        (
+            "micro-batch",
+            lambda row: ", ".join(filter(None, (str(row["micro_batch"]), row["mode"]))),
+        ),
+        ("ludus, s", lambda row: row["ludus"].show(".2f")),
+        ("rollout + training", lambda row: split(row, "ludus")),
+        ("TRL / ludus", lambda row: row["ratio"].bold()),
+        ("rollout, training", lambda row: f"{gain(row, 'rollout')}, {gain(row, 'train')}"),
+    )
     lost = [f"{row['model']}, {row['work']}" for row in rows if row["ratio"].median < 1]
-    waits = ["program", "steps", "s per step: mean (range)", "ratio to ludus", "episodes cut"]
+    trl = version("trl")
     text = f"""
 # A GRPO step against TRL
 
@@ -176,11 +169,11 @@ def publish(
 warm-up step. *bfloat16*: both train and sample in bfloat16, with weights in float32. The last
 column is the speed-up of each part.
 
-{table(head, cells)}
+{table}
 
 TRL is faster in: {"; ".join(lost) or "none of these"}.
 
-TRL {facts["trl"]} is tuned: the micro-batch is the fastest of {", ".join(map(str, MICRO_BATCHES))}
+TRL {trl} is tuned: the micro-batch is the fastest of {", ".join(map(str, MICRO_BATCHES))}
 samples, for each case, in the same run; no reference model, no activation checkpointing, fused
 AdamW, no logging, no log-probabilities computed twice. It samples with `generate`. For several
 turns, the faster of two methods counts. *environment*: its `environment_factory`; every turn is a
@@ -193,7 +186,7 @@ call of one tool, which is not described in the prompt, so both programs read eq
 of a log-normal distribution with a median of {MEDIAN_S * 1000:.0f} ms and a 99th percentile of
 {P99_S:.0f} s. All programs have the same draws in each step, except when ludus plays ahead.
 
-{table(waits, waiting_cells(waiting))}
+{waiting_table(waiting)}
 
 In ludus, each episode waits independently (`rollout.deterministic: false`). With
 `rl.max_staleness: {STALENESS}` the learner does not wait for the episodes of the step. TRL's
@@ -205,7 +198,7 @@ turn.
 
     python benchmarks/step.py
 """
-    write("step", text, facts, [*rows, *waiting])
+    write("step", text, facts, [*rows, *waiting], ("trl", "accelerate"))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import contextlib
 import io
 import random
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from common import make_model
@@ -42,19 +42,23 @@ Wait = Callable[[], Awaitable[None]]
 
 
 class ActingTokenizer(PreTrainedTokenizerFast):
-    """To whom every turn is an action: a call of the environment's tool."""
+    """Parses a turn as a call of the environment's tool."""
+
+    def action_of(self, turn: list[int]) -> list[int] | None:
+        """The tokens of the turn's action; None: the turn is no call."""
+        return turn
 
     def parse_response(self, response: Any, *_: Any, **__: Any) -> dict[str, Any]:
-        call = {"name": "act", "arguments": {"action": self.decode(response)}}
-        return {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"type": "function", "function": call}],
-        }
+        turn: dict[str, Any] = {"role": "assistant", "content": ""}
+        action = self.action_of(response)
+        if action is not None:
+            call = {"name": "act", "arguments": {"action": self.decode(action)}}
+            turn["tool_calls"] = [{"type": "function", "function": call}]
+        return turn
 
 
-def trl_tokenizer(plain: Any, kind: type[PreTrainedTokenizerFast]) -> Any:
-    """ludus's tokenizer as one that TRL takes."""
+def trl_tokenizer(plain: Any, kind: type[PreTrainedTokenizerFast], model: Any) -> Any:
+    """ludus's tokenizer as a tokenizer for TRL; the model gets its end and padding tokens."""
     tokenizer = kind(
         tokenizer_object=plain.backend_tokenizer,
         pad_token=plain.pad_token,
@@ -62,6 +66,8 @@ def trl_tokenizer(plain: Any, kind: type[PreTrainedTokenizerFast]) -> Any:
         eos_token=plain.eos_token,
     )
     tokenizer.chat_template, tokenizer.response_template = TEMPLATE, {"defaults": {}}
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.pad_token_id = plain.eos_token_id, plain.pad_token_id
     return tokenizer
 
 
@@ -123,80 +129,157 @@ def environment(work: Work, wait: Wait | None) -> type:
     return SlowTalk
 
 
-def rollouts(work: Work, tokenizer: Any, wait: Wait | None) -> Callable[..., dict[str, Any]]:
-    """A `rollout_func`: all episodes take a turn, then wait for their environments together."""
-    rng = random.Random()
+class Episodes(Protocol):
+    """The episodes of one step, made from TRL's prompts."""
 
-    async def pause(count: int) -> None:
-        if wait is not None:
-            await asyncio.gather(*(wait() for _ in range(count)))
+    texts: list[str]
+    """The first message of each."""
+
+    def reply(self, turns: dict[int, list[int]]) -> dict[int, str]:
+        """Given the turns of the open episodes, the next messages of those that go on."""
+        ...
+
+    def columns(self) -> dict[str, Any]:
+        """Further columns for the reward functions."""
+        ...
+
+
+def rollout_func(
+    tokenizer: Any, begin: Callable[[list[Any]], Episodes]
+) -> Callable[..., dict[str, Any]]:
+    """A `rollout_func`: all open episodes take a turn together."""
 
     def play(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
-        prompt_ids = [encode(tokenizer, prompt[0]["content"]) for prompt in prompts]
+        episodes = begin([prompt[0]["content"] for prompt in prompts])
+        prompt_ids = [encode(tokenizer, text) for text in episodes.texts]
         ids = [list(prompt) for prompt in prompt_ids]
         mask: list[list[int]] = [[] for _ in prompts]
-        for turn in range(work.turns):
-            if turn:
-                asyncio.run(pause(len(prompts)))
-                for i in range(len(prompts)):
-                    given = encode(tokenizer, words(rng, work.observation - FRAME))
-                    ids[i] += given
-                    mask[i] += [0] * len(given)
-            for i, said in enumerate(generate(trainer, tokenizer, ids)):
-                ids[i] += said
-                mask[i] += [1] * len(said)
+        going = list(range(len(prompts)))
+        while going:
+            sampled = generate(trainer, tokenizer, [ids[i] for i in going])
+            turns = dict(zip(going, sampled, strict=True))
+            replies = episodes.reply(turns)
+            for i, turn in turns.items():
+                given = encode(tokenizer, replies[i]) if i in replies else []
+                ids[i] += turn + given
+                mask[i] += [1] * len(turn) + [0] * len(given)
+            going = list(replies)
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": [a[len(b) :] for a, b in zip(ids, prompt_ids, strict=True)],
             "logprobs": None,
             "env_mask": mask,
+            **episodes.columns(),
         }
 
     return play
 
 
-class AfterStep(TrainerCallback):
-    """Times TRL's steps, and has the other program take one after each."""
+class Talks:
+    """Episodes that wait for their environments together."""
 
-    def __init__(self, clock: Callable[[], float], then: Callable[[], None]) -> None:
-        self.clock, self.then = clock, then
+    def __init__(self, texts: list[str], work: Work, wait: Wait | None) -> None:
+        self.texts, self.work, self.wait = texts, work, wait
+        self.turns_left = work.turns
+        self.random = random.Random()
+
+    def reply(self, turns: dict[int, list[int]]) -> dict[int, str]:
+        self.turns_left -= 1
+        if not self.turns_left:
+            return {}
+        if self.wait is not None:
+            asyncio.run(self._waits(self.wait, len(turns)))
+        return {i: words(self.random, self.work.observation - FRAME) for i in turns}
+
+    async def _waits(self, wait: Wait, count: int) -> None:
+        await asyncio.gather(*(wait() for _ in range(count)))
+
+    def columns(self) -> dict[str, Any]:
+        return {}
+
+
+class Stopwatch(TrainerCallback):
+    """Times TRL's steps and rollouts, and counts the tokens of the last rollout.
+
+    Args:
+        after_step: called after each step, outside of its time; returns whether to go on.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        clock: Callable[[], float],
+        after_step: Callable[[Stopwatch], bool],
+    ) -> None:
+        self.trainer, self.clock, self.after_step = trainer, clock, after_step
         self.seconds: list[float] = []
+        self.rollouts: list[float] = []
+        self._rollout = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = self.timed_rollout
+
+    def timed_rollout(self, inputs: Any) -> Any:
+        start = self.clock()
+        batch = self._rollout(inputs)
+        self.rollouts.append(self.clock() - start)
+        mask = batch["completion_mask"]
+        self.sampled_tokens = float((mask * batch.get("tool_mask", mask)).sum())
+        self.tokens = float(mask.sum() + batch["prompt_mask"].sum())
+        return batch
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.started = self.clock()
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **__: Any) -> None:
         self.seconds.append(self.clock() - self.started)
-        self.then()
+        control.should_training_stop |= not self.after_step(self)
 
 
-@contextlib.contextmanager
-def silent_folder() -> Iterator[str]:
-    """A folder to train in; what is printed meanwhile is dropped."""
+def run_trainer(
+    model: Any,
+    tokenizer: Any,
+    rows: list[dict[str, Any]],
+    own: dict[str, Any],
+    clock: Callable[[], float],
+    after_step: Callable[[Stopwatch], bool],
+    **settings: Any,
+) -> Stopwatch:
+    """Train with GRPO as ludus has it by default, on a CPU, and compute no more than it needs.
+
+    Args:
+        rows: the dataset.
+        own: further arguments of the trainer.
+        settings: further settings of GRPO.
+    """
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
     ):
-        yield folder
-
-
-def lean_config(folder: str, **own: Any) -> GRPOConfig:
-    """GRPO as ludus has it by default, on a CPU, and nothing computed that it does not need."""
-    return GRPOConfig(
-        output_dir=folder,
-        optim="adamw_torch_fused",
-        loss_type="grpo",
-        epsilon=0.2,
-        beta=0.0,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        **own,
-    )
+        config = GRPOConfig(
+            output_dir=folder,
+            optim="adamw_torch_fused",
+            loss_type="grpo",
+            epsilon=0.2,
+            beta=0.0,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **settings,
+        )
+        trainer = GRPOTrainer(
+            model=model,
+            args=config,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            **own,
+        )
+        watch = Stopwatch(trainer, clock, after_step)
+        trainer.add_callback(watch)
+        trainer.train()
+    return watch
 
 
 def train_trl(
@@ -219,12 +302,10 @@ def train_trl(
     """
     model = make_model(model_name)
     plain = make_tokenizer(model.config.vocab_size)
-    tokenizer = trl_tokenizer(plain, ActingTokenizer)
-    for config in (model.config, model.generation_config):
-        config.eos_token_id, config.pad_token_id = plain.eos_token_id, plain.pad_token_id
+    tokenizer = trl_tokenizer(plain, ActingTokenizer, model)
     rng = random.Random(0)
     rows = [
-        [{"role": "user", "content": words(rng, work.prompt - FRAME)}]
+        {"prompt": [{"role": "user", "content": words(rng, work.prompt - FRAME)}]}
         for _ in range(work.groups * (steps + 1))
     ]
 
@@ -235,47 +316,29 @@ def train_trl(
     if work.turns > 1 and mode == "environment":
         own = {"reward_funcs": [], "environment_factory": environment(work, wait)}
     elif work.turns > 1:
-        own["rollout_func"] = rollouts(work, tokenizer, wait)
-    with silent_folder() as folder:
-        trainer = GRPOTrainer(
-            model=model,
-            args=lean_config(
-                folder,
-                per_device_train_batch_size=micro_batch,
-                gradient_accumulation_steps=work.samples // micro_batch,
-                num_generations=work.group_size,
-                max_completion_length=work.length - work.prompt,
-                max_tool_calling_iterations=work.turns - 1,
-                generation_kwargs={"min_new_tokens": work.turn, "max_new_tokens": work.turn},
-                max_steps=steps,
-                learning_rate=1e-6,
-                bf16=half,
-            ),
-            train_dataset=Dataset.from_dict({"prompt": rows}),
-            processing_class=tokenizer,
-            **own,
-        )
-        spent = timed_rollouts(trainer, work, clock)
-        after = AfterStep(clock, then)
-        trainer.add_callback(after)
-        trainer.train()
-    return after.seconds, spent
+        own["rollout_func"] = rollout_func(tokenizer, lambda texts: Talks(texts, work, wait))
 
+    def after_step(watch: Stopwatch) -> bool:
+        if watch.sampled_tokens != work.sampled_tokens:
+            raise SystemExit(f"TRL sampled {watch.sampled_tokens}, not {work.sampled_tokens}")
+        then()
+        return True
 
-def timed_rollouts(trainer: Any, work: Work, clock: Callable[[], float]) -> list[float]:
-    """A list that will have the seconds of each rollout. Errors: SystemExit where it samples other
-    numbers of tokens than the work has."""
-    spent: list[float] = []
-    inner = trainer._generate_and_score_completions
-
-    def timed(inputs: Any) -> Any:
-        start = clock()
-        found = inner(inputs)
-        spent.append(clock() - start)
-        sampled = found.get("tool_mask", found["completion_mask"]) * found["completion_mask"]
-        if int(sampled.sum()) != work.sampled_tokens:
-            raise SystemExit(f"TRL sampled {int(sampled.sum())}, not {work.sampled_tokens}")
-        return found
-
-    trainer._generate_and_score_completions = timed
-    return spent
+    watch = run_trainer(
+        model,
+        tokenizer,
+        rows,
+        own,
+        clock,
+        after_step,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=work.samples // micro_batch,
+        num_generations=work.group_size,
+        max_completion_length=work.length - work.prompt,
+        max_tool_calling_iterations=work.turns - 1,
+        generation_kwargs={"min_new_tokens": work.turn, "max_new_tokens": work.turn},
+        max_steps=steps,
+        learning_rate=1e-6,
+        bf16=half,
+    )
+    return watch.seconds, watch.rollouts

@@ -279,7 +279,6 @@ def main() -> None:
         from success_page import publish
 
         about = (__doc__ or "").split("\n\n")[2]
-        facts |= {"load_after": machine(1)["load"]}
         publish(results, facts, about, TARGET, BOUND_S, args.note)
 
 

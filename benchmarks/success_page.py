@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +97,12 @@ def publish(
     bound_s: float,
     note: str,
 ) -> None:
-    from importlib.metadata import version
-
-    facts |= {name: version(name) for name in ("trl", "accelerate", "minigrid")}
     head = ["seed", "program", f"s to {target:.0%}", "steps", "start", "end", "s per step"]
     head += ["tokens sampled", "ms per sampled token", "micro-batch"]
     rows = [cells(result, target) for result in results]
     draw(RESULTS / "success.svg", results, target)
     seeds = " ".join(dict.fromkeys(str(result["seed"]) for result in results))
+    trl = version("trl")
     text = f"""
 # Time to success against TRL
 
@@ -121,7 +120,7 @@ They see the same texts, end episodes at the same point, and train on the sample
 random numbers differ, so the curves differ like those of two seeds. A run stops after
 {bound_s:.0f} seconds.
 
-TRL {facts["trl"]} is tuned: the fastest of the tested micro-batches, no reference model, no
+TRL {trl} is tuned: the fastest of the tested micro-batches, no reference model, no
 checkpointing, fused AdamW, no logging. It plays turns in a `rollout_func` around `generate`. Its
 `environment_factory` samples the same tokens from the same seed (a test checks this) in the same
 time ([log](../log.md)). With it, an environment cannot end an episode directly, but TRL drops a
@@ -131,4 +130,4 @@ reply that exceeds the completion together with its call, and the conversation e
 
     python benchmarks/success.py --seeds {seeds}
 """
-    write("success", text, facts, results)
+    write("success", text, facts, results, ("trl", "accelerate", "minigrid"))

@@ -11,19 +11,10 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from datasets import Dataset
-from step_trl import (
-    AfterStep,
-    encode,
-    generate,
-    lean_config,
-    silent_folder,
-    trl_tokenizer,
-)
+from step_trl import ActingTokenizer, Stopwatch, rollout_func, run_trainer, trl_tokenizer
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from trl import GRPOTrainer
+from transformers import AutoModelForCausalLM
 
 from ludus.config.schema import OptimizerConfig
 from ludus.core.types import Message, Task
@@ -35,15 +26,11 @@ ROOM = 400
 NO_ROOM = " ".join(["wall"] * (ROOM + 1))
 
 
-class ActingTokenizer(PreTrainedTokenizerFast):
-    """To whom a turn that was ended is an action: a call of the environment's tool."""
+class EndedTurns(ActingTokenizer):
+    """Parses a turn as a call only if the turn was ended."""
 
-    def parse_response(self, response: Any, *_: Any, **__: Any) -> dict[str, Any]:
-        turn: dict[str, Any] = {"role": "assistant", "content": ""}
-        if response[-1] == self.eos_token_id:
-            call = {"name": "act", "arguments": {"action": self.decode(response[:-1])}}
-            turn["tool_calls"] = [{"type": "function", "function": call}]
-        return turn
+    def action_of(self, turn: list[int]) -> list[int] | None:
+        return turn[:-1] if turn[-1] == self.eos_token_id else None
 
 
 def now(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -85,44 +72,29 @@ def environment(max_turns: int) -> type:
     return World
 
 
-def rollouts(tokenizer: ActingTokenizer, max_turns: int) -> Callable[..., dict[str, Any]]:
-    """A `rollout_func`: all episodes take a turn, those that go on take the next."""
-    world_of = environment(max_turns)
+class Worlds:
+    """Episodes of BabyAI, from texts of level and seed."""
 
-    def play(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
-        worlds = [world_of() for _ in prompts]
-        seen: list[str] = []
-        for prompt, world in zip(prompts, worlds, strict=True):
-            level, seed = prompt[0]["content"].split()
-            seen.append(world.reset(level, int(seed)))
-        prompt_ids = [encode(tokenizer, text) for text in seen]
-        ids = [list(prompt) for prompt in prompt_ids]
-        mask: list[list[int]] = [[] for _ in prompts]
-        active = list(range(len(prompts)))
-        while active:
-            turns = generate(trainer, tokenizer, [ids[i] for i in active])
-            going = []
-            for i, turn in zip(active, turns, strict=True):
-                ids[i] += turn
-                mask[i] += [1] * len(turn)
-                if turn[-1] != tokenizer.eos_token_id:
-                    continue
-                reply = worlds[i].act(tokenizer.decode(turn[:-1]))
-                if reply is not NO_ROOM:
-                    given = encode(tokenizer, reply)
-                    ids[i] += given
-                    mask[i] += [0] * len(given)
-                    going.append(i)
-            active = going
-        return {
-            "prompt_ids": prompt_ids,
-            "completion_ids": [a[len(b) :] for a, b in zip(ids, prompt_ids, strict=True)],
-            "logprobs": None,
-            "env_mask": mask,
-            "earned": [world.get_reward() for world in worlds],
+    def __init__(self, texts: list[str], tokenizer: EndedTurns, max_turns: int) -> None:
+        self.tokenizer = tokenizer
+        world_of = environment(max_turns)
+        self.worlds = [world_of() for _ in texts]
+        self.texts = []
+        for text, world in zip(texts, self.worlds, strict=True):
+            level, seed = text.split()
+            self.texts.append(world.reset(level, int(seed)))
+
+    def reply(self, turns: dict[int, list[int]]) -> dict[int, str]:
+        actions = {i: self.tokenizer.action_of(turn) for i, turn in turns.items()}
+        replies = {
+            i: self.worlds[i].act(self.tokenizer.decode(action))
+            for i, action in actions.items()
+            if action is not None
         }
+        return {i: reply for i, reply in replies.items() if reply is not NO_ROOM}
 
-    return play
+    def columns(self) -> dict[str, Any]:
+        return {"earned": [world.get_reward() for world in self.worlds]}
 
 
 def earned_reward(earned: list[float], **_: Any) -> list[float]:
@@ -130,7 +102,7 @@ def earned_reward(earned: list[float], **_: Any) -> list[float]:
 
 
 def sides(
-    mode: str, tasks: Sequence[Task], tokenizer: ActingTokenizer, max_turns: int
+    mode: str, tasks: Sequence[Task], tokenizer: EndedTurns, max_turns: int
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The rows of TRL's dataset, and what the trainer is given to play them."""
     if mode == "environment":
@@ -138,7 +110,8 @@ def sides(
         return rows, {"environment_factory": environment(max_turns), "reward_funcs": []}
     texts = [f"{task.data['level']} {task.data['seed']}" for task in tasks]
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
-    return rows, {"rollout_func": rollouts(tokenizer, max_turns), "reward_funcs": earned_reward}
+    play = rollout_func(tokenizer, lambda texts: Worlds(texts, tokenizer, max_turns))
+    return rows, {"rollout_func": play, "reward_funcs": earned_reward}
 
 
 def train(
@@ -160,38 +133,41 @@ def train(
             to go on. Its own time does not count.
     """
     rl, rollout = settings.rl, settings.rollout
-    tokenizer = trl_tokenizer(plain, ActingTokenizer)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
-    for config in (model.config, model.generation_config):
-        config.eos_token_id, config.pad_token_id = plain.eos_token_id, plain.pad_token_id
+    tokenizer = trl_tokenizer(plain, EndedTurns, model)
     samples = rl.groups_per_step * rl.group_size
     rows, own = sides(mode, tasks[: steps * rl.groups_per_step], tokenizer, rollout.max_turns)
-    with silent_folder() as output:
-        args = lean_config(
-            output,
-            per_device_train_batch_size=micro_batch,
-            gradient_accumulation_steps=samples // micro_batch,
-            num_generations=rl.group_size,
-            max_completion_length=ROOM,
-            max_tool_calling_iterations=rollout.max_turns,
-            generation_kwargs={"max_new_tokens": rollout.max_tokens_per_turn},
-            temperature=rollout.temperature,
-            shuffle_dataset=False,
-            seed=settings.seed,
-            max_steps=steps,
-            max_grad_norm=rl.optimizer.max_grad_norm,
-            bf16=False,
-        )
-        trainer = GRPOTrainer(
-            model=model,
-            args=args,
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
-            optimizers=optimizer_of(model, rl.optimizer, steps),
-            **own,
-        )
-        trainer.add_callback(Watch(trainer, after_step))
-        trainer.train()
+    own["optimizers"] = optimizer_of(model, rl.optimizer, steps)
+
+    def go_on(watch: Stopwatch) -> bool:
+        figures = {
+            "sampled_tokens": watch.sampled_tokens,
+            "tokens": watch.tokens,
+            "reward": watch.trainer._metrics["train"]["reward"][-1],
+            "rollout_s": sum(watch.rollouts),
+        }
+        return after_step(watch.trainer.model, sum(watch.seconds), figures)
+
+    run_trainer(
+        model,
+        tokenizer,
+        rows,
+        own,
+        time.process_time,
+        go_on,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=samples // micro_batch,
+        num_generations=rl.group_size,
+        max_completion_length=ROOM,
+        max_tool_calling_iterations=rollout.max_turns,
+        generation_kwargs={"max_new_tokens": rollout.max_tokens_per_turn},
+        temperature=rollout.temperature,
+        shuffle_dataset=False,
+        seed=settings.seed,
+        max_steps=steps,
+        max_grad_norm=rl.optimizer.max_grad_norm,
+        bf16=False,
+    )
 
 
 def optimizer_of(model: Any, config: OptimizerConfig, steps: int) -> tuple[AdamW, LambdaLR]:
@@ -205,34 +181,3 @@ def optimizer_of(model: Any, config: OptimizerConfig, steps: int) -> tuple[AdamW
         fused=True,
     )
     return optimizer, LambdaLR(optimizer, lambda k: learning_rate(config, k, steps) / config.lr)
-
-
-class Watch(AfterStep):
-    """Counts what TRL samples, and stops it."""
-
-    def __init__(
-        self, trainer: GRPOTrainer, after_step: Callable[[Any, float, dict[str, float]], bool]
-    ) -> None:
-        super().__init__(time.process_time, lambda: None)
-        self.trainer, self.after_step = trainer, after_step
-        self.rollout_s = 0.0
-        self.inner = trainer._generate_and_score_completions
-        trainer._generate_and_score_completions = self.counted
-
-    def counted(self, inputs: Any) -> Any:
-        start = time.process_time()
-        found = self.inner(inputs)
-        self.rollout_s += time.process_time() - start
-        sampled = found["completion_mask"] * found["tool_mask"]
-        self.tokens = {
-            "sampled_tokens": float(sampled.sum()),
-            "tokens": float(found["completion_mask"].sum() + found["prompt_mask"].sum()),
-            "reward": self.trainer._metrics["train"]["reward"][-1],
-        }
-        return found
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **__: Any) -> None:
-        super().on_step_end()
-        figures = {**self.tokens, "rollout_s": self.rollout_s}
-        if not self.after_step(self.trainer.model, sum(self.seconds), figures):
-            control.should_training_stop = True

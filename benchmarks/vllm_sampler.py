@@ -20,9 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from common import Spread, arguments, machine, make_model, ratios, table, write
+from common import (
+    Spread,
+    arguments,
+    group_processor_seconds,
+    machine,
+    make_model,
+    processor_seconds,
+    ratios,
+    rounds,
+    sample_turns,
+    table,
+    write,
+)
 from sampler import COMPLETION, PROMPT, prompts_of, run_ours
-from vllm_server import PYTHON, processor_seconds
+from vllm_server import PYTHON
 
 from ludus.models.samplers.engine import InProcessSampler
 
@@ -81,7 +93,7 @@ class Vllm:
             env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)},
             start_new_session=True,
         )
-        self._ask({**ENGINE, "model": str(folder / "model"), "dtype": dtype, **settings})
+        self._ask(**ENGINE, model=str(folder / "model"), dtype=dtype, **settings)
 
     def run(
         self, prompts: list[list[int]], tokens: int, logprobs: bool, temperature: float = 1.0
@@ -89,12 +101,7 @@ class Vllm:
         """Complete the prompts."""
         started = self._others()
         found = self._ask(
-            {
-                "prompts": prompts,
-                "max_tokens": tokens,
-                "temperature": temperature,
-                "logprobs": logprobs,
-            }
+            prompts=prompts, max_tokens=tokens, temperature=temperature, logprobs=logprobs
         )
         others = self._others() - started
         return Seconds(found["processor_s"] + others, found["wall_s"]), found["tokens"]
@@ -108,11 +115,10 @@ class Vllm:
 
     def _others(self) -> float:
         """Processor time of its other processes; to 0.01 s."""
-        own = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        ticks = int(own[11]) + int(own[12])
-        return max(0.0, processor_seconds(self._process.pid) - ticks / os.sysconf("SC_CLK_TCK"))
+        pid = self._process.pid
+        return max(0.0, group_processor_seconds(pid) - processor_seconds(pid))
 
-    def _ask(self, line: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, **line: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(line) + "\n")
@@ -127,7 +133,7 @@ class Vllm:
 def ours(sampler: InProcessSampler, prompts: list[list[int]], tokens: int) -> Seconds:
     """The same with ludus, through its public interface; it always tells log-probabilities."""
     wall, used = time.perf_counter(), time.process_time()
-    run_ours(sampler, prompts, 1.0, tokens)
+    sample_turns(sampler, prompts, tokens)
     return Seconds(time.process_time() - used, time.perf_counter() - wall)
 
 
@@ -158,7 +164,7 @@ def tuned(
 def check_greedy(model: Any, vllm: Vllm) -> None:
     """Both give the same tokens, in float32."""
     prompts = prompts_of(4, model.config.vocab_size)
-    expected = run_ours(InProcessSampler(model, context_length=1024), prompts, 0.0, COMPLETION)
+    expected = run_ours(InProcessSampler(model, context_length=1024), prompts, 0.0)
     if vllm.run(prompts, COMPLETION, False, 0.0)[1] != expected:
         raise SystemExit("the greedy tokens differ")
 
@@ -169,20 +175,18 @@ Program = Callable[[int], Seconds]
 def measure(batch: int, programs: dict[str, Program], repeats: int) -> dict[str, Any]:
     """Each program in turn: a run of all tokens and one of the first only."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in programs}
-    for number in range(-1, repeats):
-        order = list(programs) if number % 2 else list(programs)[::-1]
-        for name in order:
-            whole, first = programs[name](COMPLETION), programs[name](1)
-            if number < 0:
-                continue
-            steady = whole - first
-            for key, seconds in (
-                ("all", whole.processor),
-                ("steady", steady.processor),
-                ("wall", whole.wall),
-                ("steady wall", steady.wall),
-            ):
-                found[name].setdefault(key, []).append(seconds)
+    for number, name in rounds(programs, repeats):
+        whole, first = programs[name](COMPLETION), programs[name](1)
+        if number < 0:
+            continue
+        steady = whole - first
+        for key, seconds in (
+            ("all", whole.processor),
+            ("steady", steady.processor),
+            ("wall", whole.wall),
+            ("steady wall", steady.wall),
+        ):
+            found[name].setdefault(key, []).append(seconds)
     return {"batch": batch, "seconds": found}
 
 
@@ -216,7 +220,7 @@ def report(rows: list[dict[str, Any]], tried: dict[str, dict[str, float]], repea
                         dtype,
                         kind,
                         *[f"{rate(row, name, kind).median:,.0f}" for name in (vllm, bare, mine)],
-                        f"**{ratio.median:.2f}** ({ratio.low:.2f} to {ratio.high:.2f})",
+                        ratio.bold(),
                         f"{faster(row, bare, mine, kind).median:.2f}",
                         f"{faster(row, vllm, mine, wall).median:.2f}",
                     ]
@@ -235,7 +239,7 @@ def report(rows: list[dict[str, Any]], tried: dict[str, dict[str, float]], repea
                     kind,
                     f"{theirs.split()[1]}, {rate(row, theirs, kind).median:,.0f}",
                     f"{mine.split()[1]}, {rate(row, mine, kind).median:,.0f}",
-                    f"**{ratio.median:.2f}** ({ratio.low:.2f} to {ratio.high:.2f})",
+                    ratio.bold(),
                 ]
             )
     names = list(next(iter(tried.values())))
@@ -313,7 +317,6 @@ def main() -> None:
                 print(f"batch {batch} {dtype} {kind}: {ratio.show('.2f')} times vLLM", flush=True)
     for vllm in engines:
         vllm.stop()
-    facts["load_after"] = machine(args.threads)["load"]
     text = report(sorted(rows, key=lambda row: int(row["batch"])), tried, args.repeats)
     if args.quick:
         print(text)

@@ -8,18 +8,26 @@ Processor time is that of the server's processes; other load on the machine affe
 
 from __future__ import annotations
 
-import asyncio
 import os
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, Spread, arguments, machine, make_model, table, write
+from common import (
+    RESULTS,
+    Spread,
+    arguments,
+    group_processor_seconds,
+    machine,
+    make_model,
+    sample_turns,
+    table,
+    write,
+)
 
 from ludus.core.types import Spec
 from ludus.models.chat.tokenizers import train_tokenizer
-from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.vllm import VllmSampler
 
 PYTHON = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
@@ -27,31 +35,12 @@ MODEL, PROMPT, COMPLETION = "5.8 M", 64, 64
 BATCHES = (1, 16, 64)
 
 
-def processor_seconds(group: int) -> float:
-    """Processor time of all processes of a group."""
-    ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[2]) == group:
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-async def play(sampler: VllmSampler, batch: int, run: int) -> None:
-    async def turn(number: int) -> None:
-        name = f"{number:03d}"
-        sampler.open(name)
-        prompt = [1 + (31 * i + 7 * number + run) % 4000 for i in range(PROMPT)]
-        completion = await sampler.sample(
-            prompt, SamplingParams(COMPLETION, seed=number), session=name
-        )
-        assert len(completion.token_ids) == COMPLETION
-        sampler.close(name)
-
-    await asyncio.gather(*[turn(number) for number in range(batch)])
+def play(sampler: VllmSampler, batch: int, run: int) -> None:
+    prompts = [
+        [1 + (31 * i + 7 * number + run) % 4000 for i in range(PROMPT)] for number in range(batch)
+    ]
+    turns = sample_turns(sampler, prompts, COMPLETION)
+    assert all(len(turn.token_ids) == COMPLETION for turn in turns)
 
 
 def main() -> None:
@@ -72,15 +61,15 @@ def main() -> None:
             threads=args.threads,
         )
         started = time.perf_counter()
-        asyncio.run(play(sampler, 1, -1))
+        play(sampler, 1, -1)
         row: dict[str, Any] = {"dtype": dtype, "start_s": time.perf_counter() - started}
         assert sampler.server is not None
         for batch in BATCHES:
             wall, used = [], []
             for run in range(args.repeats + 1):
-                at, before = time.perf_counter(), processor_seconds(sampler.server.pid)
-                asyncio.run(play(sampler, batch, run))
-                used.append(processor_seconds(sampler.server.pid) - before)
+                at, before = time.perf_counter(), group_processor_seconds(sampler.server.pid)
+                play(sampler, batch, run)
+                used.append(group_processor_seconds(sampler.server.pid) - before)
                 wall.append(time.perf_counter() - at)
             tokens = batch * COMPLETION
             row[f"wall_{batch}"] = Spread.of([tokens / s for s in wall[1:]])
@@ -94,7 +83,6 @@ def main() -> None:
         sampler.shutdown()
         rows.append(row)
         print(row, flush=True)
-    facts["load_after"] = machine(args.threads)["load"]
     head = ["", *[row["dtype"] for row in rows]]
     cells = [["start, s", *[f"{row['start_s']:.0f}" for row in rows]]]
     for batch in BATCHES:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common import make_model
+from common import make_model, tabulate
 from fixed import FixedEnv, Kept, LudusSteps, Work, latency
 from step_trl import train_trl
 
@@ -126,21 +126,24 @@ def compare_waiting(
     return rows
 
 
-def waiting_cells(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Of the page's table: program, steps, mean and range of seconds, against the first, cut."""
+def waiting_table(rows: list[dict[str, Any]]) -> str:
+    """The page's table. Seconds are compared with those of the first program."""
     base = rows[0]["seconds"]
 
     def against(seconds: list[float]) -> float:
         """By the same steps of the first program: they had the same draws."""
         return sum(seconds) / sum(base[: len(seconds)])
 
-    return [
-        [
-            row["program"],
-            str(len(row["seconds"])),
-            f"{row['mean']:.2f} ({min(row['seconds']):.2f} to {max(row['seconds']):.2f})",
-            f"{against(row['seconds']):.2f}",
-            f"{sum(row['cut']) / len(row['cut']):.1%}",
-        ]
-        for row in rows
-    ]
+    return tabulate(
+        rows,
+        ("program", lambda row: row["program"]),
+        ("steps", lambda row: str(len(row["seconds"]))),
+        (
+            "s per step: mean (range)",
+            lambda row: (
+                f"{row['mean']:.2f} ({min(row['seconds']):.2f} to {max(row['seconds']):.2f})"
+            ),
+        ),
+        ("ratio to ludus", lambda row: f"{against(row['seconds']):.2f}"),
+        ("episodes cut", lambda row: f"{sum(row['cut']) / len(row['cut']):.1%}"),
+    )
