@@ -23,29 +23,24 @@ class Backend(Protocol):
     @property
     def sampler(self) -> PolicySampler:
         """Samples the turns of rollouts, with the published weights."""
-        ...
 
     @property
     def checkpoints(self) -> CheckpointStore:
         """The run's checkpoints."""
-        ...
 
     @property
     def policy_version(self) -> int:
         """Version of the published weights: 0 at first, that of the checkpoint after `load`."""
-        ...
 
     def begin_stage(self, settings: TrainSettings, algorithm: Algorithm) -> None:
         """Create the optimizer, and the critic and reference model that `algorithm` asks for.
 
         Errors: ConfigError for a reference model that cannot be loaded or has another vocabulary.
         """
-        ...
 
     async def score(self, groups: Sequence[Group], algorithm: Algorithm) -> Sequence[Group]:
         """Returns the groups with the model scores that `algorithm` asks for: the segments'
         `learner_logprobs`, `ref_logprobs`, `values`."""
-        ...
 
     async def train(self, samples: list[Sample], algorithm: Algorithm) -> dict[str, float]:
         """Run one policy iteration: all optimizer steps on the samples of one step.
@@ -54,7 +49,6 @@ class Backend(Protocol):
         where nothing has a gradient. Errors: TrainingError; the weights of the failed optimizer
         step are unchanged.
         """
-        ...
 
     async def verify(self, groups: Sequence[Group]) -> None:
         """Compare the log-probabilities of learner and sampler bit by bit (`verify: true`).
@@ -62,25 +56,20 @@ class Backend(Protocol):
         The next `train` returns the number of equal tokens as `rollout/verified_tokens`.
         Errors: TrainingError for a token whose bits differ.
         """
-        ...
 
     async def publish_weights(self) -> int:
         """Give the current weights to the sampler; returns their version, one above the last."""
-        ...
 
     def save(
         self, stage: str, step: int, state: dict[str, Any], metric: float | None, *, pin: bool
     ) -> Path:
         """Write a checkpoint after `step` complete steps, with the loop's `state`."""
-        ...
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint of the stage that has begun; returns the loop's state.
 
         Errors: CheckpointError.
         """
-        ...
 
     def close(self) -> None:
         """Stop the sampler and release threads and devices."""
-        ...

@@ -62,7 +62,7 @@ class LocalBackend:
         self._config, self._tokenizer = config, renderer.tokenizer
         self._pad_id = renderer.tokenizer.pad_token_id or 0
         self._run_dir = run_dir
-        self._sampler: PolicySampler = SAMPLERS.build(
+        self.sampler: PolicySampler = SAMPLERS.build(
             Spec(name="exact") if config.verify else config.sampler,
             "sampler",
             model=model,
@@ -72,30 +72,18 @@ class LocalBackend:
             tokenizer=renderer.tokenizer,
             folder=run_dir / "sampler",
         )
-        self._shares = getattr(self._sampler, "shares_weights", False)
-        self._checkpoints = CheckpointStore(
+        self._shares = getattr(self.sampler, "shares_weights", False)
+        self.checkpoints = CheckpointStore(
             run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_best
         )
         self._learner: Learner | None = None
         self._settings: TrainSettings
         self._reference: Reference | None = None
-        self._iteration = self._published = 0
+        self._iteration = self.policy_version = 0
         self._verified: dict[str, float] = {}
         self._thread: ThreadPoolExecutor | None = None
         if config.rl and config.rl.max_staleness:
             self._thread = ThreadPoolExecutor(1, "ludus-learner")
-
-    @property
-    def sampler(self) -> PolicySampler:
-        return self._sampler
-
-    @property
-    def checkpoints(self) -> CheckpointStore:
-        return self._checkpoints
-
-    @property
-    def policy_version(self) -> int:
-        return self._published
 
     @property
     def learner(self) -> Learner:
@@ -179,7 +167,7 @@ class LocalBackend:
             limit, layout = self._settings.tokens_per_batch, learner.forward.layout
             batch = to_batch(part, algorithm, limit, self._pad_id, layout)
             metrics = learner.train_step(batch, algorithm.loss)
-            stale = staleness(part, self._published)
+            stale = staleness(part, self.policy_version)
             return {**metrics, **batch_metrics(batch), "staleness": stale}
 
         done = await self._on_learner(lambda: [optimizer_step(part) for part in parts])
@@ -189,7 +177,7 @@ class LocalBackend:
         """Run `work` here, or in the learner's thread while the sampler is paused."""
         if self._thread is None:
             return work()
-        self._sampler.pause()
+        self.sampler.pause()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def verify(self, groups: Sequence[Group]) -> None:
@@ -198,7 +186,7 @@ class LocalBackend:
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         batch = unscored(trajectories, limit, self._pad_id, forward.layout)
         with busy("train"):
-            count = await verify(forward, batch, self._published)
+            count = await verify(forward, batch, self.policy_version)
         name = "rollout/verified_tokens"
         self._verified = {name: self._verified.get(name, 0.0) + count}
 
@@ -207,11 +195,11 @@ class LocalBackend:
 
         A sampler in another process takes them in a thread, so the event loop stays free.
         """
-        version = self._published + 1
+        version = self.policy_version + 1
         if self._shares:
-            self._sampler.publish(version)
+            self.sampler.publish(version)
         else:
-            await asyncio.to_thread(self._sampler.publish, version)
+            await asyncio.to_thread(self.sampler.publish, version)
         self._note_published(version)
         return version
 
@@ -222,7 +210,7 @@ class LocalBackend:
         everything = {
             "loop": state,
             "optimizer_step": self.learner.step,
-            "policy_version": self._published,
+            "policy_version": self.policy_version,
             "random": random_state(),
         }
         if self.learner.critic is not None:
@@ -248,19 +236,19 @@ class LocalBackend:
             self.learner.critic.load_state_dict(everything["critic"])
         if self._reference is not None:
             self._reference.load(self._run_dir / "reference", everything.get("reference"))
-        self._sampler.publish(everything["policy_version"])
+        self.sampler.publish(everything["policy_version"])
         self._note_published(everything["policy_version"])
         set_random_state(everything["random"])
         state: dict[str, Any] = everything["loop"]
         return state
 
     def _note_published(self, version: int) -> None:
-        self._published = version
+        self.policy_version = version
         if self._thread is not None:
-            self._sampler.resume()
+            self.sampler.resume()
 
     def close(self) -> None:
         """Stop the sampler and the learner's thread."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
-        self._sampler.shutdown()
+        self.sampler.shutdown()

@@ -163,9 +163,9 @@ def tier_names(outcomes: Iterable[TaskOutcome]) -> list[str]:
     return sorted({name for o in outcomes for name in (o.tier, o.part) if name is not None})
 
 
-def _outcome(group: Group, success_of: Callable[[Task], float] | None = None) -> TaskOutcome:
+def _outcome(group: Group, success_of: Callable[[Task], float] | None) -> TaskOutcome:
     rewards = [float(t.reward) for t in group.trajectories if _scored(t) and t.reward is not None]
-    task: Task = group.task
+    task = group.task
     return TaskOutcome(
         task_id=task.id,
         fingerprint=fingerprint(task),

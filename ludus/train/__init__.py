@@ -9,42 +9,25 @@ from ludus.config.registry import Registry, Row
 if TYPE_CHECKING:
     from ludus.train.algorithms.base import Algorithm
 
+_ROWS = {
+    "grpo": "rewards normalised in their group",
+    "dr_grpo": "GRPO without its two biases",
+    "dapo": "clip-higher, token mean, signal only",
+    "gspo": "GRPO with one ratio per trajectory",
+    "gspo_token": "GSPO with one advantage per turn",
+    "cispo": "REINFORCE with capped ratios",
+    "turn_grpo": "GRPO over the returns of turns",
+    "ppo": "a critic and GAE",
+    "reinforce_pp": "returns normalised over the step",
+    "reinforce_pp_baseline": "REINFORCE++ with the group's mean as baseline",
+    "rloo": "REINFORCE, leave-one-out baseline",
+    "sft": "cross-entropy on demonstrations",
+}
+
 ALGORITHMS: Registry[Algorithm] = Registry(
     "algorithm",
     {
-        "grpo": Row(
-            "ludus.train.algorithms.table:grpo", "train", "rewards normalised in their group"
-        ),
-        "dr_grpo": Row(
-            "ludus.train.algorithms.table:dr_grpo", "train", "GRPO without its two biases"
-        ),
-        "dapo": Row(
-            "ludus.train.algorithms.table:dapo", "train", "clip-higher, token mean, signal only"
-        ),
-        "gspo": Row(
-            "ludus.train.algorithms.table:gspo", "train", "GRPO with one ratio per trajectory"
-        ),
-        "gspo_token": Row(
-            "ludus.train.algorithms.table:gspo_token", "train", "GSPO with one advantage per turn"
-        ),
-        "cispo": Row("ludus.train.algorithms.table:cispo", "train", "REINFORCE with capped ratios"),
-        "turn_grpo": Row(
-            "ludus.train.algorithms.table:turn_grpo", "train", "GRPO over the returns of turns"
-        ),
-        "ppo": Row("ludus.train.algorithms.table:ppo", "train", "a critic and GAE"),
-        "reinforce_pp": Row(
-            "ludus.train.algorithms.table:reinforce_pp",
-            "train",
-            "returns normalised over the step",
-        ),
-        "reinforce_pp_baseline": Row(
-            "ludus.train.algorithms.table:reinforce_pp_baseline",
-            "train",
-            "REINFORCE++ with the group's mean as baseline",
-        ),
-        "rloo": Row(
-            "ludus.train.algorithms.table:rloo", "train", "REINFORCE, leave-one-out baseline"
-        ),
-        "sft": Row("ludus.train.algorithms.table:sft", "train", "cross-entropy on demonstrations"),
+        name: Row(f"ludus.train.algorithms.table:{name}", "train", doc)
+        for name, doc in _ROWS.items()
     },
 )

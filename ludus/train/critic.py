@@ -51,9 +51,7 @@ class Critic:
             self.optimizer.state[parameter] = {
                 # Adam keeps its count of steps on the CPU.
                 name: torch.tensor(
-                    value,
-                    dtype=torch.float32,
-                    device="cpu" if name == "step" else parameter.device,
+                    value, dtype=torch.float32, device="cpu" if name == "step" else parameter.device
                 )
                 for name, value in moments.items()
             }

@@ -45,10 +45,9 @@ class Forward:
     Args:
         model: the policy.
         temperature: of the rollouts; divides the logits.
-        context_length: length of the longest sample; None: unknown, so any sliding window is
-        refused. settings: of the computation. num_ids: the tokenizer's length, if smaller than the
-        model's vocabulary; higher ids have
-            probability 0. None: all ids.
+        context_length: length of the longest sample; None: unknown, no sliding window is accepted.
+        settings: of the computation.
+        num_ids: ids from this on have probability 0 (the tokenizer's length); None: all ids.
 
     Errors: ConfigError for a setting that the model does not support.
     """

@@ -233,12 +233,7 @@ def _check(sample: Sample, weights: Sequence[float], tokens_per_batch: int) -> N
             f"rl.tokens_per_batch (in SFT, sft.tokens_per_batch): {where} has {length} tokens, "
             f"which exceeds {tokens_per_batch}; set at least model.context_length"
         )
-    parts: list[Sequence[float]] = [
-        sample.loss_mask,
-        sample.logprobs,
-        sample.advantages,
-        weights,
-    ]
+    parts: list[Sequence[float]] = [sample.loss_mask, sample.logprobs, sample.advantages, weights]
     parts += [part for name in _OPTIONAL if (part := getattr(sample, name)) is not None]
     if length == 0 or any(len(part) != length for part in parts):
         raise TrainingError(
@@ -263,10 +258,7 @@ def _plan(
 
 
 def _fill(
-    rows: Sequence[Row],
-    samples: Sequence[Sample],
-    weights: Sequence[Sequence[float]],
-    pad_id: int,
+    rows: Sequence[Row], samples: Sequence[Sample], weights: Sequence[Sequence[float]], pad_id: int
 ) -> MicroBatch:
     """Write samples into tensors, row by row."""
     names = dict.fromkeys(sample.trajectory_id for sample in samples)

@@ -55,10 +55,7 @@ class Reference:
             model.eval()
         with self.active():
             self.forward = Forward(
-                model,
-                temperature=temperature,
-                context_length=context_length,
-                num_ids=num_ids,
+                model, temperature=temperature, context_length=context_length, num_ids=num_ids
             )
 
     @contextmanager

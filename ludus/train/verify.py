@@ -59,12 +59,9 @@ class ExactForward(Forward):
         entropy_P = -(logprobs_PV.exp() * logprobs_PV).sum(-1)
         return logprobs_PV[place_N, target_N].float(), entropy_P[place_N].float()
 
-    def _tiled(self, micro_batch: MicroBatch) -> bool:
-        return False  # tiles sum in another order
-
     def _find_attention(self, context_length: int | None) -> Attention:
         found = super()._find_attention(context_length)
-        return "dense" if found == "tiles" else found
+        return "dense" if found == "tiles" else found  # tiles sum in another order
 
 
 def unscored(

@@ -300,7 +300,7 @@ async def test_a_server_that_takes_the_weights_holds_nobody_up(tmp_path: Path) -
 
         def shutdown(self) -> None: ...
 
-    backend._sampler, backend._shares = Server(), False  # type: ignore[assignment]
+    backend.sampler, backend._shares = Server(), False  # type: ignore[assignment]
     assert await backend.publish_weights() == 31
     assert backend.policy_version == 31
 

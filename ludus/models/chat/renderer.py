@@ -89,7 +89,12 @@ class Renderer:
 
     def open(self, messages: Sequence[Message]) -> list[int]:
         """Returns the ids of the opening messages and tools, up to the assistant's turn."""
-        return self._cached("open", messages, lambda: self._render_open(messages))
+
+        def render() -> list[int]:
+            fields = [self._encoder.message(message) for message in messages]
+            return self._encoder.encode(self._template.render(fields, self._tools, prompt=True))
+
+        return self._cached("open", messages, render)
 
     def extend(self, messages: Sequence[Message], after: Sequence[int]) -> list[int]:
         """Returns the ids to append after the sampled turn `after`, up to the next assistant turn.
@@ -98,8 +103,16 @@ class Renderer:
         by length, a stop string or another id is closed and never altered.
         """
         ended = bool(after) and after[-1] == self.stop_token_ids[0]
-        kind = "after its end" if ended else "after"
-        return self._cached(kind, messages, lambda: self._render_extension(messages, ended))
+
+        def render() -> list[int]:
+            text = self._after_turn([self._encoder.message(message) for message in messages])
+            if not self._end_in_template:
+                return self._encoder.encode_after(self._end, text)
+            if ended:
+                return self._encoder.encode_after(self._end, text.partition(self._end)[2])
+            return self._encoder.encode(text)
+
+        return self._cached("after its end" if ended else "after", messages, render)
 
     def assistant(self, message: Message) -> list[int]:
         """Returns the ids a model would sample for `message`, including the end-of-turn id.
@@ -124,9 +137,7 @@ class Renderer:
             return Parsed(Message(role="assistant", content=text), refusal)
         thought, content, closed = split_thinking(text, opened=self._think_prompted)
         calls: list[ToolCall] = []
-        error: str | None = (
-            None if closed else f"The thinking block was never closed with {THINK_CLOSE}."
-        )
+        error = None if closed else f"The thinking block was never closed with {THINK_CLOSE}."
         if self._parser and not error:
             content, calls, error = self._parser.parse(content)
         message = Message(role="assistant", content=content, thinking=thought, tool_calls=calls)
@@ -149,18 +160,6 @@ class Renderer:
         while cut < len(ids) and self._decode(ids[cut : cut + 1]).strip("\n") == "":
             cut += 1
         return ids[cut:]
-
-    def _render_open(self, messages: Sequence[Message]) -> list[int]:
-        fields = [self._encoder.message(message) for message in messages]
-        return self._encoder.encode(self._template.render(fields, self._tools, prompt=True))
-
-    def _render_extension(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        text = self._after_turn([self._encoder.message(message) for message in messages])
-        if not self._end_in_template:
-            return self._encoder.encode_after(self._end, text)
-        if ended:
-            return self._encoder.encode_after(self._end, text.partition(self._end)[2])
-        return self._encoder.encode(text)
 
     def _cached(
         self, kind: str, messages: Sequence[Message], render: Callable[[], list[int]]

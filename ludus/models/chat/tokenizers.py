@@ -66,10 +66,7 @@ def load_error(key: str, path: str, error: Exception) -> str:
 
 
 def train_tokenizer(
-    spec: Spec,
-    texts: Iterable[str],
-    chat_template: str = "plain",
-    tools: Sequence[ToolSpec] = (),
+    spec: Spec, texts: Iterable[str], chat_template: str = "plain", tools: Sequence[ToolSpec] = ()
 ) -> PreTrainedTokenizerFast:
     """Train a row of TOKENIZERS on `texts`; the same texts give the same files, byte for byte.
 

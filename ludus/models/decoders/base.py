@@ -26,20 +26,15 @@ class Decoder(Protocol):
 
     def reserve(self, num_blocks: int) -> None:
         """Extend the storage to `num_blocks`; stored values are kept."""
-        ...
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Copy the first `count` positions of a block to another block, in all layers."""
-        ...
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Returns logits [R, V] of the rows' output tokens; valid until the next call."""
-        ...
 
     def refresh(self) -> None:
         """Handle replaced weights or modules."""
-        ...
 
     def clear(self) -> None:
         """Free the KV-cache storage."""
-        ...

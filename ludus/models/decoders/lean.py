@@ -7,6 +7,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -69,20 +70,14 @@ class LeanDecoder:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> Tensor:
-        device = self._llama.embedding.weight.device.type
-        with torch.autocast(device, torch.bfloat16, enabled=self._autocast):
-            return self._forward(inputs)
-
-    def _forward(self, inputs: StepInputs) -> Tensor:
         device = self._llama.embedding.weight.device
         padded = PaddedInputs.of(inputs, device)
-
-        def attend(number: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-            return self._attention(number, q_NHD, k_NKD, v_NKD, padded)
-
         ids_N = padded.ids_RL.flatten()[padded.place_N]
-        x_NE = self._layers(ids_N, padded.positions_RL.flatten()[padded.place_N], attend)
-        return self._logits(x_NE[torch.from_numpy(inputs.outputs).to(device, torch.long)])
+        positions_N = padded.positions_RL.flatten()[padded.place_N]
+        outputs_R = torch.from_numpy(inputs.outputs).to(device, torch.long)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
+            x_NE = self._layers(ids_N, positions_N, partial(self._attention, padded))
+            return self._logits(x_NE[outputs_R])
 
     def _layers(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Returns the residual stream after all layers, [N, E]."""
@@ -126,7 +121,7 @@ class LeanDecoder:
         return _rotate(q_NHD, cosine_N1D, sine_N1D), _rotate(k_NKD, cosine_N1D, sine_N1D), v_NKD
 
     def _attention(
-        self, number: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, padded: PaddedInputs
+        self, padded: PaddedInputs, number: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor
     ) -> Tensor:
         """Attention of one layer, [N, H * D]; stores its keys and values."""
         llama = self._llama

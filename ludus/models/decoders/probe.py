@@ -59,15 +59,13 @@ def choose_decoder(
     _require_full_attention(model, config, context_length)
     if path != "generic":
         try:
-            fast = _fast_decoder(model, context_length, half, static=path == "static")
+            return _fast_decoder(model, context_length, half, static=path == "static")
         except NotLlama as reason:
             if path != "auto":
                 raise ConfigError(
                     f"the sampler's {path} path cannot serve {type(model).__name__}: {reason}"
                 ) from None
             _log_generic_path(type(model).__name__, str(reason))
-        else:
-            return fast
     if half and stored != torch.bfloat16:
         raise ConfigError(
             f"sampler.args.dtype: bfloat16 with weights in {_name(stored)} is served on the fast "

@@ -178,9 +178,8 @@ class StaticDecoder(LeanDecoder):
     def bytes_per_block(self) -> int:
         """Bytes of a block's keys and values in all layers."""
         llama = self._llama
-        return (
-            2 * len(llama.layers) * llama.kv_heads * llama.head_dim * BLOCK * self._dtype.itemsize
-        )
+        position = llama.kv_heads * llama.head_dim * self._dtype.itemsize
+        return 2 * len(llama.layers) * BLOCK * position
 
     @property
     def num_graphs(self) -> int:
@@ -307,7 +306,10 @@ class StaticDecoder(LeanDecoder):
         for group in groups:
             skipped_R[group.rows] = len(group.blocks)
         own = int((num_full_R - skipped_R).max()) + 1
-        bucket = _bucket(len(num_full_R), own, groups)
+        members = max((len(group.rows) for group in groups), default=0)
+        shared = max((len(group.blocks) for group in groups), default=0)
+        sizes = (len(num_full_R), own, len(groups), members, shared)
+        bucket = Bucket(*map(round_up, sizes))
         spare = self._num_slots // BLOCK - 1
         column_RO = skipped_R[:, None] + np.arange(bucket.own)
         own_RO = np.take_along_axis(
@@ -341,12 +343,6 @@ def _is_decode_step(inputs: StepInputs) -> bool:
         len(part) == len(rows) and bool((part == rows).all())
         for part in (inputs.rows, inputs.write_tokens, inputs.outputs)
     )
-
-
-def _bucket(rows: int, own: int, groups: list[SharedPrefix]) -> Bucket:
-    members = max((len(group.rows) for group in groups), default=0)
-    shared = max((len(group.blocks) for group in groups), default=0)
-    return Bucket(*[round_up(n) for n in (rows, own, len(groups), members, shared)])
 
 
 def _pad_groups(

@@ -163,10 +163,8 @@ class Endpoint:
 
     async def _send(self, body: dict[str, Any]) -> tuple[int, bytes]:
         content = bytearray()
-        extensions = {"trace": guard(self._host)}
-        async with self._client.stream(
-            "POST", self._url, json=body, extensions=extensions
-        ) as answer:
+        trace = {"trace": guard(self._host)}
+        async with self._client.stream("POST", self._url, json=body, extensions=trace) as answer:
             async for part in answer.aiter_bytes():
                 content += part
                 if len(content) > MAX_BYTES:

@@ -44,8 +44,7 @@ class ExactSampler(InProcessSampler):
             deterministic=deterministic,
             path="generic",
         )
-        self.exact_decoder = ExactDecoder(model)
-        self.decoder = self.exact_decoder
+        self.decoder = self.exact_decoder = ExactDecoder(model)
         self._reset()
         self._token_sampler = ExactTokenSampler(None if tokenizer is None else len(tokenizer))  # type: ignore[assignment]
 

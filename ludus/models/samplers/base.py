@@ -66,15 +66,12 @@ class Sampler(Protocol):
     @property
     def context_length(self) -> int:
         """The most tokens of a prompt and its completion together."""
-        ...
 
     def open(self, session: str) -> None:
         """Register an episode. Batches are ordered by session name, not by time of registration."""
-        ...
 
     def close(self, session: str) -> None:
         """Remove an episode and cancel its running turn. Idempotent."""
-        ...
 
     async def sample(
         self, prompt_ids: list[int], params: SamplingParams, *, session: str
@@ -83,7 +80,6 @@ class Sampler(Protocol):
 
         Errors: ContextOverflow where prompt and max_tokens do not fit the context.
         """
-        ...
 
 
 class PolicySampler(Sampler, Protocol):
@@ -92,26 +88,21 @@ class PolicySampler(Sampler, Protocol):
     @property
     def policy_version(self) -> int:
         """Version of the weights that sample new turns."""
-        ...
 
     def publish(self, version: int) -> None:
         """Sample with the model's current weights, under this version.
 
         Errors: TrainingError where the sampler refuses the weights or does not use them.
         """
-        ...
 
     def pause(self) -> None:
         """Stop reading the model's weights until `resume`, since they are about to change.
 
         Running turns wait. A sampler with a copy of the weights may continue. Idempotent.
         """
-        ...
 
     def resume(self) -> None:
         """Continue after `pause`. Idempotent."""
-        ...
 
     def shutdown(self) -> None:
         """Stop the sampler's processes. Idempotent."""
-        ...

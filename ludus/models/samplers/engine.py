@@ -89,17 +89,13 @@ class InProcessSampler:
         self.num_prompt_tokens = 0
         """Tokens of all prompts, computed or cached."""
         self.num_decode_tokens = 0
-        self._context_length = context_length
+        self.context_length = context_length
         self._decode = decode
         self._token_sampler = TokenSampler(None if tokenizer is None else len(tokenizer))
         self._changed = asyncio.Event()
         self._paused = False
         self._stepping: asyncio.Task[None] | None = None
         self._reset()
-
-    @property
-    def context_length(self) -> int:
-        return self._context_length
 
     @property
     def num_blocks(self) -> int:
@@ -127,7 +123,7 @@ class InProcessSampler:
         Errors: ContextOverflow where prompt and max_tokens do not fit the context; TrainingError
         where the model's logits are not finite.
         """
-        check_turn(prompt_ids, params, self._context_length)
+        check_turn(prompt_ids, params, self.context_length)
         if params.stop and self._decode is None:
             raise ConfigError("stop strings need a tokenizer; this sampler has none")
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()

@@ -158,7 +158,7 @@ class Scheduler:
         """
         mixed = self._decoder.mixed_batches
         if self._waiting and (mixed or len(self._waiting) >= len(self._running)):
-            self._running = sorted([*self._running, *self._waiting], key=_session_name)
+            self._running = sorted([*self._running, *self._waiting], key=lambda t: t.session.name)
             self._waiting = []
         prefill = [turn for turn in self._running if not turn.prefilled]
         decode = [turn for turn in self._running if turn.prefilled]
@@ -184,10 +184,7 @@ class Scheduler:
         )
 
     def postprocess(
-        self,
-        batch: DecodeBatch,
-        token_ids_R: NDArray[np.int64],
-        logprobs_R: NDArray[np.float64],
+        self, batch: DecodeBatch, token_ids_R: NDArray[np.int64], logprobs_R: NDArray[np.float64]
     ) -> None:
         """Append the sampled tokens to their turns and complete the turns that end."""
         stopped_R, full_R = self._slots.record(batch.slots_R, token_ids_R, logprobs_R)
@@ -237,7 +234,7 @@ class Scheduler:
             turn = turns[row]
             position = int(self._slots.positions[turn.slot])
             self._tree.extend(turn.session.blocks, self._ids(turn, position - BLOCK, position))
-            self._set_table(turn, position)
+            self._slots.set_table(turn.slot, turn.session.blocks, position)
         return self._slots.step_inputs(slots)
 
     def _plan_prefill(self, turns: list[Turn], policy_version: int) -> tuple[StepInputs, int]:
@@ -249,15 +246,11 @@ class Scheduler:
             ids = turn.prompt + sampled
             turn.session.blocks = self._tree.admit(turn.session.blocks, ids, builder)
             turn.prefilled = True
-            self._set_table(turn, len(ids) - 1)
+            self._slots.set_table(turn.slot, turn.session.blocks, len(ids) - 1)
             if not sampled:
                 turn.policy_version = policy_version
                 num_prompt_tokens += len(ids)
         return builder.build(), num_prompt_tokens
-
-    def _set_table(self, turn: Turn, position: int) -> None:
-        blocks = [block.index for block in turn.session.blocks]
-        self._slots.set_table(turn.slot, blocks, position)
 
     def _end(self, turn: Turn) -> None:
         """Free the turn's slot; its session keeps the blocks for the next turn."""
@@ -284,10 +277,6 @@ class Scheduler:
     def _copy_block(self, source: int, target: int, count: int) -> None:
         self._decoder.reserve(self._tree.num_blocks)
         self._decoder.copy(source, target, count)
-
-
-def _session_name(turn: Turn) -> str:
-    return turn.session.name
 
 
 def _slot_index(turns: list[Turn]) -> Index:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from ludus.models.kv_cache.paging import BLOCK
+from ludus.models.kv_cache.paging import BLOCK, Block
 from ludus.models.kv_cache.step_inputs import StepInputs
 from ludus.models.samplers.base import SamplingParams
 
@@ -67,11 +67,11 @@ class DecodeSlots:
         self.stop_ids[slot, : len(stops)] = stops
         return slot
 
-    def set_table(self, slot: int, blocks: list[int], position: int) -> None:
+    def set_table(self, slot: int, blocks: list[Block], position: int) -> None:
         """Set the blocks that the turn reads, and the position of its newest token."""
         if len(blocks) > self.tables.shape[1]:
             self.tables = _enlarged(self.tables, (len(self.tables), 2 * len(blocks)), 0)
-        self.tables[slot, : len(blocks)] = blocks
+        self.tables[slot, : len(blocks)] = [block.index for block in blocks]
         self.positions[slot] = position
 
     def step_inputs(self, slots: Index) -> StepInputs:

@@ -21,12 +21,7 @@ from typing import Annotated, Any, Literal
 import httpx
 from pydantic import Field
 
-from ludus.core.errors import (
-    ConfigError,
-    LudusError,
-    SamplerError,
-    TrainingError,
-)
+from ludus.core.errors import ConfigError, LudusError, SamplerError, TrainingError
 from ludus.models.build import merge_lora
 from ludus.models.samplers.base import Completion, SamplingParams, check_turn
 from ludus.models.samplers.vllm_server import VllmServer, require_vllm
@@ -88,31 +83,19 @@ class VllmSampler:
         require_vllm(self._python)
         self._model, self._tokenizer = model, tokenizer
         self._folder = folder
-        self._context_length = context_length
+        self.context_length = context_length
         self._dtype = dtype or str(model.dtype).removeprefix("torch.")
         self._threads = threads
         self._deadline_s = startup_deadline_s
         self._restarts_left = max_restarts
         self._flags = [*self._default_flags(max_batch, cache_gib), *(flags or [])]
-        self._version = 0
-        self._server: VllmServer | None = None
+        self.policy_version = 0
+        self.server: VllmServer | None = None
+        """The server; None before the first turn."""
         self._lock = threading.Lock()  # serialises starts and publications
         self._starting: asyncio.Task[None] | None = None
         self._client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
         self._turns: dict[str, set[asyncio.Task[Completion]]] = {}
-
-    @property
-    def context_length(self) -> int:
-        return self._context_length
-
-    @property
-    def policy_version(self) -> int:
-        return self._version
-
-    @property
-    def server(self) -> VllmServer | None:
-        """The server; None before the first turn."""
-        return self._server
 
     def open(self, session: str) -> None:
         """Register an episode."""
@@ -133,7 +116,7 @@ class VllmSampler:
         Errors: ContextOverflow; SamplerError where the server dies during the turn; LudusError
         where it does not start or has no restart left.
         """
-        check_turn(prompt_ids, params, self._context_length)
+        check_turn(prompt_ids, params, self.context_length)
         if session not in self._turns:
             raise ValueError(f"session {session!r} is not open")
         turn = asyncio.create_task(self._sample(prompt_ids, params))
@@ -154,9 +137,9 @@ class VllmSampler:
         Errors: TrainingError where vLLM refuses the weights or does not compute with them.
         """
         with self._lock:
-            if self._server is not None:
-                self._update_weights(self._server, version)
-            self._version = version
+            if self.server is not None:
+                self._update_weights(self.server, version)
+            self.policy_version = version
 
     def pause(self) -> None:
         """Does nothing: the server has its own copy of the weights."""
@@ -167,9 +150,9 @@ class VllmSampler:
     def shutdown(self) -> None:
         """Stop the server."""
         with self._lock:
-            if self._server is not None:
-                self._server.stop()
-            self._server = None
+            if self.server is not None:
+                self.server.stop()
+            self.server = None
             self._client = None
 
     # Turns
@@ -194,12 +177,12 @@ class VllmSampler:
 
     async def _running_server(self) -> VllmServer:
         """Returns the server; starts it if necessary, once for all waiting turns."""
-        if self._server is None or not self._server.alive:
+        if self.server is None or not self.server.alive:
             if self._starting is None or self._starting.done():
                 self._starting = asyncio.create_task(asyncio.to_thread(self._start))
             await asyncio.shield(self._starting)
-        assert self._server is not None
-        return self._server
+        assert self.server is not None
+        return self.server
 
     def _client_of(self, server: VllmServer) -> httpx.AsyncClient:
         """Returns the HTTP client of the current event loop; several loops may use the sampler."""
@@ -218,7 +201,7 @@ class VllmSampler:
     def _start(self) -> None:
         """Start the server, initially or after it died; runs in a thread."""
         with self._lock:
-            died, self._server, self._client = self._server, None, None
+            died, self.server, self._client = self.server, None, None
             if died is not None:
                 died.stop()
                 if not self._restarts_left:
@@ -237,12 +220,12 @@ class VllmSampler:
             server = VllmServer(self._python, self._flags, environment, self._folder / "server.log")
             try:
                 server.wait_until_up(self._deadline_s)
-                server.post("/update_weight_version", {"new_version": str(self._version)})
+                server.post("/update_weight_version", {"new_version": str(self.policy_version)})
                 self._require_probe(server)
             except BaseException:
                 server.stop()
                 raise
-            self._server = server
+            self.server = server
 
     def _update_weights(self, server: VllmServer, version: int) -> None:
         """Load the model's weights into the server; if it died, it loads them at its restart."""
@@ -267,7 +250,7 @@ class VllmSampler:
 
     def _probe_ids(self) -> list[int]:
         vocabulary = self._model.config.get_text_config().vocab_size
-        length = min(NUM_PROBE_TOKENS, self._context_length - 1)
+        length = min(NUM_PROBE_TOKENS, self.context_length - 1)
         return [(7919 * i + 3) % vocabulary for i in range(length)]
 
     def _require_probe(self, server: VllmServer) -> None:
@@ -297,9 +280,9 @@ class VllmSampler:
         """
         return [
             *("--model", str((self._folder / "model").resolve())),
-            *("--max-model-len", str(self._context_length)),
+            *("--max-model-len", str(self.context_length)),
             *("--max-num-seqs", str(max_batch)),
-            *("--max-num-batched-tokens", str(max(8192, self._context_length))),
+            *("--max-num-batched-tokens", str(max(8192, self.context_length))),
             "--no-enable-chunked-prefill",
             *("--kv-cache-memory-bytes", str(int(cache_gib * 2**30))),
             *("--dtype", self._dtype),

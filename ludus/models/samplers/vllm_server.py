@@ -32,11 +32,8 @@ _ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: .")
 
 def require_vllm(python: str) -> None:
     """Check that `python` exists and has vLLM. Errors: ConfigError."""
-    command = [
-        python,
-        "-c",
-        "import importlib.util as u; raise SystemExit(not u.find_spec('vllm'))",
-    ]
+    script = "import importlib.util as u; raise SystemExit(not u.find_spec('vllm'))"
+    command = [python, "-c", script]
     try:
         missing = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL).returncode
     except OSError as error:
@@ -99,12 +96,8 @@ class VllmServer:
                 raise LudusError(self.explain(f"vLLM exited during startup (code {code})"))
             if time.monotonic() > until:
                 self.stop()
-                raise LudusError(
-                    self.explain(
-                        f"vLLM did not respond within sampler.args.startup_deadline_s = "
-                        f"{deadline_s:g} s"
-                    )
-                )
+                limit = f"sampler.args.startup_deadline_s = {deadline_s:g} s"
+                raise LudusError(self.explain(f"vLLM did not respond within {limit}"))
             time.sleep(0.1)
 
     def _is_listening(self) -> bool:

@@ -145,19 +145,9 @@ SFT = Algorithm(
 )
 
 ROWS = [
-    GRPO,
-    DR_GRPO,
-    DAPO,
-    GSPO,
-    GSPO_TOKEN,
-    CISPO,
-    TURN_GRPO,
-    RLOO,
-    REINFORCE_PP,
-    REINFORCE_PP_BASELINE,
-    PPO,
-    SFT,
-]
+    GRPO, DR_GRPO, DAPO, GSPO, GSPO_TOKEN, CISPO, TURN_GRPO, RLOO, REINFORCE_PP,
+    REINFORCE_PP_BASELINE, PPO, SFT,
+]  # fmt: skip
 """All rows, with the papers' settings."""
 
 

@@ -177,11 +177,12 @@ class CheckpointStore:
 
     def list(self) -> list[CheckpointInfo]:
         """Returns the checkpoints with a readable manifest, oldest first."""
-        infos = []
-        for folder in _checkpoint_folders(self.folder):
-            manifest = read_manifest(folder)
-            if isinstance(manifest, dict):
-                infos.append(_info(folder, manifest))
+        keys = ("stage", "step", "sequence", "metric", "pinned")
+        infos = [
+            CheckpointInfo(folder, *(manifest[key] for key in keys))
+            for folder in _checkpoint_folders(self.folder)
+            if isinstance(manifest := read_manifest(folder), dict)
+        ]
         return sorted(infos, key=lambda info: info.sequence)
 
     def latest(self, *, skip_damaged: bool = False) -> CheckpointInfo | None:
@@ -226,8 +227,7 @@ class CheckpointStore:
 
     def best(self) -> CheckpointInfo | None:
         """Returns the checkpoint with the highest metric, of equal metrics the newest, or None."""
-        ranked = _ranked(self.list())
-        return ranked[0] if ranked else None
+        return next(iter(_ranked(self.list())), None)
 
     def _prune(self) -> None:
         """Remove old checkpoints. Called after a save, so an intact checkpoint remains."""
@@ -330,11 +330,6 @@ def _ranked(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
     """Returns the checkpoints with a metric, best first."""
     scored = [(info.metric, info.sequence, info) for info in infos if info.metric is not None]
     return [info for _, _, info in sorted(scored, key=lambda row: row[:2], reverse=True)]
-
-
-def _info(folder: Path, manifest: dict[str, Any]) -> CheckpointInfo:
-    keys = ("stage", "step", "sequence", "metric", "pinned")
-    return CheckpointInfo(folder, *(manifest[key] for key in keys))
 
 
 def _mark_damaged(folder: Path) -> None:

@@ -121,12 +121,7 @@ def _weights(layer: LlamaLayer) -> tuple[list[Tensor | None], list[Tensor | None
 
 
 def _call(
-    module: Any,
-    layer: LlamaLayer,
-    shape: Shape,
-    hidden_states: Tensor,
-    *args: Any,
-    **options: Any,
+    module: Any, layer: LlamaLayer, shape: Shape, hidden_states: Tensor, *args: Any, **options: Any
 ) -> Any:
     """A layer's call: [1, T, E] to [1, T, E]."""
     plan, dtype = active_plan(), torch.float32
@@ -302,11 +297,7 @@ def _into(grads: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
 
 
 def _linear_grads(
-    grad: Tensor,
-    x: Tensor,
-    widths: Sequence[int],
-    weights: Sequence[bool],
-    biases: Sequence[bool],
+    grad: Tensor, x: Tensor, widths: Sequence[int], weights: Sequence[bool], biases: Sequence[bool]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Returns the required float32 gradients of weights and biases of concatenated linear layers
     with these output widths."""

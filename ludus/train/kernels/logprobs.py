@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ludus.train.kernels.bindings import Kernels, kernels
+from ludus.train.kernels.bindings import kernels
 
 CHUNK = 1 << 20
 """Logits of a chunk on a CPU: 4 MB in float32, about the size of a core's cache."""
@@ -170,18 +170,15 @@ class _Scores(torch.autograd.Function):
         places_N, targets_N = place_N[order_N], target_N[order_N]
         step = chunk_rows(vocab_size, hidden_PE.device)
         starts = range(0, num, step)
-        bounds = [
-            0,
-            *torch.searchsorted(
-                places_N, torch.tensor([s + step for s in starts], device=places_N.device)
-            ).tolist(),
-        ]
+        ends = torch.tensor([start + step for start in starts], device=places_N.device)
+        bounds = [0, *torch.searchsorted(places_N, ends).tolist()]
         picked_N = hidden_PE.new_empty(len(target_N), dtype=torch.float32)
         total_P = hidden_PE.new_empty(num, dtype=torch.float32)
         entropy_P = torch.empty_like(total_P)
         kept: list[Tensor] = []
         needs_gradient = any(ctx.needs_input_grad)
-        by = _kernels(weight_VE, cap)
+        # The kernels compute the softmax in one pass.
+        by = kernels(weight_VE.dtype) if weight_VE.device.type == "cpu" and cap is None else None
         for number, start in enumerate(starts):
             chunk = slice(start, start + step)
             mine = slice(bounds[number], bounds[number + 1])
@@ -211,10 +208,8 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        hidden_PE, weight_VE, bias_V, order_N, places_N, targets_N, entropy_P, total_P, *kept = (
-            saved
-        )
+        hidden_PE, weight_VE, bias_V, order_N, places_N, targets_N, *rest = ctx.saved_tensors
+        entropy_P, total_P, *kept = rest
         step, bounds, scale, cap, temperature, by = ctx.layout
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grads_N = grad_logprobs_N[order_N]
@@ -255,11 +250,6 @@ class _Scores(torch.autograd.Function):
         weight = None if grad_weight_VE is None else grad_weight_VE.to(weight_VE.dtype)
         bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
         return grad_hidden_PE, weight, bias, None, None, None, None, None
-
-
-def _kernels(weight_VE: Tensor, cap: float | None) -> Kernels | None:
-    """Returns the kernels that compute the softmax in one pass, or None."""
-    return kernels(weight_VE.dtype) if weight_VE.device.type == "cpu" and cap is None else None
 
 
 def _softmax_back(p_CV: Tensor, entropy_C: Tensor, share_C: Tensor, heat_C: Tensor) -> Tensor:

@@ -69,15 +69,8 @@ def _build(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
                 return path
             with atomic_file(path) as temporary:
                 temporary.touch()  # OSError where the folder is not writable
-                command = [
-                    compiler,
-                    *flags,
-                    f"-I{HEADER.parent}",
-                    str(source),
-                    "-o",
-                    str(temporary),
-                    "-lm",
-                ]
+                paths = [f"-I{HEADER.parent}", str(source), "-o", str(temporary)]
+                command = [compiler, *flags, *paths, "-lm"]
                 subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
         except OSError as error:  # e.g. not writable
             logger.debug("no kernels in %s: %s", folder, error)
@@ -93,7 +86,8 @@ def _folders() -> list[Path]:
         cache = Path(base) if base else Path.home() / ".cache"
     except RuntimeError:  # no home folder
         return [Path(tempfile.mkdtemp(prefix="ludus-"))]
-    return [cache / "ludus" / "native", Path(tempfile.gettempdir()) / f"ludus-native-{_user()}"]
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    return [cache / "ludus" / "native", Path(tempfile.gettempdir()) / f"ludus-native-{user}"]
 
 
 def _is_ours(folder: Path) -> bool:
@@ -101,10 +95,6 @@ def _is_ours(folder: Path) -> bool:
     status = folder.stat()
     owned = not hasattr(os, "getuid") or status.st_uid == os.getuid()
     return owned and not status.st_mode & 0o022
-
-
-def _user() -> str:
-    return str(os.getuid()) if hasattr(os, "getuid") else "user"
 
 
 def _processor() -> str:

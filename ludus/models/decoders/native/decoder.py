@@ -128,11 +128,7 @@ class NativeDecoder:
         if len(self._logits) < rows or self._logits.dim() == 1:
             self._logits = torch.empty(rows, width)
         lib.ludus_forward(
-            model,
-            ctypes.byref(native),
-            self._scratch.data_ptr(),
-            self._logits.data_ptr(),
-            threads,
+            model, ctypes.byref(native), self._scratch.data_ptr(), self._logits.data_ptr(), threads
         )
         return self._logits[:rows, : self._llama.vocab]
 
