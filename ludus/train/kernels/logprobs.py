@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ludus.train.kernels.bindings import kernels
+from ludus.train.kernels.bindings import Kernels, kernels
 
 CHUNK = 1 << 20
 """Logits of a chunk on a CPU: 4 MB in float32, about the size of a core's cache."""
@@ -177,8 +177,7 @@ class _Scores(torch.autograd.Function):
         entropy_P = torch.empty_like(total_P)
         kept: list[Tensor] = []
         needs_gradient = any(ctx.needs_input_grad)
-        # The kernels compute the softmax in one pass.
-        by = kernels(weight_VE.dtype) if weight_VE.device.type == "cpu" and cap is None else None
+        by = _kernels(weight_VE, cap)
         for number, start in enumerate(starts):
             chunk = slice(start, start + step)
             mine = slice(bounds[number], bounds[number + 1])
@@ -250,6 +249,11 @@ class _Scores(torch.autograd.Function):
         weight = None if grad_weight_VE is None else grad_weight_VE.to(weight_VE.dtype)
         bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
         return grad_hidden_PE, weight, bias, None, None, None, None, None
+
+
+def _kernels(weight_VE: Tensor, cap: float | None) -> Kernels | None:
+    """Returns the kernels that compute the softmax in one pass, or None."""
+    return kernels(weight_VE.dtype) if weight_VE.device.type == "cpu" and cap is None else None
 
 
 def _softmax_back(p_CV: Tensor, entropy_C: Tensor, share_C: Tensor, heat_C: Tensor) -> Tensor:
