@@ -160,9 +160,7 @@ class _Raw:
 
 
 def _read(source: Source) -> _Raw:
-    if isinstance(source, RunConfig):
-        return _Raw("config", source)
-    if isinstance(source, Mapping):
+    if isinstance(source, RunConfig | Mapping):
         return _Raw("config", source)
     if callable(source):
         name = f"{source.__module__}:{getattr(source, '__qualname__', type(source).__name__)}"

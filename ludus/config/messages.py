@@ -88,7 +88,11 @@ class Type:
     def child(self, key: str | int) -> Type | None:
         """The type of an entry; None where no entry of that name is allowed."""
         for branch in self.branches():
-            model, origin, args = branch.model(), get_origin(branch.annotation), branch._args()
+            model, origin, args = (
+                branch.model(),
+                get_origin(branch.annotation),
+                get_args(branch.annotation),
+            )
             if model is not None and key in model.model_fields:
                 return Type.of(model.model_fields[str(key)])
             if origin is list and isinstance(key, int):
@@ -100,16 +104,13 @@ class Type:
                 return Type(args[1])
         return None
 
-    def _args(self) -> tuple[Any, ...]:
-        return get_args(self.annotation)
-
     def words(self) -> str:
         """The type in words: "a whole number >= 1, or null"."""
         parts = [branch._words() for branch in self.branches()]
         return ", or ".join([*parts, *(["null"] if self.nullable else [])])
 
     def _words(self) -> str:
-        kind, origin, args = self.annotation, get_origin(self.annotation), self._args()
+        kind, origin, args = self.annotation, get_origin(self.annotation), get_args(self.annotation)
         if origin is Literal:
             shown = ", ".join(show(choice, bare=True) for choice in args)
             return shown if len(args) == 1 else f"one of {shown}"
@@ -140,7 +141,7 @@ class Type:
             choice
             for branch in self.branches()
             if get_origin(branch.annotation) is Literal
-            for choice in branch._args()
+            for choice in get_args(branch.annotation)
             if isinstance(choice, str)
         ]
 
@@ -186,9 +187,9 @@ def explain(
     lines: dict[tuple[PathKey, str], None] = {}
     for path, items in errors.items():
         # One branch of a union failed inside the value: the other branches do not apply.
-        if any(other[: len(path)] == path and other != path for other in errors) and _in_union(
-            model, path
-        ):
+        fails_inside = any(other[: len(path)] == path and other != path for other in errors)
+        at = type_at(model, path)
+        if fails_inside and at is not None and len(at.branches()) > 1:
             continue
         for item in items:
             lines[path, _line(item, path, model, place, noun)] = None
@@ -215,11 +216,6 @@ def type_at(model: type[BaseModel], path: PathKey) -> Type | None:
     for part in path:
         at = at.child(part) if at else None
     return at
-
-
-def _in_union(model: type[BaseModel], path: PathKey) -> bool:
-    at = type_at(model, path)
-    return at is not None and len(at.branches()) > 1
 
 
 def _line(item: ErrorDetails, path: PathKey, model: type[BaseModel], place: str, noun: str) -> str:

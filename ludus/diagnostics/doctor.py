@@ -100,9 +100,8 @@ def check_python() -> Check:
     try:
         required = metadata(DISTRIBUTION)["Requires-Python"] or ""
     except PackageNotFoundError:
-        return Check(
-            "python", False, f"{current}; {DISTRIBUTION} is not installed", "pip install -e ."
-        )
+        detail = f"{current}; {DISTRIBUTION} is not installed"
+        return Check("python", False, detail, "pip install -e .")
     ok = SpecifierSet(required).contains(current, prereleases=True)
     fix = "" if ok else f"use Python {required}"
     return Check("python", ok, f"{current} ({platform.platform()})", fix, essential=True)
@@ -297,12 +296,8 @@ def check_threads(package: str) -> Check:
     policy, early = probed.result["policy"], probed.result["early"]
     if policy.upper() != "PASSIVE":
         return Check(name, False, f"{policy}: idle threads spin", f"export {name}=PASSIVE")
-    detail = (
-        "PASSIVE, set before torch is loaded"
-        if early
-        else "PASSIVE, but set after torch was loaded"
-    )
-    return Check(name, early, detail, "" if early else f"export {name}=PASSIVE")
+    when = "set before torch is loaded" if early else "but set after torch was loaded"
+    return Check(name, early, f"PASSIVE, {when}", "" if early else f"export {name}=PASSIVE")
 
 
 def check_transformers(package: str) -> Check:

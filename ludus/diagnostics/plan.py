@@ -93,12 +93,9 @@ def plan(
     shape = shape_of(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape)
-    if config.model.lora is not None:
-        trained = _adapters(model, config.model.lora.rank)
-    else:
-        trained = sum(p.numel() for p in model.parameters())
-    estimate = _Estimate(config, on, shape, Shape.of(model), fill, efficiency, env_step_s)
     num = sum(p.numel() for p in model.parameters())
+    trained = _adapters(model, config.model.lora.rank) if config.model.lora else num
+    estimate = _Estimate(config, on, shape, Shape.of(model), fill, efficiency, env_step_s)
     seconds = estimate.seconds()
     return Plan(on, num, estimate.memory(num, trained), seconds, estimate.tokens)
 
@@ -163,7 +160,7 @@ class _Estimate:
         """KV-cache bytes of a token."""
         _, kv_heads, size = self._heads()
         item = 2 if self._bfloat16 else self.item
-        return int(self.shape.get_text_config().num_hidden_layers * 2 * kv_heads * size * item)
+        return self._layers * 2 * kv_heads * size * item
 
     def memory(self, parameters: int, trained: int) -> dict[str, float]:
         """Returns bytes by part."""
@@ -216,11 +213,12 @@ class _Estimate:
             for steps, turns in _phases(config):
                 now = self._episode(turns)
                 number = config.rl.groups_per_step * config.rl.group_size
+                waves = max(number / config.rollout.concurrency, 1.0)
                 sampling += steps * self._sampling(number, now)
                 training += config.rl.epochs * self._training(
                     steps * number, now.length, config.rl.tokens_per_batch
                 )
-                waiting += steps * now.turns * self.env_step_s * self._waves(number)
+                waiting += steps * now.turns * self.env_step_s * waves
             parts |= {"rl: sampling": sampling, "rl: training": training}
             if waiting:
                 parts["rl: environment"] = waiting
@@ -235,9 +233,6 @@ class _Estimate:
         turns = sum(share * number for share, number in parts)
         sampled = sum(share * min(number * tokens, context) for share, number in parts)
         return Episodes(self.fill * context, self.fill * sampled, max(self.fill * turns, 1.0))
-
-    def _waves(self, episodes: int) -> float:
-        return max(episodes / self.config.rollout.concurrency, 1.0)
 
     def _sampling(self, episodes: int, one: Episodes) -> float:
         """Returns seconds of prefill (prompts and observations) and of decoding the turns."""
@@ -295,10 +290,7 @@ def _turns(config: RunConfig, limit: int | dict[str, int] | None) -> list[tuple[
     parts = READERS.check(config.tasks.train, "tasks.train").get("parts", {})
     ratios = {name: part.ratio for name, part in parts.items() if name in members}
     limits, total = limit or {}, sum(ratios.values())
-    return [
-        (ratio / total, limits.get(name) or members[name].max_turns)
-        for name, ratio in ratios.items()
-    ]
+    return [(r / total, limits.get(n) or members[n].max_turns) for n, r in ratios.items()]
 
 
 def lines(config: RunConfig, plan: Plan) -> list[str]:
@@ -330,14 +322,9 @@ def lines(config: RunConfig, plan: Plan) -> list[str]:
     if budget.max_tokens is not None and plan.tokens > budget.max_tokens:
         text.append(f"more than budget.max_tokens, {budget.max_tokens:,}: the run may stop there")
     if not plan.fits:
-        text += ["", f"out of memory: {_remedy(plan)}"]
+        largest = max(plan.memory, key=lambda part: plan.memory[part])
+        text += ["", f"out of memory: the largest part is {largest}: {REMEDIES[largest]}"]
     return text
-
-
-def _remedy(plan: Plan) -> str:
-    """Returns the settings that reduce the largest part of the memory."""
-    largest = max(plan.memory, key=lambda part: plan.memory[part])
-    return f"the largest part is {largest}: {REMEDIES[largest]}"
 
 
 def _size(count: float) -> str:

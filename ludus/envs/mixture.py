@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -36,8 +36,6 @@ class Mixture(Env):
 
     Errors: ConfigError for an unknown environment or wrong arguments.
     """
-
-    score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
 
     def __init__(
         self,

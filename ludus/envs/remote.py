@@ -128,18 +128,12 @@ class RemoteEnv(Env):
                     raise EnvError(f"{self.url} refuses the token: set LUDUS_TOKEN") from error
                 raise _Gone(f"{self.url} answers {error.response.status_code}") from error
             except (OSError, TimeoutError, WebSocketException) as error:
-                raise _Gone(
-                    f"no environment service answers at {self.url} ({_reason(error)}): "
-                    "start it with `ludus serve env`"
-                ) from error
+                raise _Gone(self._no_answer(error)) from error
         if self._session is None:
-            answer = await self._call("create", session=None, env=await self._env_name())
+            if self._name is None:
+                self._name = await asyncio.to_thread(self._only_env)
+            answer = await self._call("create", session=None, env=self._name)
             self._session = answer["session"]
-
-    async def _env_name(self) -> str:
-        if self._name is None:
-            self._name = await asyncio.to_thread(self._only_env)
-        return self._name
 
     async def _call(self, op: str, **arguments: Any) -> Any:
         """Returns the result of a call. Errors: _Gone, and the error that the service reports."""
@@ -245,14 +239,15 @@ class RemoteEnv(Env):
             )
             answer = response.json()
         except (httpx.HTTPError, ValueError) as error:
-            raise EnvError(
-                f"no environment service answers at {self.url} ({_reason(error)}): "
-                "start it with `ludus serve env`"
-            ) from error
+            raise EnvError(self._no_answer(error)) from error
         if response.status_code == 200:
             return answer
         kind = _NotFound if response.status_code == 404 else EnvError
         raise kind(f"{self.url}: {answer['error']['message']}")
+
+    def _no_answer(self, error: Exception) -> str:
+        problem = f"no environment service answers at {self.url} ({_reason(error)})"
+        return f"{problem}: start it with `ludus serve env`"
 
     @classmethod
     def check_tier(cls, tier: str) -> None:

@@ -34,7 +34,6 @@ class Spent:
         return Spent(self.seconds + other.seconds, self.tokens + other.tokens)
 
     def times(self, factor: float) -> Spent:
-        """Returns both amounts multiplied by `factor`."""
         return Spent(self.seconds * factor, self.tokens * factor)
 
 
@@ -94,7 +93,6 @@ class Budget:
         return metrics
 
     def keep(self) -> None:
-        """Save the count."""
         atomic_write(self._path, json.dumps(asdict(self.spent)), flush=False)
 
     def exceeded(self) -> str | None:
@@ -103,12 +101,9 @@ class Budget:
         then = now + self._next()
         cost_then, cost_now = self.cost(then), self.cost(now)
         unit = settings.currency
-        if (
-            settings.max_cost is not None
-            and cost_then is not None
-            and cost_then > settings.max_cost
-        ):
-            return f"budget.max_cost: {cost_now:.2f} of {settings.max_cost:g} {unit} are spent"
+        max_cost = settings.max_cost
+        if max_cost is not None and cost_then is not None and cost_then > max_cost:
+            return f"budget.max_cost: {cost_now:.2f} of {max_cost:g} {unit} are spent"
         if settings.max_hours is not None and then.seconds > settings.max_hours * 3600:
             hours = now.seconds / 3600
             return f"budget.max_hours: {hours:.2f} of {settings.max_hours:g} hours are spent"
@@ -133,7 +128,6 @@ class Timings:
         return sum(self.seconds.values())
 
     def add(self, part: str, seconds: float) -> None:
-        """Add seconds to a part."""
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds
 
     @contextmanager
@@ -146,7 +140,6 @@ class Timings:
             self.add(part, time.perf_counter() - started)
 
     def restore(self, seconds: Mapping[str, float]) -> None:
-        """Continue from saved timings."""
         self.seconds = dict(seconds)
 
 

@@ -47,9 +47,8 @@ def read_conversations(
         return conversations, []
     if is_agentgym(config.sft.data):
         return _read_agenttraj(config.sft.data, config.tasks.on_bad_line, system_prompt)
-    lines = read_json(
-        config.sft.data, "messages", answer=None, on_bad_line=config.tasks.on_bad_line
-    )
+    on_bad_line = config.tasks.on_bad_line
+    lines = read_json(config.sft.data, "messages", answer=None, on_bad_line=on_bad_line)
     if not lines:
         raise DataError(f"sft.data: {config.sft.data} holds no conversation")
     conversations = [

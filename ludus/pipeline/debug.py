@@ -62,9 +62,8 @@ def debug(config: RunConfig, num_tasks: int = 1, console: Console | None = None)
 def _debug(config: RunConfig, num_tasks: int, console: Console) -> None:
     check(config)
     splits = read_splits(config)
-    conversations, _ = read_conversations(
-        config, _demonstrations(config, splits.train), splits.train
-    )
+    demonstrations = _demonstrations(config, splits.train)
+    conversations, _ = read_conversations(config, demonstrations, splits.train)
     messages = [message for item in conversations for message in item.messages]
     tokenizer = make_tokenizer(config, splits.train, messages)
     if config.sft:

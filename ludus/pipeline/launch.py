@@ -295,8 +295,5 @@ def report_again(run: str, runs_dir: str, store: str | None) -> Path:
     folder = find_run(runs_dir, run)
     config = load_config(folder.config)
     url = store or config.store
-    with (
-        RunStore.open(url, folder.path.parent, read_only=True) as opened,
-        disk_faults(folder),
-    ):
+    with RunStore.open(url, folder.path.parent, read_only=True) as opened, disk_faults(folder):
         return report(folder, opened)

@@ -62,7 +62,6 @@ class Display:
         self._task: TaskID | None = None
 
     def stage(self, name: str, total: int, start: int = 0) -> None:
-        """Start a bar for the stage."""
         self._name, self._total, self._start = name, total, start
         self._done, self._episodes = start, 0
         self._started = time.monotonic()
@@ -77,24 +76,20 @@ class Display:
             self._print_line(f"{name}: {total} steps" + (f", from step {start}" if start else ""))
 
     def tick(self) -> None:
-        """Advance by one step."""
         self._advance(self._done + 1, "")
 
     def episode(self, trajectory: Trajectory) -> None:
-        """Count an episode of the current step."""
         self._episodes += 1
         if self._bar is not None and self._task is not None and self._episodes % 16 == 0:
             self._bar.update(self._task, left=f"[dim]{self._episodes} episodes in this step")
 
     def step(self, stage: str, step: int, metrics: dict[str, float]) -> None:
-        """Show the step's metrics."""
         self._episodes = 0
         wide = not self.console.is_terminal or self.console.width >= WIDE
         split = time_split(metrics) if wide else ""
         self._advance(step + 1, f"{summary(stage, metrics)}  {split}".rstrip())
 
     def note(self, text: str) -> None:
-        """Print a line above the bars."""
         self._print(text)
 
     def close(self) -> None:

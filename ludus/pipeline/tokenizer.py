@@ -124,14 +124,10 @@ def make_renderers(config: RunConfig, tokenizer: Any) -> dict[str, Renderer]:
     """
     if config.rollout.format != "tools" or config.env is None:
         return {}
+    model, members = config.model, ENVS.build(config.env, "env").members()
     return {
-        name: Renderer(
-            tokenizer,
-            config.model.chat_template,
-            _require_tools(member, name),
-            config.model.thinking,
-        )
-        for name, member in ENVS.build(config.env, "env").members().items()
+        name: Renderer(tokenizer, model.chat_template, _require_tools(member, name), model.thinking)
+        for name, member in members.items()
     }
 
 

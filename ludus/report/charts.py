@@ -46,11 +46,7 @@ CURVES = (
     ),
     Curve("Reward of training episodes", "rl", "rollout/reward"),
     Curve(
-        "Groups with differing rewards",
-        "rl",
-        "rollout/groups_with_signal",
-        "%",
-        limits=(0.0, 1.0),
+        "Groups with differing rewards", "rl", "rollout/groups_with_signal", "%", limits=(0.0, 1.0)
     ),
     Curve("SFT loss", "sft", "train/loss"),
 )
@@ -109,15 +105,17 @@ def make_chart(records: Sequence[Record], curve: Curve) -> Chart | None:
     series = _series(records, curve.stage, curve.metric)
     if len(series.value) < 2:
         return None
-    window = smoothing_window(len(series.value))
+    count = len(series.value)
+    window = 2 * max(1, min(count // 20, 12)) + 1 if count >= 8 else 1  # about a tenth, odd
     mean, spread = smooth(series.value, window)
     held_out = _dots(records, curve, series)
     chosen = thinned(len(mean), MAX_POINTS)
-    plots = []
     axes: tuple[Axis, ...] = ("step", "episodes", "time")
-    for axis in axes:
-        if len(set(series.over(axis))) > 1:
-            plots.append(_plot(axis, curve, series, mean, spread, held_out, chosen))
+    plots = [
+        _plot(axis, curve, series, mean, spread, held_out, chosen)
+        for axis in axes
+        if len(set(series.over(axis))) > 1
+    ]
     labels = []
     for i in chosen:
         where = [f"step {series.step[i]:,.0f}"]
@@ -155,11 +153,6 @@ def smooth(values: Sequence[float], window: int) -> tuple[list[float], list[floa
         means.append(mean)
         spreads.append(math.sqrt(math.fsum((v - mean) ** 2 for v in near) / len(near)))
     return means, spreads
-
-
-def smoothing_window(count: int) -> int:
-    """Returns an odd window of about a tenth of the points."""
-    return 2 * max(1, min(count // 20, 12)) + 1 if count >= 8 else 1
 
 
 def thinned(count: int, most: int) -> list[int]:
@@ -256,13 +249,11 @@ def _plot(
         x_label = "training episodes"
     every_x = [*x, *dots.over(axis)]
     x_low, x_high = min(every_x) / divisor, max(every_x) / divisor
+    lowest, highest = curve.limits or (-math.inf, math.inf)
     lower, upper = (
-        [m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1.0, 1.0)
+        [min(max(m + sign * s, lowest), highest) for m, s in zip(mean, spread, strict=True)]
+        for sign in (-1.0, 1.0)
     )
-    if curve.limits:
-        lower, upper = (
-            [min(max(v, curve.limits[0]), curve.limits[1]) for v in w] for w in (lower, upper)
-        )
     every_y = [*series.value, *lower, *upper, *dots.value, *(curve.limits or ())]
     y_ticks = nice_ticks(min(every_y), max(every_y), 5)
     x_ticks = [t for t in nice_ticks(x_low, x_high, 6) if x_low - 1e-9 <= t <= x_high + 1e-9]

@@ -27,6 +27,9 @@ def report(folder: RunFolder, store: RunStore) -> Path:
     row = store.run(folder.id)
     evaluations = read_evaluations(folder)
     ends = [evaluations[name] for name in ("before RL", "after RL") if name in evaluations]
+    timings = folder.path / "timings.json"
+    # By reason, without details of single episodes.
+    dropped = Counter(row.reason.split(":")[0] for row in store.dropped(folder.id))
     data = ReportData(
         name=folder.id,
         status=str(row.status) if row.error else "completed",
@@ -38,8 +41,8 @@ def report(folder: RunFolder, store: RunStore) -> Path:
         settings=_settings(config),
         config=folder.config.read_text(encoding="utf-8"),
         versions={name: str(value) for name, value in row.versions.items()},
-        timings=_timings(folder),
-        dropped=_dropped(store, folder.id),
+        timings=json.loads(timings.read_text(encoding="utf-8")) if timings.exists() else {},
+        dropped=dict(dropped.most_common()),
     )
     return write_report(folder.report, data)
 
@@ -104,7 +107,6 @@ def _rollouts(folder: RunFolder, store: RunStore) -> list[Rollout]:
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """Returns the most important settings."""
     settings: dict[str, Any] = {"seed": config.seed}
     if config.env:
         settings["environment"] = config.env.name
@@ -116,13 +118,3 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         settings["RL"] = f"{config.rl.steps} steps of {episodes}"
         settings["learning rate"] = f"{config.rl.optimizer.lr:g}"
     return settings
-
-
-def _timings(folder: RunFolder) -> dict[str, float]:
-    path = folder.path / "timings.json"
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
-
-
-def _dropped(store: RunStore, run_id: str) -> dict[str, int]:
-    """Returns the number of drops by reason, without details of single episodes."""
-    return dict(Counter(row.reason.split(":")[0] for row in store.dropped(run_id)).most_common())

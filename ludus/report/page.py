@@ -102,13 +102,14 @@ def render(data: ReportData) -> str:
     stacked = [make_stacked(data.records, stage) for stage in ("rl", "sft")]
     drawn = [charts.make_chart(data.records, curve) for curve in data.curves]
     curves = [chart for chart in drawn if chart is not None]
+    axes = {plot.axis for chart in curves for plot in chart.plots}
     return environment.get_template("page.html").render(
         data=data,
         outcome=data.outcome or headline(data),
         figures=key_figures(data),
         compared=_compared(data),
         charts=curves,
-        axes=[a for a in ("step", "episodes", "time") if _has_axis(curves, a)],
+        axes=[axis for axis in ("step", "episodes", "time") if axis in axes],
         size={
             "width": charts.WIDTH,
             "height": charts.HEIGHT,
@@ -156,15 +157,9 @@ def key_figures(data: ReportData) -> list[tuple[str, str, str]]:
         d = data.comparison.success
         p = "p\u00a0<\u00a00.001" if d.p_value < 0.001 else f"p\u00a0=\u00a0{d.p_value:.3f}"
         figures.append(("Difference", _points(d), f"{d.test}, {p}"))
-    episodes = sum(
-        record.get("rollout/episodes") or 0 for record in data.records if record["stage"] == "rl"
-    )
-    if episodes:
-        tokens = sum(
-            record.get("rollout/sampled_tokens") or 0
-            for record in data.records
-            if record["stage"] == "rl"
-        )
+    records = [record for record in data.records if record["stage"] == "rl"]
+    if episodes := sum(record.get("rollout/episodes") or 0 for record in records):
+        tokens = sum(record.get("rollout/sampled_tokens") or 0 for record in records)
         remark = f"{tokens:,.0f} tokens sampled" if tokens else ""
         figures.append(("Training episodes", f"{episodes:,.0f}", remark))
     if data.timings:
@@ -233,12 +228,10 @@ def _segment(index: int, segment: Segment, text: str | Sequence[str]) -> Segment
         if left > 0:
             tokens.append((piece[:left], None if logprob is None else math.exp(min(logprob, 0.0))))
         left -= len(piece)
-    role = (
-        segment.message.role if segment.message else ("assistant" if segment.sampled else "given")
-    )
+    author = "assistant" if segment.sampled else "given"
     return SegmentView(
         index=index,
-        role=role,
+        role=segment.message.role if segment.message else author,
         sampled=segment.sampled,
         branch_of=None if segment.parent == index - 1 else segment.parent,
         tokens=tokens,
@@ -246,10 +239,6 @@ def _segment(index: int, segment: Segment, text: str | Sequence[str]) -> Segment
         num_cut=max(0, -left),
         version=segment.policy_version,
     )
-
-
-def _has_axis(curves: Sequence[charts.Chart], axis: str) -> bool:
-    return any(plot.axis == axis for chart in curves for plot in chart.plots)
 
 
 def _share(value: float) -> str:
@@ -267,8 +256,6 @@ def _points(d: Difference) -> str:
 
 
 def _range(d: Difference) -> str:
-    return (
-        "unknown"
-        if d.low is None or d.high is None
-        else f"{100 * d.low:+.1f} to {100 * d.high:+.1f}"
-    )
+    if d.low is None or d.high is None:
+        return "unknown"
+    return f"{100 * d.low:+.1f} to {100 * d.high:+.1f}"

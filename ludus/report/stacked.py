@@ -64,33 +64,16 @@ def make_stacked(records: Sequence[Record], stage: str) -> Stacked | None:
     scale, unit = (1e3, "milliseconds") if highest < 0.5 else (1.0, "seconds")
     y_ticks = charts.nice_ticks(0, highest * scale, 4)
     seconds = sum(r["time/wall_s"] for r in rows)
-    first, last = rows[0]["step"], rows[-1]["step"]
     parts, below = [], [0.0] * len(columns)
     for number, part in enumerate(present):
         above = [low + column[number] for low, column in zip(below, columns, strict=True)]
         total = sum(r.get(f"time/{part}_s") or 0.0 for r in rows)
-        top = y_ticks[-1] / scale
-        parts.append(
-            Part(
-                NAMES[part],
-                number,
-                _area(below, above, top),
-                total,
-                total / seconds,
-                total / len(rows),
-            )
-        )
+        area = _area(below, above, y_ticks[-1] / scale)
+        parts.append(Part(NAMES[part], number, area, total, total / seconds, total / len(rows)))
         below = above
-    return Stacked(
-        stage,
-        len(rows),
-        parts,
-        seconds,
-        _x_ticks(first, last),
-        [(_y(tick, y_ticks[-1]), charts.show(tick)) for tick in y_ticks],
-        unit,
-        _facts(rows),
-    )
+    x = _x_ticks(rows[0]["step"], rows[-1]["step"])
+    y = [(_y(tick, y_ticks[-1]), charts.show(tick)) for tick in y_ticks]
+    return Stacked(stage, len(rows), parts, seconds, x, y, unit, _facts(rows))
 
 
 def _columns(rows: Sequence[Record], parts: Sequence[str]) -> list[list[float]]:

@@ -105,7 +105,10 @@ def setup_logging(run_dir: Path | None = None, console: Console | None = None) -
     logging.getLogger("ludus").setLevel(min(logging.getLevelName(level), logging.INFO))
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    _silence_transformers()
+    # transformers has its own log handler, with its own verbosity setting.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if loaded := sys.modules.get("transformers.utils.logging"):
+        loaded.set_verbosity_error()
 
 
 def shutdown_logging() -> None:
@@ -188,14 +191,6 @@ class _RunLog(logging.FileHandler):
     def close(self) -> None:
         with suppress(OSError):  # closing flushes the buffer; the disk may be full
             super().close()
-
-
-def _silence_transformers() -> None:
-    """Silence transformers, whose own log handler has its own verbosity setting."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    loaded = sys.modules.get("transformers.utils.logging")
-    if loaded is not None:
-        loaded.set_verbosity_error()
 
 
 class JsonFormatter(logging.Formatter):

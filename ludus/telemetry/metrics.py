@@ -98,7 +98,6 @@ class MetricsLog:
         return [line for _, line in _lines(Path(path))]
 
     def close(self) -> None:
-        """Close the file and the sinks."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -63,27 +63,21 @@ class Listener:
         self._display = display
 
     def stage(self, name: str, total: int, start: int = 0) -> None:
-        """Forward."""
         self._display.stage(name, total, start)
 
     def step(self, stage: str, step: int, metrics: dict[str, float]) -> None:
-        """Forward."""
         self._display.step(stage, step, metrics)
 
     def tick(self) -> None:
-        """Forward."""
         self._display.tick()
 
     def episode(self, trajectory: Trajectory) -> None:
-        """Forward."""
         self._display.episode(trajectory)
 
     def note(self, text: str) -> None:
-        """Forward."""
         self._display.note(text)
 
     def close(self) -> None:
-        """Forward."""
         self._display.close()
 
 
@@ -93,7 +87,6 @@ class VerifiedCounter(Listener):
     num_tokens = num_episodes = 0
 
     def step(self, stage: str, step: int, metrics: dict[str, float]) -> None:
-        """Count the step's tokens."""
         super().step(stage, step, metrics)
         if stage == "rl":
             self.num_tokens += int(metrics["rollout/verified_tokens"])
@@ -121,14 +114,12 @@ class Profiler(Listener):
         self._sampler: StackSampler | None = None
 
     def stage(self, name: str, total: int, start: int = 0) -> None:
-        """Start sampling when the stage starts."""
         super().stage(name, total, start)
         if name == self._stage:
             self._sampler = start_sampling()
             self.how = self._sampler.how
 
     def step(self, stage: str, step: int, metrics: dict[str, float]) -> None:
-        """Add the step's time by part."""
         super().step(stage, step, metrics)
         if stage == self._stage:
             self.num_steps += 1
@@ -136,7 +127,6 @@ class Profiler(Listener):
                 self.seconds[part] += metrics[f"time/{part}_s"]
 
     def close(self) -> None:
-        """Stop sampling."""
         super().close()
         if self._sampler is not None:
             self.stacks += self._sampler.stop()

@@ -32,7 +32,7 @@ WAITING = re.compile(r"\b(threading|queue|selectors|_base|thread)\.py\b|^WorkerT
 
 
 class StackSampler(Protocol):
-    """Samples until `stop`. `how` describes the method."""
+    """Samples until `stop`, which returns the stacks. `how` describes the method."""
 
     how: str
 
@@ -55,9 +55,8 @@ class PySpy:
     @classmethod
     def start(cls) -> PySpy | None:
         """Start py-spy; returns None where it is not installed or not permitted."""
-        program = shutil.which("py-spy") or shutil.which(
-            "py-spy", path=str(Path(sys.executable).parent)
-        )
+        beside_python = str(Path(sys.executable).parent)
+        program = shutil.which("py-spy") or shutil.which("py-spy", path=beside_python)
         if program is None:
             return None
         _allow_tracing()
@@ -81,7 +80,6 @@ class PySpy:
         return None
 
     def stop(self) -> Stacks:
-        """Stop and return the stacks."""
         self._process.send_signal(signal.SIGINT)
         self._process.communicate()
         text = self._out.read_text(encoding="utf-8") if self._out.exists() else ""
@@ -125,7 +123,6 @@ class ThreadSampler:
         self._thread.start()
 
     def stop(self) -> Stacks:
-        """Stop and return the stacks."""
         self._stop.set()
         self._thread.join()
         return busy_stacks(self._stacks)
@@ -144,9 +141,8 @@ class ThreadSampler:
         while frame is not None:
             code = frame.f_code
             if code not in self._names:
-                self._names[code] = (
-                    f"{getattr(code, 'co_qualname', code.co_name)} ({_short(code.co_filename)})"
-                )
+                name = getattr(code, "co_qualname", code.co_name)
+                self._names[code] = f"{name} ({_short(code.co_filename)})"
             stack.append(self._names[code])
             frame = frame.f_back
         return stack[::-1]

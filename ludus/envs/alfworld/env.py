@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -77,8 +77,6 @@ class ALFWorld(Env):
 
     agentgym: ClassVar[str | None] = "alfworld"
     blocking: ClassVar[bool] = True  # a game's first reset translates its PDDL
-    score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
-    success_at: ClassVar[float] = 1.0
     max_turns: ClassVar[int] = 30
 
     def __init__(
@@ -147,8 +145,9 @@ class ALFWorld(Env):
             self._expert.see(self._engine.facts(*SIGHT))
 
     def tools(self) -> Sequence[ToolSpec]:
+        schemas = {n: {"type": "string", "description": text} for n, text in WORDS.items()}
         return [
-            tool_spec(name, description, **_arguments(form))
+            tool_spec(name, description, **{n: schemas[n] for n in parameters_of(form)})
             for name, (form, description) in COMMANDS.items()
         ]
 
@@ -190,8 +189,3 @@ def command_of(text: str) -> str:
     """Convert `put X in/on Y`, used up to version 0.3, to the engine's `move X to Y`."""
     match = PUT.fullmatch(text)
     return f"move {match[1]} to {match[2]}" if match else text
-
-
-def _arguments(form: str) -> dict[str, dict[str, Any]]:
-    """The JSON schemas of a command's arguments."""
-    return {n: {"type": "string", "description": WORDS[n]} for n in parameters_of(form)}

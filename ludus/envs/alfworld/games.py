@@ -41,11 +41,6 @@ def data_folder() -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def cache_folder() -> Path:
-    """The cache folder of generated games, in $XDG_CACHE_HOME or ~/.cache."""
-    return cache_files.cache_root() / f"games-v{VERSION}"
-
-
 def tiers() -> list[str]:
     """The six task types on the training floor plans, then on the unseen ones."""
     return [*TASK_TYPES, *(f"unseen/{task_type}" for task_type in TASK_TYPES)]
@@ -155,7 +150,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _generated(task_type: str, split: Split, seed: int, room: str | None) -> dict[str, Any]:
     """The generated game, from the cache if it holds an undamaged file."""
-    path = cache_folder() / split / task_type / f"{f'{room}-' if room else ''}{seed}.json.gz"
+    folder = cache_files.cache_root() / f"games-v{VERSION}" / split / task_type
+    path = folder / f"{f'{room}-' if room else ''}{seed}.json.gz"
     cached = cache_files.read(path)
     if isinstance(cached, dict):
         return cached

@@ -72,9 +72,7 @@ class BabyAI(OneTool):
 
     agentgym: ClassVar[str | None] = "babyai"
     blocking: ClassVar[bool] = False  # a step takes microseconds, less than a thread switch
-    score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     success_at: ClassVar[float] = 1e-6
-    max_turns: ClassVar[int] = 20
 
     def __init__(
         self,

@@ -14,19 +14,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from minigrid.utils.baby_ai_bot import (
-    BabyAIBot,
-    DisappearedBoxError,
-    GoNextToSubgoal,
-    OpenSubgoal,
-)
+from minigrid.utils.baby_ai_bot import BabyAIBot, DisappearedBoxError, GoNextToSubgoal, OpenSubgoal
 
 from ludus.envs.babyai.world import Cell, cell_at, make_level, visible
 from ludus.envs.base import NoExpert
 
 MAX_PLANS = 500
 """Subgoals that the bot may add before an action; about 12 suffice where planning ends."""
-
 
 MAX_BOTS = 3
 """Fresh bots to try before the bot's action `done` is accepted."""

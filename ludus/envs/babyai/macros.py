@@ -18,7 +18,6 @@ LEFT, RIGHT, FORWARD, PICK_UP, TOGGLE = 0, 1, 2, 3, 5
 STEPS: tuple[Cell, ...] = ((1, 0), (0, 1), (-1, 0), (0, -1))
 """The step forward for each of minigrid's four directions; turning right adds one."""
 
-
 VERBS = {
     "toggle and go through ": "toggle and go through",
     "go through ": "go through",
@@ -139,10 +138,8 @@ class Macros:
                     state, action = came_from[state]
                     way.append(action)
                 return way[::-1]
-            options = [
-                (((x, y), (direction - 1) % 4), LEFT),
-                (((x, y), (direction + 1) % 4), RIGHT),
-            ]
+            turns = ((direction - 1, LEFT), (direction + 1, RIGHT))
+            options = [(((x, y), new % 4), action) for new, action in turns]
             if self._free(ahead):
                 options.append(((ahead, direction), FORWARD))
             for following, action in options:

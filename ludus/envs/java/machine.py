@@ -166,16 +166,14 @@ class Jvm:
         """Kill the process. May be called more than once."""
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        self.close_pipes()
         if gateway := getattr(self, "_gateway", None):
             gateway._gateway_client.is_connected = False  # no need to free objects in a dead JVM
             with suppress(Exception):
                 gateway.close()
 
-    def leave_to_parent(self) -> None:
-        """Close a forked child's copy of the pipe, so the JVM sees the end of its parent."""
+    def close_pipes(self) -> None:
+        """Close the pipes; a forked child closes its copies, so the JVM sees its parent's end."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -14,17 +14,22 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from py4j.protocol import Py4JError, Py4JJavaError
+from pydantic import Field
 
 from ludus.core.errors import EnvError
+from ludus.envs.base import Env, NoExpert
 from ludus.envs.java.machine import CALL_LIMIT_S, Engine, Jvm, Place
 
 T = TypeVar("T")
+
+NumJvms = Annotated[
+    int, Field(ge=1, le=64, description="JVMs of a process; one plays many episodes.")
+]
 
 SESSIONS_PER_JVM = 256
 """Maximum number of open episodes of a JVM; a world of ScienceWorld takes 0.6 MB of heap."""
@@ -178,18 +183,44 @@ def pool_of(engine: Engine, num_jvms: int, heap_mb: int) -> Pool:
     with _pools_lock:
         if key not in _pools:
             _pools[key] = Pool(*key)
-            _at_exit()
         return _pools[key]
 
 
-@cache
-def _at_exit() -> None:
-    atexit.register(_shut_down)
-
-
+@atexit.register
 def _shut_down() -> None:
     for pool in list(_pools.values()):
         pool.shutdown()
+
+
+class JvmEnv(Env):
+    """An environment whose episodes are sessions of a pool; `_taken` are the episode's actions."""
+
+    _pool: Pool
+    _session: Session | None = None
+    _taken: list[str]
+
+    def _open(self, load: Callable[[Session], T]) -> T:
+        """Open the episode's session and return `load(session)`; an error closes the session."""
+        session = self._pool.open()
+        try:
+            opening = load(session)
+        except BaseException:
+            session.close()
+            raise
+        self._session = session
+        return opening
+
+    async def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _next_of(self, path: Sequence[str]) -> str:
+        """The next action of a gold path. Errors: NoExpert after leaving that path."""
+        done = len(self._taken)
+        if list(path[:done]) != self._taken or done == len(path):
+            raise NoExpert(f"{self._pool.engine.name}: the episode has left the gold path")
+        return path[done]
 
 
 def _after_fork() -> None:
@@ -198,7 +229,7 @@ def _after_fork() -> None:
     _pools_lock = threading.Lock()
     for pool in _pools.values():
         for jvm in pool._jvms:
-            jvm.leave_to_parent()
+            jvm.close_pipes()
     _pools.clear()
 
 

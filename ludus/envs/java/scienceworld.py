@@ -37,9 +37,9 @@ from ludus.envs.actions import (
     printable,
     tool_spec,
 )
-from ludus.envs.base import Env, NoExpert
+from ludus.envs.base import NoExpert
 from ludus.envs.java.machine import Engine, find_java
-from ludus.envs.java.pool import Pool, Session, pool_of
+from ludus.envs.java.pool import JvmEnv, NumJvms, Pool, pool_of
 from ludus.envs.java.scienceworld_tasks import EASIEST_FIRST, KINDS, SPLITS, Split, agentgym_task
 
 ENGINE = Engine(
@@ -110,7 +110,7 @@ command a turn: {commands}, or a number, when asked which of several things you 
 capitals stand for what the observations name. To focus on the wrong thing loses."""
 
 
-class ScienceWorld(Env):
+class ScienceWorld(JvmEnv):
     """A task and variation of ScienceWorld, given by the task's data.
 
     Reward: the step's increase of the engine's score (0 to 100), divided by 100. Focusing on the
@@ -122,7 +122,6 @@ class ScienceWorld(Env):
     """
 
     agentgym: ClassVar[str | None] = "scienceworld"
-    score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     success_at: ClassVar[float] = 0.999  # the sum of hundredths, rounded
     max_turns: ClassVar[int] = 30
 
@@ -138,38 +137,27 @@ class ScienceWorld(Env):
         ] = "score",
         max_steps: MaxSteps = None,
         guide: Guide = False,
-        num_jvms: Annotated[
-            int, Field(ge=1, le=64, description="JVMs of a process; one plays many episodes.")
-        ] = 2,
+        num_jvms: NumJvms = 2,
         heap_mb: Annotated[
             int, Field(ge=128, description="Maximum size of a JVM's heap, in MiB.")
         ] = 512,
     ) -> None:
         names = (*SIMPLIFICATIONS, "easy")
         if wrong := [name for name in simplifications if name not in names]:
-            raise ConfigError(
-                f"{wrong[0]!r} is not a simplification of scienceworld"
-                f"{did_you_mean(wrong[0], names)}"
-            )
+            near = did_you_mean(wrong[0], names)
+            raise ConfigError(f"{wrong[0]!r} is not a simplification of scienceworld{near}")
         find_java("scienceworld")
         self.simplifications = ",".join(simplifications)
         self.reward, self.max_steps, self.guide = reward, max_steps, guide
         engine = replace(ENGINE, variant=self.simplifications)
         self._pool = pool_of(engine, num_jvms, heap_mb)
-        self._session: Session | None = None
 
     async def reset(self, task: Task) -> Observation:
         await self.close()
         self._kind, self._variation = _named(task)
-        self._taken: list[str] = []
+        self._taken = []
         self._total = 0
-        session = self._pool.open()
-        try:
-            description, look = session.run(self._load)
-        except BaseException:
-            session.close()
-            raise
-        self._session = session
+        description, look = self._open(lambda session: session.run(self._load))
         text = f"{description}\n\n{look}"
         if self.guide:
             commands = [_shown(tool.name) for tool in self.tools() if tool.name != "choose"]
@@ -222,11 +210,6 @@ class ScienceWorld(Env):
             },
         )
 
-    async def close(self) -> None:
-        if self._session is not None:
-            self._session.close()
-            self._session = None
-
     def tools(self) -> Sequence[ToolSpec]:
         teleports = _teleports(self.simplifications)
         return [_tool(name) for name in COMMANDS if name != "teleport_to" or teleports]
@@ -245,11 +228,7 @@ class ScienceWorld(Env):
         """
         if self._session is None:
             raise NoExpert("scienceworld: no episode is being played")
-        path = gold_path(self._pool, self._kind, self._variation)
-        done = len(self._taken)
-        if list(path[:done]) != self._taken or done == len(path):
-            raise NoExpert("scienceworld: the episode has left the gold path")
-        return path[done]
+        return self._next_of(gold_path(self._pool, self._kind, self._variation))
 
     @classmethod
     def tiers(cls) -> Sequence[str]:
@@ -392,7 +371,6 @@ def gold_path(pool: Pool, kind: str, variation: int) -> tuple[str, ...]:
     """The engine's solution in the words of COMMANDS, computed in a separate world; this takes
     seconds for some tasks. Errors: EnvError.
     """
-
     simplifications = pool.engine.variant
 
     def search(engine: Any) -> tuple[str, ...]:

@@ -27,12 +27,10 @@ from ludus.core.types import Message, Observation, StepResult, Task
 from ludus.envs.actions import Guide, MaxSteps, OneTool, act_tool, action_text, answer, printable
 from ludus.envs.base import NoExpert
 from ludus.envs.java.machine import Engine, find_java
-from ludus.envs.java.pool import Session, pool_of
+from ludus.envs.java.pool import JvmEnv, NumJvms, Session, pool_of
 
 ENGINE = Engine(
-    name="textworldexpress",
-    jar=JAR_PATH,
-    interface="textworldexpress.runtime.PythonInterface",
+    name="textworldexpress", jar=JAR_PATH, interface="textworldexpress.runtime.PythonInterface"
 )
 
 GAMES: dict[str, int] = {
@@ -63,14 +61,13 @@ class Game(NamedTuple):
     seed: int
 
 
-class TextWorldExpress(OneTool):
+class TextWorldExpress(JvmEnv, OneTool):
     """A game of TextWorldExpress; the task's data holds game, fold and seed.
 
     Reward: the step's increase of the game's score, which is 0 to 1. `StepResult.info` has
     `success`, `score`, `game` and `num_steps`.
     """
 
-    score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     success_at: ClassVar[float] = 0.999  # the sum of fractions, rounded
     max_turns: ClassVar[int] = 50
     tool = act_tool()
@@ -82,9 +79,7 @@ class TextWorldExpress(OneTool):
         ] = True,
         max_steps: MaxSteps = None,
         guide: Guide = False,
-        num_jvms: Annotated[
-            int, Field(ge=1, le=64, description="JVMs of a process; one plays many episodes.")
-        ] = 1,
+        num_jvms: NumJvms = 1,
         heap_mb: Annotated[
             int, Field(ge=64, description="Maximum size of a JVM's heap, in MiB.")
         ] = 256,
@@ -92,28 +87,23 @@ class TextWorldExpress(OneTool):
         find_java("textworldexpress")
         self.list_actions, self.max_steps, self.guide = list_actions, max_steps, guide
         self._pool = pool_of(ENGINE, num_jvms, heap_mb)
-        self._session: Session | None = None
 
     async def reset(self, task: Task) -> Observation:
         await self.close()
         self._game = _named(task)
-        self._taken: list[str] = []
+        self._taken = []
         self._score = 0.0
-        session = self._pool.open()
-        try:
-            session.seed(self._game.seed)  # the gold path is drawn from the engine's own generator
-            classes = session.jvm.classes
-            opening, self._gold = session.run(lambda engine: self._load(engine, classes))
-        except BaseException:
-            session.close()
-            raise
-        self._session = session
+        opening, self._gold = self._open(self._load)
         text = f"{GUIDE}\n\n{opening}" if self.guide else opening
         return Observation(
             messages=[Message(role="user", content=text)], info={"game": self._game.name}
         )
 
-    def _load(self, engine: Any, classes: Any) -> tuple[str, tuple[str, ...]]:
+    def _load(self, session: Session) -> tuple[str, tuple[str, ...]]:
+        session.seed(self._game.seed)  # the gold path is drawn from the engine's own generator
+        return session.run(lambda engine: self._generate(engine, session.jvm.classes))
+
+    def _generate(self, engine: Any, classes: Any) -> tuple[str, tuple[str, ...]]:
         """Generate the game. Returns its opening and its gold path."""
         game = self._game
         if game.name == "sorting":  # in the same call, so that no other game uses the copy
@@ -163,19 +153,11 @@ class TextWorldExpress(OneTool):
             },
         )
 
-    async def close(self) -> None:
-        if self._session is not None:
-            self._session.close()
-            self._session = None
-
     def expert_action(self) -> str:
         """The next action of the engine's gold path. Errors: NoExpert after leaving that path."""
         if self._session is None:
             raise NoExpert("textworldexpress: no episode is being played")
-        done = len(self._taken)
-        if list(self._gold[:done]) != self._taken or done == len(self._gold):
-            raise NoExpert("textworldexpress: the episode has left the gold path")
-        return self._gold[done]
+        return self._next_of(self._gold)
 
     @classmethod
     def tiers(cls) -> Sequence[str]:
@@ -208,9 +190,8 @@ def _renew_problem(classes: Any, game: Game) -> None:
     """Replace a sorting problem in the engine's list by a new copy: the items to sort belong to the
     problem, so concurrent games of a JVM would otherwise share them."""
     by_name = classes.java.lang.Class.forName
-    problems = (
-        by_name("textworldexpress.data.SortingProblemGenerator$").getField("MODULE$").get(None)
-    )
+    generator = by_name("textworldexpress.data.SortingProblemGenerator$")
+    problems = generator.getField("MODULE$").get(None)
     old = problems.getProblem(game.seed, game.fold).get()
     items = old.getClass().getDeclaredField("inputItems")
     items.setAccessible(True)

@@ -75,8 +75,6 @@ class WebShop(Env):
 
     agentgym: ClassVar[str | None] = "webshop"
     blocking: ClassVar[bool] = False  # a step takes less than a millisecond and cannot hang
-    score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
-    success_at: ClassVar[float] = 1.0
     max_turns: ClassVar[int] = 10
 
     def __init__(
@@ -173,7 +171,7 @@ class WebShop(Env):
         if parsed is None:
             remark = "no such action. use search[keywords] or click[text]. "
         elif parsed[1] == "search":
-            self._search(parsed[2])
+            self._page = Page("results", parsed[2], self._shop.search(parsed[2]))
         else:
             # Normalised like the action's text: lower case, single spaces.
             by_name = {" ".join(text.lower().split()): text for text in self._clickable()}
@@ -211,9 +209,6 @@ class WebShop(Env):
         text = self._goal.instruction if instruction else None
         products = self._shop.products
         return text_of_page(self._page, products, text, self.page_size, self._places)
-
-    def _search(self, keywords: str) -> None:
-        self._page = Page("results", keywords, self._shop.search(keywords))
 
     def _click(self, text: str) -> None:
         """Follow a link, choose an option, or press a button other than BUY."""

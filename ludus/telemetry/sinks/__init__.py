@@ -46,7 +46,7 @@ def build_sinks(config: RunConfig, run_dir: Path) -> list[Guarded]:
     for where, spec in places:
         sink = Guarded(f"{spec.name} ({where})")
         try:
-            sink.start(SINKS.build(spec, where, **context))
+            sink.sink = SINKS.build(spec, where, **context)
         except (ConfigError, MissingDependency):
             for started in sinks:
                 started.close()

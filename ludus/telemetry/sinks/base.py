@@ -28,27 +28,18 @@ class Guarded:
     """A sink that cannot stop the run: its first failure is logged and disables the sink.
 
     `num_lost` counts the steps missed since then. `error` is the failure; None while the sink
-    works.
+    works. `sink` is None before the start, and once disabled.
     """
 
-    def __init__(self, name: str, sink: Sink | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
         self.num_lost = 0
         self.error: str | None = None
-        self._sink = sink
-
-    def start(self, sink: Sink) -> None:
-        """Guard this sink."""
-        self._sink = sink
-
-    @property
-    def sink(self) -> Sink | None:
-        """The guarded sink; None once disabled."""
-        return self._sink
+        self.sink: Sink | None = None
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float], time: float) -> None:
         self._guard(lambda sink: sink.log(stage, step, metrics, time))
-        self.num_lost += self._sink is None
+        self.num_lost += self.sink is None
 
     def rewind(self, keep: Mapping[str, int]) -> None:
         self._guard(lambda sink: sink.rewind(keep))
@@ -58,7 +49,7 @@ class Guarded:
 
     def disable(self, error: Exception) -> None:
         """Disable the sink, with one log line."""
-        sink, self._sink = self._sink, None
+        sink, self.sink = self.sink, None
         self.error = f"{type(error).__name__}: {error}"
         log.warning("metrics sink failed and is disabled", sink=self.name, error=self.error)
         if sink is not None:
@@ -66,8 +57,8 @@ class Guarded:
                 sink.close()
 
     def _guard(self, action: Callable[[Sink], None]) -> None:
-        if self._sink is not None:
+        if self.sink is not None:
             try:
-                action(self._sink)
+                action(self.sink)
             except Exception as error:
                 self.disable(error)

@@ -32,7 +32,6 @@ class Prometheus:
         self.port: int = self._server.server_port
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float], time: float) -> None:
-        """Set the gauges of a stage."""
         for name, value in {"step": step, **metrics}.items():
             self._gauge(name).labels(run=self._run_name, stage=stage).set(value)
 

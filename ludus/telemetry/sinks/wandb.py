@@ -53,7 +53,6 @@ class Wandb:
         self._defined: set[str] = set()
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float], time: float) -> None:
-        """Log one step of a stage."""
         axis = f"{stage}/step"
         named = {f"{stage}/{name}": value for name, value in metrics.items()}
         for name in named.keys() - self._defined:
