@@ -42,6 +42,7 @@ class TensorBoard:
             self._write(stage, Event(wall_time=time.time(), step=step, session_log=start))
 
     def close(self) -> None:
+        """Close the files."""
         writers, self._writers = list(self._writers.values()), {}
         for writer in writers:
             writer.close()
@@ -57,7 +58,10 @@ class TensorBoard:
         folder = self.folder / stage
         folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
-        name = f"{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{next(_COUNTER):04d}"
-        writer = RecordWriter((folder / f"events.out.tfevents.{name}").open("ab"))
+        writer = RecordWriter((folder / self._name(now)).open("ab"))
         writer.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
         return writer
+
+    def _name(self, now: float) -> str:
+        host, process = socket.gethostname(), os.getpid()
+        return f"events.out.tfevents.{int(now):010d}.{host}.{process}.{next(_COUNTER):04d}"
