@@ -87,7 +87,7 @@ def generate_data(
     ],
     envs: Annotated[
         list[str],
-        typer.Argument(help="Environments, each followed by its arguments: NAME [key=value ...]"),
+        typer.Argument(help="Environments, each followed by its arguments: NAME key=value ..."),
     ],
     source: Annotated[str, typer.Option(help="expert, model, or mixed.")] = "expert",
     num_tasks: Annotated[int, typer.Option(min=1, help="Tasks per environment.")] = 100,

@@ -29,7 +29,7 @@ def _needs(extra: str, command: str) -> Iterator[None]:
 def serve_env(
     envs: Annotated[
         list[str],
-        typer.Argument(help="Environments, each followed by its arguments: NAME [key=value ...]"),
+        typer.Argument(help="Environments, each followed by its arguments: NAME key=value ..."),
     ],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,

@@ -28,19 +28,22 @@ def train(
     runs_dir: RunsDir = "runs",
 ) -> None:
     """Train a recipe: demonstrations, SFT, RL, evaluation, report."""
+    if (recipe is None) == (resume is None) and not (resume and recipe and "=" in recipe):
+        raise ConfigError("give either a recipe or --resume RUN")
+    config = None if resume else load(str(recipe), overrides, runs_dir)  # before slow imports
+
     from ludus.config.load import dump_config
     from ludus.pipeline import launch
     from ludus.pipeline.progress import Display
 
-    if (recipe is None) == (resume is None) and not (resume and recipe and "=" in recipe):
-        raise ConfigError("give either a recipe or --resume RUN")
     display = Display()
     try:
-        if resume is not None:
+        if config is None:
             changes = ([recipe] if recipe else []) + (overrides or [])
-            folder = launch.resume(resume, runs_dir, display, changes, skip_damaged=skip_damaged)
+            folder = launch.resume(
+                str(resume), runs_dir, display, changes, skip_damaged=skip_damaged
+            )
         else:
-            config = load(str(recipe), overrides, runs_dir)
             typer.echo(dump_config(config), err=True)
             if config.backend.name == "debug":
                 debug(str(recipe), overrides)

@@ -185,9 +185,14 @@ def read_env(
         maker.check_tier(tier)
     chosen: list[str] | list[None] = tiers or list(maker.tiers()) or [None]
     num_tiers = len(chosen)
-    return TaskList(
-        maker.task(chosen[i % num_tiers], first_seed + i // num_tiers) for i in range(num_tasks)
-    )
+    try:
+        return TaskList(
+            maker.task(chosen[i % num_tiers], first_seed + i // num_tiers) for i in range(num_tasks)
+        )
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"the reader 'env': {error}; give the class a method `task`, or use another reader"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

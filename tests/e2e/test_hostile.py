@@ -17,6 +17,11 @@ from ludus.models.chat.template import load_template
         (["train", ":"], 2, "no module named ''"),
         (["train", ".recipe:tiny"], 2, "no module named '.recipe'"),
         (["train", BABYAI, "env={name: ':'}"], 2, "no module named ''"),
+        (
+            ["train", BABYAI, "env=loop_helpers:Bandit", "tasks={train: env}"],
+            2,
+            "Bandit does not make tasks from seeds; give the class a method `task`",
+        ),
         (["train", BABYAI, "store=sqlite:///folder"], 2, "folder is a folder: name a file"),
         (["train", BABYAI, "demonstrations=null", "sft.data=empty.jsonl"], 1, "no conversation"),
         (["train", "--resume", "x-1", "--runs-dir", "odd"], 2, "odd holds no runs"),
