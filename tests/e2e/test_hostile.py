@@ -18,7 +18,12 @@ from ludus.models.chat.template import load_template
         (["train", ".recipe:tiny"], 2, "no module named '.recipe'"),
         (["train", BABYAI, "env={name: ':'}"], 2, "no module named ''"),
         (
-            ["train", BABYAI, "env=loop_helpers:Bandit", "tasks={train: env}"],
+            [
+                "train",
+                BABYAI,
+                "env=loop_helpers:Bandit",
+                "tasks={train: {name: env, args: {num_tasks: 4}}}",
+            ],
             2,
             "Bandit does not make tasks from seeds; give the class a method `task`",
         ),
