@@ -19,7 +19,8 @@ from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import PolicySampler
 from ludus.telemetry.occupancy import busy
 from ludus.train.algorithms.base import Algorithm
-from ludus.train.checkpoint.store import CheckpointStore, load, random_state, set_random_state
+from ludus.train.checkpoint.state import random_state, set_random_state
+from ludus.train.checkpoint.store import CheckpointStore, load
 from ludus.train.learner import Learner
 from ludus.train.minibatches import (
     TrainSettings,
@@ -119,12 +120,8 @@ class LocalBackend:
     def _make_reference(self, path: str | None, temperature: float) -> Reference:
         model, config = None, self._config.model
         if path is not None:
-            named = ModelConfig(
-                path=path,
-                context_length=config.context_length,
-                dtype=config.dtype,
-                device=config.device,
-            )
+            shared = config.model_dump(include={"context_length", "dtype", "device"})
+            named = ModelConfig(path=path, **shared)
             try:
                 model = build_model(named, self._tokenizer, seed=0)
             except ConfigError as error:

@@ -32,7 +32,10 @@ def compare(a: Evaluation, b: Evaluation) -> Comparison:
         raise DataError("no task was scored in both evaluations")
     at, level = a.success_at, a.confidence
     gains = [_success(y, at) - _success(x, at) for x, y in both]
-    tiers = tier_names(x for x, _ in both)
+    by_tier = {
+        tier: [(x, y) for x, y in both if tier in (x.tier, x.part)]
+        for tier in tier_names(x for x, _ in both)
+    }
     return Comparison(
         a=a.label or "a",
         b=b.label or "b",
@@ -42,12 +45,7 @@ def compare(a: Evaluation, b: Evaluation) -> Comparison:
         num_better=sum(gain > 0 for gain in gains),
         num_worse=sum(gain < 0 for gain in gains),
         num_left_out=len(pairs) - len(both),
-        tiers={
-            tier: _success_difference(
-                [(x, y) for x, y in both if tier in (x.tier, x.part)], at, level
-            )
-            for tier in tiers
-        },
+        tiers={tier: _success_difference(some, at, level) for tier, some in by_tier.items()},
     )
 
 

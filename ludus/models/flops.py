@@ -40,13 +40,12 @@ class Shape:
             if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
         ]
         config = model.config.get_text_config()
-        size = getattr(config, "head_dim", None) or (
-            config.hidden_size // config.num_attention_heads
-        )
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(
             body=sum(linear),
             head=0 if head is None else head.weight.numel(),
-            width=config.num_hidden_layers * config.num_attention_heads * size,
+            width=config.num_hidden_layers * heads * size,
         )
 
     def forward(self, tokens: float, predictions: float, context: float) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ludus.core.types import Sample, Trajectory
 from ludus.train.algorithms.base import Assignment
-from ludus.train.algorithms.credit import Advantage, Credit, spread
+from ludus.train.algorithms.credit import Advantage, Credit, spread, turns_of
 
 
 def to_samples(assignment: Assignment) -> list[Sample]:
@@ -31,20 +31,14 @@ def rows(trajectory: Trajectory, advantage: Advantage) -> list[Sample]:
 
 def paths(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
     """Returns for each row its segments, and the segments whose loss is in this row."""
-    trained: set[int] = set()
+    untrained = {i for i, _ in turns_of(trajectory)}
     rows_of: list[tuple[list[int], list[int]]] = []
     for leaf in trajectory.leaves():
         path = trajectory.path(leaf)
-        fresh = [i for i in path if i not in trained and _trains(trajectory, i)]
-        if fresh:
-            trained.update(fresh)
+        if fresh := [i for i in path if i in untrained]:
+            untrained.difference_update(fresh)
             rows_of.append((path[: path.index(fresh[-1]) + 1], fresh))
     return rows_of
-
-
-def _trains(trajectory: Trajectory, index: int) -> bool:
-    segment = trajectory.segments[index]
-    return segment.sampled and bool(segment.token_ids)
 
 
 def _row(trajectory: Trajectory, path: list[int], fresh: list[int], advantage: Advantage) -> Sample:

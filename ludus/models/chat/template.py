@@ -42,9 +42,8 @@ def load_template(name: str) -> str:
     Errors: ConfigError where the template or file does not exist, or is not text.
     """
     if name in SHIPPED:
-        return (resources.files("ludus.models.chat") / "templates" / f"{name}.jinja").read_text(
-            "utf-8"
-        )
+        templates = resources.files("ludus.models.chat") / "templates"
+        return (templates / f"{name}.jinja").read_text("utf-8")
     path = Path(name).expanduser()
     if path.is_file():
         try:

@@ -189,11 +189,10 @@ def _linear(module: Any) -> Linear:
     base = getattr(module, "base_layer", module)
     _require(type(base) is nn.Linear, f"a linear layer of type {type(base).__name__}")
     if base is not module:
-        plain = hasattr(module, "get_delta_weight") and not any(
-            getattr(module, "use_dora", {}).values()
-        )
-        biased = any(getattr(module, "lora_bias", {}).values())
-        _require(plain and not biased, f"adapters of type {type(module).__name__}")
+        plain = hasattr(module, "get_delta_weight")
+        variants = ("use_dora", "lora_bias")
+        plain &= not any(value for key in variants for value in getattr(module, key, {}).values())
+        _require(plain, f"adapters of type {type(module).__name__}")
     return Linear(module)
 
 

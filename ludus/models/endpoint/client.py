@@ -135,8 +135,7 @@ class Endpoint:
             status, content = await self._post({**body, **TOKEN_OPTIONS})
             if status not in (400, 422) or _too_long(content):
                 return self._read(status, content)
-        status, content = await self._post(body)
-        reply = self._read(status, content)
+        reply = self._read(*await self._post(body))
         self._request_tokens = False  # accepted without the token options
         return reply
 

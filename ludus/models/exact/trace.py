@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Tracer:
         """Record inside the block."""
         hooks = []
         for name, module in self._model.named_modules():
-            hooks.append(module.register_forward_pre_hook(self._pre_hook(name)))
+            hooks.append(module.register_forward_pre_hook(partial(self._pre_hook, name)))
             hooks.append(module.register_forward_hook(self._post_hook, always_call=True))
         try:
             with _Operations(self), _Attention(self):
@@ -77,11 +78,8 @@ class Tracer:
             for hook in hooks:
                 hook.remove()
 
-    def _pre_hook(self, name: str) -> Any:
-        def enter(module: Any, args: Any) -> None:
-            self._modules.append((name, type(module).__name__))
-
-        return enter
+    def _pre_hook(self, name: str, module: Any, args: Any) -> None:
+        self._modules.append((name, type(module).__name__))
 
     def _post_hook(self, module: Any, args: Any, output: Any) -> None:
         self.record("output", output)

@@ -32,10 +32,16 @@ def evict(
     def num_free() -> int:
         return limit - tree.num_used
 
+    def release_until(evictable: Iterable[list[Block]], needed: int) -> None:
+        for blocks in evictable:
+            if num_free() >= needed:
+                return
+            tree.release(blocks)
+
     num_decode = len(decode)
     needed = sum(more for _, more in decode)
-    _release_until(tree, idle, needed + sum(more for _, more in prefill), limit)
-    _release_until(tree, [blocks for blocks, _ in reversed(prefill)], needed, limit)
+    release_until(idle, needed + sum(more for _, more in prefill))
+    release_until([blocks for blocks, _ in reversed(prefill)], needed)
     while num_decode and num_free() < needed:
         num_decode -= 1
         needed -= decode[num_decode][1]
@@ -49,20 +55,10 @@ def evict(
     if num_prefill or num_decode or not prefill:
         return num_decode, num_prefill
     needed = prefill[0][1]
-    _release_until(tree, [blocks for blocks, _ in reversed(prefill)], needed, limit)
+    release_until([blocks for blocks, _ in reversed(prefill)], needed)
     if num_free() < needed:
         raise ConfigError(
             f"the sampler's KV cache holds {BLOCK * limit:,} tokens, too few for one conversation "
             f"of up to {BLOCK * needed:,}: lower model.context_length"
         )
     return 0, 1
-
-
-def _release_until(
-    tree: BlockTree, evictable: Iterable[list[Block]], needed: int, limit: int
-) -> None:
-    """Release block lists in order until `needed` blocks are free."""
-    for blocks in evictable:
-        if limit - tree.num_used >= needed:
-            return
-        tree.release(blocks)

@@ -51,9 +51,8 @@ def _sample(logits_BV: Tensor, temperatures_B: Tensor, uniforms_B: Tensor) -> tu
     preceding_B1 = (cumulative_BC - chunk_sums_BC).gather(1, chunk_B1)
     index_B1S = chunk_B1[:, :, None].expand(-1, 1, size)
     within_BS = weights_BCS.gather(1, index_B1S)[:, 0].double().cumsum(-1)
-    token_B1 = chunk_B1 * size + _first_exceeding(
-        within_BS, (target_B1 - preceding_B1).clamp(min=0)
-    )
+    rest_B1 = (target_B1 - preceding_B1).clamp(min=0)
+    token_B1 = chunk_B1 * size + _first_exceeding(within_BS, rest_B1)
     token_B1 = torch.where(temperatures_B[:, None] > 0, token_B1, likeliest_B1)
     token_B1 = token_B1.clamp(max=vocab - 1)
     logprob_B1 = (logits_BV.gather(1, token_B1) - max_B1).double() / divisor_B1 - total_B1.log()

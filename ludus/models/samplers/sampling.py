@@ -37,9 +37,8 @@ def distribution(logits_BV: Tensor, params: list[SamplingParams]) -> Tensor:
     rows = _truncated_rows(params)
     if rows:
         index = torch.tensor(rows, device=logits_BV.device)
-        logits_BV = logits_BV.index_copy(
-            0, index, _truncate(logits_BV[index], [params[i] for i in rows])
-        )
+        truncated = _truncate(logits_BV[index], [params[i] for i in rows])
+        logits_BV = logits_BV.index_copy(0, index, truncated)
     return logits_BV.softmax(-1)
 
 
@@ -52,11 +51,8 @@ def _truncate(logits_BV: Tensor, params: list[SamplingParams]) -> Tensor:
     ordered_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
     size = logits_BV.shape[-1]
     top_k_B = torch.tensor([p.top_k or size for p in params], device=logits_BV.device)
-    top_p_B = torch.tensor(
-        [p.top_p if p.top_p < 1 else torch.inf for p in params],
-        device=logits_BV.device,
-        dtype=torch.float64,
-    )
+    top_p = [p.top_p if p.top_p < 1 else torch.inf for p in params]
+    top_p_B = torch.tensor(top_p, device=logits_BV.device, dtype=torch.float64)
     rank_V = torch.arange(size, device=logits_BV.device)
     ordered_BV = ordered_BV.masked_fill(rank_V >= top_k_B[:, None], -torch.inf)
     preceding_BV = ordered_BV.softmax(-1).cumsum(-1).roll(1, dims=-1)

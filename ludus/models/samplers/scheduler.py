@@ -177,7 +177,7 @@ class Scheduler:
         return DecodeBatch(
             turns,
             slots_R,
-            self._slots.next_uniforms(slots_R),
+            self._slots.uniforms[slots_R, self._slots.num_sampled[slots_R]],
             StepInputs.concat(decode_inputs, prefill_inputs),
             0 if prefill_inputs is None else len(prefill_inputs.ids),
             num_prompt_tokens,

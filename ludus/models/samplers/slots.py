@@ -82,10 +82,6 @@ class DecodeSlots:
         writes = tables[rows, positions // BLOCK] * np.int32(BLOCK) + positions % np.int32(BLOCK)
         return StepInputs(self.last_ids[slots], positions, rows, rows, writes, tables, rows)
 
-    def next_uniforms(self, slots: Index) -> NDArray[np.float64]:
-        """Returns the random numbers for the next token of each slot."""
-        return self.uniforms[slots, self.num_sampled[slots]]
-
     def record(
         self, slots: Index, token_ids: NDArray[np.int64], logprobs: NDArray[np.float64]
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:

@@ -177,8 +177,7 @@ class Algorithm:
 
     def _earned(self, trajectory: Trajectory) -> Earned:
         bonus = self.overlong(trajectory) if self.overlong else 0.0
-        in_reward = self.reference is not None and self.reference.within == "reward"
-        if not in_reward or self.reference is None:
+        if self.reference is None or self.reference.within != "reward":
             return Earned(trajectory, bonus)
         return Earned(trajectory, bonus, self.reference.penalties(trajectory))
 

@@ -153,17 +153,13 @@ class TurnReturns:
         values = [list(by_turn.values()) for by_turn in returns]
         mean, square = _moments(values, "rollout")
         std = math.sqrt(square * len(group) / max(len(group) - 1, 1))
-        return [
-            Credit(
-                [
-                    [(by_turn[i] - mean) / (std + EPS)] * len(segment.token_ids)
-                    if i in by_turn
-                    else []
-                    for i, segment in enumerate(earned.trajectory.segments)
-                ]
-            )
-            for earned, by_turn in zip(group, returns, strict=True)
-        ]
+        assigned: list[Advantage] = []
+        for earned, by_turn in zip(group, returns, strict=True):
+            rows: PerToken = [[] for _ in earned.trajectory.segments]
+            for i, segment in turns_of(earned.trajectory):
+                rows[i] = [(by_turn[i] - mean) / (std + EPS)] * len(segment.token_ids)
+            assigned.append(Credit(rows))
+        return assigned
 
     def _returns(self, earned: Earned) -> dict[int, float]:
         rewards, to_go = earned.turn_rewards(), 0.0
@@ -220,9 +216,8 @@ class Gae:
         advantages: PerToken = [[] for _ in trajectory.segments]
         returns: PerToken = [[] for _ in trajectory.segments]
         steps = list(self._steps(earned))
-        after = (
-            _value(steps[-1][1], -1) if steps and trajectory.status is not Status.COMPLETED else 0.0
-        )
+        truncated = trajectory.status is not Status.COMPLETED
+        after = _value(steps[-1][1], -1) if steps and truncated else 0.0
         to_go = 0.0
         for i, segment, start, length, reward in reversed(steps):
             value = _value(segment, start)

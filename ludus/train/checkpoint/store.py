@@ -51,29 +51,14 @@ from ludus.train.checkpoint.manifest import (
 from ludus.train.checkpoint.state import (
     all_tensors,
     digest,
-    fingerprint,
     layout,
     load_optimizer,
     optimizer_state,
-    random_state,
     raw,
     require_json,
     require_same_optimizer,
-    set_random_state,
     trained_tensors,
 )
-
-__all__ = [
-    "CheckpointInfo",
-    "CheckpointStore",
-    "Problem",
-    "check",
-    "fingerprint",
-    "load",
-    "random_state",
-    "read_state",
-    "set_random_state",
-]
 
 MODEL, OPTIMIZER, OPTIMIZER_GROUPS = "model.safetensors", "optimizer.safetensors", "optimizer.json"
 STATE = "state.json"
@@ -232,11 +217,7 @@ class CheckpointStore:
     def _prune(self) -> None:
         """Remove old checkpoints. Called after a save, so an intact checkpoint remains."""
         for folder in _checkpoint_folders(self.folder):
-            manifest = read_manifest(folder)
-            damage = (
-                [manifest] if isinstance(manifest, Problem) else damage_of(folder, hashes=False)
-            )
-            if damage:
+            if damage := damage_of(folder, hashes=False):
                 _log.warning("renamed to .damaged-%s: %s", folder.name, damage[0])
                 self._try(_mark_damaged, folder)
         infos = self.list()

@@ -121,7 +121,7 @@ def tiled_attention(
     window = options.get("sliding_window")
     extras = ("softcap", "s_aux", "position_bias", "dropout")
     narrow = window is not None and window < query.shape[2]
-    if narrow or any(_is_set(options.get(name)) for name in extras):
+    if narrow or any(isinstance(x, Tensor) or x for x in map(options.get, extras)):
         raise TypeError("tiled attention supports no dropout, caps, sinks, biases or windows")
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     dtype, device = value.dtype, query.device.type
@@ -141,10 +141,6 @@ def tiled_attention(
             _active[-1],
         )
     return out_KTGD.transpose(0, 1).flatten(1, 2)[None], None
-
-
-def _is_set(value: Any) -> bool:
-    return isinstance(value, Tensor) or bool(value)
 
 
 AttentionInterface.register(NAME, tiled_attention)

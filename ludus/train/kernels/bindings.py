@@ -11,7 +11,6 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -196,7 +195,12 @@ class Kernels:
         a.tokens, tensors["keys"] = len(k_TKD), k_TKD.permute(1, 2, 0).contiguous()
         if "grad" in tensors:
             tensors["values"] = v_TKD.permute(1, 2, 0).contiguous()
-        a.scale, a.tiles, a.spans, a.work = scale, table.ctypes.data, _at(spans), work.data_ptr()
+        a.scale, a.tiles, a.spans, a.work = (
+            scale,
+            table.ctypes.data,
+            spans.ctypes.data,
+            work.data_ptr(),
+        )
         for key, tensor in {"q": q_THD, "k": k_TKD, "v": v_TKD, **tensors}.items():
             setattr(a, key, tensor.data_ptr())
             if key in ("q", "k", "v"):
@@ -223,7 +227,3 @@ def _argument(value: Tensor | float | None) -> Any:
     if value is None:
         return ctypes.c_void_p(None)
     return ctypes.c_long(value) if isinstance(value, int) else ctypes.c_float(value)
-
-
-def _at(array: np.ndarray[Any, Any]) -> int:
-    return array.ctypes.data

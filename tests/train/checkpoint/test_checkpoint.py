@@ -25,15 +25,8 @@ from ludus.core.errors import CheckpointError, ConfigError
 from ludus.core.files import recover
 from ludus.train.checkpoint import store as checkpoint
 from ludus.train.checkpoint.folder import checkpoint_folder
-from ludus.train.checkpoint.store import (
-    CheckpointStore,
-    check,
-    fingerprint,
-    load,
-    random_state,
-    read_state,
-    set_random_state,
-)
+from ludus.train.checkpoint.state import fingerprint, random_state, set_random_state
+from ludus.train.checkpoint.store import CheckpointStore, check, load, read_state
 
 # peft asks transformers for an attribute by its former name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -612,7 +605,8 @@ from pathlib import Path
 
 import torch
 
-from ludus.train.checkpoint.store import CheckpointStore, check, fingerprint, load
+from ludus.train.checkpoint.state import fingerprint
+from ludus.train.checkpoint.store import CheckpointStore, check, load
 
 torch.set_num_threads(1)
 folder, mode = Path(sys.argv[1]), sys.argv[2]

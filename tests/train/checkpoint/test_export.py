@@ -22,7 +22,8 @@ from transformers import (
 
 from ludus.core.errors import CheckpointError, ConfigError
 from ludus.train.checkpoint.export import export_hf
-from ludus.train.checkpoint.store import CheckpointStore, fingerprint, load
+from ludus.train.checkpoint.state import fingerprint
+from ludus.train.checkpoint.store import CheckpointStore, load
 
 pytestmark = [
     # peft asks transformers for an attribute by its former name.

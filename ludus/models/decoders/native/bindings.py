@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
 import torch
@@ -116,20 +115,8 @@ class Kernels:
         tokens_R = np.zeros(rows, np.int64)
         logprobs_R = np.zeros(rows, np.float64)
         scratch = np.empty(vocab * threads, np.float32)
-        bad = self.lib.ludus_sample(
-            logits_RV.data_ptr(),
-            logits_RV.stride(0),
-            rows,
-            vocab,
-            _address(temperatures_R),
-            _address(uniforms_R),
-            _address(scratch),
-            _address(tokens_R),
-            _address(logprobs_R),
-            threads,
-        )
+        start, stride = logits_RV.data_ptr(), logits_RV.stride(0)
+        arrays = (temperatures_R, uniforms_R, scratch, tokens_R, logprobs_R)
+        addresses = [array.ctypes.data for array in arrays]
+        bad = self.lib.ludus_sample(start, stride, rows, vocab, *addresses, threads)
         return tokens_R, logprobs_R, int(bad)
-
-
-def _address(array: NDArray[Any]) -> int:
-    return array.ctypes.data
