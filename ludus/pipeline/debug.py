@@ -73,9 +73,10 @@ def _debug(config: RunConfig, num_tasks: int, console: Console) -> None:
             config.model.context_length,
             make_renderers(config, tokenizer),
         )
-        source = ReplaySource(TaskSampler(tasks, shuffle=False), trajectories)
-        groups = asyncio.run(source.take(len(tasks), 0, 0))
-        _show(console, "SFT", groups, ALGORITHMS.build("sft").assign(groups), tokenizer)
+        if tasks:
+            source = ReplaySource(TaskSampler(tasks, shuffle=False), trajectories)
+            groups = asyncio.run(source.take(len(tasks), 0, 0))
+            _show(console, "SFT", groups, ALGORITHMS.build("sft").assign(groups), tokenizer)
         for task_id, reason in excluded:
             console.print(Text(f"SFT: {task_id} skipped: {reason}", "yellow"))
     if config.rl:

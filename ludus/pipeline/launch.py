@@ -10,7 +10,7 @@ import platform
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
@@ -173,12 +173,15 @@ def _recorded(
             budget, timings = Budget(config.budget, folder.budget), Timings()
             mirror = _mirror(folder, config, store, observer)
             on_saved = mirror.after_checkpoint if mirror else lambda: None
-            run = build_training(config, folder, splits, observer, timings)
-            with closing(run.backend):
+            with ExitStack() as stack:
+                trainers: list[Trainer] = []
+                stack.enter_context(_interruptible(trainers, observer))
+                run = build_training(config, folder, splits, observer, timings)
+                stack.enter_context(closing(run.backend))
                 on_saved()
                 trainer = Trainer(run, store, m, observer, budget, timings, on_saved, skip_damaged)
-                with _interruptible(trainer, observer):
-                    yield trainer
+                trainers.append(trainer)
+                yield trainer
             atomic_write(folder.path / "timings.json", json.dumps(timings.seconds))
             if config.report:
                 report(folder, store)
@@ -245,15 +248,20 @@ def disk_faults(folder: RunFolder) -> Iterator[None]:
 
 
 @contextmanager
-def _interruptible(trainer: Trainer, observer: Observer) -> Iterator[None]:
-    """Let the first Ctrl-C of a stage finish the current step; any other Ctrl-C stops at once."""
+def _interruptible(trainers: Sequence[Trainer], observer: Observer) -> Iterator[None]:
+    """Let the first Ctrl-C of a stage finish the current step; any other Ctrl-C stops at once.
+
+    `trainers` holds the run's trainer once it exists. A process that a script started in the
+    background ignores SIGINT until this handler is set.
+    """
 
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
-        if trainer.in_stage and not trainer.stop_requested:
-            trainer.stop_requested = True
-            observer.note("finishing this step, then saving; Ctrl-C again stops at once")
-        else:
-            raise KeyboardInterrupt
+        for trainer in trainers:
+            if trainer.in_stage and not trainer.stop_requested:
+                trainer.stop_requested = True
+                observer.note("finishing this step, then saving; Ctrl-C again stops at once")
+                return
+        raise KeyboardInterrupt
 
     try:
         previous = signal.signal(signal.SIGINT, on_interrupt)

@@ -56,6 +56,13 @@ def test_ctrl_c_before_a_run_begins(ludus: Ludus, argv: list[str], target: str) 
     assert not Path(ludus.cwd / "runs" / "tiny-1").exists()
 
 
+def test_ctrl_c_during_set_up_where_a_script_ignores_it(ludus: Ludus) -> None:
+    """A shell starts background jobs of scripts with SIGINT ignored."""
+    ignore = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    strike = "strike('ludus.pipeline.build:make_tokenizer', 1, 'interrupt')"
+    ludus("train", BABYAI, setup=ignore + strike).refused(130, "ludus train --resume tiny-1")
+
+
 def test_log_lines_stand_above_the_progress(ludus: Ludus) -> None:
     warn = (
         "from ludus.telemetry.logs import get_logger\n"
