@@ -106,7 +106,8 @@ def test_rows_are_columns_of_at_most_80(tmp_path: Path):
 
 def test_conversations_that_do_not_fit_are_named_and_rl_is_shown(tmp_path: Path):
     console = Console(file=io.StringIO(), width=80, color_system=None, _environ={})
-    debug(load_config(recipe(tmp_path), ["model.context_length=16"]), 1, console)
+    long = "rollout.system_prompt=" + "count " * 20
+    debug(load_config(recipe(tmp_path), ["model.context_length=16", long]), 1, console)
     output = console.file.getvalue()  # type: ignore[attr-defined]
     assert "tokens exceed model.context_length = 16" in " ".join(output.split())
     assert "RL" in output
