@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from common import machine, processor_seconds, table, tabulate, write
+from common import machine, processor_seconds, tabulate, write
 from websockets.asyncio.client import connect
 
 from ludus.core.types import Message, Task
@@ -180,7 +180,6 @@ async def play(opened: list[tuple[Reset, Step]], episodes: list[Episode], second
 async def measured(
     env: str, way: str, sessions: int, seconds: float, url: str, pid: int, episodes: list[Episode]
 ) -> Row:
-    """One row."""
     inside = way == "in_process"
     async with Ways(url, env) as ways:
         opened = [await getattr(ways, way)() for _ in range(sessions)]
@@ -377,7 +376,6 @@ def ms(value: float, sign: str = "") -> str:
 
 
 def shown(rows: list[Row]) -> str:
-    """The table of an environment's rows."""
     inside = {row.sessions: row.p50_ms for row in rows if row.way == "in_process"}
 
     def over(row: Row) -> str:
@@ -415,23 +413,27 @@ another process plays the expert's episodes ({num} different episodes per enviro
 The HTTP client only writes and reads sockets; `httpx` would add about 0.4 ms to a call. Each cell
 is one of {repeats} runs of {seconds:g} s, the run of the median p50; in process, HTTP and WebSocket
 alternate."""
+SOAK = """## 2,000 open sessions
+
+TextCraft in one worker, played in turn by batches of 500 calls, without a pause.
+
+"""
 
 
 def report(rows: list[Row], lines: list[dict[str, float]], repeats: int, seconds: float) -> str:
-    """The page."""
     parts = [PAGE.format(num=NUM_EPISODES, repeats=repeats, seconds=seconds)]
     for env in dict.fromkeys(row.env for row in rows):
         parts.append(f"## {env}\n\n" + shown([row for row in rows if row.env == env]))
     if lines:
-        told = [
-            [f"{line[name]:,.0f}" for name in ("seconds", "calls", "lost", "open", "memory_mb")]
-            for line in lines
-        ]
-        head = ["seconds", "calls", "refused or failed", "sessions open", "service's memory in MB"]
-        parts.append(
-            "## 2,000 open sessions\n\nTextCraft in one worker, played in turn by batches of "
-            "500 calls, without a pause.\n\n" + table(head, told)
+        soak_table = tabulate(
+            lines,
+            ("seconds", lambda line: f"{line['seconds']:,.0f}"),
+            ("calls", lambda line: f"{line['calls']:,.0f}"),
+            ("refused or failed", lambda line: f"{line['lost']:,.0f}"),
+            ("sessions open", lambda line: f"{line['open']:,.0f}"),
+            ("service's memory in MB", lambda line: f"{line['memory_mb']:,.0f}"),
         )
+        parts.append(SOAK + soak_table)
     return "\n\n".join(parts)
 
 

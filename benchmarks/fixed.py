@@ -79,8 +79,7 @@ class Work:
     def show(self) -> str:
         if self.turns == 1:
             return f"{self.prompt} + {self.turn}"
-        between = f", {self.observation} between" if self.turns > 1 else ""
-        return f"{self.prompt} + {self.turns} turns of {self.turn}{between}"
+        return f"{self.prompt} + {self.turns} turns of {self.turn}, {self.observation} between"
 
 
 def make_tokenizer(vocab_size: int) -> Any:
@@ -124,7 +123,6 @@ class FixedEnv(Env):
         return StepResult(messages=[Message(role="user", content=seen)])
 
     def say(self, rng: random.Random, count: int) -> str:
-        """That number of words."""
         return words(rng, count)
 
     def reward(self) -> float:

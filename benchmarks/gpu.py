@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, make_samples, qwen3_config, sample_turns, table
+from common import RESULTS, make_samples, qwen3_config, sample_turns, tabulate
 from fixed import LudusSteps, Work
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
@@ -428,24 +428,19 @@ def main() -> None:
 
 
 def page(limits: dict[str, Any], scale: Scale, results: list[dict[str, Any]]) -> str:
-    """The page of results, in Markdown."""
+    def cell(name: str, form: str) -> Callable[[dict[str, Any]], str]:
+        return lambda result: "" if result.get(name) is None else format(result[name], form)
 
-    def cell(result: dict[str, Any], name: str, form: str) -> str:
-        return format(result[name], form) if result.get(name) is not None else ""
-
-    rows = [
-        [
-            result["case"],
-            result["model"],
-            cell(result, "tokens_per_s", ",.0f"),
-            cell(result, "of_limit", ".1%"),
-            cell(result, "seconds", ".2f"),
-            cell(result, "memory_gb", ".1f"),
-            result.get("note") or f"failed: {result['error']}",
-        ]
-        for result in results
-    ]
-    head = ["case", "model", "tokens/s", "of the limit", "seconds", "GB", "notes"]
+    table = tabulate(
+        results,
+        ("case", lambda result: result["case"]),
+        ("model", lambda result: result["model"]),
+        ("tokens/s", cell("tokens_per_s", ",.0f")),
+        ("of the limit", cell("of_limit", ".1%")),
+        ("seconds", cell("seconds", ".2f")),
+        ("GB", cell("memory_gb", ".1f")),
+        ("notes", lambda result: result.get("note") or f"failed: {result['error']}"),
+    )
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     return f"""# On a GPU
 
@@ -453,7 +448,7 @@ def page(limits: dict[str, Any], scale: Scale, results: list[dict[str, Any]]) ->
 in the same run: a copy moves {limits["bandwidth"] / 1e9:,.0f} GB/s, a matrix product in bfloat16
 does {limits["flops"] / 1e12:,.1f} TFLOP/s. Random weights in bfloat16. Medians of {scale.repeats}.
 
-{table(head, rows)}
+{table}
 
 - decode: prompts of {scale.prompt} tokens, {scale.completion} sampled after each; with shared
   prompts, {scale.group} episodes have the same one. Rates leave out the prefill. The limit is the

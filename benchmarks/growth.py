@@ -74,8 +74,7 @@ class Bench:
     """A policy that answers with seven words, and steps of GRPO on it."""
 
     def __init__(self, folder: Path) -> None:
-        texts = [*WORDS, ANSWER]
-        tokenizer = train_tokenizer(Spec(name="words"), texts)
+        tokenizer = train_tokenizer(Spec(name="words"), [*WORDS, ANSWER])
         self.renderer = Renderer(tokenizer)
         self.config = RunConfig.model_validate(
             {
@@ -102,8 +101,7 @@ class Bench:
             played.append(replay(messages, self.renderer, Trajectory("", "", str(number))))
             tasks.append(Task(id=str(number)))
         source = ReplaySource(TaskSampler(tasks), played)
-        stage = self._stage("sft", source, 40, 0.003, 8)
-        await run_stage(stage, self.backend, Kept())
+        await run_stage(self._stage("sft", source, 40, 0.003, 8), self.backend, Kept())
 
     def _stage(self, name: str, source: GroupSource, steps: int, lr: float, groups: int) -> Stage:
         stage = Stage(
@@ -166,15 +164,15 @@ def plot(rows: list[dict[str, Any]]) -> None:
     for name, sizes in SIZES.items():
         found = [row for row in rows if row["grows"] == name]
         if found:
-            slope = exponent(found)
             relative = [size / sizes[0] for size in sizes]
             medians = [row["seconds"].median / found[0]["seconds"].median for row in found]
-            axes.plot(relative, medians, marker="o", label=f"{name}: exponent {slope:.2f}")
+            axes.plot(
+                relative, medians, marker="o", label=f"{name}: exponent {exponent(found):.2f}"
+            )
     axes.plot([1, 8], [1, 8], color="grey", linestyle=":", label="linear")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.set_xlabel("times the smallest size")
-    axes.set_ylabel("times its seconds a step")
+    axes.set(xlabel="times the smallest size", ylabel="times its seconds a step")
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     figure.tight_layout()

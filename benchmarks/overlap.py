@@ -41,8 +41,6 @@ PROGRAMS = {
 
 
 class Slow(FixedEnv):
-    """Each step waits."""
-
     async def step(self, action: Message) -> StepResult:
         await asyncio.sleep(latency(self.random))
         return await super().step(action)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -48,20 +47,14 @@ class QuietLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return time.process_time() + self._quiet.skipped_s
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Another thread computes: there is something to do but wait."""
-        self._quiet.computing += 1
-        try:
-            yield
-        finally:
-            self._quiet.computing -= 1
-
     def counted(self, work: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
         """The same coroutine function, which has another thread compute."""
 
         async def run(*args: Any) -> T:
-            with self.computing():
+            self._quiet.computing += 1
+            try:
                 return await work(*args)
+            finally:
+                self._quiet.computing -= 1
 
         return run

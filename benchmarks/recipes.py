@@ -11,11 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import matplotlib as mpl
-
-mpl.use("svg")
-import matplotlib.pyplot as plt
-from common import RESULTS
+from common import RESULTS, table, tabulate, two_axes
 
 from ludus.config.load import load_config
 from ludus.evaluate import compare
@@ -55,7 +51,7 @@ def interval(evaluation: Evaluation) -> str:
 
 def draw(path: Path, folders: dict[int, RunFolder]) -> None:
     """Success of training episodes and of held-out tasks, over episodes and over time."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    figure, axes = two_axes()
     for color, (seed, folder) in zip(("C0", "C1", "C2", "C3", "C4"), folders.items(), strict=False):
         lines = MetricsLog.read(folder.metrics)
         steps = [line for line in lines if line.stage == "rl"]
@@ -74,9 +70,6 @@ def draw(path: Path, folders: dict[int, RunFolder]) -> None:
     axes[0].set(xlabel="RL episodes", ylabel="success", ylim=(0, 1))
     axes[1].set(xlabel="minutes since the start, SFT included")
     axes[0].legend(loc="best", frameon=False)
-    for axis in axes:
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})
 
 
@@ -89,11 +82,8 @@ def episodes_at(played: Line, steps: list[Line], episodes: list[float]) -> float
     return episodes[min(played.step, len(steps)) - 1]
 
 
-def table(folders: dict[int, RunFolder]) -> list[str]:
-    rows = [
-        "| seed | after SFT | after RL | gain, points | paired p | minutes | RL episodes |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+def seed_table(folders: dict[int, RunFolder]) -> str:
+    rows = []
     for seed, folder in folders.items():
         evaluations = read_evaluations(folder)
         before, after = evaluations["before RL"], evaluations["after RL"]
@@ -103,26 +93,28 @@ def table(folders: dict[int, RunFolder]) -> list[str]:
         sft = max(
             (n.metrics["rollout/episodes_total"] for n in lines if n.stage == "sft"), default=0
         )
-        rows.append(
-            f"| {seed} | {interval(before)} | {interval(after)} | {100 * gain.value:+.1f} "
-            f"({100 * (gain.low or 0):+.1f} to {100 * (gain.high or 0):+.1f}) | {gain.p_value:.2g} "
-            f"| {lines[-1].metrics['time/elapsed_s'] / 60:.1f} "
-            f"| {last.metrics['rollout/episodes_total'] - sft:,.0f} |"
-        )
-    return rows
+        points = [100 * (value or 0) for value in (gain.value, gain.low, gain.high)]
+        cells = [str(seed), interval(before), interval(after)]
+        cells += ["{:+.1f} ({:+.1f} to {:+.1f})".format(*points), f"{gain.p_value:.2g}"]
+        cells += [f"{lines[-1].metrics['time/elapsed_s'] / 60:.1f}"]
+        rows.append([*cells, f"{last.metrics['rollout/episodes_total'] - sft:,.0f}"])
+    head = ("seed", "after SFT", "after RL", "gain, points", "paired p", "minutes", "RL episodes")
+    return table(head, rows)
 
 
-def tiers(folders: dict[int, RunFolder]) -> list[str]:
+def tier_table(folders: dict[int, RunFolder]) -> str:
     """Mean over seeds of each tier's success."""
     ends = [read_evaluations(folder) for folder in folders.values()]
-    rows = ["| tier | after SFT | after RL |", "| --- | --- | --- |"]
-    for tier in ends[0]["after RL"].tiers:
-        means = [
-            sum(end[when].tiers[tier].success.value for end in ends) / len(ends)
-            for when in ("before RL", "after RL")
-        ]
-        rows.append(f"| {tier} | {means[0]:.1%} | {means[1]:.1%} |")
-    return rows
+
+    def mean(tier: str, when: str) -> str:
+        return f"{sum(end[when].tiers[tier].success.value for end in ends) / len(ends):.1%}"
+
+    return tabulate(
+        ends[0]["after RL"].tiers,
+        ("tier", str),
+        ("after SFT", lambda tier: mean(tier, "before RL")),
+        ("after RL", lambda tier: mean(tier, "after RL")),
+    )
 
 
 def main() -> None:
@@ -140,31 +132,30 @@ def main() -> None:
     evaluations = read_evaluations(first)
     with RunStore.open(None, str(args.runs_dir), read_only=True) as store:
         versions = store.run(first.id).versions
-    text = [
-        f"# The recipe {name}, {len(folders)} seeds",
-        "",
-        f"{evaluations['after RL'].num_tasks} held-out tasks, played greedily. Brackets: Wilson",
-        "intervals (95 %). p: McNemar's exact test on the same tasks.",
-        "",
-        *table(folders),
-        "",
-        *tiers(folders),
-        "",
-        f"![Success over RL episodes and over time]({name}.svg)",
-        "",
-        f"Lines: success of sampled training episodes, mean over {WINDOW} steps. Dots: success on",
-        "held-out tasks.",
-        "",
-        *([args.note, ""] if args.note else []),
-        f"    python benchmarks/recipes.py recipes/{name}.yaml --seeds {seeds}",
-        "",
-        "## Machine",
-        "",
-        ", ".join(f"{name} {value}" for name, value in versions.items()),
-        "",
-    ]
-    (RESULTS / f"{name}.md").write_text("\n".join(text))
-    print("\n".join(text))
+    note = f"{args.note}\n\n" if args.note else ""
+    text = f"""\
+# The recipe {name}, {len(folders)} seeds
+
+{evaluations["after RL"].num_tasks} held-out tasks, played greedily. Brackets: Wilson
+intervals (95 %). p: McNemar's exact test on the same tasks.
+
+{seed_table(folders)}
+
+{tier_table(folders)}
+
+![Success over RL episodes and over time]({name}.svg)
+
+Lines: success of sampled training episodes, mean over {WINDOW} steps. Dots: success on
+held-out tasks.
+
+{note}    python benchmarks/recipes.py recipes/{name}.yaml --seeds {seeds}
+
+## Machine
+
+{", ".join(f"{package} {value}" for package, value in versions.items())}
+"""
+    (RESULTS / f"{name}.md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -214,9 +214,7 @@ def continuous_batching(name: str, batch: int, threads: int) -> str:
     command = [sys.executable, __file__, "--threads", str(threads)]
     command += ["--continuous", name, str(batch)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
         return (
             f"`generate_batch` ({name}, batch {batch}) had not finished two runs after "

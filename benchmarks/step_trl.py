@@ -73,8 +73,7 @@ def trl_tokenizer(plain: Any, kind: type[PreTrainedTokenizerFast], model: Any) -
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """A user's message, up to where the next turn begins."""
-    ids: list[int] = tokenizer.encode(f"<|user|>{text}<|assistant|>", add_special_tokens=False)
-    return ids
+    return list(tokenizer.encode(f"<|user|>{text}<|assistant|>", add_special_tokens=False))
 
 
 @torch.no_grad()

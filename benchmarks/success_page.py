@@ -6,11 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("svg")
-import matplotlib.pyplot as plt
-from common import RESULTS, table, write
+from common import RESULTS, table, two_axes, write
 
 NAMES = {
     "ludus": "ludus",
@@ -27,7 +23,7 @@ def reached(result: dict[str, Any], target: float) -> dict[str, float] | None:
 
 def draw(path: Path, results: list[dict[str, Any]], target: float) -> None:
     """Held-out success over seconds of training, and over steps."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    figure, axes = two_axes()
     told: set[str] = set()
     for result in results:
         name = NAMES[result["program"]].replace("`", "")
@@ -45,31 +41,31 @@ def draw(path: Path, results: list[dict[str, Any]], target: float) -> None:
     for axis, label in zip(axes, ("seconds of training", "steps"), strict=True):
         axis.axhline(target, color="0.5", linewidth=0.8, linestyle="--")
         axis.set(xlabel=label, ylim=(0, 1))
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
     axes[0].set(ylabel="held-out success")
     axes[0].legend(loc="lower right", frameon=False)
     figure.savefig(path, metadata={"Date": None})
 
 
-def cells(result: dict[str, Any], target: float) -> list[str]:
-    """A row of the table."""
+def row_of(result: dict[str, Any], target: float) -> dict[str, str]:
+    """The table's cells, by their headings."""
     point, steps = reached(result, target), result["steps"]
     last = result["points"][-1]
-    done = f"**{point['seconds']:.0f}**" if point else f"not in {last['seconds']:.0f}"
     num, sampled = len(steps), sum(step["sampled_tokens"] for step in steps)
-    return [
-        str(result["seed"]),
-        NAMES[result["program"]],
-        done,
-        str(num),
-        f"{result['points'][0]['success']:.1%}",
-        f"{last['success']:.1%}",
-        f"{steps[-1]['seconds'] / num:.2f} ({steps[-1]['rollout_s'] / num:.2f} of it rollout)",
-        f"{sampled:,.0f}",
-        f"{1e3 * steps[-1]['seconds'] / sampled:.2f}",
-        str(result["micro_batch"] or ""),
-    ]
+    seconds, rollout_s = steps[-1]["seconds"], steps[-1]["rollout_s"]
+    return {
+        "seed": str(result["seed"]),
+        "program": NAMES[result["program"]],
+        f"s to {target:.0%}": (
+            f"**{point['seconds']:.0f}**" if point else f"not in {last['seconds']:.0f}"
+        ),
+        "steps": str(num),
+        "start": f"{result['points'][0]['success']:.1%}",
+        "end": f"{last['success']:.1%}",
+        "s per step": f"{seconds / num:.2f} ({rollout_s / num:.2f} of it rollout)",
+        "tokens sampled": f"{sampled:,.0f}",
+        "ms per sampled token": f"{1e3 * seconds / sampled:.2f}",
+        "micro-batch": str(result["micro_batch"] or ""),
+    }
 
 
 def factors(results: list[dict[str, Any]], target: float) -> list[str]:
@@ -97,9 +93,7 @@ def publish(
     bound_s: float,
     note: str,
 ) -> None:
-    head = ["seed", "program", f"s to {target:.0%}", "steps", "start", "end", "s per step"]
-    head += ["tokens sampled", "ms per sampled token", "micro-batch"]
-    rows = [cells(result, target) for result in results]
+    rows = [row_of(result, target) for result in results]
     draw(RESULTS / "success.svg", results, target)
     seeds = " ".join(dict.fromkeys(str(result["seed"]) for result in results))
     trl = version("trl")
@@ -108,7 +102,7 @@ def publish(
 
 {about}
 
-{table(head, rows)}
+{table(list(rows[0]), [list(row.values()) for row in rows])}
 
 {chr(10).join(factors(results, target))}
 

@@ -10,6 +10,7 @@ waits while the other runs. vLLM's settings are the fastest of those tested firs
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -41,6 +42,8 @@ from ludus.models.samplers.engine import InProcessSampler
 MODEL = "5.8 M"
 BATCHES = (64, 1, 16, 256)
 DTYPES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+KINDS = {"all": "wall", "steady": "steady wall"}
+"""Keys of a program's seconds: those of the processor, those of the wall."""
 TRIED: dict[str, dict[str, Any]] = {
     "compiled": {},
     "eager": {"enforce_eager": True},
@@ -78,6 +81,10 @@ class Seconds:
         return Seconds(self.processor - other.processor, self.wall - other.wall)
 
 
+Program = Callable[[list[list[int]], int], Seconds]
+"""Completes prompts with that number of tokens."""
+
+
 class Vllm:
     """vLLM in a process of its own, pinned as this one is."""
 
@@ -98,7 +105,6 @@ class Vllm:
     def run(
         self, prompts: list[list[int]], tokens: int, logprobs: bool, temperature: float = 1.0
     ) -> tuple[Seconds, list[list[int]]]:
-        """Complete the prompts."""
         started = self._others()
         found = self._ask(
             prompts=prompts, max_tokens=tokens, temperature=temperature, logprobs=logprobs
@@ -107,7 +113,6 @@ class Vllm:
         return Seconds(found["processor_s"] + others, found["wall_s"]), found["tokens"]
 
     def stop(self) -> None:
-        """End it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -169,25 +174,17 @@ def check_greedy(model: Any, vllm: Vllm) -> None:
         raise SystemExit("the greedy tokens differ")
 
 
-Program = Callable[[int], Seconds]
-
-
-def measure(batch: int, programs: dict[str, Program], repeats: int) -> dict[str, Any]:
+def measure(prompts: list[list[int]], programs: dict[str, Program], repeats: int) -> dict[str, Any]:
     """Each program in turn: a run of all tokens and one of the first only."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in programs}
     for number, name in rounds(programs, repeats):
-        whole, first = programs[name](COMPLETION), programs[name](1)
+        whole, first = programs[name](prompts, COMPLETION), programs[name](prompts, 1)
         if number < 0:
             continue
-        steady = whole - first
-        for key, seconds in (
-            ("all", whole.processor),
-            ("steady", steady.processor),
-            ("wall", whole.wall),
-            ("steady wall", steady.wall),
-        ):
-            found[name].setdefault(key, []).append(seconds)
-    return {"batch": batch, "seconds": found}
+        for (kind, wall), seconds in zip(KINDS.items(), (whole, whole - first), strict=True):
+            found[name].setdefault(kind, []).append(seconds.processor)
+            found[name].setdefault(wall, []).append(seconds.wall)
+    return {"batch": len(prompts), "seconds": found}
 
 
 def rate(row: dict[str, Any], program: str, key: str) -> Spread:
@@ -199,51 +196,30 @@ def faster(row: dict[str, Any], peer: str, program: str, key: str) -> Spread:
     return ratios(row["seconds"][peer][key], row["seconds"][program][key])
 
 
-def best(row: dict[str, Any], key: str, programs: list[str]) -> str:
-    return max(programs, key=lambda name: rate(row, name, key).median)
+def best(row: dict[str, Any], key: str, program: str) -> str:
+    """vLLM or ludus in its faster type."""
+    return max((f"{program} {d}" for d in DTYPES), key=lambda name: rate(row, name, key).median)
 
 
 def report(rows: list[dict[str, Any]], tried: dict[str, dict[str, float]], repeats: int) -> str:
-    kinds = ("all", "steady")
+    cells, best_cells = [], []
+    for row, dtype, kind in itertools.product(rows, DTYPES, KINDS):
+        names = [f"{program} {dtype}" for program in ("vLLM", "bare vLLM", "ludus")]
+        vllm, bare, ludus = names
+        rates = [f"{rate(row, name, kind).median:,.0f}" for name in names]
+        wall = faster(row, vllm, ludus, KINDS[kind])
+        gains = [faster(row, vllm, ludus, kind).bold()]
+        gains += [f"{gain.median:.2f}" for gain in (faster(row, bare, ludus, kind), wall)]
+        cells.append([str(row["batch"]), dtype, kind, *rates, *gains])
+    for row, kind in itertools.product(rows, KINDS):
+        names = [best(row, kind, program) for program in ("vLLM", "ludus")]
+        rates = [f"{name.split()[1]}, {rate(row, name, kind).median:,.0f}" for name in names]
+        best_cells.append([str(row["batch"]), kind, *rates, faster(row, *names, kind).bold()])
     head = ["batch", "type", "", "vLLM", "vLLM, no log-probabilities", "ludus", "ludus / vLLM"]
     head += ["/ no log-probabilities", "wall"]
-    cells = []
-    for row in rows:
-        for dtype in DTYPES:
-            for kind in kinds:
-                vllm, bare, mine = f"vLLM {dtype}", f"bare vLLM {dtype}", f"ludus {dtype}"
-                ratio = faster(row, vllm, mine, kind)
-                wall = "wall" if kind == "all" else "steady wall"
-                cells.append(
-                    [
-                        str(row["batch"]),
-                        dtype,
-                        kind,
-                        *[f"{rate(row, name, kind).median:,.0f}" for name in (vllm, bare, mine)],
-                        ratio.bold(),
-                        f"{faster(row, bare, mine, kind).median:.2f}",
-                        f"{faster(row, vllm, mine, wall).median:.2f}",
-                    ]
-                )
-    cells_best = []
-    for row in rows:
-        for kind in kinds:
-            theirs, mine = (
-                best(row, kind, [name for name in row["seconds"] if name.startswith(who)])
-                for who in ("vLLM", "ludus")
-            )
-            ratio = faster(row, theirs, mine, kind)
-            cells_best.append(
-                [
-                    str(row["batch"]),
-                    kind,
-                    f"{theirs.split()[1]}, {rate(row, theirs, kind).median:,.0f}",
-                    f"{mine.split()[1]}, {rate(row, mine, kind).median:,.0f}",
-                    ratio.bold(),
-                ]
-            )
-    names = list(next(iter(tried.values())))
-    cells_tried = [[name, *[f"{tried[dtype][name]:,.0f}" for dtype in DTYPES]] for name in names]
+    tried_cells = [
+        [name, *[f"{tried[dtype][name]:,.0f}" for dtype in DTYPES]] for name in tried[DTYPES[0]]
+    ]
     return f"""
 # The sampler beside vLLM
 
@@ -267,7 +243,7 @@ neighbouring runs. *Wall*: the ratio by wall time, which other load affects.
 
 Each program in its faster type, by processor time, both with log-probabilities.
 
-{table(["batch", "", "vLLM", "ludus", "ludus / vLLM"], cells_best)}
+{table(["batch", "", "vLLM", "ludus", "ludus / vLLM"], best_cells)}
 
 ## vLLM's settings
 
@@ -275,7 +251,7 @@ Steady tokens/s at batch {BATCHES[0]} with each tested setting, the best of thre
 benchmark uses the fastest setting for each type. The cache holds all rows. Prefix caching is off,
 because prompts repeat from run to run.
 
-{table(["settings", *DTYPES], cells_tried)}
+{table(["settings", *DTYPES], tried_cells)}
 
     make vllm && python benchmarks/vllm_sampler.py
 """
@@ -291,7 +267,7 @@ def main() -> None:
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder / "model")
     names = ["compiled"] if args.quick else list(TRIED)
-    programs: dict[str, Callable[[list[list[int]], int], Seconds]] = {}
+    programs: dict[str, Program] = {}
     engines, tried = [], {}
     for dtype in DTYPES:
         vllm, tried[dtype] = tuned(folder, dtype, args.threads, names)
@@ -306,13 +282,9 @@ def main() -> None:
     rows = []
     for batch in BATCHES[:1] if args.quick else BATCHES:
         prompts = prompts_of(batch, model.config.vocab_size)
-        given = {
-            name: lambda n, run=run, prompts=prompts: run(prompts, n)
-            for name, run in programs.items()
-        }
-        rows.append(measure(batch, given, args.repeats))
+        rows.append(measure(prompts, programs, args.repeats))
         for dtype in DTYPES:
-            for kind in ("all", "steady"):
+            for kind in KINDS:
                 ratio = faster(rows[-1], f"vLLM {dtype}", f"ludus {dtype}", kind)
                 print(f"batch {batch} {dtype} {kind}: {ratio.show('.2f')} times vLLM", flush=True)
     for vllm in engines:

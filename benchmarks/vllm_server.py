@@ -83,17 +83,12 @@ def main() -> None:
         sampler.shutdown()
         rows.append(row)
         print(row, flush=True)
-    head = ["", *[row["dtype"] for row in rows]]
-    cells = [["start, s", *[f"{row['start_s']:.0f}" for row in rows]]]
+    lines = [("start, s", [f"{row['start_s']:.0f}" for row in rows])]
     for batch in BATCHES:
-        cells += [
-            [f"batch {batch}, tokens/s", *[row[f"wall_{batch}"].show(",.0f") for row in rows]],
-            [
-                f"batch {batch}, tokens per second of the server's processor time",
-                *[f"{row[f'used_{batch}']:,.0f}" for row in rows],
-            ],
-        ]
-    cells.append(["new weights, ms", *[row["swap_ms"].show(".0f") for row in rows]])
+        used = [f"{row[f'used_{batch}']:,.0f}" for row in rows]
+        lines += [(f"batch {batch}, tokens/s", [row[f"wall_{batch}"].show(",.0f") for row in rows])]
+        lines += [(f"batch {batch}, tokens per second of the server's processor time", used)]
+    lines += [("new weights, ms", [row["swap_ms"].show(".0f") for row in rows])]
     text = f"""
 # vLLM as the sampler
 
@@ -102,7 +97,7 @@ random weights, prompts of {PROMPT} tokens, completions of {COMPLETION}, every t
 log-probability. *New weights* is the whole `publish`: writing, hashing, loading, the probe. Medians
 and quartiles of {args.repeats} runs in wall time, except the lines in the server's processor time.
 
-{table(head, cells)}
+{table(["", *[row["dtype"] for row in rows]], [[name, *cells] for name, cells in lines])}
 
     make vllm && python benchmarks/vllm_server.py
 """

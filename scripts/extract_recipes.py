@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,6 @@ Recipe = tuple[str, int, tuple[tuple[str, int], ...]]
 
 
 def main() -> None:
-    """Read the installed package and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     target = Path(__file__).parents[1] / "ludus/envs/textcraft/recipes.json"
     parser.add_argument("--output", type=Path, default=target)
@@ -76,9 +76,8 @@ def main() -> None:
 def read_recipes(data: Path) -> list[Recipe]:
     """All crafting recipes of a version, with choices of material folded into tags."""
     items = {item["id"]: item["name"] for item in json.loads((data / "items.json").read_text())}
-    by_output = json.loads((data / "recipes.json").read_text())
     recipes: set[Recipe] = set()
-    for key, variants in by_output.items():
+    for key, variants in json.loads((data / "recipes.json").read_text()).items():
         for count, choices in _same_shape(variants, items).values():
             recipes |= {(items[int(key)], count, made_of) for made_of in _fold(choices)}
     return sorted(recipe for recipe in recipes if recipe[0] not in RAW)
@@ -89,16 +88,12 @@ def _same_shape(variants: list[Any], items: dict[int, str]) -> dict[Any, tuple[i
     groups: dict[Any, tuple[int, set[Any]]] = {}
     for variant in variants:
         rows = variant.get("inShape") or [variant["ingredients"]]
-        cells = [None if cell is None else _id(cell) for row in rows for cell in row]
+        cells = [cell["id"] if isinstance(cell, dict) else cell for row in rows for cell in row]
         shape = (len(rows), tuple(cell is None for cell in cells))
         count = variant["result"]["count"]
         group = groups.setdefault((count, shape), (count, set()))
-        group[1].add(tuple(items[cell] for cell in cells if cell is not None))
+        group[1].add(tuple(items[int(cell)] for cell in cells if cell is not None))
     return groups
-
-
-def _id(cell: Any) -> int:
-    return int(cell["id"] if isinstance(cell, dict) else cell)
 
 
 def _fold(rows: set[tuple[str, ...]]) -> set[tuple[tuple[str, int], ...]]:
@@ -109,10 +104,7 @@ def _fold(rows: set[tuple[str, ...]]) -> set[tuple[tuple[str, int], ...]]:
     tags = [tag_of.get(frozenset(column)) for column in columns]
     folded = {tuple(tag or item for tag, item in zip(tags, row, strict=True)) for row in ordered}
     members = [len(set(column)) for column, tag in set(zip(columns, tags, strict=True)) if tag]
-    expected = len(folded)
-    for size in members:
-        expected *= size
-    if expected != len(rows):
+    if len(folded) * math.prod(members) != len(rows):
         raise SystemExit(f"not every combination of a tag's members is a recipe: {ordered[:3]}")
     return {tuple(Counter(row).items()) for row in folded}
 

@@ -25,29 +25,24 @@ GOALS_PER_PRODUCT = 20
 
 ATTRIBUTES = {
     "wear": "machine wash|long sleeve|slim fit|loose fit|elastic waist|quick drying|"
-    "moisture wicking|"
-    "button closure|drawstring closure|polyester spandex|soft cotton|wool blend|deep pockets|"
-    "stretch fabric|tummy control|hand embroidered",
+    "moisture wicking|button closure|drawstring closure|polyester spandex|soft cotton|wool blend|"
+    "deep pockets|stretch fabric|tummy control|hand embroidered",
     "shoes": "rubber sole|memory foam insole|arch support|lace up|water resistant|ankle strap|"
     "steel toe|vegan leather|breathable mesh|anti slip|reflective stripes|wide toe box|"
-    "ethylene vinyl|"
-    "faux fur lining",
+    "ethylene vinyl|faux fur lining",
     "beauty": "cruelty free|paraben free|sulfate free|fragrance free|dermatologist tested|"
-    "long lasting|"
-    "anti aging|tea tree|argan oil|hyaluronic acid|for sensitive skin|alcohol free|easy apply|"
-    "deep moisture|natural ingredients|travel size",
+    "long lasting|anti aging|tea tree|argan oil|hyaluronic acid|for sensitive skin|alcohol free|"
+    "easy apply|deep moisture|natural ingredients|travel size",
     "food": "gluten free|non gmo|no added sugar|keto friendly|low sodium|plant based|ready to eat|"
     "kosher|certified organic|high protein|dairy free|individually wrapped|no artificial colors|"
     "resealable bag|small batch|fair trade",
     "device": "noise cancelling|fast charging|hands free|long battery life|splash proof|"
-    "plug and play|"
-    "stereo sound|wireless bluetooth|aluminum alloy|high resolution|ultra compact|carrying case|"
-    "optical zoom|touch control|motion sensing|two year warranty",
+    "plug and play|stereo sound|wireless bluetooth|aluminum alloy|high resolution|ultra compact|"
+    "carrying case|optical zoom|touch control|motion sensing|two year warranty",
     "home": "easy assembly|solid wood|space saving|stainless steel|easy clean|non slip feet|"
-    "heavy duty|"
-    "mid century|fade resistant|faux leather|tempered glass|eco friendly|living room|"
+    "heavy duty|mid century|fade resistant|faux leather|tempered glass|eco friendly|living room|"
     "adjustable height|scratch proof|assembled in usa",
-}  # fmt: skip
+}
 
 COLORS = (
     "black|white|navy|burgundy|olive|khaki|teal|charcoal|coral|lavender|mustard|ivory|turquoise|"
@@ -84,15 +79,9 @@ PHRASES = {
 }
 
 OPENINGS = [
-    "i am looking for {}",
-    "i need {}",
-    "i want to buy {}",
-    "find me {}",
-    "can you find {}",
-    "i would like {}",
-    "show me {}",
-    "please get me {}",
-]
+    "i am looking for {}", "i need {}", "i want to buy {}", "find me {}", "can you find {}",
+    "i would like {}", "show me {}", "please get me {}",
+]  # fmt: skip
 
 TYPES = """\
 wear|women's yoga leggings|Clothing › Women › Active › Leggings|18-55|color,size
@@ -163,7 +152,6 @@ BLAME = [
 
 
 def main() -> None:
-    """Make the catalogue, check it, write it."""
     rng = random.Random("ludus webshop")
     for pool in OPTIONS.values():
         _no_two_alike(pool.split("|"), same_option)
@@ -183,13 +171,8 @@ def main() -> None:
             attributes[asin] = {"attributes": has}
             instructions[asin] = _instructions(product, has, rng)
     rng.shuffle(products)
-    reviews = [_reviews(product["asin"], rng) for product in products]
-    catalogue = {
-        "products": products,
-        "attributes": attributes,
-        "instructions": instructions,
-        "reviews": reviews,
-    }
+    catalogue = {"products": products, "attributes": attributes, "instructions": instructions}
+    catalogue["reviews"] = [_reviews(product["asin"], rng) for product in products]
     text = json.dumps(catalogue, ensure_ascii=False, separators=(",", ":"))
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
     OUTPUT.write_bytes(gzip.compress(text.encode(), mtime=0))
@@ -250,9 +233,12 @@ def _product(
     bullets = [f"{attribute.capitalize()}." for attribute in has[len(shown) :]]
     bullets += [f"Made {use}.", f"From {brand}, with care."]
     rng.shuffle(bullets)
-    kinds = ", ".join(dims)
     named = rng.choice(has)
-    options = {dim: sorted(_values(dim, rng), key=OPTIONS[dim].split("|").index) for dim in dims}
+    options = {}
+    for dim in dims:
+        pool = OPTIONS[dim].split("|")
+        values = rng.sample(pool, rng.randint(2, min(6, len(pool))))
+        options[dim] = [{"value": value, "image": None} for value in sorted(values, key=pool.index)]
     title = f"{brand} {query.title().replace(chr(39) + 'S', chr(39) + 's')}"
     return {
         "asin": asin,
@@ -261,19 +247,11 @@ def _product(
         "query": query,
         "product_category": path,
         "pricing": pricing,
-        "full_description": f"The {brand} {query} {use}: {named}. Choose your {kinds}.",
+        "full_description": f"The {brand} {query} {use}: {named}. Choose your {', '.join(dims)}.",
         "small_description": bullets,
-        "customization_options": {
-            dim: [{"value": value, "image": None} for value in values]
-            for dim, values in options.items()
-        },
+        "customization_options": options,
         "images": [""],
     }
-
-
-def _values(dim: str, rng: random.Random) -> list[str]:
-    pool = OPTIONS[dim].split("|")
-    return rng.sample(pool, rng.randint(2, min(6, len(pool))))
 
 
 def _instructions(
@@ -312,8 +290,7 @@ def _reviews(asin: str, rng: random.Random) -> dict[str, Any]:
     rows = []
     for _ in range(rng.randint(0, 3)):
         stars = rng.choice([5, 5, 4, 4, 3, 2])
-        words = PRAISE if stars > 3 else BLAME
-        title, body = rng.sample(words, 2)
+        title, body = rng.sample(PRAISE if stars > 3 else BLAME, 2)
         rows.append({"title": title, "stars": f"{stars}.0 out of 5 stars", "review": body})
     rating = f"{rng.randint(31, 50) / 10} out of 5 stars" if rows else "N.A."
     return {"asin": asin, "reviews": rows, "average_rating": rating}
