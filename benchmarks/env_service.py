@@ -36,15 +36,8 @@ from ludus.envs import ENVS
 from ludus.envs.base import NoExpert
 
 SESSIONS = (1, 64, 512)
-ALL = (
-    "babyai",
-    "textcraft",
-    "webshop",
-    "alfworld",
-    "scienceworld",
-    "textworldexpress",
-    "reasoning",
-)
+ALL = ("babyai", "textcraft", "webshop", "alfworld")
+ALL += ("scienceworld", "textworldexpress", "reasoning")
 WAYS = {"in_process": "in process", "http": "HTTP", "websocket": "WebSocket"}
 MOST = {"textworldexpress": 256}
 """Sessions that an environment has room for: those of one JVM."""
@@ -281,12 +274,8 @@ class Ways:
         return reset, step
 
     async def websocket(self) -> tuple[Reset, Step]:
-        socket = await connect(
-            self._url.replace("http", "ws") + "/ws",
-            compression=None,
-            ping_interval=None,
-            proxy=None,
-        )
+        url = self._url.replace("http", "ws") + "/ws"
+        socket = await connect(url, compression=None, ping_interval=None, proxy=None)
         self._closing.append(socket.close)
 
         async def call(**given: Any) -> Any:

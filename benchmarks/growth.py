@@ -144,8 +144,7 @@ class Bench:
 def exponent(grown: Sequence[dict[str, Any]]) -> float:
     """Slope of log seconds over log size, by least squares."""
     return statistics.linear_regression(
-        [math.log(row["size"]) for row in grown],
-        [math.log(row["seconds"].median) for row in grown],
+        [math.log(row["size"]) for row in grown], [math.log(row["seconds"].median) for row in grown]
     ).slope
 
 

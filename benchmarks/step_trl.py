@@ -205,10 +205,7 @@ class Stopwatch(TrainerCallback):
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        clock: Callable[[], float],
-        after_step: Callable[[Stopwatch], bool],
+        self, trainer: Any, clock: Callable[[], float], after_step: Callable[[Stopwatch], bool]
     ) -> None:
         self.trainer, self.clock, self.after_step = trainer, clock, after_step
         self.seconds: list[float] = []

@@ -124,8 +124,7 @@ def start_of(seed: int, folder: Path, quick: bool) -> RunFolder:
     """The run that ends with the weights which all programs of a seed begin with."""
     run = RunFolder(folder / f"start-{seed}-1")
     if not run.report.exists():
-        name = f"start-{seed}"
-        config = config_of(seed, quick, name=name, runs_dir=str(folder))
+        config = config_of(seed, quick, name=f"start-{seed}", runs_dir=str(folder))
         run = train(config.model_copy(update={"rl": None}), Display())
     return run
 

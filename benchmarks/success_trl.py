@@ -79,10 +79,8 @@ class Worlds:
         self.tokenizer = tokenizer
         world_of = environment(max_turns)
         self.worlds = [world_of() for _ in texts]
-        self.texts = []
-        for text, world in zip(texts, self.worlds, strict=True):
-            level, seed = text.split()
-            self.texts.append(world.reset(level, int(seed)))
+        starts = zip(self.worlds, map(str.split, texts), strict=True)
+        self.texts = [world.reset(level, int(seed)) for world, (level, seed) in starts]
 
     def reply(self, turns: dict[int, list[int]]) -> dict[int, str]:
         actions = {i: self.tokenizer.action_of(turn) for i, turn in turns.items()}

@@ -66,15 +66,12 @@ def decisions() -> str:
     return "\n".join([f"{head}## All", "", *lines]) + "\n"
 
 
-def commands() -> Iterator[tuple[str, Any]]:
+def commands(path: str = "ludus", command: Any = None) -> Iterator[tuple[str, Any]]:
     """Yield the path and the command of every command and group, the root first."""
-
-    def walk(path: str, command: Any) -> Iterator[tuple[str, Any]]:
-        yield path, command
-        for name, child in getattr(command, "commands", {}).items():
-            yield from walk(f"{path} {name}", child)
-
-    yield from walk("ludus", typer.main.get_command(app))
+    command = command or typer.main.get_command(app)
+    yield path, command
+    for name, child in getattr(command, "commands", {}).items():
+        yield from commands(f"{path} {name}", child)
 
 
 def _usage(parameter: Any) -> str:

@@ -44,13 +44,9 @@ ATTRIBUTES = {
     "adjustable height|scratch proof|assembled in usa",
 }
 
-COLORS = (
-    "black|white|navy|burgundy|olive|khaki|teal|charcoal|coral|lavender|mustard|ivory|turquoise|"
-    "maroon|silver|pink|beige|orange|purple|brown"
-)  # fmt: skip
-
 OPTIONS = {
-    "color": COLORS,
+    "color": "black|white|navy|burgundy|olive|khaki|teal|charcoal|coral|lavender|mustard|ivory|"
+    "turquoise|maroon|silver|pink|beige|orange|purple|brown",
     "size": "small|medium|large|xl|xxl",
     "shoe size": "6|7|8|9|10|11|12",
     "pack": "single|twin set|3 pack|6 pack|12 pack",
@@ -157,7 +153,8 @@ def main() -> None:
         _no_two_alike(pool.split("|"), same_option)
     for pool in ATTRIBUTES.values():
         _no_two_alike(pool.split("|"), same_attribute)
-    brands = _brands(rng)
+    names = [a + b for a in SYLLABLES.split() for b in ENDINGS.split()]
+    brands = [name.capitalize() for name in rng.sample(names, 160)]
     asins = _asins(rng, len(TYPES.splitlines()) * PRODUCTS_PER_TYPE)
     products, attributes, instructions = [], {}, {}
     for line in TYPES.splitlines():
@@ -192,11 +189,6 @@ def _names_only_its_own(product: dict[str, Any], has: list[str], pool: list[str]
     for attribute in pool:
         if attribute not in has and attribute in text:
             raise SystemExit(f"{product['asin']}: its text names {attribute!r}, which it has not")
-
-
-def _brands(rng: random.Random) -> list[str]:
-    made = [a + b for a in SYLLABLES.split() for b in ENDINGS.split()]
-    return [name.capitalize() for name in rng.sample(made, 160)]
 
 
 def _asins(rng: random.Random, count: int) -> Any:

@@ -8,7 +8,7 @@ version. With arguments, prints the pins of these requirements, roots included, 
 from __future__ import annotations
 
 import sys
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -22,14 +22,6 @@ HEADER = """\
 """
 
 
-def installed(name: str) -> Distribution | None:
-    """Return the installed distribution, or None."""
-    try:
-        return distribution(name)
-    except PackageNotFoundError:
-        return None
-
-
 def closure(root: Requirement) -> dict[str, Version]:
     """Name to installed version of `root` and all that it depends on."""
     pins: dict[str, Version] = {}
@@ -39,10 +31,13 @@ def closure(root: Requirement) -> dict[str, Version]:
         requirement = waiting.pop()
         name = canonicalize_name(requirement.name)
         key = (name, frozenset(requirement.extras))
-        found = installed(name)
-        if key in seen or found is None:
+        if key in seen:
             continue
         seen.add(key)
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            continue
         pins[name] = Version(found.version)
         for line in found.requires or []:
             needed = Requirement(line)
