@@ -75,6 +75,10 @@ class VllmServer:
         atexit.register(self.stop)
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
