@@ -61,6 +61,8 @@ def migrate(database: Database, scripts: Path = MIGRATIONS) -> None:
 
 def _check(connection: Connection, known: set[str], url: str) -> str | None:
     """Returns the database's revision; None if empty. Errors: StoreError for foreign tables."""
+    # Tables first: a migration that another process commits in between then shows its revision.
+    taken = sorted(set(inspect(connection).get_table_names()) & set(metadata.tables))
     context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
     current = context.get_current_revision()
     if current is not None and current not in known:
@@ -68,11 +70,9 @@ def _check(connection: Connection, known: set[str], url: str) -> str | None:
             f"{url} was written by a newer ludus (schema {current}; this ludus reads up to "
             f"{max(known)}): upgrade with pip install -U ludus-rl, or use another store"
         )
-    if current is None:
-        taken = sorted(set(inspect(connection).get_table_names()) & set(metadata.tables))
-        if taken:
-            raise StoreError(
-                f"{url} already has tables named {', '.join(taken)} of another program: "
-                "use a separate database for the run store"
-            )
+    if current is None and taken:
+        raise StoreError(
+            f"{url} already has tables named {', '.join(taken)} of another program: "
+            "use a separate database for the run store"
+        )
     return current

@@ -166,6 +166,22 @@ def test_threads_open_an_empty_store_at_once(url: str) -> None:
         assert {run.id for run in store.runs()} == {f"run-{n}" for n in range(6)}
 
 
+def test_a_migration_that_ends_while_another_looks(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tables are not taken for those of another program."""
+    read = MigrationContext.get_current_revision
+
+    def read_then_migrate(self: MigrationContext) -> str | None:
+        revision = read(self)
+        monkeypatch.undo()
+        RunStore.open(url).close()
+        return revision
+
+    monkeypatch.setattr(MigrationContext, "get_current_revision", read_then_migrate)
+    RunStore.open(url).close()
+
+
 def test_sqlite_is_in_wal(tmp_path: Path) -> None:
     RunStore.open(None, tmp_path).close()
     engine = create_engine(f"sqlite:///{tmp_path}/ludus.db")
