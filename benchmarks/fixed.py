@@ -212,7 +212,7 @@ class LudusSteps:
         )
         self.work, self.kept, self.number = work, Kept(), 0
         self.clock, self.rollout_s = clock, 0.0
-        self.backend = LocalBackend(model, renderer, config, folder)
+        self.backend = LocalBackend(lambda: model, renderer, config, folder)
         self.deterministic = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(False)  # the peer need not pay for it
         self.collector = Collector(

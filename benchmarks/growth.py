@@ -86,7 +86,7 @@ class Bench:
             }
         )  # fmt: skip
         model = build_model(self.config.model, tokenizer, 0)
-        self.backend = LocalBackend(model, self.renderer, self.config, folder)
+        self.backend = LocalBackend(lambda: model, self.renderer, self.config, folder)
         asyncio.run(self._teach())
 
     async def _teach(self) -> None:

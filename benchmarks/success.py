@@ -47,7 +47,6 @@ from ludus.store.folders import RunFolder
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
 from ludus.train.checkpoint.policy import find_checkpoint, run_tokenizer
-from ludus.train.checkpoint.store import load
 from ludus.train.minibatches import TrainSettings
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "babyai-tiny.yaml"
@@ -134,8 +133,7 @@ def opened(seed: int, folder: Path, quick: bool) -> tuple[Run, Sequence[Task]]:
     start, config = start_of(seed, folder, quick), config_of(seed, quick)
     splits = read_splits(config)
     run = build(config, start, splits, run_tokenizer(start))
-    load(find_checkpoint(start).path, model=run.model)
-    run.backend.sampler.publish(0)
+    run.backend.load_weights(find_checkpoint(start).path)
     return run, splits.train
 
 
@@ -190,13 +188,13 @@ def train_trl(mode: str, run: Run, tasks: Sequence[Task], course: Course, folder
     torch.use_deterministic_algorithms(False)  # it need not pay for what ludus's back end asks
     asyncio.run(course.evaluate())
     with tempfile.TemporaryDirectory() as weights:
-        run.model.save_pretrained(weights)
+        run.backend.model.save_pretrained(weights)
         go = partial(success_trl.train, mode, run.config, run.tokenizer, weights, tasks)
         micro_batch = _tuned(go, folder / f"tuned-{mode}.json", run.config)
 
         def after_step(model: Any, seconds: float, figures: dict[str, float]) -> bool:
             if course.add(seconds, figures):
-                run.model.load_state_dict(model.state_dict())
+                run.backend.model.load_state_dict(model.state_dict())
                 run.backend.sampler.publish(len(course.steps))
                 asyncio.run(course.evaluate())
             return not course.over()

@@ -15,6 +15,6 @@ BACKENDS: Registry[Backend] = Registry(
         "local": Row("ludus.backends.local:LocalBackend", "train", "trains in this process"),
         "debug": Row("ludus.backends.local:LocalBackend", "train", "shows N tasks and stops"),
     },
-    context=frozenset({"model", "renderer", "config", "run_dir"}),
+    context=frozenset({"make_model", "renderer", "config", "run_dir"}),
 )
 """Back ends by name: each is a `backends.base.Backend`."""

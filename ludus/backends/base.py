@@ -10,6 +10,7 @@ from ludus.core.types import Group, Sample
 from ludus.models.samplers.base import PolicySampler
 from ludus.train.algorithms.base import Algorithm
 from ludus.train.checkpoint.store import CheckpointStore
+from ludus.train.meter import Meter
 from ludus.train.minibatches import TrainSettings
 
 
@@ -23,6 +24,10 @@ class Backend(Protocol):
     @property
     def sampler(self) -> PolicySampler:
         """Samples the turns of rollouts, with the published weights."""
+
+    @property
+    def meter(self) -> Meter:
+        """Counts the tokens, FLOPs and memory of its devices."""
 
     @property
     def checkpoints(self) -> CheckpointStore:
@@ -69,6 +74,12 @@ class Backend(Protocol):
         """Restore a checkpoint of the stage that has begun; returns the loop's state.
 
         Errors: CheckpointError.
+        """
+
+    def load_weights(self, path: Path) -> None:
+        """Take only the weights of a checkpoint, of any stage, and publish them under its version.
+
+        No stage has to have begun. Errors: CheckpointError.
         """
 
     def close(self) -> None:

@@ -115,6 +115,19 @@ async def resuming_equals_never_having_stopped(make: Factory, folder: Path) -> N
     resumed.close()
 
 
+async def weights_load_without_a_stage(make: Factory, folder: Path) -> None:
+    """A checkpoint's weights sample the same turn, under the same version, in a new back end."""
+    first = _begin(make(folder / "a"))
+    await _iterate(first)
+    path = first.save("rl", 1, {}, None, pin=False)
+    loaded = make(folder / "b")
+    loaded.load_weights(path)
+    assert loaded.policy_version == loaded.sampler.policy_version == 1
+    assert await _sample(loaded, 0) == await _sample(first, 0)
+    first.close()
+    loaded.close()
+
+
 async def failures_are_errors(make: Factory, folder: Path) -> None:
     """A missing checkpoint and a loss that is not finite raise; the policy stays the same."""
     backend = _begin(make(folder))
@@ -144,6 +157,7 @@ CHECKS: list[Check] = [
     nothing_to_train_on_changes_nothing,
     scoring_changes_no_group,
     resuming_equals_never_having_stopped,
+    weights_load_without_a_stage,
     failures_are_errors,
 ]
 

@@ -22,6 +22,7 @@ from ludus.train.algorithms.base import Algorithm
 from ludus.train.checkpoint.state import random_state, set_random_state
 from ludus.train.checkpoint.store import CheckpointStore, load
 from ludus.train.learner import Learner
+from ludus.train.meter import Meter
 from ludus.train.minibatches import (
     TrainSettings,
     batch_metrics,
@@ -47,32 +48,35 @@ class LocalBackend:
     computes with changing weights, or with weights that have no version.
 
     Args:
-        model: a Hugging Face causal LM.
+        make_model: builds the policy, a Hugging Face causal LM.
         renderer: has the tokenizer, which decodes ids for stop strings.
         config: the run's configuration.
         run_dir: receives `checkpoints/`, `reference/` (a copy of the policy as reference model),
             and the batches of failed steps.
     """
 
-    def __init__(self, model: Any, renderer: Renderer, config: RunConfig, run_dir: Path) -> None:
+    def __init__(
+        self, make_model: Callable[[], Any], renderer: Renderer, config: RunConfig, run_dir: Path
+    ) -> None:
         if config.threads:
             torch.set_num_threads(config.threads)
         # On CUDA torch has no deterministic cumulative sum, which sampling needs.
         torch.use_deterministic_algorithms(config.model.device == "cpu")
-        self.model = model
+        self.model = make_model()
         self._config, self._tokenizer = config, renderer.tokenizer
         self._pad_id = renderer.tokenizer.pad_token_id or 0
         self._run_dir = run_dir
         self.sampler: PolicySampler = SAMPLERS.build(
             Spec(name="exact") if config.verify else config.sampler,
             "sampler",
-            model=model,
+            model=self.model,
             context_length=config.model.context_length,
             decode=renderer.tokenizer.decode,
             deterministic=config.rollout.deterministic,
             tokenizer=renderer.tokenizer,
             folder=run_dir / "sampler",
         )
+        self.meter = Meter(self.model, self.sampler)
         self._shares = getattr(self.sampler, "shares_weights", False)
         self.checkpoints = CheckpointStore(
             run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_best
@@ -238,6 +242,12 @@ class LocalBackend:
         set_random_state(everything["random"])
         state: dict[str, Any] = everything["loop"]
         return state
+
+    def load_weights(self, path: Path) -> None:
+        """Take only the weights of a checkpoint, of any stage, and publish them."""
+        state = load(path, model=self.model)
+        self.sampler.publish(state["policy_version"])
+        self._note_published(state["policy_version"])
 
     def _note_published(self, version: int) -> None:
         self.policy_version = version

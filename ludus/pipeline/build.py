@@ -1,9 +1,10 @@
-"""Build a run: config -> tasks, conversations, tokenizer, model, back end, collector."""
+"""Build a run: config -> tasks, conversations, tokenizer, back end, collector."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from ludus.backends import BACKENDS
@@ -32,7 +33,6 @@ from ludus.tasks.readers import TaskList, read_tasks
 from ludus.tasks.splits import check_disjoint
 from ludus.telemetry.logs import get_logger
 from ludus.train.checkpoint.policy import build_policy
-from ludus.train.meter import Meter
 
 log = get_logger(__name__)
 
@@ -61,10 +61,8 @@ class Run:
     tokenizer: Any
     renderer: Renderer
     renderers: Mapping[str, Renderer]
-    model: Any
     backend: Backend
     collector: Collector
-    meter: Meter
 
 
 def build(
@@ -88,11 +86,10 @@ def build(
     Errors: ConfigError, MissingDependency.
     """
     renderer, renderers = make_renderer(config, tokenizer), make_renderers(config, tokenizer)
-    model, _ = build_policy(config.model, tokenizer, config.seed)
     backend = BACKENDS.build(
         config.backend,
         "backend",
-        model=model,
+        make_model=partial(build_policy, config.model, tokenizer, config.seed),
         renderer=renderer,
         config=config,
         run_dir=folder.path,
@@ -117,10 +114,8 @@ def build(
         tokenizer=tokenizer,
         renderer=renderer,
         renderers=renderers,
-        model=model,
         backend=backend,
         collector=collector,
-        meter=Meter(model, backend.sampler),
     )
 
 

@@ -22,8 +22,7 @@ from ludus.pipeline.build import Run, build, read_splits
 from ludus.pipeline.tokenizer import make_renderer
 from ludus.store.folders import find_run
 from ludus.train.checkpoint.export import export_hf
-from ludus.train.checkpoint.policy import build_policy, find_checkpoint, run_tokenizer
-from ludus.train.checkpoint.store import load
+from ludus.train.checkpoint.policy import find_checkpoint, restore_policy, run_tokenizer
 
 
 async def evaluate(
@@ -77,8 +76,7 @@ def evaluate_checkpoints(
     results: list[Evaluation] = []
     with closing(run.backend):
         for info in infos:
-            state = load(info.path, model=run.model)
-            run.backend.sampler.publish(state["policy_version"])
+            run.backend.load_weights(info.path)
             _, result = asyncio.run(evaluate(run, config.evaluate, "evaluate"))
             result = result.model_copy(update={"label": info.path.name})
             console.print(render_evaluation(result))
@@ -96,7 +94,7 @@ def export_checkpoint(
     info = find_checkpoint(folder, checkpoint)
     tokenizer = run_tokenizer(folder)
     config = load_config(folder.config)
-    model, _ = build_policy(config.model, tokenizer, config.seed, info.path)
+    model, _ = restore_policy(config.model, tokenizer, config.seed, info.path)
     export_hf(
         model,
         tokenizer,

@@ -111,7 +111,7 @@ def rollout_source(run: Run, settings: RLConfig) -> GroupSource:
         return SyncSource(
             sampler,
             collect if settings.horizon else fixed,
-            run.meter.rollout,
+            run.backend.meter.rollout,
             run.backend.verify if config.verify else None,
         )
     return PrefetchSource(
@@ -121,5 +121,5 @@ def rollout_source(run: Run, settings: RLConfig) -> GroupSource:
         groups_per_step=settings.groups_per_step,
         group_size=settings.group_size,
         max_staleness=settings.max_staleness,
-        around=run.meter.rollout,
+        around=run.backend.meter.rollout,
     )

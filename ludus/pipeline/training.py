@@ -229,7 +229,7 @@ class Trainer:
             "rollout/episodes_total": float(self._num_episodes),
             "rollout/dropped": float(sum(t.dropped is not None for t in trajectories)),
         }
-        metrics |= run.meter.metrics(groups, metrics)
+        metrics |= run.backend.meter.metrics(groups, metrics)
         steps_left = getattr(run.config, stage).steps - step - 1
         metrics |= self._budget.step(metrics["rollout/tokens"], steps_left)
         self._latest = metrics

@@ -47,7 +47,7 @@ def make_backend(renderer: Renderer, folder: Path, seed: int, lora: bool = False
         }
     )
     model = build_model(config.model, renderer.tokenizer, seed)
-    backend = LocalBackend(model, renderer, config, folder)
+    backend = LocalBackend(lambda: model, renderer, config, folder)
     backend.begin_stage(SETTINGS, ALGORITHM)
     return backend
 

@@ -44,7 +44,7 @@ def backend(tmp_path: Path) -> LocalBackend:
     tokenizer = train_tokenizer(Spec(name="words"), ["turn left", "go forward"])
     renderer = Renderer(tokenizer)
     model = build_model(config.model, tokenizer, seed=0)
-    made = LocalBackend(model, renderer, config, tmp_path)
+    made = LocalBackend(lambda: model, renderer, config, tmp_path)
     made.begin_stage(SETTINGS, ALGORITHMS.build("grpo"))
     return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -102,9 +103,9 @@ async def test_the_back_end_conforms(check: Check, tmp_path: Path) -> None:
 
     def make(folder: Path) -> Backend:
         config = run_config(backend=f"{path}:WeightNorm")
-        model = build_model(config.model, renderer.tokenizer, seed=1)
+        make_model = partial(build_model, config.model, renderer.tokenizer, seed=1)
         return BACKENDS.build(
-            config.backend, model=model, renderer=renderer, config=config, run_dir=folder
+            config.backend, make_model=make_model, renderer=renderer, config=config, run_dir=folder
         )
 
     await check(make, tmp_path)

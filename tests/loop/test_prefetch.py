@@ -83,7 +83,8 @@ async def world_of(folder: Path, env: str | dict[str, Any] | None = None) -> Wor
     if env is not None:
         changed["env"] = env
     world.config = RunConfig.model_validate(changed)
-    world.backend = type(world.backend)(world.backend.model, world.renderer, world.config, folder)
+    model = world.backend.model
+    world.backend = type(world.backend)(lambda: model, world.renderer, world.config, folder)
     MADE.append(world)
     await run_stage(world.sft(EVERYTHING, steps=30), world.backend, Recording())
     return world
@@ -388,7 +389,8 @@ async def test_without_playing_ahead_it_is_the_synchronous_loop_to_the_bit(tmp_p
     world, kept = World(tmp_path / "a"), Recording()
     changed = {**world.config.model_dump(), "rl": {"max_staleness": 0, "algorithm": GRPO}}
     world.config = RunConfig.model_validate(changed)
-    world.backend = type(world.backend)(world.backend.model, world.renderer, world.config, tmp_path)
+    model = world.backend.model
+    world.backend = type(world.backend)(lambda: model, world.renderer, world.config, tmp_path)
     await run_stage(world.sft(EVERYTHING, steps=10), world.backend, Recording())
     await run_stage(world.rl(tasks, steps, GRPO), world.backend, kept)
 

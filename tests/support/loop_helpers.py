@@ -106,7 +106,7 @@ class World:
             }
         )
         model = build_model(self.config.model, tokenizer, seed)
-        self.backend = LocalBackend(model, self.renderer, self.config, folder)
+        self.backend = LocalBackend(lambda: model, self.renderer, self.config, folder)
 
     def collector(self, **settings: Any) -> Collector:
         return Collector(

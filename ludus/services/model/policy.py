@@ -27,7 +27,7 @@ from ludus.models.chat.parsing import Thinking
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.store.folders import RunFolder, find_run
-from ludus.train.checkpoint.policy import build_policy, find_checkpoint, run_tokenizer
+from ludus.train.checkpoint.policy import find_checkpoint, restore_policy, run_tokenizer
 
 DEFAULT_MAX_CONTEXT = 8192
 """Maximum context length of a Hugging Face model, unless the user sets one."""
@@ -85,7 +85,7 @@ def _of_run(folder: RunFolder, path: Path | None, overrides: ModelOverrides) -> 
     path = path or find_checkpoint(folder).path
     config = load_config(folder.config)
     settings = _with_overrides(config.model, overrides)
-    model, version = build_policy(settings, tokenizer, config.seed, path)
+    model, version = restore_policy(settings, tokenizer, config.seed, path)
     origin = f"{folder.id}/{path.name}"
     return Policy(folder.id, origin, merge_lora(model), tokenizer, settings, version)
 

@@ -14,16 +14,20 @@ from ludus.store.folders import RunFolder
 from ludus.train.checkpoint.store import CheckpointInfo, CheckpointStore, load
 
 
-def build_policy(
-    config: ModelConfig, tokenizer: Any, seed: int, checkpoint: Path | None = None
-) -> tuple[Any, int]:
-    """Returns a run's model and its policy version, with the weights of `checkpoint` if given.
+def build_policy(config: ModelConfig, tokenizer: Any, seed: int) -> Any:
+    """Returns the model that a run with this seed starts from. Errors: ConfigError."""
+    return build_model(config, tokenizer, derive_seed(seed, "model"))
 
-    `seed` is the seed of the run. Errors: ConfigError, CheckpointError.
+
+def restore_policy(
+    config: ModelConfig, tokenizer: Any, seed: int, checkpoint: Path
+) -> tuple[Any, int]:
+    """Returns a run's model with the weights of a checkpoint, and its policy version.
+
+    Errors: ConfigError, CheckpointError.
     """
-    model = build_model(config, tokenizer, derive_seed(seed, "model"))
-    state = load(checkpoint, model=model) if checkpoint else {}
-    return model, int(state.get("policy_version", 0))
+    model = build_policy(config, tokenizer, seed)
+    return model, int(load(checkpoint, model=model)["policy_version"])
 
 
 def run_tokenizer(folder: RunFolder) -> Any:

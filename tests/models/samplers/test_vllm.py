@@ -79,7 +79,7 @@ class World:
             }
         )
         model = build_model(self.config.model, self.renderer.tokenizer, 0)
-        self.backend = LocalBackend(model, self.renderer, self.config, folder)
+        self.backend = LocalBackend(lambda: model, self.renderer, self.config, folder)
         self.model = model
         sampler = self.backend.sampler
         assert isinstance(sampler, VllmSampler)
