@@ -324,10 +324,7 @@ def check_companion(package: str) -> Check:
 
 def check_postgres(package: str) -> Check:
     """Check that the PostgreSQL client and its C library load."""
-    probed = probe(
-        "import json, psycopg\n"
-        "print(json.dumps({'libpq': psycopg.pq.version(), 'by': psycopg.pq.__impl__}))"
-    )
+    probed = probe("import json, psycopg\nprint(json.dumps({'libpq': psycopg.pq.version()}))")
     if probed.problem:
         fix = f"pip install '{DISTRIBUTION}[postgres]'"
         return Check("PostgreSQL client", False, f"cannot be used: {probed.problem}", fix)

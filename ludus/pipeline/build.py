@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from ludus.backends.base import Backend
 from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError, EpisodeError
 from ludus.core.files import atomic_folder
-from ludus.core.types import Task, Trajectory
+from ludus.core.types import Spec, Task, Trajectory
 from ludus.data.demonstrations import (
     Demonstration,
     dropped_path,
@@ -143,21 +143,19 @@ def read_splits(config: RunConfig) -> Splits:
     Errors: DataError for files, lines and shared tasks; ConfigError for a task's unknown judge.
     """
     env = ENVS.build(config.env, "env") if config.env else None
-    bad_line = config.tasks.on_bad_line
-    train = read_tasks(config.tasks.train, "tasks.train", maker=env, on_bad_line=bad_line)
-    _check_judges(train, "tasks.train")
-    if config.tasks.heldout is None:
-        return Splits(train, TaskList())
-    heldout = read_tasks(config.tasks.heldout, "tasks.heldout", maker=env, on_bad_line=bad_line)
-    _check_judges(heldout, "tasks.heldout")
+    settings = config.tasks
+
+    def read(spec: Spec, where: str) -> TaskList:
+        tasks = read_tasks(spec, where, maker=env, on_bad_line=settings.on_bad_line)
+        judges = {task.judge.model_dump_json(): task.judge for task in tasks if task.judge}
+        for judge in judges.values():
+            JUDGES.check(judge, f"{where}: judge")
+        return tasks
+
+    train = read(settings.train, "tasks.train")
+    heldout = read(settings.heldout, "tasks.heldout") if settings.heldout else TaskList()
     check_disjoint(train, heldout)
     return Splits(train, heldout)
-
-
-def _check_judges(tasks: Iterable[Task], where: str) -> None:
-    judges = {task.judge.model_dump_json(): task.judge for task in tasks if task.judge}
-    for spec in judges.values():
-        JUDGES.check(spec, f"{where}: judge")
 
 
 def _demonstrations(

@@ -10,7 +10,7 @@ import platform
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
@@ -166,22 +166,21 @@ def _recorded(
     `before`: the configuration to restore if the run fails before its first step with `config`.
     """
     setup_logging(folder.path, observer.console if isinstance(observer, Display) else None)
-    trainer: Trainer | None = None
+    trainers: list[Trainer] = []
     mirror: RunMirror | None = None
     try:
         with disk_faults(folder), MetricsLog(folder.metrics, build_sinks(config, folder.path)) as m:
             budget, timings = Budget(config.budget, folder.budget), Timings()
             mirror = _mirror(folder, config, store, observer)
             on_saved = mirror.after_checkpoint if mirror else lambda: None
-            with ExitStack() as stack:
-                trainers: list[Trainer] = []
-                stack.enter_context(_interruptible(trainers, observer))
+            with _interruptible(trainers, observer):
                 run = build_training(config, folder, splits, observer, timings)
-                stack.enter_context(closing(run.backend))
-                on_saved()
-                trainer = Trainer(run, store, m, observer, budget, timings, on_saved, skip_damaged)
-                trainers.append(trainer)
-                yield trainer
+                with closing(run.backend):
+                    on_saved()
+                    trainers.append(
+                        Trainer(run, store, m, observer, budget, timings, on_saved, skip_damaged)
+                    )
+                    yield trainers[0]
             atomic_write(folder.path / "timings.json", json.dumps(timings.seconds))
             if config.report:
                 report(folder, store)
@@ -196,7 +195,7 @@ def _recorded(
         raise Stopped(folder, exceeded) from None
     except LudusError as error:
         _finish(store, folder, "failed", str(error))
-        if before is not None and (trainer is None or not trainer.started):
+        if before is not None and not any(trainer.started for trainer in trainers):
             with suppress(OSError):
                 atomic_write(folder.config, dump_config(before))
         observer.note(f"run {folder.id} failed; once that is fixed: {resume_command(folder)}")

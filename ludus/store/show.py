@@ -92,28 +92,20 @@ def render_run(store: RunStore, run_id: str) -> RenderableType:
         parts += [_rule("dropped"), _table(("stage", "dropped because", "count"), rows)]
     newest = list(store.trajectories(run_id, limit=_NEWEST, newest_first=True))
     if newest:
-        parts += [_rule("newest trajectories"), _trajectories(newest)]
-        parts.append(
-            Text(f"ludus show {run_id} TRAJECTORY shows one trajectory, token by token", "dim")
-        )
+        hint = f"ludus show {run_id} TRAJECTORY shows one trajectory, token by token"
+        parts += [_rule("newest trajectories"), _trajectories(newest), Text(hint, "dim")]
     return Group(*parts)
 
 
 def render_trajectory(
-    store: RunStore,
-    run_id: str,
-    trajectory_id: str,
-    decode: Decode | None = None,
-    *,
-    stage: str | None = None,
-    step: int | None = None,
+    store: RunStore, run_id: str, trajectory_id: str, decode: Decode | None = None
 ) -> RenderableType:
     """Returns one rollout, turn by turn, with its branches.
 
     With `decode` (token ids to text) the text is that of the engine's tokens; otherwise the text is
     that of the messages.
     """
-    record = store.record(run_id, trajectory_id, stage, step)
+    record = store.record(run_id, trajectory_id)
     row, trajectory = record.row, record.trajectory
     facts = {
         "trajectory": row.id,

@@ -1,1 +1,0 @@
-"""Tools that a model may call."""
