@@ -3,13 +3,16 @@
     python benchmarks/recipes.py recipes/babyai-tiny.yaml --seeds 0 1 2
 
 Trains one run per seed (or uses finished runs named `<recipe>-seed<seed>`), and writes
-`docs/benchmarks/<recipe>.md` and `.svg`.
+`docs/benchmarks/<recipe>.md` and `.svg`, and the recipe's figures in `recipes.json`, from which
+`make docs` writes the README's table.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
 from common import RESULTS, table, tabulate, two_axes
 
@@ -82,22 +85,33 @@ def episodes_at(played: Line, steps: list[Line], episodes: list[float]) -> float
     return episodes[min(played.step, len(steps)) - 1]
 
 
+def figures(folder: RunFolder) -> dict[str, Any]:
+    """What recipes.json has of a seed."""
+    evaluations, lines = read_evaluations(folder), MetricsLog.read(folder.metrics)
+    last = next(line for line in reversed(lines) if line.stage == "rl")
+    sft = max((n.metrics["rollout/episodes_total"] for n in lines if n.stage == "sft"), default=0)
+    ends = {when: evaluations[f"{when} RL"].success for when in ("before", "after")}
+    return {
+        **{
+            when: {"value": round(s.value, 4), "low": s.low, "high": s.high}
+            for when, s in ends.items()
+        },
+        "minutes": round(lines[-1].metrics["time/elapsed_s"] / 60, 1),
+        "episodes": int(last.metrics["rollout/episodes_total"] - sft),
+    }
+
+
 def seed_table(folders: dict[int, RunFolder]) -> str:
     rows = []
     for seed, folder in folders.items():
         evaluations = read_evaluations(folder)
         before, after = evaluations["before RL"], evaluations["after RL"]
         gain = compare(before, after).success
-        lines = MetricsLog.read(folder.metrics)
-        last = next(line for line in reversed(lines) if line.stage == "rl")
-        sft = max(
-            (n.metrics["rollout/episodes_total"] for n in lines if n.stage == "sft"), default=0
-        )
+        seen = figures(folder)
         points = [100 * (value or 0) for value in (gain.value, gain.low, gain.high)]
         cells = [str(seed), interval(before), interval(after)]
         cells += ["{:+.1f} ({:+.1f} to {:+.1f})".format(*points), f"{gain.p_value:.2g}"]
-        cells += [f"{lines[-1].metrics['time/elapsed_s'] / 60:.1f}"]
-        rows.append([*cells, f"{last.metrics['rollout/episodes_total'] - sft:,.0f}"])
+        rows.append([*cells, f"{seen['minutes']:.1f}", f"{seen['episodes']:,}"])
     head = ("seed", "after SFT", "after RL", "gain, points", "paired p", "minutes", "RL episodes")
     return table(head, rows)
 
@@ -155,6 +169,9 @@ held-out tasks.
 {", ".join(f"{package} {value}" for package, value in versions.items())}
 """
     (RESULTS / f"{name}.md").write_text(text)
+    file = RESULTS / "recipes.json"
+    results = json.loads(file.read_text()) | {name: {s: figures(f) for s, f in folders.items()}}
+    file.write_text(json.dumps(results, indent=1) + "\n")
     print(text)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,6 +68,112 @@ def decisions() -> str:
     return "\n".join([f"{head}## All", "", *lines]) + "\n"
 
 
+def readme() -> str:
+    """The README, with the figures of its tables read from docs/benchmarks/*.json."""
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    results = _figures("recipes")
+    for name, seeds in results.items():
+        line = next(line for line in text.splitlines() if line.startswith(f"| [{name}]("))
+        cells = line.split(" | ")
+        cells[2:4] = [_percentages(seeds, when) for when in ("before", "after")]
+        minutes = [seed["minutes"] for seed in seeds.values()]
+        cells[4] = f"{min(minutes):.0f} to {max(minutes):.0f} |"
+        text = text.replace(line, " | ".join(cells))
+    head, start, rest = text.partition("<!-- speed: written by `make docs` -->\n")
+    _, end, tail = rest.partition("<!-- end -->")
+    return f"{head}{start}{_speed_table()}\n{end}{tail}"
+
+
+def _figures(name: str) -> Any:
+    return json.loads((DOCS / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _percentages(seeds: dict[str, Any], when: str) -> str:
+    return ", ".join(f"{100 * seed[when]['value']:.1f}" for seed in seeds.values()) + " %"
+
+
+def _speed_table() -> str:
+    """Speed-up over each peer: the slowest, the median and the fastest case."""
+    lines = [
+        "| against | workload | slowest case | median | fastest case |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    last = ""
+    for against, workload, cases in _speeds():
+        order = sorted(cases, key=cases.__getitem__)
+        ends = [f"{_speed(cases[case])} ({case})" for case in (order[0], order[-1])]
+        middle = _speed(statistics.median(cases.values()))
+        shown, last = "" if against == last else against, against
+        lines.append(f"| {shown} | {workload} | {ends[0]} | {middle} | {ends[1]} |")
+    return "\n".join(lines)
+
+
+def _speeds() -> Iterator[tuple[str, str, dict[str, float]]]:
+    """Yield a peer, a workload, and the speed-up over the peer in each case."""
+    steps = [row for row in _figures("step")["rows"] if "ratio" in row]
+    trl = f"TRL {_figures('step')['machine']['trl']} `GRPOTrainer`, tuned; samples with `generate`"
+    for half in (False, True):
+        cases = {
+            f"{row['model']}, {row['work'].removesuffix(', bfloat16')}": row["ratio"]["median"]
+            for row in steps
+            if row["work"].endswith("bfloat16") == half
+        }
+        yield trl, f"[a GRPO step](docs/benchmarks/step.md), {DTYPES[half]}", cases
+    ends = {(r["program"], r["seed"]): r["points"][-1] for r in _figures("success")["rows"]}
+    seconds = {
+        f"seed {seed}": ends["rollout", seed]["seconds"] / ends["ludus", seed]["seconds"]
+        for program, seed in ends
+        if program == "ludus"
+    }
+    yield trl, "[seconds to 80 % success on BabyAI](docs/benchmarks/success.md)", seconds
+    for half, ratio in enumerate(("tree / transformers", "bfloat16, tree / transformers")):
+        cases = {
+            f"{row['model']}, {row['prompt']} + {row['completion']}"
+            if row["completion"] else f"{row['model']}, nothing shared": row[ratio]["median"]
+            for row in _figures("learner")["rows"]
+        }  # fmt: skip
+        yield (
+            "a tuned transformers loop",
+            f"[an optimizer step](docs/benchmarks/learner.md), {DTYPES[half]}",
+            cases,
+        )
+    vllm = [row for row in _figures("vllm-sampler")["rows"] if "batch" in row]
+    cases = {
+        f"{row['batch']} rows, {dtype}, {part}": _ratio(
+            row["seconds"][f"vLLM {dtype}"][key], row["seconds"][f"ludus {dtype}"][key]
+        )
+        for row in vllm
+        for dtype in DTYPES
+        for key, part in (("all", "prefill included"), ("steady", "decoding"))
+    }
+    yield "vLLM's CPU build", "[sampling](docs/benchmarks/vllm-sampler.md)", cases
+    rows = [row for row in _figures("sampler")["rows"] if "generate" in row and "batch" in row]
+    for name, workload in {
+        "fast": "float32",
+        "half": "bfloat16",
+        "generic": "[models without a fast decoder](docs/models.md)",
+    }.items():
+        cases = {
+            f"{row['model']}, batch {row['batch']}": _ratio(
+                row["seconds"]["generate"], row["seconds"][name]
+            )
+            if name != "half" else row["half_ratio"]["median"]
+            for row in rows
+            if name in row["seconds"]
+        }  # fmt: skip
+        sampling = "[sampling](docs/benchmarks/sampler.md)"
+        yield "transformers `generate`", f"{sampling}, {workload}", cases
+
+
+def _speed(ratio: float) -> str:
+    return f"{ratio:.1f}" if ratio >= 1 else f"{ratio:.2f}"
+
+
+def _ratio(peer: list[float], ours: list[float]) -> float:
+    """The median of the ratios of neighbouring runs."""
+    return statistics.median(p / o for p, o in zip(peer, ours, strict=True))
+
+
 def commands(path: str = "ludus", command: Any = None) -> Iterator[tuple[str, Any]]:
     """Yield the path and the command of every command and group, the root first."""
     command = command or typer.main.get_command(app)
@@ -94,7 +202,9 @@ def _row(parameter: Any) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+DTYPES = ("float32", "bfloat16")
 PAGES = {
+    "../README.md": readme,
     "configuration.md": configuration,
     "cli.md": command_line,
     "decisions/README.md": decisions,
