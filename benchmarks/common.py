@@ -104,7 +104,8 @@ class Spread:
 
     @classmethod
     def of(cls, values: list[float]) -> Spread:
-        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+        one = len(values) == 1  # `--repeats 1`: statistics.quantiles needs two values before 3.13
+        low, _, high = values * 3 if one else statistics.quantiles(values, n=4, method="inclusive")
         return cls(statistics.median(values), low, high)
 
     def show(self, form: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -76,7 +77,7 @@ def build(
     on_error: Callable[[EpisodeError], object] | None = None,
     inline: bool = False,
 ) -> Run:
-    """Build all parts of a run. The caller closes `run.backend`.
+    """Build all parts of a run. The caller closes `run.backend`; an error here closes it.
 
     Args:
         on_episode: receives each finished trajectory.
@@ -94,18 +95,21 @@ def build(
         config=config,
         run_dir=folder.path,
     )
-    collector = Collector(
-        sampler=backend.sampler,
-        renderer=renderer,
-        renderers=renderers,
-        config=config.rollout,
-        env=config.env,
-        judge=JUDGES.build(config.judge, "judge") if config.judge else None,
-        seed=config.seed,
-        on_episode=on_episode,
-        on_error=on_error,
-        inline=inline,
-    )
+    with ExitStack() as opened:
+        opened.callback(backend.close)
+        collector = Collector(
+            sampler=backend.sampler,
+            renderer=renderer,
+            renderers=renderers,
+            config=config.rollout,
+            env=config.env,
+            judge=JUDGES.build(config.judge, "judge") if config.judge else None,
+            seed=config.seed,
+            on_episode=on_episode,
+            on_error=on_error,
+            inline=inline,
+        )
+        opened.pop_all()
     return Run(
         folder=folder,
         config=config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -174,3 +175,11 @@ success_page.publish(results, facts, "About.", 0.8, 360.0, "A note.")
     assert "| ludus | **20** |" in page
     assert "| TRL, `rollout_func` | not in 20 |" in page
     assert "<svg" in (tmp_path / "success.svg").read_text()
+
+
+def test_a_spread_of_one_repeat_is_that_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--repeats 1`, as a quick look at one case asks for."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    common = importlib.import_module("common")
+    assert common.Spread.of([3.0]) == common.Spread(3.0, 3.0, 3.0)
+    assert common.Spread.of([1.0, 3.0]) == common.Spread(2.0, 1.5, 2.5)

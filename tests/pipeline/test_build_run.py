@@ -13,10 +13,11 @@ import ludus
 from ludus.config.load import load_config
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, DataError, EnvError
+from ludus.core.modules import load_module
 from ludus.core.types import Message, Spec, Task
 from ludus.data.demonstrations import Demonstration, run_expert
 from ludus.envs import ENVS as ENVIRONMENTS
-from ludus.pipeline.build import read_splits
+from ludus.pipeline.build import build, read_splits
 from ludus.pipeline.conversations import read_conversations, replay_all
 from ludus.pipeline.registries import check
 from ludus.pipeline.tokenizer import (
@@ -25,6 +26,7 @@ from ludus.pipeline.tokenizer import (
     make_tokenizer,
     tools_of,
 )
+from ludus.store.folders import RunFolder
 
 ENVS = f"{Path(ludus.__file__).parents[1]}/tests/support/debugged_envs.py"
 RECIPE = f"""
@@ -201,3 +203,30 @@ def test_a_tokenizer_has_the_words_of_error_messages():
     tokenizer = make_tokenizer(config, train, shown)
     for error in errors:
         assert tokenizer.unk_token_id not in tokenizer.encode(error, add_special_tokens=False)
+
+
+PARTS = """
+from types import SimpleNamespace
+from ludus.core.errors import ConfigError
+
+class Backend:
+    sampler = SimpleNamespace()
+    closed = 0
+    def close(self):
+        Backend.closed += 1
+
+class Judge:
+    def __init__(self):
+        raise ConfigError("no such rubric")
+"""
+
+
+def test_a_part_that_cannot_be_built_leaves_no_open_back_end(load: Any, tmp_path: Path) -> None:
+    path = tmp_path / "parts.py"
+    path.write_text(PARTS)
+    config = load(f"backend={path}:Backend", f"judge={path}:Judge")
+    splits = read_splits(config)
+    tokenizer = make_tokenizer(config, splits.train, [])
+    with pytest.raises(ConfigError, match="no such rubric"):
+        build(config, RunFolder(tmp_path), splits, tokenizer)
+    assert load_module(str(path)).Backend.closed == 1
