@@ -134,12 +134,14 @@ class Ours:
 
 
 class Products:
-    """The matrix products of a tree's step in float32, forward and backward, and nothing else.
+    """The matrix products of a tree's step, forward and backward, and nothing else.
 
     Those of attention are not run, but counted: as if they were as fast as the others.
     """
 
-    def __init__(self, model: Any, samples: Sequence[Sample]) -> None:
+    def __init__(
+        self, model: Any, samples: Sequence[Sample], dtype: torch.dtype = torch.float32
+    ) -> None:
         batch = pack(
             samples, trajectory_mean(samples), tokens_per_batch=BUDGET, pad_id=0, layout="tree"
         )
@@ -155,7 +157,7 @@ class Products:
         attention = 2 * len(layers) * width * scores
         self.share = 1 + attention / sum(math.prod(shape) for shape in self.shapes)
         self.tensors = {
-            (n, o, i): (torch.randn(n, i), torch.randn(o, i), torch.randn(n, o))
+            (n, o, i): tuple(torch.randn(*size).to(dtype) for size in ((n, i), (o, i), (n, o)))
             for n, o, i in set(self.shapes)
         }
         self.results = {

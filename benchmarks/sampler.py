@@ -113,9 +113,15 @@ def deviation(model: Any, prompts: list[list[int]], sampler: InProcessSampler) -
 
 
 @torch.inference_mode()
-def products_seconds(model: Any, batch: int) -> float:
+def products_seconds(
+    model: Any, batch: int, prefilled: int | None = None, sampled: int = COMPLETION
+) -> float:
     """The least time of all matrix products of prompts and completions, as `F.linear` in torch: the
-    weights' sizes, `batch` rows at a time; the prompt's at up to 2,048 rows, without the head."""
+    weights' sizes, `batch` rows at a time; the prompt's at up to 2,048 rows, without the head.
+
+    `prefilled`: tokens of all prompts; `sampled`: tokens of a row.
+    """
+    prefilled = batch * PROMPT if prefilled is None else prefilled
     linears = [m.weight for m in model.model.layers.modules() if isinstance(m, torch.nn.Linear)]
 
     def seconds(weights: list[torch.Tensor], rows: int) -> float:
@@ -128,9 +134,9 @@ def products_seconds(model: Any, batch: int) -> float:
             times.append(clock() - start)
         return min(times)
 
-    rows = min(2048, batch * PROMPT)
-    prefill = seconds(linears, rows) * batch * PROMPT / rows
-    return prefill + seconds([*linears, model.lm_head.weight], batch) * COMPLETION
+    rows = min(2048, prefilled)
+    prefill = seconds(linears, rows) * prefilled / rows
+    return prefill + seconds([*linears, model.lm_head.weight], batch) * sampled
 
 
 def measure(name: str, batch: int, repeats: int) -> dict[str, Any]:

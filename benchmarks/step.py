@@ -11,7 +11,9 @@ of ludus.
 from __future__ import annotations
 
 import os
+import random
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,25 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from common import Spread, arguments, clock, machine, make_model, ratios, tabulate, write
+import torch
+from common import (
+    Spread,
+    arguments,
+    clock,
+    machine,
+    make_model,
+    make_samples,
+    ratios,
+    tabulate,
+    write,
+)
 from fixed import MEDIAN_S, P99_S, LudusSteps, Work
+from learner import Products
+from sampler import products_seconds
 from step_trl import train_trl
 from waiting import STALENESS, compare_waiting, waiting_table
+
+from ludus.core.types import Sample
 
 ONE, LONG = Work(prompt=64), Work(prompt=256)
 FOUR, EIGHT = Work(prompt=64, turn=16, turns=4), Work(prompt=64, turn=16, turns=8)
@@ -74,6 +91,36 @@ def fastest(tried: dict[str, float]) -> tuple[int, str]:
     return int(size), mode
 
 
+def products(model_name: str, work: Work, half: bool) -> Callable[[], float]:
+    """A program that returns the seconds of a step's matrix products alone, in torch: those of the
+    sampled tokens, of each group's prompt once, of observations, and of training on the tree."""
+    dtype = torch.bfloat16 if half else torch.float32
+    model = make_model(model_name)
+    rng = random.Random(0)
+
+    def ids(count: int) -> list[int]:
+        return [rng.randrange(1, model.config.vocab_size) for _ in range(count)]
+
+    samples: list[Sample] = []
+    for _ in range(work.groups):
+        prompt, rest = ids(work.prompt), work.length - work.prompt
+        samples += make_samples([(prompt, ids(rest)) for _ in range(work.group_size)], -1.0)
+    for sample in samples:  # an observation follows each turn but the last
+        for place in range(work.prompt + work.turn, work.length, work.turn + work.observation):
+            sample.loss_mask[place : place + work.observation] = [False] * work.observation
+    training = Products(model, samples, dtype)
+    rounded = model.to(dtype)
+    prefilled = work.groups * work.prompt + work.samples * work.observation * (work.turns - 1)
+
+    def seconds() -> float:
+        start = clock()
+        training.step()
+        trained = (clock() - start) * training.share
+        return trained + products_seconds(rounded, work.samples, prefilled, work.turn * work.turns)
+
+    return seconds
+
+
 def measure(
     model_name: str, work: Work, precision: str, repeats: int, *, tune: bool = True
 ) -> dict[str, Any]:
@@ -95,6 +142,7 @@ def measure(
         theirs, their_rollouts = train_trl(
             model_name, work, half, best, repeats + 1, step, clock, mode=mode
         )
+        of_products = share_of_products(ludus, model_name, work, half, repeats)
     ours, our_rollouts, theirs = ours[1:], our_rollouts[1:], theirs[1:]
     # One rollout serves all micro-batches of a step; the calls that hand it on do not count.
     assert len(their_rollouts) == repeats + 1
@@ -112,11 +160,26 @@ def measure(
         "ludus_rollout": Spread.of(our_rollouts),
         "ludus_train": Spread.of([a - b for a, b in zip(ours, our_rollouts, strict=True)]),
         "ratio": ratios(theirs, ours),
+        "of_products": of_products,
         "seconds": {"trl": theirs, "ludus": ours},
     }
     print(model_name, row["work"], f"TRL {row['trl'].show('.2f')} s;", end=" ")
     print(f"ludus {row['ludus'].show('.2f')} s; {row['ratio'].show('.2f')} times", flush=True)
     return row
+
+
+def share_of_products(
+    ludus: LudusSteps, model_name: str, work: Work, half: bool, repeats: int
+) -> Spread:
+    """The seconds of the products as a share of ludus's step, alternating."""
+    alone, whole = [], []
+    program = products(model_name, work, half)
+    for _ in range(repeats + 1):
+        alone.append(program())
+        start = clock()
+        ludus.step()
+        whole.append(clock() - start)
+    return ratios(alone[1:], whole[1:])
 
 
 def main() -> None:
@@ -157,6 +220,8 @@ def publish(
         ("rollout + training", lambda row: split(row, "ludus")),
         ("TRL / ludus", lambda row: row["ratio"].bold()),
         ("rollout, training", lambda row: f"{gain(row, 'rollout')}, {gain(row, 'train')}"),
+        ("of products", lambda row: f"{row['of_products'].median:.0%}"),
+        ("limit", lambda row: f"{row['ratio'].median / row['of_products'].median:.1f}"),
     )
     lost = [f"{row['model']}, {row['work']}" for row in rows if row["ratio"].median < 1]
     trl = version("trl")
@@ -166,8 +231,11 @@ def publish(
 {chr(10).join((__doc__ or "").strip().splitlines()[4:])}
 
 64 samples per step, in 8 groups. Cells: median (quartiles) of {repeats} steps in float32, after one
-warm-up step. *bfloat16*: both train and sample in bfloat16, with weights in float32. The last
-column is the speed-up of each part.
+warm-up step. *bfloat16*: both train and sample in bfloat16, with weights in float32. *Rollout,
+training*: the speed-up of each part. *Of products*: seconds of the step's matrix products alone, in
+torch, as a share of ludus's step: sampled tokens, each group's prompt once, observations, training
+on the tree, with attention counted at the speed of the other products. *Limit*: the speed-up over
+TRL of a program that computes these products in torch and nothing else.
 
 {table}
 

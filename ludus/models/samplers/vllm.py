@@ -61,6 +61,10 @@ class VllmSampler:
         ] = None,
         max_batch: Annotated[int, Field(ge=1, description="Turns sampled concurrently.")] = 64,
         cache_gib: Annotated[float, Field(gt=0, description="KV-cache memory in GiB.")] = 1.0,
+        eager: Annotated[
+            bool,
+            Field(description="Run vLLM without compilation and CUDA graphs: it starts faster."),
+        ] = False,
         threads: Annotated[
             int, Field(ge=0, description="OpenMP threads of vLLM on a CPU; 0: its default.")
         ] = 0,
@@ -88,7 +92,7 @@ class VllmSampler:
         self._threads = threads
         self._deadline_s = startup_deadline_s
         self._restarts_left = max_restarts
-        self._flags = [*self._default_flags(max_batch, cache_gib), *(flags or [])]
+        self._flags = [*self._default_flags(max_batch, cache_gib, eager), *(flags or [])]
         self.policy_version = 0
         self.server: VllmServer | None = None
         """The server; None before the first turn."""
@@ -272,7 +276,7 @@ class VllmSampler:
                 f"{TOLERANCE[self._dtype]:g} in {self._dtype})"
             )
 
-    def _default_flags(self, max_batch: int, cache_gib: float) -> list[str]:
+    def _default_flags(self, max_batch: int, cache_gib: float, eager: bool) -> list[str]:
         """Flags of `vllm serve`.
 
         Chunked prefill is off: for a seeded turn with a chunked prompt vLLM rewinds its random
@@ -291,7 +295,7 @@ class VllmSampler:
             *("--worker-extension-cls", "ludus_vllm_side.Worker"),
             "--enable-scale-out",  # the route with token ids in and out
             "--enable-prefix-caching",
-            "--enforce-eager",
+            *(["--enforce-eager"] if eager else []),
             *("--distributed-executor-backend", "uni"),
             "--disable-uvicorn-access-log",
             *("--uvicorn-log-level", "warning"),
