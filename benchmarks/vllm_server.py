@@ -58,6 +58,7 @@ def main() -> None:
             1024,
             python=str(PYTHON),
             dtype=dtype,
+            eager=True,
             threads=args.threads,
         )
         started = time.perf_counter()
