@@ -17,6 +17,7 @@ from ludus.models import SAMPLERS
 from ludus.models.build import build_model
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import PolicySampler
+from ludus.models.vocabulary import Vocabulary
 from ludus.telemetry.occupancy import busy
 from ludus.train.algorithms.base import Algorithm
 from ludus.train.checkpoint.state import random_state, set_random_state
@@ -64,6 +65,7 @@ class LocalBackend:
         torch.use_deterministic_algorithms(config.model.device == "cpu")
         self.model = make_model()
         self._config, self._tokenizer = config, renderer.tokenizer
+        self._vocabulary = Vocabulary.of(renderer.tokenizer)
         self._pad_id = renderer.tokenizer.pad_token_id or 0
         self._run_dir = run_dir
         self.sampler: PolicySampler = SAMPLERS.build(
@@ -103,7 +105,7 @@ class LocalBackend:
         options: dict[str, Any] = {
             "context_length": config.model.context_length,
             "settings": config.learner,
-            "num_ids": len(self._tokenizer),
+            "vocabulary": self._vocabulary,
         }
         self._settings, self._iteration = settings, 0
         self._learner = learner = Learner(
@@ -135,7 +137,7 @@ class LocalBackend:
             model,
             temperature=temperature,
             context_length=config.context_length,
-            num_ids=len(self._tokenizer),
+            vocabulary=self._vocabulary,
         )
 
     async def score(self, groups: Sequence[Group], algorithm: Algorithm) -> Sequence[Group]:

@@ -23,6 +23,7 @@ from ludus.config.schema import LoraConfig, ModelConfig
 from ludus.core.errors import ConfigError, MissingDependency, did_you_mean
 from ludus.models import ARCHITECTURES
 from ludus.models.chat.tokenizers import load_error
+from ludus.models.vocabulary import Vocabulary
 
 HiddenSize = Annotated[int, Field(ge=8, description="Width of the residual stream.")]
 NumLayers = Annotated[int, Field(ge=1, description="Transformer blocks.")]
@@ -147,7 +148,7 @@ def merge_lora(model: Any) -> PreTrainedModel:
 
 def _from_scratch(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Initialise in float32, so that all dtypes start from the same weights."""
-    shape = model_shape(config, len(tokenizer))
+    shape = model_shape(config, Vocabulary.of(tokenizer).size)
     model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation="sdpa")
     return model.to(getattr(torch, config.dtype))
 
@@ -180,10 +181,11 @@ def _check_fit(
     config: ModelConfig, tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel
 ) -> None:
     embeddings = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > embeddings:
+    token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if last >= embeddings:
         raise ConfigError(
-            f"model.tokenizer: {len(tokenizer)} tokens are more than the model's {embeddings} "
-            "embeddings; use the model's own tokenizer"
+            f"model.tokenizer: the token {token!r} has the id {last}, more than the model's "
+            f"{embeddings} embeddings; use the model's own tokenizer, without added tokens"
         )
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and config.context_length > limit:

@@ -27,6 +27,7 @@ from ludus.models.decoders.llama import NotLlama
 from ludus.train.kernels.attention import attending
 from ludus.train.kernels.compiled import CompiledLayers
 from ludus.train.kernels.fused import FusedLayers
+from ludus.models.vocabulary import Vocabulary
 from ludus.train.kernels.logprobs import Head, backbone, find_head, score_logits
 from ludus.train.kernels.tiles import tiles
 from ludus.train.packing import Layout, MicroBatch, attention_mask, pack
@@ -47,7 +48,7 @@ class Forward:
         temperature: of the rollouts; divides the logits.
         context_length: length of the longest sample; None: unknown, no sliding window is accepted.
         settings: of the computation.
-        num_ids: ids from this on have probability 0 (the tokenizer's length); None: all ids.
+        vocabulary: other ids have probability 0, as in the sampler; None: all ids are sampled.
 
     Errors: ConfigError for a setting that the model does not support.
     """
@@ -59,11 +60,11 @@ class Forward:
         temperature: float = 1.0,
         context_length: int | None = None,
         settings: LearnerConfig | None = None,
-        num_ids: int | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.settings = settings or LearnerConfig()
         self.model = model
-        self.num_ids = num_ids
+        self.vocabulary = vocabulary
         self.temperature = temperature
         self.device = next(model.parameters()).device
         self.head: Head | None = find_head(model)
@@ -132,8 +133,8 @@ class Forward:
         target_N = micro_batch.target_N.to(self.device)
         if self.head is None:
             assert logits_PV is not None
-            return score_logits(logits_PV, place_N, target_N, self.temperature, self.num_ids)
-        return self.head.score(hidden_PE, place_N, target_N, self.temperature, self.num_ids)
+            return score_logits(logits_PV, place_N, target_N, self.temperature, self.vocabulary)
+        return self.head.score(hidden_PE, place_N, target_N, self.temperature, self.vocabulary)
 
     def logprobs(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns the policy's log-probabilities and entropies [N] of the loss tokens.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ludus.config.schema import LearnerConfig, OptimizerConfig
 from ludus.core.errors import TrainingError
+from ludus.models.vocabulary import Vocabulary
 from ludus.telemetry.logs import get_logger
 from ludus.train.algorithms.losses import (
     LossFn,
@@ -49,7 +50,7 @@ class Learner:
             log-probabilities are of the distribution that was sampled from.
         context_length: most tokens of a sample; None: unknown.
         settings: precision, compilation, gradient checkpointing.
-        num_ids: ids from this on are never sampled; None: all ids are.
+        vocabulary: the ids that are sampled; None: all.
         dump_dir: receives the batches of a failed step.
         critic_lr: learning rate of a critic on the policy's hidden states; None: no critic.
     """
@@ -63,7 +64,7 @@ class Learner:
         temperature: float = 1.0,
         context_length: int | None = None,
         settings: LearnerConfig | None = None,
-        num_ids: int | None = None,
+        vocabulary: Vocabulary | None = None,
         dump_dir: Path | None = None,
         critic_lr: float | None = None,
     ) -> None:
@@ -76,7 +77,7 @@ class Learner:
             temperature=self.temperature,
             context_length=context_length,
             settings=settings,
-            num_ids=num_ids,
+            vocabulary=vocabulary,
         )
         self.dump_dir = dump_dir
         self.step = 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core.errors import CheckpointError, ConfigError
+from ludus.models.vocabulary import Vocabulary
 from ludus.train.checkpoint.state import fingerprint
 from ludus.train.checkpoint.store import CheckpointStore, load, read_state
 from ludus.train.forward import Forward
@@ -27,6 +28,7 @@ class Reference:
         model: the reference model; None: derived from the policy.
         temperature: that of the rollouts.
         context_length: most tokens of a sample.
+        vocabulary: the ids that are sampled; None: all.
 
     Errors: ConfigError for a reference with another vocabulary.
     """
@@ -38,7 +40,7 @@ class Reference:
         *,
         temperature: float = 1.0,
         context_length: int | None = None,
-        num_ids: int | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.adapters_off = model is None and hasattr(policy, "disable_adapter")
         self.copied = model is None and not self.adapters_off
@@ -55,7 +57,7 @@ class Reference:
             model.eval()
         with self.active():
             self.forward = Forward(
-                model, temperature=temperature, context_length=context_length, num_ids=num_ids
+                model, temperature=temperature, context_length=context_length, vocabulary=vocabulary
             )
 
     @contextmanager

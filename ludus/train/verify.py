@@ -55,7 +55,10 @@ class ExactForward(Forward):
         assert logits_PV is not None
         place_N = micro_batch.place_N.to(self.device)
         target_N = micro_batch.target_N.to(self.device)
-        logprobs_PV = log_softmax(logits_PV[:, : self.num_ids], [self.temperature])
+        if self.vocabulary is not None:
+            logits_PV = self.vocabulary.select(logits_PV)
+            target_N = self.vocabulary.places(target_N)
+        logprobs_PV = log_softmax(logits_PV, [self.temperature])
         entropy_P = -(logprobs_PV.exp() * logprobs_PV).sum(-1)
         return logprobs_PV[place_N, target_N].float(), entropy_P[place_N].float()
 

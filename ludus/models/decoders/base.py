@@ -9,6 +9,24 @@ from torch import Tensor
 from ludus.models.kv_cache.step_inputs import StepInputs
 
 
+def check_inputs(inputs: StepInputs, num_embeddings: int, num_positions: int | None = None) -> None:
+    """Check ids and positions: native code and CUDA kernels do not.
+
+    Errors: IndexError for an id or a position that the model does not have.
+    """
+    for name, values, limit in (
+        ("token id", inputs.ids, num_embeddings),
+        ("position", inputs.positions, num_positions),
+    ):
+        if limit is not None and len(values):
+            low, high = int(values.min()), int(values.max())
+            if low < 0 or high >= limit:
+                raise IndexError(
+                    f"{name} {low if low < 0 else high} in a decoder's inputs: the model has "
+                    f"0 to {limit - 1}"
+                )
+
+
 class Decoder(Protocol):
     """Computes forward passes and owns the KV-cache storage; the scheduler assigns the blocks.
 
@@ -31,7 +49,10 @@ class Decoder(Protocol):
         """Copy the first `count` positions of a block to another block, in all layers."""
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """Returns logits [R, V] of the rows' output tokens; valid until the next call."""
+        """Returns logits [R, V] of the rows' output tokens; valid until the next call.
+
+        Errors: IndexError for an id or a position that the model does not have.
+        """
 
     def refresh(self) -> None:
         """Handle replaced weights or modules."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ludus.models.decoders.base import check_inputs
 from ludus.models.kv_cache.padded import PaddedInputs, SlotStore
 from ludus.models.kv_cache.paging import BLOCK
 from ludus.models.kv_cache.step_inputs import StepInputs
@@ -85,6 +86,7 @@ class GenericDecoder:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> Tensor:
+        check_inputs(inputs, len(self._model.get_input_embeddings().weight))
         if self._model.training:
             self._model.eval()
         padded = PaddedInputs.of(inputs, next(self._model.parameters()).device)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ludus.models.decoders.base import check_inputs
 from ludus.models.decoders.llama import Llama, LlamaLayer, Norm
 from ludus.models.kv_cache.padded import PaddedInputs, SlotStore
 from ludus.models.kv_cache.paging import BLOCK
@@ -40,6 +41,7 @@ class LeanDecoder:
 
     def __init__(self, llama: Llama, *, autocast: bool = False) -> None:
         self._llama = llama
+        self._limits = len(llama.embedding.weight), len(llama.cosine_TD)
         self._autocast = autocast
         self._num_slots = 0
         self.clear()
@@ -70,6 +72,7 @@ class LeanDecoder:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> Tensor:
+        check_inputs(inputs, *self._limits)
         device = self._llama.embedding.weight.device
         padded = PaddedInputs.of(inputs, device)
         ids_N = padded.ids_RL.flatten()[padded.place_N]

@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ludus.models.decoders.base import check_inputs
 from ludus.models.decoders.lean import LeanDecoder
 from ludus.models.decoders.llama import Llama
 from ludus.models.kv_cache.padded import SlotStore
@@ -223,6 +224,7 @@ class StaticDecoder(LeanDecoder):
     def forward(self, inputs: StepInputs) -> Tensor:
         if not _is_decode_step(inputs):
             return super().forward(inputs)
+        check_inputs(inputs, *self._limits)
         rows = len(inputs.ids)
         bucket, bucket_inputs = self._pad_to_bucket(inputs)
         step = self._steps.pop(bucket, None) or BucketStep.allocate(bucket, self._device)

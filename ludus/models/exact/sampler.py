@@ -17,6 +17,7 @@ from ludus.models.kv_cache.step_inputs import StepInputs
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
 from ludus.models.samplers.sampling import sample_tokens
+from ludus.models.vocabulary import Vocabulary
 
 
 class ExactSampler(InProcessSampler):
@@ -46,7 +47,8 @@ class ExactSampler(InProcessSampler):
         )
         self.decoder = self.exact_decoder = ExactDecoder(model)
         self._reset()
-        self._token_sampler = ExactTokenSampler(None if tokenizer is None else len(tokenizer))  # type: ignore[assignment]
+        vocabulary = None if tokenizer is None else Vocabulary.of(tokenizer)
+        self._token_sampler = ExactTokenSampler(vocabulary)  # type: ignore[assignment]
 
 
 class ExactDecoder(GenericDecoder):
@@ -76,24 +78,26 @@ class ExactDecoder(GenericDecoder):
 
 
 class ExactTokenSampler:
-    """Samples as `sample_tokens` does; log-probabilities are exact.
-
-    Log-probabilities are normalised over all logits, ids beyond the vocabulary included, as in the
-    learner.
+    """Samples as `sample_tokens` does; log-probabilities are computed as in the exact learner.
 
     Args:
-        vocab_size: ids from `vocab_size` on are never sampled.
+        vocabulary: the ids that are sampled; None: all.
     """
 
-    def __init__(self, vocab_size: int | None = None) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, vocabulary: Vocabulary | None = None) -> None:
+        self._vocabulary = vocabulary
 
     def __call__(
         self, logits_RV: Tensor, params: list[SamplingParams], uniforms_R: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Returns a token id and its log-probability per row. Errors: as `sample_tokens`."""
-        token_ids, _ = sample_tokens(logits_RV[:, : self._vocab_size], params, uniforms_R.tolist())
+        vocabulary = self._vocabulary
+        if vocabulary is not None:
+            logits_RV = vocabulary.select(logits_RV)
+        places, _ = sample_tokens(logits_RV, params, uniforms_R.tolist())
         with torch.inference_mode():
             logprobs_RV = log_softmax(logits_RV, [p.temperature for p in params])
-        logprobs_R = logprobs_RV[range(len(token_ids)), token_ids].float()
-        return np.array(token_ids), logprobs_R.double().cpu().numpy()
+        logprobs_R = logprobs_RV[range(len(places)), places].float()
+        places_R = torch.tensor(places)
+        token_ids_R = places_R if vocabulary is None else vocabulary.ids(places_R)
+        return token_ids_R.numpy(), logprobs_R.double().cpu().numpy()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from ludus.core.errors import ContextOverflow
 
@@ -41,11 +43,13 @@ class Completion:
     policy_version: int
 
 
-def check_turn(prompt_ids: list[int], params: SamplingParams, context_length: int) -> None:
+def check_turn(
+    prompt_ids: list[int], params: SamplingParams, context_length: int, num_embeddings: int
+) -> None:
     """Check a turn's prompt and length.
 
     Errors: ContextOverflow where prompt and max_tokens do not fit the context; ValueError for an
-    empty prompt or `max_tokens` below 1.
+    empty prompt, `max_tokens` below 1, or an id that the model has no embedding for.
     """
     if len(prompt_ids) + params.max_tokens > context_length:
         raise ContextOverflow(
@@ -54,6 +58,21 @@ def check_turn(prompt_ids: list[int], params: SamplingParams, context_length: in
         )
     if not prompt_ids or params.max_tokens < 1:
         raise ValueError("a turn needs at least one prompt token and max_tokens of at least 1")
+    ids = np.asarray(prompt_ids)
+    if ids.dtype.kind not in "iu" or ids.ndim != 1:
+        raise ValueError("token ids must be a list of integers")
+    outside = np.flatnonzero((ids < 0) | (ids >= num_embeddings))
+    if len(outside):
+        raise ValueError(
+            f"prompt token {outside[0]} has the id {ids[outside[0]]}; the model has the ids 0 to "
+            f"{num_embeddings - 1}"
+        )
+
+
+def num_embeddings(model: Any) -> int:
+    """Returns the number of ids that a Hugging Face model accepts."""
+    size: int = model.get_input_embeddings().weight.shape[0]
+    return size
 
 
 class Sampler(Protocol):

@@ -28,9 +28,10 @@ from torch import Tensor
 
 from ludus.core.errors import ConfigError
 from ludus.models.decoders.probe import choose_decoder
-from ludus.models.samplers.base import Completion, SamplingParams, check_turn
+from ludus.models.samplers.base import Completion, SamplingParams, check_turn, num_embeddings
 from ludus.models.samplers.sampling import TokenSampler
 from ludus.models.samplers.scheduler import DecodeBatch, Scheduler, Turn
+from ludus.models.vocabulary import Vocabulary
 from ludus.telemetry.occupancy import busy
 
 MAX_TOKENS_PER_PASS = 2048
@@ -45,7 +46,7 @@ class InProcessSampler:
         context_length: the most tokens of a prompt and its completion together.
         decode: ids to text; required for stop strings only.
         deterministic: wait for all open sessions before each step.
-        tokenizer: ids beyond its vocabulary are never sampled (a model may have more ids).
+        tokenizer: only ids of its tokens are sampled (a model may have more ids).
         path: as in the configuration.
         dtype: as in the configuration. Where the type differs from the learner's, the difference
             shows in the importance ratio; returned log-probabilities are those of the distribution
@@ -91,7 +92,8 @@ class InProcessSampler:
         self.num_decode_tokens = 0
         self.context_length = context_length
         self._decode = decode
-        self._token_sampler = TokenSampler(None if tokenizer is None else len(tokenizer))
+        self._num_embeddings = num_embeddings(model)
+        self._token_sampler = TokenSampler(None if tokenizer is None else Vocabulary.of(tokenizer))
         self._changed = asyncio.Event()
         self._paused = False
         self._stepping: asyncio.Task[None] | None = None
@@ -120,10 +122,10 @@ class InProcessSampler:
     ) -> Completion:
         """Sample one turn after `prompt_ids`; a session has one turn at a time.
 
-        Errors: ContextOverflow where prompt and max_tokens do not fit the context; TrainingError
-        where the model's logits are not finite.
+        Errors: ContextOverflow where prompt and max_tokens do not fit the context; ValueError for
+        an id that the model does not have; TrainingError where the model's logits are not finite.
         """
-        check_turn(prompt_ids, params, self.context_length)
+        check_turn(prompt_ids, params, self.context_length, self._num_embeddings)
         if params.stop and self._decode is None:
             raise ConfigError("stop strings need a tokenizer; this sampler has none")
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()

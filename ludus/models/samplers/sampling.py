@@ -17,6 +17,7 @@ from ludus.models.decoders.native import Unavailable
 from ludus.models.decoders.native.bindings import Kernels
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.device_sampling import sample_on_device
+from ludus.models.vocabulary import Vocabulary
 
 
 def distribution(logits_BV: Tensor, params: list[SamplingParams]) -> Tensor:
@@ -104,11 +105,11 @@ class TokenSampler:
     `sample_tokens` to 1e-6.
 
     Args:
-        vocab_size: ids from `vocab_size` on are never sampled.
+        vocabulary: the ids that are sampled; None: all.
     """
 
-    def __init__(self, vocab_size: int | None = None) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, vocabulary: Vocabulary | None = None) -> None:
+        self._vocabulary = vocabulary
         try:
             self._kernels: Kernels | None = Kernels()
         except Unavailable:
@@ -118,7 +119,15 @@ class TokenSampler:
         self, logits_BV: Tensor, params: list[SamplingParams], uniforms_B: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Returns a token id and its log-probability per row. Errors: as `sample_tokens`."""
-        logits_BV = logits_BV[:, : self._vocab_size]
+        vocabulary = self._vocabulary
+        if vocabulary is None:
+            return self._sample(logits_BV, params, uniforms_B)
+        places_B, logprobs_B = self._sample(vocabulary.select(logits_BV), params, uniforms_B)
+        return vocabulary.ids(torch.from_numpy(places_B)).numpy(), logprobs_B
+
+    def _sample(
+        self, logits_BV: Tensor, params: list[SamplingParams], uniforms_B: NDArray[np.float64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         temperatures_B = np.array([p.temperature for p in params], np.float64)
         if logits_BV.device.type != "cpu":
             token_ids_B, logprobs_B = sample_on_device(logits_BV, temperatures_B, uniforms_B)

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from ludus.core.errors import ConfigError, LudusError, SamplerError, TrainingError
 from ludus.models.build import merge_lora
-from ludus.models.samplers.base import Completion, SamplingParams, check_turn
+from ludus.models.samplers.base import Completion, SamplingParams, check_turn, num_embeddings
 from ludus.models.samplers.vllm_server import VllmServer, require_vllm
 from ludus.models.samplers.weights import WEIGHTS, probe_logprobs, write_model
 from ludus.telemetry.logs import get_logger
@@ -117,10 +117,11 @@ class VllmSampler:
     ) -> Completion:
         """Sample one turn after `prompt_ids`.
 
-        Errors: ContextOverflow; SamplerError where the server dies during the turn; LudusError
-        where it does not start or has no restart left.
+        Errors: ContextOverflow; ValueError for an id that the model does not have; SamplerError
+        where the server dies during the turn; LudusError where it does not start or has no restart
+        left.
         """
-        check_turn(prompt_ids, params, self.context_length)
+        check_turn(prompt_ids, params, self.context_length, num_embeddings(self._model))
         if session not in self._turns:
             raise ValueError(f"session {session!r} is not open")
         turn = asyncio.create_task(self._sample(prompt_ids, params))

@@ -23,6 +23,7 @@ from ludus.models.samplers.base import Completion, PolicySampler, SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
 from ludus.models.samplers.sampling import distribution
 from ludus.models.samplers.scheduler import Turn
+from ludus.models.vocabulary import Vocabulary
 
 T = TypeVar("T")
 
@@ -53,15 +54,14 @@ class StreamingSampler(InProcessSampler):
     """The in-process engine with a callback for each sampled token."""
 
     @cached_property
-    def _watchers(self) -> dict[str, tuple[OnToken, int, int]]:
+    def _watchers(self) -> dict[str, tuple[OnToken, int, Vocabulary]]:
         return {}
 
-    def watch(self, session: str, on_token: OnToken, num_alternatives: int, num_ids: int) -> None:
-        """Call `on_token` with each token of a session until the session closes.
-
-        Alternatives are taken from the first `num_ids` ids.
-        """
-        self._watchers[session] = (on_token, num_alternatives, num_ids)
+    def watch(
+        self, session: str, on_token: OnToken, num_alternatives: int, vocabulary: Vocabulary
+    ) -> None:
+        """Call `on_token` with each token of a session until the session closes."""
+        self._watchers[session] = (on_token, num_alternatives, vocabulary)
 
     def close(self, session: str) -> None:
         """Remove an episode and its callback."""
@@ -77,8 +77,8 @@ class StreamingSampler(InProcessSampler):
             if turn.session.name in self._watchers
         ]
         alternatives = [
-            top_tokens(logits_RV[row, :num_ids], number, turn.params)
-            for row, turn, _, number, num_ids in watched
+            top_tokens(logits_RV[row], number, turn.params, vocabulary)
+            for row, turn, _, number, vocabulary in watched
         ]
         token_ids_R, logprobs_R = super()._sample_tokens(turns, logits_RV, uniforms_R)
         for (row, turn, on_token, *_), best in zip(watched, alternatives, strict=True):
@@ -89,13 +89,16 @@ class StreamingSampler(InProcessSampler):
         return token_ids_R, logprobs_R
 
 
-def top_tokens(logits_V: Tensor, number: int, params: SamplingParams) -> Alternatives:
+def top_tokens(
+    logits_V: Tensor, number: int, params: SamplingParams, vocabulary: Vocabulary
+) -> Alternatives:
     """The `number` most likely tokens of the distribution that is sampled from."""
     if not number:
         return []
-    probabilities_V = distribution(logits_V[None], [params])[0]
-    values, ids = probabilities_V.topk(min(number, len(probabilities_V)))
-    return list(zip(ids.tolist(), values.log().tolist(), strict=True))
+    probabilities_S = distribution(vocabulary.select(logits_V)[None], [params])[0]
+    values, places = probabilities_S.topk(min(number, len(probabilities_S)))
+    ids: list[int] = vocabulary.ids(places).tolist()
+    return list(zip(ids, values.log().tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +112,8 @@ class PromptScores:
 class EngineThread:
     """A sampler and its thread; created and called from another thread."""
 
-    def __init__(self, sampler: PolicySampler, model: Any, num_ids: int) -> None:
-        self._sampler, self._model, self._num_ids = sampler, model, num_ids
+    def __init__(self, sampler: PolicySampler, model: Any, vocabulary: Vocabulary) -> None:
+        self._sampler, self._model, self._vocabulary = sampler, model, vocabulary
         self._numbers = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ludus-engine")
@@ -176,7 +179,7 @@ class EngineThread:
         self._sampler.open(session)
         try:
             if on_token and isinstance(self._sampler, StreamingSampler):
-                self._sampler.watch(session, on_token, num_alternatives, self._num_ids)
+                self._sampler.watch(session, on_token, num_alternatives, self._vocabulary)
             done = await self._sampler.sample(prompt_ids, params, session=session)
         finally:
             self._sampler.close(session)
@@ -196,9 +199,10 @@ class EngineThread:
             with torch.inference_mode():
                 piece = ids_1L[:, start:stop]
                 out = self._model(piece, past_key_values=cache, use_cache=True)
-                logprobs_LV = out.logits[0, :, : self._num_ids].float().log_softmax(-1)
-                chosen_L = logprobs_LV.gather(-1, ids_1L[0, start + 1 : stop + 1, None])[:, 0]
-                values, ids = logprobs_LV.topk(min(num_alternatives, self._num_ids))
+                logprobs_LS = self._vocabulary.select(out.logits[0]).float().log_softmax(-1)
+                chosen_L = self._chosen(logprobs_LS, ids_1L[0, start + 1 : stop + 1])
+                values, places = logprobs_LS.topk(min(num_alternatives, logprobs_LS.shape[1]))
+                ids = self._vocabulary.ids(places)
             cache = out.past_key_values
             logprobs += chosen_L.tolist()
             pairs = zip(ids.tolist(), values.tolist(), strict=True)
@@ -207,6 +211,13 @@ class EngineThread:
             if self.policy_version != version:
                 return await self._score(token_ids, num_alternatives)
         return PromptScores(logprobs, best)
+
+    def _chosen(self, logprobs_LS: Tensor, ids_L: Tensor) -> Tensor:
+        """The ids' log-probabilities; -inf for an id that is never sampled."""
+        places_L = self._vocabulary.places(ids_L)
+        padded_LS = torch.nn.functional.pad(logprobs_LS, (0, 1), value=-torch.inf)
+        last = logprobs_LS.shape[1]
+        return padded_LS.gather(-1, places_L.clamp(max=last)[:, None])[:, 0]
 
     async def _swap(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Swap between two steps: neither a step nor this function awaits.

@@ -23,7 +23,7 @@ from ludus.core.errors import ConfigError, ContextOverflow, LudusError
 from ludus.core.types import ToolSpec
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.template import well_formed
-from ludus.models.samplers.base import SamplingParams, check_turn
+from ludus.models.samplers.base import SamplingParams, check_turn, num_embeddings
 from ludus.services.model.engine import EngineThread
 from ludus.services.model.generation import ChoiceRequest, Generator, server_error
 from ludus.services.model.policy import ModelOverrides, Policy, fitting_weights, load_policy
@@ -208,7 +208,7 @@ class ModelService:
             length = self._policy.settings.context_length
             if len(prompt) >= length:
                 raise ContextOverflow(f"{len(prompt)} tokens of prompt leave no room in {length}")
-            check_turn(prompt, params, length)
+            check_turn(prompt, params, length, num_embeddings(self._policy.model))
         except ContextOverflow as error:
             raise ApiError(400, str(error), param=param, code="context_length_exceeded") from None
         except ValueError as error:
@@ -219,9 +219,6 @@ class ModelService:
         if isinstance(prompt, str):
             ids: list[int] = self._policy.tokenizer(well_formed(prompt))["input_ids"]
             return ids
-        if max(prompt) >= (size := len(self._policy.tokenizer)):
-            message = f"prompt: {max(prompt)} is not a token id (0 to {size - 1})"
-            raise ApiError(400, message, param="prompt")
         return prompt
 
     async def _in_reader(self, work: Callable[..., T], *args: Any) -> T:

@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from ludus.core.types import Spec
 from ludus.models import SAMPLERS
+from ludus.models.vocabulary import Vocabulary
 from ludus.services.model.engine import STREAMING, EngineThread
 from ludus.services.model.policy import ModelOverrides, Policy, load_policy
 from ludus.services.model.service import ModelOptions, model_service
@@ -67,6 +68,6 @@ def make_engine(policy: Policy, sampler: Spec, folder: Path) -> EngineThread:
         tokenizer=policy.tokenizer,
         folder=folder / "sampler",
     )
-    engine = EngineThread(built, policy.model, len(policy.tokenizer))
+    engine = EngineThread(built, policy.model, Vocabulary.of(policy.tokenizer))
     engine.set_version(policy.version)
     return engine

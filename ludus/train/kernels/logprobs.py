@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ludus.models.vocabulary import Vocabulary
 from ludus.train.kernels.bindings import Kernels, kernels
 
 CHUNK = 1 << 20
@@ -60,7 +61,7 @@ class Head:
         place_N: Tensor,
         target_N: Tensor,
         temperature: float = 1.0,
-        num_ids: int | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns log-probabilities of the targets and entropies, both float32 [N].
 
@@ -69,10 +70,14 @@ class Head:
             place_N: index of the state that predicts each token.
             target_N: the token ids.
             temperature: divides the logits.
-            num_ids: only ids below this can be sampled; None: all.
+            vocabulary: the ids that can be sampled; None: all.
         """
-        weight: Tensor = self.linear.weight[:num_ids]
-        bias = None if self.linear.bias is None else self.linear.bias[:num_ids]
+        weight: Tensor = self.linear.weight
+        bias: Tensor | None = self.linear.bias
+        if vocabulary is not None:
+            weight = vocabulary.select(weight, 0)
+            bias = None if bias is None else vocabulary.select(bias)
+            target_N = vocabulary.places(target_N)
         device = hidden_PE.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
@@ -133,10 +138,12 @@ def score_logits(
     place_N: Tensor,
     target_N: Tensor,
     temperature: float = 1.0,
-    num_ids: int | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the result of `Head.score` from given logits, for other heads."""
-    logprobs_PV = (logits_PV[:, :num_ids].float() / temperature).log_softmax(-1)
+    if vocabulary is not None:
+        logits_PV, target_N = vocabulary.select(logits_PV), vocabulary.places(target_N)
+    logprobs_PV = (logits_PV.float() / temperature).log_softmax(-1)
     entropy_P = -torch.linalg.vecdot(logprobs_PV.exp(), logprobs_PV)
     return logprobs_PV[place_N, target_N], entropy_P[place_N]
 

@@ -23,14 +23,17 @@ from ludus.models.build import _with_lora
 from ludus.models.decoders import native
 from ludus.models.decoders.base import Decoder
 from ludus.models.decoders.generic import GenericDecoder
+from ludus.models.decoders.generic import GenericDecoder
 from ludus.models.decoders.lean import LeanDecoder
 from ludus.models.decoders.llama import NotLlama, read
 from ludus.models.decoders.native.bindings import Kernels
 from ludus.models.decoders.native.decoder import NativeDecoder
+from ludus.models.decoders.static import StaticDecoder
 from ludus.models.kv_cache.paging import BLOCK, Block, BlockTree
 from ludus.models.kv_cache.step_inputs import StepInputsBuilder
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.sampling import TokenSampler, distribution, sample_tokens
+from ludus.models.vocabulary import Vocabulary
 
 try:
     native.library()
@@ -122,6 +125,21 @@ def check_logits(model: Any, decoder: Decoder) -> None:
         plain = [model(torch.tensor([p]), use_cache=False).logits[0, -1] for p in prompts.values()]
         expected = torch.stack(plain)
         assert float((found - expected).abs().max() / expected.abs().max()) < 5e-5
+
+
+@pytest.mark.parametrize("wrong", [VOCAB, -1, 10**9, -(10**9)])
+def test_inputs_that_the_model_lacks_are_refused(wrong: int) -> None:
+    """Native code and CUDA kernels would read out of bounds."""
+    model = tiny()
+    decoders = [*decoders_of(model), StaticDecoder(read(model, CONTEXT)), GenericDecoder(model)]
+    for decoder in decoders:
+        reader = Reader(decoder)
+        for ids in ([1, 2, wrong], [wrong]):
+            with pytest.raises(IndexError, match=rf"token id {wrong} in a decoder's inputs"):
+                reader.logits({0: ids})
+    for decoder in decoders[:-1]:  # the generic one calls the model, which computes positions
+        with pytest.raises(IndexError, match=rf"position {CONTEXT} in a decoder's inputs"):
+            Reader(decoder).logits({0: [1] * (CONTEXT + 1)})
 
 
 @pytest.mark.parametrize("family", FAST)
@@ -276,7 +294,7 @@ def test_truncated_rows_and_a_smaller_vocabulary() -> None:
     logits[:, 40:] = 30.0
     params = [SamplingParams(1, top_k=5), SamplingParams(1), SamplingParams(1, top_p=0.5)] * 2
     uniforms = np.linspace(0, 0.999, 6)
-    found, logprobs = TokenSampler(40)(logits, params, uniforms)
+    found, logprobs = TokenSampler(Vocabulary(40))(logits, params, uniforms)
     expected, expected_logprobs = sample_tokens(logits[:, :40], params, uniforms.tolist())
     assert found.tolist() == expected
     np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-5)

@@ -243,6 +243,22 @@ async def test_invalid_calls_are_refused() -> None:
     assert "is sampling a turn already" in str(both[1])
 
 
+@pytest.mark.parametrize("path", ["fast", "static", "generic"])
+@pytest.mark.parametrize("wrong", [VOCAB, -1, 10**9, 2**40, 10**30, 1.5, "a"], ids=str)
+async def test_ids_that_the_model_lacks_end_their_turn_only(path: str, wrong: Any) -> None:
+    engine = sampler(tiny(), path=path)
+    engine.open("a")
+    engine.open("b")
+    params = SamplingParams(max_tokens=6)
+    other = asyncio.create_task(engine.sample([1, 2, 3], params, session="b"))
+    await asyncio.sleep(0)
+    with pytest.raises(ValueError, match=r"has the id|must be a list of integers"):
+        await engine.sample([1, wrong, 3], params, session="a")
+    again = await asyncio.gather(other, engine.sample([1, 2, 3], params, session="a"))
+    fresh = await episode(sampler(tiny(), path=path), "b", [1, 2, 3], [params])
+    assert [turn.token_ids for turn in again] == [*tokens(fresh), *tokens(fresh)]
+
+
 # Sessions that come, go, fail
 
 

@@ -19,6 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from ludus.models.vocabulary import Vocabulary
 from ludus.train.kernels import logprobs
 from ludus.train.kernels.logprobs import Head, backbone, find_head, score_logits
 
@@ -97,9 +98,11 @@ def test_ids_that_cannot_be_sampled_have_no_probability() -> None:
     head = Head(torch.nn.Linear(12, 29))
     logits_PV = head.logits(hidden_PE)
     expected = score_logits(logits_PV[:, :23], place_N, target_N)
-    found = head.score(hidden_PE, place_N, target_N, num_ids=23)
+    vocabulary = Vocabulary(23)
+    found = head.score(hidden_PE, place_N, target_N, vocabulary=vocabulary)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(score_logits(logits_PV, place_N, target_N, num_ids=23), expected)
+    found_too = score_logits(logits_PV, place_N, target_N, vocabulary=vocabulary)
+    torch.testing.assert_close(found_too, expected)
     [gradient_VE] = gradients(found, weights_2N, head.linear.weight)
     assert gradient_VE[:23].any(-1).all()
     assert not gradient_VE[23:].any()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ludus.models.decoders.base import check_inputs
 from ludus.models.decoders.llama import Llama, LlamaLayer
 from ludus.models.decoders.native.bindings import Kernels, Layer, Model, NativeInputs
 from ludus.models.kv_cache.paging import BLOCK
@@ -44,6 +45,7 @@ class NativeDecoder:
             raise ValueError("the native decoder requires an even head size")
         self.kernels, self._exact = Kernels(half), Kernels()
         self._llama = llama
+        self._limits = len(llama.embedding.weight), len(llama.cosine_TD)
         self._layers = (Layer * len(llama.layers))()
         self._model = Model(
             hidden=llama.hidden,
@@ -102,6 +104,7 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> Tensor:
+        check_inputs(inputs, *self._limits)
         self._repack_if_changed()
         threads = torch.get_num_threads()
         tables = np.ascontiguousarray(inputs.tables)

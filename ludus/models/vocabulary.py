@@ -1,0 +1,61 @@
+"""The token ids that a policy samples: those of its tokenizer.
+
+Sampler and learner normalise over the same ids, so their log-probabilities are equal. A model may
+have more ids than its tokenizer, and a tokenizer may leave gaps:
+
+    tokens      <pad> a b c         <end>
+    ids         0     1 2 3 (4) (5) 6     (7)     8 embeddings; 4, 5 and 7 are never sampled
+
+Shape suffixes: V vocabulary, N tokens, S sampled ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vocabulary:
+    """Ids below `size`; with gaps, only those in `ids_S`.
+
+    Args:
+        size: largest id + 1.
+        ids_S: the ids in ascending order; None: all ids below `size`.
+    """
+
+    size: int
+    ids_S: Tensor | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Vocabulary:
+        """The vocabulary of a Hugging Face tokenizer, added tokens included."""
+        return cls.from_ids(tokenizer.get_vocab().values())
+
+    @classmethod
+    def from_ids(cls, ids: Iterable[int]) -> Vocabulary:
+        distinct = sorted(set(ids))
+        size = distinct[-1] + 1
+        return cls(size, None if len(distinct) == size else torch.tensor(distinct))
+
+    def select(self, table: Tensor, dim: int = -1) -> Tensor:
+        """Returns the ids' entries of a dimension of size V: a view, or with gaps a copy."""
+        if self.ids_S is None:
+            return table.narrow(dim, 0, min(self.size, table.shape[dim]))
+        return table.index_select(dim, self.ids_S.to(table.device))
+
+    def places(self, ids_N: Tensor) -> Tensor:
+        """Returns the index of each id in what `select` returns; S for an id that is not sampled."""
+        if self.ids_S is None:
+            return ids_N
+        places_V = torch.full((self.size,), len(self.ids_S))
+        places_V[self.ids_S] = torch.arange(len(self.ids_S))
+        return places_V.to(ids_N.device)[ids_N]
+
+    def ids(self, places_N: Tensor) -> Tensor:
+        """Returns the ids at these places: the inverse of `places`."""
+        return places_N if self.ids_S is None else self.ids_S.to(places_N.device)[places_N]
