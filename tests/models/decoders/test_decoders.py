@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -305,8 +306,9 @@ async def test_ids_beyond_the_tokenizer_are_never_sampled() -> None:
     with torch.no_grad():
         model.lm_head.weight[40:] *= 10
     params = [SamplingParams(max_tokens=60, seed=1)]
+    tokenizer = SimpleNamespace(get_vocab=lambda: {f"t{id}": id for id in range(40)})
     for path in ("fast", "generic"):
-        engine = sampler(model, tokenizer=range(40), path=path)
+        engine = sampler(model, tokenizer=tokenizer, path=path)
         [found] = tokens(await episode(engine, "a", [1, 2], params))
         assert max(found) < 40
         [free] = tokens(await episode(sampler(model, path=path), "a", [1, 2], params))
