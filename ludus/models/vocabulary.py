@@ -49,7 +49,7 @@ class Vocabulary:
         return table.index_select(dim, self.ids_S.to(table.device))
 
     def places(self, ids_N: Tensor) -> Tensor:
-        """Returns the index of each id in what `select` returns; S for an id that is not sampled."""
+        """Returns the place of each id in what `select` returns; S for an id never sampled."""
         if self.ids_S is None:
             return ids_N
         places_V = torch.full((self.size,), len(self.ids_S))

@@ -24,10 +24,10 @@ from ludus.config.schema import LearnerConfig
 from ludus.core.errors import ConfigError
 from ludus.core.types import Sample
 from ludus.models.decoders.llama import NotLlama
+from ludus.models.vocabulary import Vocabulary
 from ludus.train.kernels.attention import attending
 from ludus.train.kernels.compiled import CompiledLayers
 from ludus.train.kernels.fused import FusedLayers
-from ludus.models.vocabulary import Vocabulary
 from ludus.train.kernels.logprobs import Head, backbone, find_head, score_logits
 from ludus.train.kernels.tiles import tiles
 from ludus.train.packing import Layout, MicroBatch, attention_mask, pack

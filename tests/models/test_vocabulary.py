@@ -54,7 +54,9 @@ async def test_sampled_ids_are_tokens(path: str, ids: list[int]) -> None:
     with torch.no_grad():
         logits_LV = model(torch.tensor([rows])).logits[0, len(prompt) - 1 : -1]
     logprobs_LS = (logits_LV[:, ids] / 50.0).log_softmax(-1)
-    expected = [float(row[ids.index(i)]) for row, i in zip(logprobs_LS, completion.token_ids)]
+    expected = [
+        float(row[ids.index(i)]) for row, i in zip(logprobs_LS, completion.token_ids, strict=True)
+    ]
     assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
@@ -91,7 +93,9 @@ def test_scores_with_gaps() -> None:
     gone = [id for id in range(VOCAB) if id not in GAPS]
     masked_PV = logits_PV.index_fill(1, torch.tensor(gone), -1e9)
     expected = score_logits(masked_PV, place_N, target_N)
-    torch.testing.assert_close(score_logits(logits_PV, place_N, target_N, 1.0, vocabulary), expected)
+    torch.testing.assert_close(
+        score_logits(logits_PV, place_N, target_N, 1.0, vocabulary), expected
+    )
     found = head.score(hidden_PE, place_N, target_N, 1.0, vocabulary)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     [gradient_VE] = torch.autograd.grad(found[0].sum(), [head.linear.weight])

@@ -24,7 +24,6 @@ from ludus.models.build import _with_lora
 from ludus.models.decoders import native
 from ludus.models.decoders.base import Decoder
 from ludus.models.decoders.generic import GenericDecoder
-from ludus.models.decoders.generic import GenericDecoder
 from ludus.models.decoders.lean import LeanDecoder
 from ludus.models.decoders.llama import NotLlama, read
 from ludus.models.decoders.native.bindings import Kernels
