@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import sys
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from ludus import __version__
 from ludus.cli import checkpoints, data, look, serve, train
 from ludus.core.errors import LudusError
+from ludus.core.modules import missing_dependency
+
+EXTRAS = {"rollout": "remote", "generate-data": "remote", "env": "serve", "model": "serve,train"}
+"""Extras of the verbs; `train` for the others."""
 
 
 class _Verbs(typer.core.TyperGroup):
@@ -48,9 +53,23 @@ def _root(
 
 
 def main() -> None:
-    """Entry point: a LudusError ends with its message and a non-zero exit code."""
+    """Entry point: a LudusError ends with its message and a non-zero exit code.
+
+    So does the absence of a package that an extra installs, wherever a verb first imports it.
+    """
     try:
         app()
     except LudusError as error:
-        typer.echo(f"ludus: {error}", err=True)
-        raise SystemExit(error.exit_code) from None
+        _fail(error)
+    except ModuleNotFoundError as error:
+        words = sys.argv[1 : 3 if sys.argv[1:2] in (["serve"], ["checkpoint"]) else 2]
+        extra = EXTRAS.get(words[-1], "train")
+        missing = missing_dependency(error, extra, f"`ludus {' '.join(words)}`")
+        if missing is None:
+            raise
+        _fail(missing)
+
+
+def _fail(error: LudusError) -> NoReturn:
+    typer.echo(f"ludus: {error}", err=True)
+    raise SystemExit(error.exit_code) from None

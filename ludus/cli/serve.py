@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 
 from ludus.cli.options import RunsDir, env_specs, spec
-from ludus.core.errors import MissingDependency
 
 app = typer.Typer(help="Services over HTTP and WebSocket.", no_args_is_help=True)
-
-
-@contextmanager
-def _needs(extra: str, command: str) -> Iterator[None]:
-    """Turn a failed import of another package into MissingDependency."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("ludus"):
-            raise
-        raise MissingDependency(str(error.name), extra, command) from error
 
 
 @app.command("env")
@@ -52,11 +38,11 @@ def serve_env(
     ] = 30.0,
 ) -> None:
     """Serve environments over the APIs of ludus, AgentGym and OpenEnv. Tokens: LUDUS_TOKENS=a,b."""
-    with _needs("serve", "ludus serve"):
-        from ludus.services.envs.manager import SessionLimits
-        from ludus.services.envs.service import serve_envs
-        from ludus.services.server.auth import client_tokens
-        from ludus.services.server.serve import ServeOptions
+    from ludus.services.envs.manager import SessionLimits
+    from ludus.services.envs.service import serve_envs
+    from ludus.services.server.auth import client_tokens
+    from ludus.services.server.serve import ServeOptions
+
     limits = SessionLimits(
         max_sessions=max_sessions,
         max_memory_mb=max_memory_mb,
@@ -103,9 +89,9 @@ def model(
     runs_dir: RunsDir = "runs",
 ) -> None:
     """Serve a model over OpenAI's API. Tokens: LUDUS_TOKENS=a,b; for swaps: LUDUS_ADMIN_TOKEN."""
-    with _needs("serve,train", "ludus serve model"):
-        from ludus.services.model.policy import ModelOverrides
-        from ludus.services.model.serving import serve_model
+    from ludus.services.model.policy import ModelOverrides
+    from ludus.services.model.serving import serve_model
+
     overrides: dict[str, Any] = {
         "device": device,
         "dtype": dtype,

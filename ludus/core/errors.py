@@ -17,13 +17,14 @@
     └── TrainingError          a loss that is not finite, weights of the wrong version
 
 A message says where, what is wrong, and what would be right. The command line prints the message
-without a traceback and exits with 1 (2 for ConfigError: wrong use of the command).
+without a traceback and exits with 1 (2 for ConfigError and MissingDependency: nothing has started).
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Self
 
 
 class LudusError(Exception):
@@ -45,12 +46,17 @@ class DataError(LudusError):
 class MissingDependency(LudusError):
     """A package is not installed; `extra` is the extra that installs it."""
 
+    exit_code = 2
+
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
             f"{purpose} needs the package {package}, which is not installed: "
             f"pip install 'ludus-rl[{extra}]'"
         )
-        self.package, self.extra = package, extra
+        self.package, self.extra, self.purpose = package, extra, purpose
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str, str]]:
+        return type(self), (self.package, self.extra, self.purpose)  # crosses processes
 
 
 class EpisodeError(LudusError):

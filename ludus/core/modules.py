@@ -1,4 +1,4 @@
-"""Load modules by dotted name or by file path; resolves "module:Class" of a config."""
+"""Load modules by dotted name or by file path ("module:Class" of a config); name absent extras."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ import hashlib
 import os
 import sys
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.metadata import PackageNotFoundError, requires
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from ludus.core.errors import MissingDependency
+
+DISTRIBUTION = "ludus-rl"
 
 
 def load_module(name: str) -> ModuleType:
@@ -49,3 +57,39 @@ def _load_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def extra_of(requirement: Requirement) -> str:
+    """Returns the extra of a requirement of this distribution; "" for the core."""
+    _, _, rest = str(requirement.marker or "").partition("extra == ")
+    return rest.split('"')[1] if rest else ""
+
+
+def require(package: str, extra: str, purpose: str) -> None:
+    """Check that an import package is installed, without importing it.
+
+    Errors: MissingDependency.
+    """
+    if find_spec(package) is None:
+        raise MissingDependency(package, extra, purpose)
+
+
+def missing_dependency(
+    error: ModuleNotFoundError, extra: str, purpose: str
+) -> MissingDependency | None:
+    """The error in the user's words; None where no extra installs the module: then it is a fault.
+
+    Args:
+        extra: the extras of `purpose`, as in "serve,train"; another one, the first in
+            pyproject.toml, is named where these do not install the module.
+    """
+    package = canonicalize_name((error.name or "").partition(".")[0])
+    try:
+        requirements = [Requirement(line) for line in requires(DISTRIBUTION) or []]
+    except PackageNotFoundError:  # a source tree that is not installed
+        return None
+    owners = [extra_of(item) for item in requirements if canonicalize_name(item.name) == package]
+    if not (owners := [owner for owner in owners if owner not in ("", "all", "dev")]):
+        return None
+    named = extra if set(extra.split(",")) & set(owners) else owners[0]
+    return MissingDependency(str(error.name), named, purpose)

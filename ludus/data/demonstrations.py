@@ -20,8 +20,9 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from ludus.core.errors import DataError, MissingDependency
+from ludus.core.errors import DataError
 from ludus.core.files import atomic_file
+from ludus.core.modules import require
 from ludus.core.types import Message, Spec, Task, Wire
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert
@@ -93,10 +94,12 @@ def generate_demonstrations(
         format: format of an action: plain text, after `Action:`, or a tool call.
         on_episode: called after each episode, in the order of the tasks.
 
-    Errors: ConfigError for a wrong spec, DataError if the file cannot be written.
+    Errors: ConfigError for a wrong spec, MissingDependency, DataError if the file cannot be
+    written.
     """
     path = Path(path)
     ENVS.check(env)
+    require_pool()
     start = time.perf_counter()
     dropped: Counter[str] = Counter()
     num_kept = 0
@@ -125,6 +128,11 @@ def generate_demonstrations(
     except OSError as error:
         raise DataError(f"{path}: cannot write demonstrations: {error}") from error
     return Summary(path, num_kept, time.perf_counter() - start, dict(dropped))
+
+
+def require_pool() -> None:
+    """Check that the expert's worker processes can start. Errors: MissingDependency."""
+    require("pebble", "envs", "demonstrations: the pool of the expert's processes")
 
 
 def dropped_path(path: Path) -> Path:
@@ -159,10 +167,8 @@ def _play_all(
     env: Spec, tasks: Sequence[Task], num_workers: int, timeout_s: float, format: Format
 ) -> Iterator[Demonstration | Dropped]:
     """Yields the results of all tasks, in order."""
-    try:
-        from pebble import ProcessPool
-    except ModuleNotFoundError as error:
-        raise MissingDependency("pebble", "envs", "generating demonstrations") from error
+    from pebble import ProcessPool
+
     pool = ProcessPool(
         max_workers=max(1, min(num_workers, len(tasks))),
         initializer=_prepare_worker,

@@ -28,7 +28,13 @@ from ludus.core.errors import ConfigError, DataError
 from ludus.core.files import atomic_write
 from ludus.core.types import Spec, Task
 from ludus.data.cards import EnvCard, KeepRule, Selection, build_cards, render, select
-from ludus.data.demonstrations import Demonstration, Dropped, dropped_path, generate_demonstrations
+from ludus.data.demonstrations import (
+    Demonstration,
+    Dropped,
+    dropped_path,
+    generate_demonstrations,
+    require_pool,
+)
 from ludus.data.journal import Journal, Record, expert_record, model_record
 from ludus.envs import ENVS
 from ludus.models.endpoint.client import Endpoint
@@ -117,13 +123,16 @@ def generate_dataset(request: GenerationRequest, folder: Path, log: Log = lambda
     """Play the episodes that the folder does not have yet, select, and write the data set.
 
     Returns the number of kept episodes.
-    Errors: ConfigError for wrong settings; DataError where the folder was written with other
-    settings, where the endpoint answered no episode, and where no episode is good enough.
+    Errors: ConfigError for wrong settings; MissingDependency; DataError where the folder was
+    written with other settings, where the endpoint answered no episode, and where no episode is
+    good enough.
     """
     if request.source != "expert" and request.model is None:
         raise ConfigError(f"--source {request.source} needs --model and --base-url")
     for spec in request.envs:
         ENVS.check(spec, "env")
+    if request.source != "model":
+        require_pool()
     tasks = {spec.name: request.tasks(spec) for spec in map(request.spec, request.envs)}
     with Journal(folder, request.settings()) as journal:
         generator = _Generator(request, journal, folder, log)

@@ -29,7 +29,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-DISTRIBUTION = "ludus-rl"
+from ludus.core.modules import DISTRIBUTION, extra_of
+
 MIN_MEMORY_GIB = 4.0
 MIN_DISK_GIB = 2.0
 MIN_SQLITE = (3, 35)
@@ -116,18 +117,12 @@ def check_packages() -> list[Check]:
     groups: dict[str, list[Requirement]] = {"": []}
     for line in lines:
         requirement = Requirement(line)
-        groups.setdefault(_extra_of(requirement), []).append(requirement)
+        groups.setdefault(extra_of(requirement), []).append(requirement)
     return [
         _check_group(extra, requirements)
         for extra, requirements in sorted(groups.items())
         if extra not in SKIPPED_EXTRAS
     ]
-
-
-def _extra_of(requirement: Requirement) -> str:
-    """Returns the extra of a requirement; "" for the core."""
-    marker = str(requirement.marker or "")
-    return marker.partition("extra == ")[2].split('"')[1] if "extra == " in marker else ""
 
 
 def _check_group(extra: str, requirements: list[Requirement]) -> Check:

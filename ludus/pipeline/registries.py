@@ -10,9 +10,11 @@ from ludus.config.load import check_specs
 from ludus.config.registry import Registry
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, did_you_mean
+from ludus.data.demonstrations import require_pool
 from ludus.envs import ENVS
 from ludus.judges import JUDGES
 from ludus.models import ARCHITECTURES, SAMPLERS, TOKENIZERS
+from ludus.store.mirror.remote import Remote
 from ludus.tasks import READERS
 from ludus.telemetry.sinks import SINKS
 from ludus.train import ALGORITHMS
@@ -32,11 +34,15 @@ REGISTRIES: dict[str, Registry[Any]] = {
 
 
 def check(config: RunConfig) -> None:
-    """Refuse unknown plug-ins and wrong arguments, all in one error.
+    """Refuse unknown plug-ins and wrong arguments, all in one error, and absent packages.
 
     Builds the environment once, because it may refuse values that fit its signature.
     """
     check_specs(config, REGISTRIES)
+    if config.demonstrations is not None:
+        require_pool()
+    if config.mirror is not None:
+        Remote(config.mirror)
     _check_distribution(config)
     if config.env is not None:
         try:

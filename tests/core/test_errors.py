@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from ludus.core import errors
@@ -32,6 +34,13 @@ def test_exit_codes():
     assert errors.LudusError.exit_code == 1
     assert errors.ConfigError.exit_code == 2
     assert errors.DataError.exit_code == 1
+    assert errors.MissingDependency.exit_code == 2
+
+
+def test_an_absent_package_crosses_processes():
+    error = errors.MissingDependency("pebble", "envs", "the pool")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.package, again.extra) == (str(error), "pebble", "envs")
 
 
 @pytest.mark.parametrize(

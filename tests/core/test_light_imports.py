@@ -19,6 +19,9 @@ HEAVY = ("torch", "numpy", "sqlalchemy", "transformers", "ray", "vllm", "wandb",
         ("ludus.telemetry.metrics", ("rich",)),
         ("ludus.config.reference", ()),
         ("ludus.diagnostics.doctor", ()),
+        ("ludus.data.rollouts", ("tokenizers",)),
+        ("ludus.data.generation", ("tokenizers",)),
+        ("ludus.services.envs.service", ("tokenizers",)),
     ],
 )
 def test_an_import_is_light(module, also_without):

@@ -10,8 +10,8 @@ import pytest
 
 from ludus.config.load import load_config
 from ludus.config.registry import Registry
-from ludus.core.errors import ConfigError
-from ludus.core.modules import load_module
+from ludus.core.errors import ConfigError, MissingDependency
+from ludus.core.modules import load_module, missing_dependency, require
 
 SOURCE = """
 from dataclasses import dataclass
@@ -83,3 +83,23 @@ def test_a_recipe_in_a_file_and_its_plug_ins_share_one_module(tmp_path: Path):
     for _ in range(2):
         load_config(f"{file}:config")
     assert load_module(str(file)).loads == [1, 1]
+
+
+def test_an_absent_package_names_the_extra_of_the_command():
+    def named(module: str, extra: str) -> str | None:
+        missing = missing_dependency(ModuleNotFoundError(name=module), extra, "`ludus x`")
+        return missing and missing.extra
+
+    assert named("torch.nn", "train") == "train"
+    assert named("prometheus_client", "serve") == "serve"
+    assert named("torch", "serve,train") == "serve,train"
+    assert named("minigrid", "train") == "envs"  # another extra than the command's
+    assert named("no_such_package", "train") is None  # a fault of the code: a traceback
+    assert named("typer", "train") is None  # a broken installation of the core
+
+
+def test_require_imports_nothing():
+    require("this", "train", "x")
+    assert "this" not in sys.modules
+    with pytest.raises(MissingDependency, match=r"x needs the package no_such, .*\[train\]"):
+        require("no_such", "train", "x")

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Literal
 
 from ludus.core.errors import EnvError, EpisodeTimeout
+from ludus.core.modules import require
 from ludus.core.types import Message, Spec, Task, ToolCall
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert
@@ -84,9 +85,12 @@ async def check_env(
     The environment conforms if no finding has severity `error`. `timeout_s` limits each call. The
     checks watch this process's `sys.stdout` and random states: run nothing else in the process.
 
-    Errors: ConfigError for an unknown name or argument. Errors of the environment are findings.
+    Errors: ConfigError for an unknown name or argument; MissingDependency. Errors of the
+    environment are findings.
     """
     subject = _subject(env, timeout_s)
+    if subject.spec is not None:
+        require("pebble", "envs", "the check of determinism: a second process")
     subject.tasks = list(tasks) if tasks is not None else _own_tasks(subject, num_tasks)
     printed, before = io.StringIO(), _random_states()
     player = Player(subject.make, timeout_s, subject.error)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from ludus.core.errors import EnvError, EpisodeTimeout, MissingDependency
+from ludus.core.errors import EnvError, EpisodeTimeout
 from ludus.core.types import Message, Observation, Spec, StepResult, Task
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert
@@ -160,12 +160,10 @@ def _dump(messages: Iterable[Message]) -> tuple[str, ...]:
 def play_in_process(spec: Spec, task: Task, actions: list[str], timeout_s: float) -> list[Turn]:
     """Play the episode in a new process, with another hash seed.
 
-    Errors: TimeoutError, MissingDependency (pebble), and errors of the episode.
+    Errors: TimeoutError, and errors of the episode.
     """
-    try:
-        from pebble import ProcessPool
-    except ModuleNotFoundError as error:
-        raise MissingDependency("pebble", "envs", "playing in another process") from error
+    from pebble import ProcessPool
+
     with ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn")) as pool:
         args = (spec.model_dump_json(), task.model_dump_json(), actions)
         turns: list[Turn] = pool.schedule(_play_here, args=args, timeout=timeout_s).result()

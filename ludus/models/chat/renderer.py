@@ -14,9 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any
-
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any
 
 from ludus.core.errors import ConfigError
 from ludus.core.types import Message, ToolCall, ToolSpec
@@ -38,6 +36,9 @@ from ludus.models.chat.template import (
     end_of_turn,
     load_template,
 )
+
+if TYPE_CHECKING:  # `ludus rollout` and `ludus serve env` work without transformers
+    from transformers import PreTrainedTokenizerFast
 
 _USER: dict[str, Any] = {"role": "user", "content": "u"}
 _TURN: dict[str, Any] = {"role": "assistant", "content": SENTINEL}

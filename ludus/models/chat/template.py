@@ -11,14 +11,15 @@ import re
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from ludus.core.errors import ConfigError, did_you_mean
 from ludus.core.types import Message, ToolSpec
+
+if TYPE_CHECKING:  # as in the renderer
+    from transformers import PreTrainedTokenizerFast
 
 SHIPPED = ("plain", "qwen3")
 
@@ -122,6 +123,8 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, source: str) -> None:
+        from tokenizers import Tokenizer
+
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         self.special: dict[str, int] = {}
         for token in state["added_tokens"]:

@@ -17,15 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ludus.core.errors import ConfigError, ContextOverflow, MissingDependency, SamplerError
+import httpx
+
+from ludus.core.errors import ConfigError, ContextOverflow, SamplerError
 from ludus.core.types import Message, ToolCall, ToolSpec
 from ludus.models.endpoint.addresses import BlockedAddress, check_host, guard, is_blocked
 from ludus.models.samplers.base import SamplingParams
-
-try:
-    import httpx
-except ModuleNotFoundError as error:
-    raise MissingDependency("httpx", "remote", "requests to a model endpoint") from error
 
 MAX_BYTES = 16_000_000
 """Limit of a response's size."""
