@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ludus.cli.options import Run, RunsDir, StoreUrl, open_store, show_on_screen, spec
-from ludus.core.errors import ConfigError
+from ludus.core.errors import ConfigError, did_you_mean
 
 app = typer.Typer()
 
@@ -100,6 +100,40 @@ def config(
         sys.stdout.write(config_reference(REGISTRIES))
     else:
         show_on_screen(show_reference(key, REGISTRIES))
+
+
+@app.command()
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(help="Print this recipe; default: list all.")
+    ] = None,
+    copy: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the recipe to this file, to change it."),
+    ] = None,
+) -> None:
+    """List the recipes of the package; print or copy one."""
+    from ludus.config.recipes import shipped_recipes, summary
+
+    shipped = shipped_recipes()
+    if name is None:
+        if copy is not None:
+            raise ConfigError("--copy: name the recipe too: ludus recipes NAME --copy FILE")
+        for key, path in shipped.items():
+            typer.echo(f"{key:24} {summary(path)}")
+        return
+    if name not in shipped:
+        raise ConfigError(f"{name!r} is not a recipe of the package{did_you_mean(name, shipped)}")
+    text = shipped[name].read_text(encoding="utf-8")
+    if copy is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        with copy.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"{copy}: cannot be written: {error.strerror}") from error
+    typer.echo(f"{copy}: change it, then: ludus train {copy}")
 
 
 @app.command("check-env")

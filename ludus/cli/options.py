@@ -11,7 +11,11 @@ import typer
 from ludus.core.errors import ConfigError
 
 Recipe = Annotated[
-    str, typer.Argument(help="A YAML file, or `file.py:function` that returns a RunConfig.")
+    str,
+    typer.Argument(
+        help="A YAML file, a recipe's name (see `ludus recipes`), or `file.py:function` that "
+        "returns a RunConfig."
+    ),
 ]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to change: dotted.key=value ...")

@@ -16,7 +16,10 @@ app = typer.Typer()
 @app.command()
 def train(
     recipe: Annotated[
-        str | None, typer.Argument(help="A YAML file, or `file.py:function`; not with --resume.")
+        str | None,
+        typer.Argument(
+            help="A YAML file, a recipe's name, or `file.py:function`; not with --resume."
+        ),
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 from ludus.config import yaml12
 from ludus.config.messages import PathKey, Type, dotted, explain, show
 from ludus.config.overrides import apply_override
+from ludus.config.recipes import shipped_recipes
 from ludus.config.registry import Registry
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, MissingDependency, did_you_mean
@@ -35,8 +36,9 @@ Source = str | Path | Mapping[str, Any] | RunConfig | Callable[[], Any]
 def load_config(source: Source, overrides: Sequence[str] = ()) -> RunConfig:
     """Returns the configuration of `source`, with `dotted.key=value` overrides applied.
 
-    `source` is the path of a YAML file, "module:function" or "path.py:function", a function, a
-    mapping, or a `RunConfig`. A function takes no argument and returns a `RunConfig` or a mapping.
+    `source` is the path of a YAML file, the name of a recipe of the package, "module:function" or
+    "path.py:function", a function, a mapping, or a `RunConfig`. A function takes no argument and
+    returns a `RunConfig` or a mapping.
     The value of an override is YAML: `rl=null` removes the stage, `metrics.0.args.port=9000`
     changes a list's item. An override creates a section that is null or absent.
 
@@ -173,6 +175,8 @@ def _read(source: Source) -> _Raw:
     text = str(source)
     if ":" in text:
         return _Raw(text, _call(_import(text), text))
+    if text in (shipped := shipped_recipes()):
+        return _read_yaml(shipped[text])
     raise ConfigError(f"{text}: {_not_a_file(path)}")
 
 
@@ -194,10 +198,11 @@ def _not_a_file(path: Path) -> str:
         return "is a folder, not a YAML file"
     folders = [path.parent, Path("recipes")]
     files = {f.stem: str(f) for folder in reversed(folders) for f in sorted(folder.glob("*.y*ml"))}
-    hint = did_you_mean(path.stem, files)
-    for stem, file in files.items():
-        hint = hint.replace(f"(did you mean {stem}?)", f"(did you mean {file}?)")
-    return f"no such file{hint}"
+    choices = {name: name for name in shipped_recipes()} | files  # a file wins
+    hint = did_you_mean(path.stem, choices)
+    for stem, choice in choices.items():
+        hint = hint.replace(f"(did you mean {stem}?)", f"(did you mean {choice}?)")
+    return f"no such file{'' if path.suffix else ' or recipe'}{hint}"
 
 
 def _import(target: str) -> Callable[[], Any]:

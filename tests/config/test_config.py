@@ -197,8 +197,25 @@ def test_missing_file(recipe, tmp_path):
     recipe(name="babyai-tiny.yaml")
     near = "no such file (did you mean recipes/babyai-tiny.yaml?)"
     assert complaint("recipes/babyai-tinny.yaml") == f"recipes/babyai-tinny.yaml: {near}"
-    assert complaint("babyai-tiny") == f"babyai-tiny: {near}"
+    assert complaint("babyai-tinny") == f"babyai-tinny: {near.replace('file', 'file or recipe')}"
     assert complaint("recipes") == "recipes: is a folder, not a YAML file"
+
+
+def test_recipes_of_the_package_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config("babyai-tiny", ["seed=7"]).seed == 7
+    (tmp_path / "babyai-tiny").mkdir()  # a run's folder, say
+    assert load_config("babyai-tiny").name == "babyai-tiny"
+    assert complaint("textcraft-tinny") == (
+        "textcraft-tinny: no such file or recipe (did you mean textcraft-tiny?)"
+    )
+    assert "known: agentgym-qwen3-0.6b, agentgym-tiny, " in complaint("zzz")
+
+
+def test_a_file_wins_over_a_recipe_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("babyai-tiny").write_text("model: {path: x}\ntasks: {train: x}\nname: mine\n")
+    assert load_config("babyai-tiny").name == "mine"
 
 
 def test_a_file_that_is_no_mapping(tmp_path):

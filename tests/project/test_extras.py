@@ -7,13 +7,13 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
-from bare_envs import ROOT, build_wheel, extras, make_env, requirements, run_verbs
+from bare_envs import build_wheel, extras, make_env, requirements, run_verbs
 
 from ludus.store import RunStore
 
 pytestmark = pytest.mark.slow
 
-RECIPE = str(ROOT / "recipes" / "textcraft-tiny.yaml")
+RECIPE = "textcraft-tiny"
 ENDPOINT = ["--model", "m", "--base-url", "http://127.0.0.1:9/v1"]
 
 NEEDS = {
@@ -62,6 +62,7 @@ LONG = {("train", "plan"), ("serve", "serve"), ("data", "export")} | {
 
 WORKS = [
     ("--help",), ("--version",), ("config",), ("config", "env"), ("doctor",),
+    ("recipes",), ("recipes", "babyai-tiny"),
     ("runs",), ("show", "demo-1"), ("export", "demo-1", "/dev/null", "--format", "jsonl"),
 ]  # fmt: skip
 """Calls that the core alone can do."""

@@ -73,6 +73,12 @@ def test_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> None:
     assert set(listed) <= set(wheel.namelist())
 
 
+def test_wheel_holds_the_recipes(wheel: zipfile.ZipFile) -> None:
+    recipes = {path.name: path.read_bytes() for path in (ROOT / "recipes").glob("*.yaml")}
+    held = [name for name in wheel.namelist() if name.startswith("ludus/recipes/")]
+    assert {Path(name).name: wheel.read(name) for name in held} == recipes
+
+
 def test_wheel_holds_nothing_else(wheel: zipfile.ZipFile) -> None:
     outside = [
         name
