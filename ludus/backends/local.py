@@ -83,7 +83,10 @@ class LocalBackend:
         self.meter = Meter(self.model, self.sampler)
         self._shares = getattr(self.sampler, "shares_weights", False)
         self.checkpoints = CheckpointStore(
-            run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_best
+            run_dir / "checkpoints",
+            config.checkpoint.keep_last,
+            config.checkpoint.keep_best,
+            config.best_by,
         )
         self._learner: Learner | None = None
         self._settings: TrainSettings

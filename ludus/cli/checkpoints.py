@@ -14,14 +14,20 @@ app = typer.Typer(help="Checkpoints: list, check, export.", no_args_is_help=True
 
 @app.command("list")
 def checkpoint_list(run: Run, runs_dir: RunsDir = "runs") -> None:
-    """List a run's checkpoints."""
+    """List a run's checkpoints; mark the newest and the best."""
     from ludus.store.folders import find_run
     from ludus.train.checkpoint.store import CheckpointStore
 
-    for info in CheckpointStore(find_run(runs_dir, run).checkpoints).list():
-        pinned = ", pinned" if info.pinned else ""
-        metric = "" if info.metric is None else f", metric {info.metric:.4g}"
-        typer.echo(f"{info.path.name}: {info.stage} step {info.step}{metric}{pinned}")
+    store = CheckpointStore(find_run(runs_dir, run).checkpoints)
+    infos, best = store.list(), store.best()
+    for info in infos:
+        parts = [f"{info.path.name}: {info.stage} step {info.step}"]
+        if info.metric is not None:
+            parts.append(f"{info.metric_name or 'metric'} {info.metric:.4g}")
+        marks = {"pinned": info.pinned, "best": info == best, "latest": info == infos[-1]}
+        typer.echo(", ".join(parts + [mark for mark, applies in marks.items() if applies]))
+    if infos and best is None:
+        typer.echo("no checkpoint has a metric: none is the best", err=True)
 
 
 @app.command("check")
@@ -47,7 +53,7 @@ def checkpoint_export(
     run: Run,
     path: Annotated[Path, typer.Argument(help="The Hugging Face folder to write.")],
     checkpoint: Annotated[
-        str | None, typer.Option(help="Checkpoint, e.g. rl-000100; default: the newest.")
+        str | None, typer.Option(help="best, latest, or a name, e.g. rl-000100; default: latest.")
     ] = None,
     merge: Annotated[bool, typer.Option(help="Merge LoRA adapters into the weights.")] = True,
     overwrite: Annotated[bool, typer.Option(help="Replace the folder's content.")] = False,

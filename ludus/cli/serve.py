@@ -56,7 +56,10 @@ def serve_env(
 @app.command("model")
 def model(
     checkpoint: Annotated[
-        str, typer.Argument(help="A run, a checkpoint folder, or a Hugging Face folder.")
+        str,
+        typer.Argument(
+            help="A run, RUN/CHECKPOINT (RUN/best), a checkpoint folder, or a Hugging Face folder."
+        ),
     ],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,

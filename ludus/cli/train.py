@@ -172,7 +172,7 @@ def plan(
 def evaluate(
     run: Run,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Checkpoint, e.g. sft-000300; default: the newest.")
+        str | None, typer.Option(help="best, latest, or a name, e.g. sft-000300; default: latest.")
     ] = None,
     against: Annotated[
         str | None, typer.Option(help="Second checkpoint, compared on the same tasks.")

@@ -130,6 +130,12 @@ class RolloutConfig(Section):
         "depend on timing. Turn off for slow remote environments.",
     )
 
+    @model_validator(mode="after")
+    def _stops(self) -> RolloutConfig:
+        if "" in self.stop:
+            raise ValueError("`stop` must not hold an empty string: remove it")
+        return self
+
 
 Moment = Annotated[float, Field(ge=0, lt=1)]
 
@@ -268,7 +274,11 @@ class CheckpointConfig(Section):
     keep_best: int = Field(
         1, ge=0, description="Number of checkpoints with the best metric to keep."
     )
-    metric: str = Field("evaluate/success", description="Metric of `keep_best`; higher is better.")
+    metric: str | None = Field(
+        None,
+        description="Metric of `keep_best` and of `--checkpoint best`; higher is better. Null: "
+        "evaluate/success if there are held-out tasks.",
+    )
 
 
 class BudgetConfig(Section):
@@ -342,6 +352,12 @@ class RunConfig(Section):
         "log-probability differs between sampler and learner in any bit. Slow.",
     )
     report: bool = Field(True, description="Write report.html at the end.")
+
+    @property
+    def best_by(self) -> str | None:
+        """The metric of the best checkpoint; None where nothing measures the policy."""
+        heldout = self.tasks.heldout is not None
+        return self.checkpoint.metric or ("evaluate/success" if heldout else None)
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

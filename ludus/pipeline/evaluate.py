@@ -19,6 +19,7 @@ from ludus.envs import ENVS
 from ludus.evaluate import compare, render_comparison, render_evaluation, summarise
 from ludus.evaluate.results import Evaluation
 from ludus.pipeline.build import Run, build, read_splits
+from ludus.pipeline.registries import check_samples
 from ludus.pipeline.tokenizer import make_renderer
 from ludus.store.folders import find_run
 from ludus.train.checkpoint.export import export_hf
@@ -68,6 +69,7 @@ def evaluate_checkpoints(
     config = load_config(
         folder.config, [f"evaluate.{key}={json.dumps(value)}" for key, value in changes.items()]
     )
+    check_samples(config.evaluate)
     splits = read_splits(config)
     if not splits.heldout:
         raise ConfigError(f"run {folder.id} has no held-out tasks: tasks.heldout is null")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from ludus.backends import BACKENDS
 from ludus.config.load import check_specs
 from ludus.config.registry import Registry
-from ludus.config.schema import RunConfig
+from ludus.config.schema import EvaluateConfig, RunConfig
 from ludus.core.errors import ConfigError, LudusError, did_you_mean
 from ludus.data.demonstrations import require_pool
 from ludus.envs import ENVS
 from ludus.judges import JUDGES
+from ludus.loop.metrics import BY_PART
 from ludus.models import ARCHITECTURES, SAMPLERS, TOKENIZERS
 from ludus.store.mirror.remote import Remote
 from ludus.tasks import READERS
@@ -32,9 +33,12 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "metrics": SINKS,
 }
 
+OUTCOMES = {"rollout/reward", "rollout/success", "rollout/groups_with_signal", "rollout/turns"}
+"""Metrics of an RL step's rollouts that `checkpoint.metric` may name."""
+
 
 def check(config: RunConfig) -> None:
-    """Refuse unknown plug-ins and wrong arguments, all in one error, and absent packages.
+    """Refuse unknown plug-ins, wrong arguments, absent packages, and settings without effect.
 
     Builds the environment once, because it may refuse values that fit its signature.
     """
@@ -44,14 +48,105 @@ def check(config: RunConfig) -> None:
     if config.mirror is not None:
         Remote(config.mirror)
     _check_distribution(config)
+    faults = list(_without_effect(config))
     if config.env is not None:
         try:
-            _check_parts(config, ENVS.build(config.env, "env").members())
+            parts = ENVS.build(config.env, "env").members()
+            _check_parts(config, parts)
         except LudusError:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise ConfigError(f"env: {config.env.name!r} cannot be built: {reason}") from error
+    else:
+        parts = {}
+    faults += _unknown_metric(config, parts)
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def check_samples(settings: EvaluateConfig) -> None:
+    """Refuse several samples of a greedy policy. Errors: ConfigError."""
+    if settings.samples_per_task > 1 and settings.temperature == 0:
+        raise ConfigError(
+            f"evaluate.samples_per_task: {settings.samples_per_task} episodes of each task are "
+            "equal at evaluate.temperature 0 (greedy): set a temperature above 0 (--temperature "
+            "1), or 1 sample"
+        )
+
+
+def _without_effect(config: RunConfig) -> Iterator[str]:
+    """Yields a message for each setting that would have no effect in this configuration.
+
+    Not in the schema, because stored configurations of old runs must stay readable.
+    """
+    rl, evaluate, heldout = config.rl, config.evaluate, config.tasks.heldout
+    if rl is None and config.sft is None:
+        yield (
+            "sft, rl: both are null, so nothing is trained: set one of them. `ludus evaluate` "
+            "evaluates a model, `ludus generate-data` writes an expert's episodes"
+        )
+    try:
+        check_samples(evaluate)
+    except ConfigError as error:
+        yield str(error)
+    if config.sft and config.sft.data and config.demonstrations:
+        yield (
+            "demonstrations: sft.data replaces them, so they would be generated for nothing: set "
+            "demonstrations to null, or remove sft.data"
+        )
+    if rl is None:
+        return
+    if rl.algorithm.name == "sft":
+        near = ", ".join(name for name in ALGORITHMS.names() if name != "sft")
+        yield (
+            "rl.algorithm: sft imitates given conversations, it does not learn from rewards: "
+            f"configure the stage `sft`, and for `rl` an algorithm of: {near}"
+        )
+    if config.rollout.temperature == 0:
+        yield (
+            "rollout.temperature: 0 is greedy: the episodes of a task are equal, so `rl` learns "
+            "nothing from them: set a temperature above 0, e.g. 1.0"
+        )
+    if rl.minibatches > rl.groups_per_step * rl.group_size:
+        yield (
+            f"rl.minibatches: {rl.minibatches} exceed the {rl.groups_per_step * rl.group_size} "
+            "episodes of a step (rl.groups_per_step * rl.group_size): at most that number"
+        )
+    if rl.min_success_to_stop is None:
+        return
+    if heldout is None:
+        yield "rl.min_success_to_stop: there are no tasks to evaluate on: set tasks.heldout"
+    elif not 0 < evaluate.every < rl.steps:
+        yield (
+            f"rl.min_success_to_stop: no evaluation comes between steps (evaluate.every is "
+            f"{evaluate.every}, rl.steps {rl.steps}): set evaluate.every to a number from 1 to "
+            "rl.steps - 1, or rl.min_success_to_stop to null"
+        )
+
+
+def _unknown_metric(config: RunConfig, parts: Collection[str]) -> Iterator[str]:
+    """Yields a message if no step or evaluation of this configuration writes the metric."""
+    name = config.checkpoint.metric
+    if name is None:
+        return
+    known: set[str] = set()
+    if config.tasks.heldout is not None:
+        known |= {"evaluate/success", "evaluate/score", *(f"evaluate/success_{p}" for p in parts)}
+    if config.rl is not None:
+        known |= OUTCOMES | {f"{outcome}_{p}" for outcome in OUTCOMES & BY_PART for p in parts}
+    if name in known:
+        return
+    if name.startswith("evaluate/") and config.tasks.heldout is None:
+        yield (
+            f"checkpoint.metric: {name} is never measured, because there are no held-out tasks: "
+            "set tasks.heldout, or checkpoint.metric to null"
+        )
+    else:
+        yield (
+            f"checkpoint.metric: {name!r} is not a measure of the policy that this configuration "
+            f"writes{did_you_mean(name, known)}"
+        )
 
 
 def _check_parts(config: RunConfig, parts: Collection[str]) -> None:
@@ -75,7 +170,7 @@ def _check_distribution(config: RunConfig) -> None:
 
     This check is not in the schema because stored configs of old runs must stay readable.
     """
-    if config.rl is None or config.rl.algorithm.name == "sft":
+    if config.rl is None:
         return
     off = {"top_p": 1.0, "top_k": 0}
     values = {key: getattr(config.rollout, key) for key in off}

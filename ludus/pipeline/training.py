@@ -76,6 +76,7 @@ class Trainer:
         self._excluded: list[tuple[str, str]] = []
         self._num_episodes = 0
         self._latest: dict[str, float] = {}
+        self._saved: tuple[str, int] | None = None
 
     async def train(self) -> None:
         """Run all remaining stages and evaluations. Errors: Interrupted, LudusError."""
@@ -158,6 +159,7 @@ class Trainer:
         """Restore a checkpoint of the stage; returns the success that it was saved with."""
         state = self.run.backend.load(resumed.path)
         stage.source.load_state_dict({**state, "step": resumed.step})
+        self._saved = stage.name, resumed.step
         prefetched = state.get("ahead", {}).get("again")
         if prefetched and not stage.source.max_staleness:
             self._observer.note(
@@ -182,8 +184,9 @@ class Trainer:
         exceeded = None if ended else self._budget.exceeded()
         if ended:
             self._record_untrained(stage, step, await stage.source.close())
-        every = self.run.config.checkpoint.every
-        if ended or exceeded or self.stop_requested or step % every == 0:
+        measured = success is not None and self._is_measured_by_evaluation
+        due = measured or step % self.run.config.checkpoint.every == 0
+        if ended or exceeded or self.stop_requested or due:
             with busy("checkpoint"), self.timings.timed("checkpoints"):
                 self._save(stage, step, success, pin=ended)
         if exceeded:
@@ -201,9 +204,16 @@ class Trainer:
             "success": success,
         }
         last = stage.name == "rl" or config.rl is None
-        metric = self._latest.get(config.checkpoint.metric) if last else None
+        metric = self._latest.get(config.best_by or "") if last else None
         self.run.backend.save(stage.name, step, state, metric, pin=pin)
+        self._saved = stage.name, step
         self._on_saved()
+
+    @property
+    def _is_measured_by_evaluation(self) -> bool:
+        """Whether evaluations select the checkpoints to keep."""
+        config = self.run.config
+        return config.checkpoint.keep_best > 0 and (config.best_by or "").startswith("evaluate/")
 
     def _suffices(self, stage: Stage, success: float | None) -> bool:
         """Returns whether an evaluation reached `rl.min_success_to_stop`."""
@@ -275,6 +285,10 @@ class Trainer:
         run.folder.evaluations.mkdir(parents=True, exist_ok=True)
         path = run.folder.evaluations / f"{label}-{step:06d}.json"
         atomic_write(path, result.model_dump_json())
+        measured = metrics.get(run.config.best_by or "")
+        if label != "rl" and self._saved and measured is not None:
+            # Before and after RL, the checkpoint of these weights is saved already.
+            run.backend.checkpoints.set_metric(*self._saved, measured)
         self._observer.note(str(result))
         self._budget.keep()
         return result

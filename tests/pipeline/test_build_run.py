@@ -79,8 +79,7 @@ def test_rl_refuses_top_p_and_top_k(load: Any):
     assert first.startswith("rollout.top_p must be 1 where `rl` trains, got 0.9: the sampler's")
     assert second.startswith("rollout.top_k must be 0 where `rl` trains, got 20: the sampler's")
     assert "remove it" in first
-    check(load("rollout.top_p=0.9", "rollout.top_k=20", "rl=null"))
-    check(load("rollout.top_p=0.9", "rl.algorithm=sft"))
+    check(load("rollout.top_p=0.9", "rollout.top_k=20", "rl=null", "sft={data: x.jsonl}"))
 
 
 def test_splits_are_read_and_disjoint(load: Any):

@@ -224,5 +224,7 @@ def _checkpoints(run: Path) -> dict[str, Any]:
             found[f"{folder.name}/{file.name}"] = tensors
         state = json.loads((folder / "state.json").read_text())
         state["loop"].pop("timings")
-        found[folder.name] = state
+        manifest = json.loads((folder / "manifest.json").read_text())
+        kept = ("metric", "metric_name", "pinned")
+        found[folder.name] = {**state, "manifest": {key: manifest.get(key) for key in kept}}
     return found

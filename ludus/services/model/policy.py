@@ -26,8 +26,13 @@ from ludus.models.build import build_model, merge_lora
 from ludus.models.chat.parsing import Thinking
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import load_tokenizer
-from ludus.store.folders import RunFolder, find_run
-from ludus.train.checkpoint.policy import find_checkpoint, restore_policy, run_tokenizer
+from ludus.store.folders import RunFolder
+from ludus.train.checkpoint.policy import (
+    find_checkpoint,
+    find_run_checkpoint,
+    restore_policy,
+    run_tokenizer,
+)
 
 DEFAULT_MAX_CONTEXT = 8192
 """Maximum context length of a Hugging Face model, unless the user sets one."""
@@ -63,7 +68,7 @@ class Policy:
 
 
 def load_policy(checkpoint: str, runs_dir: str, overrides: ModelOverrides) -> Policy:
-    """Load a run, a checkpoint, or a Hugging Face folder.
+    """Load a run, `RUN/CHECKPOINT`, a checkpoint's folder, or a Hugging Face folder.
 
     Errors: ConfigError if the name is none of these; CheckpointError if the files are damaged.
     """
@@ -77,12 +82,12 @@ def load_policy(checkpoint: str, runs_dir: str, overrides: ModelOverrides) -> Po
             f"{checkpoint} is neither a run, nor a checkpoint in a run's folder, nor a Hugging "
             "Face folder (which has a config.json)"
         )
-    return _of_run(find_run(runs_dir, checkpoint), None, overrides)
+    folder, name = find_run_checkpoint(runs_dir, checkpoint)
+    return _of_run(folder, find_checkpoint(folder, name).path, overrides)
 
 
-def _of_run(folder: RunFolder, path: Path | None, overrides: ModelOverrides) -> Policy:
+def _of_run(folder: RunFolder, path: Path, overrides: ModelOverrides) -> Policy:
     tokenizer = run_tokenizer(folder)
-    path = path or find_checkpoint(folder).path
     config = load_config(folder.config)
     settings = _with_overrides(config.model, overrides)
     model, version = restore_policy(settings, tokenizer, config.seed, path)

@@ -103,8 +103,8 @@ class RunMirror:
     def _upload(self, path: Path, present: dict[str, int]) -> Entry:
         """Upload the file unless it is stored already; return its entry.
 
-        A file that may grow is copied first, so the uploaded bytes match the digest. Checkpoints
-        never change.
+        A file that may grow is copied first, so the uploaded bytes match the digest. The files of
+        checkpoints never grow; a manifest that gets a metric is replaced.
         """
         stat = path.stat()
         key = (str(path), stat.st_size, stat.st_mtime_ns)

@@ -1,6 +1,7 @@
 """The manifest of a checkpoint, and verification of the files beside it.
 
-{"format": 1, "sequence": 7, "stage": "rl", "step": 40, "metric": 0.81, "pinned": false,
+{"format": 1, "sequence": 7, "stage": "rl", "step": 40, "pinned": false,
+ "metric": 0.81, "metric_name": "evaluate/success",
  "ludus": "0.1.0", "torch": "2.13.0", "model": {"class": ..., "tensors": {...}, ...},
  "files": {"model.safetensors": {"size": 3230416, "sha256": "..."}, ...},
  "sha256": "..."}          of the manifest's other content, to detect damage of the manifest itself

@@ -10,8 +10,11 @@ from ludus.core.errors import ConfigError, did_you_mean
 from ludus.core.seeds import derive_seed
 from ludus.models.build import build_model
 from ludus.models.chat.tokenizers import load_tokenizer
-from ludus.store.folders import RunFolder
+from ludus.store.folders import RunFolder, find_run
 from ludus.train.checkpoint.store import CheckpointInfo, CheckpointStore, load
+
+BEST, LATEST = "best", "latest"
+"""Names of a run's checkpoints: the highest metric, and the newest."""
 
 
 def build_policy(config: ModelConfig, tokenizer: Any, seed: int) -> Any:
@@ -38,15 +41,43 @@ def run_tokenizer(folder: RunFolder) -> Any:
 
 
 def find_checkpoint(folder: RunFolder, name: str | None = None) -> CheckpointInfo:
-    """Returns a run's checkpoint by name, or the newest. Errors: ConfigError."""
+    """Returns a run's checkpoint by name; `latest` and None: the newest; `best`: by its metric.
+
+    Errors: ConfigError; CheckpointError where the newest is damaged.
+    """
     store = CheckpointStore(folder.checkpoints)
-    if name is None:
+    if name is None or name == LATEST:
         newest = store.latest()
         if newest is None:
             raise ConfigError(f"run {folder.id} has no checkpoint yet")
         return newest
     checkpoints = {info.path.name: info for info in store.list()}
+    if name == BEST:
+        best = store.best()
+        if best is None:
+            raise ConfigError(
+                f"run {folder.id}: no checkpoint has a metric, so none is the best. An evaluation "
+                f"of held-out tasks gives one (tasks.heldout, evaluate.every). Use {LATEST}, or "
+                f"name a checkpoint{did_you_mean(name, checkpoints)}"
+            )
+        return best
     if name not in checkpoints:
-        near = did_you_mean(name, checkpoints)
+        near = did_you_mean(name, [BEST, LATEST, *checkpoints])
         raise ConfigError(f"run {folder.id} has no checkpoint {name!r}{near}")
     return checkpoints[name]
+
+
+def find_run_checkpoint(runs_dir: str, name: str) -> tuple[RunFolder, str | None]:
+    """Returns the run and the checkpoint's name of `RUN` or `RUN/CHECKPOINT`.
+
+    Errors: ConfigError where there is no such run.
+    """
+    try:
+        return find_run(runs_dir, name), None
+    except ConfigError:
+        run, _, checkpoint = name.rstrip("/").rpartition("/")
+        try:
+            return find_run(runs_dir, run), checkpoint
+        except ConfigError:
+            pass
+        raise  # the error about the whole name

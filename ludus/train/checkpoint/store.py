@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import ludus
 from ludus.core.errors import CheckpointError, ConfigError
-from ludus.core.files import recover, remove_folder
+from ludus.core.files import atomic_write, recover, remove_folder
 from ludus.train.checkpoint.folder import checkpoint_folder
 from ludus.train.checkpoint.manifest import (
     FORMAT,
@@ -70,7 +70,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """One checkpoint, from its manifest. `sequence` grows with every save of a run."""
+    """One checkpoint, from its manifest. `sequence` grows with every save of a run.
+
+    `metric` is the value of the metric `metric_name`; both are None where nothing was measured.
+    """
 
     path: Path
     stage: str
@@ -78,6 +81,7 @@ class CheckpointInfo:
     sequence: int
     metric: float | None
     pinned: bool
+    metric_name: str | None = None
 
 
 class CheckpointStore:
@@ -90,17 +94,26 @@ class CheckpointStore:
         keep_last: number of newest checkpoints to keep.
         keep_best: number of checkpoints with the highest metric to keep (of equal metrics, the
             newest). Pinned checkpoints are always kept.
+        metric: name of the metric that `save` and `set_metric` receive.
     """
 
-    def __init__(self, folder: str | Path, keep_last: int = 2, keep_best: int = 1) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        keep_last: int = 2,
+        keep_best: int = 1,
+        metric: str | None = None,
+    ) -> None:
         if keep_last < 1 or keep_best < 0:
             raise ConfigError(
                 f"checkpoint.keep_last = {keep_last} must be at least 1, "
                 f"checkpoint.keep_best = {keep_best} at least 0"
             )
         self.folder = Path(folder)
-        self.keep_last, self.keep_best = keep_last, keep_best
+        self.keep_last, self.keep_best, self.metric = keep_last, keep_best, metric
         recover(self.folder)
+        for checkpoint in _checkpoint_folders(self.folder):
+            recover(checkpoint)  # a manifest that `set_metric` was writing
 
     def save(
         self,
@@ -144,7 +157,7 @@ class CheckpointStore:
                 "sequence": max((info.sequence for info in self.list()), default=0) + 1,
                 "stage": stage,
                 "step": step,
-                "metric": None if metric is None or math.isnan(metric) else float(metric),
+                **self._measured(metric),
                 "pinned": pin,
                 "ludus": ludus.__version__,
                 "torch": str(torch.__version__),
@@ -160,11 +173,38 @@ class CheckpointStore:
         self._prune()
         return target
 
+    def set_metric(self, stage: str, step: int, metric: float) -> bool:
+        """Set the metric of a saved checkpoint, atomically, then remove old checkpoints.
+
+        The same value writes the same bytes. Returns False where the checkpoint is absent or its
+        manifest is damaged. Errors: CheckpointError if the disk refuses.
+        """
+        folder = self.folder / f"{stage}-{step:06d}"
+        manifest = read_manifest(folder)
+        if isinstance(manifest, Problem):
+            return False
+        manifest = {**manifest, **self._measured(metric)}
+        manifest["sha256"] = manifest_sha256(manifest)
+        try:
+            atomic_write(folder / MANIFEST, json.dumps(manifest, indent=1))
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder / MANIFEST} cannot be written: {error}. The checkpoint is intact"
+            ) from error
+        self._prune()
+        return True
+
+    def _measured(self, metric: float | None) -> dict[str, Any]:
+        """Returns the manifest's metric and its name; NaN counts as None."""
+        if metric is None or math.isnan(metric):
+            return {"metric": None, "metric_name": None}
+        return {"metric": float(metric), "metric_name": self.metric}
+
     def list(self) -> list[CheckpointInfo]:
         """Returns the checkpoints with a readable manifest, oldest first."""
-        keys = ("stage", "step", "sequence", "metric", "pinned")
+        keys = ("stage", "step", "sequence", "metric", "pinned", "metric_name")
         infos = [
-            CheckpointInfo(folder, *(manifest[key] for key in keys))
+            CheckpointInfo(folder, **{key: manifest.get(key) for key in keys})
             for folder in _checkpoint_folders(self.folder)
             if isinstance(manifest := read_manifest(folder), dict)
         ]
@@ -211,7 +251,10 @@ class CheckpointStore:
                 self._try(_mark_damaged, folder)
 
     def best(self) -> CheckpointInfo | None:
-        """Returns the checkpoint with the highest metric, of equal metrics the newest, or None."""
+        """Returns the checkpoint with the highest metric, of equal metrics the newest, or None.
+
+        If `checkpoint.metric` changed during the run, only the newest metric counts.
+        """
         return next(iter(_ranked(self.list())), None)
 
     def _prune(self) -> None:
@@ -308,8 +351,10 @@ def _checkpoint_folders(folder: Path) -> list[Path]:
 
 
 def _ranked(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Returns the checkpoints with a metric, best first."""
-    scored = [(info.metric, info.sequence, info) for info in infos if info.metric is not None]
+    """Returns the checkpoints with the metric that the newest of them has, best first."""
+    measured = [info for info in infos if info.metric is not None]
+    name = measured[-1].metric_name if measured else None
+    scored = [(i.metric, i.sequence, i) for i in measured if i.metric_name == name]
     return [info for _, _, info in sorted(scored, key=lambda row: row[:2], reverse=True)]
 
 

@@ -463,6 +463,41 @@ def test_nan_is_no_metric(tmp_path: Path) -> None:
     assert save_all(store, [0.5, float("nan"), None]) == ["rl-000000", "rl-000002"]
 
 
+def test_a_metric_can_follow_the_save(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1, keep_best=1, metric="evaluate/success")
+    save_all(store, [0.4, 0.2])
+    assert store.set_metric("rl", 1, 0.5)
+    assert names_in(tmp_path) == ["rl-000001"], "the former best is removed"
+    best = store.best()
+    assert best is not None
+    assert (best.step, best.metric, best.metric_name) == (1, 0.5, "evaluate/success")
+    assert check(tmp_path) == []
+
+    before = (tmp_path / "rl-000001" / "manifest.json").read_bytes()
+    assert store.set_metric("rl", 1, 0.5)
+    assert (tmp_path / "rl-000001" / "manifest.json").read_bytes() == before
+    assert not store.set_metric("rl", 2, 0.5), "there is no such checkpoint"
+    assert store.set_metric("rl", 1, float("nan"))
+    assert store.best() is None
+
+
+def test_a_killed_write_of_a_metric_leaves_no_file(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    folder = store.save("rl", 1, model=small(), state={})
+    (folder / ".tmp-manifest.json.1-999999999").write_text("{")
+    CheckpointStore(tmp_path)
+    assert check(tmp_path) == []
+
+
+def test_a_changed_metric_is_not_compared_with_the_former(tmp_path: Path) -> None:
+    save_all(CheckpointStore(tmp_path, keep_last=9, metric="rollout/reward"), [3.0, 2.0])
+    later = CheckpointStore(tmp_path, keep_last=9, metric="evaluate/success")
+    later.save("rl", 5, model=small(), state={}, metric=0.1)
+    best = later.best()
+    assert best is not None
+    assert best.step == 5
+
+
 def test_newest_is_by_order_of_saving_not_by_name(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for stage, step in (("sft", 900), ("rl", 5), ("a-stage", 1)):
