@@ -391,9 +391,7 @@ def test_any_value_survives_an_override(value):
         optional={
             "seed": st.integers(0, 2**31),
             "rollout.temperature": st.floats(0, 2),
-            "rollout.stop": st.lists(
-                st.text(st.characters(codec="utf-8"), min_size=1), max_size=3
-            ),
+            "rollout.stop": st.lists(st.text(st.characters(codec="utf-8"), min_size=1), max_size=3),
             "evaluate.num_tasks": st.none() | st.integers(1, 99),
             "report": st.booleans(),
             "model.device": st.sampled_from(["cpu", "cuda", "cuda:1", "on", "1e3", "null"]),
