@@ -202,9 +202,8 @@ class CheckpointStore:
 
     def list(self) -> list[CheckpointInfo]:
         """Returns the checkpoints with a readable manifest, oldest first."""
-        keys = ("stage", "step", "sequence", "metric", "pinned", "metric_name")
         infos = [
-            CheckpointInfo(folder, **{key: manifest.get(key) for key in keys})
+            _info(folder, manifest)
             for folder in _checkpoint_folders(self.folder)
             if isinstance(manifest := read_manifest(folder), dict)
         ]
@@ -348,6 +347,12 @@ def _checkpoint_folders(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if path.is_dir() and _NAME.fullmatch(path.name))
+
+
+def _info(folder: Path, manifest: dict[str, Any]) -> CheckpointInfo:
+    stage, step, sequence, pinned = (manifest[k] for k in ("stage", "step", "sequence", "pinned"))
+    metric, name = manifest["metric"], manifest.get("metric_name")
+    return CheckpointInfo(folder, stage, step, sequence, metric, pinned, name)
 
 
 def _ranked(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
