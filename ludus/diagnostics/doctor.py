@@ -29,6 +29,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ludus.core.machine import machine_memory
+
+DISTRIBUTION = "ludus-rl"
 from ludus.core.modules import DISTRIBUTION, extra_of
 
 MIN_MEMORY_GIB = 4.0
@@ -163,9 +166,7 @@ def check_machine() -> Check:
     quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
     if quota.isdigit() and period.isdigit():
         cores = min(cores, int(quota) / int(period))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _read("/sys/fs/cgroup/memory.max")
-    memory = min(memory, int(limit)) if limit.isdigit() else memory
+    memory = machine_memory()
     ok = memory >= MIN_MEMORY_GIB * 2**30
     fix = "" if ok else f"small recipes need about {MIN_MEMORY_GIB:g} GiB"
     return Check("machine", ok, f"{cores:g} cores, {memory / 2**30:.1f} GiB of memory", fix)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import torch
 
 from ludus.config.schema import ModelConfig
 from ludus.core.errors import ConfigError, did_you_mean
+from ludus.core.machine import machine_memory
 from ludus.models.flops import peak_flops
 
 
@@ -77,7 +77,7 @@ def find_hardware(name: str, model: ModelConfig) -> Hardware:
     if device.type == "cuda":
         memory = float(torch.cuda.get_device_properties(device).total_memory)
     else:
-        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        memory = float(machine_memory())
     return Hardware(
         "here",
         memory,

@@ -30,6 +30,7 @@ class Meter:
         parameter = next(model.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         self._computed: float | None = None
+        self._evicted = 0
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
@@ -75,7 +76,18 @@ class Meter:
         ):
             if flops and seconds > 0:
                 known[name] = flops / seconds / peak
+        known |= self._cache()
         return {**known, "time/peak_gflops": peak / 1e9, **memory(self._device)}
+
+    def _cache(self) -> dict[str, float]:
+        """The sampler's KV cache: most memory so far, tokens evicted since the last call."""
+        if not hasattr(self._sampler, "num_evicted_tokens"):
+            return {}
+        evicted, self._evicted = self._evicted, self._sampler.num_evicted_tokens
+        return {
+            "memory/kv_cache_peak_gb": self._sampler.cache_peak_bytes / GB,
+            "rollout/evicted_tokens": float(self._evicted - evicted),
+        }
 
 
 def extent(trajectory: Trajectory) -> tuple[int, int]:

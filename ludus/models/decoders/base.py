@@ -40,7 +40,11 @@ class Decoder(Protocol):
     """True if prefill and decode rows cost no more in one pass than in two."""
 
     max_blocks: int | None
-    """Capacity of the KV cache in blocks; None: unlimited."""
+    """Capacity of the KV cache in blocks; None: unlimited. See `capacity`."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block's keys and values in all layers."""
 
     def reserve(self, num_blocks: int) -> None:
         """Extend the storage to `num_blocks`; stored values are kept."""

@@ -74,6 +74,13 @@ class GenericDecoder:
         self._model = model
         self._num_layers = model.config.get_text_config().num_hidden_layers
         self._cache = BlockCache(self._num_layers)
+        self._bytes_per_slot = 0
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Known after a first pass: the module decides on the shapes."""
+        assert self._bytes_per_slot, "no pass yet"
+        return BLOCK * self._bytes_per_slot
 
     def reserve(self, num_blocks: int) -> None:
         self._cache.num_slots = max(self._cache.num_slots, BLOCK * num_blocks)
@@ -102,6 +109,8 @@ class GenericDecoder:
             use_cache=True,
             logits_to_keep=1 if last else columns,
         ).logits
+        stores = [store.stored for layer in self._cache.layers for store in layer.stores]
+        self._bytes_per_slot = sum(stored[0].nbytes for stored in stores)
         if not last and logits_RCV.shape[1] == width:  # the model ignores logits_to_keep
             return logits_RCV[padded.output_rows, padded.output_columns]
         return logits_RCV[padded.output_rows, column_of_output]

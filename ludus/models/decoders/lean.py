@@ -46,6 +46,17 @@ class LeanDecoder:
         self._num_slots = 0
         self.clear()
 
+    @property
+    def bytes_per_block(self) -> int:
+        llama = self._llama
+        position = llama.kv_heads * llama.head_dim * self._stored_dtype.itemsize
+        return 2 * len(llama.layers) * BLOCK * position
+
+    @property
+    def _stored_dtype(self) -> torch.dtype:
+        """Type of keys and values; with autocast, the larger of the types that occur."""
+        return self._llama.embedding.weight.dtype
+
     def reserve(self, num_blocks: int) -> None:
         self._num_slots = max(self._num_slots, BLOCK * num_blocks)
         for store in self._stores():

@@ -167,20 +167,12 @@ class StaticDecoder(LeanDecoder):
         self.name = "CUDA graphs" if self._cuda else "static"
         self._steps: OrderedDict[Bucket, BucketStep] = OrderedDict()
         self._groups = PrefixGroups()
-        self._dtype = torch.bfloat16 if autocast else llama.embedding.weight.dtype
         super().__init__(llama, autocast=autocast)
         self._sources = self._graph_sources()
         if max_blocks is None and self._cuda:
             free, _ = torch.cuda.mem_get_info(self._device)
             max_blocks = int(MEMORY_FRACTION * free) // self.bytes_per_block - 1
         self.max_blocks = max_blocks
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of a block's keys and values in all layers."""
-        llama = self._llama
-        position = llama.kv_heads * llama.head_dim * self._dtype.itemsize
-        return 2 * len(llama.layers) * BLOCK * position
 
     @property
     def num_graphs(self) -> int:
@@ -209,7 +201,11 @@ class StaticDecoder(LeanDecoder):
             super().clear()
 
     def _new_store(self) -> BlockStore:
-        return BlockStore(self._dtype)
+        return BlockStore(self._stored_dtype)
+
+    @property
+    def _stored_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self._autocast else super()._stored_dtype
 
     def _graph_sources(self) -> list[Any]:
         """Inputs that invalidate graphs: the tensors of the model, and the active adapters."""

@@ -45,7 +45,9 @@ class ExactSampler(InProcessSampler):
             deterministic=deterministic,
             path="generic",
         )
-        self.decoder = self.exact_decoder = ExactDecoder(model)
+        exact_decoder = ExactDecoder(model)
+        exact_decoder.max_blocks = self.decoder.max_blocks
+        self.decoder = self.exact_decoder = exact_decoder
         self._reset()
         vocabulary = None if tokenizer is None else Vocabulary.of(tokenizer)
         self._token_sampler = ExactTokenSampler(vocabulary)  # type: ignore[assignment]

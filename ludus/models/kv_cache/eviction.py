@@ -19,9 +19,9 @@ def evict(
 ) -> tuple[int, int]:
     """Free blocks for a step; returns how many decode turns and prefill turns fit.
 
-    Blocks are evicted first from idle sessions, then from prefill turns, then from the last decode
-    turns, which are thereby preempted. Evicted tokens are recomputed when they are needed again. At
-    least one turn fits, now or in the next step.
+    Blocks are evicted first from idle sessions, in the given order, then from prefill turns, then
+    from the last decode turns, which are thereby preempted. Evicted tokens are recomputed when they
+    are needed again. At least one turn fits, now or in the next step.
 
     Errors: ConfigError where the cache is too small for a single turn.
     """
@@ -59,6 +59,7 @@ def evict(
     if num_free() < needed:
         raise ConfigError(
             f"the sampler's KV cache holds {BLOCK * limit:,} tokens, too few for one conversation "
-            f"of up to {BLOCK * needed:,}: lower model.context_length"
+            f"of up to {BLOCK * needed:,}: raise sampler.args.cache_gib, or lower "
+            "model.context_length"
         )
     return 0, 1

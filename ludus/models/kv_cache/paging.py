@@ -32,19 +32,31 @@ class Block:
         self.token_ids: tuple[int, ...] = ()
         self.refs = 1
         self.children: dict[Block, None] = {}  # in creation order
-        self.by_ids: dict[tuple[int, ...], Block] = {}
+        self.by_ids: dict[tuple[int, ...], dict[Block, None]] = {}  # children; twins in order
 
     def set_tokens(self, token_ids: Sequence[int]) -> None:
-        """Set the block's tokens. Of siblings with the same ids, `by_ids` keeps the first."""
+        """Set the block's tokens. Siblings with the same ids are twins: two sessions sampled the
+        same tokens."""
         self.clear_tokens()
         self.token_ids = tuple(token_ids)
         if self.parent is not None and self.token_ids:
-            self.parent.by_ids.setdefault(self.token_ids, self)
+            self.parent.by_ids.setdefault(self.token_ids, {})[self] = None
 
     def clear_tokens(self) -> None:
-        if self.parent is not None and self.parent.by_ids.get(self.token_ids) is self:
-            del self.parent.by_ids[self.token_ids]
+        if self.parent is not None and self.token_ids:
+            twins = self.parent.by_ids[self.token_ids]
+            del twins[self]
+            if not twins:
+                del self.parent.by_ids[self.token_ids]
         self.token_ids = ()
+
+    def path(self) -> list[Block]:
+        """The blocks from the first position to this one."""
+        block, blocks = self, []
+        while block.parent is not None:
+            blocks.append(block)
+            block = block.parent
+        return blocks[::-1]
 
 
 class BlockTree:
@@ -81,16 +93,18 @@ class BlockTree:
         Args:
             blocks: the session's blocks so far; those not needed are released.
         """
-        path, parent, start = self._match_full_blocks(prompt)
-        own = blocks[len(path)] if len(path) < len(blocks) else None
+        path, own, source, count = self._match(prompt, blocks)
+        start = BLOCK * len(path)
         rest = tuple(prompt[start : start + BLOCK])
-        source, count = _longest_match(parent, rest, own if own and own.parent is parent else None)
+        for block in path:
+            block.refs += 1
         if source is not None and count:
             if source is own and own.refs == 1 and not own.children:
                 own.refs += 1
                 own.set_tokens(rest)
                 path.append(own)
             else:
+                parent = path[-1] if path else self._root
                 path.append(self._copy_block(source, count, rest, parent, builder))
             start += count
         for block in reversed(blocks):
@@ -130,18 +144,31 @@ class BlockTree:
             self._release_block(block)
         blocks.clear()
 
-    def _match_full_blocks(self, prompt: list[int]) -> tuple[list[Block], Block, int]:
-        """Returns the full blocks that match the prompt, the last node, the matched length."""
-        path: list[Block] = []
-        parent = self._root
-        while (start := BLOCK * len(path)) + BLOCK <= len(prompt):
-            child = parent.by_ids.get(tuple(prompt[start : start + BLOCK]))
-            if child is None:
+    def _match(
+        self, prompt: list[int], blocks: list[Block]
+    ) -> tuple[list[Block], Block | None, Block | None, int]:
+        """Returns the full blocks that match the prompt; the session's own block after them; the
+        block that matches best there, and its number of matching tokens.
+
+        Twins have different descendants, so all are followed; the first of the best is taken.
+        """
+        nodes, depth = [self._root], 0
+        while BLOCK * (depth + 1) <= len(prompt):
+            ids = tuple(prompt[BLOCK * depth : BLOCK * (depth + 1)])
+            found = [child for node in nodes for child in node.by_ids.get(ids, ())]
+            if not found:
                 break
-            child.refs += 1
-            path.append(child)
-            parent = child
-        return path, parent, BLOCK * len(path)
+            nodes, depth = found, depth + 1
+        own = blocks[depth] if depth < len(blocks) else None
+        rest = tuple(prompt[BLOCK * depth : BLOCK * (depth + 1)])
+        best: tuple[Block, Block | None, Block | None, int] | None = None
+        for node in nodes:
+            mine = own if own is not None and own.parent is node else None
+            source, count = _longest_match(node, rest, mine)
+            if best is None or count > best[3]:
+                best = node, mine, source, count
+        assert best is not None
+        return best[0].path(), *best[1:]
 
     def _copy_block(
         self,
@@ -189,8 +216,8 @@ def _longest_match(
     if not ids:
         return None, 0
     exact = parent.by_ids.get(ids)
-    if exact is not None and (own is None or own.token_ids != ids):
-        return exact, len(ids)
+    if exact and (own is None or own.token_ids != ids):
+        return next(iter(exact)), len(ids)
     best, longest = None, 0
     for child in parent.children if own is None else [own, *parent.children]:
         count = 0

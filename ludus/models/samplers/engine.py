@@ -27,7 +27,9 @@ from pydantic import Field
 from torch import Tensor
 
 from ludus.core.errors import ConfigError
+from ludus.models.decoders.capacity import limit_cache
 from ludus.models.decoders.probe import choose_decoder
+from ludus.models.kv_cache.paging import BLOCK
 from ludus.models.samplers.base import Completion, SamplingParams, check_turn, num_embeddings
 from ludus.models.samplers.sampling import TokenSampler
 from ludus.models.samplers.scheduler import DecodeBatch, Scheduler, Turn
@@ -48,6 +50,7 @@ class InProcessSampler:
         deterministic: wait for all open sessions before each step.
         tokenizer: only ids of its tokens are sampled (a model may have more ids).
         path: as in the configuration.
+        cache_gib: as in the configuration.
         dtype: as in the configuration. Where the type differs from the learner's, the difference
             shows in the importance ratio; returned log-probabilities are those of the distribution
             that was sampled from.
@@ -80,8 +83,19 @@ class InProcessSampler:
                 "`bfloat16` is about twice as fast on processors that multiply it natively."
             ),
         ] = "auto",
+        cache_gib: Annotated[
+            float | None,
+            Field(
+                gt=0,
+                description="The most memory for keys and values, in GiB; `null`: a quarter of the "
+                "machine's memory, on a GPU half of what is free at the start. When it is full, "
+                "the least recently used idle sessions are evicted; their tokens are computed "
+                "again when needed.",
+            ),
+        ] = None,
     ) -> None:
         self.decoder = choose_decoder(model, context_length, path, dtype)
+        limit_cache(self.decoder, cache_gib, context_length)
         self.model = model
         self.deterministic = deterministic
         self.policy_version = 0
@@ -97,12 +111,24 @@ class InProcessSampler:
         self._changed = asyncio.Event()
         self._paused = False
         self._stepping: asyncio.Task[None] | None = None
-        self._reset()
+        self._num_evicted = self._peak_blocks = 0
+        self._scheduler = Scheduler(self.decoder, self._decode)
 
     @property
     def num_blocks(self) -> int:
         """KV-cache blocks that open sessions hold; a shared block counts once."""
         return self._scheduler.num_blocks
+
+    @property
+    def num_evicted_tokens(self) -> int:
+        """Cached tokens that were evicted so far because the cache was full."""
+        return BLOCK * (self._num_evicted + self._scheduler.num_evicted)
+
+    @property
+    def cache_peak_bytes(self) -> int:
+        """The most memory that keys and values have taken so far."""
+        blocks = max(self._peak_blocks, self._scheduler.peak_blocks)
+        return blocks * self.decoder.bytes_per_block
 
     def open(self, session: str) -> None:
         """Register an episode."""
@@ -164,6 +190,8 @@ class InProcessSampler:
     def _reset(self) -> None:
         """Return to the initial state, with an empty cache."""
         self.decoder.clear()
+        self._num_evicted += self._scheduler.num_evicted
+        self._peak_blocks = max(self._peak_blocks, self._scheduler.peak_blocks)
         self._scheduler = Scheduler(self.decoder, self._decode)
 
     async def _run_steps(self) -> None:

@@ -33,6 +33,8 @@ class EngineSession:
     name: str
     blocks: list[Block] = field(default_factory=list)
     turn: Turn | None = None
+    last_step: int = 0
+    """The last step that used the blocks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +84,11 @@ class Scheduler:
         self._running: list[Turn] = []
         self._slots = DecodeSlots.empty()
         self._tree = BlockTree(self._copy_block, decoder.max_blocks)
+        self._num_steps = 0
+        self.peak_blocks = 0
+        """The most blocks that sessions held at a time."""
+        self.num_evicted = 0
+        """Blocks evicted because the cache was full."""
 
     @property
     def num_turns(self) -> int:
@@ -156,6 +163,7 @@ class Scheduler:
         kind; new turns then wait until they are as many as the running ones. Returns None where
         every running turn was preempted.
         """
+        self._num_steps += 1
         mixed = self._decoder.mixed_batches
         if self._waiting and (mixed or len(self._waiting) >= len(self._running)):
             self._running = sorted([*self._running, *self._waiting], key=lambda t: t.session.name)
@@ -173,6 +181,7 @@ class Scheduler:
         if prefill:
             prefill_inputs, num_prompt_tokens = self._plan_prefill(prefill, policy_version)
         self._decoder.reserve(self._tree.num_blocks)
+        self.peak_blocks = max(self.peak_blocks, self._tree.num_used)
         slots_R = _slot_index(turns)
         return DecodeBatch(
             turns,
@@ -212,17 +221,20 @@ class Scheduler:
         limit = self._tree.max_blocks
         if limit is None or (not prefill and self._tree.num_used + len(decode) <= limit):
             return decode, prefill
-        idle = [session.blocks for session in self.sessions.values() if session.turn is None]
+        used = self._tree.num_used
+        idle = [session for session in self.sessions.values() if session.turn is None]
+        idle.sort(key=lambda session: (session.last_step, session.name))
         positions, num_sampled = self._slots.positions, self._slots.num_sampled
         num_decode, num_prefill = evict(
             self._tree,
-            [*idle, *[turn.session.blocks for turn in self._waiting]],
+            [session.blocks for session in [*idle, *[turn.session for turn in self._waiting]]],
             [(t.session.blocks, int(positions[t.slot] % BLOCK == 0)) for t in decode],
             [
                 (t.session.blocks, (len(t.prompt) + num_sampled[t.slot]) // BLOCK + 1)
                 for t in prefill
             ],
         )
+        self.num_evicted += used - self._tree.num_used
         for turn in decode[num_decode:]:
             turn.prefilled = False
         return decode[:num_decode], prefill[:num_prefill]
@@ -255,6 +267,7 @@ class Scheduler:
     def _end(self, turn: Turn) -> None:
         """Free the turn's slot; its session keeps the blocks for the next turn."""
         turn.session.turn = None
+        turn.session.last_step = self._num_steps
         if turn.prefilled:
             length = int(self._slots.positions[turn.slot])
             start = BLOCK * (len(turn.session.blocks) - 1)

@@ -123,6 +123,29 @@ async def test_a_branch_reuses_the_common_prefix_only() -> None:
         )
 
 
+@pytest.mark.parametrize("path", ["fast", "generic"])
+@pytest.mark.parametrize("closed", ["a", "b"])
+async def test_blocks_of_a_twin_outlive_the_other(path: str, closed: str) -> None:
+    """Two sessions sample the same tokens into blocks of their own; one closes."""
+    model = tiny()
+    engine = sampler(model, path=path, deterministic=False)
+    params = SamplingParams(max_tokens=60, seed=4)
+    prompt = [5, 6, 7, 8, 9, 10, 11]
+    for name in "ab":
+        engine.open(name)
+    turns = await gathered(*[engine.sample(prompt, params, session=name) for name in "ab"])
+    assert turns[0].token_ids == turns[1].token_ids
+    engine.close(closed)
+    before = engine.num_prefill_tokens
+    longer = [*prompt, *turns[0].token_ids[:-1], 1, 2, 3, 4]
+    params = SamplingParams(max_tokens=3)
+    [(_, _, completion)] = await episode(engine, "c", longer, [params])
+    assert engine.num_prefill_tokens - before == 4
+    assert completion.logprobs == pytest.approx(
+        expected_logprobs(model, longer, completion, params), abs=1e-4
+    )
+
+
 async def test_cache_storage_grows() -> None:
     config = Qwen3Config(**{**GROUPED, "max_position_embeddings": 600})
     torch.manual_seed(0)

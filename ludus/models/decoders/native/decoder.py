@@ -19,6 +19,9 @@ from ludus.models.decoders.native.bindings import Kernels, Layer, Model, NativeI
 from ludus.models.kv_cache.paging import BLOCK
 from ludus.models.kv_cache.step_inputs import StepInputs
 
+ALIGNMENT = 64
+"""Bytes of a cache line."""
+
 _ACTIVATIONS = {"silu": 2, "gelu_tanh": 3}  # as in decoder.c
 
 
@@ -73,17 +76,28 @@ class NativeDecoder:
         self._logits = torch.empty(0)
         self._num_blocks = 0
 
-    def reserve(self, num_blocks: int) -> None:
-        if num_blocks <= self._num_blocks:
-            return
+    @property
+    def bytes_per_block(self) -> int:
+        return len(self._layers) * sum(self._sizes) * self.kernels.dtype.itemsize
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """Numbers in a block's keys and in its values, in one layer."""
         llama, unit = self._llama, self.kernels.lanes * 2
         width = -(-llama.head_dim // unit) * unit
-        sizes = (llama.head_dim * BLOCK, BLOCK * width)
-        for number in range(len(llama.layers)):
+        return llama.kv_heads * llama.head_dim * BLOCK, llama.kv_heads * BLOCK * width
+
+    def reserve(self, num_blocks: int) -> None:
+        """Reserve addresses for the whole capacity at once: the system provides memory where blocks
+        are written, so nothing is copied and only used blocks take memory."""
+        if num_blocks <= self._num_blocks:
+            return
+        num_blocks = max(num_blocks, self.max_blocks or 0)
+        for number in range(len(self._layers)):
             for name, stored, size in zip(
-                ("keys", "values"), (self._keys, self._values), sizes, strict=True
+                ("keys", "values"), (self._keys, self._values), self._sizes, strict=True
             ):
-                grown = torch.empty(num_blocks, llama.kv_heads * size, dtype=self.kernels.dtype)
+                grown = _reserved(num_blocks, size, self.kernels.dtype)
                 if self._num_blocks:
                     grown[: self._num_blocks] = stored[number]
                     stored[number] = grown
@@ -179,3 +193,14 @@ class NativeDecoder:
         """Returns the tensor's address, valid until the weights are repacked."""
         self._weights.append(tensor)
         return tensor.data_ptr()
+
+
+def _reserved(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor whose pages take memory once they are written, aligned to cache lines.
+
+    torch.empty would write them all in deterministic mode.
+    """
+    size = rows * columns * dtype.itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return torch.from_numpy(raw[start : start + size]).view(dtype).view(rows, columns)
