@@ -30,8 +30,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ludus.core.machine import machine_memory
-
-DISTRIBUTION = "ludus-rl"
 from ludus.core.modules import DISTRIBUTION, extra_of
 
 MIN_MEMORY_GIB = 4.0
