@@ -84,6 +84,11 @@ class TasksConfig(Section):
     on_bad_line: Literal["refuse", "skip"] = Field(
         "refuse", description="On a malformed line: refuse the run, or skip and report the line."
     )
+    allow_overlap: bool = Field(
+        False,
+        description="Allow held-out tasks that equal training tasks. By default they are replaced "
+        "where the environment makes the tasks, and refused where they come from files.",
+    )
     shuffle: bool = Field(
         True, description="Visit training tasks in a new random order in each epoch."
     )

@@ -54,6 +54,10 @@ class Env(ABC):
     threads, so a timeout can abandon a hanging call. Set it to False for an environment that only
     awaits a network, or whose steps cannot hang and cost less than a thread switch."""
 
+    cheap_reset: ClassVar[bool] = False
+    """True if `reset` takes a few milliseconds and needs no process and no network. All tasks are
+    then reset before a run, to find held-out tasks whose world is a training task's."""
+
     agentgym: ClassVar[str | None] = None
     """Key of this environment in `ludus.tasks.agentgym.ITEMS`; None: AgentGym does not have it."""
 
@@ -77,6 +81,18 @@ class Env(ABC):
     @abstractmethod
     async def step(self, action: Message) -> StepResult:
         """Take the assistant's message: `content` is the action text, `tool_calls` its calls."""
+
+    async def world(self, task: Task) -> str | None:
+        """The world that `task` opens, as text: equal tasks have equal worlds. None: unknown.
+
+        By default the opening observation if `cheap_reset`. Override it if different worlds open
+        alike, for example where the agent sees only a part.
+        """
+        if not self.cheap_reset:
+            return None
+        messages = (await self.reset(task)).messages
+        await self.close()
+        return "\n".join(f"{message.role}: {message.content}" for message in messages)
 
     async def close(self) -> None:  # noqa: B027 - most environments hold no resources
         """Release the episode's resources. May be called more than once."""

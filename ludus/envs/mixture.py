@@ -77,8 +77,10 @@ class Mixture(Env):
         self._raw, self._offset = 0.0, _shift(self._env)
         self.max_turns = self._env.max_turns  # type: ignore[misc]
         self.success_at = _success_at(self._env)  # type: ignore[misc]
-        data = {key: value for key, value in task.data.items() if key != PART}
-        return await self._env.reset(task.model_copy(update={"data": data}))
+        return await self._env.reset(_without_part(task))
+
+    async def world(self, task: Task) -> str | None:
+        return await self._members[self._name_of(task)].world(_without_part(task))
 
     async def step(self, action: Message) -> StepResult:
         result = await self._playing().step(action)
@@ -139,6 +141,12 @@ class Mixture(Env):
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise ConfigError(f"env.args.envs.{name} cannot be built: {what}") from error
+
+
+def _without_part(task: Task) -> Task:
+    """The task as its own environment knows it."""
+    data = {key: value for key, value in task.data.items() if key != PART}
+    return task.model_copy(update={"data": data})
 
 
 def _registry() -> Registry[Env]:

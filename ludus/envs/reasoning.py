@@ -82,6 +82,7 @@ class Reasoning(OneTool):
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     success_at: ClassVar[float] = 1.0
     max_turns: ClassVar[int] = 1
+    cheap_reset: ClassVar[bool] = True
     tool = tool_spec(
         "answer", "Give the answer.", text={"type": "string", "description": "The answer alone."}
     )

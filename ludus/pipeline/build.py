@@ -6,43 +6,34 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ludus.backends import BACKENDS
 from ludus.backends.base import Backend
 from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError, EpisodeError
 from ludus.core.files import atomic_folder
-from ludus.core.types import Spec, Task, Trajectory
+from ludus.core.types import Task, Trajectory
 from ludus.data.demonstrations import (
     Demonstration,
     dropped_path,
     generate_demonstrations,
     load_demonstrations,
 )
-from ludus.envs import ENVS
 from ludus.judges import JUDGES
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.pipeline.budget import Timings
 from ludus.pipeline.conversations import Conversation, read_conversations
 from ludus.pipeline.progress import Observer
+from ludus.pipeline.splits import Splits, remember
 from ludus.pipeline.tokenizer import make_renderer, make_renderers, make_tokenizer
 from ludus.rollout.collect import Collector
 from ludus.store.folders import RunFolder
-from ludus.tasks.readers import TaskList, read_tasks
-from ludus.tasks.splits import check_disjoint
 from ludus.telemetry.logs import get_logger
 from ludus.train.checkpoint.policy import build_policy
 
 log = get_logger(__name__)
-
-
-class Splits(NamedTuple):
-    """Training tasks and held-out tasks; they share none."""
-
-    train: TaskList
-    heldout: TaskList
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +120,9 @@ def build_training(
     """Build a run that trains: make demonstrations and tokenizer unless the folder has them."""
     _note_skipped(observer, "tasks.train", splits.train.skipped)
     _note_skipped(observer, "tasks.heldout", splits.heldout.skipped)
+    if splits.note:
+        observer.note(splits.note)
+    remember(splits, config, folder)
     demonstrations = _demonstrations(config, folder, splits.train, observer, timings)
     conversations, skipped = read_conversations(config, demonstrations, splits.train)
     _note_skipped(observer, "sft.data", skipped)
@@ -139,27 +133,6 @@ def build_training(
             tokenizer.save_pretrained(path)
     tokenizer = load_tokenizer(str(folder.tokenizer))
     return build(config, folder, splits, tokenizer, conversations, on_episode=observer.episode)
-
-
-def read_splits(config: RunConfig) -> Splits:
-    """Read the training and the held-out tasks.
-
-    Errors: DataError for files, lines and shared tasks; ConfigError for a task's unknown judge.
-    """
-    env = ENVS.build(config.env, "env") if config.env else None
-    settings = config.tasks
-
-    def read(spec: Spec, where: str) -> TaskList:
-        tasks = read_tasks(spec, where, maker=env, on_bad_line=settings.on_bad_line)
-        judges = {task.judge.model_dump_json(): task.judge for task in tasks if task.judge}
-        for judge in judges.values():
-            JUDGES.check(judge, f"{where}: judge")
-        return tasks
-
-    train = read(settings.train, "tasks.train")
-    heldout = read(settings.heldout, "tasks.heldout") if settings.heldout else TaskList()
-    check_disjoint(train, heldout)
-    return Splits(train, heldout)
 
 
 def _demonstrations(

@@ -25,9 +25,10 @@ from ludus.core.types import Group, Sample, Spec, Task
 from ludus.data.demonstrations import Demonstration, run_expert
 from ludus.envs import ENVS
 from ludus.envs.base import NoExpert
-from ludus.pipeline.build import build, read_splits
+from ludus.pipeline.build import build
 from ludus.pipeline.conversations import read_conversations, replay_all
 from ludus.pipeline.registries import check
+from ludus.pipeline.splits import read_splits
 from ludus.pipeline.tokenizer import make_renderer, make_renderers, make_tokenizer
 from ludus.rollout.replay import ReplaySource
 from ludus.store.folders import RunFolder
@@ -62,6 +63,8 @@ def debug(config: RunConfig, num_tasks: int = 1, console: Console | None = None)
 def _debug(config: RunConfig, num_tasks: int, console: Console) -> None:
     check(config)
     splits = read_splits(config)
+    if splits.note:
+        console.print(Text(splits.note))
     demonstrations = _demonstrations(config, splits.train)
     conversations, _ = read_conversations(config, demonstrations, splits.train)
     messages = [message for item in conversations for message in item.messages]

@@ -18,8 +18,9 @@ from ludus.core.types import Group
 from ludus.envs import ENVS
 from ludus.evaluate import compare, render_comparison, render_evaluation, summarise
 from ludus.evaluate.results import Evaluation
-from ludus.pipeline.build import Run, build, read_splits
+from ludus.pipeline.build import Run, build
 from ludus.pipeline.registries import check_samples
+from ludus.pipeline.splits import read_splits
 from ludus.pipeline.tokenizer import make_renderer
 from ludus.store.folders import find_run
 from ludus.train.checkpoint.export import export_hf
@@ -70,7 +71,7 @@ def evaluate_checkpoints(
         folder.config, [f"evaluate.{key}={json.dumps(value)}" for key, value in changes.items()]
     )
     check_samples(config.evaluate)
-    splits = read_splits(config)
+    splits = read_splits(config, folder)
     if not splits.heldout:
         raise ConfigError(f"run {folder.id} has no held-out tasks: tasks.heldout is null")
     run = build(config, folder, splits, tokenizer)

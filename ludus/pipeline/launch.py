@@ -21,9 +21,10 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, MirrorError
 from ludus.core.files import atomic_write
 from ludus.pipeline.budget import Budget, Timings
-from ludus.pipeline.build import Splits, build_training, read_splits
+from ludus.pipeline.build import build_training
 from ludus.pipeline.progress import Display, Observer
 from ludus.pipeline.registries import check
+from ludus.pipeline.splits import Splits, read_splits
 from ludus.pipeline.training import BudgetSpent, Interrupted, Trainer
 from ludus.report.collect import report
 from ludus.store import RunExists, RunStore
@@ -117,7 +118,7 @@ def _resume(folder: RunFolder, config: RunConfig, observer: Observer, skip_damag
         elif rows[folder.id].status == "completed" and not changes:
             observer.note(f"run {folder.id} was complete already: nothing to do")
             return
-        splits = read_splits(config)
+        splits = read_splits(config, folder)
         store.reopen_run(folder.id)
         with disk_faults(folder):
             atomic_write(folder.config, dump_config(config))

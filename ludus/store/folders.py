@@ -25,6 +25,7 @@ class RunFolder:
         self.id = path.name
         self.config = path / "config.yaml"  # the resolved configuration
         self.demonstrations = path / "demonstrations.jsonl"  # episodes of the expert
+        self.splits = path / "splits.json"  # held-out tasks replaced as training tasks
         self.tokenizer = path / "tokenizer"  # a folder in Hugging Face format
         self.checkpoints = path / "checkpoints"  # one folder per checkpoint
         self.evaluations = path / "evaluations"  # one JSON file per evaluation

@@ -12,7 +12,7 @@ READERS: Registry[list[Task]] = Registry(
         "json": Row("ludus.tasks.readers:read_json", "", "a file of JSON lines"),
         "mixture": Row("ludus.tasks.mixture:read_mixture", "", "several readers, in exact ratios"),
     },
-    context=frozenset({"maker", "on_bad_line", "place"}),
+    context=frozenset({"maker", "on_bad_line", "place", "taken"}),
 )
 """A reader is a function from a config's arguments to a list of tasks. `context` holds the
 arguments that `read_tasks` supplies."""

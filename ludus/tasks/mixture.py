@@ -16,8 +16,9 @@ the error carries over to the next steps and stays below one task.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from itertools import cycle
 from typing import Annotated, Any, TypeVar
 
@@ -26,7 +27,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from ludus.core.errors import CheckpointError, ConfigError, did_you_mean
 from ludus.core.types import Group, Spec, Task
 from ludus.tasks.curriculum import TaskSampler
-from ludus.tasks.readers import OnBadLine, TaskList, TaskMaker, read_tasks
+from ludus.tasks.readers import BadLine, OnBadLine, TaskList, TaskMaker, read_tasks
+from ludus.tasks.splits import Taken
 
 PART = "part"
 """Key in `Task.data`: the name of the task's part."""
@@ -86,6 +88,7 @@ def read_mixture(
     maker: TaskMaker | None = None,
     on_bad_line: OnBadLine = "refuse",
     place: str = "",
+    taken: Taken | None = None,
 ) -> TaskList:
     """Tasks of several environments in the given ratios, for the environment `mixture`.
 
@@ -96,18 +99,31 @@ def read_mixture(
     if not members:
         raise ConfigError("the reader 'mixture' needs the environment 'mixture': set `env`")
     queues: dict[str, list[Task]] = {}
-    skipped = []
+    skipped, rows = list[BadLine](), dict[str, int]()
     for name, part in parts.items():
         where = f"{place}.args.parts.{name}"
         if name not in members:
             near = did_you_mean(name, members)
             raise ConfigError(f"{where}: {name!r} is no environment of the mixture{near}")
         member = members[name]
-        read = read_tasks(part.tasks, f"{where}.tasks", maker=member, on_bad_line=on_bad_line)
-        queues[name] = [_labelled(task, name, where) for task in read]
+        label = partial(_labelled, name=name, where=where)
+        read = read_tasks(
+            part.tasks,
+            f"{where}.tasks",
+            maker=member,
+            on_bad_line=on_bad_line,
+            taken=_through(label, taken),
+        )
+        queues[name] = [label(task) for task in read]
         skipped += read.skipped
+        rows |= read.rows
     ratios = {name: part.ratio for name, part in parts.items()}
-    return TaskList(_interleaved(queues, ratios), skipped, ratios)
+    return TaskList(_interleaved(queues, ratios), skipped, ratios, rows)
+
+
+def _through(label: Callable[[Task], Task], taken: Taken | None) -> Taken | None:
+    """`taken` for tasks that are not labelled yet."""
+    return None if taken is None else lambda task: taken(label(task))
 
 
 def _labelled(task: Task, name: str, where: str) -> Task:

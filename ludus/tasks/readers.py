@@ -3,6 +3,7 @@
     tasks = read_tasks(Spec(name="json", args={"path": "gsm8k.jsonl"}), "tasks.train")
     tasks[0].id        'gsm8k.jsonl:1'
     tasks.skipped      skipped lines (`on_bad_line: skip`), each with its reason
+    tasks.rows         row numbers of tasks from files: {'gsm8k.jsonl:1': 1}
 
 The reader's arguments map the fields of a row to the fields of a task; all other fields of the row
 go to `Task.data`.
@@ -22,11 +23,13 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ludus.core.errors import ConfigError, DataError, MissingDependency, did_you_mean
 from ludus.core.types import Message, Spec, Task
 from ludus.tasks import READERS
+from ludus.tasks.splits import Taken
 
 OnBadLine = Literal["refuse", "skip"]
 
 _MESSAGES = TypeAdapter(list[Message])
 _NUM_SHOWN = 5  # bad lines or ids that an error lists
+_MAX_TRIES = 1000  # seeds to try in place of a held-out task that training has
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +45,20 @@ class BadLine:
 
 
 class TaskList(list[Task]):
-    """A list of tasks, with the skipped lines and, for a mixture, the ratios of its parts."""
+    """A list of tasks, with the skipped lines, the row numbers of tasks from files by id and, for a
+    mixture, the ratios of its parts."""
 
     def __init__(
         self,
         tasks: Iterable[Task] = (),
         skipped: Iterable[BadLine] = (),
         ratios: Mapping[str, int] | None = None,
+        rows: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(tasks)
         self.skipped = list(skipped)
         self.ratios = dict(ratios or {})
+        self.rows = dict(rows or {})
 
 
 class TaskMaker(Protocol):
@@ -76,17 +82,21 @@ def read_tasks(
     *,
     maker: TaskMaker | None = None,
     on_bad_line: OnBadLine = "refuse",
+    taken: Taken | None = None,
 ) -> TaskList:
     """Read the tasks of a reader's spec. `where` is its config path, for errors.
 
     Args:
         maker: the run's environment, for readers that take tasks from it.
+        taken: tasks to leave out; readers that make tasks from seeds make others in their place,
+            other readers ignore it.
 
     Errors: ConfigError for a wrong argument; DataError for a missing file, for malformed lines
     (unless they are skipped), for duplicate ids, and if there is no task.
     """
     place = where or f"reader {spec.name!r}"
-    read = READERS.build(spec, where, maker=maker, on_bad_line=on_bad_line, place=place)
+    context = {"maker": maker, "on_bad_line": on_bad_line, "place": place, "taken": taken}
+    read = READERS.build(spec, where, **context)
     tasks = read if isinstance(read, TaskList) else TaskList(read)
     if not tasks:
         reason = f": all {len(tasks.skipped)} lines are malformed" if tasks.skipped else ""
@@ -173,26 +183,44 @@ def read_env(
     ] = None,
     first_seed: Annotated[int, Field(ge=0, description="Seed of the first task.")] = 0,
     maker: TaskMaker | None = None,
+    taken: Taken | None = None,
 ) -> TaskList:
     """Make tasks from seeds: task i has tier i mod n and seed first_seed + i div n, for n tiers.
 
-    Two readers share no task if their seed ranges do not overlap; `num_tasks` tasks use
-    ceil(num_tasks / n) seeds.
+    `num_tasks` tasks use ceil(num_tasks / n) seeds. A held-out task that training has is replaced
+    by the first task of its tier, from the seeds after these, that training does not have.
     """
     if maker is None:
         raise ConfigError("the reader 'env' needs an environment: set the config's `env`")
-    for tier in tiers or ():
-        maker.check_tier(tier)
-    chosen: list[str] | list[None] = tiers or list(maker.tiers()) or [None]
+    for name in tiers or ():
+        maker.check_tier(name)
+    chosen: list[str | None] = [*(tiers or maker.tiers())] or [None]
     num_tiers = len(chosen)
+    next_seed: dict[str | None, int] = dict.fromkeys(chosen, first_seed - (-num_tasks // num_tiers))
+    tasks: list[Task] = []
     try:
-        return TaskList(
-            maker.task(chosen[i % num_tiers], first_seed + i // num_tiers) for i in range(num_tasks)
-        )
+        for i in range(num_tasks):
+            tier = chosen[i % num_tiers]
+            tasks.append(maker.task(tier, first_seed + i // num_tiers))
+            if taken is not None and taken(tasks[-1]):
+                tasks[-1], next_seed[tier] = _further(maker, tier, next_seed[tier], taken)
+        return TaskList(tasks)
     except NotImplementedError as error:
         raise ConfigError(
             f"the reader 'env': {error}; give the class a method `task`, or use another reader"
         ) from None
+
+
+def _further(maker: TaskMaker, tier: str | None, seed: int, taken: Taken) -> tuple[Task, int]:
+    """Returns the first task from `seed` on that is not taken, and the seed after it."""
+    for further in range(seed, seed + _MAX_TRIES):
+        if not taken(task := maker.task(tier, further)):
+            return task, further + 1
+    raise DataError(
+        f"tier {tier}: training has the tasks of {_MAX_TRIES} seeds in a row, {seed} to "
+        f"{seed + _MAX_TRIES - 1}, so no held-out task is left: give `tasks.train` fewer tasks of "
+        "this tier, hold out another tier, or set `tasks.allow_overlap: true`"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,12 +293,14 @@ def _read_rows(
 ) -> TaskList:
     """Make a task of each numbered row, up to `limit`; refuse or report the malformed rows."""
     tasks: list[Task] = []
+    numbers: dict[str, int] = {}
     bad_lines: list[BadLine] = []
     for number, row in rows:
         if limit is not None and len(tasks) >= limit:
             break
         try:
             tasks.append(make(number, row))
+            numbers[tasks[-1].id] = number
         except ValueError as error:
             bad_lines.append(BadLine(source, number, str(error)))
     if bad_lines and on_bad_line == "refuse":
@@ -279,7 +309,7 @@ def _read_rows(
             "(`tasks.on_bad_line: skip` skips them): "
             + _listed(f"line {bad.number} {bad.reason}" for bad in bad_lines)
         )
-    return TaskList(tasks, bad_lines)
+    return TaskList(tasks, bad_lines, rows=numbers)
 
 
 def _parse(line: bytes) -> dict[str, Any]:

@@ -78,7 +78,11 @@ def echo(ludus: Ludus, env: str) -> str:
         (["rl.algorithm=grop"], 2, ["grop", "did you mean grpo?"]),
         (["metrics=[tensorbord]"], 2, ["tensorbord", "did you mean tensorboard?"]),
         (["tasks.train.args.tiers=[GoToLokal]"], 2, ["GoToLokal"]),
-        (["tasks.heldout.args.first_seed=10"], 1, ["8 of 8 held-out tasks are training tasks"]),
+        (
+            ["tasks.train.args.num_tasks=1100", "tasks.heldout.args.first_seed=10"],
+            1,
+            ["training has the tasks of 1000 seeds in a row", "tasks.allow_overlap: true"],
+        ),
         (["model.architecture.args.num_kv_heads=3"], 2, ["num_kv_heads", "does not divide"]),
         (["model.device=gpu"], 2, ["model.device", "'gpu'"]),
         (["model.tokenizer=nowhere/at-all"], 2, ["model.tokenizer", "nowhere/at-all"]),

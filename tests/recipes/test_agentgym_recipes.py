@@ -13,8 +13,8 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import LudusError, MissingDependency
 from ludus.diagnostics import plan as planning
 from ludus.diagnostics.hardware import HARDWARE
-from ludus.pipeline.build import read_splits
 from ludus.pipeline.registries import check
+from ludus.pipeline.splits import read_splits
 from ludus.tasks.mixture import part_of
 from ludus.train.schedule import turn_limit
 
@@ -64,7 +64,7 @@ def test_it_fits_the_gpu_that_it_is_meant_for(name: str, shape: Path) -> None:
 @pytest.mark.parametrize("name", ["babyai-qwen3-0.6b", "textcraft-qwen3-0.6b"])
 def test_its_tasks_are_made_and_the_splits_share_none(name: str) -> None:
     config = recipe(name)
-    train, heldout = read_splits(config)
+    train, heldout, *_ = read_splits(config)
     assert len(train) >= (config.demonstrations.num_episodes if config.demonstrations else 0)
     assert len(heldout) == config.evaluate.num_tasks
 
@@ -79,7 +79,7 @@ def test_its_tasks_are_made_and_the_splits_share_none(name: str) -> None:
 )
 def test_a_mixture_has_its_exact_shares_everywhere(name: str, ratios: dict[str, int]) -> None:
     config = recipe(name)
-    train, heldout = read_splits(config)
+    train, heldout, *_ = read_splits(config)
     assert train.ratios == ratios
     total = sum(ratios.values())
     assert config.rl is not None

@@ -147,6 +147,17 @@ def test_env_tasks_walk_the_tiers_then_the_seeds():
     assert [t.id for t in environment(num_tasks=2, tiers=["hard"])] == ["hard-0", "hard-1"]
 
 
+def test_tasks_that_are_taken_are_replaced_by_further_seeds_of_their_tier():
+    def taken(task):
+        return task.id in {"easy-1", "hard-1", "easy-2", "easy-4"}
+
+    spec = Spec(name="env", args={"num_tasks": 6})
+    tasks = read_tasks(spec, maker=Levels, taken=taken)
+    assert [t.id for t in tasks] == ["easy-0", "hard-0", "easy-3", "hard-3", "easy-5", "hard-2"]
+    with pytest.raises(DataError, match=r"tier easy: .* 1000 seeds in a row, 1 to 1000.* fewer"):
+        read_tasks(Spec(name="env", args={"num_tasks": 1}), maker=Levels, taken=lambda _: True)
+
+
 def test_env_tasks_without_tiers_or_environment():
     class Plain(Levels):
         @classmethod

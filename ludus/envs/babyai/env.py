@@ -32,6 +32,7 @@ from ludus.envs.babyai.world import (
     can_toggle,
     cell_at,
     describe_object,
+    describe_world,
     heading,
     look,
     make_level,
@@ -72,6 +73,7 @@ class BabyAI(OneTool):
 
     agentgym: ClassVar[str | None] = "babyai"
     blocking: ClassVar[bool] = False  # a step takes microseconds, less than a thread switch
+    cheap_reset: ClassVar[bool] = True
     success_at: ClassVar[float] = 1e-6
 
     def __init__(
@@ -94,11 +96,17 @@ class BabyAI(OneTool):
         self._world: Any = None
         self._done = False
 
-    async def reset(self, task: Task) -> Observation:
-        self._level = short_name(str(task.data.get("level", self.level)))
+    async def world(self, task: Task) -> str:
+        """The mission and the whole grid: the agent sees only a part of it."""
+        return describe_world(make_level(*self._place(task)))
+
+    def _place(self, task: Task) -> tuple[str, int]:
         if "seed" not in task.data:
             raise EnvError(f"babyai: task {task.id!r} has no data.seed")
-        self._seed = task.data["seed"]
+        return short_name(str(task.data.get("level", self.level))), task.data["seed"]
+
+    async def reset(self, task: Task) -> Observation:
+        self._level, self._seed = self._place(task)
         self._world = make_level(self._level, self._seed)
         if self.max_steps is not None:
             self._world.max_steps = self.max_steps

@@ -179,6 +179,24 @@ def describe_object(content: Any) -> str:
     return f"{state} {content.color} door"
 
 
+def describe_world(world: Any) -> str:
+    """The mission, the agent and all cells with their contents: equal for equal worlds.
+
+    `go to the red ball|3|4|0||8|wall|wall|...||red ball|...`
+    """
+    cells = [_full_name(content) for content in world.grid.grid]
+    agent = (*map(int, world.agent_pos), int(world.agent_dir))
+    start = [world.mission, *agent, _full_name(world.carrying), world.grid.width]
+    return "|".join(map(str, [*start, *cells]))
+
+
+def _full_name(content: Any) -> str:
+    if content is None or content.type == "wall":
+        return "" if content is None else "wall"
+    inside = _full_name(content.contains)
+    return describe_object(content) + (f" with {inside}" if inside else "")
+
+
 def can_toggle(world: Any, content: Any) -> bool:
     """True if `toggle` has an effect: on a box, and on a door, unless it is locked and the agent
     does not carry its key."""

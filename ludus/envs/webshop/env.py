@@ -75,6 +75,7 @@ class WebShop(Env):
 
     agentgym: ClassVar[str | None] = "webshop"
     blocking: ClassVar[bool] = False  # a step takes less than a millisecond and cannot hang
+    cheap_reset: ClassVar[bool] = True
     max_turns: ClassVar[int] = 10
 
     def __init__(

@@ -1,0 +1,135 @@
+"""The two splits of a run: read, and made disjoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from ludus.config.schema import RunConfig
+from ludus.core.errors import DataError
+from ludus.core.files import atomic_write
+from ludus.core.types import Spec, Task
+from ludus.data.worlds import MAX_TASKS, Worlds
+from ludus.envs import ENVS
+from ludus.envs.base import Env
+from ludus.judges import JUDGES
+from ludus.store.folders import RunFolder
+from ludus.tasks.readers import TaskList, read_tasks
+from ludus.tasks.splits import Known, refuse_shared
+from ludus.tasks.splits import Taken as IsTaken
+
+
+class Splits(NamedTuple):
+    """Training tasks and held-out tasks.
+
+    `taken` holds the ids of tasks that were not held out because training has them; None: read from
+    the run's folder. `note` tells the user what was compared.
+    """
+
+    train: TaskList
+    heldout: TaskList
+    taken: frozenset[str] | None = frozenset()
+    note: str = ""
+
+
+def read_splits(config: RunConfig, folder: RunFolder | None = None) -> Splits:
+    """Read the training and the held-out tasks, which share none unless the config allows it.
+
+    Held-out tasks that training has are replaced where the environment makes the tasks, and refused
+    where they come from files. If `folder` has the outcome for these settings, nothing is compared.
+
+    Errors: DataError for files, lines and shared tasks; ConfigError for a task's unknown judge.
+    """
+    env = ENVS.build(config.env, "env") if config.env else None
+    train = _read(config, env, config.tasks.train, "tasks.train")
+    if config.tasks.heldout is None:
+        return Splits(train, TaskList())
+    read_heldout = partial(_read, config, env, config.tasks.heldout, "tasks.heldout")
+    if (stored := _stored(config, folder)) is not None:
+        return Splits(train, read_heldout(lambda task: task.id in stored), None)
+    started = time.perf_counter()
+    asked = heldout = read_heldout()
+    few = len(train) + len(asked) <= MAX_TASKS
+    seen = _Seen(train, Worlds(config.env, resets=few))
+    shared = [task for task in asked if seen.has(task)]
+    if shared and not config.tasks.allow_overlap:
+        heldout = read_heldout(seen.has)
+        refuse_shared(seen.train, heldout, seen.key, train.rows | heldout.rows)
+    taken = frozenset() if config.tasks.allow_overlap else frozenset(seen.found)
+    note = (
+        f"{len(heldout)} held-out tasks compared with {len(train)} training tasks by "
+        f"{_kinds(seen, asked, few)} in {time.perf_counter() - started:.1f} s: "
+        + (f"{len(shared)} equal" if shared else "none equal")
+    )
+    if shared:
+        allowed = config.tasks.allow_overlap
+        note += ", allowed by tasks.allow_overlap" if allowed else ", replaced by further seeds"
+    return Splits(train, heldout, taken, note)
+
+
+def remember(splits: Splits, config: RunConfig, folder: RunFolder) -> None:
+    """Write which tasks were replaced to the run's folder."""
+    if splits.taken is not None:
+        taken = {"settings": _settings(config), "taken": sorted(splits.taken)}
+        atomic_write(folder.splits, json.dumps(taken))
+
+
+def _read(
+    config: RunConfig, env: Env | None, spec: Spec, where: str, taken: IsTaken | None = None
+) -> TaskList:
+    on_bad_line = config.tasks.on_bad_line
+    tasks = read_tasks(spec, where, maker=env, on_bad_line=on_bad_line, taken=taken)
+    judges = {task.judge.model_dump_json(): task.judge for task in tasks if task.judge}
+    for judge in judges.values():
+        JUDGES.check(judge, f"{where}: judge")
+    return tasks
+
+
+class _Seen:
+    """Looks tasks up among the training tasks; computes the key of each task once."""
+
+    def __init__(self, train: Sequence[Task], worlds: Worlds) -> None:
+        self.train = Known(train, worlds.keys(train))
+        self.found: set[str] = set()
+        self._worlds = worlds
+        self._keys: dict[str, str] = {}
+
+    def key(self, task: Task) -> str:
+        if task.id not in self._keys:
+            self._keys[task.id] = self._worlds.key(task)
+        return self._keys[task.id]
+
+    def has(self, task: Task) -> bool:
+        if self.train.same(task, self.key(task)) is None:
+            return False
+        self.found.add(task.id)
+        return True
+
+
+def _kinds(seen: _Seen, tasks: Sequence[Task], few: bool) -> str:
+    """`world`, or `prompt and answer (12) and data (3; ...)`."""
+    why = "resets are not cheap" if few else f"more than {MAX_TASKS} tasks are not reset"
+    names = {"world": "world", "prompt": "prompt and answer", "data": f"data ({why})"}
+    counts = Counter(seen.key(task).partition(":")[0] for task in tasks)
+    return " and ".join(names[kind] for kind, _ in counts.most_common())
+
+
+def _settings(config: RunConfig) -> str:
+    """Hash of the settings that the tasks depend on."""
+    text = config.model_dump_json(include={"env", "tasks"})
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _stored(config: RunConfig, folder: RunFolder | None) -> frozenset[str] | None:
+    if folder is None or not folder.splits.exists():
+        return None
+    try:
+        stored = json.loads(folder.splits.read_text(encoding="utf-8"))
+        return frozenset(stored["taken"]) if stored["settings"] == _settings(config) else None
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{folder.splits} is damaged: {error!r}; remove it") from None

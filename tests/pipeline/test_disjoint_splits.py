@@ -1,0 +1,158 @@
+"""Splits that share no task: compared by world, replaced, refused, allowed, remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from ludus.config.schema import RunConfig
+from ludus.core.errors import DataError
+from ludus.core.types import Message, Observation, Task
+from ludus.data.worlds import Worlds
+from ludus.envs.babyai.env import BabyAI
+from ludus.envs.base import Env
+from ludus.pipeline.splits import read_splits, remember
+from ludus.store.folders import RunFolder
+
+ROOM = {"tiers": ["GoToRedBallNoDists"]}
+
+
+def config(env: Any, train: Any, heldout: Any, **tasks: Any) -> RunConfig:
+    model = {"architecture": "qwen3", "tokenizer": "words"}
+    splits = {"train": train, "heldout": heldout, **tasks}
+    judge = None if env else "answer"
+    return RunConfig.model_validate(
+        {"model": model, "env": env, "judge": judge, "tasks": splits, "rl": {}}
+    )
+
+
+def made(num_tasks: int, first_seed: int = 0, **args: Any) -> dict[str, Any]:
+    return {"name": "env", "args": {"num_tasks": num_tasks, "first_seed": first_seed, **args}}
+
+
+def babyai(**tasks: Any) -> RunConfig:
+    return config("babyai", made(600, **ROOM), made(60, 1_000_000, **ROOM), **tasks)
+
+
+def test_held_out_worlds_of_training_are_replaced() -> None:
+    settings = babyai()
+    splits = read_splits(settings)
+    worlds = Worlds(settings.env)
+    assert len(splits.heldout) == 60
+    assert not set(worlds.keys(splits.train)) & set(worlds.keys(splits.heldout))
+    asked = read_splits(babyai(allow_overlap=True))
+    num_equal = len({t.id for t in asked.heldout} - {t.id for t in splits.heldout})
+    assert num_equal > 0
+    assert "by world in" in splits.note
+    assert f": {num_equal} equal, replaced by further seeds" in splits.note
+    assert f": {num_equal} equal, allowed by tasks.allow_overlap" in asked.note
+    for before, after in zip(asked.heldout, splits.heldout, strict=True):
+        assert before == after or int(after.id.rpartition("/")[2]) >= 1_000_060
+    assert read_splits(settings).heldout == splits.heldout
+
+
+def test_a_run_remembers_its_held_out_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, settings = RunFolder(tmp_path), babyai()
+    splits = read_splits(settings, folder)
+    assert splits.note
+    remember(splits, settings, folder)
+    monkeypatch.setattr(Worlds, "keys", None)  # no world is opened again
+    again = read_splits(settings, folder)
+    assert again.heldout == splits.heldout
+    assert not again.note
+    remember(again, settings, folder)
+    assert len(json.loads(folder.splits.read_text())["taken"]) > 0
+    monkeypatch.undo()
+    assert read_splits(babyai(shuffle=False), folder).note  # other settings: compared anew
+    folder.splits.write_text("{")
+    with pytest.raises(DataError, match="is damaged"):
+        read_splits(settings, folder)
+
+
+def test_a_mixture_replaces_tasks_of_its_parts() -> None:
+    def mixed(first_seed: int, num_tasks: int) -> dict[str, Any]:
+        parts = {
+            "room": {"tasks": made(num_tasks, first_seed, **ROOM)},
+            "craft": {"tasks": made(num_tasks, first_seed)},
+        }
+        return {"name": "mixture", "args": {"parts": parts}}
+
+    env = {"name": "mixture", "args": {"envs": {"room": "babyai", "craft": "textcraft"}}}
+    settings = config(env, mixed(0, 600), mixed(1_000_000, 60))
+    splits = read_splits(settings)
+    assert "by world in" in splits.note
+    assert splits.taken
+    assert all(id.startswith("babyai/") for id in splits.taken)
+    assert all(task.data["part"] in ("room", "craft") for task in splits.heldout)
+    worlds = Worlds(settings.env)
+    assert not set(worlds.keys(splits.train)) & set(worlds.keys(splits.heldout))
+
+
+def test_equal_seeds_are_replaced_where_no_world_is_known() -> None:
+    env = f"{__file__}:Hidden"
+    splits = read_splits(config(env, made(20), made(5, 18)))
+    assert [task.data["seed"] for task in splits.heldout] == [23, 24, 20, 21, 22]
+    assert "by data (resets are not cheap)" in splits.note
+    assert "2 equal" in splits.note
+
+
+def test_too_many_tasks_are_not_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ludus.pipeline.splits.MAX_TASKS", 100)
+    assert "by data (more than 100 tasks are not reset)" in read_splits(babyai()).note
+
+
+def test_tasks_of_files_are_refused_with_their_rows(tmp_path: Path) -> None:
+    def file(name: str, *rows: tuple[str, str, int]) -> dict[str, Any]:
+        lines = [json.dumps({"prompt": p, "answer": a, "number": n}) for p, a, n in rows]
+        (tmp_path / name).write_text("\n".join(["", *lines, ""]))
+        return {"name": "json", "args": {"path": str(tmp_path / name)}}
+
+    train = file("train.jsonl", ("1+1", "2", 1), ("2+2", "4", 2))
+    heldout = file("test.jsonl", ("3+3", "6", 1), (" 2+2 ", "4", 7))
+    with pytest.raises(DataError) as error:
+        read_splits(config(None, train, heldout))
+    assert str(error.value) == (
+        f"1 of 2 held-out tasks are training tasks too: {tmp_path}/test.jsonl:3 has the content of "
+        f"{tmp_path}/train.jsonl:3. Remove them from one of the two, or set "
+        "`tasks.allow_overlap: true`."
+    )
+    splits = read_splits(config(None, train, heldout, allow_overlap=True))
+    assert len(splits.heldout) == 2
+    assert "by prompt and answer" in splits.note
+    assert "1 equal, allowed by tasks.allow_overlap" in splits.note
+
+
+def test_a_world_is_more_than_what_the_agent_sees() -> None:
+    def world(level: str, seed: int) -> str:
+        return asyncio.run(BabyAI().world(BabyAI.task(level, seed)))
+
+    def opening(level: str, seed: int) -> str:
+        return asyncio.run(BabyAI().reset(BabyAI.task(level, seed))).messages[0].content
+
+    seeds = range(60)
+    level = "GoToRedBallNoDists"
+    assert len({opening(level, seed) for seed in seeds}) < len({world(level, s) for s in seeds})
+    assert world(level, 3) == world(level, 3)
+    assert " with " in world("KeyInBox", 0)  # what a box contains
+
+
+class Hidden(Env):
+    """Opens every task alike, and has no cheap reset."""
+
+    max_turns: ClassVar[int] = 1
+
+    async def reset(self, task: Task) -> Observation:
+        return Observation(messages=[Message(role="user", content="guess")])
+
+    async def step(self, action: Message) -> Any:
+        raise NotImplementedError
+
+    @classmethod
+    def task(cls, tier: str | None, seed: int) -> Task:
+        return Task(id=f"hidden-{seed}", data={"seed": seed})
