@@ -176,6 +176,12 @@ class LearnerConfig(Section):
         False,
         description="torch.compile the layers. Needs a C++ compiler; little gain on a CPU.",
     )
+    master_weights: Literal["float32", "stochastic_rounding"] = Field(
+        "float32",
+        description="For weights in bfloat16 (model.dtype): `float32` updates a float32 copy of "
+        "them (18 bytes a weight in all); `stochastic_rounding` keeps no copy and rounds updates "
+        "at random (8 bytes a weight).",
+    )
 
 
 class RLOptimizerConfig(OptimizerConfig):
@@ -384,6 +390,12 @@ class RunConfig(Section):
             )
         if self.rollout.max_tokens_per_turn >= self.model.context_length:
             raise ValueError("`rollout.max_tokens_per_turn` must be below `model.context_length`")
+        half = self.model.dtype == "bfloat16" and self.model.lora is None
+        if self.learner.master_weights == "stochastic_rounding" and not half:
+            raise ValueError(
+                "`learner.master_weights: stochastic_rounding` needs `model.dtype: bfloat16` and "
+                "no `model.lora`: other weights are trained in float32"
+            )
         return self
 
     @model_validator(mode="after")

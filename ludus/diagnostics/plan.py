@@ -3,8 +3,8 @@
 Computed from the recipe and the model's shape, with two assumptions: episodes use the fraction
 `fill` of their turns and context; the device reaches the fraction `efficiency` of its peak.
 
-    weights, gradients, AdamW's moments    parameters * bytes of model.dtype (gradients and moments:
-                                           of trained parameters)
+    weights                                parameters * bytes of model.dtype
+    gradients, AdamW's state               trained parameters * bytes of `train.optimizer`'s table
     activations                            saved by autograd for tokens_per_batch tokens
     KV cache                               rollout.concurrency * model.context_length tokens
     sampling    max(bytes read / bandwidth, operations / peak), one pass a token of a turn
@@ -33,12 +33,15 @@ GIB = 1024**3
 UNKNOWN_VOCABULARY = 1024
 """Size of a tokenizer that is not trained yet and sets no `vocab_size`."""
 
+LESS_STATE = (
+    "set model.lora, or model.dtype: bfloat16 with learner.master_weights: stochastic_rounding"
+)
 REMEDIES = {
     "activations": "lower rl.tokens_per_batch and sft.tokens_per_batch, or set "
     "learner.gradient_checkpointing: true",
     "KV cache": "lower rollout.concurrency or model.context_length",
-    "optimizer": "set model.lora, or model.dtype: bfloat16",
-    "gradients": "set model.lora, or model.dtype: bfloat16",
+    "optimizer": LESS_STATE,
+    "gradients": LESS_STATE,
     "weights": "set model.dtype: bfloat16, or take a smaller model",
     "packed weights": "set sampler.args.dtype: bfloat16, or take a smaller model",
 }
@@ -172,10 +175,11 @@ class _Estimate:
         if config.rl:
             played = config.rl.groups_per_step * config.rl.group_size
             stages.append(min(config.rl.tokens_per_batch, played * context))
+        gradient, state = self._training_bytes()
         parts = {
             "weights": float(parameters * self.item),
-            "gradients": float(trained * self.item),
-            "optimizer": float(2 * trained * self.item),
+            "gradients": float(trained * gradient),
+            "optimizer": float(trained * state),
             "activations": max(stages, default=0) * self._activations(),
         }
         if config.env is not None or config.rl is not None:
@@ -183,6 +187,12 @@ class _Estimate:
         if config.model.device == "cpu" and config.sampler.name == "in_process":
             parts["packed weights"] = float(parameters * (2 if self._bfloat16 else self.item))
         return parts
+
+    def _training_bytes(self) -> tuple[int, int]:
+        """Returns bytes of the gradient and of AdamW's state of a trained weight."""
+        if self.config.model.dtype == "float32" or self.config.model.lora:  # adapters: float32
+            return 4, 8
+        return (2, 4) if self.config.learner.master_weights == "stochastic_rounding" else (4, 12)
 
     def _activations(self) -> float:
         """Returns the bytes that autograd saves for a token, over all layers.

@@ -29,6 +29,7 @@ from ludus.train.algorithms.losses import (
 )
 from ludus.train.critic import Critic
 from ludus.train.forward import Forward
+from ludus.train.optimizer import AdamW
 from ludus.train.packing import Batch, MicroBatch
 
 log = get_logger(__name__)
@@ -36,6 +37,10 @@ log = get_logger(__name__)
 SMALLER = (
     "lower rl.tokens_per_batch (in SFT, sft.tokens_per_batch) or model.context_length, or set "
     "learner.gradient_checkpointing to true, and resume"
+)
+SMALLER_STATE = (
+    "train adapters (model.lora), or start with model.dtype: bfloat16 and learner.master_weights: "
+    "stochastic_rounding, which need less"
 )
 
 
@@ -83,19 +88,7 @@ class Learner:
         self.step = 0
         self._pending: list[_Pending] = []
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        # No weight decay on vectors: gains of norms and biases.
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in self.parameters if p.ndim > 1]},
-            {"params": [p for p in self.parameters if p.ndim <= 1], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self.optimizer = AdamW(self.parameters, config, self.forward.settings.master_weights)
         self.critic: Critic | None = None
         if critic_lr is not None:
             hidden_size = model.config.get_text_config().hidden_size
@@ -134,10 +127,10 @@ class Learner:
     def optim_step(self) -> dict[str, float]:
         """Clip the gradient, and step the optimizer and the critic; returns norm and learning rate.
 
-        Errors: TrainingError where the gradient is not finite, as in `forward_backward`.
+        Errors: TrainingError where the gradient is not finite or memory does not hold AdamW's
+        state, as in `forward_backward`.
         """
-        clipped = self.parameters + (self.critic.parameters if self.critic else [])
-        norm = float(torch.nn.utils.clip_grad_norm_(clipped, self.config.max_grad_norm))
+        norm = self._clip()
         if not math.isfinite(norm):
             self._refuse(f"the gradient's norm is {norm}")
         lr = learning_rate(self.config, self.step, self.num_steps)
@@ -149,6 +142,18 @@ class Learner:
         self._zero_grad()
         self.step += 1
         return {"grad_norm": norm, "lr": lr}
+
+    def _clip(self) -> float:
+        """Clip the gradient and create the optimizer's state; returns the gradient's norm."""
+        clipped = self.parameters + (self.critic.parameters if self.critic else [])
+        try:
+            norm = torch.nn.utils.clip_grad_norm_(clipped, self.config.max_grad_norm)
+            self.optimizer.prepare()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._refuse("memory does not suffice for the state of AdamW", SMALLER_STATE)
+        return float(norm)
 
     def logprobs(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The policy's log-probabilities and entropies [N] of the loss tokens, with gradient."""

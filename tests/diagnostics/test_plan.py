@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from learner_helpers import make_batch, make_samples, policy
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from ludus.cli import app
 from ludus.config.load import load_config
-from ludus.config.schema import RunConfig
+from ludus.config.schema import OptimizerConfig, RunConfig
 from ludus.core.errors import ConfigError
 from ludus.diagnostics import plan as planning
 from ludus.diagnostics.hardware import HARDWARE, find_hardware
 from ludus.models.flops import Shape
+from ludus.train.algorithms.losses import cross_entropy
+from ludus.train.learner import Learner
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "babyai-tiny.yaml")
 
@@ -56,12 +59,34 @@ def test_parameters_and_their_memory() -> None:
     model = AutoModelForCausalLM.from_config(planning.shape_of(recipe()))
     num = sum(p.numel() for p in model.parameters())
     assert found.num_parameters == num
-    assert found.memory["weights"] == found.memory["gradients"] == 2 * num
-    assert found.memory["optimizer"] == 4 * num
+    assert found.memory["weights"] == 2 * num
     # 256 episodes of 512 tokens, 4 layers, K and V, 2 heads of 32, 2 bytes
     assert found.memory["KV cache"] == 256 * 512 * 4 * 2 * 2 * 32 * 2
     lora = planning.plan(recipe("model.lora={rank: 4}"), HARDWARE["h100"])
     assert lora.memory["optimizer"] < 0.2 * lora.memory["weights"]
+
+
+@pytest.mark.parametrize("mode", ["float32", "stochastic_rounding"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_and_state_match_those_of_a_step(dtype: str, mode: str) -> None:
+    """Bytes of what a learner holds between its backward pass and the next one."""
+    if (dtype, mode) == ("float32", "stochastic_rounding"):
+        with pytest.raises(
+            ConfigError, match=r"stochastic_rounding` needs `model\.dtype: bfloat16"
+        ):
+            recipe(f"learner.master_weights={mode}")
+        return
+    changes = [f"model.dtype={dtype}", f"learner.master_weights={mode}"]
+    found = planning.plan(recipe(*changes), HARDWARE["h100"])
+    model = policy().to(getattr(torch, dtype))
+    learner = Learner(model, OptimizerConfig(), 1, settings=recipe(*changes).learner)
+    learner.forward_backward(make_batch(make_samples(3)), cross_entropy)
+    learner.optimizer.prepare()
+    num = sum(p.numel() for p in model.parameters())
+    gradients = sum(p.grad.nbytes for p in model.parameters())
+    state = sum(value.nbytes for s in learner.optimizer.state.values() for value in s.values())
+    assert found.memory["gradients"] / found.num_parameters == gradients / num
+    assert found.memory["optimizer"] / found.num_parameters == pytest.approx(state / num, rel=0.01)
 
 
 def test_time_depends_on_work_and_hardware() -> None:

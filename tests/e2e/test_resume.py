@@ -236,3 +236,23 @@ def test_adapters_with_dropout_resume_too(
     tensors = ludus.state()["checkpoints"]["rl-000005/model.safetensors"]
     assert tensors
     assert all("lora_" in name for name in tensors)
+
+
+@pytest.mark.parametrize("mode", ["float32", "stochastic_rounding"])
+def test_weights_in_bfloat16_resume_too(
+    ludus: Ludus, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, mode: str
+) -> None:
+    """Masters and the random bits of a rounded step come back."""
+    half = ["model.dtype=bfloat16", f"learner.master_weights={mode}"]
+    undisturbed = Ludus(zygote, tmp_path_factory.mktemp("half"))
+    undisturbed("train", BABYAI, *half).ok()
+    for target, nth in (
+        ("ludus.train.learner:Learner.train_step", 7),
+        ("ludus.pipeline.launch:report", 1),
+    ):
+        done = go_on(ludus, *half, setup=f"strike({target!r}, {nth}, 'kill')")
+        assert done.code == -signal.SIGKILL, done.all
+    go_on(ludus).ok()
+    assert_same(ludus, undisturbed)
+    tensors = ludus.state()["checkpoints"]["rl-000005/optimizer.safetensors"]
+    assert any(name.endswith("/master") for name in tensors) == (mode == "float32")

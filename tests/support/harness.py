@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from ludus.store import RunStore
 from ludus.telemetry.metrics import MetricsLog
+from ludus.train.checkpoint.state import raw
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 BABYAI, TEXTCRAFT = str(RECIPES / "babyai.yaml"), str(RECIPES / "textcraft.yaml")
@@ -218,7 +219,7 @@ def _checkpoints(run: Path) -> dict[str, Any]:
     for folder in sorted((run / "checkpoints").iterdir()):
         for file in sorted(folder.glob("*.safetensors")):
             tensors = {
-                key: (str(value.dtype), tuple(value.shape), value.numpy().tobytes())
+                key: (str(value.dtype), tuple(value.shape), raw(value).numpy().tobytes())
                 for key, value in load_file(file).items()
             }
             found[f"{folder.name}/{file.name}"] = tensors
