@@ -39,8 +39,8 @@ SESSIONS = (1, 64, 512)
 ALL = ("babyai", "textcraft", "webshop", "alfworld")
 ALL += ("scienceworld", "textworldexpress", "reasoning")
 WAYS = {"in_process": "in process", "http": "HTTP", "websocket": "WebSocket"}
-MOST = {"textworldexpress": 256}
-"""Sessions that an environment has room for: those of one JVM."""
+MOST = {"textworldexpress": 256, "scienceworld": 256}
+"""Sessions that an environment has room for: those of its JVMs."""
 
 NUM_EPISODES = 24
 """Different ones, played again and again: fewer than ALFWorld remembers translations of."""

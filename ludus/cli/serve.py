@@ -8,6 +8,16 @@ import typer
 
 from ludus.cli.options import RunsDir, env_specs, spec
 
+MaxConnections = Annotated[
+    int, typer.Option(min=16, help="Maximum number of connections, per process.")
+]
+MaxPerAddress = Annotated[
+    int,
+    typer.Option(
+        "--max-connections-per-address", min=1, help="Of those, connections of one address."
+    ),
+]
+
 app = typer.Typer(help="Services over HTTP and WebSocket.", no_args_is_help=True)
 
 
@@ -26,6 +36,13 @@ def serve_env(
     max_sessions: Annotated[
         int, typer.Option(min=1, help="Maximum number of open sessions.")
     ] = 4096,
+    max_sessions_per_token: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Sessions of one token, or without tokens of one address; 0: an equal share.",
+        ),
+    ] = 0,
     max_memory_mb: Annotated[
         int,
         typer.Option(min=0, help="Open no session above this memory, per process; 0: no limit."),
@@ -36,20 +53,29 @@ def serve_env(
     step_deadline: Annotated[
         float, typer.Option(min=0.1, help="Seconds that a step may take.")
     ] = 30.0,
+    expert_deadline: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that a call of the expert may take.")
+    ] = 150.0,
+    max_connections: MaxConnections = 8192,
+    max_per_address: MaxPerAddress = 4096,
 ) -> None:
     """Serve environments over the APIs of ludus, AgentGym and OpenEnv. Tokens: LUDUS_TOKENS=a,b."""
     from ludus.services.envs.manager import SessionLimits
     from ludus.services.envs.service import serve_envs
     from ludus.services.server.auth import client_tokens
+    from ludus.services.server.connections import ConnectionLimits
     from ludus.services.server.serve import ServeOptions
 
     limits = SessionLimits(
         max_sessions=max_sessions,
+        max_sessions_per_token=max_sessions_per_token,
         max_memory_mb=max_memory_mb,
         idle_s=idle,
         step_deadline_s=step_deadline,
+        expert_deadline_s=expert_deadline,
     )
-    options = ServeOptions(host, port, workers, client_tokens())
+    connections = ConnectionLimits(max_connections, max_per_address)
+    options = ServeOptions(host, port, workers, client_tokens(), connections)
     serve_envs(env_specs(envs), options, limits, isolate, typer.echo)
 
 
@@ -89,11 +115,20 @@ def model(
     max_turns: Annotated[
         int, typer.Option(min=1, help="Maximum number of concurrent generations.")
     ] = 512,
+    max_turns_per_token: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Of those, of one token, or without tokens of one address; 0: equal share."
+        ),
+    ] = 0,
+    max_connections: MaxConnections = 8192,
+    max_per_address: MaxPerAddress = 4096,
     runs_dir: RunsDir = "runs",
 ) -> None:
     """Serve a model over OpenAI's API. Tokens: LUDUS_TOKENS=a,b; for swaps: LUDUS_ADMIN_TOKEN."""
     from ludus.services.model.policy import ModelOverrides
     from ludus.services.model.serving import serve_model
+    from ludus.services.server.connections import ConnectionLimits
 
     overrides: dict[str, Any] = {
         "device": device,
@@ -111,5 +146,7 @@ def model(
         overrides=ModelOverrides(**overrides),
         sampler=spec(sampler, sampler_arg),
         max_turns=max_turns,
+        max_turns_per_token=max_turns_per_token,
+        connections=ConnectionLimits(max_connections, max_per_address),
         say=typer.echo,
     )

@@ -25,6 +25,8 @@ from ludus.services.model.policy import ModelOverrides, load_policy
 from ludus.services.model.service import ModelOptions, model_service
 from ludus.services.model.serving import make_engine
 from ludus.services.server.app import Settings
+from ludus.services.server.connections import ConnectionLimits
+from ludus.services.server.serve import server_config
 from ludus.train.checkpoint.export import export_hf
 from ludus.train.checkpoint.state import trained_tensors
 from ludus.train.checkpoint.store import CheckpointStore
@@ -151,6 +153,7 @@ def served(
     sampler: Spec | str = "in_process",
     folder: Path = Path("unused"),
     rigged: Any = None,
+    connections: ConnectionLimits | None = None,
     **options: Any,
 ) -> Iterator[str]:
     """A service in a thread; yields its address. `rigged` may change policy and engine first."""
@@ -159,7 +162,7 @@ def served(
     if rigged:
         rigged(policy, engine)
     app = model_service(policy, engine, Settings(tokens), ModelOptions("tiny", **options))
-    config = uvicorn.Config(app, log_level="warning", access_log=False)
+    config = server_config(app, connections or ConnectionLimits())
     server = uvicorn.Server(config)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))

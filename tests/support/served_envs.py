@@ -51,6 +51,8 @@ class Obeys(Env):
         if order == "child":
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             reply = str(child.pid)
+        if order == "much":
+            reply = "x" * 100_000
         won = order == "win"
         return StepResult(
             messages=[Message(role="user", content=reply)], reward=float(won), terminated=won

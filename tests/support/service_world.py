@@ -23,6 +23,8 @@ from ludus.core.types import Spec
 from ludus.services.envs.manager import SessionLimits
 from ludus.services.envs.service import environment_service
 from ludus.services.server.app import Settings
+from ludus.services.server.connections import ConnectionLimits
+from ludus.services.server.serve import server_config
 
 HERE = Path(__file__).parent
 OBEYS = "served_envs:Obeys"
@@ -31,7 +33,11 @@ LIGHTLY = "served_envs:ObeysLightly"
 
 @contextmanager
 def service(
-    *envs: str, tokens: tuple[str, ...] = (), isolate: bool = False, **limits: Any
+    *envs: str,
+    tokens: tuple[str, ...] = (),
+    isolate: bool = False,
+    connections: ConnectionLimits | None = None,
+    **limits: Any,
 ) -> Iterator[str]:
     """A service in a thread; yields its address."""
     specs = [Spec(name=name) for name in envs]
@@ -41,7 +47,7 @@ def service(
         SessionLimits(**limits),
         isolate=isolate,
     )
-    config = uvicorn.Config(app, log_level="warning", access_log=False, ws_ping_interval=None)
+    config = server_config(app, connections or ConnectionLimits())
     server = uvicorn.Server(config)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))

@@ -14,7 +14,9 @@ import os
 import shutil
 import subprocess
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from logging import CRITICAL, getLogger
 from typing import Any
@@ -27,12 +29,23 @@ from py4j.java_gateway import (
     find_jar_path,
     quiet_close,
 )
+from py4j.protocol import Py4JError
 
 from ludus.core.errors import ConfigError, EnvError
 
 START_LIMIT_S = 60.0
-CALL_LIMIT_S = 120.0
-"""Timeout of a call to a JVM. Gold paths take up to 20 s."""
+CALL_LIMIT_S = 20.0
+"""Timeout of a call to a JVM that plays episodes; a reset takes less than a second."""
+
+EXPERT_LIMIT_S = 60.0
+"""Timeout of a call to a JVM that searches for solutions. Gold paths take up to 20 s."""
+
+PROBE_LIMIT_S = 10.0
+"""Timeout of a probe. A JVM that does not answer is frozen, and is killed."""
+
+SUSPECT_S = 4.0
+"""Seconds without an answer, or a fifth of a call's timeout, after which a JVM gets no further
+episodes."""
 
 _SEED_MASK = 0x5DEECE66D
 _FORCE_LONG = 1 << 50
@@ -79,10 +92,12 @@ def find_java(name: str) -> str:
 class Jvm:
     """A Java process with the engine. Errors: EnvError if it does not start."""
 
-    def __init__(self, engine: Engine, heap_mb: int) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, heap_mb: int, call_limit_s: float = CALL_LIMIT_S) -> None:
+        self.engine, self.call_limit_s = engine, call_limit_s
         self.num_sessions = 0
         self.lock = threading.Lock()
+        self._call_since: float | None = None
+        self._probe_since: float | None = None
         self._last: Place | None = None
         self._spare: list[Any] = []
         self._process = _launch(engine, heap_mb)
@@ -107,6 +122,34 @@ class Jvm:
         """True if the process is running."""
         return self._process.poll() is None
 
+    @property
+    def suspect(self) -> bool:
+        """True if a call or a probe has had no answer for long."""
+        now = time.monotonic()
+        call, probe = self._call_since, self._probe_since
+        slow_call = call is not None and now - call > max(SUSPECT_S, self.call_limit_s / 5)
+        return slow_call or (probe is not None and now - probe > SUSPECT_S)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """The time of a call, for `suspect`. The caller holds the lock."""
+        self._call_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._call_since = None
+
+    def answers(self) -> bool:
+        """True if the JVM answers a probe in time; works while a call is running."""
+        self._probe_since = time.monotonic()
+        try:
+            self._clock.nanoTime()
+        except (Py4JError, OSError):
+            return False
+        finally:
+            self._probe_since = None
+        return True
+
     def _connect(self) -> None:
         assert self._process.stdout is not None
         watchdog = threading.Timer(START_LIMIT_S, self._process.kill)
@@ -118,12 +161,16 @@ class Jvm:
         if not port.isdecimal():
             raise EnvError(f"{self.engine.name}: java did not start: {port or 'no output'}")
         getLogger("py4j").setLevel(CRITICAL)  # failures are reported by our own errors
-        self._gateway = _Gateway(
-            gateway_parameters=GatewayParameters(
-                port=int(port), auth_token=token, read_timeout=CALL_LIMIT_S
+        self._gateway, self._probe = (
+            _Gateway(
+                gateway_parameters=GatewayParameters(
+                    port=int(port), auth_token=token, read_timeout=limit
+                )
             )
+            for limit in (self.call_limit_s, PROBE_LIMIT_S)
         )
         java = self._gateway.jvm
+        self._clock = self._probe.jvm.java.lang.System
         # Engines print every step; nothing reads that pipe, and a full pipe would block them.
         silence = java.java.io.PrintStream(java.java.io.OutputStream.nullOutputStream())
         java.java.lang.System.setOut(silence)
@@ -167,10 +214,11 @@ class Jvm:
         self._process.kill()
         self._process.wait()
         self.close_pipes()
-        if gateway := getattr(self, "_gateway", None):
-            gateway._gateway_client.is_connected = False  # no need to free objects in a dead JVM
-            with suppress(Exception):
-                gateway.close()
+        for gateway in (getattr(self, "_gateway", None), getattr(self, "_probe", None)):
+            if gateway is not None:
+                gateway._gateway_client.is_connected = False  # nothing to free in a dead JVM
+                with suppress(Exception):
+                    gateway.close()
 
     def close_pipes(self) -> None:
         """Close the pipes; a forked child closes its copies, so the JVM sees its parent's end."""

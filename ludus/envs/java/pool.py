@@ -5,8 +5,13 @@
     text = session.run(lambda engine: engine.step("look around"))
     session.close()                             the JVM is reused by the next episode
 
-When a JVM dies, the running call fails at once, the JVM's episodes end with EnvError (and are
-retried), and the pool starts another JVM.
+Episodes are spread over the JVMs. When a JVM dies, the running call fails at once, the JVM's
+episodes end with EnvError (and are retried), and the pool starts another JVM. A JVM that hangs in a
+call or does not answer the pool's probes is killed, with the same effect; before that, it gets no
+further episodes.
+
+Long searches for solutions run in a pool of their own (`Pool.experts`), so no episode waits for
+them.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
@@ -23,16 +29,23 @@ from pydantic import Field
 
 from ludus.core.errors import EnvError
 from ludus.envs.base import Env, NoExpert
-from ludus.envs.java.machine import CALL_LIMIT_S, Engine, Jvm, Place
+from ludus.envs.java.machine import CALL_LIMIT_S, EXPERT_LIMIT_S, Engine, Jvm, Place
 
 T = TypeVar("T")
 
 NumJvms = Annotated[
-    int, Field(ge=1, le=64, description="JVMs of a process; one plays many episodes.")
+    int, Field(ge=1, le=64, description="Most JVMs of a process; each plays up to 64 episodes.")
 ]
 
-SESSIONS_PER_JVM = 256
-"""Maximum number of open episodes of a JVM; a world of ScienceWorld takes 0.6 MB of heap."""
+SESSIONS_PER_JVM = 64
+"""Maximum number of open episodes of a JVM, which are lost with it. A world of ScienceWorld takes
+0.6 MB of heap."""
+
+SESSIONS_PER_START = 8
+"""A further JVM is started for each of these many open episodes."""
+
+PROBE_S = 2.0
+"""Seconds between two probes of a JVM."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,13 +65,15 @@ class Session:
         name = self.jvm.engine.name
         if self._closed:
             raise EnvError(f"{name}: the session is closed")
-        if not self.jvm.lock.acquire(timeout=2 * CALL_LIMIT_S):
-            raise EnvError(f"{name}: JVM {self.jvm.pid} has been busy for {2 * CALL_LIMIT_S:g} s")
+        wait_s = self.jvm.call_limit_s
+        if not self.jvm.lock.acquire(timeout=wait_s):
+            raise EnvError(f"{name}: JVM {self.jvm.pid} has been busy for {wait_s:g} s")
         try:
-            self.jvm.enter(self.place)
-            if self.place.interface is None:
-                self.place.interface = self.jvm.take_interface()
-            return act(self.place.interface)
+            with self.jvm.calling():
+                self.jvm.enter(self.place)
+                if self.place.interface is None:
+                    self.place.interface = self.jvm.take_interface()
+                return act(self.place.interface)
         except Py4JJavaError as error:
             reason = str(error.java_exception.toString()) if self.jvm.alive else "the JVM died"
             raise EnvError(f"{name}: the engine raised {reason}") from None
@@ -84,11 +99,15 @@ class Session:
 
 @dataclass(eq=False)
 class Pool:
-    """Up to `size` JVMs of an engine; one JVM more than needed is started ahead of time."""
+    """Up to `size` JVMs of an engine; one JVM more than needed is started ahead of time.
+
+    Until JVMs that hang are killed, as many others may run beside them.
+    """
 
     engine: Engine
     size: int
     heap_mb: int
+    call_limit_s: float = CALL_LIMIT_S
     _jvms: list[Jvm] = field(default_factory=list)
     _starting: int = 0
     _failure: BaseException | None = None
@@ -103,23 +122,29 @@ class Pool:
         with self._changed:
             while True:
                 self._jvms = [jvm for jvm in self._jvms if jvm.alive]
+                suspects = [jvm for jvm in self._jvms if jvm.suspect]
                 free = [jvm for jvm in self._jvms if jvm.num_sessions < SESSIONS_PER_JVM]
+                free = [jvm for jvm in free if jvm not in suspects]
                 best = min(free, key=lambda jvm: jvm.num_sessions, default=None)
                 if best is None and self._failure is not None:
                     failure, self._failure = self._failure, None
                     raise failure
-                if best is None or best.num_sessions:
-                    self._start()
-                if best is not None:
+                self._start(len(suspects))
+                spread = best is not None and best.num_sessions < SESSIONS_PER_START
+                if best is not None and (spread or not self._starting):
                     best.num_sessions += 1
                     return Session(self, best)
-                if not self._starting:
+                if not self._starting and not suspects:
                     raise EnvError(
                         f"{self.engine.name}: all {self.size * SESSIONS_PER_JVM} sessions are in "
                         f"use: raise env.args.num_jvms above {self.size}, or lower "
                         "rollout.concurrency"
                     )
-                self._changed.wait()
+                self._changed.wait(PROBE_S)
+
+    def experts(self) -> Pool:
+        """The JVM for this engine's long searches."""
+        return pool_of(self.engine, 1, self.heap_mb, EXPERT_LIMIT_S)
 
     def release(self, session: Session) -> None:
         """Release a session at its episode's end."""
@@ -136,7 +161,8 @@ class Pool:
         with self._changed:
             if jvm in self._jvms:
                 self._jvms.remove(jvm)
-                self._start()
+                self._start(sum(other.suspect for other in self._jvms))
+                self._changed.notify_all()
 
     def shutdown(self) -> None:
         """Kill all JVMs."""
@@ -151,15 +177,19 @@ class Pool:
         with self._changed:
             return [jvm for jvm in self._jvms if jvm.alive]
 
-    def _start(self) -> None:
-        if len(self._jvms) + self._starting < self.size and not self._closed:
+    def _start(self, num_suspects: int) -> None:
+        """Start a JVM if the sessions need one, or a spare."""
+        sessions = sum(jvm.num_sessions for jvm in self._jvms)
+        wanted = min(self.size, 1 + -(-sessions // SESSIONS_PER_START))
+        wanted += min(num_suspects, self.size)
+        if len(self._jvms) + self._starting < wanted and not self._closed:
             self._starting += 1
             threading.Thread(target=self._add, name="ludus-jvm", daemon=True).start()
 
     def _add(self) -> None:
         jvm, failure = None, None
         try:
-            jvm = Jvm(self.engine, self.heap_mb)
+            jvm = Jvm(self.engine, self.heap_mb, self.call_limit_s)
         except BaseException as error:
             failure = error
         with self._changed:
@@ -167,19 +197,32 @@ class Pool:
             self._failure = failure
             if jvm is not None and not self._closed:
                 self._jvms.append(jvm)
+                threading.Thread(
+                    target=self._probe, args=(jvm,), name="ludus-jvm-probe", daemon=True
+                ).start()
                 jvm = None
             self._changed.notify_all()
         if jvm is not None:  # the pool was closed during the start
             jvm.kill()
 
+    def _probe(self, jvm: Jvm) -> None:
+        """Probe a JVM while it lives; kill it if it does not answer."""
+        while jvm.alive:
+            if not jvm.answers():
+                self.discard(jvm)
+                return
+            time.sleep(PROBE_S)
 
-_pools: dict[tuple[Engine, int, int], Pool] = {}
+
+_pools: dict[tuple[Engine, int, int, float], Pool] = {}
 _pools_lock = threading.Lock()
 
 
-def pool_of(engine: Engine, num_jvms: int, heap_mb: int) -> Pool:
+def pool_of(
+    engine: Engine, num_jvms: int, heap_mb: int, call_limit_s: float = CALL_LIMIT_S
+) -> Pool:
     """This process's pool of an engine, created on first use, shut down at exit."""
-    key = (engine, num_jvms, heap_mb)
+    key = (engine, num_jvms, heap_mb, call_limit_s)
     with _pools_lock:
         if key not in _pools:
             _pools[key] = Pool(*key)

@@ -137,7 +137,7 @@ class ScienceWorld(JvmEnv):
         ] = "score",
         max_steps: MaxSteps = None,
         guide: Guide = False,
-        num_jvms: NumJvms = 2,
+        num_jvms: NumJvms = 4,
         heap_mb: Annotated[
             int, Field(ge=128, description="Maximum size of a JVM's heap, in MiB.")
         ] = 512,
@@ -368,7 +368,7 @@ def teleported(path: Iterable[str]) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def gold_path(pool: Pool, kind: str, variation: int) -> tuple[str, ...]:
-    """The engine's solution in the words of COMMANDS, computed in a separate world; this takes
+    """The engine's solution in the words of COMMANDS, computed in a separate JVM; this takes
     seconds for some tasks. Errors: EnvError.
     """
     simplifications = pool.engine.variant
@@ -387,7 +387,7 @@ def gold_path(pool: Pool, kind: str, variation: int) -> tuple[str, ...]:
         getattr(engine, "taskMaker_$eq")(None)
         return tuple(path)
 
-    session = pool.open()
+    session = pool.experts().open()
     try:
         return session.run(search)
     finally:

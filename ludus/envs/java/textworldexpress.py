@@ -79,7 +79,7 @@ class TextWorldExpress(JvmEnv, OneTool):
         ] = True,
         max_steps: MaxSteps = None,
         guide: Guide = False,
-        num_jvms: NumJvms = 1,
+        num_jvms: NumJvms = 4,
         heap_mb: Annotated[
             int, Field(ge=64, description="Maximum size of a JVM's heap, in MiB.")
         ] = 256,

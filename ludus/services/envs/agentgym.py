@@ -27,6 +27,7 @@ from ludus.core.types import Message, Spec, Task
 from ludus.services.envs.manager import SessionManager
 from ludus.services.envs.session import ID_BITS, EnvSession, ServedEnv, State
 from ludus.services.server.app import ERRORS, ServiceError, owner_of
+from ludus.services.server.shares import client_of
 from ludus.tasks.agentgym import ITEMS, task_of
 
 Id = Annotated[int, Field(ge=0, lt=2 ** (ID_BITS + 1))]
@@ -223,7 +224,7 @@ class _Routes:
             raise ServiceError(
                 422, "invalid", "commands: not supported; the recipes are ludus' own"
             )
-        session = self._sessions.create(self._served, owner_of(request.scope))
+        session = self._sessions.create(self._served, client_of(request.scope))
         if self._row.starts:
             await self._start(session, start.goal)
         return JSONResponse(self._row.on_create(session))

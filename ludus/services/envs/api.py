@@ -12,6 +12,7 @@ from ludus.services.envs.manager import SessionManager
 from ludus.services.envs.session import State, parse_id
 from ludus.services.server.app import ServiceError
 from ludus.services.server.peers import Peers
+from ludus.services.server.shares import Client
 
 MAX_CALLS = 1024
 """Maximum calls of one `POST /batch`, and concurrent calls on one WebSocket."""
@@ -131,12 +132,12 @@ class CallExecutor:
     def __init__(self, sessions: SessionManager, peers: Peers | None = None) -> None:
         self.sessions, self._peers = sessions, peers
 
-    async def run(self, call: Any, owner: str) -> Wire:
+    async def run(self, call: Any, client: Client) -> Wire:
         """The result of a call of this worker's session."""
         if isinstance(call, Create):
-            session = self.sessions.create(self.sessions.env(call.env), owner)
+            session = self.sessions.create(self.sessions.env(call.env), client)
             return Opened(session=session.id, env=call.env)
-        session = self.sessions.by_id(call.session, owner)
+        session = self.sessions.by_id(call.session, client.token)
         if isinstance(call, Step):
             return await self.sessions.step(session, call.turn())
         if isinstance(call, Reset):
@@ -148,18 +149,18 @@ class CallExecutor:
         await self.sessions.leave(session)
         return Closed()
 
-    async def entry(self, call: Any, owner: str) -> str:
+    async def entry(self, call: Any, client: Client) -> str:
         """The result or error of a call of any worker's session, as an entry of `POST /batch`."""
         try:
             if self._peers is not None and not isinstance(call, Create):
                 worker = self._peers.owner(parse_id(call.session))
                 if worker != self._peers.worker:
                     body = b'{"calls":[' + CALL.dump_json(call) + b"]}"
-                    answer = await self._peers.post(worker, "/batch", body, owner)
+                    answer = await self._peers.post(worker, "/batch", body, client.token)
                     if answer.status_code != 200:
                         return json.dumps({"status": answer.status_code, **answer.json()})
                     return json.dumps(answer.json()["results"][0])
-            return result_entry(await self.run(call, owner))
+            return result_entry(await self.run(call, client))
         except ServiceError as error:
             return error.entry
 

@@ -21,14 +21,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 from ludus.core.errors import EpisodeError, EpisodeTimeout, ToolError, Unscorable
 from ludus.core.types import Message, Observation, StepResult, Task
 from ludus.rollout.threads import Act, EnvThread
 from ludus.services.envs.session import ID_BITS, EnvSession, ServedEnv, parse_id
-from ludus.services.server.app import BUCKETS_S, ServiceError
+from ludus.services.server.app import BUCKETS_S, ServiceError, Settings
 from ludus.services.server.peers import Peers
+from ludus.services.server.shares import Client, Shares
 
 T = TypeVar("T")
 
@@ -45,14 +46,18 @@ _KINDS = {EpisodeTimeout: "env_timeout", ToolError: "tool_error", Unscorable: "u
 class SessionLimits:
     """Limits of a service.
 
-    `step_deadline_s`: seconds of a reset or step. `idle_s`: seconds between two calls.
-    `max_memory_mb`: resident memory above which no session is opened (0: no limit).
-    `max_action_chars`: length of an action.
+    `max_sessions_per_token`: sessions of one token, without tokens of one client address (0: an
+    equal share of `max_sessions` for each token). `idle_s`: seconds between two calls.
+    `step_deadline_s`: seconds of a reset or step. `expert_deadline_s`: of a call of the expert,
+    which may search for long. `max_memory_mb`: resident memory above which no session is opened
+    (0: no limit). `max_action_chars`: length of an action.
     """
 
     max_sessions: int = 4096
+    max_sessions_per_token: int = 0
     idle_s: float = 900.0
     step_deadline_s: float = 30.0
+    expert_deadline_s: float = 150.0
     max_memory_mb: int = 0
     max_action_chars: int = 200_000
 
@@ -93,10 +98,13 @@ class SessionManager:
         self,
         served: dict[str, ServedEnv],
         limits: SessionLimits,
-        registry: CollectorRegistry,
+        settings: Settings,
         peers: Peers | None = None,
     ) -> None:
         self.served, self.limits, self._peers = served, limits, peers
+        registry, tokens = settings.registry, settings.tokens
+        counter = peers.counter if peers else None
+        self._shares = Shares(limits.max_sessions, limits.max_sessions_per_token, tokens, counter)
         self._sessions: dict[int, EnvSession] = {}
         self._ended: OrderedDict[int, tuple[str, str]] = OrderedDict()
         self._slots = asyncio.Semaphore(LIGHT_THREADS)
@@ -130,17 +138,22 @@ class SessionManager:
         number = secrets.randbits(ID_BITS - 8)
         return number * self._peers.num_workers + self._peers.worker if self._peers else number
 
-    def create(self, served: ServedEnv, owner: str) -> EnvSession:
+    def create(self, served: ServedEnv, client: Client) -> EnvSession:
         """Open a session. Its environment is made at the first reset."""
         others = self._peers.counter.others() if self._peers else 0
         limit, limit_mb = self.limits.max_sessions, self.limits.max_memory_mb
         if len(self._sessions) + others >= limit:
             raise ServiceError(429, "too_many_sessions", f"{limit} sessions are open: close one")
+        if not self._shares.allows(client.tenant):
+            message = f"you have {self._shares.limit} sessions open, your share: close one"
+            raise ServiceError(429, "too_many_sessions", message)
         if 0 < limit_mb < resident_mb():
             raise ServiceError(503, "out_of_memory", f"more than {limit_mb} MB are in use")
         thread = EnvThread() if served.blocking else BorrowedThread(self._slots)
-        session = EnvSession(self.new_number(), owner, served, thread, self.limits.step_deadline_s)
+        deadlines = self.limits.step_deadline_s, self.limits.expert_deadline_s
+        session = EnvSession(self.new_number(), client, served, thread, *deadlines)
         self._sessions[session.number] = session
+        self._shares.add(client.tenant)
         self._share_count()
         return session
 
@@ -188,6 +201,7 @@ class SessionManager:
         if self._sessions.pop(session.number, None) is None:
             return False
         self._share_count()
+        self._shares.add(session.client.tenant, -1)
         self._ended[session.number] = (session.owner, reason)
         while len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)

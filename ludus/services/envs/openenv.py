@@ -21,7 +21,8 @@ from starlette.websockets import WebSocket
 from ludus.core.types import Message, ToolCall
 from ludus.services.envs.manager import SessionManager
 from ludus.services.envs.session import EnvSession, ServedEnv, State
-from ludus.services.server.app import ERRORS, ServiceError, accepted, owner_of, parse_object
+from ludus.services.server.app import ERRORS, ServiceError, accepted, parse_object
+from ludus.services.server.shares import client_of
 
 CODES = {
     "invalid_json": "INVALID_JSON",
@@ -130,7 +131,7 @@ class _Connection:
         self.session = self._open()
 
     def _open(self) -> EnvSession:
-        return self._sessions.create(self._served, owner_of(self._websocket.scope))
+        return self._sessions.create(self._served, client_of(self._websocket.scope))
 
     async def run(self) -> None:
         """Answer messages until the client closes."""

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Path, Request
 from fastapi.responses import Response, StreamingResponse
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import Counter
 
 from ludus.core.errors import LudusError
 from ludus.core.types import Wire
@@ -33,13 +33,14 @@ from ludus.rollout.jobs import EpisodeRecord, RolloutJob
 from ludus.rollout.requests import RolloutAnswer, RolloutRequest, agentgym_spec, answer_of, tasks_of
 from ludus.services.envs.manager import SessionManager
 from ludus.services.envs.session import ServedEnv, format_id
-from ludus.services.server.app import ERRORS, ServiceError, owner_of
+from ludus.services.server.app import ERRORS, ServiceError, Settings, owner_of
+from ludus.services.server.shares import Client, Shares, client_of
 from ludus.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
 MAX_JOBS = 16
-"""Most jobs that run at the same time, in each process."""
+"""Most jobs that run at the same time, in each process; each token has an equal share of them."""
 
 DISCONNECT_POLL_S = 0.5
 """Seconds between two checks whether the client is still connected."""
@@ -61,7 +62,7 @@ class OwnedJob:
     """A job, and the client that requested it. `done` holds the finished episodes."""
 
     id: str
-    owner: str
+    client: Client
     request: RolloutRequest
     job: RolloutJob
     done: list[EpisodeRecord]
@@ -90,18 +91,25 @@ class OwnedJob:
 class Jobs:
     """The jobs of a process. Errors of all methods: ServiceError."""
 
-    def __init__(self, sessions: SessionManager, registry: CollectorRegistry) -> None:
+    def __init__(self, sessions: SessionManager, settings: Settings) -> None:
         self._sessions = sessions
+        self._shares = Shares(MAX_JOBS, 0, settings.tokens)
         self._jobs: dict[str, OwnedJob] = {}
         self._episodes = Counter(
-            "ludus_rollout_episodes", "Episodes by how they ended", ["status"], registry=registry
+            "ludus_rollout_episodes",
+            "Episodes by how they ended",
+            ["status"],
+            registry=settings.registry,
         )
 
-    async def open(self, request: RolloutRequest, owner: str) -> OwnedJob:
+    async def open(self, request: RolloutRequest, client: Client) -> OwnedJob:
         """Check a request. Returns its job, which has not started."""
         served = self._sessions.env(request.env)
         if len(self._jobs) >= MAX_JOBS:
             raise ServiceError(429, "too_many_rollouts", f"{MAX_JOBS} jobs are running")
+        if not self._shares.allows(client.tenant):
+            message = f"{self._shares.limit} of your jobs are running, your share"
+            raise ServiceError(429, "too_many_rollouts", message)
         try:
             endpoint = request.endpoint()
             await endpoint.check()
@@ -116,26 +124,28 @@ class Jobs:
             raise ServiceError(422, "invalid", str(error)) from error
         done: list[EpisodeRecord] = []
         job = request.job(endpoint, env, tasks, done.append)
-        return OwnedJob(format_id(self._sessions.new_number()), owner, request, job, done)
+        return OwnedJob(format_id(self._sessions.new_number()), client, request, job, done)
 
     async def run(self, owned: OwnedJob) -> None:
         """Play a job to its end."""
         self._jobs[owned.id] = owned
+        self._shares.add(owned.client.tenant)
         try:
             async with owned.job.endpoint:
                 await owned.job.run()
         finally:
             self._jobs.pop(owned.id, None)
+            self._shares.add(owned.client.tenant, -1)
             for episode in owned.job.episodes:
                 self._episodes.labels(episode.status.value).inc()
 
     def of(self, owner: str) -> list[Progress]:
-        return [job.progress() for job in self._jobs.values() if job.owner == owner]
+        return [job.progress() for job in self._jobs.values() if job.client.token == owner]
 
     def get(self, id: str, owner: str) -> OwnedJob:
         """The owner's job. Another owner's job is reported as unknown."""
         job = self._jobs.get(id)
-        if job is None or job.owner != owner:
+        if job is None or job.client.token != owner:
             raise ServiceError(404, "unknown_rollout", "no job with this id is running")
         return job
 
@@ -147,15 +157,15 @@ class Jobs:
 JobId = Annotated[str, Path(max_length=64)]
 
 
-def add_routes(app: FastAPI, sessions: SessionManager, registry: CollectorRegistry) -> Jobs:
+def add_routes(app: FastAPI, sessions: SessionManager, settings: Settings) -> Jobs:
     """Serve `/rollouts` for the environments of `sessions`."""
-    jobs = Jobs(sessions, registry)
+    jobs = Jobs(sessions, settings)
     options: dict[str, Any] = {"responses": ERRORS, "tags": ["rollouts"]}
 
     @app.post("/rollouts", response_model=RolloutAnswer, **options)
     async def play(request: Request, body: RolloutRequest) -> Response:
         """Play episodes with the model of an OpenAI-compatible endpoint."""
-        owned = await jobs.open(body, owner_of(request.scope))
+        owned = await jobs.open(body, client_of(request.scope))
         if body.stream:
             return StreamingResponse(_stream(jobs, owned), media_type="application/x-ndjson")
         running = asyncio.create_task(jobs.run(owned))

@@ -46,6 +46,7 @@ from ludus.services.envs.websocket import add_socket
 from ludus.services.server.app import ERRORS, Settings, create_app, owner_of
 from ludus.services.server.peers import Peers, WorkerRouter
 from ludus.services.server.serve import ServeOptions, serve
+from ludus.services.server.shares import client_of
 
 
 def environment_service(
@@ -63,7 +64,7 @@ def environment_service(
     from ludus.services.envs import agentgym, openenv, rollouts
 
     served = {spec.name: ServedEnv(spec, isolate) for spec in envs}
-    sessions = SessionManager(served, limits, settings.registry, peers)
+    sessions = SessionManager(served, limits, settings, peers)
     executor = CallExecutor(sessions, peers)
 
     @asynccontextmanager
@@ -94,7 +95,7 @@ def environment_service(
     _add_env_routes(app, sessions)
     _add_session_routes(app, executor)
     add_socket(app, executor)
-    jobs = rollouts.add_routes(app, sessions, settings.registry)
+    jobs = rollouts.add_routes(app, sessions, settings)
     for spec in envs:
         openenv.add_routes(app, sessions, served[spec.name])
         if spec.name in agentgym.ROWS:
@@ -158,7 +159,7 @@ def _add_session_routes(app: FastAPI, executor: CallExecutor) -> None:
     options: dict[str, Any] = {"responses": ERRORS, "tags": ["sessions"]}
 
     async def answer(request: Request, call: Any) -> Response:
-        return _json(await executor.run(call, owner_of(request.scope)))
+        return _json(await executor.run(call, client_of(request.scope)))
 
     @app.post("/sessions", response_model=Opened, **options)
     async def create(request: Request, body: Create) -> Response:
@@ -207,6 +208,6 @@ def _add_session_routes(app: FastAPI, executor: CallExecutor) -> None:
 
         At most one call per session: two would race.
         """
-        owner = owner_of(request.scope)
-        entries = await asyncio.gather(*(executor.entry(call, owner) for call in body.calls))
+        client = client_of(request.scope)
+        entries = await asyncio.gather(*(executor.entry(call, client) for call in body.calls))
         return Response(f'{{"results":[{",".join(entries)}]}}', media_type="application/json")

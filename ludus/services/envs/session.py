@@ -10,7 +10,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from ludus.core.errors import EnvError, EpisodeError, EpisodeTimeout, LudusError
+from ludus.core.errors import EpisodeError, EpisodeTimeout, LudusError
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec, Wire
 from ludus.envs import ENVS
 from ludus.envs.base import NoExpert
@@ -18,6 +18,7 @@ from ludus.rollout.host import HostedEnv, LocalEnvs
 from ludus.rollout.threads import EnvThread, Overdue
 from ludus.services.envs.isolated import IsolatedEnv
 from ludus.services.server.app import ServiceError
+from ludus.services.server.shares import Client
 
 ID_BITS = 96
 
@@ -103,15 +104,17 @@ class ServedEnv:
 class EnvSession:
     """One environment and its episode, one call at a time.
 
-    `last` is the last text of the environment. Each call has `deadline_s` seconds in it.
+    `last` is the last text of the environment. Each call has `deadline_s` seconds in it, a call of
+    the expert `expert_deadline_s`.
     Errors of all methods: ServiceError; EpisodeError if the environment failed.
     """
 
     number: int
-    owner: str
+    client: Client
     served: ServedEnv
     thread: EnvThread
     deadline_s: float
+    expert_deadline_s: float
     host: HostedEnv | None = None
     state: State = State.NEW
     num_steps: int = 0
@@ -121,6 +124,11 @@ class EnvSession:
     info: dict[str, Any] = field(default_factory=dict)
     busy: bool = False
     last_used: float = field(default_factory=time.monotonic)
+
+    @property
+    def owner(self) -> str:
+        """The token that opened the session; empty without tokens."""
+        return self.client.token
 
     @property
     def id(self) -> str:
@@ -162,21 +170,24 @@ class EnvSession:
         return result
 
     async def expert(self) -> str:
+        """The expert's action. An expert that raises does not end the episode.
+
+        An expert that exceeds its deadline may still be using the environment, so it does.
+        """
         host = self._playing("not_reset")
 
         async def ask() -> str:
             return host.env.expert_action()
 
         try:
-            return await self.thread.run(ask, self.deadline_s, blocking=True)
+            return await self.thread.run(ask, self.expert_deadline_s, blocking=True)
         except NoExpert as error:
             raise ServiceError(404, "no_expert", str(error)) from error
-        except EpisodeError:
-            raise
         except Overdue as error:
             raise EpisodeTimeout("the expert took too long") from error
         except Exception as error:
-            raise EnvError(f"the expert raised {type(error).__name__}: {error}") from error
+            message = f"the expert raised {type(error).__name__}: {error}"
+            raise ServiceError(502, "expert_failed", message) from error
 
     async def close_env(self) -> None:
         """Close the environment; an isolated environment is killed if it does not close."""

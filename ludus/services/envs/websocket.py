@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ludus.services.envs.api import CALL, MAX_CALLS, CallExecutor, Close, Create, result_entry
-from ludus.services.server.app import ServiceError, accepted, owner_of, parse_object
+from ludus.services.server.app import ServiceError, accepted, parse_object
+from ludus.services.server.shares import client_of
 from ludus.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -41,7 +42,7 @@ class _Connection:
 
     def __init__(self, websocket: WebSocket, executor: CallExecutor) -> None:
         self._websocket, self._executor = websocket, executor
-        self._owner = owner_of(websocket.scope)
+        self._client = client_of(websocket.scope)
         self._opened: set[str] = set()
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -58,7 +59,9 @@ class _Connection:
         sessions = self._executor.sessions
         for id in self._opened:
             with suppress(ServiceError):
-                await sessions.close(sessions.by_id(id, self._owner), "its socket was closed")
+                await sessions.close(
+                    sessions.by_id(id, self._client.token), "its socket was closed"
+                )
 
     async def _answer(self, text: str) -> None:
         id: Any = None
@@ -85,9 +88,9 @@ class _Connection:
         except ValidationError as error:
             raise ServiceError.from_validation(error.errors()) from None
         if isinstance(call, Create):
-            opened: Any = await self._executor.run(call, self._owner)
+            opened: Any = await self._executor.run(call, self._client)
             self._opened.add(opened.session)
             return result_entry(opened)
         if isinstance(call, Close):
             self._opened.discard(call.session)
-        return await self._executor.entry(call, self._owner)
+        return await self._executor.entry(call, self._client)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -17,19 +18,63 @@ from ludus.models.samplers.base import Completion, SamplingParams
 from ludus.services.model.engine import EngineThread, PromptScores, Token
 from ludus.services.model.requests import ApiError, CommonRequest
 from ludus.services.model.responses import Choice, ResponseBuilder, event
+from ludus.services.server.shares import Shares, client_of
 from ludus.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
 T = TypeVar("T")
 
+MAX_UNSENT = 2048
+"""Tokens of a stream that may wait for a client which has not read for SLOW_S seconds; beyond that,
+its turns are cancelled."""
+
+SLOW_S = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRequest:
-    """One choice to generate. `params` is None if the prompt is only echoed."""
+    """One choice to generate. `params` is None if the prompt is only echoed.
+
+    `tenant` is whose share it counts against.
+    """
 
     prompt_ids: list[int]
     params: SamplingParams | None
+    tenant: str = ""
+
+
+class StreamQueue:
+    """What a stream has to send: (choice, Token, Completion or error).
+
+    `full` is called once, if more than MAX_UNSENT items wait while one is being sent for long.
+    """
+
+    def __init__(self, full: Callable[[], object]) -> None:
+        self._items: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+        self._full = full
+        self.sending_since: float | None = None
+        self.overflowed = False
+
+    def put(self, index: int, item: Any) -> None:
+        if self.overflowed:
+            return
+        since = self.sending_since
+        slow = since is not None and time.monotonic() - since > SLOW_S
+        if slow and self._items.qsize() >= MAX_UNSENT:
+            self.overflowed = True
+            self._items = asyncio.Queue()
+            self._full()
+            error = ApiError(408, "the client reads too slowly", kind="timeout", code="slow_client")
+            index, item = -1, error
+        self._items.put_nowait((index, item))
+
+    async def take(self) -> list[tuple[int, Any]]:
+        """All waiting items, at least one."""
+        items = [await self._items.get()]
+        while not self._items.empty():
+            items.append(self._items.get_nowait())
+        return items
 
 
 class Disconnected(Exception):
@@ -39,8 +84,10 @@ class Disconnected(Exception):
 class Generator:
     """Generates the choices of requests, at most `max_turns` concurrently."""
 
-    def __init__(self, engine: EngineThread, max_turns: int, registry: CollectorRegistry) -> None:
-        self._engine, self._max_turns = engine, max_turns
+    def __init__(
+        self, engine: EngineThread, max_turns: int, shares: Shares, registry: CollectorRegistry
+    ) -> None:
+        self._engine, self._max_turns, self._shares = engine, max_turns, shares
         self.num_open = 0
         self._tokens = Counter("ludus_model_tokens", "Tokens", ["kind"], registry=registry)
         self._ends = Counter("ludus_model_turns", "Turns by end", ["end"], registry=registry)
@@ -61,6 +108,11 @@ class Generator:
         if self.num_open + len(choices) > self._max_turns:
             message = f"more than {self._max_turns} turns at a time"
             raise ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
+        tenant = client_of(request.scope).tenant
+        if not self._shares.allows(tenant, len(choices)):
+            message = f"more than {self._shares.limit} turns at a time, your share"
+            raise ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
+        choices = [replace(choice, tenant=tenant) for choice in choices]
         if body.stream:
             events = self._stream(request, choices, builder)
             return StreamingResponse(events, media_type="text/event-stream")
@@ -98,12 +150,12 @@ class Generator:
         self, request: Request, choices: Sequence[ChoiceRequest], builder: ResponseBuilder
     ) -> AsyncIterator[str]:
         """Server-sent events. All generation ends with the stream."""
-        queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+        queue = StreamQueue(lambda: [task.cancel() for task in tasks])
         loop = asyncio.get_running_loop()
 
         async def generate(index: int, choice: ChoiceRequest) -> None:
             def on_token(token: Token) -> None:
-                loop.call_soon_threadsafe(queue.put_nowait, (index, token))
+                loop.call_soon_threadsafe(queue.put, index, token)
 
             assert choice.params is not None
             try:
@@ -115,11 +167,11 @@ class Generator:
                 )
             except Exception as error:  # reported in the stream
                 result = server_error(error)
-            queue.put_nowait((index, result))
+            queue.put(index, result)
 
         async def watch_connection() -> None:
             await _wait_for_disconnect(request)
-            queue.put_nowait((-1, Disconnected()))
+            queue.put(-1, Disconnected())
 
         tasks = [asyncio.create_task(generate(i, choice)) for i, choice in enumerate(choices)]
         tasks.append(asyncio.create_task(watch_connection()))
@@ -128,11 +180,8 @@ class Generator:
             yield builder.first_events([choice.prompt_ids for choice in choices], version)
             num_running = len(choices)
             while num_running:
-                items = [await queue.get()]
-                while not queue.empty():
-                    items.append(queue.get_nowait())
                 lines: list[str] = []
-                for index, item in items:
+                for index, item in await queue.take():
                     if isinstance(item, Disconnected):
                         return
                     if isinstance(item, ApiError):
@@ -140,7 +189,9 @@ class Generator:
                         return
                     num_running -= isinstance(item, Completion)
                     lines.append(builder.event_of(index, item))
+                queue.sending_since = time.monotonic()
                 yield "".join(lines)
+                queue.sending_since = None
             yield builder.last_events()
         finally:
             for task in tasks:
@@ -148,6 +199,7 @@ class Generator:
 
     async def _counted(self, choice: ChoiceRequest, sampling: Awaitable[Completion]) -> Completion:
         self.num_open += 1
+        self._shares.add(choice.tenant)
         end = "gone"
         try:
             completion = await sampling
@@ -157,6 +209,7 @@ class Generator:
             raise
         finally:
             self.num_open -= 1
+            self._shares.add(choice.tenant, -1)
             self._ends.labels(end).inc()
         self._tokens.labels("prompt").inc(len(choice.prompt_ids))
         self._tokens.labels("sampled").inc(len(completion.token_ids))

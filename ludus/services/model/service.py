@@ -38,6 +38,7 @@ from ludus.services.model.requests import (
 from ludus.services.model.responses import ChatResponse, CompletionResponse
 from ludus.services.server.app import ERRORS, Settings, create_app
 from ludus.services.server.auth import match_token
+from ludus.services.server.shares import Shares
 from ludus.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -50,11 +51,16 @@ MAX_RENDERERS = 64
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Options of a model service. Without `admin_token`, weights cannot be swapped."""
+    """Options of a model service. Without `admin_token`, weights cannot be swapped.
+
+    `max_turns_per_token`: of `max_turns`, those of one token, without tokens of one client address
+    (0: an equal share of each token).
+    """
 
     name: str
     runs_dir: str = "runs"
     max_turns: int = 512
+    max_turns_per_token: int = 0
     admin_token: str = ""
 
 
@@ -99,7 +105,8 @@ class ModelService:
             if policy.settings.chat_template is not None:
                 raise
             self._plain, self._no_chat = None, error  # a base model: completions only
-        self._generator = Generator(engine, options.max_turns, settings.registry)
+        shares = Shares(options.max_turns, options.max_turns_per_token, settings.tokens)
+        self._generator = Generator(engine, options.max_turns, shares, settings.registry)
 
     def health(self) -> dict[str, Any]:
         name, version = self._options.name, self._engine.policy_version

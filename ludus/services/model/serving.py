@@ -17,6 +17,7 @@ from ludus.services.model.policy import ModelOverrides, Policy, load_policy
 from ludus.services.model.service import ModelOptions, model_service
 from ludus.services.server.app import Settings
 from ludus.services.server.auth import admin_token, client_tokens
+from ludus.services.server.connections import ConnectionLimits
 from ludus.services.server.serve import listen, run
 
 MAX_BODY_BYTES = 4_000_000
@@ -32,6 +33,8 @@ def serve_model(
     overrides: ModelOverrides,
     sampler: Spec,
     max_turns: int,
+    max_turns_per_token: int,
+    connections: ConnectionLimits,
     say: Callable[[str], object],
 ) -> None:
     """Serve until stopped. Errors: ConfigError, CheckpointError, MissingDependency."""
@@ -44,11 +47,11 @@ def serve_model(
     ):
         transformers_logging.disable_progress_bar()
         policy = load_policy(checkpoint, runs_dir, overrides)
-        options = ModelOptions(name or policy.name, runs_dir, max_turns, admin)
+        options = ModelOptions(name or policy.name, runs_dir, max_turns, max_turns_per_token, admin)
         with closing(make_engine(policy, sampler, Path(folder))) as engine:
             app = model_service(policy, engine, Settings(accepted, MAX_BODY_BYTES), options)
             say(f"{options.name} ({policy.origin}): {address}/v1 (description: {address}/docs)")
-            run(app, [listening])
+            run(app, [listening], connections)
 
 
 def make_engine(policy: Policy, sampler: Spec, folder: Path) -> EngineThread:

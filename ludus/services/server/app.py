@@ -203,7 +203,8 @@ class Guard:
             error = ServiceError(401, "unauthorized", "send the header Authorization: Bearer TOKEN")
             await self._refuse(error, scope, receive, send)
             return
-        scope.setdefault("state", {})["owner"] = owner or ""
+        state = scope.setdefault("state", {})
+        state["owner"], state["authenticated"] = owner or "", owner is not None
         if scope["type"] == "websocket":
             await self._app(scope, receive, send)
         else:
@@ -222,6 +223,8 @@ class Guard:
             body = await read_body(receive, scope, self._settings.max_body_bytes)
         except ServiceError as error:
             await self._refuse(error, scope, receive, send_and_note_status)
+        except ClientGone:
+            return
         else:
             await self._app(scope, replayed(body, receive), send_and_note_status)
         # A middleware may override the route: another worker's route, or None to skip counting.
@@ -245,8 +248,12 @@ class Guard:
         await JSONResponse(error.body, error.status)(scope, receive, send)
 
 
+class ClientGone(Exception):
+    """The client disconnected, or was disconnected, before its request was complete."""
+
+
 async def read_body(receive: Receive, scope: Scope, limit: int) -> bytes:
-    """The whole body. Errors: ServiceError 413 above `limit` bytes."""
+    """The whole body. Errors: ServiceError 413 above `limit` bytes; ClientGone."""
     too_large = ServiceError(413, "too_large", f"a request may have at most {limit} bytes")
     declared = dict(scope["headers"]).get(b"content-length", b"0")
     if declared.isdigit() and int(declared) > limit:
@@ -255,7 +262,7 @@ async def read_body(receive: Receive, scope: Scope, limit: int) -> bytes:
     while True:
         message = await receive()
         if message["type"] != "http.request":
-            break
+            raise ClientGone
         body += message.get("body", b"")
         if len(body) > limit:
             raise too_large

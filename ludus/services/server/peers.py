@@ -59,16 +59,16 @@ def socket_path(folder: Path, worker: int) -> Path:
 class Peers:
     """Connections to the other workers.
 
-    `folder` holds their Unix sockets, `needs_token` says whether requests carry a token, `secret`
+    `folder` holds their Unix sockets, `num_tokens` is the number of clients' tokens, `secret`
     authenticates the workers to each other.
     """
 
     def __init__(
-        self, worker: int, num_workers: int, folder: Path, needs_token: bool, secret: str
+        self, worker: int, num_workers: int, folder: Path, num_tokens: int, secret: str
     ) -> None:
         self.worker, self.num_workers = worker, num_workers
-        self.counter = SharedCounter(folder, worker, num_workers)
-        self._folder, self._needs_token, self._secret = folder, needs_token, secret
+        self.counter = SharedCounter(folder, worker, num_workers, 1 + num_tokens)
+        self._folder, self._needs_token, self._secret = folder, bool(num_tokens), secret
         self._clients: dict[int, httpx.AsyncClient] = {}
 
     def is_from_peer(self, scope: Scope) -> bool:
@@ -133,24 +133,32 @@ class Peers:
 
 
 class SharedCounter:
-    """A count per worker, in a memory-mapped file of `folder` that all workers read.
+    """Counts per worker, in a memory-mapped file of `folder` that all workers read.
 
-    A restarted worker begins at 0.
+    Slot 0 is for all clients; each token has another. A restarted worker begins at 0.
     """
 
-    def __init__(self, folder: Path, worker: int, num_workers: int) -> None:
-        self._worker = worker
+    def __init__(self, folder: Path, worker: int, num_workers: int, num_slots: int) -> None:
+        self._worker, self._num_workers = worker, num_workers
+        size = 8 * num_workers * num_slots
         with (folder / "counts").open("a+b") as file:
-            file.truncate(8 * num_workers)
-            shared = mmap.mmap(file.fileno(), 8 * num_workers)
+            file.truncate(size)
+            shared = mmap.mmap(file.fileno(), size)
         self._counts = memoryview(shared).cast("Q")
-        self.set(0)
+        for slot in range(num_slots):
+            self.set(0, slot)
 
-    def set(self, count: int) -> None:
-        self._counts[self._worker] = count
+    def set(self, count: int, slot: int = 0) -> None:
+        self._counts[slot * self._num_workers + self._worker] = count
 
-    def others(self) -> int:
-        return sum(self._counts) - self._counts[self._worker]
+    def others(self, slot: int = 0) -> int:
+        """The sum of the other workers' counts."""
+        first = slot * self._num_workers
+        return sum(
+            self._counts[first + worker]
+            for worker in range(self._num_workers)
+            if worker != self._worker
+        )
 
 
 class WorkerRouter:

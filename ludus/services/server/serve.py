@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -19,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ from fastapi import FastAPI
 from ludus.core.errors import ConfigError
 from ludus.services.server.app import Settings
 from ludus.services.server.auth import require_tokens
+from ludus.services.server.connections import ConnectionLimits, protocols
 from ludus.services.server.peers import Peers, socket_path
 from ludus.telemetry.logs import get_logger
 
@@ -46,6 +48,9 @@ than uvicorn's 5 s, and a request that meets a closing connection is lost."""
 
 BACKLOG = 4096
 
+RESERVED_FILES = 256
+"""Open files of a process that are not clients' connections."""
+
 
 class AppFactory(Protocol):
     """Makes a worker's application; pickled, for it runs in the worker. `peers`: None if alone."""
@@ -55,12 +60,13 @@ class AppFactory(Protocol):
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Address, number of processes and client tokens."""
+    """Address, number of processes, client tokens, and limits of each process's connections."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     workers: int = 1
     tokens: tuple[str, ...] = ()
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
 
 
 def serve(
@@ -73,7 +79,7 @@ def serve(
     with listen(options.host, options.port, options.tokens) as (listening, address):
         if options.workers == 1:
             on_ready(address)
-            run(make_app(Settings(options.tokens), peers=None), [listening])
+            run(make_app(Settings(options.tokens), peers=None), [listening], options.connections)
         else:
             _supervise(make_app, options, listening, lambda: on_ready(address))
 
@@ -97,14 +103,16 @@ def listen(host: str, port: int, tokens: tuple[str, ...]) -> Iterator[tuple[sock
         yield listening, f"http://{host}:{listening.getsockname()[1]}"
 
 
-def run(app: FastAPI, sockets: list[socket.socket]) -> None:
-    """Serve in this process until a signal.
+def server_config(app: FastAPI, limits: ConnectionLimits) -> uvicorn.Config:
+    """uvicorn's settings.
 
     No WebSocket pings: a trainer does not answer while it computes. A lost client is noticed by its
     closed connection, or by its idle sessions.
     """
-    config = uvicorn.Config(
+    http_and_ws: Any = protocols(limits)
+    return uvicorn.Config(
         app,
+        **http_and_ws,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=GRACE_S,
@@ -114,11 +122,34 @@ def run(app: FastAPI, sockets: list[socket.socket]) -> None:
         ws_max_size=1_000_000,
         backlog=BACKLOG,
     )
+
+
+def run(app: FastAPI, sockets: list[socket.socket], limits: ConnectionLimits) -> None:
+    """Serve in this process until a signal."""
+    config = server_config(app, _within_open_files(limits))
     with (
         asyncio.Runner(loop_factory=config.get_loop_factory()) as runner,
         contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt),
     ):
         runner.run(uvicorn.Server(config).serve(sockets=sockets))
+
+
+def _within_open_files(limits: ConnectionLimits) -> ConnectionLimits:
+    """Raise this process's limit of open files; allow no more connections than it has files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = limits.max_connections + RESERVED_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < wanted:
+            log.warning("the limit of open files allows fewer connections", open_files=soft)
+            allowed = max(16, soft - RESERVED_FILES)
+            return replace(
+                limits,
+                max_connections=allowed,
+                max_per_address=min(limits.max_per_address, allowed),
+            )
+    return limits
 
 
 def _supervise(
@@ -218,7 +249,7 @@ def _work(
 ) -> None:
     """Main function of a worker process."""
     threading.Thread(target=_exit_with_parent, args=(pipe,), daemon=True).start()
-    peers = Peers(worker, options.workers, folder, bool(options.tokens), secret)
+    peers = Peers(worker, options.workers, folder, len(options.tokens), secret)
     path = socket_path(folder, worker)
     path.unlink(missing_ok=True)
     app = make_app(Settings(options.tokens), peers=peers)
@@ -226,7 +257,7 @@ def _work(
         own.bind(str(path))
         own.listen(BACKLOG)
         own.setblocking(False)
-        run(app, [listening, own])
+        run(app, [listening, own], options.connections)
 
 
 def _exit_with_parent(pipe: Connection) -> None:

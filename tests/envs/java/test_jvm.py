@@ -112,6 +112,54 @@ def test_a_call_under_way_ends_with_its_jvm(pool: Pool) -> None:
     session.close()
 
 
+def test_a_frozen_jvm_gets_no_sessions_and_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ludus.envs.java.machine.PROBE_LIMIT_S", 3.0)
+    monkeypatch.setattr("ludus.envs.java.machine.SUSPECT_S", 0.5)
+    monkeypatch.setattr("ludus.envs.java.pool.PROBE_S", 0.1)
+    pool = Pool(ENGINE, size=1, heap_mb=64)
+    try:
+        session = pool.open()
+        os.kill(session.jvm.pid, signal.SIGSTOP)
+        while not session.jvm.suspect:
+            time.sleep(0.02)
+        other = pool.open()  # beyond the pool's size, while the frozen one lives
+        assert other.jvm is not session.jvm
+        assert other.run(games) == 8
+        with pytest.raises(EnvError, match=r"died or did not answer .* can be retried"):
+            session.run(games)
+        assert ended(session.jvm.pid)
+        session.close()
+        assert pool.jvms() == [other.jvm]
+    finally:
+        pool.shutdown()
+
+
+def test_a_call_that_hangs_is_ended() -> None:
+    pool = Pool(ENGINE, size=1, heap_mb=64, call_limit_s=2.0)
+    try:
+        session, waits = pool.open(), pool.open()
+        with pytest.raises(EnvError, match="did not answer"):
+            session.run(lambda _: session.jvm._gateway.jvm.java.lang.Thread.sleep(1 << 33))
+        assert ended(session.jvm.pid)
+        with pytest.raises(EnvError, match="died"):
+            waits.run(games)
+        assert pool.open().run(games) == 8
+    finally:
+        pool.shutdown()
+
+
+def test_sessions_are_spread_over_the_jvms() -> None:
+    pool = Pool(ENGINE, size=3, heap_mb=64)
+    try:
+        sessions = [pool.open() for _ in range(24)]
+        counts = [jvm.num_sessions for jvm in pool.jvms()]
+        assert len(counts) == 3
+        assert max(counts) <= 12
+        assert sum(counts) == len(sessions)
+    finally:
+        pool.shutdown()
+
+
 def test_an_exception_of_the_engine_is_an_error_of_the_environment(pool: Pool) -> None:
     session = pool.open()
     with pytest.raises(EnvError, match=r"textworldexpress: the engine raised java\.lang\.Number"):

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from starlette.responses import Response
 
 from ludus.data.demonstrations import run_expert
 from ludus.envs.textcraft.env import TextCraft
+from ludus.services.server.connections import ConnectionLimits
 
 TOKENS = ("a-token-of-one-client", "a-token-of-another-one")
 
@@ -156,6 +158,59 @@ def test_job_can_be_stopped(how: str, model: tuple[Model, str], server: httpx.Cl
     assert [e["status"] for e in events[1:-1]] == ["completed", status, status]
     assert events[-1]["stopped"] == {"delete": "cancelled", "deadline": "deadline"}[how]
     assert (events[-1]["num_evaluated"], events[-1]["num_ids"]) == (1, 3)
+
+
+def test_each_token_has_a_share_of_the_jobs(
+    model: tuple[Model, str], server: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ludus.services.envs.rollouts.MAX_JOBS", 4)
+    over = threading.Event()
+
+    async def hang(_: Any) -> Any:
+        await asyncio.to_thread(over.wait)
+        return text("Action: win")
+
+    spoken, url = model
+    spoken.say = hang
+    with service(OBEYS, tokens=TOKENS) as address, ExitStack() as stack:
+
+        def post(number: int) -> tuple[int, str]:
+            asks = asked(url, ids=[0], stream=True)
+            options: Any = {"json": asks, "headers": bearer(number), "timeout": 60}
+            answer = stack.enter_context(httpx.stream("POST", f"{address}/rollouts", **options))
+            lines = answer.iter_lines()
+            kept.append(lines)
+            return answer.status_code, next(lines)
+
+        kept: list[Any] = []
+        assert [post(0)[0] for _ in range(2)] == [200, 200]
+        status, told = post(0)
+        assert (status, json.loads(told)["error"]["type"]) == (429, "too_many_rollouts")
+        assert [post(1)[0] for _ in range(2)] == [200, 200]
+        over.set()
+
+
+def test_client_that_does_not_read_its_stream_ends_its_job(model: tuple[Model, str]) -> None:
+    over = threading.Event()
+
+    async def much(body: dict[str, Any]) -> Any:
+        if task_number(body) == 39:
+            await asyncio.to_thread(over.wait)
+        return text("Thought: " + "x" * 150_000 + "\n\nAction: win")
+
+    spoken, url = model
+    spoken.say = much
+    limits = ConnectionLimits(send_s=1.0)
+    with service(OBEYS, connections=limits) as address, socket.socket() as connection:
+        host, _, port = address.removeprefix("http://").partition(":")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        body = json.dumps(asked(url, ids=list(range(40)), stream=True)).encode()
+        head = "POST /rollouts HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        until(lambda: httpx.get(f"{address}/rollouts").json() != [])
+        until(lambda: httpx.get(f"{address}/rollouts").json() == [])
+        over.set()
 
 
 @pytest.mark.parametrize(

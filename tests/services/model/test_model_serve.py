@@ -18,6 +18,7 @@ from ludus.core.errors import LudusError
 from ludus.core.types import Spec
 from ludus.services.model.policy import ModelOverrides
 from ludus.services.model.serving import serve_model
+from ludus.services.server.connections import ConnectionLimits
 
 COMMAND = [sys.executable, "-m", "ludus", "serve", "model"]
 
@@ -83,6 +84,8 @@ def failure(checkpoint: Path, **options: Any) -> str:
         "overrides": ModelOverrides(),
         "sampler": Spec(name="in_process"),
         "max_turns": 8,
+        "max_turns_per_token": 0,
+        "connections": ConnectionLimits(),
         "say": print,
     }
     with pytest.raises(LudusError) as caught:
