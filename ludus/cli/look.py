@@ -57,8 +57,14 @@ def show(
 def export(
     run: Run,
     path: Annotated[Path, typer.Argument(help="The file to write.")],
-    format: Annotated[str, typer.Option(help="jsonl or parquet.")] = "jsonl",
+    format: Annotated[
+        str | None, typer.Option(help="jsonl or parquet; default: by the file's suffix.")
+    ] = None,
     what: Annotated[str, typer.Option(help="trajectories, steps, or sft.")] = "trajectories",
+    stage: Annotated[
+        str | None,
+        typer.Option(help="Only this stage; default: all, but for sft no held-out evaluations."),
+    ] = None,
     min_score: Annotated[
         float | None, typer.Option(help="Lowest reward of an exported episode.")
     ] = None,
@@ -76,6 +82,7 @@ def export(
             format=format,
             what=what,
             min_score=min_score,
+            stage=stage,
             decode=_decoder(run, runs_dir),
         )
     typer.echo(f"{written.num_rows} lines in {written.path}")

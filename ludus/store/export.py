@@ -5,6 +5,8 @@
     steps          a step with its metrics
     sft            {"messages": [...], "reward": 1.0, "task_id": "..."}: chat, for `sft.data`
 
+SFT data has each conversation once, and none of an evaluation unless `stage` names it: those tasks
+are held out.
 A non-finite float is "NaN", "Infinity" or "-Infinity" in JSON lines, and a float in Parquet.
 Parquet holds values without a fixed schema as JSON text: a segment's `message`, a tool call's
 `arguments`. The file is written atomically.
@@ -12,6 +14,7 @@ Parquet holds values without a fixed schema as JSON text: a segment's `message`,
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -32,6 +35,7 @@ What = Literal["trajectories", "steps", "sft"]
 Decode = Callable[[list[int]], str]
 
 _ROW_GROUP = 500
+_SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ def export(
     run_id: str,
     path: str | Path,
     *,
-    format: str = "jsonl",
+    format: str | None = None,
     what: str = "trajectories",
     min_score: float | None = None,
     stage: str | None = None,
@@ -58,25 +62,24 @@ def export(
 ) -> Exported:
     """Write a run, a stage or a step to `path`.
 
-    `min_score`: the lowest reward of an exported trajectory. `decode` turns token ids into text for
-    the segments' `text` and for sampled turns without a message.
+    `format`: jsonl or parquet; None: by the suffix of `path`. `min_score`: the lowest reward of an
+    exported trajectory. `decode` turns token ids into text for the segments' `text` and for sampled
+    turns without a message.
     Errors: ConfigError for a wrong format or selection, MissingDependency for Parquet, StoreError
     for an unknown run, an unreadable store or an unwritable file.
     """
-    for name, value, allowed in (("format", format, Format), ("what", what, What)):
-        if value not in get_args(allowed):
-            raise ConfigError(
-                f"export: {name} {value!r} is unknown{did_you_mean(value, get_args(allowed))}"
-            )
+    path, format = Path(path), _format(Path(path), format)
+    if what not in get_args(What):
+        raise ConfigError(f"export: what {what!r} is unknown{did_you_mean(what, get_args(What))}")
     if what == "steps" and (min_score is not None or status is not None):
         raise ConfigError(
             "export: steps have neither score nor status: leave min_score and status out"
         )
     if min_score is not None and math.isnan(min_score):
         raise ConfigError("export: min_score must be a number, got nan")
-    if not Path(path).name:
-        raise ConfigError(f"export: {str(path)!r} is not a file name")
     store.run(run_id)
+    if stage is not None:
+        _check_stage(store, run_id, stage)
     skipped: Counter[str] = Counter()
     rows: Iterator[dict[str, Any]]
     if what == "steps":
@@ -86,12 +89,11 @@ def export(
     else:
         records = store.records(run_id, stage, step, status=status, min_reward=min_score)
         if what == "sft":
-            rows = _sft(records, decode, skipped)
+            rows = _sft(records, decode, skipped, heldout=stage is not None)
         else:
             rows = (_trajectory(record, decode) for record in records)
     rows = ({"run": run_id, **row} if what != "sft" else row for row in rows)
     write = _write_jsonl if format == "jsonl" else _write_parquet
-    path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as temporary:
@@ -99,6 +101,35 @@ def export(
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
     return Exported(path, num_rows, dict(skipped))
+
+
+def _format(path: Path, format: str | None) -> Format:
+    """The format of a file. Errors: ConfigError where it is unknown, or the suffix contradicts."""
+    if not path.name:
+        raise ConfigError(f"export: {str(path)!r} is not a file name")
+    if format is not None and format not in get_args(Format):
+        near = did_you_mean(format, get_args(Format))
+        raise ConfigError(f"export: format {format!r} is unknown{near}")
+    named = _SUFFIXES.get(path.suffix.lower())
+    if named is None and format is None:
+        raise ConfigError(
+            f"export: {path} names no format: name it *.jsonl or *.parquet, or set the format"
+        )
+    if named is not None and format not in (None, named):
+        raise ConfigError(
+            f"export: {path} ends in {path.suffix}, but the format is {format}: name it "
+            f"{path.stem}.{format}, or leave the format out"
+        )
+    return cast(Format, format or named)
+
+
+def _check_stage(store: RunStore, run_id: str, stage: str) -> None:
+    stages = [summary.stage for summary in store.summary(run_id)]
+    if stage not in stages:
+        raise ConfigError(
+            f"export: run {run_id} has no stage {stage!r} (stages: {', '.join(stages) or 'none'})"
+            f"{did_you_mean(stage, stages)}"
+        )
 
 
 def _trajectory(record: Record, decode: Decode | None) -> dict[str, Any]:
@@ -129,10 +160,17 @@ def _chat(message: Message) -> dict[str, Any]:
 
 
 def _sft(
-    records: Iterable[Record], decode: Decode | None, skipped: Counter[str]
+    records: Iterable[Record], decode: Decode | None, skipped: Counter[str], *, heldout: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yields one conversation per trajectory: the path to its last segment, which was scored."""
+    """Yields one conversation per trajectory: the path to its last segment, which was scored.
+
+    Equal conversations are yielded once, those of evaluations only if `heldout`.
+    """
+    seen: set[bytes] = set()
     for record in records:
+        if record.row.stage.startswith("evaluate/") and not heldout:
+            skipped["held-out evaluation"] += 1
+            continue
         trajectory = record.trajectory
         messages = _conversation(trajectory, decode)
         if not trajectory.status.trainable:
@@ -146,11 +184,13 @@ def _sft(
         elif messages[0].role == "assistant":
             skipped["no message before the first assistant message"] += 1
         else:
-            yield {
-                "messages": [_chat(message) for message in messages],
-                "reward": trajectory.reward,
-                "task_id": trajectory.task_id,
-            }
+            chat = [_chat(message) for message in messages]
+            digest = hashlib.sha256(json.dumps(chat, sort_keys=True).encode()).digest()
+            if digest in seen:
+                skipped["duplicate conversation"] += 1
+                continue
+            seen.add(digest)
+            yield {"messages": chat, "reward": trajectory.reward, "task_id": trajectory.task_id}
 
 
 def _conversation(trajectory: Trajectory, decode: Decode | None) -> list[Message] | None:

@@ -115,7 +115,9 @@ def test_export(reference: Ludus, tmp_path: Path) -> None:
     assert all(row["reward"] >= 0.5 for row in shown)
 
     reference("export", "tiny-1", jsonl, "--format", "csv").refused(2, "csv", "jsonl")
-    reference("export", "tiny-1", "/proc/nowhere/x").refused(1, "cannot write /proc/nowhere/x")
+    reference("export", "tiny-1", "/proc/nowhere/x.jsonl").refused(
+        1, "cannot write /proc/nowhere/x.jsonl"
+    )
 
 
 def test_evaluate(reference: Ludus) -> None:

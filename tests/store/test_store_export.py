@@ -114,7 +114,7 @@ def test_steps(filled: RunStore, tmp_path: Path) -> None:
 def test_sft_data_filtered_by_score(filled: RunStore, tmp_path: Path) -> None:
     path = tmp_path / "sft.jsonl"
     done = export(filled, "run-1", path, what="sft", min_score=0.5, decode=lambda ids: f"<{ids}>")
-    assert (done.num_rows, done.skipped) == (4, {})
+    assert (done.num_rows, done.skipped) == (1, {"duplicate conversation": 3})
     for row in lines(path):
         assert row.keys() == {"messages", "reward", "task_id"}
         assert row["reward"] >= 0.5
@@ -124,7 +124,62 @@ def test_sft_data_filtered_by_score(filled: RunStore, tmp_path: Path) -> None:
             ("assistant", "<[4, 1]>"),  # the last path, which was scored; decoded
         ]
     done = export(filled, "run-1", path, what="sft", decode=str)
-    assert (done.num_rows, done.skipped) == (8, {"status error_env": 4})
+    assert (done.num_rows, done.skipped) == (
+        1,
+        {"status error_env": 4, "duplicate conversation": 7},
+    )
+
+
+def test_sft_data_has_no_held_out_tasks_and_no_duplicates(filled: RunStore, tmp_path: Path) -> None:
+    def said(id: str, text: str, reward: float = 1.0) -> Group:
+        question = Segment(-1, [1], None, Message(role="user", content="?"))
+        answer = Segment(0, [2], [-0.1], Message(role="assistant", content=text))
+        trajectory = Trajectory(id, "g", f"task-{id}", [question, answer], reward=reward)
+        return Group("g", Task(id=f"task-{id}"), [trajectory])
+
+    for stage, groups in (
+        ("evaluate/before", [said("a", "held out"), said("b", "same")]),
+        ("sft", [said("c", "same")]),
+        ("rl", [said("d", "same"), said("e", "new"), said("f", "low", 0.0)]),
+        ("rl/left", [said("g", "left")]),
+        ("evaluate/after", [said("h", "held out")]),
+    ):
+        filled.record_step("run-1", stage, 7, groups, {})
+
+    def texts(**selection: Any) -> tuple[list[str], Any]:
+        done = export(
+            filled, "run-1", tmp_path / "x.jsonl", what="sft", min_score=1.0, step=7, **selection
+        )
+        return [row["messages"][1]["content"] for row in lines(done.path)], done.skipped
+
+    assert texts() == (
+        ["same", "new", "left"],
+        {"held-out evaluation": 3, "duplicate conversation": 1},
+    )
+    assert texts(stage="evaluate/before") == (["held out", "same"], {})
+    assert texts(stage="rl") == (["same", "new"], {})
+    with pytest.raises(ConfigError, match=r"no stage 'evaluate/befor' .*did you mean evaluate/bef"):
+        texts(stage="evaluate/befor")
+    done = export(filled, "run-1", tmp_path / "all.jsonl", step=7)
+    assert done.num_rows == 8
+
+
+def test_the_format_follows_the_suffix(filled: RunStore, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    done = export(filled, "run-1", tmp_path / "out.PARQUET")
+    assert parquet.read_table(done.path).num_rows == 12
+    for name in ("out.jsonl", "out.ndjson"):
+        assert len(lines(export(filled, "run-1", tmp_path / name).path)) == 12
+    assert len(lines(export(filled, "run-1", tmp_path / "out", format="jsonl").path)) == 12
+    for name, format, reason in (
+        ("x.parquet", "jsonl", r"x\.parquet ends in \.parquet, but the format is jsonl: name it"),
+        ("x.jsonl", "parquet", r"x\.jsonl ends in \.jsonl, but the format is parquet: name it"),
+        ("x.csv", None, r"x\.csv names no format: name it \*\.jsonl or \*\.parquet, or set"),
+        ("x", None, r"x names no format"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            export(filled, "run-1", tmp_path / name, format=format)
+        assert not (tmp_path / name).exists()
 
 
 def test_sft_data_leaves_out_what_is_no_conversation(filled: RunStore, tmp_path: Path) -> None:
@@ -177,11 +232,11 @@ def test_a_wrong_choice_is_refused(filled: RunStore, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"format 'parket' is unknown \(did you mean parquet\?\)"):
         export(filled, "run-1", path, format="parket")
     with pytest.raises(ConfigError, match=r"what 'step' is unknown \(did you mean steps\?\)"):
-        export(filled, "run-1", path, what="step")
+        export(filled, "run-1", path, format="jsonl", what="step")
     with pytest.raises(ConfigError, match="steps have neither score"):
-        export(filled, "run-1", path, what="steps", min_score=1.0)
+        export(filled, "run-1", path, format="jsonl", what="steps", min_score=1.0)
     with pytest.raises(StoreError, match=r"did you mean run-1\?"):
-        export(filled, "run1", path)
+        export(filled, "run1", path, format="jsonl")
     assert not path.exists()
 
 
@@ -203,5 +258,5 @@ def test_a_failed_export_leaves_the_old_file(
         export(filled, "run-1", path / "inside" / "a-file.jsonl")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingDependency, match=r"pip install 'ludus-rl\[data\]'"):
-        export(filled, "run-1", path, format="parquet")
+        export(filled, "run-1", tmp_path / "out.parquet")
     assert path.read_bytes() == before
