@@ -79,6 +79,6 @@ case $code in
     echo "train.sh: the budget is spent; raise it in the settings to continue"
     code=0
     ;;
-130) code=75 ;;
+130 | 143) code=75 ;;
 esac
 exit "$code"

@@ -21,8 +21,8 @@ CLI_HEAD = """\
 # Command line
 
 An error message gives the place, the fault and the correct form. Exit codes: 2 for a wrong
-configuration or call, 1 for other errors, 130 for Ctrl-C. `dotted.key=value` overrides a setting;
-the value is YAML:
+configuration or call, 1 for other errors, 130 for Ctrl-C, 143 for SIGTERM.
+`dotted.key=value` overrides a setting; the value is YAML:
 
 ```sh
 ludus train recipes/babyai-tiny.yaml rl.steps=50 'env.args={level: GoToObj}'

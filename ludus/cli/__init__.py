@@ -11,20 +11,22 @@ from ludus import __version__
 from ludus.cli import checkpoints, data, look, serve, train
 from ludus.core.errors import LudusError
 from ludus.core.modules import missing_dependency
+from ludus.core.signals import exit_code, handling, raise_stop
 
 EXTRAS = {"rollout": "remote", "generate-data": "remote", "env": "serve", "model": "serve,train"}
 """Extras of the verbs; `train` for the others."""
 
 
 class _Verbs(typer.core.TyperGroup):
-    """Prints a message on Ctrl-C; typer prints nothing."""
+    """Prints a message on Ctrl-C and SIGTERM; typer prints nothing."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            typer.echo("ludus: stopped", err=True)
-            raise typer.Exit(130) from None
+            with handling(raise_stop):
+                return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            typer.echo(f"ludus: {str(stop) or 'stopped'}", err=True)
+            raise typer.Exit(exit_code(stop)) from None
 
 
 app = typer.Typer(

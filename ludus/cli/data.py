@@ -74,8 +74,12 @@ def rollout(
         concurrency=concurrency,
         deadline_s=deadline,
     )
-    answer = rollouts.rollout(spec(env, args), asked, out, lambda line: typer.echo(line, err=True))
+    answer, stop = rollouts.rollout(
+        spec(env, args), asked, out, lambda line: typer.echo(line, err=True)
+    )
     typer.echo(answer.model_dump_json(exclude={"results"}))
+    if stop is not None:
+        raise stop
     if not answer.num_evaluated:
         raise typer.Exit(1)
 

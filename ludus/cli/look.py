@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from ludus.cli.options import Run, RunsDir, StoreUrl, open_store, show_on_screen, spec
 from ludus.core.errors import ConfigError, did_you_mean
+from ludus.core.signals import run
 
 app = typer.Typer()
 
@@ -154,7 +154,7 @@ def check_env_command(
     """Check that an environment follows the protocol: deterministic, robust, no output."""
     from ludus.envs.checks.check import check_env
 
-    findings = asyncio.run(check_env(spec(name, args), num_tasks=tasks))
+    findings = run(check_env(spec(name, args), num_tasks=tasks))
     for finding in findings:
         typer.echo(finding)
     if any(finding.severity == "error" for finding in findings):

@@ -128,6 +128,9 @@ def _train_briefly(config: Any, steps: int, observer: Any) -> None:
     with tempfile.TemporaryDirectory(prefix="ludus-brief-") as folder:
         try:
             launch.train(profiling.short_run(config, steps, Path(folder)), observer)
+        except launch.Stopped as stopped:  # the folder is removed: there is nothing to resume
+            typer.echo(f"ludus: stopped{stopped.exceeded and ': '}{stopped.exceeded}", err=True)
+            raise typer.Exit(stopped.exit_code) from None
         finally:
             observer.close()
 

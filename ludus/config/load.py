@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +26,7 @@ from ludus.config.recipes import shipped_recipes
 from ludus.config.registry import Registry
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, MissingDependency, did_you_mean
-from ludus.core.modules import load_module
+from ludus.core.modules import load_module, told
 from ludus.core.types import Spec
 
 Source = str | Path | Mapping[str, Any] | RunConfig | Callable[[], Any]
@@ -218,7 +217,7 @@ def _import(target: str) -> Callable[[], Any]:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and not is_file:
             raise ConfigError(f"{target}: no module named {error.name!r}") from None
-        raise ConfigError(f"{target}: {_raised(error, module_name)}") from error
+        raise ConfigError(f"{target}: {module_name} raised {told(error)}") from error
     function = getattr(module, name, None)
     if function is None or not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
@@ -241,7 +240,7 @@ def _call(function: Callable[[], Any], name: str) -> Any:
     except LudusError:
         raise
     except Exception as error:
-        raise ConfigError(f"{name}: {_raised(error, 'it')}") from error
+        raise ConfigError(f"{name}: it raised {told(error)}") from error
 
 
 def _sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
@@ -250,12 +249,6 @@ def _sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
         below = Type.of(info).model()
         if below is not None:
             yield from _sections(below)
-
-
-def _raised(error: Exception, who: str) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    line = f" [{Path(frames[-1].filename).name}, line {frames[-1].lineno}]" if frames else ""
-    return f"{who} raised {type(error).__name__}: {error}{line}"
 
 
 # Conversion to plain values

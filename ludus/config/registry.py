@@ -10,18 +10,17 @@ accordingly.
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from ludus.config.messages import explain
 from ludus.core.errors import ConfigError, LudusError, MissingDependency, did_you_mean
-from ludus.core.modules import load_module
+from ludus.core.modules import load_module, told
 from ludus.core.types import Spec
 
 T = TypeVar("T")
@@ -67,7 +66,8 @@ class Registry(Generic[T]):
             return Row(name)
         for point in entry_points(group=f"ludus.{self.kind}", name=name):
             return Row(point.value)
-        raise ConfigError(f"{name!r} is not a known {self.kind}{did_you_mean(name, self.names())}")
+        noun = "metrics sink" if self.kind == "metrics" else self.kind
+        raise ConfigError(f"{name!r} is not a known {noun}{did_you_mean(name, self.names())}")
 
     def load(self, name: str) -> Callable[..., T]:
         """The plug-in's class or factory."""
@@ -79,20 +79,30 @@ class Registry(Generic[T]):
             missing = module_name if error.name is None else error.name
             if row.extra and not missing.startswith("ludus"):
                 raise MissingDependency(missing, row.extra, f"{self.kind} {name!r}") from error
-            raise ConfigError(
-                f"{self.kind} {name!r}: cannot import {module_name} (no module named {missing!r})"
-            ) from error
+            reason = f"cannot import {module_name} (no module named {missing!r})"
+            if missing == module_name and module_name.endswith(".py"):
+                reason = f"there is no file {module_name}"
+            raise ConfigError(f"{self.kind} {name!r}: {reason}") from error
         except LudusError:
             raise
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
             raise ConfigError(
-                f"{self.kind} {name!r}: importing {module_name} raised {type(error).__name__}: "
-                f"{error} [{Path(place.filename).name}, line {place.lineno}]"
+                f"{self.kind} {name!r}: importing {module_name} raised {told(error)}"
             ) from error
         if not hasattr(module, attribute):
-            raise ConfigError(f"{self.kind} {name!r}: module {module_name} has no {attribute!r}")
+            names = [key for key, value in vars(module).items() if callable(value)]
+            near = did_you_mean(attribute, names)
+            raise ConfigError(
+                f"{self.kind} {name!r}: module {module_name} has no {attribute!r}"
+                f"{near if 'did you mean' in near else ''}"
+            )
         target: Callable[..., T] = getattr(module, attribute)
+        buildable = inspect.isroutine(target) or inspect.isclass(target)
+        if not buildable and not isinstance(target, partial):
+            raise ConfigError(
+                f"{self.kind} {name!r}: {attribute} is of type {type(target).__name__}, not a "
+                "class or a function; name a function that returns it"
+            )
         return target
 
     def arguments(self, name: str) -> type[BaseModel]:
@@ -100,35 +110,27 @@ class Registry(Generic[T]):
         target = self.load(name)
         if target in self._schemas:
             return self._schemas[target]
-        function = target.__init__ if inspect.isclass(target) else target
-        hints = get_type_hints(function, include_extras=True)
-        fields: dict[str, Any] = {}
-        open_ended = False
-        for parameter in inspect.signature(target).parameters.values():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                open_ended = True
-            elif parameter.kind is parameter.VAR_POSITIONAL or parameter.name in self.context:
-                continue
-            else:
-                default = ... if parameter.default is parameter.empty else parameter.default
-                fields[parameter.name] = (hints.get(parameter.name, Any), default)
-        config = ConfigDict(extra="allow" if open_ended else "forbid", arbitrary_types_allowed=True)
-        model: type[BaseModel] = create_model(
-            f"{name.replace(':', '_')}_args", __config__=config, **fields
-        )
+        try:
+            model = _schema(f"{name.replace(':', '_')}_args", target, self.context)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"{self.kind} {name!r}: the annotations of its arguments cannot be read ({reason})"
+            ) from error
         self._schemas[target] = model
         return model
 
     def check(self, spec: Spec, where: str = "") -> dict[str, Any]:
         """Returns the spec's arguments, validated. Errors: ConfigError with the path."""
-        place = f"{where}.args" if where else f"{self.kind} {spec.name!r}: args"
+        place = f"{where}.args" if where else "args"
         try:
             schema = self.arguments(spec.name)
             parsed = schema.model_validate(spec.args)
         except ConfigError as error:
             raise ConfigError(f"{where}.name: {error}" if where else str(error)) from None
         except ValidationError as error:
-            lines = [text for _, text in explain(error, schema, place, noun="an argument")]
+            prefix = "" if where else f"{self.kind} {spec.name!r}: "
+            lines = [prefix + text for _, text in explain(error, schema, place, noun="an argument")]
             raise ConfigError("\n".join(lines)) from None
         return {key: getattr(parsed, key) for key in parsed.model_fields_set}
 
@@ -140,3 +142,21 @@ class Registry(Generic[T]):
         parameters = inspect.signature(target).parameters
         supplied = {key: value for key, value in context.items() if key in parameters}
         return target(**args, **supplied)
+
+
+def _schema(name: str, target: Callable[..., Any], context: frozenset[str]) -> type[BaseModel]:
+    """A pydantic model of the parameters of `target` that are not in `context`."""
+    function = target.func if isinstance(target, partial) else target
+    if inspect.isclass(function):
+        function = function.__init__
+    hints = get_type_hints(function, include_extras=True)
+    fields: dict[str, Any] = {}
+    open_ended = False
+    for parameter in inspect.signature(target).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            open_ended = True
+        elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name not in context:
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[parameter.name] = (hints.get(parameter.name, Any), default)
+    config = ConfigDict(extra="allow" if open_ended else "forbid", arbitrary_types_allowed=True)
+    return create_model(name, __config__=config, **fields)

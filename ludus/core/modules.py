@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import traceback
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -38,6 +39,23 @@ def load_module(name: str) -> ModuleType:
         return import_module(name)
     finally:
         sys.path.remove(here)
+
+
+def told(error: BaseException) -> str:
+    """Returns type, message and place of an error that a user's code raised.
+
+    A syntax error has its place in itself; its traceback ends in Python's own import.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        place: tuple[str, int | None] | None = (error.filename, error.lineno)
+        message = error.msg
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith("<")]
+        place = (own[-1].filename, own[-1].lineno) if own else None
+        message = str(error)
+    where = f" [{Path(place[0]).name}, line {place[1]}]" if place else ""
+    return f"{type(error).__name__}: {message}{where}"
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -23,9 +23,10 @@ from pydantic import ValidationError
 from ludus.core.errors import DataError
 from ludus.core.files import atomic_file
 from ludus.core.modules import require
+from ludus.core.signals import ctrl_c_kept_from_children
 from ludus.core.types import Message, Spec, Task, Wire
 from ludus.envs import ENVS
-from ludus.envs.base import Env, NoExpert
+from ludus.envs.base import Env, NoExpert, awaited
 from ludus.rollout.host import LocalEnvs
 
 Format = Literal["plain", "react", "tools"]
@@ -188,7 +189,8 @@ def _play_all(
             running.append((job, start(job)))
 
     try:
-        schedule(JOBS_PER_WORKER * num_workers)
+        with ctrl_c_kept_from_children():  # here the pool starts its workers
+            schedule(JOBS_PER_WORKER * num_workers)
         while running:
             job, future = running.popleft()
             outcomes = _outcomes(job, future, timeout_s)
@@ -259,11 +261,11 @@ def _play_one(task_json: str, format: Format) -> tuple[str, str]:
 async def run_expert(env: Env, task: Task, format: Format = "plain") -> Demonstration:
     """Run one episode of the environment's expert. Errors: NoExpert, and errors of the env."""
     try:
-        messages = list((await env.reset(task)).messages)
+        messages = list((await awaited("reset", env.reset(task))).messages)
         reward, num_turns, success = 0.0, 0, None
         while True:
             action = _to_message(env, env.expert_action(), num_turns, format)
-            result = await env.step(action)
+            result = await awaited("step", env.step(action))
             messages += [_as_written(action, format), *_replies(action, result.messages)]
             reward += result.reward or 0.0
             num_turns += 1

@@ -15,7 +15,6 @@ The folder holds:
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from typing import Any, Literal
 from ludus.config.schema import RolloutConfig
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.files import atomic_write
+from ludus.core.signals import run
 from ludus.core.types import Spec, Task
 from ludus.data.cards import EnvCard, KeepRule, Selection, build_cards, render, select
 from ludus.data.demonstrations import (
@@ -136,8 +136,11 @@ def generate_dataset(request: GenerationRequest, folder: Path, log: Log = lambda
     tasks = {spec.name: request.tasks(spec) for spec in map(request.spec, request.envs)}
     with Journal(folder, request.settings()) as journal:
         generator = _Generator(request, journal, folder, log)
-        for spec in map(request.spec, request.envs):
-            generator.run(spec, tasks[spec.name])
+        try:
+            for spec in map(request.spec, request.envs):
+                generator.run(spec, tasks[spec.name])
+        except KeyboardInterrupt as stop:
+            raise type(stop)("stopped; the same command continues the data set") from None
         records = generator.records(tasks)
     selection = select(records, request.keep, request.keep_rule)
     cards = build_cards(records, selection)
@@ -177,7 +180,7 @@ class _Generator:
         if self.request.source == "expert":
             self._play_expert(spec, tasks)
             return
-        asyncio.run(self._play_model(spec, tasks))
+        run(self._play_model(spec, tasks))
         played = [r for r in self.records({spec.name: tasks}) if r.source == "model"]
         if played and all(record.again for record in played):
             raise DataError(f"{spec.name}: the model gave no episode: {played[0].reason}")

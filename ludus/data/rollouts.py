@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.files import atomic_write
+from ludus.core.signals import run
 from ludus.core.types import Spec
 from ludus.envs import ENVS
 from ludus.rollout.host import LocalEnvs
@@ -40,27 +39,43 @@ def request(**options: object) -> RolloutRequest:
 
 def rollout(
     env: Spec, request: RolloutRequest, out: Path | None, say: Callable[[str], object]
-) -> RolloutAnswer:
+) -> tuple[RolloutAnswer, KeyboardInterrupt | None]:
     """Play the job, report each finished episode, and write the answer to `out`.
 
-    Ctrl-C ends the job early; the answer then holds the episodes so far.
+    Ctrl-C and SIGTERM end the job early. Returns the answer with the episodes so far, and the
+    signal's exception, or None.
 
     Errors: ConfigError for a wrong request, DataError where `out` cannot be written.
     """
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise DataError(f"{out}: cannot be written: it is a folder, or its folder does not exist")
     started = time.monotonic()
-    job = asyncio.run(_play(env, request, say))
+    stops: list[KeyboardInterrupt] = []
+    end_job: list[Callable[[], object]] = []
+
+    def finishes(stop: KeyboardInterrupt) -> bool:
+        stops.append(stop)
+        for end in end_job:
+            end()
+        return bool(end_job) and len(stops) == 1
+
+    job = run(_play(env, request, say, end_job.append), finishes)
     answer = answer_of(env.name, job.episodes, time.monotonic() - started, job.stopped)
     if out is not None:
         try:
             atomic_write(out, json.dumps(answer.model_dump(mode="json"), ensure_ascii=False))
         except OSError as error:
             raise DataError(f"{out}: cannot be written: {error.strerror}") from error
-    return answer
+    return answer, stops[0] if stops else None
 
 
-async def _play(env: Spec, request: RolloutRequest, say: Callable[[str], object]) -> RolloutJob:
+async def _play(
+    env: Spec,
+    request: RolloutRequest,
+    say: Callable[[str], object],
+    on_start: Callable[[Callable[[], object]], object],
+) -> RolloutJob:
+    """Play the job. `on_start` receives a function that ends it early, for signal handlers."""
     tasks = list(tasks_of(env, request.ids, request.tier))
     spec = agentgym_spec(env, request.tier)
     ENVS.check(spec, "env")
@@ -75,7 +90,7 @@ async def _play(env: Spec, request: RolloutRequest, say: Callable[[str], object]
 
     async with request.endpoint() as endpoint:
         job = request.job(endpoint, LocalEnvs(spec), tasks, report)
-        with suppress(NotImplementedError):  # Windows has no signal handlers
-            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, job.stop)
+        loop = asyncio.get_running_loop()
+        on_start(lambda: loop.call_soon_threadsafe(job.stop))
         await job.run()
     return job

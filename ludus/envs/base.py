@@ -20,12 +20,25 @@ A complete environment:
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
-from ludus.core.errors import ConfigError, did_you_mean
+from ludus.core.errors import ConfigError, EnvError, did_you_mean
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
+
+T = TypeVar("T")
+
+
+async def awaited(name: str, result: Awaitable[T]) -> T:
+    """Returns the awaited result of a method. Errors: EnvError where the method is not async."""
+    if not inspect.isawaitable(result):
+        raise EnvError(
+            f"the environment's {name} is not async (it returned {type(result).__name__}): write "
+            f"`async def {name}`"
+        )
+    return await result
 
 
 class NoExpert(Exception):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,7 +22,7 @@ from transformers import (
 )
 
 from ludus.config.schema import LoraConfig, ModelConfig
-from ludus.core.errors import ConfigError, MissingDependency, did_you_mean
+from ludus.core.errors import CheckpointError, ConfigError, MissingDependency, did_you_mean
 from ludus.models import ARCHITECTURES
 from ludus.models.chat.tokenizers import load_error
 from ludus.models.vocabulary import Vocabulary
@@ -149,8 +151,37 @@ def merge_lora(model: Any) -> PreTrainedModel:
 def _from_scratch(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Initialise in float32, so that all dtypes start from the same weights."""
     shape = model_shape(config, Vocabulary.of(tokenizer).size)
-    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation="sdpa")
+    try:
+        _check_memory(shape)
+        model = AutoModelForCausalLM.from_config(
+            shape, dtype=torch.float32, attn_implementation="sdpa"
+        )
+    except (RuntimeError, OverflowError) as error:  # a size that torch cannot represent or allocate
+        raise ConfigError(
+            f"model.architecture.args: torch cannot build the model: {_line(error)}"
+        ) from error
     return model.to(getattr(torch, config.dtype))
+
+
+def _check_memory(shape: PreTrainedConfig) -> None:
+    """Refuse a model whose weights alone exceed the machine's memory. Allocates nothing."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        weights = AutoModelForCausalLM.from_config(shape, dtype=torch.float32).parameters()
+    size, memory = 4 * sum(p.numel() for p in weights), _physical_memory()
+    if size > memory:
+        raise ConfigError(
+            f"model.architecture.args: the model's {size / 4:,.0f} parameters take "
+            f"{size / 2**30:,.0f} GiB in float32, and this machine has {memory / 2**30:,.0f} GiB: "
+            "lower hidden_size, num_layers or intermediate_size"
+        )
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _pretrained(config: ModelConfig) -> PreTrainedModel:
@@ -169,6 +200,11 @@ def _pretrained(config: ModelConfig) -> PreTrainedModel:
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(load_error("model.path", config.path, error)) from error
+    except (RuntimeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"model.path: {config.path}: its weights cannot be loaded, the file may be truncated: "
+            f"{_line(error)}"
+        ) from error
     if missing := sorted(report["missing_keys"]):  # transformers initialises them randomly
         raise ConfigError(
             f"model.path: {config.path} lacks {len(missing)} of the model's tensors, "

@@ -6,7 +6,6 @@ without deadlines, so breakpoints work in all of them.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from bdb import BdbQuit
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from rich.traceback import Traceback
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import EpisodeError
+from ludus.core.signals import run as run_async
 from ludus.core.types import Group, Sample, Spec, Task
 from ludus.data.demonstrations import Demonstration, run_expert
 from ludus.envs import ENVS
@@ -78,7 +78,7 @@ def _debug(config: RunConfig, num_tasks: int, console: Console) -> None:
         )
         if tasks:
             source = ReplaySource(TaskSampler(tasks, shuffle=False), trajectories)
-            groups = asyncio.run(source.take(len(tasks), 0, 0))
+            groups = run_async(source.take(len(tasks), 0, 0))
             _show(console, "SFT", groups, ALGORITHMS.build("sft").assign(groups), tokenizer)
         for task_id, reason in excluded:
             console.print(Text(f"SFT: {task_id} skipped: {reason}", "yellow"))
@@ -94,7 +94,7 @@ def _debug(config: RunConfig, num_tasks: int, console: Console) -> None:
         algorithm = ALGORITHMS.build(config.rl.algorithm, "rl.algorithm")
         group_size = min(config.rl.group_size, GROUP_SIZE)
         with closing(run.backend):
-            groups = asyncio.run(run.collector.collect(splits.train[:num_tasks], 0, group_size))
+            groups = run_async(run.collector.collect(splits.train[:num_tasks], 0, group_size))
         if algorithm.asks_models:
             groups = assume_start(groups)
         _show(console, "RL", groups, algorithm.assign(groups), tokenizer)
@@ -130,7 +130,7 @@ def _demonstrations(config: RunConfig, tasks: Sequence[Task]) -> list[Demonstrat
                 continue
         return demonstrations
 
-    return asyncio.run(play_all())
+    return run_async(play_all())
 
 
 def _show(

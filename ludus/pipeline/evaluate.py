@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from rich.console import Console
 from ludus.config.load import load_config
 from ludus.config.schema import EvaluateConfig
 from ludus.core.errors import ConfigError
+from ludus.core.signals import run as run_async
 from ludus.core.types import Group
 from ludus.envs import ENVS
 from ludus.evaluate import compare, render_comparison, render_evaluation, summarise
@@ -80,7 +80,7 @@ def evaluate_checkpoints(
     with closing(run.backend):
         for info in infos:
             run.backend.load_weights(info.path)
-            _, result = asyncio.run(evaluate(run, config.evaluate, "evaluate"))
+            _, result = run_async(evaluate(run, config.evaluate, "evaluate"))
             result = result.model_copy(update={"label": info.path.name})
             console.print(render_evaluation(result))
             results.append(result)

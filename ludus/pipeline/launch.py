@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
 import os
 import platform
 import shutil
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType
 
 from ludus import __version__
 from ludus.config.load import diff, dump_config, load_config, lookup
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, MirrorError
 from ludus.core.files import atomic_write
+from ludus.core.signals import exit_code, handling, raise_stop, run
 from ludus.pipeline.budget import Budget, Timings
 from ludus.pipeline.build import build_training
 from ludus.pipeline.progress import Display, Observer
 from ludus.pipeline.registries import check
 from ludus.pipeline.splits import Splits, read_splits
-from ludus.pipeline.training import BudgetSpent, Interrupted, Trainer
+from ludus.pipeline.training import BudgetSpent, Trainer
 from ludus.report.collect import report
 from ludus.store import RunExists, RunStore
 from ludus.store.folders import RunFolder, create_run, find_run
@@ -45,11 +43,13 @@ DISK_FAULTS = {
 class Stopped(Exception):
     """The user, or the run's budget, stopped the run; it can be resumed."""
 
-    def __init__(self, folder: RunFolder, exceeded: str = "") -> None:
+    def __init__(self, folder: RunFolder, stop: BaseException) -> None:
+        exceeded = str(stop) if isinstance(stop, BudgetSpent) else ""
         override = f" {exceeded.partition(':')[0]}=..." if exceeded else ""
         reason = f"stopped before the next step: {exceeded}" if exceeded else "stopped"
         super().__init__(f"{reason}; resume with: {resume_command(folder)}{override}")
-        self.exit_code = 3 if exceeded else 130
+        self.exceeded = exceeded
+        self.exit_code = 3 if exceeded else exit_code(stop)
 
 
 def resume_command(folder: RunFolder) -> str:
@@ -63,7 +63,7 @@ def train(config: RunConfig, observer: Observer, *, skip_damaged: bool = False) 
 
     `skip_damaged` applies to the mirror's run, as in `resume`.
 
-    Errors: Stopped after Ctrl-C or where the budget is spent; LudusError.
+    Errors: Stopped after Ctrl-C or SIGTERM, or where the budget is spent; LudusError.
     """
     _refuse_debug(config)
     check(config)
@@ -80,7 +80,7 @@ def train(config: RunConfig, observer: Observer, *, skip_damaged: bool = False) 
         with folder.lock():
             observer.note(f"run {folder.id} in {folder.path}")
             with _recorded(folder, config, splits, store, observer) as trainer:
-                asyncio.run(trainer.train())
+                run(trainer.train(), trainer.finish_step)
     return folder
 
 
@@ -125,7 +125,7 @@ def _resume(folder: RunFolder, config: RunConfig, observer: Observer, skip_damag
         with _recorded(
             folder, config, splits, store, observer, before=before, skip_damaged=skip_damaged
         ) as trainer:
-            asyncio.run(trainer.train())
+            run(trainer.train(), trainer.finish_step)
 
 
 def _refuse_debug(config: RunConfig) -> None:
@@ -174,12 +174,12 @@ def _recorded(
             budget, timings = Budget(config.budget, folder.budget), Timings()
             mirror = _mirror(folder, config, store, observer)
             on_saved = mirror.after_checkpoint if mirror else lambda: None
-            with _interruptible(trainers, observer):
-                run = build_training(config, folder, splits, observer, timings)
-                with closing(run.backend):
+            with handling(raise_stop):  # a script starts background jobs with SIGINT ignored
+                built = build_training(config, folder, splits, observer, timings)
+                with closing(built.backend):
                     on_saved()
                     trainers.append(
-                        Trainer(run, store, m, observer, budget, timings, on_saved, skip_damaged)
+                        Trainer(built, store, m, observer, budget, timings, on_saved, skip_damaged)
                     )
                     yield trainers[0]
             atomic_write(folder.path / "timings.json", json.dumps(timings.seconds))
@@ -188,12 +188,12 @@ def _recorded(
             store.finish_run(folder.id, "completed")
             if mirror is not None:
                 mirror.push()
-    except (KeyboardInterrupt, Interrupted) as stop:
-        exceeded = str(stop) if isinstance(stop, BudgetSpent) else ""
-        _finish(store, folder, "interrupted", exceeded or None)
+    except (KeyboardInterrupt, BudgetSpent) as stop:
+        stopped = Stopped(folder, stop)
+        _finish(store, folder, "interrupted", stopped.exceeded or None)
         if mirror is not None:
             mirror.push()
-        raise Stopped(folder, exceeded) from None
+        raise stopped from None
     except LudusError as error:
         _finish(store, folder, "failed", str(error))
         if before is not None and not any(trainer.started for trainer in trainers):
@@ -226,9 +226,10 @@ def _mirror(
 
 
 def _finish(store: RunStore, folder: RunFolder, status: str, message: str | None = None) -> None:
-    """Record how the run ended, unless the store itself failed."""
+    """Record how the run ended, unless the store itself failed. Another signal waits."""
     try:
-        store.finish_run(folder.id, status, message)
+        with handling(lambda _: None):
+            store.finish_run(folder.id, status, message)
     except LudusError as error:
         log.error("cannot record the end of the run", status=status, error=str(error))
 
@@ -245,33 +246,6 @@ def disk_faults(folder: RunFolder) -> Iterator[None]:
             f"{error.filename or folder.path}: {error.strerror}. Everything saved is intact: "
             "free some space or fix the permissions, then resume the run"
         ) from error
-
-
-@contextmanager
-def _interruptible(trainers: Sequence[Trainer], observer: Observer) -> Iterator[None]:
-    """Let the first Ctrl-C of a stage finish the current step; any other Ctrl-C stops at once.
-
-    `trainers` holds the run's trainer once it exists. A process that a script started in the
-    background ignores SIGINT until this handler is set.
-    """
-
-    def on_interrupt(signum: int, frame: FrameType | None) -> None:
-        for trainer in trainers:
-            if trainer.in_stage and not trainer.stop_requested:
-                trainer.stop_requested = True
-                observer.note("finishing this step, then saving; Ctrl-C again stops at once")
-                return
-        raise KeyboardInterrupt
-
-    try:
-        previous = signal.signal(signal.SIGINT, on_interrupt)
-    except ValueError:  # not the main thread: signals belong to the caller
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def versions() -> dict[str, str]:

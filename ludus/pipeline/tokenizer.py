@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections.abc import Iterable, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, EnvError, EpisodeError
+from ludus.core.signals import run
 from ludus.core.types import Message, Spec, Task, ToolSpec
 from ludus.envs import ENVS
 from ludus.envs.base import Env
@@ -80,7 +80,7 @@ def environment_messages(
     messages = [message for task in tasks for message in task.prompt]
     if config.env is None:
         return messages
-    observed, errors = asyncio.run(_observe(config, config.env, tasks, actions))
+    observed, errors = run(_observe(config, config.env, tasks, actions))
     if not observed:
         reason = errors[0] if errors else "its opening observations are empty"
         raise EnvError(f"environment {config.env.name!r} opens no episode: {reason}")

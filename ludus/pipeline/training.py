@@ -13,6 +13,7 @@ from functools import partial
 from ludus.core.errors import ConfigError
 from ludus.core.files import atomic_write
 from ludus.core.seeds import derive_seed
+from ludus.core.signals import Terminated
 from ludus.core.types import Group
 from ludus.evaluate import Evaluation
 from ludus.loop.loop import Stage, run_stage
@@ -32,12 +33,11 @@ UNTRAINED = "left"
 """`rl/left` in the store: RL episodes that finished after the last training step."""
 
 
-class Interrupted(Exception):
-    """The user stopped the run; everything up to the last complete step is saved."""
+class BudgetSpent(Exception):
+    """One more step would exceed a limit of `budget`; the message names the limit.
 
-
-class BudgetSpent(Interrupted):
-    """One more step would exceed a limit of `budget`; the message names the limit."""
+    Everything up to the last complete step is saved.
+    """
 
 
 class Trainer:
@@ -64,8 +64,9 @@ class Trainer:
     ) -> None:
         self.run = run
         self.timings = timings
-        self.stop_requested = False
-        self.started = self.in_stage = False
+        self.started = False
+        self._in_stage = False
+        self._stop: KeyboardInterrupt | None = None
         self._store = store
         self._metrics = metrics
         self._observer = observer
@@ -79,7 +80,11 @@ class Trainer:
         self._saved: tuple[str, int] | None = None
 
     async def train(self) -> None:
-        """Run all remaining stages and evaluations. Errors: Interrupted, LudusError."""
+        """Run all remaining stages and evaluations.
+
+        Errors: BudgetSpent; KeyboardInterrupt, with the last step saved, after `finish_step`;
+        LudusError.
+        """
         config, backend = self.run.config, self.run.backend
         try:
             resumed = self._rewind()
@@ -92,12 +97,24 @@ class Trainer:
                 checkpoint = resumed if resumed and resumed.stage == name else None
                 stage, start = self._begin_stage(name, checkpoint)
                 if start < stage.steps:
-                    self.started = self.in_stage = True
+                    self.started = self._in_stage = True
                     await run_stage(stage, backend, self, start)
-                    self.in_stage = False
+                    self._in_stage = False
             await self._evaluate("after", config.evaluate.num_tasks)
         finally:
             self._budget.keep()
+
+    def finish_step(self, stop: KeyboardInterrupt) -> bool:
+        """Handle a signal: the first of a stage lets the step finish, saves, then raises `stop`.
+
+        Returns False where nothing is left to finish: the signal ends the run at once.
+        """
+        if not self._in_stage or self._stop is not None:
+            return False
+        self._stop = stop
+        again = "another signal" if isinstance(stop, Terminated) else "Ctrl-C again"
+        self._observer.note(f"finishing this step, then saving; {again} stops at once")
+        return True
 
     def _rewind(self) -> CheckpointInfo | None:
         """Forget all results after the newest checkpoint; returns the checkpoint.
@@ -186,13 +203,13 @@ class Trainer:
             self._record_untrained(stage, step, await stage.source.close())
         measured = success is not None and self._is_measured_by_evaluation
         due = measured or step % self.run.config.checkpoint.every == 0
-        if ended or exceeded or self.stop_requested or due:
+        if ended or exceeded or self._stop or due:
             with busy("checkpoint"), self.timings.timed("checkpoints"):
                 self._save(stage, step, success, pin=ended)
         if exceeded:
             raise BudgetSpent(exceeded)
-        if self.stop_requested and not ended:
-            raise Interrupted
+        if self._stop:
+            raise self._stop
         return not ended
 
     def _save(self, stage: Stage, step: int, success: float | None, *, pin: bool) -> None:

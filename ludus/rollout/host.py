@@ -20,7 +20,7 @@ from ludus.core.errors import (
 )
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec
 from ludus.envs import ENVS
-from ludus.envs.base import Env
+from ludus.envs.base import Env, awaited
 from ludus.rollout.threads import Act, EnvThread, Overdue, T
 from ludus.telemetry.occupancy import busy
 
@@ -63,7 +63,7 @@ class HostedEnv:
 
         async def act() -> Observation:
             self._env = self._make()
-            return await self._env.reset(own_task)
+            return await awaited("reset", self._env.reset(own_task))
 
         result = await self._call("reset", act)
         if not isinstance(result, Observation):
@@ -75,7 +75,7 @@ class HostedEnv:
         """Take one action."""
 
         async def act() -> StepResult:
-            return await self.env.step(action)
+            return await awaited("step", self.env.step(action))
 
         return _check_result(await self._call("step", act))
 
@@ -91,7 +91,7 @@ class HostedEnv:
             except (KeyError, TypeError, ValueError) as error:
                 return StepResult(messages=[Message(role="user", content=f"{call.name}: {error}")])
             action = Message(role="assistant", content=text, tool_calls=[call])
-            return await self.env.step(action)
+            return await awaited("step", self.env.step(action))
 
         result = _check_result(await self._call("step", act))
         fields = {"role": "tool", "name": call.name, "tool_call_id": call.id}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -11,6 +12,7 @@ from pydantic import Field
 from ludus.config.registry import Registry, Row
 from ludus.core.errors import ConfigError, MissingDependency
 from ludus.core.types import Spec
+from ludus.telemetry.sinks import SINKS
 
 
 @dataclass
@@ -75,7 +77,7 @@ def test_check_gives_only_what_was_given():
         ),
         (
             {"name": "walk", "args": {"sise": 3}},
-            "env 'walk': args.sise is not an argument (did you mean env 'walk': args.size?)",
+            "env 'walk': args.sise is not an argument (did you mean args.size?)",
         ),
         (
             {"name": "walk", "args": {"size": 1}},
@@ -120,3 +122,55 @@ def test_a_missing_package_names_its_extra():
         "pip install 'ludus-rl[envs]'"
     )
     assert caught.value.extra == "envs"
+
+
+# What a user's own file may hold
+
+OWN = """
+from __future__ import annotations
+from functools import partial
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from decimal import Decimal
+class Row:
+    pass
+def grown(size: int, clip: float = 0.2): return (size, clip)
+def hidden(size: Decimal): return size
+value = Row()
+part = partial(grown, clip=0.3)
+"""
+
+
+def test_a_partial_is_a_plug_in(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    name = f"{tmp_path}/own.py:part"
+    assert registry().build(Spec(name=name, args={"size": 2})) == (2, 0.3)
+    assert registry().build(Spec(name=name, args={"size": 2, "clip": 0.5})) == (2, 0.5)
+    assert "args.size must be a whole number" in complaint({"name": name, "args": {"size": "x"}})
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        ("value", OWN, "value is of type Row, not a class or a function; name a function that"),
+        ("hidden", OWN, "annotations of its arguments cannot be read (NameError: name 'Decimal'"),
+        ("grwon", OWN, "has no 'grwon' (did you mean grown?)"),
+        ("x", "def x(:\n", "raised SyntaxError: invalid syntax [own.py, line 1]"),
+        ("x", "import json\njson.loads('{')\n", "[decoder.py, line"),
+        ("x", "from json import nope\n", "cannot import name 'nope' from 'json'"),
+        ("x", None, "there is no file"),
+    ],
+)
+def test_what_a_users_file_may_get_wrong(
+    tmp_path: Path, name: str, code: str | None, message: str
+) -> None:
+    if code is not None:
+        (tmp_path / "own.py").write_text(code)
+    said = complaint(f"{tmp_path}/own.py:{name}")
+    assert message in said
+    assert "frozen" not in said
+
+
+def test_a_sink_is_not_a_metrics() -> None:
+    with pytest.raises(ConfigError, match=r"^'nope' is not a known metrics sink \(known: prom"):
+        SINKS.check(Spec(name="nope"))

@@ -56,7 +56,7 @@ def test_a_module_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        (None, r"env '.*env.py:Own': cannot import .*env.py \(no module named '.*env.py'\)"),
+        (None, r"env '.*env.py:Own': there is no file .*env.py"),
         ("x = 1", r"module .*env.py has no 'Own'"),
         ("import no_such_module", r"no module named 'no_such_module'"),
         ("1 / 0", r"raised ZeroDivisionError: division by zero \[env.py, line 1\]"),

@@ -56,7 +56,8 @@ def test_the_command_plays_what_the_service_would(tmp_path: Path) -> None:
     assert "the-key" not in out.read_text() + said + told
 
 
-def test_ctrl_c_keeps_what_was_played(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_what_was_played(tmp_path: Path, number: int, code: int) -> None:
     out, reached, over = tmp_path / "out.json", threading.Event(), threading.Event()
 
     async def say(body: dict[str, Any]) -> Any:
@@ -72,14 +73,18 @@ def test_ctrl_c_keeps_what_was_played(tmp_path: Path) -> None:
     ):
         try:
             assert reached.wait(60)
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             process.communicate(timeout=60)
         finally:
             over.set()
             process.kill()
     answer = json.loads(out.read_text())
     assert [e["status"] for e in answer["results"]] == ["truncated_turns", "aborted", "aborted"]
-    assert (answer["stopped"], answer["num_evaluated"], process.returncode) == ("cancelled", 1, 0)
+    assert (answer["stopped"], answer["num_evaluated"], process.returncode) == (
+        "cancelled",
+        1,
+        code,
+    )
 
 
 def test_mistakes_end_with_one_line(

@@ -226,6 +226,17 @@ def test_an_environment_without_tools(ludus: Ludus) -> None:
     done.refused(2, "rollout.format: environment", "has no tools; use plain or react")
 
 
+def test_methods_that_are_not_async(ludus: Ludus) -> None:
+    recipe = echo(ludus, "Plain")
+    ludus("train", recipe).refused(1, "reset is not async", "write `async def reset`")
+    ludus("train", echo(ludus, "PlainStep"), "rl.steps=1").ok()
+    assert "step is not async" in ludus("show", "echo-2").ok().out
+    for name, method in (("Plain", "reset"), ("PlainStep", "step")):
+        done = ludus("check-env", f"{BROKEN}:{name}")
+        assert done.code == 1
+        assert f"write `async def {method}`" in done.out
+
+
 def test_an_environment_that_is_gone(ludus: Ludus) -> None:
     """Before anything trains, where it has to speak; else the run goes on, and says so."""
     recipe = echo(ludus, "Gone")

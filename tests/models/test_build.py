@@ -11,11 +11,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from ludus.config.schema import LoraConfig, ModelConfig
-from ludus.core.errors import ConfigError
+from ludus.core.errors import CheckpointError, ConfigError
 from ludus.core.types import Spec
 from ludus.models import ARCHITECTURES
 from ludus.models.build import build_model, merge_lora
-from ludus.models.chat.tokenizers import train_tokenizer
+from ludus.models.chat.tokenizers import load_tokenizer, train_tokenizer
 
 TINY = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "intermediate_size": 64}
 
@@ -173,3 +173,22 @@ def test_models_import_sets_the_wait_policy_without_torch() -> None:
         "assert os.environ['OMP_WAIT_POLICY'] == 'PASSIVE' and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("size", [4_000_000_000, 4_000_000_000_000_000_000])
+def test_a_model_beyond_the_memory_is_refused(
+    tokenizer: PreTrainedTokenizerFast, size: int
+) -> None:
+    config = scratch(architecture={"name": "qwen3", "args": {**TINY, "hidden_size": size}})
+    with pytest.raises(ConfigError, match=r"^model.architecture.args: "):
+        build_model(config, tokenizer, 0)
+
+
+def test_a_damaged_folder_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    build_model(scratch(), tokenizer, 0).save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:3000])
+    with pytest.raises(CheckpointError, match=r"model.path: .* cannot be loaded, the file may be"):
+        build_model(ModelConfig(path=str(tmp_path), context_length=64), tokenizer, 0)
+    with pytest.raises(ConfigError, match=r"model.tokenizer: .* has no tokenizer"):
+        load_tokenizer(str(tmp_path))

@@ -213,7 +213,9 @@ async def test_a_step_that_is_not_a_coroutine():
 
     env = HostedEnv(Plain, EnvThread(), 60.0)
     await env.reset(task_of(0))
-    with pytest.raises(EnvError, match="step raised TypeError: object StepResult can't be used"):
+    with pytest.raises(
+        EnvError, match=r"step is not async \(it returned StepResult\): write `async def"
+    ):
         await env.step(ACT)
 
 

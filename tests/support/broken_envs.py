@@ -56,3 +56,15 @@ class Gone(Echo):
     @classmethod
     def faults(cls) -> list[str]:
         return ["raise"]
+
+
+class Plain(Echo):
+    """Its author forgot `async`."""
+
+    def reset(self, task: Task) -> Observation:  # type: ignore[override]
+        return Observation(messages=[Message(role="user", content="say a")])
+
+
+class PlainStep(Echo):
+    def step(self, action: Message) -> StepResult:  # type: ignore[override]
+        return StepResult(messages=[], reward=1.0, terminated=True)

@@ -37,7 +37,8 @@ COPIERS: list[subprocess.Popen[bytes]] = []
 def strike(target: str, nth: int, how: str) -> None:
     """Cause a fault at the n-th call of `module:attribute`.
 
-    `how`: kill, kill after (it), interrupt, interrupt twice, or full (the disk, from there on).
+    `how`: kill, kill after (it), interrupt (SIGINT), terminate (SIGTERM), either of them twice, or
+    full (the disk, from there on).
     """
     module, _, path = target.partition(":")
     owner: Any = importlib.import_module(module)
@@ -57,9 +58,9 @@ def strike(target: str, nth: int, how: str) -> None:
             return result
         if calls == nth and how == "full":
             fill_disk()
-        if calls == nth and how.startswith("interrupt"):
-            for _ in range(2 if how == "interrupt twice" else 1):
-                os.kill(os.getpid(), signal.SIGINT)
+        if calls == nth and how.startswith(("interrupt", "terminate")):
+            for _ in range(2 if how.endswith("twice") else 1):
+                signal.raise_signal(signal.SIGINT if "interrupt" in how else signal.SIGTERM)
         return original(*args, **kwargs)
 
     setattr(owner, name, counted)

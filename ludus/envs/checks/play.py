@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from typing import Any, TypeVar
 
 from ludus.core.errors import EnvError, EpisodeTimeout
+from ludus.core.signals import ctrl_c_kept_from_children
 from ludus.core.types import Message, Observation, Spec, StepResult, Task
 from ludus.envs import ENVS
-from ludus.envs.base import Env, NoExpert
+from ludus.envs.base import Env, NoExpert, awaited
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ class Player:
             raise self._hang
 
         async def run() -> T:
-            return await function()
+            return await awaited(what, function())
 
         future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._loop))
         done, _ = await asyncio.wait([future], timeout=self.timeout_s)
@@ -166,7 +167,9 @@ def play_in_process(spec: Spec, task: Task, actions: list[str], timeout_s: float
 
     with ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn")) as pool:
         args = (spec.model_dump_json(), task.model_dump_json(), actions)
-        turns: list[Turn] = pool.schedule(_play_here, args=args, timeout=timeout_s).result()
+        with ctrl_c_kept_from_children():
+            played = pool.schedule(_play_here, args=args, timeout=timeout_s)
+        turns: list[Turn] = played.result()
         return turns
 
 

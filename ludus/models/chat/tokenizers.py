@@ -45,8 +45,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(load_error("model.tokenizer", path, error)) from error
-    if len(tokenizer) == 0:
-        raise ConfigError(f"model.tokenizer: {path} has no tokenizer (empty vocabulary)")
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers made one up
+        raise ConfigError(
+            f"model.tokenizer: {path} has no tokenizer (no token but special ones); name "
+            "another folder in model.tokenizer, or add its files, such as tokenizer.json"
+        )
     return tokenizer
 
 

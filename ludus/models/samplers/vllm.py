@@ -98,6 +98,7 @@ class VllmSampler:
         """The server; None before the first turn."""
         self._lock = threading.Lock()  # serialises starts and publications
         self._starting: asyncio.Task[None] | None = None
+        self._cancelled = threading.Event()
         self._client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
         self._turns: dict[str, set[asyncio.Task[Completion]]] = {}
 
@@ -184,7 +185,7 @@ class VllmSampler:
         """Returns the server; starts it if necessary, once for all waiting turns."""
         if self.server is None or not self.server.alive:
             if self._starting is None or self._starting.done():
-                self._starting = asyncio.create_task(asyncio.to_thread(self._start))
+                self._starting = asyncio.create_task(self._start_in_thread())
             await asyncio.shield(self._starting)
         assert self.server is not None
         return self.server
@@ -202,6 +203,15 @@ class VllmSampler:
         return self._client[1]
 
     # The server
+
+    async def _start_in_thread(self) -> None:
+        """Start the server; give up where the event loop ends, which waits for its threads."""
+        self._cancelled.clear()
+        try:
+            await asyncio.to_thread(self._start)
+        except asyncio.CancelledError:
+            self._cancelled.set()
+            raise
 
     def _start(self) -> None:
         """Start the server, initially or after it died; runs in a thread."""
@@ -224,7 +234,7 @@ class VllmSampler:
             environment = {"OMP_NUM_THREADS": str(self._threads)} if self._threads else {}
             server = VllmServer(self._python, self._flags, environment, self._folder / "server.log")
             try:
-                server.wait_until_up(self._deadline_s)
+                server.wait_until_up(self._deadline_s, self._cancelled)
                 server.post("/update_weight_version", {"new_version": str(self.policy_version)})
                 self._require_probe(server)
             except BaseException:

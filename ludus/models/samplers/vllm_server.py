@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,9 +83,9 @@ class VllmServer:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def wait_until_up(self, deadline_s: float) -> None:
+    def wait_until_up(self, deadline_s: float, cancelled: threading.Event) -> None:
         """Wait until the server responds. Errors: LudusError, with the server stopped, where it
-        dies or does not respond within `deadline_s` seconds."""
+        dies, does not respond within `deadline_s` seconds, or `cancelled` is set."""
         until = time.monotonic() + deadline_s
         while True:
             with contextlib.suppress(httpx.TransportError):
@@ -98,7 +99,9 @@ class VllmServer:
                 self.stop()
                 limit = f"sampler.args.startup_deadline_s = {deadline_s:g} s"
                 raise LudusError(self.explain(f"vLLM did not respond within {limit}"))
-            time.sleep(0.1)
+            if cancelled.wait(0.1):
+                self.stop()
+                raise LudusError("the startup of vLLM was cancelled")
 
     def _is_listening(self) -> bool:
         with socket.socket(socket.AF_UNIX) as connection:

@@ -1,0 +1,114 @@
+"""SIGINT and SIGTERM end a command alike: in order, and without a traceback.
+
+    signal             exception            exit code of the command
+    SIGINT (Ctrl-C)    KeyboardInterrupt    130
+    SIGTERM            Terminated           143
+
+Python can handle signals in the main thread only; elsewhere these functions leave them alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, where Ctrl-C raises KeyboardInterrupt."""
+
+
+def exit_code(stop: BaseException) -> int:
+    """Returns the exit code of a command that a signal ended."""
+    return 143 if isinstance(stop, Terminated) else 130
+
+
+def raise_stop(stop: KeyboardInterrupt) -> NoReturn:
+    """Handle a signal as Python handles Ctrl-C."""
+    raise stop
+
+
+@contextmanager
+def handling(handle: Callable[[KeyboardInterrupt], object]) -> Iterator[None]:
+    """Call `handle` at each signal with the exception of the signal."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        handle(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def ctrl_c_kept_from_children() -> Iterator[None]:
+    """Block SIGINT in the threads and processes that the body starts.
+
+    A terminal sends Ctrl-C to all processes of a command. A worker process would print a traceback;
+    its parent ends it.
+    """
+    resource_tracker.ensure_running()  # its start would unblock SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def run(
+    main: Coroutine[Any, Any, T], finishes: Callable[[KeyboardInterrupt], bool] = lambda _: False
+) -> T:
+    """`asyncio.run`, ended by signals in order.
+
+    A signal raises at once where `main` itself computes. Where it waits for its tasks, the first
+    signal cancels it, so the tasks end in order; the next signal raises at once.
+
+    Args:
+        finishes: called first; True if `main` will end by itself.
+
+    Errors: KeyboardInterrupt, Terminated; those of `main`.
+    """
+    task: asyncio.Task[T] | None = None
+    cause: KeyboardInterrupt | None = None
+
+    async def body() -> T:
+        nonlocal task
+        task = asyncio.current_task()
+        return await main
+
+    def handle(stop: KeyboardInterrupt) -> None:
+        nonlocal cause
+        if finishes(stop):
+            return
+        loop = runner.get_loop()
+        loop.set_exception_handler(lambda *_: None)  # errors of tasks that nobody awaits any more
+        waits = task is not None and asyncio.current_task(loop) is not task
+        if task is None or not waits or cause is not None:
+            raise stop
+        cause = stop
+        loop.call_soon_threadsafe(task.cancel)
+
+    with asyncio.Runner() as runner, handling(handle):
+        try:
+            result = runner.run(body())
+        except asyncio.CancelledError:
+            if cause is None:
+                raise
+        if cause is None:
+            return result
+    raise cause
