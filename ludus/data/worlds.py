@@ -6,9 +6,9 @@ state. Environments without cheap resets describe none: their tasks are compared
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
+from ludus.core.signals import run
 from ludus.core.types import Spec, Task
 from ludus.envs.base import Env
 from ludus.rollout.host import LocalEnvs
@@ -43,7 +43,7 @@ class Worlds:
         async def all_keys() -> list[str]:
             return [await self._key(task) for task in tasks]
 
-        return asyncio.run(all_keys())
+        return run(all_keys())
 
     async def _key(self, task: Task) -> str:
         spec, world = self._envs.spec_of(task), None
