@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ludus.cli.options import Overrides, Recipe, Run, RunsDir, load
+from ludus.cli.options import Overrides, Recipe, RunsDir, load
 from ludus.core.errors import ConfigError
 
 app = typer.Typer()
@@ -173,20 +173,50 @@ def plan(
 
 @app.command()
 def evaluate(
-    run: Run,
-    checkpoint: Annotated[
-        str | None, typer.Option(help="best, latest, or a name, e.g. sft-000300; default: latest.")
+    subject: Annotated[
+        str | None,
+        typer.Argument(
+            help="A run (RUN or RUN/CHECKPOINT), a Hugging Face folder, or MODEL@URL.",
+            metavar="MODEL",
+        ),
     ] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(help="A run's checkpoint: best, latest, or its name; default: latest."),
+    ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(help="An OpenAI-compatible endpoint, up to /v1. API key: LUDUS_API_KEY."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name at the endpoint.")] = None,
     against: Annotated[
-        str | None, typer.Option(help="Second checkpoint, compared on the same tasks.")
+        str | None,
+        typer.Option(
+            help="A second model, as MODEL above or a checkpoint of the run, compared by a paired "
+            "test."
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="Recipe with the held-out tasks and environment; default: the run's."),
     ] = None,
     num_tasks: Annotated[int | None, typer.Option(help="Held-out tasks; default: all.")] = None,
     samples: Annotated[int, typer.Option(help="Episodes of each task: k of pass@k.")] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     runs_dir: RunsDir = "runs",
 ) -> None:
-    """Evaluate a run's checkpoint on held-out tasks, or compare two checkpoints (paired test)."""
-    from ludus.pipeline.evaluate import evaluate_checkpoints
+    """Evaluate a run, a Hugging Face folder or an endpoint's model on held-out tasks."""
+    if (subject is None) == (endpoint is None) or (endpoint is None) != (model is None):
+        raise ConfigError("name a run or a Hugging Face folder, or give --endpoint and --model")
+    from ludus.pipeline.subjects import evaluate_subjects, find_subject
 
-    names = [checkpoint, against] if against else [checkpoint]
-    evaluate_checkpoints(run, runs_dir, names, num_tasks, samples, temperature)
+    text = f"{model}@{endpoint}" if subject is None else subject
+    first = find_subject(f"{text}/{checkpoint}" if checkpoint else text, runs_dir)
+    subjects = [first, find_subject(against, runs_dir, first)] if against else [first]
+    evaluate_subjects(
+        subjects,
+        load(recipe, None) if recipe else None,
+        num_tasks=num_tasks,
+        samples=samples,
+        temperature=temperature,
+    )

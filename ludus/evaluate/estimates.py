@@ -92,7 +92,7 @@ def summarise(
         num_excluded=num_excluded,
         excluded=_excluded(played),
         mean_turns=sum(t.num_turns for t in scored) / len(scored),
-        mean_sampled_tokens=sum(t.num_sampled_tokens for t in scored) / len(scored),
+        mean_sampled_tokens=sum(t.num_sampled_tokens for t in scored) / len(scored) or None,
         seconds=seconds,
         outcomes=outcomes,
     )

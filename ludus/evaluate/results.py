@@ -58,7 +58,10 @@ class Exclusion(_Record):
 
 
 class Evaluation(_Record):
-    """The results of a policy on a list of tasks."""
+    """The results of a policy on a list of tasks.
+
+    `mean_sampled_tokens` is None for an endpoint, which returns text.
+    """
 
     label: str = ""
     checkpoint: str | None = None
@@ -77,7 +80,7 @@ class Evaluation(_Record):
     num_excluded: int
     excluded: dict[str, Exclusion]
     mean_turns: float
-    mean_sampled_tokens: float
+    mean_sampled_tokens: float | None
     seconds: float = 0.0
     outcomes: list[TaskOutcome] = Field(repr=False)
 

@@ -28,9 +28,9 @@ def render_evaluation(evaluation: Evaluation) -> RenderableType:
     lines += [
         f"  pass@{k}  {_percent(x.value)}  ({_interval(x)})" for k, x in e.pass_at.items() if k > 1
     ]
+    tokens = "" if not e.mean_sampled_tokens else f" and {e.mean_sampled_tokens:.0f} sampled tokens"
     lines.append(
-        f"  {e.num_episodes} episodes, {e.mean_turns:.1f} turns and "
-        f"{e.mean_sampled_tokens:.0f} sampled tokens each, {e.seconds:.1f} s"
+        f"  {e.num_episodes} episodes, {e.mean_turns:.1f} turns{tokens} each, {e.seconds:.1f} s"
     )
     if e.num_excluded:
         reasons = ", ".join(f"{x.count} {reason}" for reason, x in e.excluded.items())

@@ -1,27 +1,20 @@
-"""Held-out evaluation of a policy; evaluation and export of a run's checkpoints."""
+"""Held-out evaluation of a policy; export of a run's checkpoints."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
-
-from rich.console import Console
 
 from ludus.config.load import load_config
 from ludus.config.schema import EvaluateConfig
-from ludus.core.errors import ConfigError
-from ludus.core.signals import run as run_async
-from ludus.core.types import Group
+from ludus.core.types import Group, Spec, Task
 from ludus.envs import ENVS
-from ludus.evaluate import compare, render_comparison, render_evaluation, summarise
+from ludus.evaluate import summarise
 from ludus.evaluate.results import Evaluation
-from ludus.pipeline.build import Run, build
-from ludus.pipeline.registries import check_samples
-from ludus.pipeline.splits import read_splits
+from ludus.pipeline.build import Run
 from ludus.pipeline.tokenizer import make_renderer
+from ludus.rollout.collect import Collector
 from ludus.store.folders import find_run
 from ludus.train.checkpoint.export import export_hf
 from ludus.train.checkpoint.policy import find_checkpoint, restore_policy, run_tokenizer
@@ -31,62 +24,40 @@ async def evaluate(
     run: Run, settings: EvaluateConfig, label: str, step: int = 0
 ) -> tuple[list[Group], Evaluation]:
     """Play held-out tasks with the current weights. Records nothing."""
-    collector = run.collector.with_config(
+    groups, result = await play_heldout(
+        run.collector, run.splits.heldout, run.config.env, settings, label, step
+    )
+    return groups, result.model_copy(update={"policy_version": run.backend.sampler.policy_version})
+
+
+async def play_heldout(
+    collector: Collector,
+    heldout: Sequence[Task],
+    env_spec: Spec | None,
+    settings: EvaluateConfig,
+    label: str,
+    step: int = 0,
+) -> tuple[list[Group], Evaluation]:
+    """Play and summarise held-out tasks with any collector.
+
+    Errors: DataError where no episode could be scored.
+    """
+    collector = collector.with_config(
         f"evaluate/{label}", temperature=settings.temperature, top_p=1.0, top_k=0
     )
     started = time.perf_counter()
-    tasks = run.splits.heldout[: settings.num_tasks]
-    groups = await collector.collect(tasks, step, settings.samples_per_task)
-    env = ENVS.build(run.config.env, "env") if run.config.env else None
+    groups = await collector.collect(heldout[: settings.num_tasks], step, settings.samples_per_task)
+    env = ENVS.build(env_spec, "env") if env_spec else None
     result = summarise(
         groups,
         success_at=env.success_at if env else 1.0,
         success_of=env.success_of if env and env.members() else None,
         confidence=settings.confidence,
         label=f"{label} {step}" if step else label,
-        policy_version=run.backend.sampler.policy_version,
         temperature=settings.temperature,
         seconds=time.perf_counter() - started,
     )
     return groups, result
-
-
-def evaluate_checkpoints(
-    run_id: str,
-    runs_dir: str,
-    checkpoints: Sequence[str | None],
-    num_tasks: int | None,
-    samples: int,
-    temperature: float,
-) -> list[Evaluation]:
-    """Evaluate each checkpoint (None: the newest) on the held-out tasks; print the results.
-
-    Compares two checkpoints by a paired test. Writes nothing to the run.
-    """
-    folder = find_run(runs_dir, run_id)
-    infos = [find_checkpoint(folder, name) for name in checkpoints]
-    tokenizer = run_tokenizer(folder)
-    changes = {"num_tasks": num_tasks, "samples_per_task": samples, "temperature": temperature}
-    config = load_config(
-        folder.config, [f"evaluate.{key}={json.dumps(value)}" for key, value in changes.items()]
-    )
-    check_samples(config.evaluate)
-    splits = read_splits(config, folder)
-    if not splits.heldout:
-        raise ConfigError(f"run {folder.id} has no held-out tasks: tasks.heldout is null")
-    run = build(config, folder, splits, tokenizer)
-    console = Console()
-    results: list[Evaluation] = []
-    with closing(run.backend):
-        for info in infos:
-            run.backend.load_weights(info.path)
-            _, result = run_async(evaluate(run, config.evaluate, "evaluate"))
-            result = result.model_copy(update={"label": info.path.name})
-            console.print(render_evaluation(result))
-            results.append(result)
-    if len(results) == 2:
-        console.print(render_comparison(compare(*results)))
-    return results
 
 
 def export_checkpoint(

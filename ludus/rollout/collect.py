@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING
 from ludus.config.schema import RolloutConfig
 from ludus.core.errors import EpisodeError
 from ludus.core.seeds import derive_seed
-from ludus.core.types import Group, Spec, Task, Trajectory
+from ludus.core.types import Group, Spec, Task, ToolSpec, Trajectory
 from ludus.judges import JUDGES
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import Sampler
 from ludus.rollout.episode import Episode, run_episode
 from ludus.rollout.host import LocalEnvs
-from ludus.rollout.session import TokenSession
+from ludus.rollout.session import Session, TextSession, TokenSession
 from ludus.rollout.threads import run_pool
 from ludus.tasks.mixture import part_of
 
 if TYPE_CHECKING:
     from ludus.judges.base import Judge
+    from ludus.models.endpoint.client import Endpoint
 
 
 @dataclass(slots=True)
@@ -34,14 +35,16 @@ class Collector:
 
     Args:
         judge: scores episodes whose task names no judge; None: the sum of the step rewards.
+        sampler, renderer: None with an endpoint.
         renderers: by part of a mixture, where parts have their own tools.
+        endpoint: samples from text in place of `sampler`; the trajectories have no token ids.
         on_episode: called with each finished trajectory, for progress displays.
         on_error: called with the error that ended an attempt, for debugging.
         inline: play in the calling thread, without deadlines: for debuggers.
     """
 
-    sampler: Sampler
-    renderer: Renderer
+    sampler: Sampler | None
+    renderer: Renderer | None
     config: RolloutConfig
     env: Spec | None
     judge: Judge | None = None
@@ -51,6 +54,7 @@ class Collector:
     on_episode: Callable[[Trajectory], None] | None = None
     on_error: Callable[[EpisodeError], object] | None = None
     inline: bool = False
+    endpoint: Endpoint | None = None
     _judges: dict[str, Judge] = field(default_factory=dict, repr=False)
 
     async def collect(
@@ -79,17 +83,31 @@ class Collector:
 
     def episode(self, task: Task, trajectory: Trajectory) -> Episode:
         """Returns the episode that grows `trajectory`."""
-        renderer = self.renderers.get(part_of(task) or "", self.renderer)
-        seed = derive_seed(self.seed, trajectory.id)
+        envs = LocalEnvs(self.env)
         return Episode(
             task,
-            TokenSession(trajectory, self.sampler, renderer, self.config, seed),
-            LocalEnvs(self.env),
+            self._session(task, trajectory, envs),
+            envs,
             self.config,
             self._judge_of(task),
             self.on_error,
             self.on_episode,
         )
+
+    def _session(self, task: Task, trajectory: Trajectory, envs: LocalEnvs) -> Session:
+        part = part_of(task)
+        if self.endpoint is not None:
+
+            def tools() -> Sequence[ToolSpec]:
+                return envs.prototype.members().get(part or "", envs.prototype).tools()
+
+            keys = (self.seed, trajectory.id, 0)
+            return TextSession(trajectory, self.endpoint, self.config, tools, keys)
+        renderer = self.renderers.get(part or "", self.renderer)
+        assert self.sampler is not None
+        assert renderer is not None
+        seed = derive_seed(self.seed, trajectory.id)
+        return TokenSession(trajectory, self.sampler, renderer, self.config, seed)
 
     def _judge_of(self, task: Task) -> Judge | None:
         """The task's own judge, or the run's."""

@@ -1,0 +1,226 @@
+"""Evaluate models on the same held-out tasks: runs, Hugging Face folders, endpoints.
+
+    babyai-tiny-1, babyai-tiny-1/best        a run, a run's checkpoint
+    hf/my-model                              a Hugging Face folder with a tokenizer
+    my-model@http://127.0.0.1:8000/v1        a model of an OpenAI-compatible endpoint
+
+Tasks, environment, judge and rollout settings are those of the recipe, else of the first run.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ludus.config.load import load_config
+from ludus.config.schema import ModelConfig, RunConfig
+from ludus.core.errors import ConfigError, LudusError, SamplerError
+from ludus.core.signals import run as run_async
+from ludus.core.types import Message
+from ludus.evaluate import compare, render_comparison, render_evaluation
+from ludus.evaluate.results import Evaluation
+from ludus.judges import JUDGES
+from ludus.models.chat.tokenizers import load_tokenizer
+from ludus.models.samplers.base import SamplingParams
+from ludus.pipeline.build import build
+from ludus.pipeline.evaluate import evaluate, play_heldout
+from ludus.pipeline.registries import check_samples
+from ludus.pipeline.splits import Splits, read_splits
+from ludus.rollout.collect import Collector
+from ludus.store.folders import RunFolder
+from ludus.train.checkpoint.policy import find_checkpoint, find_run_checkpoint, run_tokenizer
+from ludus.train.checkpoint.store import CheckpointInfo
+
+API_KEY = "LUDUS_API_KEY"
+"""Environment variable with the key of the endpoints."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+@dataclass(frozen=True, slots=True)
+class RunSubject:
+    """A checkpoint of a run."""
+
+    folder: RunFolder
+    info: CheckpointInfo
+
+    @property
+    def name(self) -> str:
+        return f"{self.folder.id}/{self.info.path.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class FolderSubject:
+    """A Hugging Face folder."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSubject:
+    """A model of an OpenAI-compatible endpoint; `url` goes up to and including `/v1`."""
+
+    model: str
+    url: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}@{self.url}"
+
+
+Subject = RunSubject | FolderSubject | EndpointSubject
+
+
+def find_subject(text: str, runs_dir: str, beside: Subject | None = None) -> Subject:
+    """Returns the subject that `text` names; see the top of this file.
+
+    With a run `beside` it, `text` may be the name of one of that run's checkpoints.
+
+    Errors: ConfigError, CheckpointError.
+    """
+    model, at, url = text.partition("@")
+    if at and url.startswith(("http://", "https://")):
+        if not model:
+            raise ConfigError(f"{text}: name the endpoint's model: MODEL@{url}")
+        return EndpointSubject(model, url)
+    if text.startswith(("http://", "https://")):
+        raise ConfigError(f"{text}: name the endpoint's model: MODEL@{text}")
+    path = Path(text).expanduser()
+    if (path / "config.json").is_file():
+        if not any((path / name).is_file() for name in TOKENIZER_FILES):
+            raise ConfigError(f"{text} holds no tokenizer ({', '.join(TOKENIZER_FILES)})")
+        return FolderSubject(path)
+    if (path / "adapter_config.json").is_file():
+        raise ConfigError(f"{text} holds adapters without their base model: merge them first")
+    own = None
+    try:
+        folder, name = find_run_checkpoint(runs_dir, text)
+    except ConfigError as error:
+        if not isinstance(beside, RunSubject):
+            raise ConfigError(
+                f"{error}. Name a run (RUN or RUN/CHECKPOINT), a Hugging Face folder with a "
+                "config.json, or an endpoint's model (MODEL@URL)"
+            ) from None
+        own = beside.folder
+    if own is not None:
+        return RunSubject(own, find_checkpoint(own, text))
+    return RunSubject(folder, find_checkpoint(folder, name))
+
+
+def evaluate_subjects(
+    subjects: Sequence[Subject],
+    recipe: RunConfig | None = None,
+    *,
+    num_tasks: int | None,
+    samples: int,
+    temperature: float,
+) -> list[Evaluation]:
+    """Evaluate each subject on the held-out tasks; print the results; compare two of them.
+
+    `recipe` names the tasks, else the first run among the subjects does. Writes nothing.
+
+    Errors: ConfigError; DataError where no episode could be scored; LudusError where an endpoint
+    cannot be reached.
+    """
+    runs = [subject for subject in subjects if isinstance(subject, RunSubject)]
+    origin = None
+    if recipe is None:
+        if not runs:
+            raise ConfigError(
+                f"{subjects[0].name} is no run, so nothing names the held-out tasks and their "
+                "environment: give a recipe that does, e.g. --recipe recipes/babyai-tiny.yaml"
+            )
+        origin = runs[0].folder
+        recipe = load_config(origin.config)
+    changes = {"num_tasks": num_tasks, "samples_per_task": samples, "temperature": temperature}
+    settings = {**recipe.evaluate.model_dump(), **changes}
+    config = _derived(recipe, evaluate=settings, sft=None, rl=None, demonstrations=None)
+    check_samples(config.evaluate)
+    splits = read_splits(config, origin)
+    if not splits.heldout:
+        where = f"run {origin.id}" if origin else "the recipe"
+        raise ConfigError(f"{where} has no held-out tasks: tasks.heldout is null")
+    same_run = len(runs) == len(subjects) and len({run.folder.id for run in runs}) == 1
+    console = Console()
+    results: list[Evaluation] = []
+    for subject in subjects:
+        result = _evaluate(subject, config, splits)
+        label = runs[len(results)].info.path.name if same_run else subject.name
+        results.append(result.model_copy(update={"label": label}))
+        console.print(render_evaluation(results[-1]))
+    if len(results) == 2:
+        console.print(render_comparison(compare(*results)))
+    return results
+
+
+def _evaluate(subject: Subject, config: RunConfig, splits: Splits) -> Evaluation:
+    if isinstance(subject, EndpointSubject):
+        return run_async(_evaluate_endpoint(subject, config, splits))
+    if isinstance(subject, RunSubject):
+        own = load_config(subject.folder.config)
+        config = _derived(config, model=own.model.model_dump(), seed=own.seed)
+        tokenizer = run_tokenizer(subject.folder)
+        return _evaluate_local(config, subject.folder, splits, tokenizer, subject.info.path)
+    shared = config.model.model_dump(include={"context_length", "dtype", "device", "thinking"})
+    config = _derived(config, model=ModelConfig(path=str(subject.path), **shared).model_dump())
+    with tempfile.TemporaryDirectory(prefix="ludus-evaluate-") as folder:
+        tokenizer = load_tokenizer(str(subject.path))
+        return _evaluate_local(config, RunFolder(Path(folder)), splits, tokenizer, None)
+
+
+def _evaluate_local(
+    config: RunConfig, folder: RunFolder, splits: Splits, tokenizer: Any, checkpoint: Path | None
+) -> Evaluation:
+    """Evaluate the model that `config` builds, with the weights of a checkpoint, if given."""
+    run = build(config, folder, splits, tokenizer)
+    with closing(run.backend):
+        if checkpoint is not None:
+            run.backend.load_weights(checkpoint)
+        _, result = run_async(evaluate(run, config.evaluate, "evaluate"))
+    return result if checkpoint else result.model_copy(update={"policy_version": None})
+
+
+async def _evaluate_endpoint(
+    subject: EndpointSubject, config: RunConfig, splits: Splits
+) -> Evaluation:
+    from ludus.models.endpoint.client import Endpoint
+
+    key = os.environ.get(API_KEY) or None
+    async with Endpoint(subject.url, subject.model, key) as endpoint:
+        await endpoint.check()
+        try:  # an endpoint that is down would fail every episode, slowly
+            await endpoint.chat([Message(role="user", content="Hello")], SamplingParams(1))
+        except SamplerError as error:
+            raise LudusError(f"{subject.name} cannot be evaluated: {error}") from None
+        collector = Collector(
+            sampler=None,
+            renderer=None,
+            config=config.rollout,
+            env=config.env,
+            judge=JUDGES.build(config.judge, "judge") if config.judge else None,
+            seed=config.seed,
+            endpoint=endpoint,
+        )
+        groups, result = await play_heldout(
+            collector, splits.heldout, config.env, config.evaluate, "evaluate"
+        )
+    segments = (s for g in groups for t in g.trajectories for s in t.segments if s.sampled)
+    versions = {segment.policy_version for segment in segments}
+    version = versions.pop() if len(versions) == 1 else None
+    return result.model_copy(update={"policy_version": version})
+
+
+def _derived(config: RunConfig, **changes: Any) -> RunConfig:
+    """Returns the configuration with sections replaced, validated. Errors: ConfigError."""
+    return load_config({**config.model_dump(mode="json"), **changes})
