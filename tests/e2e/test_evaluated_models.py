@@ -1,4 +1,4 @@
-"""`ludus evaluate` of a run, a Hugging Face folder and a served model: the same tasks and result."""
+"""`ludus evaluate` of a run, a folder and a served model: the same tasks and result."""
 
 from __future__ import annotations
 
