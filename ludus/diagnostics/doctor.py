@@ -64,6 +64,7 @@ def run_doctor(runs_dir: str | Path = "runs") -> list[Check]:
         lambda: [check_machine(), check_disk(folder), check_sqlite(folder)],
         lambda: _if_installed("torch", check_torch),
         lambda: _if_installed("torch", check_threads),
+        lambda: _if_installed("torch", check_native),
         lambda: _if_installed("transformers", check_transformers),
         lambda: _if_installed("torchvision", check_companion),
         lambda: _if_installed("torchaudio", check_companion),
@@ -292,6 +293,23 @@ def check_threads(package: str) -> Check:
         return Check(name, False, f"{policy}: idle threads spin", f"export {name}=PASSIVE")
     when = "set before torch is loaded" if early else "but set after torch was loaded"
     return Check(name, early, f"PASSIVE, {when}", "" if early else f"export {name}=PASSIVE")
+
+
+NATIVE = """
+import json
+from ludus.models.decoders import native
+print(json.dumps({"absence": native.absence(), "remedy": native.REMEDY}))
+"""
+
+
+def check_native(package: str) -> Check:
+    """Check that a C compiler builds the kernels of sampler and learner for the CPU."""
+    probed = probe(NATIVE)
+    absence = probed.problem or probed.result["absence"]
+    if absence:
+        fix = probed.result.get("remedy", "reinstall ludus")
+        return Check("native code", False, f"none, {package} computes on a CPU: {absence}", fix)
+    return Check("native code", True, "compiled: sampler and learner use it on a CPU")
 
 
 def check_transformers(package: str) -> Check:

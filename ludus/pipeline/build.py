@@ -23,6 +23,7 @@ from ludus.data.demonstrations import (
 from ludus.judges import JUDGES
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import load_tokenizer
+from ludus.models.decoders import native
 from ludus.pipeline.budget import Timings
 from ludus.pipeline.conversations import Conversation, read_conversations
 from ludus.pipeline.progress import Observer
@@ -118,6 +119,8 @@ def build_training(
     config: RunConfig, folder: RunFolder, splits: Splits, observer: Observer, timings: Timings
 ) -> Run:
     """Build a run that trains: make demonstrations and tokenizer unless the folder has them."""
+    if config.model.device == "cpu":
+        _log_native(native.absence())
     _note_skipped(observer, "tasks.train", splits.train.skipped)
     _note_skipped(observer, "tasks.heldout", splits.heldout.skipped)
     if splits.note:
@@ -167,6 +170,14 @@ def _demonstrations(
     dropped = dropped_path(path)
     first = dropped.read_text(encoding="utf-8").partition("\n")[0]
     raise DataError(f"the expert gave no demonstration; {dropped} lists the reasons: {first}")
+
+
+def _log_native(absence: str) -> None:
+    """Log the path of the CPU's computations: native code, or torch and the reason."""
+    if absence:
+        log.warning("no native code, torch computes", reason=absence, remedy=native.REMEDY)
+    else:
+        log.info("native code computes")
 
 
 def _note_skipped(observer: Observer, source: str, lines: Sequence[object]) -> None:

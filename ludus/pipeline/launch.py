@@ -18,6 +18,7 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, MirrorError
 from ludus.core.files import atomic_write
 from ludus.core.signals import exit_code, handling, raise_stop, run
+from ludus.models.decoders import native
 from ludus.pipeline.budget import Budget, Timings
 from ludus.pipeline.build import build_training
 from ludus.pipeline.progress import Display, Observer
@@ -148,7 +149,11 @@ def _create_run(config: RunConfig, store: RunStore) -> RunFolder:
 
 
 def _insert_row(store: RunStore, folder: RunFolder, config: RunConfig) -> None:
-    store.create_run(folder.id, config.name, config.model_dump(mode="json"), versions())
+    facts = versions()
+    if config.model.device == "cpu":
+        absence = native.absence()
+        facts["native code"] = f"none, torch computes: {absence}" if absence else "compiled"
+    store.create_run(folder.id, config.name, config.model_dump(mode="json"), facts)
 
 
 @contextmanager

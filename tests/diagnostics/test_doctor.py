@@ -14,6 +14,7 @@ from rich.console import Console
 import ludus
 from ludus.diagnostics import doctor
 from ludus.diagnostics.doctor import Check, exit_code, probe, render_checks, run_doctor
+from ludus.models.decoders import native
 
 CORE = (
     "ludus-rl", "alembic", "annotated-types", "greenlet", "jinja2", "mako", "markdown-it-py",
@@ -41,12 +42,24 @@ def test_this_machine_is_well(checks):
     assert f"torch {version('torch')}" in checks["extra train"].detail
     assert checks["torch"].detail.startswith(f"{version('torch')}, ")
     assert checks["torch"].detail.endswith("; float32 and bfloat16 products are correct")
+    assert checks["native code"].detail == "compiled: sampler and learner use it on a CPU"
     assert checks["transformers"].detail == f"{version('transformers')}, imports its models"
     assert checks["run store"].detail.endswith("readable while written")
     assert checks["OMP_WAIT_POLICY"].detail == "PASSIVE, set before torch is loaded"
     assert "libpq" in checks["PostgreSQL client"].detail
     assert "`wandb sync`" in checks["wandb"].detail
     assert "GiB of memory" in checks["machine"].detail
+
+
+def test_a_machine_without_a_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", str(tmp_path / "missing"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    check = doctor.check_native("torch")
+    assert not check.ok
+    assert not check.essential
+    assert check.detail.startswith("none, torch computes on a CPU: ")
+    assert "missing" in check.detail
+    assert check.fix == native.REMEDY
 
 
 def test_the_doctor_leaves_nothing_behind(tmp_path):

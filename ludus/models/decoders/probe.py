@@ -119,7 +119,7 @@ def _cpu_decoder(llama: Llama, half: bool) -> Decoder:
     try:
         return NativeDecoder(llama, torch.bfloat16 if half else torch.float32)
     except (Unavailable, ValueError) as reason:
-        logger.debug("no native decoder: %s", reason)
+        logger.info("sampling in plain torch, not in native code: %s", reason)
         return LeanDecoder(llama, autocast=half and llama.embedding.weight.dtype.itemsize >= 4)
 
 

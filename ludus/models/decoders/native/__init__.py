@@ -2,7 +2,8 @@
 
 The library is cached in the user's cache folder; its name is a hash of sources, compiler, options
 and processor. It is moved there atomically, so several processes may build it concurrently. Without
-a compiler, or with LUDUS_NATIVE=0 in the environment, callers fall back to torch.
+a compiler, or with LUDUS_NATIVE=0 in the environment, callers fall back to torch; the log, the
+report and `ludus doctor` then give the reason.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ VARIANTS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-marc
 """Options in order of preference; not every compiler supports native tuning or OpenMP."""
 
 
+REMEDY = (
+    "install a C compiler (Debian: apt-get install gcc libc6-dev; macOS: xcode-select --install): "
+    "a GRPO step took 1.9 to 2.4 times as long without one (docs/benchmarks/native.md)"
+)
+
+
 class Unavailable(Exception):
     """The native library is not available; the message gives the reason."""
 
@@ -50,6 +57,15 @@ def library(half: bool = False, source: Path = SOURCE) -> ctypes.CDLL:
             output = getattr(error, "stderr", None)
             messages.append(output.strip() if isinstance(output, str) and output else str(error))
     raise Unavailable(f"{compiler} could not build the kernels: {messages[-1][-500:]}")
+
+
+def absence() -> str:
+    """Returns the reason why torch computes in place of the kernels; empty where they are built."""
+    try:
+        library()
+    except Unavailable as reason:
+        return str(reason)
+    return ""
 
 
 def _build(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
