@@ -80,7 +80,8 @@ class LocalBackend:
             tokenizer=renderer.tokenizer,
             folder=run_dir / "sampler",
         )
-        self.meter = Meter(self.model, self.sampler)
+        half = "bfloat16" in (config.learner.dtype, config.sampler.args.get("dtype"))
+        self.meter = Meter(self.model, self.sampler, half=half)
         self._shares = getattr(self.sampler, "shares_weights", False)
         self.checkpoints = CheckpointStore(
             run_dir / "checkpoints",
@@ -131,7 +132,7 @@ class LocalBackend:
     def _make_reference(self, path: str | None, temperature: float) -> Reference:
         model, config = None, self._config.model
         if path is not None:
-            shared = config.model_dump(include={"context_length", "dtype", "device"})
+            shared = config.model_dump(include={"context_length", "dtype", "device", "tf32"})
             named = ModelConfig(path=path, **shared)
             try:
                 model = build_model(named, self._tokenizer, seed=0)

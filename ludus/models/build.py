@@ -100,12 +100,14 @@ def build_model(
 
     A model from scratch depends only on the configuration, the vocabulary size and `seed`; global
     random states are neither used nor changed. Dropout is 0 except for `config.lora.dropout`, since
-    learner and sampler must compute the same distribution.
+    learner and sampler must compute the same distribution. `config.tf32` is set for all float32
+    products of this process on CUDA.
 
     Errors: ConfigError for a folder or hub name without a model, a tokenizer with more tokens than
     the model, a context longer than the model's, a missing device, an unknown LoRA target.
     """
     _check_device(config.device)
+    set_tf32(config.tf32)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = _from_scratch(config, tokenizer) if config.path is None else _pretrained(config)
@@ -118,6 +120,12 @@ def build_model(
         if config.lora is not None:
             model = _with_lora(model, config.lora)
     return model.to(config.device)
+
+
+def set_tf32(on: bool) -> None:
+    """Multiply and convolve float32 matrices on CUDA in TF32, or exactly. Process-wide."""
+    torch.backends.cuda.matmul.allow_tf32 = on
+    torch.backends.cudnn.allow_tf32 = on
 
 
 def model_shape(config: ModelConfig, vocab_size: int) -> PreTrainedConfig:

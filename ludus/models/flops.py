@@ -62,11 +62,12 @@ class Shape:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Returns the measured floating-point operations per second of torch's matrix product: the best
     of several square products of 512 rows (8,192 on CUDA), with torch's current threads."""
-    return _peak(str(device), dtype, torch.get_num_threads())
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    return _peak(str(device), dtype, torch.get_num_threads(), tf32)
 
 
 @lru_cache
-def _peak(device: str, dtype: torch.dtype, num_threads: int) -> float:
+def _peak(device: str, dtype: torch.dtype, num_threads: int, tf32: bool) -> float:
     cuda = device.startswith("cuda")
     size = 8192 if cuda else 512
     # Random numbers: a GPU multiplies constants faster than data.

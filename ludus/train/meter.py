@@ -21,14 +21,22 @@ class Meter:
     """Computes tokens, model-FLOP utilisation and memory of a step.
 
     Model FLOPs count the mathematics, not the kernels: a forward pass per token in the rollout,
-    three times that in training. A prefix that episodes share counts once.
+    three times that in training. A prefix that episodes share counts once. Utilisation is relative
+    to the device's peak: the rate of a matrix product, measured once, or a higher rate that a
+    step has reached since (the measurement may share the device with other work).
+
+    Args:
+        sampler: counts its tokens; None: only training is metered.
+        half: whether learner or sampler multiply in bfloat16; the peak is that of bfloat16 then.
     """
 
-    def __init__(self, model: Any, sampler: Any = None) -> None:
+    def __init__(self, model: Any, sampler: Any = None, *, half: bool = False) -> None:
         self._sampler = sampler
         self._shape = Shape.of(model)
         parameter = next(model.parameters())
-        self._device, self._dtype = parameter.device, parameter.dtype
+        self._device = parameter.device
+        self._dtype = torch.bfloat16 if half else parameter.dtype
+        self._fastest = 0.0  # highest rate of a step so far, in operations per second
         self._computed: float | None = None
         self._evicted = 0
 
@@ -55,7 +63,6 @@ class Meter:
         tokens, context = (sum(part) for part in zip(*extents, strict=True)) if played else (0, 0)
         known: dict[str, float] = {}
         mean_context = context / max(tokens, 1)
-        peak = peak_flops(self._device, self._dtype)
         sampled = 0.0
         if self._computed is not None:
             known["rollout/unique_tokens"] = self._computed
@@ -69,14 +76,15 @@ class Meter:
         unique = metrics.get("train/unique_tokens", metrics.get("train/tokens", 0.0)) * steps
         predictions = metrics.get("train/loss_tokens", 0.0) * steps
         trained = 3 * self._shape.forward(unique, predictions, unique * mean_context)
-        for name, flops, seconds in (
-            ("time/sample_mfu", sampled, metrics["time/sample_s"]),
-            ("time/train_mfu", trained, metrics["time/train_s"]),
-            ("time/mfu", sampled + trained, metrics["time/wall_s"]),
-        ):
-            if flops and seconds > 0:
-                known[name] = flops / seconds / peak
-        known |= self._cache()
+        work = {
+            "time/sample_mfu": (sampled, metrics["time/sample_s"]),
+            "time/train_mfu": (trained, metrics["time/train_s"]),
+            "time/mfu": (sampled + trained, metrics["time/wall_s"]),
+        }
+        rates = {name: flops / s for name, (flops, s) in work.items() if flops and s > 0}
+        self._fastest = max(self._fastest, *rates.values(), 0.0)
+        peak = max(peak_flops(self._device, self._dtype), self._fastest)
+        known |= {name: rate / peak for name, rate in rates.items()}
         return {**known, "time/peak_gflops": peak / 1e9, **memory(self._device)}
 
     def _cache(self) -> dict[str, float]:

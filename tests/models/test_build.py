@@ -14,7 +14,7 @@ from ludus.config.schema import LoraConfig, ModelConfig
 from ludus.core.errors import CheckpointError, ConfigError
 from ludus.core.types import Spec
 from ludus.models import ARCHITECTURES
-from ludus.models.build import build_model, merge_lora
+from ludus.models.build import build_model, merge_lora, set_tf32
 from ludus.models.chat.tokenizers import load_tokenizer, train_tokenizer
 
 TINY = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "intermediate_size": 64}
@@ -68,6 +68,22 @@ def test_bfloat16_weights_are_rounded_float32(tokenizer: PreTrainedTokenizerFast
     full = states(build_model(scratch(), tokenizer, 0))
     half = states(build_model(scratch(dtype="bfloat16"), tokenizer, 0))
     assert same(half, {name: value.bfloat16() for name, value in full.items()})
+
+
+def test_tf32_is_set_by_the_configuration(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Whatever the process had: off by default, for products and convolutions."""
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = cuda.allow_tf32, cudnn.allow_tf32
+    try:
+        cuda.allow_tf32 = cudnn.allow_tf32 = True
+        build_model(scratch(), tokenizer, 0)
+        assert (cuda.allow_tf32, cudnn.allow_tf32) == (False, False)
+        set_tf32(True)
+        assert (cuda.allow_tf32, cudnn.allow_tf32) == (True, True)
+    finally:
+        cuda.allow_tf32, cudnn.allow_tf32 = before
+    with pytest.raises(ValueError, match=r"`tf32` needs `device: cuda`; products on cpu are exact"):
+        scratch(tf32=True)
 
 
 def test_save_and_load_round_trip(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -84,6 +84,35 @@ def test_metrics_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert got["time/peak_gflops"] == 1e-3
 
 
+def test_no_utilisation_above_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peak that was measured under load is too low: the fastest step so far replaces it."""
+    monkeypatch.setattr("ludus.train.meter.peak_flops", lambda device, dtype: 1e3)
+    meter = Meter(qwen(), object())
+    work = {"train/optimizer_steps": 1.0, "train/tokens": 50.0, "train/loss_tokens": 10.0}
+
+    def step(train_s: float) -> dict[str, float]:
+        times = {"time/sample_s": 1.0, "time/train_s": train_s, "time/wall_s": train_s + 1}
+        return meter.metrics([], {**times, **work})
+
+    first, fastest, last = step(2.0), step(1.0), step(4.0)
+    assert first["time/train_mfu"] == fastest["time/train_mfu"] == 1
+    assert last["time/train_mfu"] == pytest.approx(0.25)
+    assert max(x["time/mfu"] for x in (first, fastest, last)) < 1
+    flops = 3 * Shape.of(qwen()).forward(50, 10, 0)
+    assert last["time/peak_gflops"] == pytest.approx(flops / 1e9)
+
+
+def test_the_peak_is_that_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        "ludus.train.meter.peak_flops", lambda device, dtype: asked.append(dtype) or 1
+    )
+    step = {"time/sample_s": 2.0, "time/train_s": 4.0, "time/wall_s": 10.0}
+    for half in (False, True):
+        Meter(qwen(), object(), half=half).metrics([], step)
+    assert asked == [torch.float32, torch.bfloat16]
+
+
 def test_what_is_not_known_is_not_told() -> None:
     """A remote sampler that counts no tokens; a step that trained nothing."""
     meter = Meter(qwen(), object())
