@@ -18,14 +18,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ludus.config.schema import LearnerConfig, OptimizerConfig
-from ludus.core.errors import TrainingError
+from ludus.core.errors import ConfigError, TrainingError
+from ludus.models.memory import is_out_of_memory
 from ludus.models.vocabulary import Vocabulary
 from ludus.telemetry.logs import get_logger
 from ludus.train.algorithms.losses import (
     LossFn,
     LossInputs,
-    needs_whole_trajectories,
+    require_unit,
     trajectory_means,
+    unit_of,
 )
 from ludus.train.critic import Critic
 from ludus.train.forward import Forward
@@ -87,6 +89,7 @@ class Learner:
         self.dump_dir = dump_dir
         self.step = 0
         self._pending: list[_Pending] = []
+        self._declared: LossFn | None = None  # the loss whose unit was checked
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = AdamW(self.parameters, config, self.forward.settings.master_weights)
         self.critic: Critic | None = None
@@ -107,8 +110,15 @@ class Learner:
         since the last `optim_step` is computed again, once.
 
         Errors: TrainingError where the loss is not finite or memory is exhausted. The gradients are
-        discarded, the weights are unchanged, the batches are saved in `dump_dir`.
+        discarded, the weights are unchanged, the batches are saved in `dump_dir`. ConfigError where
+        the loss depends on more than it declares, or needs whole trajectories and the batch cuts
+        them.
         """
+        if unit_of(loss) == "trajectory" and _cut(batch.micro_batches):
+            raise ConfigError(
+                "the loss depends on whole trajectories, but the batch has a trajectory in two "
+                "micro-batches: pack it with whole=True, or declare the loss's unit (depends_on)"
+            )
         self.model.train()
         if not self._pending:
             self._zero_grad()
@@ -172,8 +182,8 @@ class Learner:
         sums: dict[str, float] = {}
         done = 0
         try:
-            whole = needs_whole_trajectories(pending.loss)
-            ratios = self._trajectory_log_ratios(pending.micro_batches) if whole else None
+            by_ratio = unit_of(pending.loss) == "log_ratio"
+            ratios = self._trajectory_log_ratios(pending.micro_batches) if by_ratio else None
             for micro_batch in pending.micro_batches:
                 value, metrics = self._backward(micro_batch, pending.loss, ratios)
                 if not math.isfinite(value):
@@ -204,8 +214,7 @@ class Learner:
     def _trajectory_log_ratios(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
         """Mean log-ratio of each trajectory [number of trajectories]; None where none is in
         two micro-batches, for the loss computes the ratios itself then."""
-        parts = [set(micro_batch.trajectory_N.tolist()) for micro_batch in micro_batches]
-        if sum(map(len, parts)) == len(set().union(*parts)):
+        if not _cut(micro_batches):
             return None
         gaps: list[Tensor] = []
         for micro_batch in micro_batches:
@@ -241,6 +250,9 @@ class Learner:
                 if ratios is None
                 else ratios[micro_batch.trajectory_N.to(device)],
             )
+            if self._declared is not loss:
+                require_unit(loss, inputs)
+                self._declared = loss
             output = loss(inputs)
             total = (output.loss_N * micro_batch.weights_N.to(device)).sum()
             if torch.isfinite(total):
@@ -276,12 +288,10 @@ class _Pending:
     micro_batches: list[MicroBatch]
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """True if an error means out of memory: on a GPU, in torch's CPU allocator, in Python."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    text = str(error).lower()
-    return "not enough memory" in text or "can't allocate memory" in text
+def _cut(micro_batches: Sequence[MicroBatch]) -> bool:
+    """True if a trajectory is in two micro-batches."""
+    parts = [set(micro_batch.trajectory_N.tolist()) for micro_batch in micro_batches]
+    return sum(map(len, parts)) > len(set().union(*parts))
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:

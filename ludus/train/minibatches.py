@@ -13,6 +13,7 @@ from ludus.config.schema import OptimizerConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Sample
 from ludus.train.algorithms.base import Algorithm
+from ludus.train.algorithms.losses import unit_of
 from ludus.train.packing import Batch, Layout, pack
 
 
@@ -86,6 +87,7 @@ def to_batch(
         tokens_per_batch=tokens_per_batch,
         pad_id=pad_id,
         layout=layout,
+        whole=unit_of(algorithm.loss) == "trajectory",
     )
 
 

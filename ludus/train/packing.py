@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any, Literal
 
 import numpy as np
@@ -89,6 +90,7 @@ class Batch:
 
     Args:
         num_unique_tokens: computed tokens; a shared prefix counts once a micro-batch.
+        whole: no trajectory is in two micro-batches.
     """
 
     micro_batches: list[MicroBatch]
@@ -97,6 +99,7 @@ class Batch:
     num_unique_tokens: int
     layout: Layout = "packed"
     pad_id: int = 0
+    whole: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -118,15 +121,18 @@ class Batch:
         return 1 - self.num_unique_tokens / positions if positions else 0.0
 
     def halves(self, micro_batch: MicroBatch) -> list[MicroBatch]:
-        """The same loss tokens in parts of about half the memory; [] for a single sample."""
+        """The same loss tokens in parts of about half the memory; [] for a single sample, or for a
+        single trajectory if trajectories stay whole."""
         chosen = list(dict.fromkeys(micro_batch.sample_N.tolist()))
-        if len(chosen) < 2:
+        units = _trajectories(chosen, self.samples) if self.whole else [[i] for i in chosen]
+        if len(units) < 2:
             return []
-        middle, budget = len(chosen) // 2, micro_batch.token_ids_RT.numel()
+        middle, budget = len(units) // 2, micro_batch.token_ids_RT.numel()
+        plan = _plan_whole if self.whole else _plan
         return [
             _fill(rows, self.samples, self.weights, self.pad_id)
-            for part in (chosen[:middle], chosen[middle:])
-            for rows in _plan(part, self.samples, budget, self.layout)
+            for part in (units[:middle], units[middle:])
+            for rows in plan(list(chain(*part)), self.samples, budget, self.layout)
         ]
 
 
@@ -137,13 +143,16 @@ def pack(
     tokens_per_batch: int,
     pad_id: int,
     layout: Layout = "packed",
+    whole: bool = False,
 ) -> Batch:
     """Pack samples into micro-batches of at most `tokens_per_batch` positions, padding included.
 
     The result depends on the samples and their order alone. `weights` come from an aggregate. A
-    tree larger than the budget is cut, and its parts repeat the prefix that they need.
+    tree larger than the budget is cut, and its parts repeat the prefix that they need. With
+    `whole`, all samples of a trajectory are in one micro-batch.
 
-    Errors: ConfigError for a sample longer than `tokens_per_batch`; TrainingError for a sample with
+    Errors: ConfigError for a sample, or with `whole` a trajectory, longer than `tokens_per_batch`;
+    TrainingError for a sample with
     inconsistent lists.
     """
     for sample, weight in zip(samples, weights, strict=True):
@@ -151,7 +160,8 @@ def pack(
     for name in _OPTIONAL:
         if len({getattr(sample, name) is not None for sample in samples}) > 1:
             raise TrainingError(f"some samples have {name} and others have none")
-    plan = _plan(range(len(samples)), samples, tokens_per_batch, layout)
+    make_plan = _plan_whole if whole else _plan
+    plan = make_plan(range(len(samples)), samples, tokens_per_batch, layout)
     return Batch(
         [_fill(rows, samples, weights, pad_id) for rows in plan],
         samples,
@@ -164,6 +174,7 @@ def pack(
         ),
         layout=layout,
         pad_id=pad_id,
+        whole=whole,
     )
 
 
@@ -255,6 +266,52 @@ def _plan(
         places = arrange(list(map(len, ids)), tokens_per_batch, several=layout == "packed")
         plan = [[[(i, 0) for i in row] for row in rows] for rows in places]
     return [[[(chosen[i], shared) for i, shared in row] for row in rows] for rows in plan]
+
+
+def _trajectories(chosen: Sequence[int], samples: Sequence[Sample]) -> list[list[int]]:
+    """Returns the chosen samples by trajectory."""
+    found: dict[str, list[int]] = {}
+    for index in chosen:
+        found.setdefault(samples[index].trajectory_id, []).append(index)
+    return list(found.values())
+
+
+def _plan_whole(
+    chosen: Sequence[int], samples: Sequence[Sample], tokens_per_batch: int, layout: Layout
+) -> list[list[Row]]:
+    """`_plan`, with all samples of a trajectory in one micro-batch.
+
+    Where a trajectory has several samples, a micro-batch holds as many trajectories, in their
+    order, as fit without shared prefixes. Errors: ConfigError for one that does not fit.
+    """
+    units = _trajectories(chosen, samples)
+    if all(len(unit) == 1 for unit in units):
+        return _plan(chosen, samples, tokens_per_batch, layout)
+    plan: list[list[Row]] = []
+    while units:
+        sizes = accumulate(sum(len(samples[i].token_ids) for i in unit) for unit in units)
+        count = max(sum(size <= tokens_per_batch for size in sizes), 1)
+        while (rows := _together(units[:count], samples, tokens_per_batch, layout)) is None:
+            if count == 1:
+                raise ConfigError(
+                    "rl.tokens_per_batch: the loss depends on whole trajectories, and trajectory "
+                    f"{samples[units[0][0]].trajectory_id!r} with its {len(units[0])} rows does "
+                    f"not fit into {tokens_per_batch} tokens; set more"
+                )
+            count = (count + 1) // 2
+        plan.append(rows)
+        units = units[count:]
+    return plan
+
+
+def _together(
+    units: Sequence[Sequence[int]], samples: Sequence[Sample], tokens_per_batch: int, layout: Layout
+) -> list[Row] | None:
+    """Returns the rows of one micro-batch with all samples; None if they exceed the budget."""
+    plan = _plan(list(chain(*units)), samples, tokens_per_batch, layout)
+    rows = list(chain(*plan))
+    widths = [sum(len(samples[i].token_ids) - shared for i, shared in row) for row in rows]
+    return rows if len(rows) * max(widths) <= tokens_per_batch else None
 
 
 def _fill(

@@ -1,6 +1,6 @@
 """Score sampled tokens with a model: no gradient, in packed batches.
 
-Returns copies of the groups whose sampled segments carry `learner_logprobs`, `ref_logprobs` or
+A pass that exceeds memory is split. Returns copies of the groups whose sampled segments carry `learner_logprobs`, `ref_logprobs` or
 `values`.
 """
 
@@ -13,11 +13,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ludus.core.errors import TrainingError
 from ludus.core.types import Group, Sample, Segment, Trajectory
+from ludus.models.memory import is_out_of_memory
+from ludus.telemetry.logs import get_logger
 from ludus.train.critic import Critic
 from ludus.train.forward import Forward
-from ludus.train.packing import MicroBatch, pack
+from ludus.train.packing import Batch, MicroBatch, pack
 from ludus.train.samples import paths
+
+log = get_logger(__name__)
 
 Field = Literal["learner_logprobs", "ref_logprobs"]
 
@@ -79,8 +84,14 @@ class Scorer:
         training = model.training
         model.eval()
         try:
-            for micro_batch in batch.micro_batches:
-                for place, column_N in enumerate(self._pass(micro_batch)):
+            left = list(batch.micro_batches)
+            while left:
+                micro_batch = left.pop(0)
+                columns = self._try_pass(micro_batch)
+                if columns is None:
+                    left[:0] = _halves(batch, micro_batch)
+                    continue
+                for place, column_N in enumerate(columns):
                     samples_N, index_N = micro_batch.sample_N.tolist(), micro_batch.index_N.tolist()
                     for n, i, x in zip(samples_N, index_N, column_N.tolist(), strict=True):
                         scores[n][place][i] = x
@@ -103,6 +114,15 @@ class Scorer:
         nothing = [0.0] * len(ids)
         return Sample(ids, mask, nothing, nothing, trajectory.id)
 
+    def _try_pass(self, micro_batch: MicroBatch) -> list[Tensor] | None:
+        """The results of `_pass` on the CPU; None where memory does not hold it."""
+        try:
+            return [column_N.cpu() for column_N in self._pass(micro_batch)]
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+
     def _pass(self, micro_batch: MicroBatch) -> list[Tensor]:
         """Log-probabilities [N] of the loss tokens, and values [N] where there is a critic."""
         config = self.forward.model.config.get_text_config()
@@ -115,6 +135,18 @@ class Scorer:
             if self.critic is None:
                 return [logprobs_N]
             return [logprobs_N, self.critic(hidden_PE)[micro_batch.place_N.to(self.forward.device)]]
+
+
+def _halves(batch: Batch, micro_batch: MicroBatch) -> list[MicroBatch]:
+    """Split a micro-batch that exceeds memory. Errors: TrainingError for a single sample."""
+    if not (parts := batch.halves(micro_batch)):
+        raise TrainingError(
+            f"memory does not suffice to score a sample of {micro_batch.token_ids_RT.numel()} "
+            "tokens. Nothing has changed; lower model.context_length, or rollout.concurrency, whose "
+            "KV cache shares the memory"
+        )
+    log.warning("out of memory: a scoring pass is split", parts=len(parts))
+    return parts
 
 
 def assume_start(groups: Sequence[Group]) -> list[Group]:

@@ -7,22 +7,30 @@ from dataclasses import replace
 
 import pytest
 import torch
-from learner_helpers import make_samples, policy
+from learner_helpers import digest, make_samples, policy
 
 from ludus.config.schema import OptimizerConfig
+from ludus.core.errors import ConfigError
 from ludus.core.types import Sample
 from ludus.train.algorithms.aggregates import trajectory_mean
 from ludus.train.algorithms.losses import (
+    LossFn,
     LossInputs,
+    LossOutput,
+    Unit,
     clipped,
+    depends_on,
     kl_estimate,
-    needs_whole_trajectories,
     trajectory_clipped,
+    trajectory_means,
+    unit_of,
     with_entropy_bonus,
 )
+from ludus.train.algorithms.table import GRPO, Algorithm
 from ludus.train.critic import Critic
 from ludus.train.learner import Learner
-from ludus.train.packing import pack
+from ludus.train.minibatches import to_batch
+from ludus.train.packing import Layout, pack
 
 
 def branched() -> list[Sample]:
@@ -53,11 +61,76 @@ def test_packing_changes_nothing(entropy: float) -> None:
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one, many, strict=True))
 
 
-def test_which_losses_need_them() -> None:
-    assert needs_whole_trajectories(trajectory_clipped(0.1, 0.1))
-    assert needs_whole_trajectories(with_entropy_bonus(trajectory_clipped(0.1, 0.1), 0.1))
-    assert not needs_whole_trajectories(with_entropy_bonus(clipped(0.1, 0.1), 0.1))
-    assert not needs_whole_trajectories(lambda inputs: clipped(0.1, 0.1)(inputs))
+def test_units_of_losses() -> None:
+    assert unit_of(trajectory_clipped(0.1, 0.1)) == "log_ratio"
+    assert unit_of(with_entropy_bonus(trajectory_clipped(0.1, 0.1), 0.1)) == "log_ratio"
+    assert unit_of(with_entropy_bonus(clipped(0.1, 0.1), 0.1)) == "token"
+    assert unit_of(lambda inputs: clipped(0.1, 0.1)(inputs)) == "trajectory"
+    assert unit_of(with_entropy_bonus(centred, 0.1)) == "trajectory"
+    with pytest.raises(ConfigError, match="depends on token, log_ratio, trajectory"):
+        depends_on("sample")  # type: ignore[arg-type]
+
+
+def centred(inputs: LossInputs) -> LossOutput:
+    """A loss of somebody else: each trajectory's mean log-ratio, squared."""
+    log_ratio_N = inputs.logprobs_N - inputs.old_logprobs_N
+    means = trajectory_means(log_ratio_N, inputs.trajectory_N)
+    return LossOutput(means[inputs.trajectory_N].square())
+
+
+def algorithm_of(loss: LossFn) -> Algorithm:
+    return replace(GRPO, loss=loss, regularised=True)
+
+
+@pytest.mark.parametrize("layout", ["tree", "packed", "single"])
+def test_a_loss_that_declares_nothing_sees_whole_trajectories(layout: Layout) -> None:
+    """However small the micro-batches: the loss and the gradient of one micro-batch."""
+    results = []
+    for budget in (1000, 100):
+        learner = Learner(policy(), OptimizerConfig(lr=0.01, eps=1.0), num_steps=1)
+        batch = to_batch(branched(), algorithm_of(centred), budget, 0, layout)
+        assert (len(batch.micro_batches) > 1) == (budget < 1000)
+        assert all(m.token_ids_RT.numel() <= budget for m in batch.micro_batches)
+        metrics = learner.train_step(batch, centred)
+        results.append((metrics["loss"], metrics["grad_norm"]))
+    assert results[1] == pytest.approx(results[0], rel=1e-4)
+
+
+def test_out_of_memory_keeps_trajectories_whole() -> None:
+    """The split of a micro-batch is between trajectories; a single one is not split."""
+    batch = to_batch(branched(), algorithm_of(centred), 1000, 0, "packed")
+    [micro_batch] = batch.micro_batches
+    halves = batch.halves(micro_batch)
+    ids = [set(half.trajectory_N.tolist()) for half in halves]
+    assert len(halves) > 1
+    assert sum(map(len, ids)) == 4
+    while len(set(halves[0].trajectory_N.tolist())) > 1:
+        halves = batch.halves(halves[0])
+    assert batch.halves(halves[0]) == []
+
+
+def test_a_trajectory_that_fits_no_micro_batch() -> None:
+    with pytest.raises(ConfigError, match=r"rl\.tokens_per_batch: the loss depends on whole"):
+        to_batch(branched(), algorithm_of(centred), 31, 0, "packed")
+    samples = branched()
+    batch = pack(samples, trajectory_mean(samples), tokens_per_batch=32, pad_id=0)
+    with pytest.raises(ConfigError, match="pack it with whole=True"):
+        Learner(policy(), OptimizerConfig(), num_steps=1).train_step(batch, centred)
+
+
+@pytest.mark.parametrize("unit", ["token", "log_ratio"])
+def test_a_wrong_declaration_is_refused(unit: Unit) -> None:
+    @depends_on(unit)
+    def wrong(inputs: LossInputs) -> LossOutput:
+        return centred(inputs)
+
+    model = policy()
+    before = digest(model)
+    learner = Learner(model, OptimizerConfig(), num_steps=1)
+    batch = to_batch(branched(), algorithm_of(wrong), 64, 0, "packed")
+    with pytest.raises(ConfigError, match=rf"wrong declares depends_on\('{unit}'\), but the loss"):
+        learner.train_step(batch, wrong)
+    assert digest(model) == before
 
 
 def test_the_gradient_is_that_of_the_whole_ratio() -> None:

@@ -26,15 +26,19 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from ludus.core.errors import ConfigError
+from ludus.core.errors import ConfigError, TrainingError
 from ludus.models.decoders.capacity import limit_cache
 from ludus.models.decoders.probe import choose_decoder
 from ludus.models.kv_cache.paging import BLOCK
+from ludus.models.memory import is_out_of_memory
 from ludus.models.samplers.base import Completion, SamplingParams, check_turn, num_embeddings
 from ludus.models.samplers.sampling import TokenSampler
 from ludus.models.samplers.scheduler import DecodeBatch, Scheduler, Turn
 from ludus.models.vocabulary import Vocabulary
+from ludus.telemetry.logs import get_logger
 from ludus.telemetry.occupancy import busy
+
+log = get_logger(__name__)
 
 MAX_TOKENS_PER_PASS = 2048
 """Limit of a forward pass; longer prefills are computed in chunks to bound memory."""
@@ -109,6 +113,7 @@ class InProcessSampler:
         self._num_embeddings = num_embeddings(model)
         self._token_sampler = TokenSampler(None if tokenizer is None else Vocabulary.of(tokenizer))
         self._changed = asyncio.Event()
+        self._tokens_per_pass = MAX_TOKENS_PER_PASS
         self._paused = False
         self._stepping: asyncio.Task[None] | None = None
         self._num_evicted = self._peak_blocks = 0
@@ -204,7 +209,7 @@ class InProcessSampler:
                     if batch is not None:
                         self._scheduler.postprocess(batch, *self._run(batch))
         except Exception as error:
-            self._scheduler.fail(error)
+            self._scheduler.fail(_explained(error))
             self.clear_cache()
 
     async def _wait_for_turns(self) -> None:
@@ -217,18 +222,37 @@ class InProcessSampler:
             await self._changed.wait()
 
     def _run(self, batch: DecodeBatch) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Compute logits and sample a token for each row; returns ids and log-probabilities."""
+        """Compute logits and sample a token for each row; returns ids and log-probabilities.
+
+        A step that exceeds memory is computed again, from then on in passes of half the tokens.
+        """
+        while True:
+            size = min(self._tokens_per_pass, len(batch.inputs.ids))
+            try:
+                sampled = self._run_passes(batch, size)
+            except (MemoryError, RuntimeError) as error:
+                if size <= 1 or not is_out_of_memory(error):
+                    raise
+                self._tokens_per_pass = size // 2
+                log.warning("out of memory: smaller passes", tokens=self._tokens_per_pass)
+                continue
+            self.num_prefill_tokens += batch.num_prefill_tokens
+            self.num_prompt_tokens += batch.num_prompt_tokens
+            self.num_decode_tokens += len(batch.turns)
+            return sampled
+
+    def _run_passes(
+        self, batch: DecodeBatch, size: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """`_run` in passes of at most `size` tokens."""
         token_ids_R = np.zeros(len(batch.turns), np.int64)
         logprobs_R = np.zeros(len(batch.turns))
-        for inputs, rows in batch.inputs.chunks(MAX_TOKENS_PER_PASS):
+        for inputs, rows in batch.inputs.chunks(size):
             logits_RV = self.decoder.forward(inputs)
             if len(rows):
                 turns, uniforms_R = [batch.turns[row] for row in rows], batch.uniforms_R[rows]
                 sampled = self._sample_tokens(turns, logits_RV, uniforms_R)
                 token_ids_R[rows], logprobs_R[rows] = sampled
-        self.num_prefill_tokens += batch.num_prefill_tokens
-        self.num_prompt_tokens += batch.num_prompt_tokens
-        self.num_decode_tokens += len(batch.turns)
         return token_ids_R, logprobs_R
 
     def _sample_tokens(
@@ -236,3 +260,14 @@ class InProcessSampler:
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Sample the next token of each turn from its logits."""
         return self._token_sampler(logits_RV, [turn.params for turn in turns], uniforms_R)
+
+
+def _explained(error: Exception) -> Exception:
+    """Returns the error, or for a lack of memory one with the settings to lower."""
+    if not is_out_of_memory(error):
+        return error
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return TrainingError(
+        f"memory does not suffice to sample ({reason}); lower sampler.args.cache_gib, "
+        "rollout.concurrency or model.context_length"
+    )

@@ -6,12 +6,14 @@ The weights of the tokens are in `aggregates`. Shape suffix: N, the loss tokens 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+
+from ludus.core.errors import ConfigError
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before exp, which overflows at 88 in float32. Beyond the clamp the
@@ -59,6 +61,62 @@ class LossOutput:
 
 LossFn = Callable[[LossInputs], LossOutput]
 KlKind = Literal["k1", "k2", "k3", "k3_corrected"]
+Unit = Literal["token", "log_ratio", "trajectory"]
+"""A token's loss depends on
+
+    token        the token's own inputs
+    log_ratio    these, and its trajectory's mean log-ratio (`LossInputs.trajectory_log_ratio_N`)
+    trajectory   all loss tokens of its trajectory, which therefore stay in one micro-batch
+"""
+UNITS: tuple[Unit, ...] = ("token", "log_ratio", "trajectory")
+Loss = TypeVar("Loss", bound=Callable[..., LossOutput])
+
+
+def depends_on(unit: Unit) -> Callable[[Loss], Loss]:
+    """Decorator that declares a loss's unit. A loss without one counts as `trajectory`."""
+    if unit not in UNITS:
+        raise ConfigError(f"depends_on({unit!r}): a loss depends on {', '.join(UNITS)}")
+
+    def declare(loss: Loss) -> Loss:
+        loss.unit = unit  # type: ignore[attr-defined]
+        return loss
+
+    return declare
+
+
+def unit_of(loss: Any) -> Unit:
+    """Returns the unit that a loss declares; the widest of a loss and the one that it wraps."""
+    found: list[Unit] = []
+    while loss is not None:
+        wraps = isinstance(loss, partial)
+        found.append(getattr(loss.func if wraps else loss, "unit", "trajectory"))
+        loss = loss.keywords.get("loss") if wraps else None
+    return max(found, key=UNITS.index)
+
+
+@torch.no_grad()
+def require_unit(loss: LossFn, inputs: LossInputs) -> None:
+    """Compare the losses of every other token, computed alone, with those among all tokens.
+
+    Errors: ConfigError where they differ, though the loss declares a unit below `trajectory`.
+    """
+    if unit_of(loss) == "trajectory":
+        return
+    given: dict[str, Any] = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    if given["trajectory_log_ratio_N"] is None:
+        log_ratio_N = inputs.logprobs_N - inputs.old_logprobs_N
+        means = trajectory_means(log_ratio_N, inputs.trajectory_N)
+        given["trajectory_log_ratio_N"] = means[inputs.trajectory_N]
+    whole_N = loss(LossInputs(**given)).loss_N
+    half: dict[str, Any] = {
+        name: None if value is None else value[::2] for name, value in given.items()
+    }
+    if not torch.allclose(loss(LossInputs(**half)).loss_N, whole_N[::2], 1e-4, 1e-6, True):
+        name = getattr(loss, "__qualname__", type(loss).__qualname__)
+        raise ConfigError(
+            f"rl.algorithm: the loss {name} declares depends_on({unit_of(loss)!r}), but the loss "
+            'of a token changes with the tokens beside it; declare depends_on("trajectory")'
+        )
 
 
 def clipped(low: float, high: float) -> LossFn:
@@ -75,6 +133,7 @@ def clipped(low: float, high: float) -> LossFn:
     return partial(_clipped, low=low, high=high)
 
 
+@depends_on("token")
 def _clipped(inputs: LossInputs, low: float, high: float) -> LossOutput:
     log_ratio_N = _log_ratio(inputs)
     ratio_N = log_ratio_N.exp()
@@ -94,6 +153,7 @@ def trajectory_clipped(low: float, high: float) -> LossFn:
     return partial(_trajectory_clipped, low=low, high=high)
 
 
+@depends_on("log_ratio")
 def _trajectory_clipped(inputs: LossInputs, low: float, high: float) -> LossOutput:
     with torch.no_grad():
         mean_N = inputs.trajectory_log_ratio_N
@@ -116,15 +176,6 @@ def trajectory_means(values_N: Tensor, trajectory_N: Tensor) -> Tensor:
     return sums / torch.bincount(trajectory_N, minlength=size).clamp(min=1)
 
 
-def needs_whole_trajectories(loss: LossFn) -> bool:
-    """True if a token's loss depends on all tokens of its trajectory."""
-    while isinstance(loss, partial):
-        if loss.func is _trajectory_clipped:
-            return True
-        loss = loss.keywords.get("loss")  # type: ignore[assignment]
-    return False
-
-
 def capped_reinforce(cap: float) -> LossFn:
     """-sg(min(r, cap)) A log pi: every token has a gradient, with a weight of at most `cap`.
 
@@ -133,6 +184,7 @@ def capped_reinforce(cap: float) -> LossFn:
     return partial(_capped_reinforce, cap=cap)
 
 
+@depends_on("token")
 def _capped_reinforce(inputs: LossInputs, cap: float) -> LossOutput:
     with torch.no_grad():
         ratio_N = _log_ratio(inputs).exp()
@@ -141,6 +193,7 @@ def _capped_reinforce(inputs: LossInputs, cap: float) -> LossOutput:
     return LossOutput(-weight_N * inputs.advantages_N * inputs.logprobs_N, metrics)
 
 
+@depends_on("token")
 def reinforce(inputs: LossInputs) -> LossOutput:
     """-A log pi: REINFORCE (Williams 1992), as in RLOO (arXiv:2402.14740).
 
@@ -150,6 +203,7 @@ def reinforce(inputs: LossInputs) -> LossOutput:
     return LossOutput(-inputs.advantages_N * inputs.logprobs_N, _token_drift(inputs))
 
 
+@depends_on("token")
 def cross_entropy(inputs: LossInputs) -> LossOutput:
     """-log pi of the demonstrated tokens: maximum likelihood. Advantages are ignored."""
     return LossOutput(-inputs.logprobs_N)
@@ -165,6 +219,7 @@ def with_entropy_bonus(loss: LossFn, coefficient: float) -> LossFn:
     return partial(_with_entropy_bonus, loss=loss, coefficient=coefficient)
 
 
+@depends_on("token")
 def _with_entropy_bonus(inputs: LossInputs, loss: LossFn, coefficient: float) -> LossOutput:
     if inputs.entropy_N is None:
         raise ValueError("an entropy bonus needs the entropy of each token's distribution")
@@ -182,6 +237,7 @@ def with_reference_kl(loss: LossFn, coefficient: float, kind: KlKind) -> LossFn:
     return partial(_with_reference_kl, loss=loss, coefficient=coefficient, kind=kind)
 
 
+@depends_on("token")
 def _with_reference_kl(
     inputs: LossInputs, loss: LossFn, coefficient: float, kind: KlKind
 ) -> LossOutput:
@@ -222,6 +278,7 @@ def with_value_loss(loss: LossFn, coefficient: float, clip: float) -> LossFn:
     return partial(_with_value_loss, loss=loss, coefficient=coefficient, clip=clip)
 
 
+@depends_on("token")
 def _with_value_loss(
     inputs: LossInputs, loss: LossFn, coefficient: float, clip: float
 ) -> LossOutput:
