@@ -1,7 +1,7 @@
 """Score sampled tokens with a model: no gradient, in packed batches.
 
-A pass that exceeds memory is split. Returns copies of the groups whose sampled segments carry `learner_logprobs`, `ref_logprobs` or
-`values`.
+A pass that exceeds memory is split. Returns copies of the groups whose sampled segments carry
+`learner_logprobs`, `ref_logprobs` or `values`.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def _halves(batch: Batch, micro_batch: MicroBatch) -> list[MicroBatch]:
     if not (parts := batch.halves(micro_batch)):
         raise TrainingError(
             f"memory does not suffice to score a sample of {micro_batch.token_ids_RT.numel()} "
-            "tokens. Nothing has changed; lower model.context_length, or rollout.concurrency, whose "
-            "KV cache shares the memory"
+            "tokens. Nothing has changed; lower model.context_length, or rollout.concurrency, "
+            "whose KV cache shares the memory"
         )
     log.warning("out of memory: a scoring pass is split", parts=len(parts))
     return parts

@@ -74,8 +74,8 @@ async def test_memory_that_does_not_hold_a_token() -> None:
     with pytest.raises(TrainingError) as caught:
         await turns(engine)
     assert str(caught.value) == (
-        "memory does not suffice to sample (CUDA out of memory. Tried to allocate 2.00 GiB.); lower "
-        "sampler.args.cache_gib, rollout.concurrency or model.context_length"
+        "memory does not suffice to sample (CUDA out of memory. Tried to allocate 2.00 GiB.); "
+        "lower sampler.args.cache_gib, rollout.concurrency or model.context_length"
     )
     engine.decoder.forward = plain  # type: ignore[method-assign]
     expected = await turns(sampler(tiny()))
