@@ -1,4 +1,4 @@
-"""`ludus checkpoint`: list, check, export."""
+"""`ludus checkpoint`: list, check, export, push."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from ludus.cli.options import Run, RunsDir
 
-app = typer.Typer(help="Checkpoints: list, check, export.", no_args_is_help=True)
+app = typer.Typer(help="Checkpoints: list, check, export, push.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -64,3 +64,46 @@ def checkpoint_export(
 
     export_checkpoint(run, runs_dir, checkpoint, path, merge=merge, overwrite=overwrite)
     typer.echo(str(path))
+
+
+@app.command("push")
+def checkpoint_push(
+    run: Run,
+    repo: Annotated[str, typer.Argument(help="Repository of the hub: NAMESPACE/NAME.")],
+    checkpoint: Annotated[
+        str | None, typer.Option(help="best, latest, or a name, e.g. rl-000100; default: latest.")
+    ] = None,
+    license: Annotated[
+        str | None, typer.Option(help="Licence of the weights, e.g. apache-2.0; required.")
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Create a private repository.")
+    ] = False,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, created if absent; default: main.")
+    ] = None,
+    merge: Annotated[bool, typer.Option(help="Merge LoRA adapters into the weights.")] = True,
+    update: Annotated[
+        bool, typer.Option("--update", help="Add a commit to a repository that exists.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the files and print the card; upload nothing.")
+    ] = False,
+    runs_dir: RunsDir = "runs",
+) -> None:
+    """Upload a checkpoint to a Hugging Face hub with a model card. Token: HF_TOKEN or the login."""
+    from ludus.pipeline.publish import push
+
+    push(
+        run,
+        runs_dir,
+        repo,
+        checkpoint=checkpoint,
+        licence=license,
+        private=private,
+        revision=revision,
+        merge=merge,
+        update=update,
+        dry_run=dry_run,
+        say=typer.echo,
+    )

@@ -58,7 +58,8 @@ def train(
         raise typer.Exit(stopped.exit_code) from None
     finally:
         display.close()
-    typer.echo(f"run {folder.id} is complete: {folder.report}")
+    where = folder.report if folder.report.exists() else folder.path
+    typer.echo(f"run {folder.id} is complete: {where}")
 
 
 @app.command()

@@ -200,7 +200,8 @@ def test_the_best_checkpoint_is_kept_by_the_metric_that_is_asked_for(ludus: Ludu
 def test_every_algorithm_trains(ludus: Ludus, algorithm: str) -> None:
     short = ["sft.steps=14", "rl.steps=2", "evaluate.every=0", "tasks.heldout=null"]
     more = [f"rl.algorithm={algorithm}", "rl.epochs=2", "rl.minibatches=2", "report=false"]
-    ludus("train", BABYAI, *short, *more).ok()
+    done = ludus("train", BABYAI, *short, *more).ok()
+    assert done.out.strip() == "run tiny-1 is complete: runs/tiny-1"
     lines = [line for line in ludus.metrics() if line["stage"] == "rl"]
     assert max(line["train/optimizer_steps"] for line in lines) == 4
     assert not (ludus.run() / "report.html").exists()
