@@ -41,7 +41,7 @@ from ludus.models.endpoint.client import Endpoint
 from ludus.rollout.host import LocalEnvs
 from ludus.rollout.jobs import EpisodeRecord, RolloutJob
 from ludus.rollout.requests import agentgym_spec, tasks_of
-from ludus.tasks.agentgym import conversations_of, read_agentgym
+from ludus.tasks.agentgym import conversations_of, has_items, read_agentgym
 from ludus.tasks.readers import read_env
 
 Log = Callable[[str], object]
@@ -103,7 +103,8 @@ class GenerationRequest:
 
     def spec(self, spec: Spec) -> Spec:
         """The environment, with AgentGym's arguments if the tasks are AgentGym's."""
-        agentgym = self.selection.ids or self.selection.items
+        selection = self.selection
+        agentgym = selection.ids or (selection.items and has_items(selection.items))
         return agentgym_spec(spec, None) if agentgym else spec
 
     def tasks(self, spec: Spec) -> list[Task]:

@@ -20,12 +20,16 @@ from ludus.tasks.readers import OnBadLine, read_json
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that open like a rollout; SFT trains on the assistant's turns."""
+    """Messages that open like a rollout; SFT trains on the assistant's turns.
+
+    `trained` tells for each of these turns if it is trained; None: all.
+    """
 
     task: Task
     messages: Sequence[Message]
     reward: float | None
     success: bool | None
+    trained: Sequence[bool] | None = None
 
 
 def read_conversations(
@@ -74,7 +78,7 @@ def _read_agenttraj(
         replaced = recorded.messages[0].role == "system" and system_prompt is not None
         messages = with_system_prompt(recorded.messages[replaced:], system_prompt)
         task = Task(id=recorded.item_id, source="agentgym")
-        conversations.append(Conversation(task, messages, None, None))
+        conversations.append(Conversation(task, messages, None, None, recorded.trained))
     return conversations, skipped
 
 
@@ -97,7 +101,8 @@ def replay_all(
         if conversation.success is not None:
             trajectory.metrics["success"] = float(conversation.success)
         part_renderer = (renderers or {}).get(part_of(task) or "", renderer)
-        replay(conversation.messages, part_renderer, trajectory, f"{task.id}: ")
+        where, trained = f"{task.id}: ", conversation.trained
+        replay(conversation.messages, part_renderer, trajectory, where, trained)
         if (length := trajectory.num_tokens) > context_length:
             reason = f"{length} tokens exceed model.context_length = {context_length}"
             excluded.append((task.id, reason))

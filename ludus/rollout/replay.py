@@ -13,12 +13,17 @@ from ludus.tasks.curriculum import Curriculum
 
 
 def replay(
-    messages: Sequence[Message], renderer: Renderer, trajectory: Trajectory, where: str = ""
+    messages: Sequence[Message],
+    renderer: Renderer,
+    trajectory: Trajectory,
+    where: str = "",
+    trained: Sequence[bool] | None = None,
 ) -> Trajectory:
     """Render a conversation the way a rollout would have built it, turn by turn.
 
     The assistant's turns become sampled segments with log-probability 0: whoever wrote them chose
-    them with certainty. `where` begins the error messages.
+    them with certainty. `where` begins the error messages. `trained` tells for each assistant turn
+    if it is trained (None: all); the others are context, without loss.
 
     Errors: DataError where the conversation has no assistant turn, opens with one, or is one that
     the chat template refuses.
@@ -29,7 +34,7 @@ def replay(
             f"{where}a conversation needs messages before its first assistant turn, and at least "
             "one assistant turn"
         )
-    builder, replies = TreeBuilder(trajectory), list[Message]()
+    builder, replies, num_turns = TreeBuilder(trajectory), list[Message](), 0
     try:
         builder.add_messages(messages[:first], renderer.open(messages[:first]))
         for number, message in enumerate(messages[first:]):
@@ -42,7 +47,11 @@ def replay(
             if renderer.thinking == "forbid":
                 message = message.model_copy(update={"thinking": None})
             token_ids = renderer.assistant(message)
-            builder.add_turn(message, token_ids, [0.0] * len(token_ids), None)
+            if trained is None or trained[num_turns]:
+                builder.add_turn(message, token_ids, [0.0] * len(token_ids), None)
+            else:
+                builder.add_messages([message], token_ids)
+            num_turns += 1
     except ConfigError as error:
         raise DataError(f"{where}{error}") from error
     builder.add_messages(replies, [])  # after the last turn: the model never sees them

@@ -144,7 +144,7 @@ def read_json(
     with file.open("rb") as lines:
         rows = ((n, line) for n, line in enumerate(lines, start=1) if line.strip())
         return _read_rows(
-            rows, lambda n, line: mapping.task(n, _parse(line)), path, on_bad_line, limit
+            rows, lambda n, line: mapping.task(n, parse_line(line)), path, on_bad_line, limit
         )
 
 
@@ -312,7 +312,8 @@ def _read_rows(
     return TaskList(tasks, bad_lines, rows=numbers)
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+def parse_line(line: bytes) -> dict[str, Any]:
+    """The object of a line of JSON. Errors: ValueError with the reason for any other line."""
     try:
         row = json.loads(line.decode("utf-8-sig"), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
@@ -323,7 +324,21 @@ def _parse(line: bytes) -> dict[str, Any]:
         raise ValueError("is nested too deeply") from None
     if not isinstance(row, dict):
         raise ValueError(f"is not an object but {type(row).__name__}")
+    if b"\\ud" in line.lower():  # the escape of a surrogate
+        check_unicode(row)
     return row
+
+
+def check_unicode(value: Any) -> None:
+    """Refuse a lone surrogate: JSON can escape it, UTF-8 and tokenizers cannot hold it.
+
+    Errors: ValueError.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        raise ValueError(f"has a lone surrogate, \\u{code:04x}, which is no character") from None
 
 
 def _no_constant(name: str) -> None:

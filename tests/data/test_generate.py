@@ -204,32 +204,20 @@ def test_what_is_chosen() -> None:
     assert brief.left_out["e"]["more turns than allowed"] == 1
 
 
-def test_agenttrajs_instructions_become_the_system_prompt(tmp_path: Path) -> None:
+def test_agenttrajs_instructions_become_the_system_prompt() -> None:
     turns = [
         {"from": "human", "loss": None, "value": "Rules."},
         {"from": "gpt", "loss": False, "value": "OK. I'll follow them."},
         {"from": "human", "loss": None, "value": "Goal."},
         {"from": "gpt", "loss": True, "value": "Action: look"},
     ]
-    assert [(m.role, m.content) for m in messages_of(turns)] == [
+    messages, trained = messages_of(turns)
+    assert [(m.role, m.content) for m in messages] == [
         ("system", "Rules."),
         ("user", "Goal."),
         ("assistant", "Action: look"),
     ]
-    path = tmp_path / "traj.json"
-    unlearnt = [*turns, turns[2], {**turns[3], "loss": False}]
-    entries = [
-        {"item_id": "webshop_6", "conversations": turns},
-        {"item_id": "webshop_7", "conversations": unlearnt},
-        {"item_id": "webshop_8"},
-        {"item_id": "webshop_9", "conversations": [{"from": "x", "value": "y"}]},
-    ]
-    path.write_text(json.dumps(entries))
-    found, bad = read_conversations(path)
-    assert [f.item_id for f in found] == ["webshop_6"]
-    assert [b.number for b in bad] == [2, 3, 4]
-    assert "loss: false" in bad[0].reason
-    assert "conversations" in bad[1].reason
+    assert trained == [True]
 
 
 @pytest.mark.parametrize("system_prompt", [None, "Craft well."])

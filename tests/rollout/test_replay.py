@@ -76,6 +76,16 @@ def test_forbidden_thinking_is_left_out(world: World):
     assert segment.message == said("red")
 
 
+def test_an_untrained_turn_is_context(world: World):
+    renderer = world.renderer()
+    messages = [user("say red ."), said("red"), user("say blue ."), said("blue")]
+    all_trained = replay(messages, renderer, Trajectory("", "", ""))
+    second = replay(messages, renderer, Trajectory("", "", ""), trained=[False, True])
+    assert second.token_ids() == all_trained.token_ids()
+    assert [s.message for s in second.segments if s.sampled] == [said("blue")]
+    assert [m for r in rows(second, 1.0) for m in r.loss_mask].count(True) == 2
+
+
 def test_a_turn_that_nothing_answers_is_as_in_a_silent_environment(world: World):
     renderer = world.renderer()
     trajectory = replay(

@@ -224,3 +224,16 @@ def test_hf_names_what_is_wrong(hf, tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(DataError, match=r"must be one of \.jsonl"):
         hf(tmp_path / "notes.txt")
+
+
+def test_a_lone_surrogate_is_a_malformed_line(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "\\uD800", "answer": "b"}\n')
+    spec = Spec(name="json", args={"path": str(path)})
+    with pytest.raises(DataError, match=r"line 2 has a lone surrogate, \\ud800"):
+        read_tasks(spec, "tasks.train")
+    tasks = read_tasks(spec, "tasks.train", on_bad_line="skip")
+    assert [bad.number for bad in tasks.skipped] == [2]
+    assert tasks.rows == {f"{path}:1": 1}
+    path.write_text('{"prompt": "\\ud83d\\ude00", "answer": "a pair is a character"}\n')
+    assert len(read_tasks(spec, "tasks.train")) == 1
