@@ -54,10 +54,10 @@ def qwen3_config(shape: Sequence[int], **settings: Any) -> Qwen3Config:
     )
 
 
-def make_model(name: str, vocab_size: int | None = None) -> Any:
+def make_model(name: str, vocab_size: int | None = None, positions: int = 1024) -> Any:
     """A Qwen3-shaped model with random float32 weights."""
     torch.manual_seed(0)
-    config = qwen3_config(SHAPES[name], max_position_embeddings=1024)
+    config = qwen3_config(SHAPES[name], max_position_embeddings=positions)
     config.vocab_size = vocab_size or config.vocab_size
     return Qwen3ForCausalLM(config)
 

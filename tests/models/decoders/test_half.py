@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import CONTEXT, episode, sampler, tiny, tokens
+from engine_helpers import CONTEXT, GROUPED, VOCAB, episode, sampler, tiny, tokens
 from test_decoders import FAST, MISSING, VARIANTS, Reader, conversations, made, needs_native
+from transformers import Qwen3Config
 
 from ludus.core.errors import ConfigError
 from ludus.models.decoders import native
@@ -85,6 +86,42 @@ def test_bits_are_batch_and_chunk_invariant(variant: str) -> None:
         for length in range(1, len(prompt) + 1):
             found = decoding.logits({0: prompt[:length]})
         assert torch.equal(found[0], together[number])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [(2, 2, 8), (4, 2, 32), (6, 2, 10), (4, 1, 34), (7, 1, 8), (8, 1, 8), (14, 1, 16)],
+)
+def test_tiles_give_the_bits_of_single_tokens(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    """Tiles of queries in prefill, for any number of heads that share their keys: the bits of
+    decode steps, of prefill in parts that begin anywhere, and with two threads."""
+    length = 150
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    config = Qwen3Config(**{**GROUPED, **sizes, "max_position_embeddings": length})
+    llama = read(made(config), length)
+    prompts = {0: [i * i % VOCAB for i in range(length)], 1: [i % 7 for i in range(37)]}
+    whole = Reader(NativeDecoder(llama, dtype)).logits(prompts)
+    parts, steps = Reader(NativeDecoder(llama, dtype)), Reader(NativeDecoder(llama, dtype))
+    for stop in (1, 7, 40, 41, 113, length):
+        found = parts.logits({0: prompts[0][:stop]})
+    assert torch.equal(found[0], whole[0])
+    for stop in range(1, length + 1):
+        found = steps.logits({0: prompts[0][:stop]})
+        if stop in (33, 34, 35, 36):  # pairs of positions end anywhere in a block
+            assert torch.equal(
+                Reader(NativeDecoder(llama, dtype)).logits({0: prompts[0][:stop]}), found
+            )
+    assert torch.equal(found[0], whole[0])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(Reader(NativeDecoder(llama, dtype)).logits(prompts), whole)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @needs_native

@@ -24,7 +24,7 @@ from ludus.core.files import atomic_file
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("decoder.c")
-HEADER = Path(__file__).with_name("lanes.h")
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 VARIANTS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
 """Options in order of preference; not every compiler supports native tuning or OpenMP."""
@@ -73,7 +73,8 @@ def _build(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    key = "\0".join([source.read_text(), HEADER.read_text(), version, *flags, _processor()])
+    texts = [path.read_text() for path in (source, *HEADERS)]
+    key = "\0".join([*texts, version, *flags, _processor()])
     name = f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     for folder in _folders():
         path = folder / name
@@ -85,7 +86,7 @@ def _build(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
                 return path
             with atomic_file(path) as temporary:
                 temporary.touch()  # OSError where the folder is not writable
-                paths = [f"-I{HEADER.parent}", str(source), "-o", str(temporary)]
+                paths = [f"-I{SOURCE.parent}", str(source), "-o", str(temporary)]
                 command = [compiler, *flags, *paths, "-lm"]
                 subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
         except OSError as error:  # e.g. not writable

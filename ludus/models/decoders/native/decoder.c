@@ -15,109 +15,8 @@
    [head_dim / 2][BLOCK][2], [BLOCK / 2][stride][2]. Rows of activations are zero-padded to whole
    panels. */
 
-#include <math.h>
-#include <string.h>
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
-#include "lanes.h"
-
-#define BLOCK 16
-#define PARTS (BLOCK / LANES) /* vectors per head dimension of a block's keys */
-
-typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-INLINE vec load(const float *p) { return *(const vec *)p; }
-INLINE void store(float *p, vec v) { *(vec *)p = v; }
-INLINE long round_up(long n, long unit) { return (n + unit - 1) / unit * unit; }
-
-/* Returns a where the mask is set, else b. */
-INLINE vec blend(ints mask, vec a, vec b) { return (vec)((mask & (ints)a) | (~mask & (ints)b)); }
-
-/* Factors of products: `num` is a scalar, PAIR of them are adjacent along the summed dimension,
-   `nums` is a vector of pairs. */
-#ifdef HALF
-#define PAIR 2
-typedef int32_t nums __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
-typedef int32_t num_pair __attribute__((aligned(2), may_alias));
-
-INLINE nums splat(const num *p) { return *(const num_pair *)p - (nums){0}; }
-INLINE nums first_of_pair(nums v) { return v & 0xffff; }
-#ifdef __AVX512BF16__
-INLINE void store_nums(num *to, vec v) {
-    *(__m256i_u *)to = (__m256i)_mm512_cvtneps_pbh((__m512)v);
-}
-INLINE vec dot(vec sum, nums a, nums b) {
-    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-}
-#else
-INLINE void store_nums(num *to, vec v) {
-    for (int l = 0; l < LANES; l++) to[l] = narrow(v[l]);
-}
-INLINE vec dot(vec sum, nums a, nums b) {
-    sum += (vec)(nums)(a & -65536) * (vec)(nums)(b & -65536);
-    return sum + (vec)(nums)(a << 16) * (vec)(nums)(b << 16);
-}
-#endif
-#else
-#define PAIR 1
-typedef vec nums;
-INLINE void store_nums(num *to, vec v) { store(to, v); }
-INLINE nums splat(const num *p) { return *p - (nums){0}; }
-INLINE nums first_of_pair(nums v) { return v; }
-INLINE vec dot(vec sum, nums a, nums b) { return sum + a * b; }
-#endif
-INLINE nums load_nums(const num *p) { return *(const nums *)p; }
-
-/* e^x within 2 ulp (Cephes polynomial); 0 for very small x, infinity for very large x. */
-INLINE vec exp_vec(vec x) {
-#ifdef __AVX512F__
-    x = (vec)_mm512_max_ps(_mm512_set1_ps(-200.f), (__m512)x); /* keeps NaN */
-    vec n = (vec)_mm512_roundscale_ps((__m512)(x * 1.44269504f), 0);
-#else
-    const float shift = 12582912.f; /* 1.5 * 2^23: adding it rounds to an integer */
-    vec n = (x * 1.44269504f + shift) - shift;
-#endif
-    vec r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    vec y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.f;
-#ifdef __AVX512F__
-    return (vec)_mm512_scalef_ps((__m512)y, (__m512)n);
-#else
-    n = blend(n < -126.f, (vec){0} - 126.f, blend(n > 127.f, (vec){0} + 127.f, n));
-    ints power = (__builtin_convertvector(n, ints) + 127) << 23;
-    y = blend(x > 88.f, (vec){0} + INFINITY, y * (vec)power);
-    return blend(x < -87.f, (vec){0}, y);
-#endif
-}
-
-/* Maximum of `size` numbers; NaN is ignored. */
-INLINE float max_of(const float *x, long size) {
-    float top = -INFINITY;
-    vec part = (vec){0} - INFINITY;
-    long n = 0;
-    for (; n + LANES <= size; n += LANES) part = blend(load(x + n) > part, load(x + n), part);
-    for (; n < size; n++) top = x[n] > top ? x[n] : top;
-    for (int l = 0; l < LANES; l++) top = part[l] > top ? part[l] : top;
-    return top;
-}
-
-/* Sum of `size` numbers, in an order that depends on `size` only. */
-INLINE float sum_of(const float *x, long size) {
-    float total = 0;
-    vec part = {0};
-    long n = 0;
-    for (; n + LANES <= size; n += LANES) part += load(x + n);
-    for (int l = 0; n + l < size; l++) part[l] += x[n + l];
-    for (int l = 0; l < LANES; l++) total += part[l];
-    return total;
-}
+#include "attention.h"
+#include "vectors.h"
 
 int ludus_panel(void) { return PANEL; }
 int ludus_lanes(void) { return LANES; }
@@ -239,124 +138,6 @@ INLINE void rotate(float *head, const float *cosine, const float *sine, int rota
     }
 }
 
-#define SPAN 4 /* blocks scored together, for enough independent sums */
-
-/* Scores of `heads` queries [heads][dim] against the keys of SPAN blocks. */
-INLINE void score_keys(const num *query, int dim, const num *const keys[SPAN],
-                  const num *const next[SPAN], float *scores, long stride, const int heads) {
-    vec sum[4][SPAN][PARTS];
-    for (int h = 0; h < heads; h++)
-        for (int b = 0; b < SPAN; b++)
-            for (int p = 0; p < PARTS; p++) sum[h][b][p] = (vec){0};
-    for (int i = 0; i < dim; i += PAIR) {
-        for (int b = 0; b < SPAN; b++) __builtin_prefetch(next[b] + i * BLOCK);
-        for (int h = 0; h < heads; h++) {
-            nums q = splat(query + h * dim + i);
-            for (int b = 0; b < SPAN; b++)
-                for (int p = 0; p < PARTS; p++)
-                    sum[h][b][p] = dot(sum[h][b][p], q,
-                                       load_nums(keys[b] + i * BLOCK + p * LANES * PAIR));
-        }
-    }
-    for (int h = 0; h < heads; h++)
-        for (int b = 0; b < SPAN; b++)
-            for (int p = 0; p < PARTS; p++)
-                store(scores + h * stride + b * BLOCK + p * LANES, sum[h][b][p]);
-}
-
-/* Exponentials of `length` scores in place, zero-padded to a whole vector; returns 1 / their sum. */
-INLINE float softmax(float *scores, long length, float scale) {
-    for (long j = length; j % LANES; j++) scores[j] = -INFINITY;
-    float top = max_of(scores, length);
-    vec sum = {0};
-    for (long j = 0; j < length; j += LANES) {
-        vec e = exp_vec((load(scores + j) - top) * scale);
-        store(scores + j, e);
-        sum += e;
-    }
-    float total = 0;
-    for (int l = 0; l < LANES; l++) total += sum[l];
-    return 1.f / total;
-}
-
-/* Sum of values weighted by shares, two vectors wide, for `heads` heads. Even and odd pairs of
-   positions are summed separately. */
-INLINE void weighted_sum(const num *shares, long stride, long length, const num *values,
-                  const int32_t *table, long block_size, long value_stride, vec out[][2],
-                  const int heads) {
-    const long line = value_stride * PAIR;
-    vec sum[4][2][2];
-    for (int h = 0; h < heads; h++)
-        for (int c = 0; c < 2; c++) sum[h][c][0] = sum[h][c][1] = (vec){0};
-    for (long start = 0; start < length; start += BLOCK) {
-        const num *row = values + table[start / BLOCK] * block_size;
-        long count = length - start < BLOCK ? length - start : BLOCK, j = 0;
-        for (; j + 2 * PAIR <= count; j += 2 * PAIR, row += 2 * line) {
-            nums a0 = load_nums(row), a1 = load_nums(row + LANES * PAIR);
-            nums b0 = load_nums(row + line), b1 = load_nums(row + line + LANES * PAIR);
-            for (int h = 0; h < heads; h++) {
-                nums even = splat(shares + h * stride + start + j);
-                nums odd = splat(shares + h * stride + start + j + PAIR);
-                sum[h][0][0] = dot(sum[h][0][0], even, a0);
-                sum[h][1][0] = dot(sum[h][1][0], even, a1);
-                sum[h][0][1] = dot(sum[h][0][1], odd, b0);
-                sum[h][1][1] = dot(sum[h][1][1], odd, b1);
-            }
-        }
-        for (; j < count; j += PAIR, row += line) {
-            nums a0 = load_nums(row), a1 = load_nums(row + LANES * PAIR);
-            if (j + PAIR > count) /* the second was never written */
-                a0 = first_of_pair(a0), a1 = first_of_pair(a1);
-            for (int h = 0; h < heads; h++) {
-                nums share = splat(shares + h * stride + start + j);
-                sum[h][0][0] = dot(sum[h][0][0], share, a0);
-                sum[h][1][0] = dot(sum[h][1][0], share, a1);
-            }
-        }
-    }
-    for (int h = 0; h < heads; h++)
-        for (int c = 0; c < 2; c++) out[h][c] = sum[h][c][0] + sum[h][c][1];
-}
-
-/* Attention of one token in up to four query heads that share their keys. */
-INLINE void attend(const num *query, int dim, long value_stride, const num *keys,
-                   const num *values, const int32_t *table, long key_size, long value_size,
-                   long length, float scale, float *scores, num *shares, long stride, num *out,
-                   const int heads) {
-    long blocks = round_up(length, BLOCK) / BLOCK;
-    const num *span[SPAN], *next[SPAN];
-    for (int i = 0; i < SPAN; i++) next[i] = keys + table[i < blocks ? i : blocks - 1] * key_size;
-    for (long b = 0; b < blocks; b += SPAN) {
-        /* Prefetch the keys of the next blocks; after the last block, the first values. */
-        for (int i = 0; i < SPAN; i++) {
-            long at = b + SPAN + i;
-            span[i] = next[i];
-            next[i] = b + SPAN >= blocks ? values + table[i < blocks ? i : blocks - 1] * value_size
-                                         : keys + table[at < blocks ? at : blocks - 1] * key_size;
-        }
-        score_keys(query, dim, span, next, scores + b * BLOCK, stride, heads);
-    }
-    float inverse[4];
-    for (int h = 0; h < heads; h++) {
-        inverse[h] = softmax(scores + h * stride, length, scale);
-        if (PAIR > 1)
-            for (long j = 0; j < length; j += LANES)
-                store_nums(shares + h * stride + j, load(scores + h * stride + j));
-    }
-    for (int c = 0; c < dim; c += 2 * LANES) {
-        vec sum[4][2];
-        weighted_sum(shares, stride, length, values + c * PAIR, table, value_size, value_stride,
-                     sum, heads);
-        for (int h = 0; h < heads; h++) {
-            num found[2 * LANES];
-            store_nums(found, sum[h][0] * inverse[h]);
-            store_nums(found + LANES, sum[h][1] * inverse[h]);
-            int count = dim - c < 2 * LANES ? dim - c : 2 * LANES;
-            memcpy(out + h * dim + c, found, count * sizeof(num));
-        }
-    }
-}
-
 /* ---------------------------------------------------------------- the decoder ---------------- */
 
 typedef struct {
@@ -382,12 +163,30 @@ typedef struct {
     const int32_t *positions, *rows, *write_tokens, *write_slots, *tables, *output_tokens;
 } StepInputs;
 
+/* Floats of a thread: scores, in bfloat16 also shares, and the queries of a tile. */
+static long thread_scratch(long stride, long dim) {
+    return round_up(ROWS * (PAIR * stride + dim), PANEL);
+}
+
 /* Scratch size of `ludus_forward`, in floats. */
 long ludus_scratch(const Model *m, const StepInputs *p, int threads) {
     long o = (long)m->heads * m->head_dim, q = o + 2L * m->kv_heads * m->head_dim;
     long row = 2 * round_up(m->hidden, PANEL) + round_up(q, PANEL) + o + (PAIR > 1 ? o : 0) +
                round_up(m->inner, LANES);
-    return p->tokens * row + threads * 4 * PAIR * round_up(p->max_length, SPAN * BLOCK) + PANEL;
+    return p->tokens * row + round_up(p->tokens + 1, PANEL) + PANEL +
+           threads * thread_scratch(round_up(p->max_length, SPAN * BLOCK), m->head_dim);
+}
+
+/* Split the tokens into runs of up to `most` consecutive positions of a row; `starts` gets the first
+   token of each run, and the number of tokens. Returns the number of runs. */
+static long split_runs(const StepInputs *p, long most, int32_t *starts) {
+    long runs = 0;
+    for (long n = 0; n < p->tokens; n++)
+        if (!runs || n - starts[runs - 1] >= most || p->rows[n] != p->rows[n - 1] ||
+            p->positions[n] != p->positions[n - 1] + 1)
+            starts[runs++] = n;
+    starts[runs] = p->tokens;
+    return runs;
 }
 
 #ifdef _OPENMP
@@ -407,14 +206,20 @@ void ludus_forward(const Model *m, const StepInputs *p, float *scratch, float *l
     const long stride = round_up(p->max_length, SPAN * BLOCK);
     const long key_size = KV * dim * BLOCK, value_size = KV * BLOCK * value_stride;
     const long group = H / KV;
-    float *x = scratch, *qkv = x + N * x_stride, *all_scores = qkv + N * q_stride;
-    num *h = (num *)(all_scores + threads * 4 * PAIR * stride), *o = h + N * x_stride;
+    /* A tile has all heads of a key head, or some where they are many. */
+    const long tile_heads = group <= ROWS / 2 ? group : ROWS / 3;
+    int32_t *starts = (int32_t *)scratch;
+    const long runs = split_runs(p, ROWS / tile_heads, starts);
+    const int long_runs = 2 * runs <= N;
+    float *x = scratch + round_up(N + 1, PANEL), *qkv = x + N * x_stride, *all_scores = qkv + N * q_stride;
+    num *h = (num *)(all_scores + threads * thread_scratch(stride, dim)), *o = h + N * x_stride;
     num *a = o + N * o_stride, *queries = PAIR > 1 ? a + N * a_stride : (num *)qkv;
     const long query_stride = PAIR > 1 ? o_stride : q_stride;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        float *scores = all_scores + THREAD * 4 * PAIR * stride;
-        num *shares = PAIR > 1 ? (num *)(scores + 4 * stride) : (num *)scores;
+        float *scores = all_scores + THREAD * thread_scratch(stride, dim);
+        num *shares = PAIR > 1 ? (num *)(scores + ROWS * stride) : (num *)scores;
+        num *tile_queries = (num *)(scores + ROWS * PAIR * stride);
 #pragma omp for schedule(static)
         for (long n = 0; n < N; n++) {
             const float *e = m->embeddings + p->ids[n] * D;
@@ -459,15 +264,27 @@ void ludus_forward(const Model *m, const StepInputs *p, float *scratch, float *l
                     }
                 }
             }
-            /* Rows with common blocks are adjacent, so the blocks stay in the CPU cache. */
+            /* Rows with common blocks are adjacent, so the blocks stay in the CPU cache. In prefill,
+               the heads are the outer loop for the same reason. */
 #pragma omp for schedule(dynamic, 8)
-            for (long i = 0; i < N * KV; i++) {
-                long n = i / KV, k = i % KV;
+            for (long i = 0; i < runs * KV; i++) {
+                long run = long_runs ? i % runs : i / KV, k = long_runs ? i / runs : i % KV;
+                long n = starts[run], tokens = starts[run + 1] - n;
                 const int32_t *table = p->tables + (long)p->rows[n] * p->table_stride;
                 const num *keys = w->keys + k * dim * BLOCK;
                 const num *values = w->values + k * BLOCK * value_stride;
                 const num *query = queries + n * query_stride + k * group * dim;
                 num *out = o + n * o_stride + k * group * dim;
+                if (tokens > 1) {
+                    const Tile tile = {dim, value_stride, key_size, value_size, stride,
+                                       query_stride, o_stride, keys, values, m->attention_scale,
+                                       scores, shares, tile_queries};
+                    for (long g = 0; g < group; g += tile_heads)
+                        attend_tile(&tile, query + g * dim, table, p->positions[n] + tokens - 1,
+                                    tokens, group - g < tile_heads ? group - g : tile_heads,
+                                    out + g * dim);
+                    continue;
+                }
 #define CASE(G)                                                                                  \
     case G:                                                                                      \
         attend(query + g * dim, dim, value_stride, keys, values, table, key_size, value_size,    \
