@@ -5,10 +5,11 @@
 #
 #   LUDUS_HOME     the clone                    (default: the clone that contains this script)
 #   LUDUS_EXTRAS   extras to install            (default: all,s3)
-#   LUDUS_UNITS    running units to restart     (default: ludus-*.service)
+#   LUDUS_UNITS    running units to restart, separated by spaces  (default: ludus-*.service)
 #
 # Runs finish their step and save before the restart. If pulling or installing fails, nothing is
-# restarted. Local commits are never merged.
+# restarted, and the next call tries again: .git/ludus-installed names the installed commit. Local
+# commits are never merged.
 set -euo pipefail
 
 dry_run=false
@@ -33,13 +34,20 @@ run() {
     $dry_run || "$@"
 }
 
-before=$(git rev-parse HEAD)
+installed=$(git rev-parse --absolute-git-dir)/ludus-installed
+if [[ ! -f $installed ]] && ! $dry_run; then
+    git rev-parse HEAD >"$installed"
+fi
 run git pull --ff-only
-if [[ $(git rev-parse HEAD) == "$before" ]] && ! $dry_run; then
+if ! $dry_run && [[ $(git rev-parse HEAD) == "$(<"$installed")" ]]; then
     echo "update.sh: nothing is new"
     exit 0
 fi
 run .venv/bin/python -m pip install --quiet --disable-pip-version-check \
     -c constraints.txt -e ".[${LUDUS_EXTRAS:-all,s3}]"
 run .venv/bin/ludus --version
-run systemctl try-restart "${LUDUS_UNITS:-ludus-*.service}"
+read -ra units <<<"${LUDUS_UNITS:-ludus-*.service}"
+run systemctl try-restart "${units[@]}"
+if ! $dry_run; then
+    git rev-parse HEAD >"$installed"
+fi

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,10 @@ LONGEST_ACTION = 500
 
 Guide = Annotated[
     bool, Field(description="Open with an explanation, for a model that reads English.")
+]
+Texts = Annotated[
+    Literal["ludus", "agentgym"],
+    Field(description="agentgym: the observations of AgentGym's server, word for word."),
 ]
 MaxSteps = Annotated[int | None, Field(ge=1, description="Actions in an episode; null: no limit.")]
 

@@ -130,6 +130,13 @@ class Env(ABC):
         """The next action of a scripted expert, which may use the full state. Errors: NoExpert."""
         raise NoExpert(f"{type(self).__name__} has no expert")
 
+    def inspect(self, what: str) -> Any:
+        """A view of the running episode that is no observation, as JSON; services offer it.
+
+        Errors: LookupError for a name that the environment does not have.
+        """
+        raise LookupError(f"{type(self).__name__} has no {what!r}")
+
     @classmethod
     def tiers(cls) -> Sequence[str]:
         """The levels or depths of this environment's tasks, easiest first."""

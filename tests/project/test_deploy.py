@@ -279,45 +279,82 @@ def test_the_real_run_is_stopped_and_goes_on(tmp_path: Path) -> None:
 # update.sh
 
 
-def test_update_pulls_installs_and_restarts(tmp_path: Path) -> None:
+GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
+
+
+def commit(repository: Path, message: str) -> None:
+    subprocess.run(
+        [*GIT, "-C", repository, "commit", "-q", "--allow-empty", "-m", message], check=True
+    )
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> dict[str, str]:
+    """A clone of `origin`, and programs that note their calls in `called`, one argument a line in
+    `arguments`; the environment of update.sh."""
     origin, clone, programs = tmp_path / "origin", tmp_path / "clone", tmp_path / "bin"
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
-    for command in (
-        ["git", "init", "-q", "-b", "main", str(origin)],
-        [*git, "-C", str(origin), "commit", "-q", "--allow-empty", "-m", "one"],
-        ["git", "clone", "-q", str(origin), str(clone)],
-    ):
-        subprocess.run(command, check=True)
+    subprocess.run(["git", "init", "-q", "-b", "main", origin], check=True)
+    commit(origin, "one")
+    subprocess.run(["git", "clone", "-q", origin, clone], check=True)
     (clone / ".venv" / "bin").mkdir(parents=True)
     programs.mkdir()
     for program in (clone / ".venv/bin/python", clone / ".venv/bin/ludus", programs / "systemctl"):
-        program.write_text(f'#!/bin/sh\necho "{program.name} $*" >>"{tmp_path}/called"\n')
+        program.write_text(
+            f'#!/bin/sh\necho "{program.name} $*" >>"{tmp_path}/called"\n'
+            f'printf "%s\\n" "$@" >"{tmp_path}/arguments"\n'
+        )
         program.chmod(0o755)
-    env = {"LUDUS_HOME": str(clone), "PATH": f"{programs}:{os.environ['PATH']}"}
-    called = tmp_path / "called"
+    return {"LUDUS_HOME": str(clone), "PATH": f"{programs}:{os.environ['PATH']}"}
 
-    assert "nothing is new" in shell(UPDATE, env=env).stdout
+
+def test_update_pulls_installs_and_restarts(tmp_path: Path, machine: dict[str, str]) -> None:
+    origin, clone, called = tmp_path / "origin", tmp_path / "clone", tmp_path / "called"
+    assert "nothing is new" in shell(UPDATE, env=machine).stdout
     assert not called.exists()
-    subprocess.run(
-        [*git, "-C", str(origin), "commit", "-q", "--allow-empty", "-m", "2"], check=True
-    )
-    dry = shell(UPDATE, "--dry-run", env=env)
+    commit(origin, "2")
+    dry = shell(UPDATE, "--dry-run", env=machine)
     assert "git pull --ff-only" in dry.stdout
     assert not called.exists()
-    assert shell(UPDATE, env=env).returncode == 0
+    assert shell(UPDATE, env=machine).returncode == 0
     lines = called.read_text().splitlines()
     assert lines[0].startswith("python -m pip install")
     assert shlex.split(lines[0])[-2:] == ["-e", ".[all,s3]"]
     assert lines[1:] == ["ludus --version", "systemctl try-restart ludus-*.service"]
-
     called.unlink()
-    subprocess.run(
-        [*git, "-C", str(origin), "commit", "-q", "--allow-empty", "-m", "3"], check=True
-    )
-    subprocess.run([*git, "-C", str(clone), "commit", "-q", "--allow-empty", "-m", "x"], check=True)
-    assert shell(UPDATE, env=env).returncode != 0, "local commits are not merged over"
+    assert "nothing is new" in shell(UPDATE, env=machine).stdout
+
+    commit(origin, "3")
+    commit(clone, "x")
+    assert shell(UPDATE, env=machine).returncode != 0, "local commits are not merged over"
     assert not called.exists()
-    wrong = shell(UPDATE, env={**env, "LUDUS_HOME": str(tmp_path)})
+    wrong = shell(UPDATE, env={**machine, "LUDUS_HOME": str(tmp_path)})
     assert wrong.returncode == 2
     assert "is no git clone" in wrong.stderr
-    assert shell(UPDATE, "--wrong", env=env).returncode == 2
+    assert shell(UPDATE, "--wrong", env=machine).returncode == 2
+
+
+@pytest.mark.parametrize("broken", ["clone/.venv/bin/python", "clone/.venv/bin/ludus"])
+def test_a_failed_installation_is_tried_again(
+    tmp_path: Path, machine: dict[str, str], broken: str
+) -> None:
+    called, program = tmp_path / "called", tmp_path / broken
+    assert "nothing is new" in shell(UPDATE, env=machine).stdout
+    commit(tmp_path / "origin", "2")
+    works = program.read_text()
+    program.write_text("#!/bin/sh\nexit 1\n")
+    assert shell(UPDATE, env=machine).returncode == 1
+    assert "systemctl" not in (called.read_text() if called.exists() else "")
+    program.write_text(works)
+    again = shell(UPDATE, env=machine)
+    assert again.returncode == 0, again.stderr
+    assert called.read_text().splitlines()[-1].startswith("systemctl try-restart")
+    assert "nothing is new" in shell(UPDATE, env=machine).stdout
+
+
+def test_units_are_arguments_of_their_own(tmp_path: Path, machine: dict[str, str]) -> None:
+    machine["LUDUS_UNITS"] = "ludus-env.service ludus-model.service"
+    shell(UPDATE, env=machine)
+    commit(tmp_path / "origin", "2")
+    assert shell(UPDATE, env=machine).returncode == 0
+    told = (tmp_path / "arguments").read_text().splitlines()
+    assert told == ["try-restart", "ludus-env.service", "ludus-model.service"]

@@ -26,6 +26,7 @@ from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, T
 from ludus.envs.actions import (
     Guide,
     MaxSteps,
+    Texts,
     action_text,
     answer,
     command_text,
@@ -61,6 +62,13 @@ WORDS = {"thing": "A thing, such as apple 1.", "place": "Furniture, such as frid
 }
 PUT = re.compile(r"put (.+?) (?:in/on|in|on|into|onto) (.+)")
 
+OLDER_WORDS = (
+    (re.compile(r"^You arrive at [^.]*\. "), ""),
+    (re.compile(r"^You move the (.+) to the (.+)\.$"), r"You put the \1 in/on the \2."),
+    (re.compile(r"^move (.+) to (.+)$"), r"put \1 in/on \2"),
+)
+"""The engine's words in those of AgentGym's server: ALFWorld 0.3.3, less the arrival."""
+
 GUIDE = """You are in a room and have a task. Answer with one action a turn: go to PLACE, open \
 PLACE, close PLACE, take THING from PLACE, move THING to PLACE, clean THING with PLACE, heat THING \
 with PLACE, cool THING with PLACE, slice THING with KNIFE, use THING, examine THING, inventory, or \
@@ -89,9 +97,11 @@ class ALFWorld(Env):
             bool, Field(description="Repeat the task in every observation, for a small model.")
         ] = False,
         max_steps: MaxSteps = None,
+        texts: Texts = "ludus",
         guide: Guide = False,
     ) -> None:
         self.expert, self.max_steps, self.guide = expert, max_steps, guide
+        self.texts = texts
         self._repeat_task = repeat_task
         self._engine: Engine | None = None
         self._done = False
@@ -107,16 +117,30 @@ class ALFWorld(Env):
         self._type = str(game["traj_data"]["task_type"])
         self._expert = Expert(game["traj_data"], search=self.expert == "search")
         self._see()
+        available = self._available()
+        if self.texts == "agentgym":  # as its client shows it
+            text += f"\nAVAILABLE ACTIONS: {','.join(available)}"
         return Observation(
             messages=[Message(role="user", content=f"{GUIDE}\n\n{text}" if self.guide else text)],
-            info={"type": self._type, "available_actions": self._engine.commands},
+            info={"type": self._type, "available_actions": available},
         )
+
+    def _available(self) -> list[str]:
+        """The sorted commands that are possible now."""
+        assert self._engine is not None
+        if self.texts == "ludus":
+            return self._engine.commands
+        return sorted(older_words(text) for text in self._engine.commands if text != "help")
 
     async def step(self, action: Message) -> StepResult:
         if self._engine is None or self._done:
             raise EnvError("alfworld: the episode is over, or was never reset; call reset first")
         self._num_steps += 1
-        reply = self._engine.step(command_of(action_text(self, action)))
+        text = action_text(self, action)
+        if self.texts == "agentgym":
+            reply = older_words(self._engine.step("?" if text == "help" else command_of(text)))
+        else:
+            reply = self._engine.step(command_of(text))
         self._see()
         success = self._engine.won
         truncated = not success and self._num_steps == self.max_steps
@@ -131,7 +155,7 @@ class ALFWorld(Env):
             info={
                 "success": success,
                 "type": self._type,
-                "available_actions": self._engine.commands,
+                "available_actions": self._available(),
             },
         )
 
@@ -165,7 +189,8 @@ class ALFWorld(Env):
     def expert_action(self) -> str:
         if self._engine is None or self._done:
             raise NoExpert("alfworld: no episode is being played")
-        return self._expert.action(self._engine.facts())
+        action = self._expert.action(self._engine.facts())
+        return older_words(action) if self.texts == "agentgym" else action
 
     @classmethod
     def tiers(cls) -> Sequence[str]:
@@ -183,6 +208,13 @@ class ALFWorld(Env):
         ones, in all rooms or in a kitchen, livingroom, bedroom or bathroom only.
         """
         return games.task_of(tier, seed)
+
+
+def older_words(text: str) -> str:
+    """A command or a reply of the engine in the words of ALFWorld 0.3.3, which AgentGym serves."""
+    for pattern, words in OLDER_WORDS:
+        text = pattern.sub(words, text)
+    return text
 
 
 def command_of(text: str) -> str:

@@ -23,7 +23,16 @@ from pydantic import Field
 
 from ludus.core.errors import EnvError
 from ludus.core.types import Message, Observation, StepResult, Task
-from ludus.envs.actions import Guide, OneTool, act_tool, action_text, answer
+from ludus.envs.actions import Guide, OneTool, Texts, act_tool, action_text, answer
+from ludus.envs.babyai.agentgym import (
+    COMPLETED,
+    View,
+    goal_text,
+    image_of,
+    opening_of,
+    render,
+    view_of,
+)
 from ludus.envs.babyai.expert import Expert
 from ludus.envs.babyai.macros import Macros
 from ludus.envs.babyai.world import (
@@ -68,7 +77,7 @@ class BabyAI(OneTool):
 
     Reward: at success 1 - 0.9 * steps / max_steps, else 0; so any positive reward is a success.
     Steps are minigrid's, including those within a macro action. `StepResult.info` has `success`,
-    `num_steps` and `level`.
+    `num_steps` and `level`. `texts: agentgym` also sets AgentGym's actions (see `agentgym`).
     """
 
     agentgym: ClassVar[str | None] = "babyai"
@@ -88,11 +97,14 @@ class BabyAI(OneTool):
         max_steps: Annotated[
             int | None, Field(ge=1, description="minigrid steps per episode; null: the level's.")
         ] = None,
+        texts: Texts = "ludus",
         guide: Guide = False,
     ) -> None:
         self.level = short_name(level)
         self.actions, self.max_steps, self.guide = actions, max_steps, guide
-        self.tool = act_tool(PRIMITIVES if actions == "primitive" else ())
+        self.texts = texts
+        words = PRIMITIVES if (actions, texts) == ("primitive", "ludus") else ()
+        self.tool = act_tool(words)
         self._world: Any = None
         self._done = False
 
@@ -113,24 +125,39 @@ class BabyAI(OneTool):
         self._taken: list[int] = []
         self._success = self._done = False
         self._expert: Expert | None = None
-        self._macros = Macros(self._world) if self.actions == "macro" else None
-        text = f"mission: {self._world.mission}.\n{self._view()}"
+        self._macros, mission = None, str(self._world.mission)
+        self._seen: View | None = None
+        if self.texts == "agentgym":
+            self._seen = opening_of(self._world)
+            mission = goal_text(mission)
+            text = f"Your goal: {mission}\n{self._seen.description}{self._seen.available}"
+        else:
+            self._macros = Macros(self._world) if self.actions == "macro" else None
+            text = f"mission: {mission}.\n{self._view()}"
         if self.guide:
             text = f"{GUIDE}{MACRO_GUIDE if self._macros else ''}\n\n{text}"
         return Observation(
             messages=[Message(role="user", content=text)],
-            info={"level": self._level, "max_steps": int(self._world.max_steps)},
+            info={
+                "level": self._level,
+                "mission": mission,
+                "max_steps": int(self._world.max_steps),
+            },
         )
 
     async def step(self, action: Message) -> StepResult:
         if self._world is None or self._done:
             raise EnvError("babyai: the episode is over, or was never reset; call reset first")
         text = action_text(self, action)
-        text = ALIASES.get(text, text)
-        reward, remark = self._act(text)
+        if self._seen is not None:
+            reward, remark = self._act_in_agentgym(text, self._seen)
+        else:
+            reward, remark = self._act(ALIASES.get(text, text))
         truncated = not self._success and self._world.step_count >= self._world.max_steps
         self._done = self._done or truncated
-        if self._success:
+        if self._seen is not None:
+            reply = f"{remark}{self._seen.available}"
+        elif self._success:
             reply = "success."
         elif self._done:
             reply = "out of steps." if truncated else "failed."
@@ -168,6 +195,23 @@ class BabyAI(OneTool):
             if self._done or not changed:
                 break
         return reward, "" if changed else "stopped on the way. "
+
+    def _act_in_agentgym(self, text: str, view: View) -> tuple[float, str]:
+        """Carry out one of AgentGym's actions. Returns its reward and the text before the list of
+        actions. What is impossible takes no step, as there."""
+        plan = view.plan(text)
+        if isinstance(plan, str):
+            return 0.0, plan
+        reward, image = 0.0, view.image
+        for primitive in plan:  # on past a success: AgentGym judges after the last step
+            reward, _ = self._primitive(primitive)
+            before, image = image, image_of(self._world)
+            if image == before:
+                break
+        over = self._success or (self._done and self._world.step_count < self._world.max_steps)
+        self._done = self._success  # a failed mission goes on there
+        self._seen = view_of(self._world)
+        return reward, self._seen.description + (COMPLETED if over else "")
 
     def _primitive(self, primitive: int) -> tuple[float, bool]:
         """Take a minigrid step. Returns its reward, and whether it changed anything."""
@@ -226,12 +270,21 @@ class BabyAI(OneTool):
         if self._expert is None:
             self._expert = Expert(self._level, self._seed)
         advice = self._expert.action(self._taken)
+        if self._seen is not None:
+            if named := self._seen.advised(self._expert, advice):
+                return named
+            raise NoExpert(f"babyai: {self._level}, seed {self._seed}: AgentGym lacks the action")
         if self._macros is not None and (macro := self._macros.advised(self._expert, advice)):
             return macro
         words = [text for text, action in PRIMITIVES.items() if action == advice]
         if not words:
             raise NoExpert(f"babyai: {self._level}, seed {self._seed}: the bot believes it is done")
         return words[0]
+
+    def inspect(self, what: str) -> Any:
+        if what != "render" or self._world is None:
+            return super().inspect(what)
+        return render(self._world)
 
     @classmethod
     def tiers(cls) -> Sequence[str]:

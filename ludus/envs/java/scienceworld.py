@@ -15,7 +15,7 @@ ambiguous, the engine asks, and the next action is a number.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
@@ -29,6 +29,7 @@ from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, T
 from ludus.envs.actions import (
     Guide,
     MaxSteps,
+    Texts,
     action_text,
     answer,
     command_text,
@@ -105,6 +106,15 @@ DESCRIPTIONS = {
     "choose": "Answer the question which of several things is meant, by its number.",
 }
 
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "action_hint": lambda engine: {
+        "possible_actions": [str(text) for text in engine.getPossibleActions()],
+        "possible_objects": [str(text) for text in engine.getPossibleObjects()],
+    },
+    "goals": lambda engine: {"goals": str(engine.getGoalProgressStr())},
+}
+"""AgentGym's views of an episode, by its names of them."""
+
 GUIDE = """You act in a small world to carry out a task of elementary science. Answer with one \
 command a turn: {commands}, or a number, when asked which of several things you mean. Words in \
 capitals stand for what the observations name. To focus on the wrong thing loses."""
@@ -136,6 +146,7 @@ class ScienceWorld(JvmEnv):
             Field(description="score: points when earned; success: 1 at the end of the task."),
         ] = "score",
         max_steps: MaxSteps = None,
+        texts: Texts = "ludus",
         guide: Guide = False,
         num_jvms: NumJvms = 4,
         heap_mb: Annotated[
@@ -149,6 +160,7 @@ class ScienceWorld(JvmEnv):
         find_java("scienceworld")
         self.simplifications = ",".join(simplifications)
         self.reward, self.max_steps, self.guide = reward, max_steps, guide
+        self._tidy: Callable[[str], str] = _tidy if texts == "ludus" else str
         engine = replace(ENGINE, variant=self.simplifications)
         self._pool = pool_of(engine, num_jvms, heap_mb)
 
@@ -159,12 +171,18 @@ class ScienceWorld(JvmEnv):
         self._total = 0
         description, look = self._open(lambda session: session.run(self._load))
         text = f"{description}\n\n{look}"
+        if self._tidy is str:  # AgentGym's client joins the two so
+            text = f"{description}\n{look}"
         if self.guide:
             commands = [_shown(tool.name) for tool in self.tools() if tool.name != "choose"]
             text = f"{GUIDE.format(commands=', '.join(commands))}\n\n{text}"
         return Observation(
             messages=[Message(role="user", content=text)],
-            info={"task": self._kind, "variation": self._variation},
+            info={
+                "task": self._kind,
+                "variation": self._variation,
+                "task_description": description,
+            },
         )
 
     def _load(self, engine: Any) -> tuple[str, str]:
@@ -174,7 +192,7 @@ class ScienceWorld(JvmEnv):
             raise EnvError(f"scienceworld: {self._kind} {self._variation}: {error}")
         # Free the variations of all tasks, 10 MB that `load` creates and no step needs.
         getattr(engine, "taskMaker_$eq")(None)
-        return _tidy(engine.getTaskDescription()), _tidy(engine.step("look around"))
+        return self._tidy(engine.getTaskDescription()), self._tidy(engine.step("look around"))
 
     async def step(self, action: Message) -> StepResult:
         if self._session is None:
@@ -182,7 +200,7 @@ class ScienceWorld(JvmEnv):
                 "scienceworld: the episode is over, or was never reset; call reset first"
             )
         text = printable(action_text(self, action))
-        reply, score, completed = self._session.run(lambda engine: _take(engine, text))
+        reply, score, completed = self._session.run(lambda engine: _take(engine, text, self._tidy))
         self._taken.append(text)
         success = score >= 100
         total = max(score, 0) if self.reward == "score" else 100 * success
@@ -194,6 +212,8 @@ class ScienceWorld(JvmEnv):
             ending = "\nThe task is completed." if success else "\nThe task has failed."
             if score < 0:
                 ending = "\nThat was the wrong thing to focus on. The task has failed."
+        if self._tidy is str:
+            ending = ""
         if terminated or truncated:
             await self.close()
         return StepResult(
@@ -229,6 +249,11 @@ class ScienceWorld(JvmEnv):
         if self._session is None:
             raise NoExpert("scienceworld: no episode is being played")
         return self._next_of(gold_path(self._pool, self._kind, self._variation))
+
+    def inspect(self, what: str) -> Any:
+        if what not in VIEWS or self._session is None:
+            return super().inspect(what)
+        return self._session.run(VIEWS[what])
 
     @classmethod
     def tiers(cls) -> Sequence[str]:
@@ -341,9 +366,9 @@ def _variations(tier: str) -> tuple[str, range]:
     return name, KINDS[name].variations(splits[split] if slash else "train")
 
 
-def _take(engine: Any, text: str) -> tuple[str, int, bool]:
+def _take(engine: Any, text: str, tidy: Callable[[str], str]) -> tuple[str, int, bool]:
     """Take a step. Returns observation, score so far (-100 to 100), whether the task has ended."""
-    reply = _tidy(engine.step(text))
+    reply = tidy(engine.step(text))
     return reply, round(100 * engine.getScore()), bool(engine.getCompleted())
 
 

@@ -30,8 +30,9 @@ from pydantic import Field
 
 from ludus.core.errors import ConfigError, EnvError, did_you_mean
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
-from ludus.envs.actions import Guide, MaxSteps, action_text, answer, call_text, tool_spec
+from ludus.envs.actions import Guide, MaxSteps, Texts, action_text, answer, call_text, tool_spec
 from ludus.envs.base import Env, NoExpert
+from ludus.envs.textcraft import agentgym
 from ludus.envs.textcraft.recipes import Plan, Recipe, Table, load_table
 
 MAX_GET = 999
@@ -64,9 +65,11 @@ class TextCraft(Env):
             int, Field(ge=0, le=500, description="Maximum number of commands not needed.")
         ] = 10,
         max_steps: MaxSteps = None,
+        texts: Texts = "ludus",
         guide: Guide = False,
     ) -> None:
         self.num_distractors, self.max_steps, self.guide = num_distractors, max_steps, guide
+        self.texts = texts
         self._table = load_table()
         self._goal: str | None = None
         self._done = False
@@ -83,6 +86,8 @@ class TextCraft(Env):
         self._plan = make_plan(self._table, goal, rng)
         commands = self._commands(rng)
         text = "\n".join(["commands:", *commands, f"goal: craft {goal}"])
+        if self.texts == "agentgym":
+            text = agentgym.opening(commands, goal)
         return Observation(
             messages=[Message(role="user", content=f"{GUIDE}\n\n{text}" if self.guide else text)],
             info={"goal": goal, "depth": self._table.depths[goal]},
@@ -110,6 +115,8 @@ class TextCraft(Env):
         truncated = not success and self._num_steps == self.max_steps
         self._done = success or truncated
         ending = " goal reached." if success else " out of steps." if truncated else ""
+        if self.texts == "agentgym":
+            ending = ""
         return StepResult(
             messages=answer(action, f"{reply}{ending}"),
             reward=float(success),
@@ -123,6 +130,10 @@ class TextCraft(Env):
 
     def _act(self, text: str) -> tuple[str, str | None]:
         """Returns the reply to an action, and the crafted item, if any."""
+        if self.texts == "agentgym":
+            outcome = agentgym.act(self._table, dict(self._inventory), text)
+            self._inventory = Counter(outcome.inventory)
+            return outcome.reply, outcome.crafted
         if text == "inventory":
             held = [f"{count} {item}" for item, count in sorted(self._inventory.items()) if count]
             return f"inventory: {', '.join(held) or 'nothing'}.", None

@@ -19,14 +19,23 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from ludus.core.errors import ConfigError, EnvError, did_you_mean
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
-from ludus.envs.actions import JSON_NAMES, Guide, action_text, answer, call_text, tool_spec
+from ludus.envs.actions import (
+    JSON_NAMES,
+    Guide,
+    Texts,
+    action_text,
+    answer,
+    call_text,
+    tool_spec,
+)
 from ludus.envs.base import Env, NoExpert
+from ludus.envs.webshop import agentgym
 from ludus.envs.webshop.expert import advise
 from ludus.envs.webshop.pages import (
     BACK,
@@ -36,13 +45,15 @@ from ludus.envs.webshop.pages import (
     SEPARATOR,
     SUB_PAGES,
     THANKS,
+    Layout,
     Page,
+    buttons,
     clickable,
     links,
     text_of_page,
 )
 from ludus.envs.webshop.reward import Product, score
-from ludus.envs.webshop.shop import Instructions, Kind, load_shop
+from ludus.envs.webshop.shop import SPLITS, Instructions, Kind, load_shop
 
 TIERS = ("options-0", "options-1", "options-2")
 """Number of options that the goal asks for; options-2: two or more. A narrower tier such as
@@ -69,8 +80,8 @@ class WebShop(Env):
     `num_attributes`, `num_options`, `price`.
 
     A task's data is `{"goal": index}`, in the original's order of goals, or
-    `{"split": "train" or "heldout", "seed": n}`, optionally with the `options`, `attributes` and
-    `department` of a `shop.Kind`.
+    `{"split": "train", "seed": n}` (the splits are train, heldout and all), optionally with the
+    `options`, `attributes` and `department` of a `shop.Kind`.
     """
 
     agentgym: ClassVar[str | None] = "webshop"
@@ -87,8 +98,12 @@ class WebShop(Env):
             int | None, Field(ge=1, description="Use only the first products; null: all.")
         ] = None,
         instructions: Annotated[
-            Instructions, Field(description="Human-written, or synthetic (needs `path`).")
-        ] = "human",
+            Instructions | None,
+            Field(
+                description="Human-written, or synthetic (needs `path`); null: human, but "
+                "synthetic for AgentGym's texts with a `path`, as in its server."
+            ),
+        ] = None,
         page_size: Annotated[
             int, Field(ge=1, le=50, description="Products on a page of results.")
         ] = 10,
@@ -109,16 +124,19 @@ class WebShop(Env):
                 "kind; success: 1 for a purchase with full score, else 0."
             ),
         ] = "score",
+        texts: Texts = "ludus",
         guide: Guide = False,
     ) -> None:
-        self.page_size, self.repeat_instruction, self.guide = page_size, repeat_instruction, guide
-        self.reward = reward
-        self._places = codes == "place"
+        self.repeat_instruction, self.guide = repeat_instruction, guide
+        self.reward, self._original = reward, texts == "agentgym"
+        self._layout = Layout(page_size, codes == "place", self._original)
+        if instructions is None:
+            instructions = "synthetic" if self._original and path is not None else "human"
         self._shop = load_shop(path, num_products, instructions)
         self._page: Page | None = None
 
     async def reset(self, task: Task) -> Observation:
-        index = self._goal_index(task)
+        index = self._index = self._goal_index(task)
         self._goal = self._shop.goals[index]
         self._target = self._shop.products[self._goal.asin]
         self._page = Page()
@@ -140,10 +158,10 @@ class WebShop(Env):
                 where = f"webshop: task {task.id!r}"
                 raise EnvError(f"{where}: data.goal is {index!r:.40}, not one of 0 to {total - 1}")
             return int(index)
-        if data.get("split") not in ("train", "heldout") or type(data.get("seed")) is not int:
+        if data.get("split") not in SPLITS or type(data.get("seed")) is not int:
             raise EnvError(
-                f"webshop: task {task.id!r}: data needs a goal, or a split (train or heldout) and "
-                "a seed"
+                f"webshop: task {task.id!r}: data needs a goal, or a split "
+                f"({', '.join(SPLITS)}) and a seed"
             )
         for name, type_ in (("options", int), ("attributes", int), ("department", str)):
             if not isinstance(given := data.get(name), type_ | None):
@@ -182,6 +200,8 @@ class WebShop(Env):
                 return self._buy(action)
             else:
                 self._click(by_name[parsed[2]])
+        if self._original:  # it does nothing, and says nothing of it
+            remark = ""
         text = f"{remark}{self._view(self.repeat_instruction)}"
         info = {"success": False, "available_actions": self._actions()}
         return StepResult(messages=answer(action, text), reward=0.0, info=info)
@@ -196,7 +216,7 @@ class WebShop(Env):
 
     def _clickable(self) -> list[str]:
         assert self._page is not None
-        return clickable(self._page, self._product, self.page_size, self._places)
+        return clickable(self._page, self._product, self._layout)
 
     def _actions(self) -> list[str]:
         """The possible actions, without duplicates: two options may share a value."""
@@ -209,7 +229,7 @@ class WebShop(Env):
         assert self._page is not None
         text = self._goal.instruction if instruction else None
         products = self._shop.products
-        return text_of_page(self._page, products, text, self.page_size, self._places)
+        return text_of_page(self._page, products, text, self._layout)
 
     def _click(self, text: str) -> None:
         """Follow a link, choose an option, or press a button other than BUY."""
@@ -226,7 +246,7 @@ class WebShop(Env):
         elif text in SUB_PAGES and page.kind == "item":
             page.kind = text
         elif page.kind == "results":
-            page.asin = links(page, self.page_size, self._places)[text]
+            page.asin = links(page, self._layout)[text]
             page.kind = "item"
         else:
             for name, values in self._shop.products[page.asin].options.items():
@@ -241,6 +261,8 @@ class WebShop(Env):
         self._page = None
         success = parts.value >= self.success_at
         text = SEPARATOR.join([*THANKS, f"{parts.value:g}"])
+        if self._original:
+            text = agentgym.last_page(page.asin, page.options, parts.value)
         return StepResult(
             messages=answer(action, text),
             reward=float(success) if self.reward == "success" else parts.value,
@@ -254,6 +276,17 @@ class WebShop(Env):
                 "price": parts.price,
             },
         )
+
+    def inspect(self, what: str) -> Any:
+        if what != "state" or self._page is None:
+            return super().inspect(what)
+        named = links(self._page, self._layout) if self._page.kind == "results" else ()
+        options = self._product.options if self._page.kind == "item" and self._product else {}
+        shown = buttons(self._page, self._layout)
+        return {
+            "url": agentgym.url_of(self._page, self._index),
+            "html": agentgym.html_of(self._view(instruction=True), shown, tuple(named), options),
+        }
 
     def tools(self) -> Sequence[ToolSpec]:
         keywords = {"type": "string", "description": "What to look for."}
@@ -279,8 +312,8 @@ class WebShop(Env):
     def expert_action(self) -> str:
         if self._page is None:
             raise NoExpert("webshop: no episode is being played")
-        action = advise(self._shop, self._goal, self._page, self.page_size)
-        names = links(self._page, self.page_size, self._places)
+        action = advise(self._shop, self._goal, self._page, self._layout.size)
+        names = links(self._page, self._layout)
         clicks = {f"click[{asin}]": f"click[{name}]" for name, asin in names.items()}
         return clicks.get(action, action)
 

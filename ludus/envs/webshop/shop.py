@@ -28,6 +28,8 @@ from ludus.envs.webshop.reward import Goal, Product
 
 Instructions = Literal["human", "synthetic"]
 
+SPLITS = ("train", "heldout", "all")
+
 NUM_HITS = 50
 """Maximum number of results of a search."""
 
@@ -36,6 +38,9 @@ NUM_HELD_OUT, NUM_DEVELOPMENT = 500, 1000
 
 Of the built-in shop, the first sixth is held out, the rest is for training.
 """
+
+GOAL_SEED = 233
+"""The original's seed of synthetic goals' price limits, and again of the order of all goals."""
 
 NO_LIMIT = 1_000_000.0
 """Price limit of a goal without a limit."""
@@ -93,7 +98,7 @@ class Shop:
         return [self._asins[i] for i in best]
 
     def split(self, name: str, kind: Kind = ANY) -> list[int]:
-        """Indices of the goals of split `train` or `heldout` that `kind` matches."""
+        """Indices of the goals of a split (SPLITS) that `kind` matches."""
         indices = self._splits.get((name, kind))
         if indices is None:
             goals = ((i, self.goals[i]) for i in self._parts[name])
@@ -125,8 +130,7 @@ def load_shop(path: str | None, num_products: int | None, instructions: Instruct
         raise DataError(
             f"webshop: {name}: its {len(products)} products have no {instructions} goal"
         )
-    # The original seeds the global generator with 233 before it shuffles.
-    random.Random(233).shuffle(goals)
+    random.Random(GOAL_SEED).shuffle(goals)
     index = bm25s.BM25()
     texts = (_indexed(product) for product in products.values())
     vocabulary: dict[str, int] = {}
@@ -140,11 +144,13 @@ def load_shop(path: str | None, num_products: int | None, instructions: Instruct
 
 def _split(num_goals: int, own: bool) -> dict[str, range]:
     """The ranges of goal indices of the splits."""
+    parts = {"all": range(num_goals)}
     if own:
-        return {"heldout": range(num_goals // 6), "train": range(num_goals // 6, num_goals)}
+        first = num_goals // 6
+        return {**parts, "heldout": range(first), "train": range(first, num_goals)}
     last = min(NUM_HELD_OUT, num_goals // 5)
     first = last + min(NUM_DEVELOPMENT, num_goals // 5)
-    return {"heldout": range(last), "train": range(first, num_goals)}
+    return {**parts, "heldout": range(last), "train": range(first, num_goals)}
 
 
 def _own_files() -> dict[str, Any]:
@@ -182,7 +188,7 @@ def _json(folder: Path, names: Sequence[str], default: Any = None) -> Any:
 def _read(
     rows: list[dict[str, Any]], data: dict[str, Any], instructions: Instructions
 ) -> tuple[dict[str, Product], list[Goal]]:
-    # 42 is the original's seed; it draws the prices from price ranges, then the price limits.
+    # The original draws prices within ranges from an unseeded generator; 42 is ours.
     rng = random.Random(42)
     reviews = {row["asin"]: row for row in data["reviews"]}
     products: dict[str, Product] = {}
@@ -194,6 +200,8 @@ def _read(
         products[asin] = _product(row, listed, reviews.get(asin, {}), rng)
     make: Callable[..., Iterator[Goal]] = _human if instructions == "human" else _synthetic
     source = data["instructions"] if instructions == "human" else data["attributes"]
+    if instructions == "synthetic":
+        rng = random.Random(GOAL_SEED)  # seeded again, so price ranges do not move the limits
     goals = [g for p in products.values() if p.asin in source for g in make(p, source[p.asin], rng)]
     return products, goals
 
@@ -256,7 +264,7 @@ def _human(product: Product, rows: list[dict[str, Any]], rng: random.Random) -> 
 
 def _synthetic(product: Product, row: dict[str, Any], rng: random.Random) -> Iterator[Goal]:
     """A goal for each combination of option values."""
-    if not row.get("instruction") or not row.get("instruction_attributes"):
+    if row.get("instruction") is None or not row.get("instruction_attributes"):
         return
     upper, limit = _limit(product, rng)
     names = sorted(product.options)

@@ -6,15 +6,16 @@ Each environment has its own path, the `env_server_base` of AgentGym's client:
     POST /agentgym/textcraft/reset {"id": 71..., "data_idx": 3}
     POST /agentgym/textcraft/step {"id": 71..., "action": "get 1 oak log"}
 
-Differences from the original: errors have error status codes (the original answers 200 and
-`{"error": ...}`), and ids cannot be guessed. An environment is one row of `ROWS`.
+Observations are AgentGym's, word for word (the environments' argument `texts`), unless the served
+spec sets other arguments. Differences from the original: errors have error status codes (the
+original answers 200 and `{"error": ...}`), and ids cannot be guessed. An environment is one row of
+`agentgym_rows.ROWS`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
@@ -24,6 +25,7 @@ from pydantic import BaseModel, Field, create_model
 
 from ludus.core.errors import ConfigError
 from ludus.core.types import Message, Spec, Task
+from ludus.services.envs.agentgym_rows import ROWS, Inspection, Row, View
 from ludus.services.envs.manager import SessionManager
 from ludus.services.envs.session import ID_BITS, EnvSession, ServedEnv, State
 from ludus.services.server.app import ERRORS, ServiceError, owner_of
@@ -31,146 +33,6 @@ from ludus.services.server.shares import client_of
 from ludus.tasks.agentgym import ITEMS, task_of
 
 Id = Annotated[int, Field(ge=0, lt=2 ** (ID_BITS + 1))]
-View = Callable[[EnvSession], Any]
-"""Makes the JSON of a response from a session."""
-
-
-def _last(session: EnvSession) -> str:
-    return session.last
-
-
-def _actions(session: EnvSession) -> list[str]:
-    return [str(action) for action in session.info.get("available_actions", [])]
-
-
-FIELDS: dict[str, View] = {
-    "id": lambda session: session.number,
-    "observation": _last,
-    "reward": lambda session: session.reward,
-    "score": lambda session: session.score,
-    "done": lambda session: session.state is State.OVER,
-    "available_actions": _actions,
-    "task_type": lambda session: str(session.info.get("type", "")),
-}
-
-
-def _fields(*names: str) -> View:
-    """A response of these fields."""
-    return lambda session: {name: FIELDS[name](session) for name in names}
-
-
-_created = _fields("id")
-_result = _fields("observation", "reward", "done")
-_scored = _fields("observation", "reward", "score", "done")
-
-
-@dataclass(frozen=True)
-class Row:
-    """AgentGym's API of one environment; `tasks.agentgym` knows its items.
-
-    `on_create`, `on_reset` and `on_step` make the responses; `reads` are the GET routes. With
-    `starts`, `create` also starts an episode; `goal_task` makes its task from a requested goal.
-    """
-
-    id_key: str = "id"
-    index_key: str = "data_idx"
-    on_create: View = _created
-    on_reset: View = _result
-    on_step: View = _result
-    reads: Mapping[str, View] = field(default_factory=dict)
-    starts: bool = False
-    goal_task: Callable[[str], Task] | None = None
-
-
-def _science_opening(session: EnvSession) -> dict[str, Any]:
-    """The task description and the first observation, split from one text."""
-    description, _, look = session.last.partition("\n\n")
-    return {
-        "task_name": str(session.info.get("task", "")),
-        "var_num": int(session.info.get("variation", 0)),
-        "task_description": description,
-        "observation": look or description,
-        "reward": 0.0,
-        "score": 0.0,
-        "deleted": False,
-        "done": False,
-    }
-
-
-def _science_step(session: EnvSession) -> dict[str, Any]:
-    """Rewards and scores of the engine, up to 100 instead of 1."""
-    score = float(session.info.get("score", 0.0))
-    return {**_scored(session), "reward": 100 * session.reward, "score": score}
-
-
-def _textcraft_goal(goal: str) -> Task:
-    item = goal.strip().lower().removeprefix("craft ").rstrip(".")
-    return Task(id=f"textcraft/goal/{item}", data={"goal": item, "seed": 0})
-
-
-def _webshop_state(session: EnvSession) -> dict[str, Any]:
-    info = session.info
-    return {
-        "url": str(info.get("url", "")),
-        "html": str(info.get("html", session.last)),
-        "instruction_text": _webshop_instruction(session),
-    }
-
-
-def _webshop_instruction(session: EnvSession) -> str:
-    return f"Instruction: {session.info.get('instruction', '')}"
-
-
-def _webshop_actions(session: EnvSession) -> dict[str, Any]:
-    """Clickables include the search button, as in AgentGym, though a click on it does nothing."""
-    actions = _actions(session)
-    search = any(action.startswith("search[") for action in actions)
-    clicks = [action[6:-1] for action in actions if action.startswith("click[")]
-    return {"has_search_bar": search, "clickables": ["search", *clicks] if search else clicks}
-
-
-ROWS: dict[str, Row] = {
-    "babyai": Row(
-        on_reset=lambda session: {**_scored(session), "deleted": False},
-        on_step=_scored,
-        reads={"observation": _last},
-    ),
-    "textcraft": Row(
-        on_create=_fields("id", "observation", "done", "reward"),
-        reads={"observation": _last, "goal": lambda session: session.info.get("goal", "")},
-        starts=True,
-        goal_task=_textcraft_goal,
-    ),
-    "scienceworld": Row(
-        on_reset=_science_opening,
-        on_step=_science_step,
-        reads={"observation": _last, "detail": lambda s: s.info},
-    ),
-    "alfworld": Row(
-        index_key="game",
-        on_reset=_fields("id", "observation", "available_actions", "task_type"),
-        on_step=_fields("observation", "reward", "available_actions", "done"),
-        reads={"observation": _last, "available_actions": _actions, "detail": lambda s: s.info},
-    ),
-    "webshop": Row(
-        id_key="env_idx",
-        index_key="session_id",
-        on_create=lambda session: session.number,
-        on_reset=lambda session: [session.last, None],
-        on_step=lambda session: {
-            "state": session.last,
-            "reward": session.reward,
-            "done": session.state is State.OVER,
-            "info": None,
-        },
-        reads={
-            "observation": _last,
-            "available_actions": _webshop_actions,
-            "instruction_text": _webshop_instruction,
-            "state": _webshop_state,
-        },
-    ),
-}
 
 
 def add_routes(app: FastAPI, sessions: SessionManager, spec: Spec, isolate: bool) -> None:
@@ -185,8 +47,11 @@ def add_routes(app: FastAPI, sessions: SessionManager, spec: Spec, isolate: bool
 
     add("", "GET", routes.hello)
     add("create", "POST", routes.create)
+    index_type: Any = Annotated[int, Field(ge=0)]
+    if row.any_task is not None:
+        index_type = index_type | None
     bodies: dict[str, dict[str, Any]] = {
-        "reset": {row.index_key: (Annotated[int, Field(ge=0)], ...)},
+        "reset": {row.index_key: (index_type, row.index), **row.reset_fields},
         "step": {"action": (Annotated[str, Field(max_length=200_000)], ...)},
         "close": {},
     }
@@ -196,6 +61,12 @@ def add_routes(app: FastAPI, sessions: SessionManager, spec: Spec, isolate: bool
         add(name, "POST", _typed(getattr(routes, name), body=body))
     for name, view in row.reads.items():
         add(name, "GET", _typed(partial(routes.read, view), **{row.id_key: Id}))
+    for name, asked in row.inspections.items():
+        if asked.method == "GET":
+            add(name, "GET", _typed(partial(routes.look, asked), **{row.id_key: Id}))
+        else:
+            asking = create_model(f"{spec.name.title()}{name.title()}", **id_field)
+            add(name, "POST", _typed(partial(routes.look_at, asked), body=asking))
 
 
 class CreateBody(BaseModel):
@@ -232,7 +103,10 @@ class _Routes:
     async def reset(self, request: Request, body: Any) -> Any:
         """Start the episode of an index."""
         session = self._session(request, getattr(body, self._row.id_key))
-        await self._sessions.reset(session, self._task(getattr(body, self._row.index_key)))
+        index = getattr(body, self._row.index_key)
+        await self._sessions.reset(session, self._task(index))
+        given = {name: getattr(body, name) for name in self._row.reset_fields}
+        session.info = {**session.info, self._row.index_key: index, **given}
         return JSONResponse(self._row.on_reset(session))
 
     async def step(self, request: Request, body: Any) -> Any:
@@ -244,7 +118,7 @@ class _Routes:
     async def close(self, request: Request, body: Any) -> Any:
         """Close a session."""
         await self._sessions.leave(self._session(request, getattr(body, self._row.id_key)))
-        return JSONResponse({"closed": True})
+        return JSONResponse(True)
 
     async def read(self, view: View, request: Request, **query: Any) -> Any:
         """Read the session's state."""
@@ -252,6 +126,15 @@ class _Routes:
         if session.state is State.NEW:
             raise ServiceError(409, "not_reset", "the session has not been reset")
         return JSONResponse(view(session))
+
+    async def look(self, asked: Inspection, request: Request, **query: Any) -> Any:
+        """Ask the running episode's environment."""
+        session = self._session(request, query[self._row.id_key])
+        return JSONResponse(asked.view(session, await self._sessions.inspect(session, asked.what)))
+
+    async def look_at(self, asked: Inspection, request: Request, body: Any) -> Any:
+        """Ask the running episode's environment."""
+        return await self.look(asked, request, **body.model_dump())
 
     async def _start(self, session: EnvSession, goal: str | None) -> None:
         """Start the episode of a goal, or of index 0; close the session on failure."""
@@ -262,9 +145,13 @@ class _Routes:
             await self._sessions.close(session, "its first episode could not start")
             raise
 
-    def _task(self, index: int) -> Task:
-        """The task of an index. Errors: ServiceError 422 for an unknown index."""
+    def _task(self, index: int | None) -> Task:
+        """The task of an index; of a random one for None. Errors: ServiceError 422 for an unknown
+        index."""
+        if index is None and self._row.any_task is not None:
+            return self._row.any_task()
         try:
+            assert index is not None
             return task_of(self._served.name, self._served.env_class, index)
         except ConfigError as error:
             raise ServiceError(422, "bad_task", str(error)) from error

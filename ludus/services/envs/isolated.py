@@ -92,6 +92,9 @@ class IsolatedEnv(Env):
     def expert_action(self) -> str:
         return cast(str, self._ask("expert_action"))
 
+    def inspect(self, what: str) -> Any:
+        return self._ask("inspect", what)
+
     def _ask(self, method: str, *args: Any) -> Any:
         if self._pipe is None:
             raise EnvError(f"{self._spec.name}: no episode is running; call reset first")

@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -185,6 +185,9 @@ class SessionManager:
 
     async def expert(self, session: EnvSession) -> str:
         return await self._exclusive(session, "expert", session.expert)
+
+    async def inspect(self, session: EnvSession, what: str) -> Any:
+        return await self._exclusive(session, "inspect", lambda: session.inspect(what))
 
     async def leave(self, session: EnvSession) -> None:
         """Close a session for its owner; refused during a call."""

@@ -61,7 +61,7 @@ def environment_service(
 
     Errors: ConfigError, MissingDependency.
     """
-    from ludus.services.envs import agentgym, openenv, rollouts
+    from ludus.services.envs import agentgym, agentgym_rows, openenv, rollouts
 
     served = {spec.name: ServedEnv(spec, isolate) for spec in envs}
     sessions = SessionManager(served, limits, settings, peers)
@@ -98,7 +98,7 @@ def environment_service(
     jobs = rollouts.add_routes(app, sessions, settings)
     for spec in envs:
         openenv.add_routes(app, sessions, served[spec.name])
-        if spec.name in agentgym.ROWS:
+        if spec.name in agentgym_rows.ROWS:
             agentgym.add_routes(app, sessions, spec, isolate)
     return app
 

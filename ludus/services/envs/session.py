@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,9 +13,9 @@ from typing import Any
 from ludus.core.errors import EpisodeError, EpisodeTimeout, LudusError
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec, Wire
 from ludus.envs import ENVS
-from ludus.envs.base import NoExpert
+from ludus.envs.base import Env, NoExpert
 from ludus.rollout.host import HostedEnv, LocalEnvs
-from ludus.rollout.threads import EnvThread, Overdue
+from ludus.rollout.threads import EnvThread, Overdue, T
 from ludus.services.envs.isolated import IsolatedEnv
 from ludus.services.server.app import ServiceError
 from ludus.services.server.shares import Client
@@ -174,20 +174,45 @@ class EnvSession:
 
         An expert that exceeds its deadline may still be using the environment, so it does.
         """
-        host = self._playing("not_reset")
-
-        async def ask() -> str:
-            return host.env.expert_action()
-
         try:
-            return await self.thread.run(ask, self.expert_deadline_s, blocking=True)
+            return await self._ask(
+                lambda env: env.expert_action(), "expert", self.expert_deadline_s, NoExpert
+            )
         except NoExpert as error:
             raise ServiceError(404, "no_expert", str(error)) from error
+
+    async def inspect(self, what: str) -> Any:
+        """A view of the running episode that is no observation (`Env.inspect`). As `expert`."""
+        try:
+            return await self._ask(
+                lambda env: env.inspect(what), "view", self.deadline_s, LookupError
+            )
+        except LookupError as error:
+            raise ServiceError(404, "no_view", str(error)) from error
+
+    async def _ask(
+        self,
+        question: Callable[[Env], T],
+        who: str,
+        deadline_s: float,
+        refusal: type[Exception],
+    ) -> T:
+        """Ask the running episode's environment, in its thread. `who` answers, in errors; an error
+        of the type `refusal` is the caller's to report."""
+        host = self._playing("not_reset")
+
+        async def ask() -> T:
+            return question(host.env)
+
+        try:
+            return await self.thread.run(ask, deadline_s, blocking=True)
+        except refusal:
+            raise
         except Overdue as error:
-            raise EpisodeTimeout("the expert took too long") from error
+            raise EpisodeTimeout(f"the {who} took too long") from error
         except Exception as error:
-            message = f"the expert raised {type(error).__name__}: {error}"
-            raise ServiceError(502, "expert_failed", message) from error
+            message = f"the {who} raised {type(error).__name__}: {error}"
+            raise ServiceError(502, f"{who}_failed", message) from error
 
     async def close_env(self) -> None:
         """Close the environment; an isolated environment is killed if it does not close."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from html.parser import HTMLParser
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ from ludus.envs.babyai.env import BabyAI
 from ludus.envs.babyai.world import LEVELS
 from ludus.envs.textcraft.env import TextCraft
 from ludus.envs.webshop.env import WebShop
-from ludus.services.envs.agentgym import ROWS
+from ludus.services.envs.agentgym_rows import ROWS
 from ludus.tasks.agentgym import BABYAI_LEVELS
 
 
@@ -62,36 +63,51 @@ def test_babyai(client: httpx.Client, index: int) -> None:
     gym = Gym(client, "babyai")
     assert gym.created.keys() == {"id"}
     task = BabyAI.task(BABYAI_LEVELS[index % 40], index // 40)
-    actions, said = asyncio.run(played(BabyAI(actions="macro"), task))
+    actions, said = asyncio.run(played(BabyAI(texts="agentgym"), task))
     told = gym.post("reset", data_idx=index).json()
     assert told.keys() == {"observation", "reward", "score", "deleted", "done"}
+    assert told == gym.get("observation").json()
     assert told["observation"] == said[0]
+    goal = said[0].partition("\n")[0] + "\n"
+    assert goal.startswith("Your goal: ")
+    assert gym.post("render").json().startswith("data:image/png;base64,iVBOR")
+    hint = gym.post("step", action="check available actions").json()["observation"]
+    assert hint.startswith("You can take the following actions: turn left, turn right")
     for action, text in zip(actions, said[1:], strict=True):
         told = gym.post("step", action=action).json()
         assert told.keys() == {"observation", "reward", "score", "done"}
-        assert told["observation"] == gym.get("observation").json() == text
+        assert told["observation"] == text
+        seen = gym.get("observation").json()
+        assert seen == {**told, "observation": goal + text, "deleted": False}
     assert told["done"]
+    assert kind(gym.post("render")) == (409, "not_reset")
     assert told["reward"] == told["score"] > 0.5
     assert kind(gym.post("step", action="turn left")) == (409, "episode_over")
-    assert gym.post("close").status_code == 200
+    assert gym.post("close").json() is True
     assert kind(gym.post("step", action="turn left")) == (410, "session_closed")
 
 
 def test_textcraft(client: httpx.Client) -> None:
     gym = Gym(client, "textcraft", minecraft_dir="agentenv_textcraft/", commands=None, goal=None)
     assert gym.created.keys() == {"id", "observation", "done", "reward"}
-    actions, said = asyncio.run(played(TextCraft(), TextCraft.task(None, 150)))
+    env = TextCraft(texts="agentgym")
+    actions, said = asyncio.run(played(env, TextCraft.task(None, 150)))
     told = gym.post("reset", data_idx=150).json()
-    assert (told["observation"], told["done"], told["reward"]) == (said[0], False, 0.0)
+    assert told == {"id": gym.id, "observation": said[0], "done": False, "reward": 0.0}
+    assert said[0].startswith("Crafting commands:\ncraft ")
     for action, text in zip(actions, said[1:], strict=True):
         told = gym.post("step", action=action).json()
         assert told["observation"] == text
+        assert gym.get("detail").json() == {**told, "deleted": False}
     assert (told["reward"], told["done"]) == (1.0, True)
+    assert (
+        "\n\nGoal: craft " in gym.post("reset").json()["observation"]
+    )  # data_idx is 0 if left out
 
 
 def test_textcraft_with_a_client_goal(client: httpx.Client) -> None:
     gym = Gym(client, "textcraft", goal="oak slab")
-    assert gym.created["observation"].endswith("goal: craft oak slab")
+    assert gym.created["observation"].endswith("\n\nGoal: craft oak slab.")
     assert gym.get("goal").json() == "oak slab"
     before = client.get("/health").json()["sessions"]
     answer = client.post("/agentgym/textcraft/create", json={"goal": "the moon"})
@@ -105,12 +121,17 @@ def test_webshop(client: httpx.Client) -> None:
     gym = Gym(client, "webshop")
     assert gym.created == gym.id
     assert kind(gym.get("available_actions")) == (409, "not_reset")
-    actions, said = asyncio.run(played(WebShop(), Task(id="x", data={"goal": 7})))
+    env = WebShop(texts="agentgym")
+    actions, said = asyncio.run(played(env, Task(id="x", data={"goal": 7})))
     assert gym.post("reset", session_id=7).json() == [said[0], None]
     told = gym.get("available_actions").json()
     assert told == {"has_search_bar": True, "clickables": ["search"]}
     instruction = gym.get("instruction_text").json()
     assert instruction.replace("Instruction: ", "Instruction: [SEP] ") in said[0]
+    state = gym.get("state").json()
+    assert state.keys() == {"url", "html", "instruction_text"}
+    assert (state["url"], state["instruction_text"]) == ("http://127.0.0.1:3000/7", instruction)
+    assert 'id="search_input"' in state["html"]
     for action, text in zip(actions, said[1:], strict=True):
         assert action.startswith("search[") or action[6:-1].lower() in told["clickables"]
         answer = gym.post("step", action=action).json()
@@ -121,6 +142,37 @@ def test_webshop(client: httpx.Client) -> None:
         assert all(f" {c} " in f" {text.lower()} " for c in told["clickables"])
         assert bool(told["clickables"]) is not answer["done"]
     assert (answer["reward"], answer["done"], answer["info"]) == (1.0, True, None)
+    assert kind(gym.get("state")) == (409, "not_reset")
+    for body in ({"session_id": None}, {}):
+        opening, nothing = gym.post("reset", **body).json()
+        assert opening.startswith("WebShop [SEP] Instruction: [SEP] ")
+        assert nothing is None
+
+
+def test_webshops_pages_are_html_with_the_same_texts(client: httpx.Client) -> None:
+    gym = Gym(client, "webshop")
+    gym.post("reset", session_id=3)
+
+    class Texts(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[str] = []
+
+        def handle_data(self, data: str) -> None:
+            self.found += [data.strip()] if data.strip() else []
+
+    pages = set()
+    for _ in range(4):
+        state, actions = gym.get("state").json(), gym.get("available_actions").json()["clickables"]
+        parser = Texts()
+        parser.feed(state["html"])
+        assert " [SEP] ".join(parser.found) == gym.get("observation").json()
+        pages.add(state["url"].removeprefix("http://127.0.0.1:3000/").partition("/")[0])
+        click = "description" if "description" in actions else actions[-1]
+        found = [text for text in actions if text.startswith("b0")]
+        action = f"click[{found[0] if found else click}]"
+        gym.post("step", action="search[red shoes]" if "search" in actions else action)
+    assert pages == {"3", "search_results", "item_page", "item_sub_page"}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +181,7 @@ def test_webshop(client: httpx.Client) -> None:
         ("reset", {"data_idx": 549}, 422, "bad_task"),
         ("reset", {"data_idx": -1}, 422, "invalid"),
         ("reset", {"data_idx": "first"}, 422, "invalid"),
-        ("reset", {}, 422, "invalid"),
+        ("reset", {"data_idx": None}, 422, "invalid"),
         ("reset", {"id": 3, "data_idx": 1}, 404, "unknown_session"),
         ("step", {"id": 10**40, "action": "x"}, 422, "invalid"),
         ("step", {"id": None, "action": "x"}, 422, "invalid"),

@@ -51,25 +51,37 @@ def test_alfworld(client: httpx.Client) -> None:
         )
         assert opening.keys() == {"id", "observation", "available_actions", "task_type"}
         assert opening["observation"].startswith("You are in the middle of a room.")
-        assert "Your task is to: " in opening["observation"]
+        assert "Your task is to: " in opening["observation"].splitlines()[-1]
         assert opening["task_type"]
+        detail = told(client.get(f"{base}/detail?id={id}"))
+        assert detail == {
+            **{name: opening[name] for name in ("observation", "available_actions")},
+            "world_type": "Text",
+            "game": game,
+            "done": False,
+            "reward": 0.0,
+            "deleted": False,
+        }
         available, done = opening["available_actions"], False
         for _ in range(30):
             action = advice(client, id)
             assert action in available
-            # AgentGym's function calls say it in the words of its time.
-            action = (
-                action.replace("move ", "put ", 1).replace(" to ", " in/on ", 1)
-                if (action.startswith("move "))
-                else action
-            )
             step = told(client.post(f"{base}/step", json={"action": action, "id": id}))
             assert step.keys() == {"observation", "reward", "available_actions", "done"}
             available, done = step["available_actions"], step["done"]
+            assert "help" not in available
+            assert not any(text.startswith("move ") for text in available)
+            assert not step["observation"].startswith("You arrive at")
+            if action.startswith("put "):
+                assert step["observation"] == f"You {action}.".replace(
+                    "put ", "put the ", 1
+                ).replace("in/on ", "in/on the ", 1)
             if done:
                 break
         assert (step["reward"], done) == (1.0, True)
-    assert told(client.post(f"{base}/close", json={"id": id})) == {"closed": True}
+    wrong = client.post(f"{base}/reset", json={"game": 0, "world_type": "Flat", "id": id})
+    assert wrong.status_code == 422
+    assert told(client.post(f"{base}/close", json={"id": id})) is True
 
 
 def test_scienceworld(client: httpx.Client) -> None:
@@ -78,15 +90,26 @@ def test_scienceworld(client: httpx.Client) -> None:
     opening = told(client.post(f"{base}/reset", json={"data_idx": 4638, "id": id}))
     assert opening["task_description"].startswith("Your task is to ")
     assert opening["observation"].startswith("This room is called ")
+    assert told(client.get(f"{base}/observation?id={id}")) == opening["observation"]
+    assert told(client.get(f"{base}/detail?id={id}")) == opening
+    hint = told(client.get(f"{base}/action_hint?id={id}"))
+    assert hint.keys() == {"possible_actions", "possible_objects"}
+    assert "look around" in hint["possible_actions"]
+    assert all(isinstance(text, str) for texts in hint.values() for text in texts)
+    goals = told(client.get(f"{base}/goals?id={id}"))
+    assert goals.keys() == {"goals"}
+    assert goals["goals"]
     rewards, done = [], False
     while not done:
         action = advice(client, id)
         step = told(client.post(f"{base}/step", json={"action": action, "id": id}))
         assert step.keys() == {"observation", "reward", "score", "done"}
         rewards.append(step["reward"])
+        assert "The task is completed" not in step["observation"]
+        assert told(client.get(f"{base}/detail?id={id}")) == {**opening, **step}
         assert sum(rewards) == pytest.approx(step["score"])
         done = step["done"]
     assert step["score"] == 100.0
-    hint = client.get(f"{base}/action_hint?id={id}")  # rather none than an empty one
-    assert hint.json()["error"]["type"] == "unknown_path"
-    assert told(client.post(f"{base}/close", json={"id": id})) == {"closed": True}
+    over = client.get(f"{base}/goals?id={id}")
+    assert (over.status_code, over.json()["error"]["type"]) == (409, "not_reset")
+    assert told(client.post(f"{base}/close", json={"id": id})) is True
