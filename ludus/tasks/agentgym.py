@@ -62,29 +62,17 @@ class Items:
     args: Mapping[str, Any] = field(default_factory=dict)
 
 
-WORDS = {"texts": "agentgym"}
-"""The environments' argument for AgentGym's observations."""
-
 ITEMS: dict[str, Items] = {
-    "alfworld": Items(
-        "alfworld", 2620, lambda env, index: Task(id="", data={"index": index}), WORDS
-    ),
+    "alfworld": Items("alfworld", 2620, lambda env, index: Task(id="", data={"index": index})),
     "babyai": Items(
         "babyai",
         40 * 2**31,
         lambda env, index: env.task(BABYAI_LEVELS[index % 40], index // 40),
-        WORDS,
+        {"actions": "macro"},
     ),
-    "scienceworld": Items(
-        "sciworld",
-        4639,
-        lambda env, index: env.agentgym_task(index),
-        {**WORDS, "max_steps": 100},  # its engine's own limit
-    ),
-    "textcraft": Items("textcraft", 549, lambda env, index: env.task(None, index), WORDS),
-    "webshop": Items(
-        "webshop", 12_087, lambda env, index: Task(id="", data={"goal": index}), WORDS
-    ),
+    "scienceworld": Items("sciworld", 4639, lambda env, index: env.agentgym_task(index)),
+    "textcraft": Items("textcraft", 549, lambda env, index: env.task(None, index)),
+    "webshop": Items("webshop", 12_087, lambda env, index: Task(id="", data={"goal": index})),
 }
 """By the environment's name in ludus.
 

@@ -67,13 +67,15 @@ class Inspection(NamedTuple):
 class Row:
     """AgentGym's API of one environment; `tasks.agentgym` knows its items.
 
-    `on_create`, `on_reset` and `on_step` make the responses; `reads` are the GET routes of what the
-    session knows, `inspections` the routes of what only the environment knows. `index` is the index
-    of a reset that names none (`...`: it must name one), and None a random one, of `any_task`;
+    `args` are the environment's arguments where the served spec has no others. `on_create`,
+    `on_reset` and `on_step` make the responses; `reads` are the GET routes of what the session
+    knows, `inspections` the routes of what only the environment knows. `index` is the index of a
+    reset that names none (`...`: it must name one), and None a random one, of `any_task`;
     `reset_fields` are the reset's other fields. With `starts`, `create` also starts an episode;
     `goal_task` makes its task from a requested goal.
     """
 
+    args: Mapping[str, Any] = field(default_factory=lambda: {"texts": "agentgym"})
     id_key: str = "id"
     index_key: str = "data_idx"
     index: Any = ...
@@ -155,6 +157,7 @@ ROWS: dict[str, Row] = {
         goal_task=_textcraft_goal,
     ),
     "scienceworld": Row(
+        args={"texts": "agentgym", "max_steps": 100},  # the limit of AgentGym's engine
         on_reset=_science_opening,
         on_step=_science_step,
         reads={"observation": _observation, "detail": _science_opening},
