@@ -145,27 +145,39 @@ def plan(
         typer.Option(help="A GPU by name (h200, a100-80gb, ...), or `here`: measure this machine."),
     ] = "here",
     fill: Annotated[
-        float,
-        typer.Option(min=0.01, max=1, help="Fraction of turns and context that episodes use."),
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            min=0.01,
+            max=1,
+            help="Fraction of turns and context that episodes use; default: as the expert plays.",
+        ),
+    ] = None,
     efficiency: Annotated[
         float,
         typer.Option(min=0.01, max=1, help="Fraction of the hardware's peak that is reached."),
     ] = 0.35,
     env_step_s: Annotated[float, typer.Option(min=0, help="Seconds of an environment step.")] = 0.0,
 ) -> None:
-    """Estimate memory, time and cost of a recipe on given hardware. Starts nothing."""
+    """Estimate memory, time and cost of a recipe on given hardware. Trains nothing.
+
+    Plays a few episodes of the environment's expert. Uses no network.
+    """
     from ludus.diagnostics import plan as planning
+    from ludus.diagnostics.episodes import measure
     from ludus.diagnostics.hardware import find_hardware
 
     config = load(recipe, overrides)
+    on, usage = find_hardware(hardware, config.model), measure(config)
     estimate = planning.plan(
         config,
-        find_hardware(hardware, config.model),
-        fill=fill,
+        on,
+        fill=1.0 if fill is None else fill,
         efficiency=efficiency,
         env_step_s=env_step_s,
+        usage=usage if fill is None else None,
     )
+    if usage is None and fill is None:
+        typer.echo("no expert: episodes are taken to use all turns and the whole context (--fill)")
     for line in planning.lines(config, estimate):
         typer.echo(line)
     if not estimate.fits:

@@ -23,10 +23,10 @@ from ludus.core.types import Task
 from ludus.data.demonstrations import Demonstration, run_expert
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert
-from ludus.pipeline.build import read_splits
 from ludus.pipeline.conversations import read_conversations, replay_all
 from ludus.pipeline.registries import check
 from ludus.pipeline.tokenizer import make_renderer, make_renderers, make_tokenizer
+from ludus.tasks.readers import read_tasks
 
 T = TypeVar("T")
 
@@ -61,16 +61,18 @@ def measure(config: RunConfig) -> Usage | None:
     """
     config = local(config)
     check(config)
-    splits = read_splits(config)
+    env = ENVS.build(config.env, "env") if config.env else None
+    on_bad_line = config.tasks.on_bad_line
+    train = read_tasks(config.tasks.train, "tasks.train", maker=env, on_bad_line=on_bad_line)
+    if config.tasks.heldout is not None:
+        read_tasks(config.tasks.heldout, "tasks.heldout", maker=env, on_bad_line=on_bad_line)
     if config.env is None:
         return None
     clock = _Clock()
-    played = asyncio.run(_play(config, splits.train, clock))
+    played = asyncio.run(_play(config, train, clock))
     if not played:
         return None
-    conversations, _ = read_conversations(
-        config.model_copy(update={"sft": None}), played, splits.train
-    )
+    conversations, _ = read_conversations(config.model_copy(update={"sft": None}), played, train)
     messages = [message for item in conversations for message in item.messages]
     tokenizer = make_tokenizer(config, [], messages)
     renderer, renderers = make_renderer(config, tokenizer), make_renderers(config, tokenizer)
@@ -90,9 +92,9 @@ def measure(config: RunConfig) -> Usage | None:
         observed=observed / turns,
         sampled=sampled / turns,
         turns=turns / len(played),
-        reset_s=clock.seconds("reset") / len(played),
-        step_s=clock.seconds("step") / turns,
-        expert_s=clock.seconds("all") / len(played),
+        reset_s=clock.seconds("reset"),
+        step_s=clock.seconds("step"),
+        expert_s=clock.seconds("all"),
     )
 
 
@@ -136,11 +138,10 @@ async def _play(config: RunConfig, tasks: Sequence[Task], clock: _Clock) -> list
 
 
 class _Clock:
-    """Processor and wall time by name."""
+    """Processor and wall time of calls, by name."""
 
     def __init__(self) -> None:
-        self._processor: dict[str, float] = {}
-        self._wall: dict[str, float] = {}
+        self._calls: dict[str, list[tuple[float, float]]] = {}
 
     async def timed(self, name: str, act: Callable[[], Awaitable[T]]) -> T:
         processor, wall = time.process_time(), time.perf_counter()
@@ -148,14 +149,14 @@ class _Clock:
             return await act()
         finally:
             spent = time.process_time() - processor, time.perf_counter() - wall
-            self._processor[name] = self._processor.get(name, 0.0) + spent[0]
-            self._wall[name] = self._wall.get(name, 0.0) + spent[1]
+            self._calls.setdefault(name, []).append(spent)
 
     def seconds(self, name: str) -> float:
-        """Processor time, which other load does not lengthen; wall time where this process mostly
-        waits, for another process or a network."""
-        processor, wall = self._processor.get(name, 0.0), self._wall.get(name, 0.0)
-        return processor if processor > wall / 10 else wall
+        """The mean processor time of a call, which other load does not lengthen. Where this process
+        mostly waits, the lower quartile of the wall time: the first calls of a JVM are slow."""
+        calls = self._calls.get(name) or [(0.0, 0.0)]
+        processor, walls = fmean(call[0] for call in calls), sorted(call[1] for call in calls)
+        return processor if processor > fmean(walls) / 10 else walls[len(walls) // 4]
 
 
 class _Timed:

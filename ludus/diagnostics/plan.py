@@ -1,18 +1,26 @@
-"""Estimate memory, time and cost of a recipe on given hardware. Starts nothing.
+"""Estimate memory, time and cost of a recipe on given hardware. Trains nothing.
 
-Computed from the recipe and the model's shape, with two assumptions: episodes use the fraction
-`fill` of their turns and context; the device reaches the fraction `efficiency` of its peak.
+Computed from the recipe, the model's shape and a few of the expert's episodes (`episodes.Usage`):
+a policy in training is taken to use a quarter of the turns between the expert's and the limit.
+Without an expert, episodes use the fraction `fill` of their turns and context. The device reaches
+the fraction `efficiency` of its peak.
 
     weights                                parameters * bytes of model.dtype
     gradients, AdamW's state               trained parameters * bytes of `train.optimizer`'s table
     activations                            saved by autograd for tokens_per_batch tokens
     KV cache                               rollout.concurrency * model.context_length tokens
     sampling    max(bytes read / bandwidth, operations / peak), one pass a token of a turn
-    training    3 forward passes of every token of every episode
+    training    3 forward passes of every token, with prefixes that a group shares computed once
+    episodes    the environment's seconds, and those of ludus a turn (TURN_S)
+
+Floors, on any device: the time of a layer's kernels (`Hardware.layer_s`) a pass, SAMPLED_S a token,
+TURN_S a turn, STEP_S a step and START_S a run. They come from the CPU runs of
+docs/benchmarks/growth.json (0.9 million parameters, one core, little other load).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -22,6 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ludus.config.schema import RunConfig
 from ludus.core.types import Spec
+from ludus.diagnostics.episodes import Usage, local
 from ludus.diagnostics.hardware import Hardware
 from ludus.envs import ENVS
 from ludus.models.build import model_shape
@@ -36,6 +45,23 @@ UNKNOWN_VOCABULARY = 1024
 LESS_STATE = (
     "set model.lora, or model.dtype: bfloat16 with learner.master_weights: stochastic_rounding"
 )
+
+START_S = 10.0
+"""Seconds of imports, set-up and report."""
+
+STEP_S = 0.05
+"""Seconds of a step besides the model's work: batches, optimizer, publication, metrics."""
+
+TURN_S = 0.4e-3
+"""Processor seconds of ludus for a turn: parsing, templates, tokens, records. One core does it."""
+
+SAMPLED_S = 30e-6
+"""Processor seconds for a sampled token besides the model's: a draw, its record."""
+
+PARTING = 0.005
+"""Probability that an episode parts from its group's others at a sampled token; fitted to the
+distinct tokens of BabyAI's tiny recipe."""
+
 REMEDIES = {
     "activations": "lower rl.tokens_per_batch and sft.tokens_per_batch, or set "
     "learner.gradient_checkpointing: true",
@@ -69,11 +95,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """Sizes of an episode: all tokens, sampled tokens, turns."""
+    """Sizes of an episode: all tokens, tokens of the prompt, sampled tokens, turns."""
 
     length: float
     sampled: float
     turns: float
+    prompt: float = 0.0
 
 
 def plan(
@@ -83,22 +110,25 @@ def plan(
     fill: float = 1.0,
     efficiency: float = 0.35,
     env_step_s: float = 0.0,
+    usage: Usage | None = None,
 ) -> Plan:
     """Estimate memory and time of a recipe.
 
     Args:
+        usage: sizes of the expert's episodes; then `fill` has no effect.
         fill: fraction of the turns, of the tokens a turn and of the context that episodes use.
         efficiency: fraction of the device's peak that training and sampling reach.
         env_step_s: seconds of one step of the environment, for all episodes of a round.
 
     Errors: ConfigError for a model that cannot be read.
     """
+    config = local(config)
     shape = shape_of(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape)
     num = sum(p.numel() for p in model.parameters())
     trained = _adapters(model, config.model.lora.rank) if config.model.lora else num
-    estimate = _Estimate(config, on, shape, Shape.of(model), fill, efficiency, env_step_s)
+    estimate = _Estimate(config, on, shape, Shape.of(model), fill, efficiency, env_step_s, usage)
     seconds = estimate.seconds()
     return Plan(on, num, estimate.memory(num, trained), seconds, estimate.tokens)
 
@@ -126,6 +156,7 @@ class _Estimate:
     fill: float
     efficiency: float
     env_step_s: float
+    usage: Usage | None = None
     tokens: float = 0.0
     """Of all training episodes; counted by `seconds`."""
 
@@ -212,23 +243,36 @@ class _Estimate:
 
     def seconds(self) -> dict[str, float]:
         """Returns seconds by part; counts `tokens`."""
-        config, parts = self.config, {}
+        config, parts = self.config, {"start": START_S}
         self.tokens = 0.0
         episode = self._episode(config.rollout.max_turns)
+        if config.demonstrations is not None and self.usage is not None:
+            played = self.usage.expert_s * config.demonstrations.num_episodes
+            parts["demonstrations"] = played / config.demonstrations.num_workers
         if config.sft is not None:
             number = config.sft.steps * config.sft.episodes_per_step
-            parts["sft"] = self._training(number, episode.length, config.sft.tokens_per_batch)
+            shown = self._shown(episode)
+            tokens = number * shown.length
+            parts["sft"] = self._training(
+                tokens, tokens, shown.length, config.sft.tokens_per_batch, config.sft.steps
+            )
         if config.rl is not None:
             sampling, training, waiting = 0.0, 0.0, 0.0
             for steps, turns in _phases(config):
                 now = self._episode(turns)
                 number = config.rl.groups_per_step * config.rl.group_size
                 waves = max(number / config.rollout.concurrency, 1.0)
-                sampling += steps * self._sampling(number, now)
+                distinct = self._distinct(now, config.rl.group_size)
+                sampling += steps * self._sampling(number, now, distinct)
                 training += config.rl.epochs * self._training(
-                    steps * number, now.length, config.rl.tokens_per_batch
+                    steps * number * now.length,
+                    steps * number * now.length * distinct,
+                    now.length,
+                    config.rl.tokens_per_batch,
+                    steps,
                 )
                 waiting += steps * now.turns * self.env_step_s * waves
+                waiting += steps * self._playing(number, now)
             parts |= {"rl: sampling": sampling, "rl: training": training}
             if waiting:
                 parts["rl: environment"] = waiting
@@ -236,16 +280,50 @@ class _Estimate:
             parts["evaluation"] = self._evaluations(episode)
         return parts
 
+    def _shown(self, episode: Episodes) -> Episodes:
+        """Returns an episode of the SFT data: the expert's, or one of the policy's."""
+        return self._of_turns(self.usage.turns) if self.usage is not None else episode
+
+    def _of_turns(self, turns: float) -> Episodes:
+        """Returns an episode of measured turns, at most the context."""
+        usage, context = self.usage, self.config.model.context_length
+        assert usage is not None
+        a_turn = usage.observed + usage.sampled
+        turns = max(min(turns, (context - usage.prompt) / max(a_turn, 1e-9)), 1.0)
+        length = min(usage.prompt + turns * a_turn, context)
+        return Episodes(length, turns * usage.sampled, turns, min(usage.prompt, context))
+
+    def _distinct(self, one: Episodes, group_size: int) -> float:
+        """Returns the fraction of a group's tokens that are computed.
+
+        Between one episode for all, where a group's episodes are alike, and only the prompt shared.
+        """
+        if self.usage is None:
+            return 1.0
+        apart = one.prompt + group_size * (one.length - one.prompt)
+        parted = 1 - math.exp(-PARTING * one.sampled)
+        return (one.length + parted * (apart - one.length)) / (group_size * one.length)
+
+    def _playing(self, episodes: float, one: Episodes) -> float:
+        """Returns the seconds of environments and of ludus for episodes, on one core."""
+        reset_s, step_s = (self.usage.reset_s, self.usage.step_s) if self.usage else (0.0, 0.0)
+        return episodes * (reset_s + one.turns * (step_s + TURN_S))
+
     def _episode(self, max_turns: int | dict[str, int] | None) -> Episodes:
-        """Returns the largest episode times `fill`; for a mixture, the mean of its parts."""
+        """Returns a policy's episode: from the measured usage, or the largest times `fill`. For a
+        mixture, the mean of its parts."""
         context, tokens = self.config.model.context_length, self.config.rollout.max_tokens_per_turn
         parts = _turns(self.config, max_turns)
         turns = sum(share * number for share, number in parts)
+        if self.usage is not None:
+            shown = min(self.usage.turns, turns)
+            return self._of_turns(shown + (turns - shown) / 4)
         sampled = sum(share * min(number * tokens, context) for share, number in parts)
         return Episodes(self.fill * context, self.fill * sampled, max(self.fill * turns, 1.0))
 
-    def _sampling(self, episodes: int, one: Episodes) -> float:
-        """Returns seconds of prefill (prompts and observations) and of decoding the turns."""
+    def _sampling(self, episodes: int, one: Episodes, distinct: float = 1.0) -> float:
+        """Returns seconds of prefill (the `distinct` fraction of prompts and observations) and of
+        decoding the turns."""
         batch = min(episodes, self.config.rollout.concurrency)
         item = 2 if self._bfloat16 else self.item
         flops = self._flops(item)
@@ -255,18 +333,22 @@ class _Estimate:
             read / (self.efficiency * self.on.bandwidth),
             self.cost.forward(batch, batch, batch * one.length / 2) / flops,
         )
-        observed = max(one.length - one.sampled, 0.0) * episodes
+        observed = max(one.length - one.sampled, 0.0) * episodes * distinct
         prefill = self.cost.forward(observed, 0, observed * one.length / 2) / flops
         step += self._layers * self.on.layer_s
-        return prefill + step * one.sampled * episodes / batch
+        sampled = one.sampled * episodes
+        return prefill + step * sampled / batch + SAMPLED_S * sampled
 
-    def _training(self, episodes: float, length: float, tokens_per_batch: int) -> float:
-        tokens = episodes * length
+    def _training(
+        self, tokens: float, distinct: float, length: float, tokens_per_batch: int, steps: int
+    ) -> float:
+        """Returns seconds of `steps` steps on `tokens`, of which `distinct` are computed."""
         self.tokens += tokens
         passes = 4 if self.config.learner.gradient_checkpointing else 3
-        work = passes * self.cost.forward(tokens, tokens, tokens * length / 2)
-        overhead = passes * tokens / tokens_per_batch * self._layers * self.on.layer_s
-        return work / self._flops(self.training_item) + overhead
+        work = passes * self.cost.forward(distinct, distinct, distinct * length / 2)
+        batches = max(distinct / tokens_per_batch, steps)
+        overhead = passes * batches * self._layers * self.on.layer_s
+        return work / self._flops(self.training_item) + overhead + steps * STEP_S
 
     def _evaluations(self, episode: Episodes) -> float:
         settings, rl = self.config.evaluate, self.config.rl
@@ -276,7 +358,9 @@ class _Estimate:
         between = settings.num_tasks_between or whole
         times = (rl.steps - 1) // settings.every if rl and settings.every else 0
         played = (whole * (2 if rl else 1) + between * times) * settings.samples_per_task
-        return self._sampling(played, episode) if played else 0.0
+        if not played:
+            return 0.0
+        return self._sampling(played, episode) + self._playing(played, episode)
 
 
 def _phases(config: RunConfig) -> list[tuple[int, int | dict[str, int] | None]]:
@@ -307,7 +391,7 @@ def lines(config: RunConfig, plan: Plan) -> list[str]:
     """Returns the plan as text: memory, time and cost by part, and settings that reduce them."""
     on = plan.hardware
     text = [
-        f"{config.name}: {plan.num_parameters:,} parameters, at most {plan.tokens:,.0f} tokens "
+        f"{config.name}: {plan.num_parameters:,} parameters, {plan.tokens:,.0f} tokens "
         "of training episodes",
         f"on {on.name}: {on.memory / GIB:,.0f} GiB, {on.bandwidth / 1e9:,.0f} GB/s, "
         f"{on.flops / 1e12:,.2f} TFLOP/s in bfloat16, {on.flops32 / 1e12:,.2f} in float32 "

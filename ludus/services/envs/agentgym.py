@@ -29,12 +29,8 @@ from ludus.services.envs.agentgym_rows import ROWS, Inspection, Row, View
 from ludus.services.envs.manager import SessionManager
 from ludus.services.envs.session import ID_BITS, EnvSession, ServedEnv, State
 from ludus.services.server.app import ERRORS, ServiceError, owner_of
-<<<<<<< HEAD
 from ludus.services.server.shares import client_of
-from ludus.tasks.agentgym import ITEMS, task_of
-=======
 from ludus.tasks.agentgym import task_of
->>>>>>> 406b8d2 (AgentGym's texts are the default of its wire format only)
 
 Id = Annotated[int, Field(ge=0, lt=2 ** (ID_BITS + 1))]
 
