@@ -11,7 +11,7 @@ QUICK := tests/core tests/config tests/tasks tests/judges tests/evaluate tests/t
 	tests/models/kv_cache tests/envs/textcraft
 
 .PHONY: help setup test-setup vllm demo test quick test-slow test-engines gpu-kit gpu
-.PHONY: check lint types layers format docs constraints clean
+.PHONY: audit check lint types layers format docs constraints clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z][a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -48,6 +48,9 @@ gpu-kit: setup  ## collect the wheels that a bare GPU machine lacks
 gpu:  ## on a GPU machine: install the kit, run the GPU tests, measure
 	@scripts/gpu.sh
 
+audit: setup  ## audit code, advisories, licences and secrets; write build/sbom.json
+	@scripts/audit.sh
+
 check: lint types layers  ## check format, lint, types and import layers
 
 lint: setup
@@ -71,5 +74,5 @@ constraints: setup  ## pin the versions installed in .venv
 	$(BIN)/python scripts/write_constraints.py
 
 clean:  ## remove everything built; runs/ stays
-	rm -rf .venv .venv-vllm gpu-kit build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-audit gpu-kit build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
