@@ -90,10 +90,15 @@ def game_of(task: Task) -> dict[str, Any]:
     if "game" in data:
         return _read_game(task, str(data["game"]))
     task_type, split, seed = data.get("type"), data.get("split", "train"), data.get("seed")
-    if task_type not in TASK_TYPES or split not in get_args(Split) or not isinstance(seed, int):
+    room = data.get("room")
+    valid_seed = type(seed) is int and 0 <= seed < 2**63
+    if task_type not in TASK_TYPES or split not in get_args(Split) or not valid_seed:
         raise EnvError(f"alfworld: task {task.id!r} names no game: data needs type, split and seed")
+    if room is not None and not (isinstance(room, str) and room in ROOMS):  # part of a path
+        known = ", ".join(ROOMS)
+        raise EnvError(f"alfworld: task {task.id!r}: data.room {room!r:.40} is not a room: {known}")
     try:
-        return _generated(str(task_type), split, seed, data.get("room"))
+        return _generated(str(task_type), split, int(seed), room)
     except (KeyError, ValueError) as error:
         raise EnvError(f"alfworld: task {task.id!r}: {error}") from error
 

@@ -12,6 +12,7 @@ is `{"text": ..., "messages": [...], "info": {...}}`.
 from __future__ import annotations
 
 import json
+import secrets
 from typing import Annotated, Any
 
 from fastapi import FastAPI
@@ -21,7 +22,7 @@ from starlette.websockets import WebSocket
 from ludus.core.types import Message, ToolCall
 from ludus.services.envs.manager import SessionManager
 from ludus.services.envs.session import EnvSession, ServedEnv, State
-from ludus.services.server.app import ERRORS, ServiceError, accepted, parse_object
+from ludus.services.server.app import ERRORS, ServiceError, accepted, parse_object, receive_text
 from ludus.services.server.shares import client_of
 
 CODES = {
@@ -59,7 +60,7 @@ class OpenEnvAction(BaseModel):
 
 
 class OpenEnvReset(BaseModel):
-    """The episode to start: the environment's own task of a tier and a seed."""
+    """The episode to start: the environment's own task of a tier and a seed (default: random)."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -77,9 +78,10 @@ class OpenEnvObservation(BaseModel):
 
 
 class OpenEnvState(BaseModel):
-    """State of the episode."""
+    """State of the episode; `seed` is that of its task."""
 
     episode_id: str | None
+    seed: int | None
     step_count: int
 
 
@@ -128,6 +130,7 @@ class _Connection:
     def __init__(self, websocket: WebSocket, sessions: SessionManager, served: ServedEnv) -> None:
         self._websocket, self._sessions, self._served = websocket, sessions, served
         self._episode: str | None = None
+        self._seed: int | None = None
         self.session = self._open()
 
     def _open(self) -> EnvSession:
@@ -136,7 +139,7 @@ class _Connection:
     async def run(self) -> None:
         """Answer messages until the client closes."""
         while True:
-            text = await self._websocket.receive_text()
+            text = await receive_text(self._websocket)
             try:
                 answer = await self._answer(text)
             except ValidationError as error:
@@ -160,7 +163,7 @@ class _Connection:
             return self._observation(result.messages, result.reward)
         if kind == "state":
             count = self.session.num_steps
-            state = OpenEnvState(episode_id=self._episode, step_count=count)
+            state = OpenEnvState(episode_id=self._episode, seed=self._seed, step_count=count)
             return f'{{"type":"state","data":{state.model_dump_json()}}}'
         raise ServiceError(422, "unknown_type", f"{kind!r:.80}: use reset, step, state or close")
 
@@ -168,14 +171,16 @@ class _Connection:
         if not self._sessions.is_open(self.session):  # the environment failed: open another
             self.session = self._open()
         session = self.session
-        task = session.served.task(given.tier, given.seed or 0)
+        seed = secrets.randbits(31) if given.seed is None else given.seed
+        task = session.served.task(given.tier, seed)
         observation = await self._sessions.reset(session, task, own=True)
-        self._episode = given.episode_id or task.id
+        self._episode, self._seed = given.episode_id or task.id, seed
         return self._observation(observation.messages, None)
 
     def _observation(self, messages: list[Message], reward: float | None) -> str:
         session = self.session
-        seen = OpenEnvObservation(text=session.last, messages=messages, info=session.info)
+        info = {**session.info, "seed": self._seed}
+        seen = OpenEnvObservation(text=session.last, messages=messages, info=info)
         done = json.dumps(session.state is State.OVER)
         return (
             f'{{"type":"observation","data":{{"observation":{seen.model_dump_json()},'

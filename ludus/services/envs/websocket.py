@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ludus.services.envs.api import CALL, MAX_CALLS, CallExecutor, Close, Create, result_entry
-from ludus.services.server.app import ServiceError, accepted, parse_object
+from ludus.services.server.app import ServiceError, accepted, parse_object, receive_text
 from ludus.services.server.shares import client_of
 from ludus.telemetry.logs import get_logger
 
@@ -32,7 +32,7 @@ def add_socket(app: FastAPI, executor: CallExecutor) -> None:
         async with accepted(websocket):
             try:
                 while True:
-                    connection.start(await websocket.receive_text())
+                    connection.start(await receive_text(websocket))
             finally:
                 await connection.close()
 

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from ludus import __version__
 from ludus.core.errors import LudusError
@@ -291,11 +291,25 @@ async def accepted(websocket: WebSocket) -> AsyncIterator[None]:
     await websocket.accept()
     try:
         yield
-    except (WebSocketDisconnect, KeyError):  # KeyError: a message of bytes
+    except WebSocketDisconnect:
         pass
     finally:
         with suppress(RuntimeError, WebSocketDisconnect):
             await websocket.close()
+
+
+async def receive_text(websocket: WebSocket) -> str:
+    """The next message. Errors: WebSocketDisconnect, for a message of bytes too.
+
+    Starlette's own raises RuntimeError where an answer to an earlier message could not be sent.
+    """
+    if websocket.application_state is not WebSocketState.CONNECTED:
+        raise WebSocketDisconnect(1006)
+    message = await websocket.receive()
+    text: str | None = message.get("text")
+    if text is None:  # a disconnect, or bytes
+        raise WebSocketDisconnect(message.get("code", 1003))
+    return text
 
 
 def parse_object(text: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ pytest.importorskip("alfworld", reason="needs the extra alfworld")
 
 from ludus.core.errors import ConfigError, EnvError
 from ludus.core.types import Message, Task, ToolCall
+from ludus.envs.alfworld import cache as cache_files
 from ludus.envs.alfworld import engine as alfworld_engine
 from ludus.envs.alfworld import games as alfworld_games
 from ludus.envs.alfworld.env import COMMANDS, ALFWorld, command_of
@@ -316,7 +317,12 @@ def test_unknown_tiers_are_refused() -> None:
         ({}, "names no game"),
         ({"type": "fly", "seed": 1}, "names no game"),
         ({"type": TASK_TYPES[0], "seed": "1"}, "names no game"),
+        ({"type": TASK_TYPES[0], "seed": -1}, "names no game"),
+        ({"type": TASK_TYPES[0], "seed": True}, "names no game"),
+        ({"type": TASK_TYPES[0], "seed": 10**400}, "names no game"),
         ({"type": TASK_TYPES[0], "seed": 1, "room": "attic"}, "attic"),
+        ({"type": TASK_TYPES[0], "seed": 1, "room": ["kitchen"]}, "is not a room"),
+        ({"type": TASK_TYPES[0], "seed": 1, "room": ""}, "is not a room"),
         ({"index": 2620}, "is not 0 to 2619"),
         ({"index": True}, "is not 0 to 2619"),
         ({"game": "train/x/y"}, "alfworld-download"),
@@ -325,6 +331,18 @@ def test_unknown_tiers_are_refused() -> None:
 async def test_tasks_without_a_game(data: dict[str, Any], message: str) -> None:
     with pytest.raises(EnvError, match=message):
         await ALFWorld().reset(Task(id="t", data=data))
+
+
+def test_a_room_does_not_lead_out_of_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    good = alfworld_games.game_of(ALFWorld.task(SMALL, 1))  # makes the folders
+    cache_files.write(tmp_path / "secret-1.json.gz", good)
+    for room in ("../" * 6 + "secret", str(tmp_path / "secret")):
+        data = {"type": TASK_TYPES[0], "seed": 1, "room": room}
+        with pytest.raises(EnvError, match="is not a room"):
+            alfworld_games.game_of(Task(id="t", data=data))
 
 
 async def test_a_game_that_the_engine_cannot_load_leaves_it_usable() -> None:

@@ -36,11 +36,23 @@ def test_an_episode(url: str, client: httpx.Client) -> None:
         assert (kind, told["done"], told["reward"]) == ("observation", False, None)
         assert told["observation"]["text"] == "order 3"
         assert ask(socket, "step", {"text": "hello"})[1]["observation"]["text"] == "you said hello"
-        assert ask(socket, "state")[1] == {"episode_id": "mine", "step_count": 1}
+        assert ask(socket, "state")[1] == {"episode_id": "mine", "seed": 3, "step_count": 1}
         _, told = ask(socket, "step", {"name": "act", "arguments": {"action": "win"}})
         assert (told["done"], told["reward"]) == (True, 1.0)
         assert client.get("/health").json()["sessions"] == before + 1
     until(lambda: client.get("/health").json()["sessions"] == before)
+
+
+def test_a_reset_without_a_seed_plays_another_task_each_time(url: str) -> None:
+    with at(url, OBEYS) as socket:
+        seeds = []
+        for _ in range(4):
+            told = ask(socket, "reset")[1]["observation"]
+            seeds.append(told["info"]["seed"])
+            assert told["text"] == f"order {seeds[-1]}"
+            assert ask(socket, "state")[1]["seed"] == seeds[-1]
+        assert len(set(seeds)) == 4
+        assert ask(socket, "reset", {"seed": 0})[1]["observation"]["text"] == "order 0"
 
 
 def test_errors_have_openenv_codes(url: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import os
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -319,6 +321,29 @@ def test_unfinished_messages_and_fragments_end_the_socket(url: str) -> None:
         send(connection, frame(b"", 1, fin=False) + frame(b"", 0, fin=False) * MAX_FRAGMENTS)
         with suppress(ConnectionError):
             assert connection.recv(1) == b""
+
+
+def test_a_client_that_leaves_in_the_middle_of_calls_is_no_error(url: str) -> None:
+    """Answers that cannot be sent, while further calls wait to be read."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("uvicorn.error").addHandler(handler)
+    before = sessions(url)
+    try:
+        for _ in range(5):
+            with websocket(url) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                send(connection, frame(json.dumps({"op": "create", "env": OBEYS}).encode()))
+                connection.recv(4096)
+                flooded(connection, frame(json.dumps({"op": "x" * 8000}).encode()) * 3, 0.3)
+        with websocket(url) as connection:
+            send(connection, frame(b"bytes", 2))
+            assert connection.recv(4096)[:1] == b"\x88"  # closed
+        until(lambda: sessions(url) == before)
+    finally:
+        logging.getLogger("uvicorn.error").removeHandler(handler)
+    assert [record.getMessage() for record in records if record.exc_info] == []
 
 
 def test_an_idle_socket_stays_open(url: str) -> None:
