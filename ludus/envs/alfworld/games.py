@@ -91,14 +91,18 @@ def game_of(task: Task) -> dict[str, Any]:
         return _read_game(task, str(data["game"]))
     task_type, split, seed = data.get("type"), data.get("split", "train"), data.get("seed")
     room = data.get("room")
-    valid_seed = type(seed) is int and 0 <= seed < 2**63
-    if task_type not in TASK_TYPES or split not in get_args(Split) or not valid_seed:
+    if (
+        task_type not in TASK_TYPES
+        or split not in get_args(Split)
+        or type(seed) is not int
+        or not 0 <= seed < 2**63
+    ):
         raise EnvError(f"alfworld: task {task.id!r} names no game: data needs type, split and seed")
     if room is not None and not (isinstance(room, str) and room in ROOMS):  # part of a path
         known = ", ".join(ROOMS)
         raise EnvError(f"alfworld: task {task.id!r}: data.room {room!r:.40} is not a room: {known}")
     try:
-        return _generated(str(task_type), split, int(seed), room)
+        return _generated(str(task_type), split, seed, room)
     except (KeyError, ValueError) as error:
         raise EnvError(f"alfworld: task {task.id!r}: {error}") from error
 

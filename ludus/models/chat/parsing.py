@@ -79,6 +79,11 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str | None, str,
     return None, text, True
 
 
+def without_calls(text: str) -> str:
+    """The text around the complete tool calls."""
+    return _CALL.sub("", text)
+
+
 class ToolParser:
     """Parses tool calls of the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
@@ -105,7 +110,7 @@ class ToolParser:
             if isinstance(call, str):
                 return text, [], call[:_MAX_ERROR]
             calls.append(call)
-        rest = _CALL.sub("", text)
+        rest = without_calls(text)
         if CALL_OPEN in rest or CALL_CLOSE in rest:
             return text, [], f"A tool call is not complete. Write {CALL_FORM}"
         return (rest.strip() if calls else text), calls, None

@@ -144,6 +144,16 @@ class Renderer:
         message = Message(role="assistant", content=content, thinking=thought, tool_calls=calls)
         return Parsed(message, error)
 
+    @property
+    def lead(self) -> str:
+        """Text of the template at the start of each sampled turn; no part of the message."""
+        return self._lead
+
+    def parse_calls(self, content: str) -> list[ToolCall]:
+        """The tool calls in a turn's content; none without tools, or if a part is malformed."""
+        forbidden = self.thinking == "forbid" and (THINK_OPEN in content or THINK_CLOSE in content)
+        return self._parser.parse(content)[1] if self._parser and not forbidden else []
+
     def strip_thinking(self, token_ids: Sequence[int]) -> list[int]:
         """Returns the sampled ids without the thinking block: a slice, never re-tokenised.
 

@@ -10,12 +10,19 @@ import itertools
 import json
 import secrets
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
 from ludus.core.types import Message, ToolCall
-from ludus.models.chat.parsing import CALL_OPEN, THINK_CLOSE, THINK_OPEN, split_thinking
+from ludus.models.chat.parsing import (
+    CALL_OPEN,
+    THINK_CLOSE,
+    THINK_OPEN,
+    split_thinking,
+    without_calls,
+)
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import Completion
 from ludus.services.model.engine import Token
@@ -52,6 +59,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int], stops: Sequence[str]) -> None:
         self._tokenizer, self._stop_ids, self._stops = tokenizer, set(stop_ids), stops
         self._decoder = DecodeStream(skip_special_tokens=False)
+        self._waiting: list[int] = []
         self._text, self._sent = "", 0
 
     def add(self, token: Token) -> Delta:
@@ -65,8 +73,13 @@ class TextStream:
         return self._send(text_of(done, self._tokenizer, self._stop_ids, self._stops))
 
     def _read(self, token: Token) -> None:
-        if token.id not in self._stop_ids:
-            self._text += self._decoder.step(self._tokenizer.backend_tokenizer, token.id) or ""
+        """Add a token's text; a token that ends turns belongs to the text if another follows."""
+        self._waiting.append(token.id)
+        if token.id in self._stop_ids:
+            return
+        for id in self._waiting:
+            self._text += self._decoder.step(self._tokenizer.backend_tokenizer, id) or ""
+        self._waiting = []
 
     def _send(self, text: str) -> Delta:
         new, self._sent = text[self._sent :], max(self._sent, len(text))
@@ -84,16 +97,24 @@ class ChatStream(TextStream):
 
     def add(self, token: Token) -> Delta:
         self._read(token)
-        thinking, content = None, self._text
-        if self._renderer.thinking != "forbid":
-            thinking, content, closed = split_thinking(self._text, opened=self._opened)
-            if not closed:
-                return self._grow("reasoning_content", str(thinking), (THINK_CLOSE,))
+        ready = cut(self._text, self._stops)
+        ready = ready[: len(ready) - num_held(ready, self._stops)]
+        lead = self._renderer.lead
+        if lead.startswith(ready):
+            return {}
+        ready = ready.removeprefix(lead)
+        if not self._opened and THINK_OPEN.startswith(ready.lstrip()):
+            return {}  # a thinking block may begin
+        thinking, content, closed = split_turn(ready, self._renderer, self._opened)
+        if not closed:
+            return self._grow("reasoning_content", str(thinking), (THINK_CLOSE,))
         delta = self._grow("reasoning_content", thinking or "", ())
-        if self._tools:
-            content = content.partition(CALL_OPEN)[0]
-        markers = (THINK_OPEN, THINK_CLOSE, *((CALL_OPEN,) if self._tools else ()))
-        return delta | self._grow("content", content, markers)
+        if not self._tools:
+            return delta | self._grow("content", content, ())
+        before, call, _ = content.partition(CALL_OPEN)
+        held = num_held(before, () if call else (CALL_OPEN,))
+        # Spaces before a call are no part of the content.
+        return delta | self._grow("content", before[: len(before) - held].rstrip(), ())
 
     def end(self, done: Completion) -> Delta:
         message = message_of(done, self._renderer, self._stops)
@@ -107,8 +128,7 @@ class ChatStream(TextStream):
 
     def _grow(self, key: str, text: str, markers: Sequence[str]) -> Delta:
         """The new text of a field, as far as it is certain."""
-        ready = cut(text, self._stops)
-        ready = ready[: len(ready) - num_held(ready, (*self._stops, *markers))]
+        ready = text[: len(text) - num_held(text, markers)]
         sent = self._parts[key]
         if not ready.startswith(sent) or ready == sent:
             return {}
@@ -116,11 +136,10 @@ class ChatStream(TextStream):
         return {key: ready[len(sent) :]}
 
     def _rest(self, key: str, text: str) -> Delta:
-        """The remaining text of a field. The final text may lack white space already sent."""
+        """The remaining text of a field."""
         sent = self._parts[key]
-        for start in (sent, sent.strip()):
-            if text.startswith(start):
-                return {key: text[len(start) :]} if len(text) > len(start) else {}
+        if text.startswith(sent):
+            return {key: text[len(sent) :]} if len(text) > len(sent) else {}
         return {key: text}  # the turn parsed differently than streamed: send all
 
 
@@ -132,16 +151,30 @@ def text_of(done: Completion, tokenizer: Any, stop_ids: Iterable[int], stops: It
     return cut(decode(tokenizer, ids), stops)
 
 
+def split_turn(text: str, renderer: Renderer, opened: bool) -> tuple[str | None, str, bool]:
+    """As `split_thinking`, for streams: what follows never changes the parts but at their ends.
+
+    So a `</think>` that nothing has opened is text: a stream has sent what stands before it.
+    """
+    begins = opened or text.lstrip().startswith(THINK_OPEN)
+    if renderer.thinking == "forbid" or not begins:
+        return None, text, True
+    return split_thinking(text, opened=opened)
+
+
 def message_of(done: Completion, renderer: Renderer, stops: Iterable[str]) -> Message:
-    """The parsed turn. With malformed tool calls, the whole turn is text."""
-    try:
-        message = renderer.parse(done.token_ids).message
-    except Exception:  # a client's tool schema may break the check
-        text = decode(renderer.tokenizer, done.token_ids)
-        message = Message(role="assistant", content=text)
-    stops = tuple(stops)
-    thinking = None if message.thinking is None else cut(message.thinking, stops)
-    return message.model_copy(update={"thinking": thinking, "content": cut(message.content, stops)})
+    """The turn up to the first stop string, parsed. With malformed calls, all of it is content."""
+    text = text_of(done, renderer.tokenizer, renderer.stop_token_ids, stops)
+    text = text.removeprefix(renderer.lead)
+    opened = renderer.parse([]).message.thinking is not None
+    thinking, content, closed = split_turn(text, renderer, opened)
+    calls: list[ToolCall] = []
+    if closed and CALL_OPEN in content:
+        with suppress(Exception):  # a client's tool schema may break the check
+            calls = renderer.parse_calls(content)
+    if calls:
+        content = without_calls(content).rstrip()
+    return Message(role="assistant", content=content, thinking=thinking, tool_calls=calls)
 
 
 def calls_of(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
