@@ -81,3 +81,20 @@ class ObeysLightly(Obeys):
     """The same, and says that it does not block."""
 
     blocking = False
+
+
+class Pays(Obeys):
+    """Takes any six actions, 0.15 s each, and pays 1 for them."""
+
+    async def reset(self, task: Task) -> Observation:
+        self.left = 6
+        return await super().reset(task)
+
+    async def step(self, action: Message) -> StepResult:
+        time.sleep(0.15)
+        self.left -= 1
+        return StepResult(
+            messages=[Message(role="user", content="go on")],
+            reward=float(not self.left),
+            terminated=not self.left,
+        )
