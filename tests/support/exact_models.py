@@ -14,16 +14,20 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
     OPTConfig,
     PhiConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 V = 97
 WIDE = {"vocab_size": V, "max_position_embeddings": 128, "hidden_size": 48, "num_hidden_layers": 2}
 WIDE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 100}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 NARROW = {
     "bos_token_id": 0,
     "eos_token_id": 0,
@@ -44,6 +48,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "phi": lambda: PhiConfig(**WIDE),
     "gpt_neox": lambda: GPTNeoXConfig(**WIDE),
     "gpt2": lambda: GPT2Config(**NARROW),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**WIDE, **EXPERTS, head_dim=12, moe_intermediate_size=16),
+    "mixtral": lambda: MixtralConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": lambda: OlmoeConfig(**{**WIDE, "eos_token_id": 0}, **EXPERTS),
     "opt": lambda: OPTConfig(
         vocab_size=V,
         max_position_embeddings=128,

@@ -77,6 +77,18 @@ async def test_every_token_is_equal(family: str) -> None:
     assert await verify(forward, batch, VERSION) == count
 
 
+async def test_experts_without_torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers registers a product of its own where torch has none."""
+    asked: list[bool] = []
+    name = "transformers.integrations.moe._can_use_grouped_mm"
+    monkeypatch.setattr(name, lambda *_: bool(asked.append(True)))
+    model = make("qwen3_moe")
+    samples = await played(ExactSampler(model, context_length=CONTEXT))
+    forward = ExactForward(model, context_length=CONTEXT)
+    assert await verify(forward, batch_of(samples, forward.layout), VERSION) > 50
+    assert asked
+
+
 @pytest.mark.parametrize("layout", ["tree", "packed", "single"])
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 async def test_layouts_and_temperatures(layout: Layout, temperature: float) -> None:

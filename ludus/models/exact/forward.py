@@ -119,7 +119,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        replacement = REPLACEMENTS.get(func)
+        replacement = REPLACEMENTS.get(func) or BY_NAME.get(func.name())
         if replacement is not None:
             result = replacement(*args, **kwargs)
             if result is not NotImplemented:
@@ -145,6 +145,21 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float 
     if beta != 1 or alpha != 1:
         return NotImplemented
     return _like(a, arithmetic.matmul(a, b) + bias.double())
+
+
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> Any:
+    """Products of a mixture of experts: rows [N, E] sorted by expert, weights [experts, E, F]; rows
+    of expert i end before `offs[i]`. torch's kernel sums in an order that depends on the rows."""
+    if a.ndim != 2 or b.ndim != 3 or offs is None or bias is not None:
+        return NotImplemented
+    result = a.new_zeros(a.shape[0], b.shape[2], dtype=out_dtype or a.dtype)
+    start = 0
+    for expert, stop in enumerate(offs.tolist()):
+        result[start:stop] = arithmetic.matmul(a[start:stop], b[expert])
+        start = stop
+    return result
 
 
 def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
@@ -220,6 +235,7 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     aten.mm.default: _mm,
     aten.bmm.default: _mm,
     aten.addmm.default: _addmm,
+    aten._grouped_mm.default: _grouped_mm,
     aten.mean.dim: _mean,
     aten.sum.dim_IntList: _sum,
     aten._softmax.default: _softmax,
@@ -237,3 +253,5 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     aten.silu.default: lambda x: _like(x, x.double() * arithmetic.sigmoid(x)),
     aten.erf.default: lambda x: _like(x, arithmetic.erf(x)),
 }
+BY_NAME = {"transformers::grouped_mm_fallback": _grouped_mm}
+"""Replacements of operations that other libraries register, where torch has no kernel."""
