@@ -19,7 +19,7 @@ async def play(spec: Spec, tier: str | None, seed: int, max_turns: int) -> str:
     """Returns won, lost, unfinished or no expert."""
     env = ENVS.build(spec, "env")
     try:
-        task = ENVS.load(spec.name).task(tier, seed)
+        task = type(env).task(tier, seed)
         await env.reset(task)
         reward = 0.0
         for _ in range(max_turns):
@@ -43,7 +43,8 @@ def main() -> None:
     given = parser.parse_args()
     spec = Spec(name=given.env, args=dict(text.split("=", 1) for text in given.args))
     outcomes: Counter[str] = Counter()
-    for tier in list(ENVS.load(spec.name).tiers()) or [None]:
+    tiers: list[str | None] = [*type(ENVS.build(spec, "env")).tiers()]
+    for tier in tiers or [None]:
         found = Counter(
             asyncio.run(play(spec, tier, seed, given.turns)) for seed in range(given.tasks)
         )
