@@ -105,7 +105,7 @@ def check_specs(
     """
     faults: list[LudusError] = []
     for path, registry in registries.items():
-        for where, spec in _specs(config, path):
+        for where, spec in specs_at(config, path):
             try:
                 registry.check(spec, where)
             except LudusError as error:
@@ -119,7 +119,8 @@ def check_specs(
     raise ConfigError("\n".join(prefix + line for line in lines))
 
 
-def _specs(config: RunConfig, path: str) -> Iterator[tuple[str, Spec]]:
+def specs_at(config: RunConfig, path: str) -> Iterator[tuple[str, Spec]]:
+    """Yields the specs at a dotted path, each with its own path; a plain text is none."""
     value: Any = config
     for part in path.split("."):
         value = getattr(value, part) if value is not None else None

@@ -22,7 +22,7 @@ from ludus.models.decoders import native
 from ludus.pipeline.budget import Budget, Timings
 from ludus.pipeline.build import build_training
 from ludus.pipeline.progress import Display, Observer
-from ludus.pipeline.registries import check
+from ludus.pipeline.registries import check, plugin_files
 from ludus.pipeline.splits import Splits, read_splits
 from ludus.pipeline.training import BudgetSpent, Trainer
 from ludus.report.collect import report
@@ -113,18 +113,35 @@ def _resume(folder: RunFolder, config: RunConfig, observer: Observer, skip_damag
     for key in changes:
         observer.note(f"changed: {key} from {lookup(before, key)} to {lookup(config, key)}")
     with RunStore.open(config.store, folder.path.parent) as store:
+        if "env.name" in changes:
+            raise ConfigError(
+                f"env.name: run {folder.id} is of {lookup(before, 'env.name')}, not of "
+                f"{lookup(config, 'env.name')}: start a new run for another environment"
+            )
         rows = {row.id: row for row in store.runs()}
         if folder.id not in rows:
             _insert_row(store, folder, config)
         elif rows[folder.id].status == "completed" and not changes:
             observer.note(f"run {folder.id} was complete already: nothing to do")
             return
+        for change in code_changes(config, folder):
+            observer.note(
+                f"changed since the run started: {change}; earlier results are of the old"
+            )
+        complete = folder.id in rows and rows[folder.id].status == "completed"
         splits = read_splits(config, folder)
         store.reopen_run(folder.id)
         with disk_faults(folder):
             atomic_write(folder.config, dump_config(config))
         with _recorded(
-            folder, config, splits, store, observer, before=before, skip_damaged=skip_damaged
+            folder,
+            config,
+            splits,
+            store,
+            observer,
+            before=before,
+            complete=complete,
+            skip_damaged=skip_damaged,
         ) as trainer:
             run(trainer.train(), trainer.finish_step)
 
@@ -165,11 +182,13 @@ def _recorded(
     observer: Observer,
     *,
     before: RunConfig | None = None,
+    complete: bool = False,
     skip_damaged: bool = False,
 ) -> Iterator[Trainer]:
     """Build the trainer of a folder that this process has locked; record how the training ends.
 
     `before`: the configuration to restore if the run fails before its first step with `config`.
+    `complete`: the run was; it stays so if it fails before any result was discarded.
     """
     setup_logging(folder.path, observer.console if isinstance(observer, Display) else None)
     trainers: list[Trainer] = []
@@ -186,6 +205,7 @@ def _recorded(
                     trainers.append(
                         Trainer(built, store, m, observer, budget, timings, on_saved, skip_damaged)
                     )
+                    write_code(config, folder)
                     yield trainers[0]
             atomic_write(folder.path / "timings.json", json.dumps(timings.seconds))
             if config.report:
@@ -200,11 +220,15 @@ def _recorded(
             mirror.push()
         raise stopped from None
     except LudusError as error:
-        _finish(store, folder, "failed", str(error))
+        intact = complete and not any(trainer.rewound for trainer in trainers)
+        _finish(store, folder, *(("completed",) if intact else ("failed", str(error))))
         if before is not None and not any(trainer.started for trainer in trainers):
             with suppress(OSError):
                 atomic_write(folder.config, dump_config(before))
-        observer.note(f"run {folder.id} failed; once that is fixed: {resume_command(folder)}")
+        if intact:
+            observer.note(f"run {folder.id} stays as it was: complete")
+        else:
+            observer.note(f"run {folder.id} failed; once that is fixed: {resume_command(folder)}")
         if mirror is not None and not isinstance(error, MirrorError):
             with suppress(MirrorError):  # the first error counts
                 mirror.push()
@@ -266,6 +290,37 @@ def versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             facts[package] = version(package)
     return facts
+
+
+def write_code(config: RunConfig, folder: RunFolder) -> None:
+    """Write the versions, and the SHA-256 of each plug-in's file, to the run's folder."""
+    code = {**plugin_files(config), **_packages()}
+    atomic_write(folder.code, json.dumps(code, indent=1))
+
+
+def code_changes(config: RunConfig, folder: RunFolder) -> list[str]:
+    """Returns the plug-ins and packages that changed since the run last started.
+
+    Plug-ins that the run did not have then are not compared.
+    """
+    if not folder.code.exists():
+        return []
+    then = json.loads(folder.code.read_text(encoding="utf-8"))
+    changes = [
+        f"the code of {name}"
+        for name, digest in plugin_files(config).items()
+        if then.get(name, digest) != digest
+    ]
+    changes += [
+        f"{name} from {then[name]} to {now}"
+        for name, now in _packages().items()
+        if then.get(name, now) != now
+    ]
+    return changes
+
+
+def _packages() -> dict[str, str]:
+    return {name: value for name, value in versions().items() if name in ("ludus", *PACKAGES)}
 
 
 def _processor() -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ludus.backends import BACKENDS
-from ludus.config.load import check_specs
+from ludus.config.load import check_specs, specs_at
 from ludus.config.registry import Registry
 from ludus.config.schema import EvaluateConfig, RunConfig
 from ludus.core.errors import ConfigError, LudusError, did_you_mean
@@ -63,6 +67,23 @@ def check(config: RunConfig) -> None:
     faults += _unknown_metric(config, parts)
     if faults:
         raise ConfigError("\n".join(faults))
+
+
+def plugin_files(config: RunConfig) -> dict[str, str]:
+    """Returns the SHA-256 of the source file of each plug-in from outside of ludus.
+
+    Keys are like `env my_env.py:Env`. Modules that a plug-in imports are not included.
+    """
+    digests: dict[str, str] = {}
+    for path, registry in REGISTRIES.items():
+        for _, spec in specs_at(config, path):
+            target = registry.load(spec.name)
+            if target.__module__.partition(".")[0] == "ludus":
+                continue
+            with suppress(TypeError, OSError):  # no Python source
+                source = Path(str(inspect.getsourcefile(target)))
+                digests[f"{path} {spec.name}"] = hashlib.sha256(source.read_bytes()).hexdigest()
+    return digests
 
 
 def check_samples(settings: EvaluateConfig) -> None:

@@ -7,7 +7,7 @@ in the run's folder is written atomically, and a resumed run forgets all steps a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from ludus.core.errors import ConfigError
@@ -64,7 +64,7 @@ class Trainer:
     ) -> None:
         self.run = run
         self.timings = timings
-        self.started = False
+        self.started = self.rewound = False
         self._in_stage = False
         self._stop: KeyboardInterrupt | None = None
         self._store = store
@@ -87,7 +87,9 @@ class Trainer:
         """
         config, backend = self.run.config, self.run.backend
         try:
-            resumed = self._rewind()
+            resumed, keep = self._newest()
+            if resumed is None:
+                self._rewind(None, keep)
             skip_sft = resumed is not None and resumed.stage == "rl"
             for name in ("sft", "rl"):
                 if getattr(config, name) is None or (name == "sft" and skip_sft):
@@ -96,6 +98,8 @@ class Trainer:
                     await self._evaluate("before", config.evaluate.num_tasks)
                 checkpoint = resumed if resumed and resumed.stage == name else None
                 stage, start = self._begin_stage(name, checkpoint)
+                if checkpoint is not None:  # loaded, so the run can go on from it
+                    self._rewind(checkpoint, keep)
                 if start < stage.steps:
                     self.started = self._in_stage = True
                     await run_stage(stage, backend, self, start)
@@ -116,13 +120,10 @@ class Trainer:
         self._observer.note(f"finishing this step, then saving; {again} stops at once")
         return True
 
-    def _rewind(self) -> CheckpointInfo | None:
-        """Forget all results after the newest checkpoint; returns the checkpoint.
-
-        The run computes these results again, bit for bit.
-        """
-        folder, config, checkpoints = self.run.folder, self.run.config, self.run.backend.checkpoints
-        resumed = checkpoints.latest(skip_damaged=self._skip_damaged)
+    def _newest(self) -> tuple[CheckpointInfo | None, dict[str, int]]:
+        """Returns the newest checkpoint, and the last step of each stage that it keeps."""
+        folder, config = self.run.folder, self.run.config
+        resumed = self.run.backend.checkpoints.latest(skip_damaged=self._skip_damaged)
         keep: dict[str, int] = {}
         if resumed is not None:
             if getattr(config, resumed.stage) is None:
@@ -137,14 +138,19 @@ class Trainer:
             self._observer.note(
                 f"{folder.id}: resuming after step {resumed.step} of {resumed.stage}"
             )
-        checkpoints.discard_after(resumed)
+        return resumed, keep
+
+    def _rewind(self, resumed: CheckpointInfo | None, keep: Mapping[str, int]) -> None:
+        """Forget all results after a checkpoint: the run computes them again, bit for bit."""
+        folder = self.run.folder
+        self.rewound = True
+        self.run.backend.checkpoints.discard_after(resumed)
         self._metrics.rewind(keep)
         self._store.rewind(folder.id, keep)
         for path in folder.evaluations.glob("*.json"):
             stage, _, step = path.stem.rpartition("-")
             if int(step) > keep.get(f"evaluate/{stage}", -1):
                 path.unlink()
-        return resumed
 
     # Stages
 

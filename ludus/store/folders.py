@@ -30,6 +30,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"  # one folder per checkpoint
         self.evaluations = path / "evaluations"  # one JSON file per evaluation
         self.metrics = path / "metrics.jsonl"
+        self.code = path / "code.json"  # versions, and digests of plug-ins' files
         self.budget = path / "budget.json"  # seconds and tokens spent, over all processes
         self.report = path / "report.html"
 

@@ -168,7 +168,13 @@ def test_what_cannot_be_resumed_is_refused(ludus: Ludus, reference: Ludus) -> No
     ludus(*more, "model.architecture.args.hidden_size=48").refused(
         1, "is a checkpoint of another model", "[59, 32]", "[59, 48]"
     )
-    assert ludus.status() == "failed"
+    assert ludus.status() == "completed", "nothing was discarded"
+    assert (ludus.run() / "evaluations" / "after-000000.json").exists()
+    ludus("train", "--resume", "tiny-1", "env=textcraft").refused(
+        2, "env.name: run tiny-1 is of babyai, not of textcraft", "start a new run"
+    )
+    assert ludus.status() == "completed"
+    assert_same(ludus, reference)
     ludus(*more, "tasks.train.args.num_tasks=65").refused(1, "another task list")
     assert (ludus.run() / "config.yaml").read_text() == before, "what failed at once is not kept"
 
@@ -256,3 +262,17 @@ def test_weights_in_bfloat16_resume_too(
     assert_same(ludus, undisturbed)
     tensors = ludus.state()["checkpoints"]["rl-000005/optimizer.safetensors"]
     assert any(name.endswith("/master") for name in tensors) == (mode == "float32")
+
+
+def test_changed_code_of_a_plug_in_is_told_on_resume(ludus: Ludus) -> None:
+    file = ludus.cwd / "own_env.py"
+    code = "from ludus.envs.babyai.env import BabyAI\n\n\nclass Own(BabyAI):\n    pass\n"
+    file.write_text(code)
+    own = ["env.name=own_env.py:Own", "sft.steps=1", "demonstrations.num_episodes=4", "rl=null"]
+    ludus("train", BABYAI, *own, "report=false", "tasks.heldout=null").ok()
+    resume = ("train", "--resume", "tiny-1")
+    same = ludus(*resume, "sft.steps=2").ok()
+    assert "changed since the run started" not in same.err
+    file.write_text(code + "\n# another reward\n")
+    told = ludus(*resume, "sft.steps=3").ok()
+    assert "changed since the run started: the code of env own_env.py:Own" in told.err
