@@ -21,7 +21,7 @@ from ludus.models.samplers.engine import InProcessSampler
 FILES = {
     "config.yaml", "demonstrations.jsonl", "demonstrations.dropped.jsonl", "tokenizer",
     "checkpoints", "evaluations", "metrics.jsonl", "log.jsonl", "report.html", "timings.json",
-    "budget.json", ".lock", "code.json",
+    "budget.json", ".lock", "code.json", "splits.json",
 }  # fmt: skip
 
 
