@@ -25,12 +25,13 @@ import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
+from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from write_constraints import closure
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / ".venv-audit" / "bin"
@@ -104,11 +105,12 @@ def licences() -> list[Finding]:
     extras = [name for name in project["optional-dependencies"] if name not in ("all", "dev")]
     owners: dict[str, list[str]] = {}
     for extra in ("", *extras):
-        names, absent = closure(f"ludus-rl[{extra}]" if extra else "ludus-rl")
-        for name in names:
+        names, absent = closure(Requirement(f"ludus-rl[{extra}]" if extra else "ludus-rl"))
+        for name in names.keys() - {"ludus-rl"}:
             owners.setdefault(name, []).append(extra or "core")
         if absent:
-            print(f"licences: extra {extra}: not installed here, not judged: {', '.join(absent)}")
+            names_absent = ", ".join(sorted(absent))
+            print(f"licences: extra {extra}: not installed here, not judged: {names_absent}")
     findings = []
     for name, needed_by in sorted(owners.items()):
         text = licence_of(distribution(name))
@@ -117,31 +119,6 @@ def licences() -> list[Finding]:
             findings.append(Finding("licences", kind, name, f"{text or 'none'} (extra: {where})"))
     print(f"licences: {len(owners)} packages")
     return findings
-
-
-def closure(root: str) -> tuple[set[str], list[str]]:
-    """Returns the installed packages that `root` needs without itself, and the absent ones."""
-    found: set[str] = set()
-    absent: set[str] = set()
-    seen: set[tuple[str, frozenset[str]]] = set()
-    waiting = [Requirement(root)]
-    while waiting:
-        asked = waiting.pop()
-        name = canonicalize_name(asked.name)
-        if (name, frozenset(asked.extras)) in seen:
-            continue
-        seen.add((name, frozenset(asked.extras)))
-        try:
-            lines = distribution(name).requires or []
-        except PackageNotFoundError:
-            absent.add(name)
-            continue
-        found.add(name)
-        for needed in map(Requirement, lines):
-            places = [{"extra": extra} for extra in ("", *asked.extras)]
-            if needed.marker is None or any(map(needed.marker.evaluate, places)):
-                waiting.append(needed)
-    return found - {"ludus-rl"}, sorted(absent)
 
 
 def licence_of(package: Distribution) -> str:
@@ -190,7 +167,7 @@ def sbom() -> list[Finding]:
         canonicalize_name(item["name"]) for item in json.loads(path.read_text())["components"]
     }
     print(f"sbom: {path.relative_to(ROOT)}: {len(listed)} packages")
-    missing = sorted(closure("ludus-rl")[0] - listed)
+    missing = sorted(closure(Requirement("ludus-rl"))[0].keys() - listed - {"ludus-rl"})
     return [Finding("sbom", "missing", name, "is not in the list") for name in missing]
 
 

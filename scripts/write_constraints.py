@@ -22,9 +22,10 @@ HEADER = """\
 """
 
 
-def closure(root: Requirement) -> dict[str, Version]:
-    """Name to installed version of `root` and all that it depends on."""
+def closure(root: Requirement) -> tuple[dict[str, Version], set[str]]:
+    """Returns name to installed version of `root` and all that it needs, and the absent names."""
     pins: dict[str, Version] = {}
+    absent: set[str] = set()
     seen: set[tuple[str, frozenset[str]]] = set()
     waiting = [root]
     while waiting:
@@ -37,6 +38,7 @@ def closure(root: Requirement) -> dict[str, Version]:
         try:
             found = distribution(name)
         except PackageNotFoundError:
+            absent.add(name)
             continue
         pins[name] = Version(found.version)
         for line in found.requires or []:
@@ -44,12 +46,12 @@ def closure(root: Requirement) -> dict[str, Version]:
             environments = [{"extra": extra} for extra in ("", *requirement.extras)]
             if needed.marker is None or any(map(needed.marker.evaluate, environments)):
                 waiting.append(needed)
-    return pins
+    return pins, absent
 
 
 def main() -> None:
     roots = sys.argv[1:] or ["ludus-rl[dev]"]
-    pins = {key: value for root in roots for key, value in closure(Requirement(root)).items()}
+    pins = {key: value for root in roots for key, value in closure(Requirement(root))[0].items()}
     pins.pop("ludus-rl", None)
     lines = [f"{name}=={version.public}" for name, version in sorted(pins.items())]
     if sys.argv[1:]:

@@ -183,3 +183,11 @@ def test_a_spread_of_one_repeat_is_that_repeat(monkeypatch: pytest.MonkeyPatch) 
     common = importlib.import_module("common")
     assert common.Spread.of([3.0]) == common.Spread(3.0, 3.0, 3.0)
     assert common.Spread.of([1.0, 3.0]) == common.Spread(2.0, 1.5, 2.5)
+
+
+@pytest.mark.slow
+def test_native_code_beside_torch() -> None:
+    lines = run("native.py", "--quick", "--repeats", "1").splitlines()
+    assert [line.split()[2:4] for line in lines] == [
+        ["-1", "native"], ["-1", "torch"], ["0", "torch"], ["0", "native"],
+    ]  # fmt: skip

@@ -38,6 +38,7 @@ NEEDS = {
     ("checkpoint", "list", "demo-1"): "train",
     ("checkpoint", "check", "demo-1"): "train",
     ("checkpoint", "export", "demo-1", "folder"): "train",
+    ("checkpoint", "push", "demo-1", "me/model"): "train",
     ("export", "demo-1", "a.parquet", "--format", "parquet"): "data",
     ("runs", "--store", "postgresql://u:p@127.0.0.1:9/d"): "postgres",
     ("serve", "env", "textcraft"): "serve",

@@ -12,13 +12,14 @@ import sys
 import tomllib
 import venv
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution, distributions
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from write_constraints import closure
 
 import ludus
 
@@ -82,7 +83,8 @@ def make_env(folder: Path, wheel: Path, extras: tuple[str, ...] = ()) -> Path:
     venv.create(folder, symlinks=True, with_pip=False)
     python = folder / "bin" / "python"
     [site] = folder.glob("lib/python3*/site-packages")
-    _link(closure(extras), site)
+    names, _ = closure(Requirement(f"ludus-rl[{','.join(extras)}]" if extras else "ludus-rl"))
+    _link(names.keys() - {"ludus-rl"}, site)
     install = ["install", "--quiet", "--no-deps", "--no-index", "--no-compile", str(wheel)]
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "--python", str(python), *install], check=True, capture_output=True)
@@ -100,29 +102,6 @@ def run_verbs(
     return [(code, out, err) for code, out, err in json.loads(done.stdout)]
 
 
-def closure(extras: tuple[str, ...]) -> set[str]:
-    """Canonical names of the installed packages that the wheel with `extras` needs."""
-    found: set[str] = set()
-    seen: set[tuple[str, frozenset[str]]] = set()
-    waiting = [Requirement(f"ludus-rl[{','.join(extras)}]" if extras else "ludus-rl")]
-    while waiting:
-        asked = waiting.pop()
-        name = canonicalize_name(asked.name)
-        if (name, frozenset(asked.extras)) in seen:
-            continue
-        seen.add((name, frozenset(asked.extras)))
-        try:
-            lines = distribution(name).requires or []
-        except PackageNotFoundError:
-            continue
-        found.add(name)
-        for needed in map(Requirement, lines):
-            places = [{"extra": extra} for extra in ("", *asked.extras)]
-            if needed.marker is None or any(map(needed.marker.evaluate, places)):
-                waiting.append(needed)
-    return found - {"ludus-rl"}
-
-
 @cache
 def _tops() -> Counter[str]:
     """Number of packages that own a file or folder of site-packages: namespaces have several."""
@@ -133,7 +112,7 @@ def _top_files(item: object) -> set[str]:
     return {file.parts[0] for file in getattr(item, "files", None) or () if file.parts[0] != ".."}
 
 
-def _link(names: set[str], site: Path) -> None:
+def _link(names: Set[str], site: Path) -> None:
     for name in names:
         item = distribution(name)
         for top in _top_files(item):
