@@ -42,6 +42,9 @@ MAX_PIPELINED = 16
 MAX_FRAGMENTS = 1024
 """Fragments of a WebSocket message."""
 
+MAX_PINGS = 100
+"""Pings of a WebSocket client in SWEEP_S seconds."""
+
 CHUNK_SLACK = 2**18
 """Bytes of a read of the event loop, which may hold the ends of several requests."""
 
@@ -309,7 +312,7 @@ class LimitedWebSocket(_Sending, WebSocketsSansIOProtocol):
         self._connections, self._limits = connections, connections.limits
         self.address = ""
         self._since = time.monotonic()
-        self._num_messages = self._num_seen = 0
+        self._num_messages = self._num_seen = self._num_pings = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -339,6 +342,13 @@ class LimitedWebSocket(_Sending, WebSocketsSansIOProtocol):
             self.transport.pause_reading()
         return message
 
+    def handle_ping(self) -> None:
+        self._num_pings += 1
+        if self._num_pings > MAX_PINGS:
+            self.transport.abort()
+        else:
+            super().handle_ping()
+
     def handle_cont(self, event: Any) -> None:
         if len(self.frames) >= MAX_FRAGMENTS:
             self.transport.abort()
@@ -351,6 +361,7 @@ class LimitedWebSocket(_Sending, WebSocketsSansIOProtocol):
 
     def overdue(self, now: float) -> bool:
         """True if the client does not read, or its handshake or a message does not end."""
+        self._num_pings = 0
         incomplete = not self.handshake_complete or bool(self.frames or self.conn.reader.buffer)
         if not incomplete or self.read_paused or self._num_seen != self._num_messages:
             self._since, self._num_seen = now, self._num_messages
