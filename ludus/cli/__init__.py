@@ -12,6 +12,7 @@ from ludus.cli import checkpoints, data, look, serve, train
 from ludus.core.errors import LudusError
 from ludus.core.modules import missing_dependency
 from ludus.core.signals import exit_code, handling, raise_stop
+from ludus.telemetry.logs import check_settings
 
 EXTRAS = {"rollout": "remote", "generate-data": "remote", "env": "serve", "model": "serve,train"}
 """Extras of the verbs; `train` for the others."""
@@ -49,6 +50,7 @@ def _root(
     context: typer.Context,
     show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
+    check_settings()
     if show_version:
         typer.echo(f"ludus {__version__}")
         raise typer.Exit

@@ -9,7 +9,16 @@ from typing import Annotated
 
 import typer
 
-from ludus.cli.options import Run, RunsDir, StoreUrl, open_store, show_on_screen, spec
+from ludus.cli.options import (
+    Run,
+    RunsDir,
+    StoreUrl,
+    open_store,
+    recorded,
+    show_on_screen,
+    spec,
+    unfinished,
+)
 from ludus.core.errors import ConfigError, did_you_mean
 from ludus.core.signals import run
 
@@ -21,7 +30,8 @@ def report(run: Run, runs_dir: RunsDir = "runs", store: StoreUrl = None) -> None
     """Write a run's report again from the store."""
     from ludus.pipeline import launch
 
-    typer.echo(launch.report_again(run, runs_dir, store))
+    with recorded(run, runs_dir):
+        typer.echo(launch.report_again(run, runs_dir, store))
 
 
 @app.command()
@@ -31,6 +41,8 @@ def runs(runs_dir: RunsDir = "runs", store: StoreUrl = None) -> None:
 
     with open_store(runs_dir, store) as opened:
         show_on_screen(render_runs(opened))
+        for line in unfinished(opened, runs_dir):
+            typer.echo(line)
 
 
 @app.command()
@@ -45,9 +57,11 @@ def show(
     """Show a run, or one rollout with its trained tokens marked."""
     from ludus.store.show import render_run, render_trajectory
 
-    with open_store(runs_dir, store) as opened:
+    with open_store(runs_dir, store) as opened, recorded(run, runs_dir):
         if trajectory is None:
             show_on_screen(render_run(opened, run))
+            for line in unfinished(opened, runs_dir, run):
+                typer.echo(line)
         else:
             decode = _decoder(run, runs_dir)
             show_on_screen(render_trajectory(opened, run, trajectory, decode))
@@ -74,7 +88,7 @@ def export(
     """Write a run's trajectories, steps, or an SFT data set to a file."""
     from ludus.store.export import export as write
 
-    with open_store(runs_dir, store) as opened:
+    with open_store(runs_dir, store) as opened, recorded(run, runs_dir):
         written = write(
             opened,
             run,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +39,28 @@ def load(recipe: str, overrides: list[str] | None, runs_dir: str = "runs") -> An
     return load_config(recipe, changes)
 
 
+def check(config: Any, recipe: str, overrides: Sequence[str] | None) -> None:
+    """Check the plug-ins of a configuration. Each line of an error names its override or recipe."""
+    from ludus.pipeline.registries import check as check_plugins
+
+    try:
+        check_plugins(config)
+    except ConfigError as error:
+        lines = [f"{_origin(line, recipe, overrides)}: {line}" for line in str(error).splitlines()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _origin(line: str, recipe: str, overrides: Sequence[str] | None) -> str:
+    """The override that a message's dotted key comes from, else the recipe."""
+    match = re.match(r"[\w.]+", line)
+    place = f"{match[0]}." if match else ""
+    for override in reversed(overrides or []):
+        key = override.partition("=")[0].strip().removesuffix(".name") + "."
+        if place.startswith(key) or place.removesuffix("name.") == key:
+            return f"override {override}"
+    return recipe
+
+
 def open_store(runs_dir: str, url: str | None) -> Any:
     """Open the run store read-only. Errors: ConfigError where there is none yet."""
     from ludus.store import RunStore
@@ -44,6 +68,54 @@ def open_store(runs_dir: str, url: str | None) -> Any:
     if url is None and not (Path(runs_dir) / "ludus.db").is_file():
         raise ConfigError(f"{runs_dir} holds no runs yet: start one with `ludus train RECIPE`")
     return RunStore.open(url, runs_dir, read_only=True)
+
+
+def unfinished(store: Any, runs_dir: str, run: str | None = None) -> list[str]:
+    """Returns what to do about runs that were killed: unknown to the store, or said to run."""
+    from ludus.config.load import load_config
+    from ludus.store.folders import RunFolder, resume_command, unrecorded
+
+    lines = []
+    rows = {row.id: row.status for row in store.runs()}
+    for folder in [] if run else unrecorded(runs_dir, rows):
+        with suppress(ConfigError):  # no run of this version
+            if load_config(folder.config).store is None:
+                lines.append(
+                    f"{folder.id}: killed before it was recorded: {resume_command(folder)}"
+                )
+    for name in [name for name in rows if rows[name] == "running" and run in (None, name)]:
+        folder = RunFolder(Path(runs_dir) / name)
+        owner = folder.owner()
+        if (
+            owner is not None
+            and not Path(f"/proc/{owner}").exists()
+            and Path("/proc/self").exists()
+        ):
+            lines.append(
+                f"{name}: its process, {owner}, does not run on this machine. If it was killed: "
+                f"{resume_command(folder)}"
+            )
+    return lines
+
+
+@contextmanager
+def recorded(run: str, runs_dir: str) -> Iterator[None]:
+    """Explain an unknown run whose folder is there. Errors: ConfigError."""
+    from ludus.store.folders import find_run, resume_command
+    from ludus.store.store import UnknownName
+
+    try:
+        yield
+    except UnknownName as error:
+        folder = None
+        with suppress(ConfigError):
+            folder = find_run(runs_dir, run)
+        if folder is None or "trajectory" in str(error):
+            raise
+        raise ConfigError(
+            f"run {run!r} has a folder, {folder.path}, but is not in the store. It was killed before "
+            f"it was recorded ({resume_command(folder)}), or has another store: name it by --store"
+        ) from error
 
 
 def spec(name: str, args: list[str] | None) -> Any:

@@ -93,7 +93,7 @@ def model(
         str | None,
         typer.Option(help="The model's name for clients; default: the run's or folder's."),
     ] = None,
-    sampler: Annotated[str, typer.Option(help="in_process or vllm.")] = "in_process",
+    sampler: Annotated[str, typer.Option(help="in_process, exact or vllm.")] = "in_process",
     sampler_arg: Annotated[
         list[str] | None, typer.Option(help="A sampler argument, key=value; repeatable.")
     ] = None,

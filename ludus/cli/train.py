@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ludus.cli.options import Overrides, Recipe, RunsDir, load
+from ludus.cli.options import Overrides, Recipe, RunsDir, check, load
 from ludus.core.errors import ConfigError
 
 app = typer.Typer()
@@ -47,6 +47,8 @@ def train(
                 str(resume), runs_dir, display, changes, skip_damaged=skip_damaged
             )
         else:
+            if config.backend.name != "debug":
+                check(config, str(recipe), overrides)  # before the long configuration
             typer.echo(dump_config(config), err=True)
             if config.backend.name == "debug":
                 debug(str(recipe), overrides)
@@ -71,7 +73,9 @@ def debug(
     """Play a few tasks in one thread; print every turn and training row. Trains nothing."""
     from ludus.pipeline.debug import debug as run_debug
 
-    run_debug(load(recipe, overrides), tasks)
+    config = load(recipe, overrides)
+    check(config, recipe, overrides)
+    run_debug(config, tasks)
 
 
 @app.command()
@@ -91,6 +95,7 @@ def profile(
     config = load(recipe, overrides)
     if config.rl is None and config.sft is None:
         raise ConfigError(f"{recipe}: no `sft` and no `rl`: there is no step to profile")
+    check(config, recipe, overrides)
     profiler = profiling.Profiler("rl" if config.rl else "sft", Display())
     _train_briefly(config, steps, profiler)
     profiler.write(out, f"{config.name}: {steps} steps")
@@ -112,6 +117,7 @@ def verify(
     config = load(recipe, [*(overrides or []), "verify=true"])
     if config.rl is None:
         raise ConfigError(f"{recipe}: no `rl`: nothing is sampled, so nothing can be verified")
+    check(config, recipe, overrides)
     counter = profiling.VerifiedCounter(Display())
     _train_briefly(config, steps, counter)
     typer.echo(counter)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,7 +141,15 @@ class _Raw:
     overridden: dict[PathKey, str] = field(default_factory=dict)
 
     def message(self, path: PathKey, text: str) -> str:
-        """The fault with its origin: the override, or the file and the line."""
+        """The fault with its origin: the override, or the file and the line.
+
+        A rule about several keys names them between backticks; it blames an override of any.
+        """
+        for name in re.findall(r"`([\w.]+)", text):
+            for key in ((*path, *name.split(".")), tuple(name.split("."))):
+                for length in range(len(key), len(path), -1):
+                    if key[:length] in self.overridden:
+                        return f"override {self.overridden[key[:length]]}: {text}"
         for length in range(len(path), 0, -1):
             if path[:length] in self.overridden:
                 return f"override {self.overridden[path[:length]]}: {text}"

@@ -62,18 +62,19 @@ def keys(model: type[BaseModel] = RunConfig) -> list[Entry]:
 
 def plugins(registry: Registry[Any]) -> list[Plugin]:
     """Returns every plug-in of a registry, with the arguments that a config may set."""
-    rows = []
-    for name in registry.names():
-        summary = registry.row(name).summary
-        try:
-            model = registry.arguments(name)
-        except LudusError as error:
-            rows.append(Plugin(name, summary, [], problem=str(error)))
-            continue
-        arguments = [_entry(key, field) for key, field in model.model_fields.items()]
-        open_ended = model.model_config.get("extra") == "allow"
-        rows.append(Plugin(name, summary, arguments, open_ended))
-    return rows
+    return [plugin(registry, name) for name in registry.names()]
+
+
+def plugin(registry: Registry[Any], name: str) -> Plugin:
+    """Returns one plug-in with its arguments, or the reason why they cannot be read."""
+    summary = registry.row(name).summary
+    try:
+        model = registry.arguments(name)
+    except LudusError as error:
+        return Plugin(name, summary, [], problem=str(error))
+    arguments = [_entry(key, field) for key, field in model.model_fields.items()]
+    open_ended = model.model_config.get("extra") == "allow"
+    return Plugin(name, summary, arguments, open_ended)
 
 
 def config_reference(registries: Registries) -> str:
@@ -101,14 +102,31 @@ def show_reference(key: str | None, registries: Registries) -> RenderableType:
         return _grid(entries)
     chosen = [entry for entry in entries if entry.key == key or entry.key.startswith(f"{key}.")]
     if not chosen:
-        hint = did_you_mean(key, [entry.key for entry in entries])
-        raise ConfigError(f"{key} is not a key{hint}")
+        return _one_plugin(key, registries, [entry.key for entry in entries])
     parts: list[RenderableType] = [_grid(chosen)]
     for paths, registry in _by_registry(registries):
         owned = [path for path in paths if any(entry.key == path for entry in chosen)]
         if owned:
             parts.append(Text(f"\nPlug-ins for {', '.join(owned)}:\n", style="bold"))
             parts += [_plugin_shown(plugin) for plugin in plugins(registry)]
+    return Group(*parts)
+
+
+def _one_plugin(name: str, registries: Registries, known: list[str]) -> RenderableType:
+    """Returns the plug-ins of a name, built in, installed, or "module:Class"."""
+    parts: list[RenderableType] = []
+    for paths, registry in _by_registry(registries):
+        if name in registry.names():
+            parts.append(Text(f"Plug-in for {', '.join(paths)}:\n", style="bold"))
+            parts.append(_plugin_shown(plugin(registry, name)))
+        known += registry.names()
+    if not parts and ":" in name:
+        registry = registries["env"]  # a name with a colon is the same in all registries
+        registry.arguments(name)  # raises where it cannot be read
+        parts.append(_plugin_shown(plugin(registry, name)))
+    if not parts:
+        near = did_you_mean(name, known) or ": `ludus config` lists all keys"
+        raise ConfigError(f"{name} is not a key, a section or a plug-in{near}")
     return Group(*parts)
 
 

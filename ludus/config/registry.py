@@ -10,6 +10,7 @@ accordingly.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -141,7 +142,24 @@ class Registry(Generic[T]):
         target = self.load(spec.name)
         parameters = inspect.signature(target).parameters
         supplied = {key: value for key, value in context.items() if key in parameters}
-        return target(**args, **supplied)
+        try:
+            return target(**args, **supplied)
+        except ConfigError as error:
+            if not where or _PLACE.match(str(error)):
+                raise
+            raise ConfigError(f"{_argument(where, args, str(error))}: {error}") from error
+
+
+_PLACE = re.compile(r"[a-z_]+\.\w+|[a-z_.]+: ")
+"""The beginning of a message that names its place itself."""
+
+
+def _argument(where: str, args: Mapping[str, Any], text: str) -> str:
+    """The place of the argument that a message quotes; `where.args` if it quotes none."""
+    quoted = [
+        name for name, value in args.items() if isinstance(value, str) and repr(value) in text
+    ]
+    return ".".join([where, "args", *quoted[:1]])
 
 
 def _schema(name: str, target: Callable[..., Any], context: frozenset[str]) -> type[BaseModel]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from ludus.config.messages import dotted, explain
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.files import atomic_write
 from ludus.core.signals import run
@@ -32,9 +33,12 @@ def request(**options: object) -> RolloutRequest:
     try:
         return RolloutRequest.model_validate(fields)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{place.replace('_', '-')}: {first['msg']}") from None
+        lines = [
+            "--"
+            + line.replace(dotted(path), dotted(path).replace("_", "-"), 1).removesuffix(": text")
+            for path, line in explain(error, RolloutRequest, noun="an option")
+        ]
+        raise ConfigError("; ".join(lines)) from None
 
 
 def rollout(

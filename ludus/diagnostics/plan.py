@@ -133,6 +133,14 @@ def plan(
     return Plan(on, num, estimate.memory(num, trained), seconds, estimate.tokens)
 
 
+def _assumptions(config: RunConfig) -> list[str]:
+    tokenizer = config.model.tokenizer
+    sized = isinstance(tokenizer, Spec) and tokenizer.args.get("vocab_size")
+    if config.model.path is not None or sized:
+        return []
+    return [f"(for {UNKNOWN_VOCABULARY:,} tokens: the tokenizer is not trained yet)"]
+
+
 def shape_of(config: RunConfig) -> PreTrainedConfig:
     """Returns the shape of the recipe's model. Errors: ConfigError."""
     tokenizer = config.model.tokenizer
@@ -393,6 +401,7 @@ def lines(config: RunConfig, plan: Plan) -> list[str]:
     text = [
         f"{config.name}: {plan.num_parameters:,} parameters, {plan.tokens:,.0f} tokens "
         "of training episodes",
+        *_assumptions(config),
         f"on {on.name}: {on.memory / GIB:,.0f} GiB, {on.bandwidth / 1e9:,.0f} GB/s, "
         f"{on.flops / 1e12:,.2f} TFLOP/s in bfloat16, {on.flops32 / 1e12:,.2f} in float32 "
         f"({on.source})",

@@ -27,7 +27,7 @@ from ludus.pipeline.splits import Splits, read_splits
 from ludus.pipeline.training import BudgetSpent, Trainer
 from ludus.report.collect import report
 from ludus.store import RunExists, RunStore
-from ludus.store.folders import RunFolder, create_run, find_run
+from ludus.store.folders import RunFolder, create_run, find_run, resume_command
 from ludus.store.mirror import RunMirror, fetch_run
 from ludus.telemetry.logs import get_logger, setup_logging
 from ludus.telemetry.metrics import MetricsLog
@@ -51,12 +51,6 @@ class Stopped(Exception):
         super().__init__(f"{reason}; resume with: {resume_command(folder)}{override}")
         self.exceeded = exceeded
         self.exit_code = 3 if exceeded else exit_code(stop)
-
-
-def resume_command(folder: RunFolder) -> str:
-    """Returns the command that resumes a run."""
-    runs_dir = "" if str(folder.path.parent) == "runs" else f" --runs-dir {folder.path.parent}"
-    return f"ludus train --resume {folder.id}{runs_dir}"
 
 
 def train(config: RunConfig, observer: Observer, *, skip_damaged: bool = False) -> RunFolder:
@@ -154,9 +148,7 @@ def _refuse_debug(config: RunConfig) -> None:
 def _create_run(config: RunConfig, store: RunStore) -> RunFolder:
     """Create folder and row with the first number free in both; a store may be shared."""
     while True:
-        folder = create_run(config.runs_dir, config.name, store.run_ids())
-        with disk_faults(folder):
-            atomic_write(folder.config, dump_config(config))
+        folder = create_run(config.runs_dir, config.name, dump_config(config), store.run_ids())
         try:
             _insert_row(store, folder, config)
         except RunExists:  # another runs_dir took the number meanwhile

@@ -73,7 +73,8 @@ class Display:
                 self._bar.update(self._task, left="")
             self._task = self._bar.add_task(name, total=total, completed=start, info="", left="")
         else:
-            self._print_line(f"{name}: {total} steps" + (f", from step {start}" if start else ""))
+            unit = "episodes" if name == "demonstrations" else "steps"
+            self._print_line(f"{name}: {total} {unit}" + (f", from step {start}" if start else ""))
 
     def tick(self) -> None:
         self._advance(self._done + 1, "")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import shutil
+import threading
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from ludus.core.errors import ConfigError, LudusError, did_you_mean
+from ludus.core.files import atomic_write
 
 
 @dataclass
@@ -57,22 +61,66 @@ class RunFolder:
         file.flush()
         return file
 
+    def owner(self) -> int | None:
+        """Returns the process that locked the run last; None before the first."""
+        with suppress(OSError, ValueError):
+            return int((self.path / ".lock").read_text())
+        return None
 
-def create_run(runs_dir: str | Path, name: str, taken: Collection[str] = ()) -> RunFolder:
-    """Create a folder `<name>-<n>` with the first free n; ids in `taken` are not free."""
+
+def create_run(
+    runs_dir: str | Path, name: str, config: str, taken: Collection[str] = ()
+) -> RunFolder:
+    """Create a folder `<name>-<n>` with the first free n; ids in `taken` are not free.
+
+    The folder appears with its configuration in it, so a run that is killed at any time can be
+    resumed. An empty folder counts as free.
+    """
     parent = Path(runs_dir)
+    new = parent / f".tmp-{name}.{threading.get_ident()}-{os.getpid()}"
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        for number in count(1):
-            folder = parent / f"{name}-{number}"
-            if folder.name in taken:
-                continue
-            with suppress(FileExistsError):
-                folder.mkdir()
-                break
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        try:
+            atomic_write(new / "config.yaml", config)
+            for number in count(1):
+                folder = parent / f"{name}-{number}"
+                if folder.name not in taken and _rename_to(new, folder):
+                    break
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
         return RunFolder(folder)
     except OSError as error:
         raise ConfigError(f"runs_dir: cannot create a run in {parent}: {error.strerror}") from None
+
+
+def _rename_to(new: Path, folder: Path) -> bool:
+    """Rename a folder unless `folder` is a file or holds any."""
+    try:
+        os.rename(new, folder)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            return False
+        raise
+    return True
+
+
+def unrecorded(runs_dir: str | Path, recorded: Collection[str]) -> list[RunFolder]:
+    """Returns the runs whose folder is there, but which the store does not have."""
+    return [RunFolder(Path(runs_dir) / run) for run in _ids(runs_dir) if run not in recorded]
+
+
+def _ids(runs_dir: str | Path) -> list[str]:
+    configs = (path for path in Path(runs_dir).glob("[!.]*/config.yaml") if path.is_file())
+    return sorted(path.parent.name for path in configs)
+
+
+def resume_command(folder: RunFolder) -> str:
+    """Returns the command that resumes a run."""
+    runs_dir = "" if str(folder.path.parent) == "runs" else f" --runs-dir {folder.path.parent}"
+    return f"ludus train --resume {folder.id}{runs_dir}"
 
 
 def find_run(runs_dir: str | Path, run: str) -> RunFolder:
@@ -80,8 +128,7 @@ def find_run(runs_dir: str | Path, run: str) -> RunFolder:
     for folder in (Path(runs_dir) / run, Path(run)):
         if run and (folder / "config.yaml").is_file():
             return RunFolder(folder if folder.name else folder.resolve())
-    configs = (path for path in Path(runs_dir).glob("*/config.yaml") if path.is_file())
-    ids = sorted(path.parent.name for path in configs)
+    ids = _ids(runs_dir)
     if not ids:
         raise ConfigError(f"there is no run {run!r}: {runs_dir} holds no runs")
     raise ConfigError(f"there is no run {run!r} in {runs_dir}{did_you_mean(run, ids)}")

@@ -48,6 +48,12 @@ class RunExists(StoreError):
     """The id of a new run exists already."""
 
 
+class UnknownName(StoreError):
+    """No run or trajectory has this id: wrong use of a command."""
+
+    exit_code = 2
+
+
 class RunStore:
     """Reads and writes one database. Safe to use from several threads.
 
@@ -257,7 +263,7 @@ class RunStore:
         query = queries.with_trees(queries.trajectories(self._key(run_id), stage, step))
         rows = self._fetch(query.where(t.id == trajectory_id).order_by(t.key.desc()).limit(1))
         if not rows:
-            raise StoreError(
+            raise UnknownName(
                 f"run {run_id!r} has no trajectory {trajectory_id!r}"
                 + did_you_mean(trajectory_id, self._similar_ids(run_id, trajectory_id))
             )
@@ -358,5 +364,5 @@ def _run_key(connection: Connection, run_id: str, lock: bool = False) -> int:
     key: int | None = connection.scalar(query.with_for_update() if lock else query)
     if key is None:
         ids = connection.execute(select(db.runs.c.id)).scalars().all()
-        raise StoreError(f"there is no run {run_id!r}{did_you_mean(run_id, ids)}")
+        raise UnknownName(f"there is no run {run_id!r}{did_you_mean(run_id, ids)}")
     return key

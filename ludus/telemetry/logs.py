@@ -111,6 +111,12 @@ def setup_logging(run_dir: Path | None = None, console: Console | None = None) -
         loaded.set_verbosity_error()
 
 
+def check_settings() -> None:
+    """Errors: ConfigError where `LOG_LEVEL` or `LOG_FORMAT` has an unknown value."""
+    _choice("LOG_LEVEL", LEVELS, "info")
+    _choice("LOG_FORMAT", FORMATS, "human")
+
+
 def shutdown_logging() -> None:
     """Remove, flush and close the handlers of `setup_logging`."""
     root = logging.getLogger()

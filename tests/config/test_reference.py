@@ -122,4 +122,7 @@ def test_all_keys_on_a_terminal():
 def test_an_unknown_key_is_told_with_the_nearest():
     with pytest.raises(ConfigError) as caught:
         show_reference("rl.stpes", {})
-    assert str(caught.value) == "rl.stpes is not a key (did you mean rl.steps?)"
+    assert (
+        str(caught.value)
+        == "rl.stpes is not a key, a section or a plug-in (did you mean rl.steps?)"
+    )

@@ -95,7 +95,7 @@ def test_mistakes_end_with_one_line(
         (rollout("nowhere", out), "base_url: 'nowhere'"),
         (rollout(url, tmp_path / "no" / "out.json"), "cannot be written"),
         (rollout(url, out, "--ids", "549"), "textcraft_549 is not an item"),
-        (("rollout", "textcraft", "--base-url", url), "model: Field required"),
+        (("rollout", "textcraft", "--base-url", url), "ludus: --model is required"),
         (("generate-data", str(tmp_path / "d"), "textcraft", "--tier", "x"), "is not a tier"),
     ):
         monkeypatch.setattr(sys, "argv", ["ludus", *command])

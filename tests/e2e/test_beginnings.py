@@ -63,6 +63,23 @@ def test_ctrl_c_during_set_up_where_a_script_ignores_it(ludus: Ludus) -> None:
     ludus("train", BABYAI, setup=ignore + strike).refused(130, "ludus train --resume tiny-1")
 
 
+def test_a_run_killed_before_it_was_recorded_is_explained(ludus: Ludus) -> None:
+    """The folder is there, the store has no row; then a row that says running for ever."""
+    kill = "strike('ludus.store.store:RunStore.create_run', 1, 'kill')"
+    assert ludus("train", BABYAI, *SHORT, setup=kill).code == -9
+    again = "ludus train --resume tiny-1"
+    assert f"tiny-1: killed before it was recorded: {again}" in ludus("runs").ok().out
+    for argv in (["show", "tiny-1"], ["export", "tiny-1", "x.jsonl"], ["report", "tiny-1"]):
+        ludus(*argv).refused(2, "run 'tiny-1' has a folder", again)
+    kill = "strike('ludus.pipeline.build:make_tokenizer', 1, 'kill')"
+    assert ludus("train", "--resume", "tiny-1", setup=kill).code == -9
+    for argv in (["runs"], ["show", "tiny-1"]):
+        told = ludus(*argv).ok().out
+        assert "does not run on this machine. If it was killed: " + again in told
+    ludus("train", "--resume", "tiny-1").ok()
+    assert "killed" not in ludus("runs").ok().out
+
+
 def test_log_lines_stand_above_the_progress(ludus: Ludus) -> None:
     warn = (
         "from ludus.telemetry.logs import get_logger\n"

@@ -44,6 +44,29 @@ from ludus.models.chat.template import load_template
         (["check-env", "babyai", "=3"], 2, "key=value"),
         (["runs", "--runs-dir", "odd"], 2, "odd holds no runs yet"),
         (["runs", "--store", "sqlite:///folder"], 2, "folder is a folder: name a file"),
+        (["train", BABYAI, "rl.steps=abc"], 2, "ludus: override rl.steps=abc: rl.steps must be"),
+        (["train", BABYAI, "rl.group_size=1"], 2, "ludus: override rl.group_size=1: `rl.group_"),
+        (["train", BABYAI, "rl.horizon=[[1, 2]]"], 2, "ludus: override rl.horizon=[[1, 2]]: rl: "),
+        (["train", BABYAI, "env.args.x=3"], 2, "ludus: override env.args.x=3: env.args.x is not"),
+        (["train", BABYAI, "metrics=[nope]"], 2, "metrics.0.name: 'nope' is not a known metrics s"),
+        (["train", BABYAI, "env.args.level=Nope"], 2, "env.args.level: 'Nope' is not a BabyAI le"),
+        (["train", BABYAI, "env=no.py:X"], 2, "env.name: env 'no.py:X': there is no file no.py"),
+        (["debug", BABYAI, "env.args.x=3"], 2, "ludus: override env.args.x=3: env.args.x is not"),
+        (["rollout", "textcraft"], 2, "ludus: --model is required; --base-url is required"),
+        (
+            ["rollout", "textcraft", "--model", "x", "--base-url", "http://x/v1", "--format", "y"],
+            2,
+            "--format must be one of plain, react, tools, got 'y'",
+        ),
+        (
+            ["check-env", "babyai", "levle=3"],
+            2,
+            "args.levle is not an argument (did you mean args.l",
+        ),
+        (["serve", "model", "nope"], 2, "nope is not a folder, and there is no run 'nope'"),
+        (["config", "nope"], 2, "nope is not a key, a section or a plug-in: `ludus config` lists"),
+        (["config", "babyay"], 2, "(did you mean babyai?)"),
+        (["train", BABYAI, "model.architecture.args.hidden_size=4000000000"], 2, "GiB in float32"),
     ],
     ids=lambda value: " ".join(value).replace(BABYAI, "tiny") if isinstance(value, list) else "",
 )
@@ -55,6 +78,42 @@ def test_no_mistake_ends_in_a_traceback(
     (ludus.cwd / "odd" / "x-1" / "config.yaml").mkdir(parents=True)
     (ludus.cwd / "odd" / "ludus.db").mkdir()
     ludus(*argv).refused(code, said)
+
+
+@pytest.mark.parametrize("verb", ["runs", "train", "check-env", "plan", "checkpoint"])
+def test_a_wrong_log_setting_is_refused_by_every_verb(ludus: Ludus, verb: str) -> None:
+    arguments = {"train": [BABYAI], "plan": [BABYAI], "check-env": ["babyai"]}
+    argv = arguments.get(verb, ["list", "x"] if verb == "checkpoint" else [])
+    loud = ludus(verb, *argv, env={"LOG_LEVEL": "loud"})
+    assert loud.refused(2).err == (
+        "ludus: LOG_LEVEL must be one of debug, info, warning, error, critical, got 'loud'\n"
+    )
+    ludus(verb, *argv, env={"LOG_FORMAT": "xml"}).refused(2, "one of human, json, got 'xml'")
+
+
+@pytest.mark.parametrize("verb", ["show", "export", "report", "evaluate", "checkpoint", "serve"])
+def test_an_unknown_run_is_a_wrong_call(reference: Ludus, verb: str) -> None:
+    argv = {"export": ["tinny-1", "x.jsonl"], "checkpoint": ["list", "tinny-1"]}
+    argv["serve"] = ["model", "tinny-1"]
+    done = reference(verb, *argv.get(verb, ["tinny-1"]))
+    done.refused(2, "tinny-1", "did you mean tiny-1?")
+    reference("show", "tiny-1", "nope").refused(2, "has no trajectory 'nope'")
+
+
+def test_a_wrong_plug_in_is_all_that_the_user_sees(ludus: Ludus) -> None:
+    done = ludus("train", BABYAI, "env.args.x=3", "metrics=[nope]")
+    assert len(done.refused(2).all.splitlines()) == 3, "the exit code and a line for each fault"
+
+
+def test_the_reference_shows_a_users_class(ludus: Ludus) -> None:
+    (ludus.cwd / "own.py").write_text(
+        "class Own:\n    def __init__(self, size: int = 3) -> None:\n        ...\n"
+    )
+    shown = ludus("config", "own.py:Own").ok().out
+    assert "size" in shown
+    assert "a whole number" in shown
+    assert "level" in ludus("config", "babyai").ok().out
+    ludus("config", "own.py:Nope").refused(2, "has no 'Nope'")
 
 
 def test_where_an_export_cannot_go(reference: Ludus, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_interrupted_once_it_saves_twice_it_stops_at_once(ludus: Ludus, referenc
     """Ctrl-C everywhere: outside of stages, in SFT, in a rollout, twice, in an evaluation."""
     again = "ludus train --resume tiny-1"
     process = ludus.start("train", BABYAI)
-    process.until("demonstrations: 40 steps")
+    process.until("demonstrations: 40 episodes")
     process.signal(signal.SIGINT)
     process.wait().refused(130, f"stopped; resume with: {again}")
     assert ludus.status() == "interrupted"

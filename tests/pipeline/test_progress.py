@@ -116,7 +116,7 @@ def test_demonstrations_tick(clock: Clock):
             display.tick()
 
     assert output_of(run).splitlines() == [
-        "demonstrations: 3 steps",
+        "demonstrations: 3 episodes",
         "demonstrations 1/3  2 h 03 min left",
         "demonstrations 2/3  1 h 01 min left",
         "demonstrations 3/3",

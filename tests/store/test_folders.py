@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,25 +12,29 @@ from pathlib import Path
 import pytest
 
 from ludus.core.errors import ConfigError, LudusError
-from ludus.store.folders import RunFolder, create_run, find_run
+from ludus.store.folders import RunFolder, create_run, find_run, unrecorded
 
 
 def make(runs_dir: Path, *names: str) -> None:
     for name in names:
-        create_run(runs_dir, name).config.write_text("name: x\n")
+        create_run(runs_dir, name, "name: x\n")
 
 
 def test_runs_are_numbered(tmp_path: Path):
     runs = tmp_path / "deep" / "runs"
-    assert [create_run(runs, "demo").id for _ in range(3)] == ["demo-1", "demo-2", "demo-3"]
-    assert create_run(runs, "other").id == "other-1"
-    (runs / "demo-2").rmdir()
-    assert create_run(runs, "demo").id == "demo-2", "the first number that is free"
+    assert [create_run(runs, "demo", "name: x\n").id for _ in range(3)] == [
+        "demo-1",
+        "demo-2",
+        "demo-3",
+    ]
+    assert create_run(runs, "other", "name: x\n").id == "other-1"
+    shutil.rmtree(runs / "demo-2")
+    assert create_run(runs, "demo", "name: x\n").id == "demo-2", "the first number that is free"
 
 
 def test_a_number_that_a_shared_store_holds_is_left_out(tmp_path: Path):
     taken = {"demo-1", "demo-3", "other-2"}
-    made = [create_run(tmp_path, "demo", taken).id for _ in range(2)]
+    made = [create_run(tmp_path, "demo", "name: x\n", taken).id for _ in range(2)]
     assert made == ["demo-2", "demo-4"]
     assert not (tmp_path / "demo-1").exists()
 
@@ -37,7 +42,8 @@ def test_a_number_that_a_shared_store_holds_is_left_out(tmp_path: Path):
 def test_runs_made_at_once_have_folders_of_their_own(tmp_path: Path):
     ids: list[str] = []
     threads = [
-        threading.Thread(target=lambda: ids.append(create_run(tmp_path, "x").id)) for _ in range(8)
+        threading.Thread(target=lambda: ids.append(create_run(tmp_path, "x", "name: x\n").id))
+        for _ in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -49,16 +55,16 @@ def test_runs_made_at_once_have_folders_of_their_own(tmp_path: Path):
 def test_a_folder_that_cannot_be_written(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"runs_dir: cannot create a run in .*file/runs: Not a"):
-        create_run(tmp_path / "file" / "runs", "demo")
+        create_run(tmp_path / "file" / "runs", "demo", "name: x\n")
     with pytest.raises(ConfigError, match="runs_dir: cannot create a run in"):
-        create_run(tmp_path / "file", "demo")
+        create_run(tmp_path / "file", "demo", "name: x\n")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_the_right_to_write(tmp_path: Path):
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="Permission denied"):
-        create_run(tmp_path, "demo")
+        create_run(tmp_path, "demo", "name: x\n")
 
 
 def test_a_run_is_found_by_id_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -93,7 +99,7 @@ with RunFolder(Path(sys.argv[1])).lock():
 
 
 def test_one_process_at_a_time_owns_a_run(tmp_path: Path):
-    folder = create_run(tmp_path, "demo")
+    folder = create_run(tmp_path, "demo", "name: x\n")
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder.path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -122,3 +128,23 @@ def test_the_parts_of_a_folder(tmp_path: Path):
     parts += [folder.evaluations, folder.metrics, folder.report]
     assert {part.parent for part in parts} == {folder.path}
     assert len(set(parts)) == 7
+
+
+def test_a_run_appears_with_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A process that is killed at any time leaves a run to resume, or nothing."""
+    (tmp_path / "demo-1").mkdir()  # an empty folder is no run
+    (tmp_path / "demo-2").write_text("")
+    steps: list[tuple[str, ...]] = []
+    rename = os.rename
+
+    def listing(source: Path, target: Path) -> None:
+        steps.append(tuple(sorted(p.name for p in tmp_path.glob("[!.]*/*"))))
+        rename(source, target)
+
+    monkeypatch.setattr("ludus.store.folders.os.rename", listing)
+    assert create_run(tmp_path, "demo", "name: x\n").id == "demo-1"
+    assert steps == [()], "nothing is in place before the rename"
+    assert (tmp_path / "demo-1" / "config.yaml").read_text() == "name: x\n"
+    assert create_run(tmp_path, "demo", "name: x\n").id == "demo-3"
+    assert [run.id for run in unrecorded(tmp_path, {"demo-3"})] == ["demo-1"]
+    assert not list(tmp_path.glob(".tmp*"))

@@ -222,5 +222,5 @@ def test_a_misconfigured_sink_stops_the_run_before_it_begins(tmp_path):
         run_with(tmp_path, "tensorboard", {"name": "prometheus", "args": {"port": 99999}}, "wanb")
     assert str(caught.value).splitlines() == [
         "metrics.1.args.port must be a whole number >= 0 and <= 65535, got 99999",
-        "metrics.2.name: 'wanb' is not a known metrics (did you mean wandb?)",
+        "metrics.2.name: 'wanb' is not a known metrics sink (did you mean wandb?)",
     ]

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from transformers import AutoConfig
 
 from ludus.config.load import load_config
+from ludus.config.messages import dotted, explain
 from ludus.config.schema import ModelConfig
 from ludus.core.errors import CheckpointError, ConfigError
 from ludus.models.build import build_model, merge_lora
@@ -81,7 +82,10 @@ def load_policy(checkpoint: str, runs_dir: str, overrides: ModelOverrides) -> Po
             f"{checkpoint} is neither a run, nor a checkpoint in a run's folder, nor a Hugging "
             "Face folder (which has a config.json)"
         )
-    folder, name = find_run_checkpoint(runs_dir, checkpoint)
+    try:
+        folder, name = find_run_checkpoint(runs_dir, checkpoint)
+    except ConfigError as error:
+        raise ConfigError(f"{checkpoint} is not a folder, and {error}") from None
     return _of_run(folder, find_checkpoint(folder, name).path, overrides)
 
 
@@ -116,9 +120,11 @@ def _with_overrides(config: ModelConfig, overrides: ModelOverrides) -> ModelConf
     try:
         return ModelConfig(**{**config.model_dump(), **given})
     except ValidationError as error:
-        wrong = error.errors()[0]
-        option = str(wrong["loc"][0]).replace("_", "-")
-        raise ConfigError(f"--{option} {wrong['input']}: {wrong['msg']}") from None
+        lines = [
+            "--" + line.replace(dotted(path), dotted(path).replace("_", "-"), 1)
+            for path, line in explain(error, ModelConfig, noun="an option")
+        ]
+        raise ConfigError("; ".join(lines)) from None
 
 
 def fitting_weights(served: Policy, offered: Policy) -> dict[str, torch.Tensor]:
