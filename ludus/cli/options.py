@@ -113,8 +113,8 @@ def recorded(run: str, runs_dir: str) -> Iterator[None]:
         if folder is None or "trajectory" in str(error):
             raise
         raise ConfigError(
-            f"run {run!r} has a folder, {folder.path}, but is not in the store. It was killed before "
-            f"it was recorded ({resume_command(folder)}), or has another store: name it by --store"
+            f"run {run!r} has a folder, {folder.path}, but is not in the store. It was killed "
+            f"before it was recorded ({resume_command(folder)}), or its store is another: --store"
         ) from error
 
 

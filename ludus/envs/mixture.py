@@ -22,7 +22,7 @@ from pydantic import Field
 from ludus.config.registry import Registry
 from ludus.core.errors import ConfigError, EnvError, LudusError, did_you_mean
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec
-from ludus.envs.base import Env, NoExpert
+from ludus.envs.base import Env, NoExpert, awaited
 from ludus.tasks.mixture import PART, part_of
 
 
@@ -77,13 +77,13 @@ class Mixture(Env):
         self._raw, self._offset = 0.0, _shift(self._env)
         self.max_turns = self._env.max_turns  # type: ignore[misc]
         self.success_at = _success_at(self._env)  # type: ignore[misc]
-        return await self._env.reset(_without_part(task))
+        return await awaited("reset", self._env.reset(_without_part(task)))
 
     async def world(self, task: Task) -> str | None:
         return await self._members[self._name_of(task)].world(_without_part(task))
 
     async def step(self, action: Message) -> StepResult:
-        result = await self._playing().step(action)
+        result = await awaited("step", self._playing().step(action))
         if result.reward is None and not self._offset:
             return result
         raw = result.reward or 0.0

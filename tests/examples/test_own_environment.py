@@ -10,6 +10,7 @@ import pytest
 import ludus
 from ludus import Message, Task
 from ludus.config.load import load_config
+from ludus.core.types import Spec
 from ludus.envs import ENVS
 from ludus.envs.base import Env
 from ludus.envs.checks.check import check_env
@@ -104,3 +105,7 @@ async def test_what_the_guide_shows_conforms(tmp_path: Path):
     file = tmp_path / "guide.py"
     file.write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
     assert await check_env(f"{file}:WithTasks") == []
+    guessing = Spec(name=f"{file}:Guessing", args={"highest": 15})
+    assert await check_env(guessing) == []
+    heard, reward = await play(ENVS.build(guessing), Task(id="x", data={"seed": 3}))
+    assert (heard[0], reward) == ("guess a number from 1 to 15 .", 1.0)

@@ -133,7 +133,7 @@ class InProcessSampler:
     def cache_peak_bytes(self) -> int:
         """The most memory that keys and values have taken so far."""
         blocks = max(self._peak_blocks, self._scheduler.peak_blocks)
-        return blocks * self.decoder.bytes_per_block
+        return blocks * self.decoder.bytes_per_block if blocks else 0  # unknown before a pass
 
     def open(self, session: str) -> None:
         """Register an episode."""
