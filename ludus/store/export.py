@@ -107,6 +107,8 @@ def _format(path: Path, format: str | None) -> Format:
     """The format of a file. Errors: ConfigError where it is unknown, or the suffix contradicts."""
     if not path.name:
         raise ConfigError(f"export: {str(path)!r} is not a file name")
+    if path.is_dir():
+        raise ConfigError(f"export: {path} is a folder: name a file in it, *.jsonl or *.parquet")
     if format is not None and format not in get_args(Format):
         near = did_you_mean(format, get_args(Format))
         raise ConfigError(f"export: format {format!r} is unknown{near}")

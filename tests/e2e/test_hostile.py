@@ -118,7 +118,7 @@ def test_the_reference_shows_a_users_class(ludus: Ludus) -> None:
 
 def test_where_an_export_cannot_go(reference: Ludus, tmp_path: Path) -> None:
     reference("export", "tiny-1", "").refused(2, "is not a file name")
-    reference("export", "tiny-1", tmp_path).refused(1, "Is a directory")
+    reference("export", "tiny-1", tmp_path).refused(2, "is a folder: name a file in it")
     written = ["export", "tiny-1", tmp_path / "x.jsonl", "--min-score", "nan"]
     reference(*written).refused(2, "min_score must be a number, got nan")
 
