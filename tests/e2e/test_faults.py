@@ -89,7 +89,7 @@ def echo(ludus: Ludus, env: str) -> str:
         (["model.chat_template=nowhere.jinja"], 2, ["nowhere.jinja"]),
         (["store=mysql://x/y"], 2, ["mysql is not supported"]),
         (["runs_dir=/proc/nowhere"], 1, ["/proc/nowhere"]),
-        (["sft.data=nowhere.jsonl"], 1, ["nowhere.jsonl does not exist"]),
+        (["demonstrations=null", "sft.data=nowhere.jsonl"], 1, ["nowhere.jsonl does not exist"]),
         (["rl"], 2, ["rl"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import numpy as np
-
 from ludus.core.errors import ContextOverflow
 
 
@@ -58,6 +56,8 @@ def check_turn(
         )
     if not prompt_ids or params.max_tokens < 1:
         raise ValueError("a turn needs at least one prompt token and max_tokens of at least 1")
+    import numpy as np  # here, because services without a model import this module
+
     ids = np.asarray(prompt_ids)
     if ids.dtype.kind not in "iu" or ids.ndim != 1:
         raise ValueError("token ids must be a list of integers")
