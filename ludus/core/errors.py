@@ -67,6 +67,10 @@ class EnvError(EpisodeError):
     """The environment failed. The model did not cause it, so the reward is never 0."""
 
 
+class EnvLost(EnvError):
+    """The environment's process died or hung: the task is not the cause, another attempt helps."""
+
+
 class ToolError(EpisodeError):
     """A tool failed. The model did not cause it, so the reward is never 0."""
 

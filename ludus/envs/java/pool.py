@@ -27,7 +27,7 @@ from typing import Annotated, Any, TypeVar
 from py4j.protocol import Py4JError, Py4JJavaError
 from pydantic import Field
 
-from ludus.core.errors import EnvError
+from ludus.core.errors import EnvError, EnvLost
 from ludus.envs.base import Env, NoExpert
 from ludus.envs.java.machine import CALL_LIMIT_S, EXPERT_LIMIT_S, Engine, Jvm, Place
 
@@ -79,7 +79,7 @@ class Session:
             raise EnvError(f"{name}: the engine raised {reason}") from None
         except (Py4JError, OSError) as error:
             self.pool.discard(self.jvm)
-            raise EnvError(
+            raise EnvLost(
                 f"{name}: JVM {self.jvm.pid} died or did not answer ({type(error).__name__}); the "
                 "episode can be retried"
             ) from None

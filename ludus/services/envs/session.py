@@ -10,7 +10,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from ludus.core.errors import EpisodeError, EpisodeTimeout, LudusError
+from ludus.core.errors import EnvLost, EpisodeError, EpisodeTimeout, LudusError
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec, Wire
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert
@@ -135,19 +135,27 @@ class EnvSession:
         return format_id(self.number)
 
     async def reset(self, task: Task, own: bool) -> Observation:
-        """Start an episode. `own`: the environment made the task, so a failure is not bad_task."""
-        await self.close_env()
-        self.state = State.NEW
-        self.host = host = self.served.host(task, self.thread, self.deadline_s)
-        try:
-            observation = await host.reset(task)
-        except EpisodeTimeout:
-            raise
-        except EpisodeError as error:
+        """Start an episode, in a second attempt where the environment's process was lost.
+
+        `own`: the environment made the task, so a failure is not bad_task.
+        """
+        for attempt in (1, 2):
             await self.close_env()
-            if own:
+            self.state = State.NEW
+            self.host = host = self.served.host(task, self.thread, self.deadline_s)
+            try:
+                observation = await host.reset(task)
+                break
+            except EpisodeTimeout:
                 raise
-            raise ServiceError(422, "bad_task", str(error)) from error
+            except EpisodeError as error:
+                await self.close_env()
+                lost = isinstance(error, EnvLost)
+                if lost and attempt == 1:
+                    continue
+                if own or lost:
+                    raise
+                raise ServiceError(422, "bad_task", str(error)) from error
         self.state, self.num_steps = State.PLAYING, 0
         self.reward = self.score = 0.0
         self.last, self.info = text_of(observation.messages), observation.info
