@@ -6,6 +6,7 @@
     ├── MissingDependency      names the extra to install
     ├── EpisodeError           ends one episode, never the run
     │   ├── EnvError           the environment raised, or returned invalid data (status error_env)
+    │   │   └── EnvLost        its process died or hung; another attempt helps
     │   ├── ToolError          a tool failed                            (status error_tool)
     │   ├── SamplerError       the sampler failed                       (status error_sampler)
     │   ├── EpisodeTimeout     a deadline passed                        (status error_timeout)
