@@ -41,6 +41,9 @@ def atomic_file(path: Path, *, flush: bool = True) -> Iterator[Path]:
 
     Errors: OSError.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        yield path  # a device or a pipe, such as /dev/stdout: written directly, never replaced
+        return
     temporary = _beside(path, "tmp", f"{path.name}.{threading.get_ident()}")
     try:
         yield temporary

@@ -94,3 +94,13 @@ def test_a_folder_removes_what_a_dead_process_left(tmp_path: Path) -> None:
     assert names_in(tmp_path) == [f".tmp-b-{dead}", "a"]
     remove_folder(tmp_path / "a")
     assert names_in(tmp_path) == [f".tmp-b-{dead}"]
+
+
+def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    atomic_write(pipe, "text")
+    assert os.read(reader, 100) == b"text"
+    assert pipe.is_fifo()
+    os.close(reader)

@@ -75,7 +75,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in CORE:
         found = distribution(name)
         tops = {Path(file).parts[0] for file in found.files or [] if ".." not in Path(file).parts}
-        for top in tops - {"__pycache__", "tests"}:
+        for top in tops - {"__pycache__", "tests", "ludus"}:
             target = Path(str(found.locate_file(top)))
             if target.exists() and target.suffix != ".pth" and not (folder / top).exists():
                 (folder / top).symlink_to(target)

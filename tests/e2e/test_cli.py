@@ -66,6 +66,7 @@ def test_run_as_a_module_a_second_run_gets_another_id(tmp_path: Path) -> None:
     recipe = ["rl=null", "sft.steps=2", "demonstrations.num_episodes=6", "tasks.heldout=null"]
     command = [sys.executable, "-m", "ludus", "train", BABYAI, *recipe]
     (tmp_path / "runs" / "tiny-1").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny-1" / "config.yaml").touch()
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "run tiny-2 is complete: runs/tiny-2/report.html" in done.stdout
@@ -88,8 +89,8 @@ def test_runs_and_show(reference: Ludus) -> None:
     assert "+ " in rollout, "what was sampled is told apart"
     assert row.status.value in rollout
 
-    reference("show", "tiny-2").refused(1, "'tiny-2'", "did you mean tiny-1?")
-    reference("show", "tiny-1", row.id + "x").refused(1, f"did you mean {row.id}?")
+    reference("show", "tiny-2").refused(2, "'tiny-2'", "did you mean tiny-1?")
+    reference("show", "tiny-1", row.id + "x").refused(2, f"did you mean {row.id}?")
     reference("runs", "--runs-dir", "elsewhere").refused(2, "elsewhere holds no runs yet")
 
 

@@ -78,7 +78,7 @@ def test_a_hugging_face_folder_and_its_own_rollouts_as_sft_data(
     ludus("train", BABYAI, model, sft, "demonstrations=null", "rl=null").ok()
     with ludus.store() as store:
         first = list(store.records("tiny-1", "sft", 0))
-    assert len({record.row.task_id for record in first}) == 64, "each line is visited"
+    assert len({record.row.task_id for record in first}) == len(lines), "each line is visited"
     assert first[0].row.task_id.startswith("best.jsonl:")
     before = reference("evaluate", "tiny-1").ok()
     assert "rl-000005" in before.out

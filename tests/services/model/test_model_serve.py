@@ -71,7 +71,7 @@ def test_option_error_is_one_line(folder: Path) -> None:
     )
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("ludus: --dtype float8: Input should be")
+    assert line.startswith("ludus: --dtype must be one of float32, bfloat16")
 
 
 def failure(checkpoint: Path, **options: Any) -> str:

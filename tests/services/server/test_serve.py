@@ -192,7 +192,7 @@ def _agentgym_is_sticky(url: str, headers: dict[str, str]) -> None:
             body: dict[str, Any] = {"id": id, "data_idx": 3}
             assert httpx.post(f"{base}/reset", json=body, headers=headers).status_code == 200
             answer = httpx.get(f"{base}/observation?id={id}", headers=headers)
-            assert "goal: craft" in answer.json()
+            assert "Goal: craft" in answer.json()
 
 
 def _a_dead_worker_is_replaced(url: str, headers: dict[str, str], seen: dict[str, int]) -> None:
