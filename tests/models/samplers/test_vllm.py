@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,7 +195,7 @@ async def test_invalid_turns_are_refused(world: World) -> None:
     with pytest.raises(ValueError, match="not open"):
         await world.sampler.sample(PROMPT, SamplingParams(1), session="nobody")
     world.sampler.open("a")
-    with pytest.raises(LudusError, match="refused a turn"):
+    with pytest.raises(ValueError, match="the model has the ids 0 to"):
         await world.sampler.sample([10**6], SamplingParams(1), session="a")
     long = asyncio.create_task(
         world.sampler.sample(PROMPT, SamplingParams(CONTEXT - 3), session="a")
@@ -349,7 +350,7 @@ async def test_episodes_of_a_dead_server_have_no_reward(world: World) -> None:
 def test_startup_failures(tmp_path: Path, flags: list[str], deadline_s: float, told: str) -> None:
     server = VllmServer(PYTHON, flags, {}, tmp_path / "log")
     with pytest.raises(LudusError, match=told):
-        server.wait_until_up(deadline_s)
+        server.wait_until_up(deadline_s, threading.Event())
     assert not server.alive
 
 
