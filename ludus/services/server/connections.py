@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -130,14 +133,14 @@ class Connections:
         if oldest is None:
             return False
         self.leave(oldest)
-        oldest.transport.abort()
+        _reset(oldest.transport)
         return True
 
     def _sweep(self) -> None:
         now = time.monotonic()
         for connection in list(self._open):
             if connection.overdue(now):
-                connection.transport.abort()
+                _reset(connection.transport)
         self._sweeping = bool(self._open)
         if self._sweeping:
             asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
@@ -178,6 +181,10 @@ class LimitedHttp(_Sending, HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
+        if self.address and sys.platform == "linux":  # answers that only the kernel holds
+            milliseconds = max(1, int(1000 * self._limits.send_s))
+            opened = transport.get_extra_info("socket")
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         self._wait_for("idle", self._limits.head_s)
         if not self._connections.admit(self):
             self.transport.write(_answer(503, "too_many_connections", "too many connections"))
@@ -345,13 +352,13 @@ class LimitedWebSocket(_Sending, WebSocketsSansIOProtocol):
     def handle_ping(self) -> None:
         self._num_pings += 1
         if self._num_pings > MAX_PINGS:
-            self.transport.abort()
+            _reset(self.transport)
         else:
             super().handle_ping()
 
     def handle_cont(self, event: Any) -> None:
         if len(self.frames) >= MAX_FRAGMENTS:
-            self.transport.abort()
+            _reset(self.transport)
         else:
             super().handle_cont(event)
 
@@ -376,6 +383,18 @@ def protocols(limits: ConnectionLimits) -> dict[str, Callable[..., asyncio.Proto
         "http": partial(LimitedHttp, connections=connections),
         "ws": partial(LimitedWebSocket, connections=connections),
     }
+
+
+def _reset(transport: asyncio.Transport) -> None:
+    """Abort a connection, and drop what the kernel has not sent yet.
+
+    A plain abort leaves up to 4 MB in the kernel, for minutes, if the client does not read.
+    """
+    if not transport.is_closing() or transport.get_write_buffer_size():  # still open
+        no_linger = struct.pack("ii", 1, 0)  # on, 0 seconds
+        opened = transport.get_extra_info("socket")
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+    transport.abort()
 
 
 def _answer(status: int, kind: str, message: str) -> bytes:
