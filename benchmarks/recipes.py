@@ -86,7 +86,7 @@ def episodes_at(played: Line, steps: list[Line], episodes: list[float]) -> float
 
 
 def figures(folder: RunFolder) -> dict[str, Any]:
-    """What recipes.json has of a seed."""
+    """The entry of a seed in recipes.json."""
     evaluations, lines = read_evaluations(folder), MetricsLog.read(folder.metrics)
     last = next(line for line in reversed(lines) if line.stage == "rl")
     sft = max((n.metrics["rollout/episodes_total"] for n in lines if n.stage == "sft"), default=0)

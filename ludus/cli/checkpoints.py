@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ludus.cli.options import Run, RunsDir
+from ludus.cli.options import Checkpoint, Merge, Run, RunsDir
 
 app = typer.Typer(help="Checkpoints: list, check, export, push.", no_args_is_help=True)
 
@@ -52,10 +52,8 @@ def checkpoint_check(
 def checkpoint_export(
     run: Run,
     path: Annotated[Path, typer.Argument(help="The Hugging Face folder to write.")],
-    checkpoint: Annotated[
-        str | None, typer.Option(help="best, latest, or a name, e.g. rl-000100; default: latest.")
-    ] = None,
-    merge: Annotated[bool, typer.Option(help="Merge LoRA adapters into the weights.")] = True,
+    checkpoint: Checkpoint = None,
+    merge: Merge = True,
     overwrite: Annotated[bool, typer.Option(help="Replace the folder's content.")] = False,
     runs_dir: RunsDir = "runs",
 ) -> None:
@@ -70,9 +68,7 @@ def checkpoint_export(
 def checkpoint_push(
     run: Run,
     repo: Annotated[str, typer.Argument(help="Repository of the hub: NAMESPACE/NAME.")],
-    checkpoint: Annotated[
-        str | None, typer.Option(help="best, latest, or a name, e.g. rl-000100; default: latest.")
-    ] = None,
+    checkpoint: Checkpoint = None,
     license: Annotated[
         str | None, typer.Option(help="Licence of the weights, e.g. apache-2.0; required.")
     ] = None,
@@ -82,7 +78,7 @@ def checkpoint_push(
     revision: Annotated[
         str | None, typer.Option(help="Branch, created if absent; default: main.")
     ] = None,
-    merge: Annotated[bool, typer.Option(help="Merge LoRA adapters into the weights.")] = True,
+    merge: Merge = True,
     update: Annotated[
         bool, typer.Option("--update", help="Add a commit to a repository that exists.")
     ] = False,

@@ -27,6 +27,11 @@ StoreUrl = Annotated[
     str | None, typer.Option("--store", help="URL of the run store, if not SQLite in runs-dir.")
 ]
 Run = Annotated[str, typer.Argument(help="A run's id (see `ludus runs`).")]
+Checkpoint = Annotated[
+    str | None,
+    typer.Option("--checkpoint", help="best, latest, or a name, e.g. rl-000100; default: latest."),
+]
+Merge = Annotated[bool, typer.Option(help="Merge LoRA adapters into the weights.")]
 
 
 def load(recipe: str, overrides: list[str] | None, runs_dir: str = "runs") -> Any:

@@ -285,7 +285,7 @@ class EvaluateConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When to save checkpoints, and which checkpoints to keep."""
+    """Times at which checkpoints are saved, and the checkpoints to keep."""
 
     every: int = Field(10, ge=1, description="Steps between checkpoints, in each stage.")
     keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")

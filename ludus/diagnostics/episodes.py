@@ -20,10 +20,10 @@ from huggingface_hub import try_to_load_from_cache
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, EnvError
 from ludus.core.types import Task
+from ludus.data.conversations import read_conversations, replay_all
 from ludus.data.demonstrations import Demonstration, run_expert
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert
-from ludus.pipeline.conversations import read_conversations, replay_all
 from ludus.pipeline.registries import check
 from ludus.pipeline.tokenizer import make_renderer, make_renderers, make_tokenizer
 from ludus.tasks.readers import read_tasks

@@ -14,20 +14,21 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError, EpisodeError
 from ludus.core.files import atomic_folder
 from ludus.core.types import Task, Trajectory
+from ludus.data.conversations import Conversation, read_conversations
 from ludus.data.demonstrations import (
     Demonstration,
     dropped_path,
     generate_demonstrations,
     load_demonstrations,
 )
+from ludus.data.splits import Splits, remember
 from ludus.judges import JUDGES
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.models.decoders import native
+from ludus.models.samplers.base import Sampler
 from ludus.pipeline.budget import Timings
-from ludus.pipeline.conversations import Conversation, read_conversations
 from ludus.pipeline.progress import Observer
-from ludus.pipeline.splits import Splits, remember
 from ludus.pipeline.tokenizer import make_renderer, make_renderers, make_tokenizer
 from ludus.rollout.collect import Collector
 from ludus.store.folders import RunFolder
@@ -89,14 +90,11 @@ def build(
     )
     with ExitStack() as opened:
         opened.callback(backend.close)
-        collector = Collector(
-            sampler=backend.sampler,
-            renderer=renderer,
+        collector = make_collector(
+            config,
+            backend.sampler,
+            renderer,
             renderers=renderers,
-            config=config.rollout,
-            env=config.env,
-            judge=JUDGES.build(config.judge, "judge") if config.judge else None,
-            seed=config.seed,
             on_episode=on_episode,
             on_error=on_error,
             inline=inline,
@@ -112,6 +110,24 @@ def build(
         renderers=renderers,
         backend=backend,
         collector=collector,
+    )
+
+
+def make_collector(
+    config: RunConfig, sampler: Sampler | None, renderer: Renderer | None, **options: Any
+) -> Collector:
+    """Returns a collector with the environment, judge and seed of a configuration.
+
+    `options` go to the collector; with its `endpoint`, sampler and renderer are None.
+    """
+    return Collector(
+        sampler,
+        renderer,
+        config.rollout,
+        config.env,
+        JUDGES.build(config.judge, "judge") if config.judge else None,
+        seed=config.seed,
+        **options,
     )
 
 

@@ -22,13 +22,13 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import EpisodeError
 from ludus.core.signals import run as run_async
 from ludus.core.types import Group, Sample, Spec, Task
+from ludus.data.conversations import read_conversations, replay_all
 from ludus.data.demonstrations import Demonstration, run_expert
+from ludus.data.splits import read_splits
 from ludus.envs import ENVS
 from ludus.envs.base import NoExpert
 from ludus.pipeline.build import build
-from ludus.pipeline.conversations import read_conversations, replay_all
 from ludus.pipeline.registries import check
-from ludus.pipeline.splits import read_splits
 from ludus.pipeline.tokenizer import make_renderer, make_renderers, make_tokenizer
 from ludus.rollout.replay import ReplaySource
 from ludus.store.folders import RunFolder

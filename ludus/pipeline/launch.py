@@ -18,12 +18,12 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, MirrorError
 from ludus.core.files import atomic_write
 from ludus.core.signals import exit_code, handling, raise_stop, run
+from ludus.data.splits import Splits, read_splits
 from ludus.models.decoders import native
 from ludus.pipeline.budget import Budget, Timings
 from ludus.pipeline.build import build_training
 from ludus.pipeline.progress import Display, Observer
 from ludus.pipeline.registries import check, plugin_files
-from ludus.pipeline.splits import Splits, read_splits
 from ludus.pipeline.training import BudgetSpent, Trainer
 from ludus.report.collect import report
 from ludus.store import RunExists, RunStore

@@ -9,9 +9,9 @@ from ludus.config.schema import RLConfig
 from ludus.core.errors import DataError
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Task
+from ludus.data.conversations import replay_all
 from ludus.loop.loop import Stage
 from ludus.pipeline.build import Run
-from ludus.pipeline.conversations import replay_all
 from ludus.rollout.collect import Collector
 from ludus.rollout.prefetch import PrefetchSource
 from ludus.rollout.replay import ReplaySource

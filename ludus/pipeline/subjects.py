@@ -24,16 +24,14 @@ from ludus.config.schema import ModelConfig, RunConfig
 from ludus.core.errors import ConfigError, LudusError, SamplerError
 from ludus.core.signals import run as run_async
 from ludus.core.types import Message
+from ludus.data.splits import Splits, read_splits
 from ludus.evaluate import compare, render_comparison, render_evaluation
 from ludus.evaluate.results import Evaluation
-from ludus.judges import JUDGES
 from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.models.samplers.base import SamplingParams
-from ludus.pipeline.build import build
+from ludus.pipeline.build import build, make_collector
 from ludus.pipeline.evaluate import evaluate, play_heldout
 from ludus.pipeline.registries import check_samples
-from ludus.pipeline.splits import Splits, read_splits
-from ludus.rollout.collect import Collector
 from ludus.store.folders import RunFolder
 from ludus.train.checkpoint.policy import find_checkpoint, find_run_checkpoint, run_tokenizer
 from ludus.train.checkpoint.store import CheckpointInfo
@@ -103,18 +101,15 @@ def find_subject(text: str, runs_dir: str, beside: Subject | None = None) -> Sub
         return FolderSubject(path)
     if (path / "adapter_config.json").is_file():
         raise ConfigError(f"{text} holds adapters without their base model: merge them first")
-    own = None
     try:
         folder, name = find_run_checkpoint(runs_dir, text)
     except ConfigError as error:
-        if not isinstance(beside, RunSubject):
-            raise ConfigError(
-                f"{error}. Name a run (RUN or RUN/CHECKPOINT), a Hugging Face folder with a "
-                "config.json, or an endpoint's model (MODEL@URL)"
-            ) from None
-        own = beside.folder
-    if own is not None:
-        return RunSubject(own, find_checkpoint(own, text))
+        if isinstance(beside, RunSubject):
+            return RunSubject(beside.folder, find_checkpoint(beside.folder, text))
+        raise ConfigError(
+            f"{error}. Name a run (RUN or RUN/CHECKPOINT), a Hugging Face folder with a "
+            "config.json, or an endpoint's model (MODEL@URL)"
+        ) from None
     return RunSubject(folder, find_checkpoint(folder, name))
 
 
@@ -203,15 +198,7 @@ async def _evaluate_endpoint(
             await endpoint.chat([Message(role="user", content="Hello")], SamplingParams(1))
         except SamplerError as error:
             raise LudusError(f"{subject.name} cannot be evaluated: {error}") from None
-        collector = Collector(
-            sampler=None,
-            renderer=None,
-            config=config.rollout,
-            env=config.env,
-            judge=JUDGES.build(config.judge, "judge") if config.judge else None,
-            seed=config.seed,
-            endpoint=endpoint,
-        )
+        collector = make_collector(config, None, None, endpoint=endpoint)
         groups, result = await play_heldout(
             collector, splits.heldout, config.env, config.evaluate, "evaluate"
         )

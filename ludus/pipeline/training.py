@@ -234,7 +234,7 @@ class Trainer:
 
     @property
     def _is_measured_by_evaluation(self) -> bool:
-        """Whether evaluations select the checkpoints to keep."""
+        """True if evaluations select the checkpoints to keep."""
         config = self.run.config
         return config.checkpoint.keep_best > 0 and (config.best_by or "").startswith("evaluate/")
 

@@ -77,7 +77,7 @@ class RolloutJob:
         self.episodes = [record for _, record in work]
         """The records, in the order of `work`. Complete at any time."""
         self.stopped: str | None = None
-        """Why the job ended early: "deadline" or "cancelled"."""
+        """Reason of an early end: "deadline" or "cancelled"."""
         self._envs, self._config, self._seed = envs, config, seed
         self._deadline_s, self._on_episode = deadline_s, on_episode
         self._waiting = deque(enumerate(task for task, _ in work))

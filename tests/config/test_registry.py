@@ -124,7 +124,7 @@ def test_a_missing_package_names_its_extra():
     assert caught.value.extra == "envs"
 
 
-# What a user's own file may hold
+# Content of a user's own file
 
 OWN = """
 from __future__ import annotations

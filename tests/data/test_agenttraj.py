@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from ludus.config.schema import RolloutConfig, RunConfig
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Message, Spec
+from ludus.data.conversations import read_conversations as read_sft
 from ludus.data.generation import GenerationRequest, TaskSelection, generate_dataset
 from ludus.envs.textcraft.env import TextCraft
-from ludus.pipeline.conversations import read_conversations as read_sft
 from ludus.tasks.agentgym import (
     conversations_of,
     messages_of,

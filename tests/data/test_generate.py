@@ -16,11 +16,11 @@ from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Message, Spec
 from ludus.data import options
 from ludus.data.cards import KeepRule, select
+from ludus.data.conversations import read_conversations as read_sft
 from ludus.data.demonstrations import run_expert
 from ludus.data.generation import EndpointModel, GenerationRequest, TaskSelection, generate_dataset
 from ludus.data.journal import JOURNAL, Record
 from ludus.envs.textcraft.env import TextCraft
-from ludus.pipeline.conversations import read_conversations as read_sft
 from ludus.tasks.agentgym import messages_of, read_agentgym, read_conversations
 
 TEXTCRAFT = [Spec(name="textcraft")]

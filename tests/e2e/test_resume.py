@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -225,20 +226,24 @@ def test_damaged_checkpoints(ludus: Ludus, reference: Ludus) -> None:
     assert rl[:5] == mine, "falling back does step 5 again, to the same bits"
 
 
-def test_adapters_with_dropout_resume_too(
-    ludus: Ludus, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Dropout draws from torch's global generator, whose state has to come back as well."""
-    undisturbed = Ludus(zygote, tmp_path_factory.mktemp("lora"))
-    undisturbed("train", BABYAI, *LORA).ok()
+def killed_twice_it_is_the_same(ludus: Ludus, undisturbed: Ludus, settings: Sequence[str]) -> None:
+    """Killed in training and before the report, a run ends with the bits of an undisturbed one."""
+    undisturbed("train", BABYAI, *settings).ok()
     for target, nth in (
         ("ludus.train.learner:Learner.train_step", 7),
         ("ludus.pipeline.launch:report", 1),
     ):
-        done = go_on(ludus, *LORA, setup=f"strike({target!r}, {nth}, 'kill')")
+        done = go_on(ludus, *settings, setup=f"strike({target!r}, {nth}, 'kill')")
         assert done.code == -signal.SIGKILL, done.all
     go_on(ludus).ok()
     assert_same(ludus, undisturbed)
+
+
+def test_adapters_with_dropout_resume_too(
+    ludus: Ludus, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Dropout draws from torch's global generator, whose state has to come back as well."""
+    killed_twice_it_is_the_same(ludus, Ludus(zygote, tmp_path_factory.mktemp("lora")), LORA)
     tensors = ludus.state()["checkpoints"]["rl-000005/model.safetensors"]
     assert tensors
     assert all("lora_" in name for name in tensors)
@@ -250,16 +255,7 @@ def test_weights_in_bfloat16_resume_too(
 ) -> None:
     """Masters and the random bits of a rounded step come back."""
     half = ["model.dtype=bfloat16", f"learner.master_weights={mode}"]
-    undisturbed = Ludus(zygote, tmp_path_factory.mktemp("half"))
-    undisturbed("train", BABYAI, *half).ok()
-    for target, nth in (
-        ("ludus.train.learner:Learner.train_step", 7),
-        ("ludus.pipeline.launch:report", 1),
-    ):
-        done = go_on(ludus, *half, setup=f"strike({target!r}, {nth}, 'kill')")
-        assert done.code == -signal.SIGKILL, done.all
-    go_on(ludus).ok()
-    assert_same(ludus, undisturbed)
+    killed_twice_it_is_the_same(ludus, Ludus(zygote, tmp_path_factory.mktemp("half")), half)
     tensors = ludus.state()["checkpoints"]["rl-000005/optimizer.safetensors"]
     assert any(name.endswith("/master") for name in tensors) == (mode == "float32")
 

@@ -15,12 +15,12 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, DataError, EnvError
 from ludus.core.modules import load_module
 from ludus.core.types import Message, Spec, Task
+from ludus.data.conversations import read_conversations, replay_all
 from ludus.data.demonstrations import Demonstration, run_expert
+from ludus.data.splits import read_splits
 from ludus.envs import ENVS as ENVIRONMENTS
 from ludus.pipeline.build import build
-from ludus.pipeline.conversations import read_conversations, replay_all
 from ludus.pipeline.registries import check
-from ludus.pipeline.splits import read_splits
 from ludus.pipeline.tokenizer import (
     environment_messages,
     make_renderer,

@@ -12,10 +12,10 @@ import pytest
 from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError
 from ludus.core.types import Message, Observation, Task
+from ludus.data.splits import read_splits, remember
 from ludus.data.worlds import Worlds
 from ludus.envs.babyai.env import BabyAI
 from ludus.envs.base import Env
-from ludus.pipeline.splits import read_splits, remember
 from ludus.store.folders import RunFolder
 
 ROOM = {"tiers": ["GoToRedBallNoDists"]}
@@ -103,7 +103,7 @@ def test_equal_seeds_are_replaced_where_no_world_is_known() -> None:
 
 
 def test_too_many_tasks_are_not_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ludus.pipeline.splits.MAX_TASKS", 100)
+    monkeypatch.setattr("ludus.data.splits.MAX_TASKS", 100)
     assert "by data (more than 100 tasks are not reset)" in read_splits(babyai()).note
 
 

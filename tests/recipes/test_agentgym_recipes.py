@@ -11,10 +11,10 @@ from transformers import Qwen3Config
 from ludus.config.load import load_config
 from ludus.config.schema import RunConfig
 from ludus.core.errors import LudusError, MissingDependency
+from ludus.data.splits import read_splits
 from ludus.diagnostics import plan as planning
 from ludus.diagnostics.hardware import HARDWARE
 from ludus.pipeline.registries import check
-from ludus.pipeline.splits import read_splits
 from ludus.tasks.mixture import part_of
 from ludus.train.schedule import turn_limit
 

@@ -1,4 +1,4 @@
-"""What AgentGym's WebShop server says beyond the pages (`texts: agentgym`): its last page, and the
+"""Texts of AgentGym's WebShop server beyond the pages (`texts: agentgym`): its last page, and the
 address and HTML of a page for its route `/state`."""
 
 from __future__ import annotations

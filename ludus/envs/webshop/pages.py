@@ -40,7 +40,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How pages are shown.
+    """Format of the pages.
 
     `size` products a page of results, named by ASIN or with `places` by position (`item 1`).
     `original` shows exactly what WebShop's templates show: `Next >` also on the last page of

@@ -45,7 +45,7 @@ class ChoiceRequest:
 
 
 class StreamQueue:
-    """What a stream has to send: (choice, Token, Completion or error).
+    """Items of a stream: (choice, Token, Completion or error).
 
     `full` is called once, if more than MAX_UNSENT items wait while one is being sent for long.
     """

@@ -16,7 +16,7 @@ from ludus.services.server.peers import SharedCounter
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who sent a request: its token, which owns what it opens ("" without tokens), its address."""
+    """Sender of a request: its token, which owns what it opens ("" without tokens), its address."""
 
     token: str
     address: str

@@ -180,13 +180,7 @@ static void attend_tile(const Tile *t, const num *query, const int32_t *table, l
                    stride, R);                                                                   \
         break;
     switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if ROWS > 6
-        CASE(7) CASE(8)
-#endif
-#if ROWS > 8
-        CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
+        ROW_CASES
     }
 #undef CASE
     float inverse[ROWS];

@@ -94,13 +94,7 @@ static void multiply(const num *x, long x_stride, const num *packed, const float
             const num *from = x + m * x_stride;
             char *to = (char *)y + m * y_stride * y_size + p * step;
             switch (rows - m < ROWS ? rows - m : ROWS) {
-                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if ROWS > 6
-                CASE(7) CASE(8)
-#endif
-#if ROWS > 8
-                CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
+                ROW_CASES
             }
         }
     }

@@ -1,5 +1,5 @@
 /* Shared by all kernels: vector width, register tile size, and `num`, the type of factors (float32,
-   or bfloat16 with HALF). */
+   or bfloat16 with HALF). ROW_CASES: CASE for each number of rows up to ROWS. */
 
 #include <stdint.h>
 
@@ -12,6 +12,14 @@
 #else
 #define LANES 4
 #define ROWS 8
+#endif
+#define UP_TO_6 CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if ROWS == 12
+#define ROW_CASES UP_TO_6 CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#elif ROWS == 8
+#define ROW_CASES UP_TO_6 CASE(7) CASE(8)
+#else
+#define ROW_CASES UP_TO_6
 #endif
 #define PANEL (2 * LANES)
 #define INLINE static inline __attribute__((always_inline))
