@@ -33,6 +33,7 @@ from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, T
 from ludus.envs.actions import Guide, MaxSteps, Texts, action_text, answer, call_text, tool_spec
 from ludus.envs.base import Env, NoExpert
 from ludus.envs.textcraft import agentgym
+from ludus.envs.textcraft.renaming import Names, draw_names
 from ludus.envs.textcraft.recipes import Plan, Recipe, Table, load_table
 
 MAX_GET = 999
@@ -49,7 +50,8 @@ class TextCraft(Env):
     """A crafting goal. Reward 1 when it is crafted, else 0; the goal's depth is the tier.
 
     `StepResult.info` has `success` and `depth`. A task's data is `{"goal": item, "seed": n}`; the
-    seed draws the shown recipes (if there are alternatives), the distractors and the order.
+    seed draws the shown recipes (if there are alternatives), the distractors and the order. With
+    `"renamed": true` it also permutes the words of the items' names.
     """
 
     agentgym: ClassVar[str | None] = "textcraft"
@@ -84,13 +86,18 @@ class TextCraft(Env):
         # A string seed goes through SHA-512, so it does not depend on PYTHONHASHSEED.
         rng = random.Random(f"textcraft/{goal}/{seed}")
         self._plan = make_plan(self._table, goal, rng)
+        self._names = Names({})
+        if task.data.get("renamed"):
+            words = random.Random(f"textcraft/renamed/{goal}/{seed}")
+            self._names = draw_names(words, self._plan.recipes)
         commands = self._commands(rng)
         text = "\n".join(["commands:", *commands, f"goal: craft {goal}"])
         if self.texts == "agentgym":
             text = agentgym.opening(commands, goal)
+        text = self._names.shown(text)
         return Observation(
             messages=[Message(role="user", content=f"{GUIDE}\n\n{text}" if self.guide else text)],
-            info={"goal": goal, "depth": self._table.depths[goal]},
+            info={"goal": self._names.shown(goal), "depth": self._table.depths[goal]},
         )
 
     def _commands(self, rng: random.Random) -> list[str]:
@@ -110,7 +117,7 @@ class TextCraft(Env):
         if self._goal is None or self._done:
             raise EnvError("textcraft: the episode is over, or was never reset; call reset first")
         self._num_steps += 1
-        reply, crafted = self._act(action_text(self, action))
+        reply, crafted = self._act(self._names.real(action_text(self, action)))
         success = crafted == self._goal
         truncated = not success and self._num_steps == self.max_steps
         self._done = success or truncated
@@ -118,7 +125,7 @@ class TextCraft(Env):
         if self.texts == "agentgym":
             ending = ""
         return StepResult(
-            messages=answer(action, f"{reply}{ending}"),
+            messages=answer(action, f"{self._names.shown(reply)}{ending}"),
             reward=float(success),
             terminated=success,
             truncated=truncated,
@@ -221,7 +228,7 @@ class TextCraft(Env):
     def expert_action(self) -> str:
         if self._goal is None or self._done:
             raise NoExpert("textcraft: no episode is being played")
-        return self._plan.actions(self._goal, self._inventory)[0]
+        return self._names.shown(self._plan.actions(self._goal, self._inventory)[0])
 
     @classmethod
     def tiers(cls) -> Sequence[str]:
@@ -241,13 +248,16 @@ class TextCraft(Env):
     def task(cls, tier: str | None, seed: int) -> Task:
         """The tier's goal number `seed % num_goals(tier)`; no tier: goals of all depths.
 
-        `depth-2:40` has the first 40 goals of `depth-2`; goals are in pseudo-random order.
+        `depth-2/heldout` has a part of `depth-2`'s goals, `depth-2/train` the others, and
+        `depth-2/renamed` these with other words. `depth-2:40` has the first 40 goals of `depth-2`;
+        goals are in pseudo-random order.
         """
         goals = _goals(tier)
         goal = goals[seed % len(goals)]
+        renamed = {"renamed": True} if "/renamed" in (tier or "") else {}
         return Task(
             id=f"textcraft/{tier or 'all'}/{seed}",
-            data={"goal": goal, "seed": seed},
+            data={"goal": goal, "seed": seed, **renamed},
             tier=f"depth-{load_table().depths[goal]}",
             source="textcraft",
         )
@@ -258,6 +268,11 @@ def _goals(tier: str | None) -> Sequence[str]:
     by_tier = {f"depth-{depth}": goals for depth, goals in load_table().goals.items()}
     if tier is None:
         return [goal for goals in by_tier.values() for goal in goals]
+    heldout = load_table().heldout
+    for name, goals in tuple(by_tier.items()):
+        by_tier[f"{name}/heldout"] = tuple(goal for goal in goals if goal in heldout)
+        by_tier[f"{name}/train"] = tuple(goal for goal in goals if goal not in heldout)
+        by_tier[f"{name}/renamed"] = by_tier[f"{name}/train"]
     name, colon, number = tier.partition(":")
     if name not in by_tier:
         raise ConfigError(f"{tier!r} is not a tier of textcraft{did_you_mean(name, by_tier)}")
@@ -296,15 +311,10 @@ def make_plan(table: Table, goal: str, rng: random.Random) -> Plan:
         recipes[item] = rng.choice(shallowest)
         for name, _ in recipes[item].ingredients:
             if name in table.tags and name not in members:
-                members[name] = _member(table, name, rng)
+                items = table.members(name)
+                members[name] = rng.choice(items) if table.depths[items[0]] else items[0]
             needed.append(members.get(name, name))
     return Plan(recipes, members)
-
-
-def _member(table: Table, tag: str, rng: random.Random) -> str:
-    least = min(table.depths[item] for item in table.tags[tag])
-    items = [item for item in table.tags[tag] if table.depths[item] == least]
-    return rng.choice(items) if least else min(items, key=lambda item: (len(item), item))
 
 
 def fits(table: Table, recipe: Recipe, count: int, given: Counter[str]) -> bool:

@@ -77,6 +77,12 @@ class Table:
             min(self.depths[item] for item in self.choices(name)) for name, _ in recipe.ingredients
         )
 
+    def members(self, tag: str) -> list[str]:
+        """The items that plans use for a tag: its shallowest crafted items, or one raw item."""
+        least = min(self.depths[item] for item in self.tags[tag])
+        items = [item for item in self.tags[tag] if self.depths[item] == least]
+        return items if least else [min(items, key=lambda item: (len(item), item))]
+
     @cached_property
     def goals(self) -> Mapping[int, tuple[str, ...]]:
         """Craftable items by depth, in a fixed pseudo-random order."""
@@ -84,6 +90,14 @@ class Table:
         for item in sorted(self.recipes, key=lambda item: hashlib.sha256(item.encode()).digest()):
             by_depth[self.depths[item]].append(item)
         return {depth: tuple(by_depth[depth]) for depth in sorted(by_depth)}
+
+    @cached_property
+    def heldout(self) -> frozenset[str]:
+        """Half of each depth's goals that no recipe uses, so no other goal's episode crafts them."""
+        used = {name for ways in self.recipes.values() for way in ways for name, _ in way.ingredients}
+        needed = {item for name in used for item in self.choices(name)}
+        unused = ([goal for goal in goals if goal not in needed] for goals in self.goals.values())
+        return frozenset(goal for goals in unused for goal in goals[::2])
 
 
 @cache
