@@ -33,8 +33,8 @@ from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, T
 from ludus.envs.actions import Guide, MaxSteps, Texts, action_text, answer, call_text, tool_spec
 from ludus.envs.base import Env, NoExpert
 from ludus.envs.textcraft import agentgym
-from ludus.envs.textcraft.renaming import Names, draw_names
 from ludus.envs.textcraft.recipes import Plan, Recipe, Table, load_table
+from ludus.envs.textcraft.renaming import Names, draw_names
 
 MAX_GET = 999
 """Maximum number of items of a `get`."""

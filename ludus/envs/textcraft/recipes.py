@@ -93,8 +93,9 @@ class Table:
 
     @cached_property
     def heldout(self) -> frozenset[str]:
-        """Half of each depth's goals that no recipe uses, so no other goal's episode crafts them."""
-        used = {name for ways in self.recipes.values() for way in ways for name, _ in way.ingredients}
+        """Half of each depth's goals that no recipe uses: no other goal's episode crafts them."""
+        recipes = [recipe for ways in self.recipes.values() for recipe in ways]
+        used = {name for recipe in recipes for name, _ in recipe.ingredients}
         needed = {item for name in used for item in self.choices(name)}
         unused = ([goal for goal in goals if goal not in needed] for goals in self.goals.values())
         return frozenset(goal for goals in unused for goal in goals[::2])
