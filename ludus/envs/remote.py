@@ -37,6 +37,12 @@ SILENCE_S = 1.0
 """Timeout of the ping, in seconds."""
 
 CONNECT_S = 1.5
+EXPERT_S = 150.0
+"""Seconds for a call of the expert, where the service does not report its deadline."""
+
+EXPERT_SLACK_S = 5.0
+"""Seconds that the service's own deadline is given to be reported."""
+
 MAX_BYTES = 16_000_000
 ERRORS = {"env_timeout": EpisodeTimeout, "tool_error": ToolError, "unscorable": Unscorable}
 
@@ -190,11 +196,15 @@ class RemoteEnv(Env):
         if not self._playing:
             raise NoExpert("remote: no episode is being played")
         try:
-            answer = self._ask("POST", f"/sessions/{self._session}/expert", {})
+            answer = self._ask("POST", f"/sessions/{self._session}/expert", {}, self._expert_s)
         except _NotFound as error:
             raise NoExpert(str(error)) from error
         action: str = answer["action"]
         return action
+
+    @property
+    def _expert_s(self) -> float:
+        return float(self._schema.get("expert_deadline_s", EXPERT_S)) + EXPERT_SLACK_S
 
     @property
     def score_range(self) -> tuple[float, float]:  # type: ignore[override]
@@ -231,11 +241,19 @@ class RemoteEnv(Env):
             raise EnvError(f"{self.url} serves {', '.join(names)}: name one as args.env")
         return str(names[0])
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Returns a route's answer. Blocks for about 1 ms; not used during an episode."""
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        answer_s: float = CONNECT_S,
+    ) -> Any:
+        """Returns a route's answer. Blocks, for about 1 ms but for the expert's; not used during an
+        episode."""
+        timeout = httpx.Timeout(CONNECT_S, read=answer_s)
         try:
             response = httpx.request(
-                method, self.url + path, json=body, headers=_headers(), timeout=CONNECT_S
+                method, self.url + path, json=body, headers=_headers(), timeout=timeout
             )
             answer = response.json()
         except (httpx.HTTPError, ValueError) as error:

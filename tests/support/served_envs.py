@@ -83,6 +83,14 @@ class ObeysLightly(Obeys):
     blocking = False
 
 
+class Ponders(Obeys):
+    """Its expert takes as many seconds as the episode's seed."""
+
+    def expert_action(self) -> str:
+        time.sleep(self.seed)
+        return "win"
+
+
 class Pays(Obeys):
     """Takes any six actions, 0.15 s each, and pays 1 for them."""
 

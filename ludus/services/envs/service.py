@@ -115,7 +115,7 @@ def serve_envs(
     Errors: ConfigError, MissingDependency.
     """
     for spec in specs:  # report mistakes before the service listens
-        _ = ServedEnv(spec).schema
+        ServedEnv(spec).schema(limits.expert_deadline_s)
     names = ", ".join(spec.name for spec in specs)
     serve(
         partial(environment_service, tuple(specs), limits=limits, isolate=isolate),
@@ -138,8 +138,8 @@ def _add_env_routes(app: FastAPI, sessions: SessionManager) -> None:
 
     @app.get("/envs/{env}", response_model=EnvSchema, **options)
     async def read_env(env: str) -> Response:
-        """An environment's tools, score range, tiers and maximum number of turns."""
-        return _json(sessions.env(env).schema)
+        """An environment's tools, score range, tiers, maximum number of turns, expert's deadline."""
+        return _json(sessions.env(env).schema(sessions.limits.expert_deadline_s))
 
     @app.get("/envs/{env}/task", response_model=Task, **options)
     async def read_task(env: str, seed: EpisodeSeed, tier: str | None = None) -> Response:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from typing import Any
 
 from ludus.core.errors import EnvLost, EpisodeError, EpisodeTimeout, LudusError
@@ -32,7 +31,7 @@ class State(StrEnum):
 
 
 class EnvSchema(Wire):
-    """Description of an environment for clients."""
+    """Description of an environment for clients. `expert_deadline_s`: of a call of its expert."""
 
     name: str
     tools: list[ToolSpec]
@@ -40,6 +39,7 @@ class EnvSchema(Wire):
     success_at: float
     max_turns: int
     tiers: list[str]
+    expert_deadline_s: float
 
 
 class ServedEnv:
@@ -67,8 +67,7 @@ class ServedEnv:
     def tools(self) -> Sequence[ToolSpec]:
         return self._local.tools()
 
-    @cached_property
-    def schema(self) -> EnvSchema:
+    def schema(self, expert_deadline_s: float) -> EnvSchema:
         env = self._local.prototype
         return EnvSchema(
             name=self.name,
@@ -77,6 +76,7 @@ class ServedEnv:
             success_at=env.success_at,
             max_turns=env.max_turns,
             tiers=list(self.env_class.tiers()),
+            expert_deadline_s=expert_deadline_s,
         )
 
     def task(self, tier: str | None, seed: int) -> Task:

@@ -159,6 +159,19 @@ async def test_unknown_tool_call_is_answered(url: str) -> None:
     await env.close()
 
 
+async def test_slow_expert_has_the_time_that_the_service_allows() -> None:
+    ponders = "served_envs:Ponders"
+    with service(ponders, expert_deadline_s=3) as url:
+        env = remote(url, ponders)
+        await env.reset(RemoteEnv.task(None, 2))
+        assert await asyncio.to_thread(env.expert_action) == "win"
+        assert (await env.step(say("win"))).reward == 1.0
+        await env.reset(RemoteEnv.task(None, 5))
+        with pytest.raises(EnvError, match="the expert took too long"):
+            await asyncio.to_thread(env.expert_action)
+        await env.close()
+
+
 async def test_wrong_addresses_are_reported(url: str) -> None:
     with pytest.raises(EnvError, match="start it with `ludus serve env`"):
         await remote("http://127.0.0.1:9", "textcraft", patience_s=0).reset(RemoteEnv.task(None, 0))
