@@ -2,7 +2,9 @@
 
     python benchmarks/service_attacks.py
 
-One process attacks with a second valid token, another steps TextCraft and measures.
+One process attacks with a second valid token, another steps TextCraft and measures. On few cores an
+attacker costs others time without touching the service. So each attack is compared with a process
+that only computes, and uses as much processor time as the attacker did. The three cases alternate.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import httpx
-from common import machine, tabulate, write
+from common import machine, processor_seconds, tabulate, write
 from env_service import memory_of, service
 
 TOKENS = ("bystanders-token-16", "attackers-token-16")
@@ -29,11 +31,15 @@ BEARER = f"Authorization: Bearer {TOKENS[1]}"
 
 @dataclass(frozen=True)
 class Row:
-    """p99 in ms of the bystander's steps alone and under attack; the service's memory in MB."""
+    """p99 in ms of the bystander's steps: alone, beside a process that computes as much as the
+    attacker, under attack. `attacker_cores`: processor seconds of the attacker in a second. The
+    service's memory in MB."""
 
     attack: str
     alone_ms: float
+    computing_ms: float
     during_ms: float
+    attacker_cores: float
     failed: int
     memory_before_mb: float
     memory_most_mb: float
@@ -66,10 +72,13 @@ def flood_socket(port: int, data: bytes) -> None:
                 connection.sendall(data)
 
 
-def idle_attacker(port: int) -> None:
-    """None: a process that only computes"""
-    while port:
-        pass
+def compute(cores: float) -> None:
+    """Use so many processor seconds a second, and nothing else."""
+    began, used = time.monotonic(), time.process_time()
+    while True:
+        while time.process_time() - used < cores * (time.monotonic() - began):
+            pass
+        time.sleep(0.001)
 
 
 def unread_answers(port: int) -> None:
@@ -83,6 +92,37 @@ def unread_pongs(port: int) -> None:
     while True:
         flood_socket(port, frame(b"x" * 100, 9) * 100)
         time.sleep(0.05)
+
+
+def small_messages(port: int) -> None:
+    """WebSocket messages of two bytes without an end."""
+    while True:
+        flood_socket(port, frame(b"{}") * 10_000)
+
+
+def small_chunks(port: int) -> None:
+    """Bodies in chunks of one byte."""
+    while True:
+        connection = dial(port)
+        with suppress(OSError):
+            connection.sendall(head("POST /sessions", BEARER, "Transfer-Encoding: chunked"))
+            connection.sendall(b"1\r\n \r\n" * 100_000)
+        connection.close()
+
+
+def connects(port: int) -> None:
+    """Connections opened and closed at once."""
+    while True:
+        with suppress(OSError):
+            dial(port).close()
+
+
+def wrong_tokens(port: int) -> None:
+    """Requests with a wrong token, one a connection."""
+    while True:
+        with suppress(OSError), dial(port) as connection:
+            connection.sendall(head("GET /envs", "Authorization: Bearer wrong"))
+            connection.recv(1000)
 
 
 def long_headers(port: int) -> None:
@@ -140,9 +180,12 @@ def pipelined(port: int) -> None:
 
 
 ATTACKS: tuple[Callable[[int], None], ...] = (
-    idle_attacker,
     unread_answers,
     unread_pongs,
+    small_messages,
+    small_chunks,
+    connects,
+    wrong_tokens,
     long_headers,
     half_headers,
     half_bodies,
@@ -154,15 +197,16 @@ ATTACKS: tuple[Callable[[int], None], ...] = (
 class Bystander:
     """A client that steps an episode every 5 ms."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, pid: int) -> None:
         headers = {"Authorization": f"Bearer {TOKENS[0]}"}
-        self.client = httpx.Client(base_url=url, headers=headers, timeout=30)
+        self.client, self.pid = httpx.Client(base_url=url, headers=headers, timeout=30), pid
         made = self.client.post("/sessions", json={"env": "textcraft"}).json()
         self.path = f"/sessions/{made['session']}"
         self.client.post(f"{self.path}/reset", json={"seed": 1}).raise_for_status()
-        self.failed = 0
+        self.failed, self.memory_mb = 0, memory_of(pid)
 
-    def p99_ms(self, seconds: float, watch: Callable[[], object]) -> float:
+    def steps_ms(self, seconds: float) -> list[float]:
+        """Latencies of the steps in so many seconds."""
         times = []
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
@@ -172,38 +216,62 @@ class Bystander:
                 self.failed += answer.status_code != 200
             except httpx.HTTPError:
                 self.failed += 1
-            times.append(time.perf_counter() - began)
-            watch()
+            times.append(1000 * (time.perf_counter() - began))
+            self.memory_mb = max(self.memory_mb, memory_of(self.pid))
             time.sleep(0.005)
-        return 1000 * statistics.quantiles(times, n=100)[98]
+        return times
+
+    def beside(
+        self, target: Callable[..., None], argument: float, seconds: float
+    ) -> tuple[list[float], float]:
+        """The same while another process runs, and that process' processor seconds a second."""
+        other = multiprocessing.get_context("fork").Process(target=target, args=(argument,))
+        other.start()
+        assert other.pid is not None
+        time.sleep(0.5)
+        began, used = time.monotonic(), processor_seconds(other.pid)
+        times = self.steps_ms(seconds)
+        cores = (processor_seconds(other.pid) - used) / (time.monotonic() - began)
+        other.kill()
+        other.join()
+        return times, cores
 
 
-def measured(attack: Callable[[int], None], seconds: float) -> Row:
+def measured(attack: Callable[[int], None], seconds: float, rounds: int) -> Row:
+    alone, computing, during, cores = [], [], [], []
     with service("textcraft", "--max-sessions", "200") as (url, pid):
-        bystander = Bystander(url)
-        bystander.p99_ms(1, lambda: None)
-        alone = bystander.p99_ms(seconds, lambda: None)
-        before = memory_of(pid)
-        most = [before]
-        port = int(url.rpartition(":")[2])
-        attacker = multiprocessing.get_context("fork").Process(target=attack, args=(port,))
-        attacker.start()
-        time.sleep(1)
-        during = bystander.p99_ms(seconds, lambda: most.append(memory_of(pid)))
-        attacker.kill()
-        attacker.join()
-    return Row(attack.__name__, alone, during, bystander.failed, before, max(most))
+        bystander = Bystander(url, pid)
+        bystander.steps_ms(1)
+        before = bystander.memory_mb
+        for _ in range(rounds):
+            alone += bystander.steps_ms(seconds)
+            times, used = bystander.beside(attack, int(url.rpartition(":")[2]), seconds)
+            during += times
+            cores.append(used)
+            time.sleep(0.5)
+            computing += bystander.beside(compute, used, seconds)[0]
+    return Row(
+        attack.__name__,
+        *(statistics.quantiles(times, n=100)[98] for times in (alone, computing, during)),
+        attacker_cores=statistics.mean(cores),
+        failed=bystander.failed,
+        memory_before_mb=before,
+        memory_most_mb=bystander.memory_mb,
+    )
 
 
 PAGE = """# Attacks on the environment service
 
-`benchmarks/service_attacks.py`: one process attacks `ludus serve env textcraft` (one worker) for
-{seconds:g} s, where a token is needed with a valid one; a client with another token steps an
-episode meanwhile. Attacker, client and service share the machine's 2 cores with other work, and an
-attacker that sends without a pause takes one of them: *idle attacker* is a process that only
-computes, for comparison.
+`benchmarks/service_attacks.py`: one process attacks `ludus serve env textcraft` (one worker),
+where a token is needed with a valid one; a client with another token steps an episode meanwhile.
+Attacker, client and service share the machine's 2 cores with other work, so an attacker also costs
+the client time that the service cannot give back. Hence the comparison: a process that does not
+touch the service and computes for as much processor time as the attacker used. The three cases
+alternate, {rounds} times {seconds:g} s each.
 
-- *p99*: of the client's steps, without the attack and during it.
+- *p99*: of the client's steps: alone, beside the process that computes, under attack.
+- *ratio*: p99 under attack to p99 beside the process that computes; in brackets to p99 alone.
+- *attacker*: its processor seconds a second.
 - *failed*: of the client's steps.
 - *memory*: resident memory of the service, before the attack and at most during it.
 """
@@ -211,28 +279,40 @@ computes, for comparison.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each case")
+    parser.add_argument("--only", nargs="*", default=[], help="names of attacks; nothing written")
     parser.add_argument("--quick", action="store_true", help="a moment of each, nothing written")
     given = parser.parse_args()
     os.environ["LUDUS_TOKENS"] = ",".join(TOKENS)
     facts = machine(1)
     rows = []
+    seconds, rounds = (1.0, 1) if given.quick else (given.seconds, given.rounds)
     for attack in ATTACKS:
-        rows.append(measured(attack, 1.0 if given.quick else given.seconds))
+        if given.only and attack.__name__ not in given.only:
+            continue
+        rows.append(measured(attack, seconds, rounds))
         print(rows[-1], file=sys.stderr, flush=True)
     names = {attack.__name__: (attack.__doc__ or "").rstrip(".") for attack in ATTACKS}
     table = tabulate(
         rows,
         ("attack", lambda row: names[row.attack]),
         ("p99 alone", lambda row: f"{row.alone_ms:.3g} ms"),
-        ("p99 during", lambda row: f"{row.during_ms:.3g} ms"),
-        ("ratio", lambda row: f"{row.during_ms / row.alone_ms:.2f}"),
+        ("p99 beside", lambda row: f"{row.computing_ms:.3g} ms"),
+        ("p99 attacked", lambda row: f"{row.during_ms:.3g} ms"),
+        (
+            "ratio",
+            lambda row: (
+                f"{row.during_ms / row.computing_ms:.2f} ({row.during_ms / row.alone_ms:.2f})"
+            ),
+        ),
+        ("attacker", lambda row: f"{row.attacker_cores:.2f}"),
         ("failed", lambda row: str(row.failed)),
         ("memory before", lambda row: f"{row.memory_before_mb:.0f} MB"),
         ("memory at most", lambda row: f"{row.memory_most_mb:.0f} MB"),
     )
-    text = f"{PAGE.format(seconds=given.seconds)}\n{table}"
-    if given.quick:
+    text = f"{PAGE.format(seconds=seconds, rounds=rounds)}\n{table}"
+    if given.quick or given.only:
         print(text)
         return
     write("service-attacks", text, facts, [asdict(row) for row in rows])

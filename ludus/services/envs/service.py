@@ -138,7 +138,7 @@ def _add_env_routes(app: FastAPI, sessions: SessionManager) -> None:
 
     @app.get("/envs/{env}", response_model=EnvSchema, **options)
     async def read_env(env: str) -> Response:
-        """An environment's tools, score range, tiers, maximum number of turns, expert's deadline."""
+        """An environment's tools, score range, tiers, maximum of turns, expert's deadline."""
         return _json(sessions.env(env).schema(sessions.limits.expert_deadline_s))
 
     @app.get("/envs/{env}/task", response_model=Task, **options)
