@@ -4,12 +4,14 @@
 
 One process attacks with a second valid token, another steps TextCraft and measures. On few cores an
 attacker costs others time without touching the service. So each attack is compared with a process
-that only computes, and uses as much processor time as the attacker did. The three cases alternate.
+that only computes, and uses as much processor time as the attacker did, and with the same attack on
+a server of its own, a sink. The four cases alternate.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import multiprocessing
 import os
@@ -17,11 +19,13 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import httpx
+import uvloop
 from common import machine, processor_seconds, tabulate, write
 from env_service import memory_of, service
 
@@ -31,13 +35,14 @@ BEARER = f"Authorization: Bearer {TOKENS[1]}"
 
 @dataclass(frozen=True)
 class Row:
-    """p99 in ms of the bystander's steps: alone, beside a process that computes as much as the
-    attacker, under attack. `attacker_cores`: processor seconds of the attacker in a second. The
-    service's memory in MB."""
+    """p99 in ms of the bystander's steps: alone; beside a process that computes as much as the
+    attacker; beside the attack on another server, a sink; under attack. `attacker_cores`: processor
+    seconds of the attacker in a second. The service's memory in MB."""
 
     attack: str
     alone_ms: float
     computing_ms: float
+    sink_ms: float
     during_ms: float
     attacker_cores: float
     failed: int
@@ -194,6 +199,36 @@ ATTACKS: tuple[Callable[[int], None], ...] = (
 )
 
 
+class Sink(asyncio.Protocol):
+    """A server that reads everything and answers each request with an empty response."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport: Any = transport
+
+    def data_received(self, data: bytes) -> None:
+        if data.startswith((b"GET", b"POST")):
+            self.transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+
+
+def sink(listening: socket.socket) -> None:
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        await (await loop.create_server(Sink, sock=listening)).serve_forever()
+
+    uvloop.run(serve())
+
+
+@contextmanager
+def running(target: Callable[..., None], argument: Any) -> Iterator[int]:
+    """The id of a process that runs meanwhile."""
+    process = multiprocessing.get_context("fork").Process(target=target, args=(argument,))
+    process.start()
+    assert process.pid is not None
+    yield process.pid
+    process.kill()
+    process.join()
+
+
 class Bystander:
     """A client that steps an episode every 5 ms."""
 
@@ -225,20 +260,17 @@ class Bystander:
         self, target: Callable[..., None], argument: float, seconds: float
     ) -> tuple[list[float], float]:
         """The same while another process runs, and that process' processor seconds a second."""
-        other = multiprocessing.get_context("fork").Process(target=target, args=(argument,))
-        other.start()
-        assert other.pid is not None
+        with running(target, argument) as other:
+            time.sleep(0.5)
+            began, used = time.monotonic(), processor_seconds(other)
+            times = self.steps_ms(seconds)
+            cores = (processor_seconds(other) - used) / (time.monotonic() - began)
         time.sleep(0.5)
-        began, used = time.monotonic(), processor_seconds(other.pid)
-        times = self.steps_ms(seconds)
-        cores = (processor_seconds(other.pid) - used) / (time.monotonic() - began)
-        other.kill()
-        other.join()
         return times, cores
 
 
 def measured(attack: Callable[[int], None], seconds: float, rounds: int) -> Row:
-    alone, computing, during, cores = [], [], [], []
+    alone, computing, sunk, during, cores = [], [], [], [], []
     with service("textcraft", "--max-sessions", "200") as (url, pid):
         bystander = Bystander(url, pid)
         bystander.steps_ms(1)
@@ -248,11 +280,13 @@ def measured(attack: Callable[[int], None], seconds: float, rounds: int) -> Row:
             times, used = bystander.beside(attack, int(url.rpartition(":")[2]), seconds)
             during += times
             cores.append(used)
-            time.sleep(0.5)
             computing += bystander.beside(compute, used, seconds)[0]
+            listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
+            with listening, running(sink, listening):
+                sunk += bystander.beside(attack, listening.getsockname()[1], seconds)[0]
     return Row(
         attack.__name__,
-        *(statistics.quantiles(times, n=100)[98] for times in (alone, computing, during)),
+        *(statistics.quantiles(times, n=100)[98] for times in (alone, computing, sunk, during)),
         attacker_cores=statistics.mean(cores),
         failed=bystander.failed,
         memory_before_mb=before,
@@ -265,11 +299,13 @@ PAGE = """# Attacks on the environment service
 `benchmarks/service_attacks.py`: one process attacks `ludus serve env textcraft` (one worker),
 where a token is needed with a valid one; a client with another token steps an episode meanwhile.
 Attacker, client and service share the machine's 2 cores with other work, so an attacker also costs
-the client time that the service cannot give back. Hence the comparison: a process that does not
-touch the service and computes for as much processor time as the attacker used. The three cases
-alternate, {rounds} times {seconds:g} s each.
+the client time that the service cannot give back. Hence a comparison: a process that does not
+touch the service and computes for as much processor time as the attacker used. The system's network
+costs time too: another comparison is the same attack on a *sink*, a server that reads everything
+and answers nothing of length. The four cases alternate, {rounds} times {seconds:g} s each.
 
-- *p99*: of the client's steps: alone, beside the process that computes, under attack.
+- *p99*: of the client's steps: alone, beside the process that computes, beside the attack on the
+  sink, under attack.
 - *ratio*: p99 under attack to p99 beside the process that computes; in brackets to p99 alone.
 - *attacker*: its processor seconds a second.
 - *failed*: of the client's steps.
@@ -298,7 +334,8 @@ def main() -> None:
         rows,
         ("attack", lambda row: names[row.attack]),
         ("p99 alone", lambda row: f"{row.alone_ms:.3g} ms"),
-        ("p99 beside", lambda row: f"{row.computing_ms:.3g} ms"),
+        ("beside computing", lambda row: f"{row.computing_ms:.3g} ms"),
+        ("beside a sink", lambda row: f"{row.sink_ms:.3g} ms"),
         ("p99 attacked", lambda row: f"{row.during_ms:.3g} ms"),
         (
             "ratio",

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +32,10 @@ from fastapi import FastAPI
 from ludus.core.errors import ConfigError
 from ludus.services.server.app import Settings
 from ludus.services.server.auth import require_tokens
-from ludus.services.server.connections import ConnectionLimits, protocols
+from ludus.services.server.connections import ConnectionLimits, Connections
+from ludus.services.server.gate import Gate, Lanes
+from ludus.services.server.limited_http import LimitedHttp
+from ludus.services.server.limited_websocket import LimitedWebSocket
 from ludus.services.server.peers import Peers, socket_path
 from ludus.telemetry.logs import get_logger
 
@@ -109,10 +113,13 @@ def server_config(app: FastAPI, limits: ConnectionLimits) -> uvicorn.Config:
     No WebSocket pings: a trainer does not answer while it computes. A lost client is noticed by its
     closed connection, or by its idle sessions.
     """
-    http_and_ws: Any = protocols(limits)
+    connections, lanes = Connections(limits), Lanes()
+    http: Any = lambda **options: Gate(LimitedHttp(connections=connections, **options), lanes)  # noqa: E731
+    websocket: Any = partial(LimitedWebSocket, connections=connections)
     return uvicorn.Config(
         app,
-        **http_and_ws,
+        http=http,
+        ws=websocket,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=GRACE_S,

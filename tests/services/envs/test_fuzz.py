@@ -1,37 +1,120 @@
-"""Valid and invalid requests, generated from the OpenAPI description."""
+"""Valid and invalid requests, generated from the OpenAPI description, to a running service."""
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import HealthCheck, Phase, settings
-from service_world import OBEYS
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
 
-from ludus.core.types import Spec
-from ludus.services.envs.manager import SessionLimits
-from ludus.services.envs.service import environment_service
-from ludus.services.server.app import Settings
+import httpx
+import pytest
+from chat_server import ChatServer, text
+from fuzzing import fuzz
+from service_world import OBEYS, service, until
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
-APP = environment_service(
-    [Spec(name="textcraft"), Spec(name=OBEYS)],
-    Settings(),
-    SessionLimits(max_sessions=100_000),
-)
-SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
+ENV = "textcraft"
 
 
-@SCHEMA.parametrize()
-@settings(
-    max_examples=4,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
-def test_no_request_causes_a_server_error(case: schemathesis.Case) -> None:
-    answer = case.call()
-    assert answer.status_code < 500, answer.text
-    if answer.status_code >= 400:
-        assert set(answer.json()["error"]) == {"type", "message"}
+class Existing:
+    """Opens what the ids of requests name."""
+
+    def __init__(self, client: httpx.Client, model_url: str) -> None:
+        self._client, self._model_url = client, model_url
+
+    def session(self) -> str:
+        """A session whose episode is running."""
+        id: str = self._post("/sessions", {"env": ENV})["session"]
+        self._post(f"/sessions/{id}/reset", {"seed": 1})
+        return id
+
+    def agentgym(self) -> int:
+        """A session of AgentGym's routes, in its first episode."""
+        number: int = self._post(f"/agentgym/{ENV}/create", {})["id"]
+        return number
+
+    def rollouts(self, model: str) -> dict[str, Any]:
+        """A valid request of a job."""
+        return {"env": ENV, "model": model, "base_url": self._model_url, "ids": [1], "max_round": 1}
+
+    def job(self) -> str:
+        """A running job, whose model does not answer."""
+        if not self._jobs():
+            request = self.rollouts("hangs")
+            threading.Thread(target=self._post, args=("/rollouts", request), daemon=True).start()
+            until(self._jobs)
+        id: str = self._jobs()[0]["job"]
+        return id
+
+    def body(self, path: str) -> Any:
+        """A valid body of a route; None if it needs none."""
+        if path.startswith("/agentgym/"):
+            step = {"action": "inventory"} if path.endswith("/step") else {}
+            return {"id": self.agentgym(), **step}
+        session = self.session()
+        call = {"op": "step", "session": session, "action": "inventory"}
+        return {
+            "/envs/{env}/call": {"action": "inventory"},
+            "/sessions": {"env": ENV},
+            "/sessions/{session}/reset": {"seed": 1},
+            "/sessions/{session}/step": {"action": "inventory"},
+            "/batch": {"calls": [call]},
+            "/rollouts": self.rollouts("m"),
+        }.get(path)
+
+    def link(self, case: Any, valid: bool) -> None:
+        makes: dict[str, Any] = {"env": lambda: ENV, "session": self.session, "job": self.job}
+        for name in case.path_parameters:
+            case.path_parameters[name] = makes[name]()
+        if valid and "id" in case.query:
+            case.query["id"] = self.agentgym()
+        elif "id" in case.query or "seed" in case.query:
+            case.query |= {name: 1 for name in case.query if name == "seed"}
+        if case.method == "POST" and (body := self.body(case.path)) is not None:
+            generated = case.body if isinstance(case.body, dict) else {}
+            ids = {name: body[name] for name in ("id", "env", "base_url") if name in body}
+            case.body = body if valid else {**generated, **ids}
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        return self._client.post(path, json=body).raise_for_status().json()
+
+    def _jobs(self) -> list[Any]:
+        jobs: list[Any] = self._client.get("/rollouts").json()
+        return jobs
+
+
+@pytest.fixture(scope="module")
+def existing() -> Iterator[tuple[Any, Existing]]:
+    over = threading.Event()
+
+    async def say(body: dict[str, Any]) -> Any:
+        while body["model"] == "hangs" and not over.is_set():
+            await asyncio.sleep(0.05)
+        return text("Action: inventory")
+
+    with (
+        ChatServer(say) as model,
+        service(ENV, OBEYS, max_sessions=100_000, step_deadline_s=5) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+        yield schema, Existing(client, model.url)
+        over.set()
+
+
+@pytest.mark.parametrize("examples", [6, pytest.param(100, marks=pytest.mark.slow)])
+def test_no_request_causes_a_server_error(examples: int, existing: tuple[Any, Existing]) -> None:
+    """Every route answers 2xx to some, and every refusal has the form of errors."""
+    schema, opened = existing
+
+    def check(case: Any, answer: Any) -> None:
+        assert answer.status_code < 500, answer.text
+        if answer.status_code >= 400:
+            assert set(answer.json()["error"]) == {"type", "message"}
+
+    statuses = fuzz(schema, examples, opened.link, check)
+    assert statuses.never_succeeded() == [], str(statuses)
+    for route in ("POST /sessions/{session}/step", "POST /batch", "GET /rollouts/{job}"):
+        assert any(status >= 400 for status in statuses[route]), str(statuses)

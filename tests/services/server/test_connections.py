@@ -19,12 +19,9 @@ import httpx
 import pytest
 from service_world import OBEYS, Command, command, service, until
 
-from ludus.services.server.connections import (
-    MAX_FRAGMENTS,
-    MAX_HEADERS,
-    MAX_PIPELINED,
-    ConnectionLimits,
-)
+from ludus.services.server.connections import ConnectionLimits
+from ludus.services.server.limited_http import MAX_HEADERS, MAX_PIPELINED
+from ludus.services.server.limited_websocket import MAX_FRAGMENTS
 
 TOKEN = "a-token-of-sixteen-letters"
 LIMITS = ConnectionLimits(max_connections=12, max_per_address=8, head_s=1.0, body_s=1.5, send_s=1.0)
@@ -113,6 +110,13 @@ def test_ordinary_requests_pass(url: str) -> None:
         assert answer.status_code == 200, answer.text
         path = f"/sessions/{answer.json()['session']}"
         assert client.delete(path).status_code == 200
+
+
+def test_bodies_in_tiny_chunks_are_refused(url: str) -> None:
+    with dial(url) as connection:
+        sent = head("/sessions", Transfer_Encoding="chunked", Authorization=BEARER)
+        send(connection, sent.replace(b"GET", b"POST") + b"1\r\n \r\n" * 1100)
+        assert answered(connection) == (413, "too_many_chunks")
 
 
 UNFINISHED = {
@@ -209,6 +213,61 @@ def until_count(connection: socket.socket, what: bytes, number: int) -> None:
         part = connection.recv(65536)
         assert part, told
         told += part
+
+
+# Bytes of unfinished bodies
+
+OTHER = "another-token-of-letters"
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[str]:
+    """A service that holds 2 MB of unfinished bodies and messages, of all clients together."""
+    limits = ConnectionLimits(max_received_bytes=2_000_000)
+    with service(OBEYS, tokens=(TOKEN, OTHER), connections=limits) as address:
+        yield address
+
+
+def whole_body(url: str, token: str) -> httpx.Response:
+    """The answer to a complete request of 800 KB."""
+    body = {"env": OBEYS + " " * 800_000}
+    return httpx.post(f"{url}/sessions", json=body, headers={"Authorization": f"Bearer {token}"})
+
+
+def test_half_sent_bodies_have_a_limit_in_all(narrow: str) -> None:
+    """The oldest body of the token that has sent most gives way; other clients are served."""
+    half = head("/sessions", Content_Length=890_000, Authorization=BEARER) + b"{" * 800_000
+    with ExitStack() as stack:
+        opened = [stack.enter_context(dial(narrow)) for _ in range(5)]
+        for connection in opened:
+            send(connection, half)
+        for connection in opened[:3]:
+            assert answered(connection) == (503, "busy")
+        assert whole_body(narrow, OTHER).json()["error"]["type"] == "unknown_env"
+        assert whole_body(narrow, TOKEN).json()["error"]["type"] == "unknown_env"
+
+
+def test_half_sent_messages_have_a_limit_in_all(narrow: str) -> None:
+    data = b"{" * 950_000
+    half = b"\x81\xff" + len(data).to_bytes(8, "big") + bytes(4) + data[:900_000]
+    with ExitStack() as stack:
+        opened = [stack.enter_context(websocket(narrow)) for _ in range(3)]
+        for connection in opened:
+            send(connection, half)
+        assert is_ended(opened[0])
+        assert whole_body(narrow, OTHER).json()["error"]["type"] == "unknown_env"
+
+
+def test_bytes_of_finished_bodies_are_counted_no_longer(narrow: str) -> None:
+    for _ in range(5):
+        assert whole_body(narrow, TOKEN).json()["error"]["type"] == "unknown_env"
+    with ExitStack() as stack:
+        for _ in range(6):
+            connection = stack.enter_context(dial(narrow))
+            send(connection, head("/sessions", Content_Length=890_000, Authorization=BEARER))
+            send(connection, b"{" * 600_000)
+            connection.close()
+        assert whole_body(narrow, TOKEN).json()["error"]["type"] == "unknown_env"
 
 
 # WebSockets
