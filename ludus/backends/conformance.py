@@ -10,6 +10,7 @@ least 16 tokens and its vocabulary 8.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -60,6 +61,33 @@ async def stale_turns_are_refused(make: Factory, folder: Path) -> None:
         except TrainingError:
             continue
         raise AssertionError(f"version {version} accepted turns of version 0")
+    backend.close()
+
+
+async def turns_over_an_update_know_their_versions(make: Factory, folder: Path) -> None:
+    """Weights that change during a turn sample none of its tokens before they are published.
+
+    The tokens of version 0 equal those of an undisturbed turn; later tokens have version 1.
+    """
+    backend = _begin(make(folder))
+    params = SamplingParams(max_tokens=12, seed=5)
+    samples, undisturbed = await _samples(backend), await _sample(backend, 5, params)
+    turn = asyncio.create_task(_sample(backend, 5, params))
+    await _yield_to_others(4)
+    await backend.train(samples, GRPO)
+    await _yield_to_others(4)
+    await backend.publish_weights()
+    done = await turn
+    runs = dict(done.runs)
+    assert len(done.runs) == len(runs)
+    assert runs.keys() <= {0, 1}
+    assert sum(runs.values()) == 12
+    assert done.policy_version == min(runs)
+    count = runs.get(0, 0)
+    assert done.token_ids[:count] == undisturbed.token_ids[:count]
+    pairs = zip(done.logprobs[:count], undisturbed.logprobs[:count], strict=True)
+    assert all(math.isclose(a, b, abs_tol=1e-3) for a, b in pairs)
+    assert (await _sample(backend, 5)).runs == [(1, 4)]
     backend.close()
 
 
@@ -153,6 +181,7 @@ async def failures_are_errors(make: Factory, folder: Path) -> None:
 CHECKS: list[Check] = [
     versions_count_up,
     stale_turns_are_refused,
+    turns_over_an_update_know_their_versions,
     training_reports_metrics,
     nothing_to_train_on_changes_nothing,
     scoring_changes_no_group,
@@ -167,10 +196,15 @@ def _begin(backend: Backend) -> Backend:
     return backend
 
 
-async def _sample(backend: Backend, seed: int) -> Completion:
+async def _yield_to_others(rounds: int) -> None:
+    for _ in range(rounds):
+        await asyncio.sleep(0)
+
+
+async def _sample(backend: Backend, seed: int, params: SamplingParams | None = None) -> Completion:
     backend.sampler.open(str(seed))
     try:
-        params = SamplingParams(max_tokens=4, seed=seed)
+        params = params or SamplingParams(max_tokens=4, seed=seed)
         return await backend.sampler.sample(PROMPT, params, session=str(seed))
     finally:
         backend.sampler.close(str(seed))
@@ -182,6 +216,7 @@ async def _group(backend: Backend) -> Group:
     for number in range(2):
         turn = await _sample(backend, number)
         sampled = Segment(0, turn.token_ids, turn.logprobs, policy_version=turn.policy_version)
+        sampled.version_runs = turn.version_runs
         segments = [Segment(-1, PROMPT), sampled]
         trajectories.append(Trajectory(f"t{number}", "g", "task", segments, reward=float(number)))
     return Group("g", Task(id="task"), trajectories)

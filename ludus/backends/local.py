@@ -45,8 +45,9 @@ class LocalBackend:
     The default sampler shares the learner's module: no weights are copied, so none are stale.
 
     With `rl.max_staleness`, the learner has a thread of its own while episodes continue. The
-    sampler is paused from the first read of the weights in a step until their publication: it never
-    computes with changing weights, or with weights that have no version.
+    sampler is paused from the first read of the weights in a step until their publication (without
+    a thread, from their first change on): it never computes with changing weights, or with weights
+    that have no version.
 
     Args:
         make_model: builds the policy, a Hugging Face causal LM.
@@ -172,6 +173,8 @@ class LocalBackend:
         if not parts:
             return {**train_metrics([]), **verified}
 
+        self.sampler.pause()  # the weights change, and have no version until `publish_weights`
+
         def optimizer_step(part: list[Sample]) -> dict[str, float]:
             limit, layout = self._settings.tokens_per_batch, learner.forward.layout
             batch = to_batch(part, algorithm, limit, self._pad_id, layout)
@@ -259,8 +262,7 @@ class LocalBackend:
 
     def _note_published(self, version: int) -> None:
         self.policy_version = version
-        if self._thread is not None:
-            self.sampler.resume()
+        self.sampler.resume()
 
     def close(self) -> None:
         """Stop the sampler and the learner's thread."""

@@ -8,11 +8,14 @@ stay inside the process (segments, trajectories, groups, samples).
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ludus.core.versions import Run, all_runs, check_runs
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -166,6 +169,9 @@ class Segment:
     `logprobs is None` means *appended, not sampled*: no loss. A demonstration's turns carry zeros
     (the expert chose them with probability 1); their `policy_version` is None.
 
+    `policy_version` is the oldest version of the weights that sampled the tokens. Where the weights
+    were updated during the turn, `version_runs` has the versions of all tokens (`core.versions`).
+
     The numbers that an algorithm needs from other models are added after the episode, one per
     token: `learner_logprobs`, of the sampling policy, computed by the learner; `ref_logprobs`, of
     the reference model; `values`, the critic's estimate before each token, and one more value after
@@ -182,6 +188,7 @@ class Segment:
     learner_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
     values: list[float] | None = None
+    version_runs: list[Run] | None = None
 
     def __post_init__(self) -> None:
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
@@ -189,10 +196,17 @@ class Segment:
                 f"a sampled segment needs one logprob per token: "
                 f"{len(self.token_ids)} tokens, {len(self.logprobs)} logprobs"
             )
+        if self.version_runs is not None:  # a text-only turn has no ids
+            check_runs(self.version_runs, self.policy_version, len(self.token_ids) or None)
 
     @property
     def sampled(self) -> bool:
         return self.logprobs is not None
+
+    @property
+    def runs(self) -> list[Run]:
+        """(version, number of tokens) in order; empty for tokens without a version."""
+        return all_runs(self.policy_version, self.version_runs, len(self.token_ids))
 
 
 @dataclass(slots=True)
@@ -273,6 +287,9 @@ class Sample:
     An entry belongs to the token at its own index, not to the next token. A segment shared by
     several paths has its loss in the first path only: a sampled token trains once.
 
+    `policy_version` is the oldest version that sampled loss tokens. Where they differ, `versions`
+    has one for each token: -1 without a loss, or for a demonstration.
+
     With a critic, `values` are its estimates before each token and `returns` are its targets.
     """
 
@@ -287,7 +304,23 @@ class Sample:
     ref_logprobs: list[float] | None = None
     values: list[float] | None = None
     returns: list[float] | None = None
+    versions: list[int] | None = None
 
     @property
     def num_loss_tokens(self) -> int:
         return sum(self.loss_mask)
+
+    @property
+    def version_counts(self) -> Counter[int]:
+        """The number of loss tokens that each version sampled."""
+        if self.versions is not None:
+            return Counter(version for version in self.versions if version >= 0)
+        if self.policy_version is None:
+            return Counter()
+        return Counter({self.policy_version: self.num_loss_tokens})
+
+    def version_of(self, index: int) -> int | None:
+        """The version that sampled the loss token at `index`; None for a demonstration."""
+        if self.versions is None:
+            return self.policy_version
+        return self.versions[index] if self.versions[index] >= 0 else None

@@ -203,7 +203,7 @@ async def _evaluate_endpoint(
             collector, splits.heldout, config.env, config.evaluate, "evaluate"
         )
     segments = (s for g in groups for t in g.trajectories for s in t.segments if s.sampled)
-    versions = {segment.policy_version for segment in segments}
+    versions = {v for s in segments for v in (s.policy_version, *(v for v, _ in s.runs))}
     version = versions.pop() if len(versions) == 1 else None
     return result.model_copy(update={"policy_version": version})
 

@@ -22,6 +22,7 @@ from markupsafe import Markup
 
 from ludus.core.files import atomic_write
 from ludus.core.types import Segment, Task, Trajectory
+from ludus.core.versions import spell_runs
 from ludus.evaluate.results import Comparison, Difference, Estimate, Evaluation
 from ludus.report import charts
 from ludus.report.charts import CURVES, Curve, Record
@@ -190,7 +191,7 @@ class SegmentView:
     tokens: list[tuple[str, float | None]]
     num_tokens: int
     num_cut: int
-    version: int | None
+    version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +238,7 @@ def _segment(index: int, segment: Segment, text: str | Sequence[str]) -> Segment
         tokens=tokens,
         num_tokens=len(segment.token_ids),
         num_cut=max(0, -left),
-        version=segment.policy_version,
+        version=spell_runs(segment.runs),
     )
 
 

@@ -23,9 +23,10 @@ class EpisodeRecord(Wire):
 
     `reward` is the sum of the step rewards, `score` the same scaled from the environment's range to
     0..1. Both are None where the episode could not be scored; a failure is never a reward of 0.
-    `policy_versions` has an entry for each turn, None where the endpoint sent none; the list is
-    None where the endpoint sent none at all. `rows` is None where the endpoint sent no token ids.
-    A new row begins where the endpoint rendered the conversation in other ids than it had sampled.
+    `policy_versions` has the oldest version of each turn, None where the endpoint sent none; the
+    list is None where the endpoint sent none at all. `rows` is None where the endpoint sent no
+    token ids. A new row begins where the endpoint rendered the conversation in other ids than it
+    had sampled.
     """
 
     id: int | str

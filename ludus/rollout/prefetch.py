@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from ludus.core.types import Group, Status, Task, Trajectory
+from ludus.core.versions import mean_age
 from ludus.rollout.collect import Collector
 from ludus.rollout.episode import run_episode
 from ludus.rollout.threads import EnvThread
@@ -85,7 +87,7 @@ class PrefetchSource:
         self._next_number = self._version = 0
         self._failure: BaseException | None = None
         self._queue_depth = self._num_cut = 0
-        self._ages: list[int] = []
+        self._ages: Counter[int] = Counter()
         self._last = _times()
         self._taken_at: float | None = None
 
@@ -118,13 +120,13 @@ class PrefetchSource:
         self._pending = [pending for pending in self._pending if pending not in chosen]
         groups = [pending.group for pending in sorted(chosen, key=lambda p: p.number)]
         self._tasks.observe(groups)
-        self._ages += turn_ages(groups, version)
+        self._ages += token_ages(groups, version)
         return groups
 
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call.
 
-        `rollout/staleness_*`: versions between sampling and training, over turns;
+        `rollout/staleness_*`: versions between sampling and training, over tokens;
         `rollout/queue_depth`: complete groups waiting when the step began; `rollout/cut`: episodes
         cut; `time/learner_idle_s`, `time/sampler_idle_s`: seconds in which it did not compute.
         """
@@ -132,14 +134,14 @@ class PrefetchSource:
         spans = zip(now, self._last, strict=True)
         wall, trained, sampled = (after - before for after, before in spans)
         metrics = {
-            "rollout/staleness_mean": sum(self._ages) / max(len(self._ages), 1),
+            "rollout/staleness_mean": mean_age(self._ages),
             "rollout/staleness_max": float(max(self._ages, default=0)),
             "rollout/queue_depth": float(self._queue_depth),
             "rollout/cut": float(self._num_cut),
             "time/learner_idle_s": wall - trained,
             "time/sampler_idle_s": wall - sampled,
         }
-        self._last, self._queue_depth, self._num_cut, self._ages = now, 0, 0, []
+        self._last, self._queue_depth, self._num_cut, self._ages = now, 0, 0, Counter()
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,16 +240,13 @@ class PrefetchSource:
             raise self._failure
 
 
-def turn_ages(groups: list[Group], version: int) -> list[int]:
-    """Versions between sampling and `version`, for each turn of a trainable trajectory."""
-    return [
-        version - segment.policy_version
-        for group in groups
-        for trajectory in group.trajectories
-        if trajectory.status.trainable
-        for segment in trajectory.segments
-        if segment.policy_version is not None
-    ]
+def token_ages(groups: list[Group], version: int) -> Counter[int]:
+    """Number of tokens of trainable trajectories, by versions between sampling and `version`."""
+    ages: Counter[int] = Counter()
+    for trajectory in (t for group in groups for t in group.trajectories if t.status.trainable):
+        for sampled_by, num_tokens in (run for s in trajectory.segments for run in s.runs):
+            ages[version - sampled_by] += num_tokens
+    return ages
 
 
 def _times() -> tuple[float, float, float]:

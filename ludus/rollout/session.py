@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from ludus.config.schema import RolloutConfig
 from ludus.core.errors import ContextOverflow, EnvError
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Message, Segment, Status, StepResult, ToolSpec, Trajectory, Wire
+from ludus.core.versions import Run, all_runs, expand
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import Sampler, SamplingParams
 
@@ -30,7 +31,7 @@ class TreeBuilder:
     P0, A0, E0 in chat form:
 
         builder.add_messages([system, question], ids)           2 segments; the second has all ids
-        builder.add_turn(message, ids, logprobs, version)       A0
+        builder.add_turn(message, ids, logprobs, versions)      A0
         builder.add_replies([result], renderer)                 E0
 
     Messages rendered together share one run of ids. The last of them carries the ids, the others
@@ -55,9 +56,15 @@ class TreeBuilder:
             self._append(Segment(self.head, token_ids, message=last))
 
     def add_turn(
-        self, message: Message, token_ids: list[int], logprobs: list[float], version: int | None
+        self,
+        message: Message,
+        token_ids: list[int],
+        logprobs: list[float],
+        version: int | None,
+        version_runs: list[Run] | None = None,
     ) -> None:
-        self._append(Segment(self.head, token_ids, logprobs, message, version))
+        segment = Segment(self.head, token_ids, logprobs, message, version)
+        self._append(replace(segment, version_runs=version_runs))
 
     def add_replies(self, replies: Sequence[Message], renderer: Renderer) -> None:
         """Append the replies to the last turn, up to the start of the next one.
@@ -193,7 +200,11 @@ class TokenSession(Session):
         completion = await self._sampler.sample(prompt, params, session=self.trajectory.id)
         parsed = self._renderer.parse(completion.token_ids)
         self._tree.add_turn(
-            parsed.message, completion.token_ids, completion.logprobs, completion.policy_version
+            parsed.message,
+            completion.token_ids,
+            completion.logprobs,
+            completion.policy_version,
+            completion.version_runs,
         )
         return Turn(parsed.message, parsed.error, completion.finish_reason)
 
@@ -212,12 +223,15 @@ class TokenSession(Session):
 class TokenRow(Wire):
     """Token ids that the endpoint read and sampled. `mask` is 1 on the sampled ones.
 
-    `logprobs` are the endpoint's own, 0 where the mask is 0.
+    `logprobs` are the endpoint's own, 0 where the mask is 0. `policy_versions` are the versions of
+    the weights, None where the mask is 0 or the endpoint sent none; the list is None where the
+    endpoint sent none at all.
     """
 
     token_ids: list[int]
     mask: list[int]
     logprobs: list[float]
+    policy_versions: list[int | None] | None = None
 
 
 class TextSession(Session):
@@ -266,7 +280,7 @@ class TextSession(Session):
             if number == 0:
                 raise EnvError(f"the opening does not fit the model: {error}") from error
             raise
-        self._tree.add_turn(reply.message, [], [], reply.policy_version)
+        self._tree.add_turn(reply.message, [], [], reply.policy_version, reply.version_runs)
         self.rows = extend_rows(self.rows, reply)
         return Turn(reply.message, reply.error, reply.finish_reason)
 
@@ -294,10 +308,14 @@ def extend_rows(rows: list[TokenRow] | None, reply: Reply) -> list[TokenRow] | N
     else:
         complete, row = rows, TokenRow(token_ids=[], mask=[], logprobs=[])
     read = prompt[len(row.token_ids) :]
+    runs = all_runs(reply.policy_version, reply.version_runs, len(ids))
+    earlier = row.policy_versions or [None] * len(row.token_ids)
+    versions = [*earlier, *[None] * len(read), *(expand(runs) or [None] * len(ids))]
     extended = TokenRow(
         token_ids=row.token_ids + read + ids,
         mask=row.mask + [0] * len(read) + [1] * len(ids),
         logprobs=row.logprobs + [0.0] * len(read) + logprobs,
+        policy_versions=versions if any(v is not None for v in versions) else None,
     )
     return [*complete, extended]
 

@@ -141,13 +141,13 @@ class DynamicSampling:
 
 
 def require_fresh(groups: Sequence[Group], version: int, max_staleness: int) -> None:
-    """Refuse turns of weights that nobody published, or older than `max_staleness` versions.
+    """Refuse tokens of weights that nobody published, or older than `max_staleness` versions.
 
     Demonstrations carry no version and pass. Errors: TrainingError.
     """
     for trajectory in (t for group in groups for t in group.trajectories):
-        for sampled_by in (segment.policy_version for segment in trajectory.segments):
-            if sampled_by is None or version - max_staleness <= sampled_by <= version:
+        for sampled_by, _ in (run for segment in trajectory.segments for run in segment.runs):
+            if version - max_staleness <= sampled_by <= version:
                 continue
             allowed = f" (rl.max_staleness = {max_staleness})" if max_staleness else ""
             raise TrainingError(

@@ -15,6 +15,8 @@ float64, and JSON with one list per segment:
 
     [parent, num_tokens, sampled, policy_version, reward, metrics, message]
 
+`policy_version` is a list of [version, num_tokens] where several versions sampled the tokens.
+
 The loss mask is `sampled`, repeated `num_tokens` times: a segment has loss on all tokens or none.
 """
 
@@ -112,7 +114,7 @@ def pack_tree(segments: Sequence[Segment], what: str) -> Tree:
             segment.parent,
             len(segment.token_ids),
             int(segment.sampled),
-            segment.policy_version,
+            segment.version_runs or segment.policy_version,
             segment.reward,
             {name: float(value) for name, value in segment.metrics.items()},
             segment.message and segment.message.model_dump(exclude_defaults=True),
@@ -134,16 +136,18 @@ def unpack_tree(tree: Tree, what: str) -> list[Segment]:
         logprobs = _unpack("d", tree.logprobs)
         segments: list[Segment] = []
         token = logprob = 0
-        for parent, length, sampled, version, reward, metrics, message in heads:
+        for parent, length, sampled, versions, reward, metrics, message in heads:
+            runs = [(v, count) for v, count in versions] if isinstance(versions, list) else None
             segments.append(
                 Segment(
                     parent,
                     token_ids[token : token + length],
                     logprobs[logprob : logprob + length] if sampled else None,
                     Message.model_validate(message) if message is not None else None,
-                    version,
+                    min(v for v, _ in runs) if runs else versions,
                     reward,
                     metrics,
+                    version_runs=runs,
                 )
             )
             token += length

@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ludus.core.types import Message, Segment, Trajectory
+from ludus.core.versions import spell_runs
 from ludus.store.rows import RunRow, RunStatus, StageSummary, StepRow, TrajectoryRow
 from ludus.store.store import RunStore
 
@@ -176,8 +177,8 @@ def _heading(index: int, segment: Segment, turn: int, decode: Decode | None) -> 
     if segment.sampled:
         title.append(f", turn {turn}")
         facts = [f"sampled {facts[0]}"]
-        if segment.policy_version is not None:
-            facts.append(f"policy {segment.policy_version}")
+        if segment.runs:
+            facts.append(f"policy {spell_runs(segment.runs)}")
     if segment.logprobs:
         least = min(range(len(segment.logprobs)), key=segment.logprobs.__getitem__)
         mean = sum(segment.logprobs) / len(segment.logprobs)

@@ -5,6 +5,7 @@ Every back end cuts samples this way, so a seed gives the same optimizer steps o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -12,6 +13,7 @@ from random import Random
 from ludus.config.schema import OptimizerConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Sample
+from ludus.core.versions import mean_age
 from ludus.train.algorithms.base import Algorithm
 from ludus.train.algorithms.losses import unit_of
 from ludus.train.packing import Batch, Layout, pack
@@ -102,9 +104,12 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def staleness(samples: Sequence[Sample], version: int) -> float:
-    """Mean number of versions that samples are behind `version`; demonstrations do not count."""
-    behind = [version - s.policy_version for s in samples if s.policy_version is not None]
-    return sum(behind) / len(behind) if behind else 0.0
+    """Mean number of versions that loss tokens are behind `version`, without demonstrations."""
+    ages: Counter[int] = Counter()
+    for sample in samples:
+        for sampled_by, num_tokens in sample.version_counts.items():
+            ages[version - sampled_by] += num_tokens
+    return mean_age(ages)
 
 
 def train_metrics(optimizer_steps: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ludus.core.types import Sample, Trajectory
+from ludus.core.versions import expand
 from ludus.train.algorithms.base import Assignment
 from ludus.train.algorithms.credit import Advantage, Credit, spread, turns_of
 
@@ -24,7 +25,8 @@ def rows(trajectory: Trajectory, advantage: Advantage) -> list[Sample]:
     """Returns the rows of a trajectory. Each sampled token has its loss in exactly one row.
 
     A row ends with its last loss token. A path without loss tokens of its own gives no row.
-    `policy_version` is the oldest version that sampled the row's loss tokens.
+    `policy_version` is the oldest version that sampled the row's loss tokens; `versions` are those
+    of all tokens where they differ.
     """
     return [_row(trajectory, path, fresh, advantage) for path, fresh in paths(trajectory)]
 
@@ -55,7 +57,7 @@ def _row(trajectory: Trajectory, path: list[int], fresh: list[int], advantage: A
             values += (of_segment(i) if i in fresh else None) or [0.0] * length
         return values
 
-    versions = [v for i in fresh if (v := segments[i].policy_version) is not None]
+    oldest, versions = _versions(trajectory, path, fresh)
     first = segments[fresh[0]]
     return Sample(
         token_ids=[t for i in path for t in segments[i].token_ids],
@@ -65,10 +67,24 @@ def _row(trajectory: Trajectory, path: list[int], fresh: list[int], advantage: A
         trajectory_id=trajectory.id,
         group_id=trajectory.group_id,
         role=trajectory.role,
-        policy_version=min(versions, default=None),
+        policy_version=oldest,
         ref_logprobs=None
         if first.ref_logprobs is None
         else per_token(lambda i: segments[i].ref_logprobs),
         values=None if returns is None else per_token(lambda i: (segments[i].values or [])[:-1]),
         returns=None if returns is None else per_token(returns.__getitem__),
+        versions=versions,
     )
+
+
+def _versions(
+    trajectory: Trajectory, path: list[int], fresh: list[int]
+) -> tuple[int | None, list[int] | None]:
+    """Returns `policy_version` and `versions` of a row."""
+    parts = [(i in fresh, trajectory.segments[i]) for i in path]
+    known = {v for trained, s in parts if trained for v, _ in s.runs or [(-1, 0)]}
+    oldest = min(known - {-1}, default=None)
+    if len(known) < 2:
+        return oldest, None
+    versions = [(trained and expand(s.runs)) or [-1] * len(s.token_ids) for trained, s in parts]
+    return oldest, [version for part in versions for version in part]

@@ -86,7 +86,7 @@ async def verify(forward: Forward, batch: Batch, version: int) -> int:
     """Compare the sampler's log-probabilities of a batch with the learner's, bit by bit.
 
     Args:
-        version: of the weights; samples of other versions and demonstrations are skipped.
+        version: of the weights; tokens of other versions and demonstrations are skipped.
 
     Returns the number of compared tokens.
     Errors: TrainingError that names the first different token and operation.
@@ -94,8 +94,9 @@ async def verify(forward: Forward, batch: Batch, version: int) -> int:
     num_tokens = 0
     forward.model.train()
     for micro_batch in batch.micro_batches:
-        own = [sample.policy_version == version for sample in batch.samples]
-        own_N = torch.tensor(own)[micro_batch.sample_N]
+        places = zip(micro_batch.sample_N.tolist(), micro_batch.index_N.tolist(), strict=True)
+        own = [batch.samples[s].version_of(i) == version for s, i in places]
+        own_N = torch.tensor(own, dtype=torch.bool)
         with torch.no_grad(), forward.passes(micro_batch):
             logprobs_N, _ = forward.logprobs(micro_batch)
         logprobs_N = logprobs_N.cpu()

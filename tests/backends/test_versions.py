@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +101,36 @@ async def test_published_weights_are_those_that_sample(backend: LocalBackend):
     assert after.logprobs != pytest.approx(before.logprobs, abs=1e-4)
 
 
+async def test_weights_that_change_during_a_turn_sample_only_once_published(
+    backend: LocalBackend,
+):
+    """No token is sampled between the change and the publication, by weights without a version."""
+    completions = [await sample(backend, seed) for seed in (1, 2)]
+    backend.sampler.open("long")
+    params = SamplingParams(max_tokens=24, seed=3)
+    turn = asyncio.create_task(backend.sampler.sample([5, 6, 7], params, session="long"))
+    counts, models = [], []
+    for version in (1, 2):
+        for _ in range(6):
+            await asyncio.sleep(0)
+        models.append(copy.deepcopy(backend.model))
+        counts.append(backend.sampler.num_decode_tokens)
+        await train(backend, completions)
+        for _ in range(6):
+            await asyncio.sleep(0)
+        assert backend.sampler.num_decode_tokens == counts[-1]
+        assert await backend.publish_weights() == version
+    done = await turn
+    backend.sampler.close("long")
+    first, second = counts[0] - 8, counts[1] - counts[0]
+    assert done.version_runs == [(0, first), (1, second), (2, 24 - first - second)]
+    by = [logprobs(model, done.token_ids) for model in (*models, backend.model)]
+    expected = by[0][:first] + by[1][first : first + second] + by[2][first + second :]
+    assert done.logprobs == pytest.approx(expected, abs=1e-4)
+    assert by[0][first] != pytest.approx(by[1][first], abs=1e-4)
+    assert by[1][first + second] != pytest.approx(by[2][first + second], abs=1e-4)
+
+
 async def test_a_checkpoint_keeps_the_version(backend: LocalBackend):
     await train(backend)
     await backend.publish_weights()
@@ -123,10 +156,15 @@ async def test_a_step_makes_the_better_turn_likelier_than_the_worse(backend: Loc
 
 
 def logprob(backend: LocalBackend, token_ids: list[int]) -> float:
+    return sum(logprobs(backend.model, token_ids))
+
+
+def logprobs(model: Any, token_ids: list[int]) -> list[float]:
     ids = torch.tensor([[5, 6, 7, *token_ids]])
     with torch.no_grad():
-        logits = backend.model(input_ids=ids).logits[0, 2:-1].float()
-    return float(logits.log_softmax(-1).gather(-1, ids[0, 3:, None]).sum())
+        logits = model(input_ids=ids).logits[0, 2:-1].float()
+    values: list[float] = logits.log_softmax(-1).gather(-1, ids[0, 3:, None])[:, 0].tolist()
+    return values
 
 
 async def test_turns_of_other_weights_than_the_published_ones_are_refused(backend: LocalBackend):

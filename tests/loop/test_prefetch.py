@@ -7,6 +7,7 @@ import json
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ from ludus.core.types import (
     Task,
     Trajectory,
 )
+from ludus.core.versions import mean_age
 from ludus.loop.loop import Stage, run_stage
 from ludus.models.samplers.base import SamplingParams
 from ludus.pipeline.stages import sample_until_signal
-from ludus.rollout.prefetch import PrefetchSource, turn_ages
+from ludus.rollout.prefetch import PrefetchSource, token_ages
+from ludus.rollout.source import require_fresh
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train.packing import pack
 from ludus.train.samples import to_samples
@@ -132,11 +135,11 @@ async def test_no_turn_is_older_than_the_bound(tmp_path: Path, bound: int) -> No
     await run_stage(stage, world.backend, kept)
     for _, step, groups, metrics in kept.steps:
         ages = {
-            30 + step - s.policy_version
+            30 + step - version
             for g in groups
             for t in g.trajectories
             for s in t.segments
-            if s.policy_version is not None
+            for version, _ in s.runs
         }
         assert ages <= set(range(bound + 1))
         assert metrics["rollout/staleness_max"] <= bound
@@ -306,7 +309,9 @@ async def test_a_server_that_takes_the_weights_holds_nobody_up(tmp_path: Path) -
     assert backend.policy_version == 31
 
 
-async def test_a_turn_may_go_on_over_an_update_and_keeps_its_first_version(tmp_path: Path) -> None:
+async def test_a_turn_may_go_on_over_an_update_and_knows_the_version_of_each_token(
+    tmp_path: Path,
+) -> None:
     world = await world_of(tmp_path)
     sampler = world.backend.sampler
     params = SamplingParams(max_tokens=40, seed=3)
@@ -323,7 +328,8 @@ async def test_a_turn_may_go_on_over_an_update_and_keeps_its_first_version(tmp_p
     sampler.publish(31)
     sampler.resume()
     done = await turn
-    assert (len(done.token_ids), done.policy_version) == (40, 30)
+    assert done.runs == [(30, sampled), (31, 40 - sampled)]
+    assert done.policy_version == 30
     sampler.close("s")
 
 
@@ -421,12 +427,39 @@ async def test_without_playing_ahead_it_is_the_synchronous_loop_to_the_bit(tmp_p
         assert torch.equal(ours, theirs)
 
 
-def test_the_age_of_turns_by_hand() -> None:
-    assert turn_ages([], 3) == []
-    turns = [Segment(-1, [5]), Segment(0, [6], [-1.0], policy_version=1), Segment(1, [7], [-1.0])]
+def test_the_age_of_tokens_by_hand() -> None:
+    assert token_ages([], 3) == {}
+    turns = [
+        Segment(-1, [5]),
+        Segment(0, [6, 7], [-1.0, -1.0], policy_version=1),
+        Segment(1, [7], [-1.0]),
+        Segment(2, [8, 9, 9], [-1.0] * 3, policy_version=1, version_runs=[(1, 1), (3, 2)]),
+    ]
     aborted = Trajectory("b", "g", "t", turns, status=Status.ABORTED)
     groups = [Group("g", Task(id="t"), [Trajectory("a", "g", "t", turns), aborted])]
-    assert turn_ages(groups, 3) == [2]
+    ages = token_ages(groups, 3)
+    assert ages == {2: 3, 0: 2}
+    assert mean_age(ages) == pytest.approx(6 / 5)
+    assert mean_age(Counter()) == 0
+
+
+@pytest.mark.parametrize(
+    ("runs", "told"),
+    [
+        ([(3, 1), (5, 2)], None),
+        ([(2, 1), (4, 2)], "version 2 of the weights"),
+        ([(4, 1), (6, 1), (4, 1)], "version 6 of the weights"),
+    ],
+)
+def test_every_token_of_a_turn_must_be_fresh(runs: list[tuple[int, int]], told: str | None) -> None:
+    oldest = min(version for version, _ in runs)
+    turn = Segment(-1, [6, 7, 8], [-1.0] * 3, policy_version=oldest, version_runs=runs)
+    groups = [Group("g", Task(id="t"), [Trajectory("a", "g", "t", [turn])])]
+    if told is None:
+        require_fresh(groups, 5, 2)
+    else:
+        with pytest.raises(TrainingError, match=told):
+            require_fresh(groups, 5, 2)
 
 
 @pytest.mark.parametrize(

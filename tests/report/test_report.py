@@ -2,6 +2,7 @@ import math
 import random
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -41,7 +42,10 @@ def rollout(label, reward, turns=4, **trajectory):
         tokens = [*draw.choice([["turn", " left"], ["go", " to", " red", " ball"]]), "<end>"]
         logprobs = [-draw.expovariate(2.0) for _ in tokens]
         said = Message(role="assistant", content="".join(tokens[:-1]))
-        segments.append(Segment(2 * turn, [1] * len(tokens), logprobs, said, policy_version=40))
+        sampled = Segment(2 * turn, [1] * len(tokens), logprobs, said, policy_version=40)
+        if turn == 1:  # the weights were updated after its first token
+            sampled = replace(sampled, version_runs=[(40, 1), (41, len(tokens) - 1)])
+        segments.append(sampled)
         reply = "You see a wall ahead. Nothing happens." if turn else EVIL
         told = Message(role="user", content=reply)
         segments.append(Segment(2 * turn + 1, [2] * 9, message=told))
@@ -214,6 +218,7 @@ def test_the_page_says_what_happened(page):
         "could not be scored (4 error_timeout)",
         "Excluded from training: all rewards of the group are equal",
         "group without signal",
+        "policy version 40 (1 token), 41 (",
         "5 min 48 s",
         "torch",
         "Resolved configuration",

@@ -168,6 +168,44 @@ def test_each_turn_records_its_policy_version(
     assert episode.policy_versions == kept
 
 
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        ([[3, 2], [5, 1]], [(3, 2), (5, 1)]),
+        ([[3, 3]], None),
+        (None, None),
+        ([[3, 2], [5, 2]], None),
+        ([[4, 2], [5, 1]], None),
+        ([[3, 2], [True, 1]], None),
+        ([[3, 2], ["5", 1]], None),
+        ([3, 2], None),
+        ("of another server", None),
+    ],
+)
+def test_each_token_has_its_policy_version(told: Any, kept: list[tuple[int, int]] | None) -> None:
+    """Runs that do not fit the tokens are another server's: the oldest version counts for all."""
+    content = [{"token": "a", "logprob": -0.5}] * 3
+
+    def say(body: dict[str, Any]) -> dict[str, Any]:
+        tokens = {"token_ids": [7, 8, 9], "logprobs": {"content": content}}
+        answer = {**text("wrong", **tokens), "policy_version": 3, "prompt_token_ids": [1, 2]}
+        answer["choices"][0] |= {} if told is None else {"version_runs": told}
+        return answer
+
+    async def ask(url: str) -> Reply:
+        async with Endpoint(url, "m") as endpoint:
+            return await endpoint.chat([Message(role="user", content="a")], SamplingParams(3))
+
+    with ChatServer(say) as server:
+        reply = asyncio.run(ask(server.url))
+        [episode] = played(server.url, [0], max_turns=1)
+    assert (reply.policy_version, reply.version_runs) == (3, kept)
+    assert episode.policy_versions == [3]
+    assert episode.rows is not None
+    expected = [3, 3, 5] if kept else [3, 3, 3]
+    assert episode.rows[0].policy_versions == [None, None, *expected]
+
+
 def test_an_endpoint_without_token_ids_is_asked_for_them_once() -> None:
     def say(body: dict[str, Any]) -> Any:
         if "return_token_ids" in body:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
+import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,8 +17,16 @@ from store_examples import branched, make_groups
 
 from ludus.core.errors import ConfigError, StoreError
 from ludus.core.types import Group, Message, Segment, Status, Task, ToolCall, Trajectory
+from ludus.core.versions import runs_of, several
 from ludus.store import RunExists, RunStatus, RunStore
-from ludus.store.codec import decode_json, encode_json, escape_text, unescape_text
+from ludus.store.codec import (
+    decode_json,
+    encode_json,
+    escape_text,
+    pack_tree,
+    unescape_text,
+    unpack_tree,
+)
 
 Open = Callable[..., RunStore]
 
@@ -314,6 +325,16 @@ messages = st.builds(
 
 
 @st.composite
+def versions_of(draw: st.DrawFn, num_tokens: int) -> dict[str, Any]:
+    """The version fields of a segment: none, one version, or a version for each token."""
+    version = draw(st.none() | st.integers(0, 2**40))
+    if version is None or num_tokens < 2:
+        return {"policy_version": version}
+    runs = runs_of(draw(st.lists(st.integers(0, 3), min_size=num_tokens, max_size=num_tokens)))
+    return {"policy_version": min(v for v, _ in runs), "version_runs": several(runs)}
+
+
+@st.composite
 def trees(draw: st.DrawFn) -> list[Segment]:
     segments = []
     for index in range(draw(st.integers(0, 5))):
@@ -325,7 +346,7 @@ def trees(draw: st.DrawFn) -> list[Segment]:
                 token_ids=tokens,
                 logprobs=draw(st.none() | logprobs),
                 message=draw(st.none() | messages),
-                policy_version=draw(st.none() | st.integers(0, 2**40)),
+                **draw(versions_of(len(tokens))),
                 reward=draw(st.none() | floats),
                 metrics=draw(st.dictionaries(words, floats, max_size=2)),
             )
@@ -368,6 +389,18 @@ def test_any_trajectory_survives(
     assert step.metrics == metrics
     for trajectory in {t.id: t for t in played}.values():  # the latest of each id
         assert store.trajectory("run-1", trajectory.id) == trajectory
+
+
+def test_runs_of_versions_that_contradict_the_tokens_are_damage() -> None:
+    turn = Segment(-1, [4, 2, 2], [-0.5] * 3, policy_version=3, version_runs=[(3, 1), (4, 2)])
+    tree = pack_tree([turn], "t")
+    assert unpack_tree(tree, "t") == [turn]
+    heads = zlib.decompress(tree.segments)
+    assert b"[[3,1],[4,2]]" in heads
+    for wrong in (b"[[3,1],[4,1]]", b"[]", b"[3,4]", b"[[3,1,4,2]]"):
+        broken = zlib.compress(heads.replace(b"[[3,1],[4,2]]", wrong))
+        with pytest.raises(StoreError, match="t is damaged"):
+            unpack_tree(replace(tree, segments=broken), "t")
 
 
 @given(jsons)

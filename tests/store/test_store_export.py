@@ -64,8 +64,32 @@ def test_trajectories_as_json_lines(filled: RunStore, tmp_path: Path) -> None:
             )
             for part in row["segments"]
         ]
+        runs = [s.runs if s.sampled else None for s in trajectory.segments]
+        assert [_pairs(part["version_runs"]) for part in row["segments"]] == runs
         assert segments == trajectory.segments
         assert [part["sampled"] for part in row["segments"]] == [s.sampled for s in segments]
+
+
+def _pairs(runs: list[list[int]] | None) -> list[tuple[int, int]] | None:
+    return None if runs is None else [(version, count) for version, count in runs]
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_versions_of_tokens(filled: RunStore, tmp_path: Path, format: str) -> None:
+    runs = [(3, 1), (4, 2)]
+    turn = Segment(0, [4, 2, 2], [-0.5] * 3, policy_version=3, version_runs=runs)
+    segments = [Segment(-1, [1]), turn, Segment(0, [2], [-0.5], policy_version=4)]
+    group = Group("g", Task(id="x"), [Trajectory("t", "g", "x", segments, reward=1.0)])
+    filled.create_run("run-2", "demo", {}, {})
+    filled.record_step("run-2", "rl", 0, [group], {})
+    path = export(filled, "run-2", tmp_path / f"out.{format}").path
+    if format == "parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        [row] = parquet.read_table(path).to_pylist()
+    else:
+        [row] = lines(path)
+    assert [_pairs(part["version_runs"]) for part in row["segments"]] == [None, runs, [(4, 1)]]
+    assert [part["policy_version"] for part in row["segments"]] == [None, 3, 4]
 
 
 def test_trajectories_as_parquet(filled: RunStore, tmp_path: Path) -> None:

@@ -66,6 +66,14 @@ def test_a_rollout_turn_by_turn_without_colour(local: RunStore) -> None:
     ]
 
 
+def test_a_turn_over_an_update_shows_its_versions(local: RunStore) -> None:
+    turn = Segment(0, [2] * 3, [-0.5] * 3, policy_version=3, version_runs=[(3, 1), (4, 2)])
+    group = Group("g", Task(id="x"), [Trajectory("t", "g", "x", [Segment(-1, [1]), turn])])
+    local.record_step("run-1", "rl", 0, [group], {})
+    shown = text_of(render_trajectory(local, "run-1", "t"), width=140)
+    assert "sampled 3 tokens, policy 3 (1 token), 4 (2 tokens), logprob mean" in shown
+
+
 def test_decoded_tokens_wrap_with_their_mark(local: RunStore) -> None:
     segments = [Segment(-1, [1] * 30, None), Segment(0, [2] * 30, [-0.5] * 30)]
     group = Group("g", Task(id="x"), [Trajectory("t", "g", "x", segments, reward=1.0)])

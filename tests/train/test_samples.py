@@ -36,6 +36,45 @@ def test_a_chain_by_hand() -> None:
     assert row.num_loss_tokens == 3
 
 
+def test_each_loss_token_has_its_version() -> None:
+    first = replace(sampled(0, [8, 9, 9], 4), version_runs=[(4, 1), (6, 2)])
+    chain = trajectory(P0, first, Segment(1, [3]), sampled(2, [2], 6))
+    (row,) = rows(chain, 0.5)
+    assert (row.policy_version, row.versions) == (4, [-1, -1, -1, 4, 6, 6, -1, 6])
+    assert row.version_counts == {4: 1, 6: 3}
+    assert [row.version_of(i) for i in (3, 4, 7)] == [4, 6, 6]
+    assert staleness([row], 7) == (3 + 3 * 1) / 4
+    turns = trajectory(P0, sampled(0, [8, 9], 4), Segment(1, [3], [0.0]))  # then a demonstration
+    (row,) = rows(turns, 0.5)
+    assert (row.policy_version, row.versions) == (4, [-1, -1, -1, 4, 4, -1])
+    assert row.version_of(5) is None
+    assert row.version_counts == {4: 2}
+
+
+def test_one_version_needs_no_list() -> None:
+    chain = trajectory(P0, sampled(0, [8, 9], 4), Segment(1, [3]), sampled(2, [2], 4))
+    (row,) = rows(chain, 0.5)
+    assert (row.policy_version, row.versions, row.version_counts) == (4, None, {4: 3})
+    assert row.version_of(3) == 4
+    assert staleness([row], 7) == 3
+
+
+@pytest.mark.parametrize(
+    ("version", "runs", "told"),
+    [
+        (4, [(4, 1), (5, 1)], "cover 2 tokens, not 3"),
+        (4, [(4, 0), (5, 3)], "cover 3 tokens"),
+        (5, [(4, 1), (5, 2)], "policy_version 5 is not the oldest"),
+        (None, [(4, 3)], "policy_version None is not the oldest"),
+    ],
+)
+def test_runs_that_contradict_the_tokens_are_refused(
+    version: int | None, runs: list[tuple[int, int]], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        Segment(0, [8, 9, 9], [0.0] * 3, policy_version=version, version_runs=runs)
+
+
 def test_what_follows_the_last_sampled_token_is_left_out() -> None:
     (row,) = rows(trajectory(P0, sampled(0, [8, 9]), Segment(1, [3, 3, 3])), 1.0)
     assert row.token_ids == [5, 6, 7, 8, 9]

@@ -13,13 +13,14 @@ from exact_models import FAMILIES, V, make
 from torch import Tensor
 
 from ludus.core.errors import TrainingError
-from ludus.core.types import Sample
+from ludus.core.types import Sample, Segment, Trajectory
 from ludus.models.exact.sampler import ExactSampler
 from ludus.models.exact.trace import first_difference
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
 from ludus.train.forward import Forward
 from ludus.train.packing import Batch, Layout, pack
+from ludus.train.samples import rows
 from ludus.train.verify import ExactForward, verify
 
 VERSION = 3
@@ -87,6 +88,36 @@ async def test_experts_without_torchs_kernel(monkeypatch: pytest.MonkeyPatch) ->
     forward = ExactForward(model, context_length=CONTEXT)
     assert await verify(forward, batch_of(samples, forward.layout), VERSION) > 50
     assert asked
+
+
+async def test_tokens_of_other_versions_are_skipped() -> None:
+    """Weights that were published during a turn are compared on the tokens that they sampled."""
+    model, ids = make("qwen3"), [3, 1, 4, 1, 5]
+    sampler = ExactSampler(model, context_length=CONTEXT, deterministic=False)
+    sampler.policy_version = VERSION - 1
+    sampler.open("a")
+    params = SamplingParams(max_tokens=12, seed=1)
+    turn = asyncio.create_task(sampler.sample(ids, params, session="a"))
+    while sampler.num_decode_tokens < 5:
+        await asyncio.sleep(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    sampler.publish(VERSION)
+    done = await turn
+    (_, num_old), (_, num_new) = done.runs
+    segments = [
+        Segment(-1, ids),
+        Segment(
+            0, done.token_ids, done.logprobs, None, VERSION - 1, version_runs=done.version_runs
+        ),
+    ]
+    (sample,) = rows(Trajectory("a", "g", "t", segments, reward=1.0), 1.0)
+    forward = ExactForward(model, context_length=CONTEXT)
+    assert min(num_old, num_new) > 0
+    assert await verify(forward, batch_of([sample], "single"), VERSION) == num_new
+    with pytest.raises(TrainingError, match=rf"{num_old} of {num_old} tokens"):
+        await verify(forward, batch_of([sample], "single"), VERSION - 1)
 
 
 @pytest.mark.parametrize("layout", ["tree", "packed", "single"])

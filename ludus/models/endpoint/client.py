@@ -21,6 +21,7 @@ import httpx
 
 from ludus.core.errors import ConfigError, ContextOverflow, SamplerError
 from ludus.core.types import Message, ToolCall, ToolSpec
+from ludus.core.versions import Run, check_runs, several
 from ludus.models.endpoint.addresses import BlockedAddress, check_host, guard, is_blocked
 from ludus.models.samplers.base import SamplingParams
 
@@ -40,7 +41,9 @@ class Reply:
     """One turn. `error` describes a malformed turn, for the model.
 
     `prompt_ids`, `token_ids` and `logprobs` are None where the endpoint returned no ids.
-    `policy_version` of the sampling weights is None where the endpoint returned none.
+    `policy_version` is the oldest version of the weights that sampled the turn, `version_runs` has
+    the versions of all tokens where they differ (`core.versions`); None where the endpoint returned
+    none.
     """
 
     message: Message
@@ -50,6 +53,7 @@ class Reply:
     token_ids: list[int] | None = None
     logprobs: list[float] | None = None
     policy_version: int | None = None
+    version_runs: list[Run] | None = None
 
 
 def check_url(base_url: str) -> str:
@@ -225,10 +229,8 @@ def _parse_reply(answer: Any) -> Reply:
     reason: Literal["stop", "length"] = (
         "length" if choice.get("finish_reason") == "length" else "stop"
     )
-    # Other servers may use the name differently: ignore values that are not a valid version.
-    value = answer.get("policy_version")
-    version = value if type(value) is int and 0 <= value < 2**63 else None
-    return Reply(message, reason, error, *_parse_tokens(answer, choice), policy_version=version)
+    tokens = _parse_tokens(answer, choice)
+    return Reply(message, reason, error, *tokens, *_parse_versions(answer, choice, tokens[1]))
 
 
 def _parse_calls(given: list[Any]) -> tuple[list[ToolCall], str | None]:
@@ -261,6 +263,31 @@ def _parse_tokens(
     if len(logprobs) != len(ids) or not all(map(math.isfinite, logprobs)):
         raise ValueError(f"{len(ids)} sampled ids with {len(logprobs)} log-probabilities")
     return list(prompt), list(ids), logprobs
+
+
+def _parse_versions(
+    answer: Any, choice: Any, token_ids: list[int] | None
+) -> tuple[int | None, list[Run] | None]:
+    """Returns `policy_version` and `version_runs`.
+
+    Other servers may use the names differently: values that are not valid are ignored. The version
+    of a turn without valid runs is the oldest.
+    """
+    oldest = answer.get("policy_version")
+    if not _is_version(oldest):
+        return None, None
+    try:
+        runs = [(version, count) for version, count in choice.get("version_runs") or []]
+        if not all(_is_version(number) for run in runs for number in run):
+            return oldest, None
+        check_runs(runs, oldest, None if token_ids is None else len(token_ids))
+    except (TypeError, ValueError):
+        return oldest, None
+    return oldest, several(runs)
+
+
+def _is_version(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _too_long(content: bytes) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from ludus.core.errors import ContextOverflow
+from ludus.core.versions import Run, all_runs, check_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,25 @@ class Completion:
     `logprobs` are under the exact sampling distribution (temperature, top-k and top-p applied).
     `token_ids` include the stop id and the tokens of a stop string: they were sampled, so they
     are trained on.
+
+    `policy_version` is the oldest version of the weights that sampled the tokens. Where the weights
+    were updated during the turn, `version_runs` has the versions of all tokens (`core.versions`).
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
     policy_version: int
+    version_runs: list[Run] | None = None
+
+    def __post_init__(self) -> None:
+        if self.version_runs is not None:
+            check_runs(self.version_runs, self.policy_version, len(self.token_ids))
+
+    @property
+    def runs(self) -> list[Run]:
+        """(version, number of tokens) in order."""
+        return all_runs(self.policy_version, self.version_runs, len(self.token_ids))
 
 
 def check_turn(

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from ludus.core.versions import several
 from ludus.models.decoders.base import Decoder
 from ludus.models.kv_cache.eviction import evict
 from ludus.models.kv_cache.paging import BLOCK, Block, BlockTree
@@ -39,26 +40,26 @@ class EngineSession:
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A turn that waits or runs.
-
-    `policy_version` is the version that sampled the first token, also if weights change later.
-    """
+    """A turn that waits or runs."""
 
     session: EngineSession
     prompt: list[int]
     params: SamplingParams
     future: asyncio.Future[Completion]
     slot: int
-    policy_version: int = -1
     prefilled: bool = False
     """The session's blocks hold all tokens but the newest."""
 
 
 @dataclass(slots=True, frozen=True)
 class DecodeBatch:
-    """The turns of one step, a row each, and the inputs of the decoder."""
+    """The turns of one step, a row each, and the inputs of the decoder.
+
+    `policy_version` is the version of the weights that sample the step's tokens.
+    """
 
     turns: list[Turn]
+    policy_version: int
     slots_R: Index
     uniforms_R: NDArray[np.float64]
     """Random numbers that choose the next tokens."""
@@ -179,12 +180,13 @@ class Scheduler:
         decode_inputs = self._plan_decode(decode) if decode else None
         prefill_inputs, num_prompt_tokens = None, 0
         if prefill:
-            prefill_inputs, num_prompt_tokens = self._plan_prefill(prefill, policy_version)
+            prefill_inputs, num_prompt_tokens = self._plan_prefill(prefill)
         self._decoder.reserve(self._tree.num_blocks)
         self.peak_blocks = max(self.peak_blocks, self._tree.num_used)
         slots_R = _slot_index(turns)
         return DecodeBatch(
             turns,
+            policy_version,
             slots_R,
             self._slots.uniforms[slots_R, self._slots.num_sampled[slots_R]],
             StepInputs.concat(decode_inputs, prefill_inputs),
@@ -196,17 +198,21 @@ class Scheduler:
         self, batch: DecodeBatch, token_ids_R: NDArray[np.int64], logprobs_R: NDArray[np.float64]
     ) -> None:
         """Append the sampled tokens to their turns and complete the turns that end."""
-        stopped_R, full_R = self._slots.record(batch.slots_R, token_ids_R, logprobs_R)
+        stopped_R, full_R = self._slots.record(
+            batch.slots_R, token_ids_R, logprobs_R, batch.policy_version
+        )
         for row in np.flatnonzero(self._slots.has_stop_strings[batch.slots_R] & ~stopped_R):
             stopped_R[row] = self._has_stop_string(batch.turns[row])
         ended = np.flatnonzero(stopped_R | full_R)
         for row in ended:
             turn = batch.turns[row]
+            runs = self._slots.sampled_runs(turn.slot)
             completion = Completion(
                 self._slots.sampled_ids(turn.slot),
                 self._slots.sampled_logprobs(turn.slot),
                 "stop" if stopped_R[row] else "length",
-                turn.policy_version,
+                min(version for version, _ in runs),
+                several(runs),
             )
             self._end(turn)
             if not turn.future.done():
@@ -249,7 +255,7 @@ class Scheduler:
             self._slots.set_table(turn.slot, turn.session.blocks, position)
         return self._slots.step_inputs(slots)
 
-    def _plan_prefill(self, turns: list[Turn], policy_version: int) -> tuple[StepInputs, int]:
+    def _plan_prefill(self, turns: list[Turn]) -> tuple[StepInputs, int]:
         """All tokens missing from the cache, and the number of prompt tokens of new turns."""
         builder = StepInputsBuilder()
         num_prompt_tokens = 0
@@ -260,7 +266,6 @@ class Scheduler:
             turn.prefilled = True
             self._slots.set_table(turn.slot, turn.session.blocks, len(ids) - 1)
             if not sampled:
-                turn.policy_version = policy_version
                 num_prompt_tokens += len(ids)
         return builder.build(), num_prompt_tokens
 

@@ -9,10 +9,12 @@ ids.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ludus.core.versions import Run
 from ludus.models.kv_cache.paging import BLOCK, Block
 from ludus.models.kv_cache.step_inputs import StepInputs
 from ludus.models.samplers.base import SamplingParams
@@ -35,6 +37,7 @@ class DecodeSlots:
     uniforms: NDArray[np.float64]  # [S, W]
     token_ids: NDArray[np.int64]  # [S, W]
     logprobs: NDArray[np.float64]  # [S, W]
+    versions: NDArray[np.int64]  # [S, W]
     stop_ids: NDArray[np.int64]  # [S, K], -1: none
     free: list[int] = field(default_factory=list)
 
@@ -50,6 +53,7 @@ class DecodeSlots:
             np.zeros((0, 0)),
             np.zeros((0, 0), np.int64),
             np.zeros((0, 0)),
+            np.zeros((0, 0), np.int64),
             np.full((0, 0), -1, np.int64),
         )
 
@@ -83,12 +87,20 @@ class DecodeSlots:
         return StepInputs(self.last_ids[slots], positions, rows, rows, writes, tables, rows)
 
     def record(
-        self, slots: Index, token_ids: NDArray[np.int64], logprobs: NDArray[np.float64]
+        self,
+        slots: Index,
+        token_ids: NDArray[np.int64],
+        logprobs: NDArray[np.float64],
+        policy_version: int,
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Append a token to each slot; returns masks of stop ids and of reached `max_tokens`."""
+        """Append a token to each slot, sampled by the weights of `policy_version`.
+
+        Returns masks of stop ids and of reached `max_tokens`.
+        """
         number = self.num_sampled[slots]
         self.token_ids[slots, number] = token_ids
         self.logprobs[slots, number] = logprobs
+        self.versions[slots, number] = policy_version
         self.last_ids[slots] = token_ids
         self.positions[slots] += 1
         self.num_sampled[slots] = number + 1
@@ -103,6 +115,12 @@ class DecodeSlots:
         logprobs: list[float] = self.logprobs[slot, : self.num_sampled[slot]].tolist()
         return logprobs
 
+    def sampled_runs(self, slot: int) -> list[Run]:
+        """(version, number of tokens) of the slot's tokens, in order."""
+        versions = self.versions[slot, : self.num_sampled[slot]]
+        starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+        return [(int(versions[a]), b - a) for a, b in pairwise(starts)]
+
     def _grow(self, width: int, stops: int) -> None:
         """Make room for a free slot, `width` tokens and `stops` stop ids."""
         old = len(self.positions)
@@ -112,7 +130,7 @@ class DecodeSlots:
         widths = {
             "tables": self.tables.shape[1],
             "stop_ids": max(stops, self.stop_ids.shape[1]),
-            **dict.fromkeys(("uniforms", "token_ids", "logprobs"), width),
+            **dict.fromkeys(("uniforms", "token_ids", "logprobs", "versions"), width),
         }
         for name in (f.name for f in fields(self) if f.name != "free"):
             array = getattr(self, name)

@@ -22,6 +22,7 @@ import httpx
 from pydantic import Field
 
 from ludus.core.errors import ConfigError, LudusError, SamplerError, TrainingError
+from ludus.core.versions import several
 from ludus.models.build import merge_lora
 from ludus.models.samplers.base import Completion, SamplingParams, check_turn, num_embeddings
 from ludus.models.samplers.vllm_server import VllmServer, require_vllm
@@ -332,12 +333,26 @@ def _sampling_params(params: SamplingParams) -> dict[str, Any]:
 
 
 def _completion(choice: dict[str, Any]) -> Completion:
-    """Parse vLLM's response. The version is that of the turn's first token."""
+    """Parse vLLM's response.
+
+    vLLM labels output tokens [start, end) with the version that sampled them. Its labels change
+    while generation is paused, so they are exact. Errors: LudusError for tokens without a label.
+    """
     logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
     if choice["finish_reason"] not in ("stop", "length") or not all(map(math.isfinite, logprobs)):
         raise SamplerError(f"vLLM aborted a turn ({choice['finish_reason']})")
-    version = int(choice["weight_versions"][0]["version"])
-    return Completion(choice["token_ids"], logprobs, choice["finish_reason"], version)
+    spans = choice.get("weight_versions") or []
+    bounds = [(span["start"], span["end"]) for span in spans]
+    starts = [0, *(end for _, end in bounds)]
+    labelled = [start for start, _ in bounds] == starts[:-1] and len(bounds) > 0
+    if not labelled or starts[-1] != len(choice["token_ids"]):
+        raise LudusError(
+            f"vLLM labels the tokens {bounds} of {len(choice['token_ids'])} with a version of the "
+            "weights: it must label each, as vLLM 0.32 does"
+        )
+    runs = [(int(span["version"]), span["end"] - span["start"]) for span in spans]
+    oldest = min(version for version, _ in runs)
+    return Completion(choice["token_ids"], logprobs, choice["finish_reason"], oldest, several(runs))
 
 
 def _error_text(response: httpx.Response) -> str:

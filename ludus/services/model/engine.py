@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ludus.core.versions import expand
 from ludus.models.samplers.base import Completion, PolicySampler, SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
 from ludus.models.samplers.sampling import distribution
@@ -39,7 +40,7 @@ STREAMING = "ludus.services.model.engine:StreamingSampler"
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A sampled token, with alternatives from the distribution it was sampled from."""
+    """A sampled token, the version of the weights, and alternatives from its distribution."""
 
     id: int
     logprob: float
@@ -48,6 +49,13 @@ class Token:
 
 
 OnToken = Callable[[Token], object]
+
+
+def tokens_of(completion: Completion) -> list[Token]:
+    """Returns the tokens of a completion, without alternatives."""
+    versions = expand(completion.runs)
+    parts = zip(completion.token_ids, completion.logprobs, versions, strict=True)
+    return [Token(*part, []) for part in parts]
 
 
 class StreamingSampler(InProcessSampler):
@@ -81,11 +89,11 @@ class StreamingSampler(InProcessSampler):
             for row, turn, _, number, vocabulary in watched
         ]
         token_ids_R, logprobs_R = super()._sample_tokens(turns, logits_RV, uniforms_R)
-        for (row, turn, on_token, *_), best in zip(watched, alternatives, strict=True):
+        for (row, _, on_token, *_), best in zip(watched, alternatives, strict=True):
             id, logprob = int(token_ids_R[row]), float(logprobs_R[row])
             # The engine's own value for the sampled token; `distribution` may round differently.
             same = [(other, logprob if other == id else value) for other, value in best]
-            on_token(Token(id, logprob, turn.policy_version, same))
+            on_token(Token(id, logprob, self.policy_version, same))
         return token_ids_R, logprobs_R
 
 
@@ -184,8 +192,8 @@ class EngineThread:
         finally:
             self._sampler.close(session)
         if on_token and not self.streams:
-            for id, logprob in zip(done.token_ids, done.logprobs, strict=True):
-                on_token(Token(id, logprob, done.policy_version, []))
+            for token in tokens_of(done):
+                on_token(token)
         return done
 
     async def _score(self, token_ids: list[int], num_alternatives: int) -> PromptScores:

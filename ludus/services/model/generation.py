@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from ludus.core.errors import LudusError, SamplerError, TrainingError
 from ludus.models.samplers.base import Completion, SamplingParams
-from ludus.services.model.engine import EngineThread, PromptScores, Token
+from ludus.services.model.engine import EngineThread, PromptScores, Token, tokens_of
 from ludus.services.model.requests import ApiError, CommonRequest
 from ludus.services.model.responses import Choice, ResponseBuilder, event
 from ludus.services.server.shares import Shares, client_of
@@ -142,8 +142,7 @@ class Generator:
             ),
         )
         if not number:
-            pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-            tokens = [Token(id, logprob, completion.policy_version, []) for id, logprob in pairs]
+            tokens = tokens_of(completion)
         return Choice(choice.prompt_ids, completion, tokens, scores)
 
     async def _stream(

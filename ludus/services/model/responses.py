@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ludus.core.versions import runs_of
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import Completion
 from ludus.services.model.engine import PromptScores, Token
@@ -49,6 +50,7 @@ class ResponseBuilder:
         self._model, self._body = model, body
         self._created = int(time.time())
         self._streams: list[TextStream] = []
+        self._versions: dict[int, int] = {}
         self._num_prompt = self._num_sampled = 0
         self.num_alternatives = num_alternatives
 
@@ -72,6 +74,8 @@ class ResponseBuilder:
     def event_of(self, index: int, item: Token | Completion) -> str:
         """The event for a token or for the end of a choice; empty if nothing can be sent yet."""
         stream = self._streams[index]
+        # Versions count up, so that of the first token is the oldest.
+        oldest = self._versions.setdefault(index, item.policy_version)
         if isinstance(item, Token):
             self._num_sampled += 1
             delta = stream.add(item)
@@ -79,10 +83,10 @@ class ResponseBuilder:
             (extra.get("logprobs") or {}).pop("text_offset", None)  # unknown for a single token
             if not delta and not extra:
                 return ""
-            return self._event(index, delta, None, item.policy_version, extra)
+            return self._event(index, delta, None, oldest, extra)
         delta = stream.end(item)
         reason = self._finish_reason(item, delta)
-        return self._event(index, delta, reason, item.policy_version, {})
+        return self._event(index, delta, reason, oldest, {})
 
     def last_events(self) -> str:
         usage = ""
@@ -119,6 +123,7 @@ class ResponseBuilder:
         fields: dict[str, Any] = {}
         if self._body.return_token_ids:
             fields["token_ids"] = [token.id for token in tokens]
+            fields["version_runs"] = runs_of(token.policy_version for token in tokens)
         logprobs = self._logprobs(tokens)
         return fields if logprobs is None else {**fields, "logprobs": logprobs}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 import threading
 import time
@@ -479,26 +480,53 @@ async def test_new_weights_clear_the_cache() -> None:
     assert second.logprobs == expected.logprobs
 
 
-async def test_new_weights_during_a_turn() -> None:
-    model = tiny()
-    engine = sampler(model)
+@pytest.mark.parametrize("path", ["fast", "static", "generic"])
+async def test_new_weights_during_a_turn(path: str) -> None:
+    """Each token has the version that sampled it, from keys and values of that version."""
+    model, prompt = tiny(), list(range(20))
+    engine = sampler(model, path=path, deterministic=False)
     engine.open("a")
-    params = SamplingParams(max_tokens=12, seed=1)
-    turn = asyncio.create_task(engine.sample([1, 2, 3], params, session="a"))
-    while engine.num_decode_tokens < 5:
-        await asyncio.sleep(0)
-    before = engine.num_decode_tokens
-    old = tiny()
-    nudge(model)
-    engine.clear_cache()
-    engine.policy_version += 1
+    engine.open("idle")
+    await engine.sample([*prompt, 50], SamplingParams(max_tokens=2), session="idle")
+    params, done = SamplingParams(max_tokens=30, seed=1), engine.num_decode_tokens
+    turn = asyncio.create_task(engine.sample(prompt, params, session="a"))
+    by_version, counts = [], []
+    for version, count in ((4, 6), (9, 15)):
+        while engine.num_decode_tokens - done < count:
+            await asyncio.sleep(0)
+        by_version.append(copy.deepcopy(model))
+        counts.append(engine.num_decode_tokens - done)
+        nudge(model)
+        engine.publish(version)
+        assert engine.num_blocks == 0  # no keys or values of older weights remain
+    engine.open("late")  # it begins like the others, but reads none of their old entries
+    late = await engine.sample([*prompt, 50], SamplingParams(max_tokens=3, seed=2), session="late")
     completion = await turn
-    assert completion.policy_version == 0  # the oldest that sampled
-    by_old = expected_logprobs(old, [1, 2, 3], completion, params)
-    by_new = expected_logprobs(model, [1, 2, 3], completion, params)
-    expected = by_old[:before] + by_new[before:]
+    first, second = counts[0], counts[1] - counts[0]
+    assert completion.version_runs == [(0, first), (4, second), (9, 30 - counts[1])]
+    assert completion.policy_version == 0
+    by = [expected_logprobs(m, prompt, completion, params) for m in (*by_version, model)]
+    expected = by[0][:first] + by[1][first : counts[1]] + by[2][counts[1] :]
     assert completion.logprobs == pytest.approx(expected, abs=1e-4)
-    assert by_old[before:] != pytest.approx(by_new[before:], abs=1e-3)
+    for at, older, newer in ((first, by[0], by[1]), (counts[1], by[1], by[2])):
+        assert older[at - 1 : at + 1] != pytest.approx(newer[at - 1 : at + 1], abs=1e-3)
+    assert (late.policy_version, late.version_runs) == (9, None)
+    expected = expected_logprobs(model, [*prompt, 50], late, SamplingParams(1))
+    assert late.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+async def test_versions_of_a_preempted_turn() -> None:
+    """Tokens that are computed again keep the version that sampled them."""
+    engine = sampler(tiny(), deterministic=False)
+    engine.open("a")
+    turn = asyncio.create_task(engine.sample([1, 2, 3], SamplingParams(max_tokens=6), session="a"))
+    for version in range(1, 4):
+        while engine.num_decode_tokens < 2 * version - 1:
+            await asyncio.sleep(0)
+        engine.publish(version)
+    done = await turn
+    assert [version for version, _ in done.runs] == [0, 1, 2, 3]
+    assert sum(count for _, count in done.runs) == 6
 
 
 # What cannot be served

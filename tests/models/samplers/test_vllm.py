@@ -6,6 +6,7 @@ One server serves the tests of this file, and is killed by the last of them but 
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import re
 import signal
@@ -38,7 +39,7 @@ from ludus.models.build import build_model
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.models.samplers.base import Completion, SamplingParams
-from ludus.models.samplers.vllm import VllmSampler
+from ludus.models.samplers.vllm import VllmSampler, _completion
 from ludus.models.samplers.vllm_server import VllmServer
 from ludus.models.samplers.weights import WEIGHTS, write_model
 from ludus.rollout.collect import Collector
@@ -241,9 +242,29 @@ async def test_two_steps_of_grpo(world: World) -> None:
     assert error_of(world, completion, SamplingParams(24)) < 1e-3
 
 
+def test_labels_of_tokens() -> None:
+    """vLLM labels ranges of tokens with versions; a token without a label is refused."""
+    choice: dict[str, Any] = {
+        "token_ids": [5, 6, 7],
+        "logprobs": {"content": [{"logprob": -1.0}] * 3},
+        "finish_reason": "stop",
+    }
+
+    def parsed(*spans: tuple[str, int, int]) -> Completion:
+        labels = [{"version": v, "start": a, "end": b} for v, a, b in spans]
+        return _completion({**choice, "weight_versions": labels or None})
+
+    assert parsed(("4", 0, 3)).version_runs is None
+    done = parsed(("4", 0, 1), ("5", 1, 3))
+    assert (done.policy_version, done.version_runs) == (4, [(4, 1), (5, 2)])
+    for wrong in ([], [("4", 0, 2)], [("4", 1, 3)], [("4", 0, 1), ("5", 2, 3)]):
+        with pytest.raises(LudusError, match="it must label each"):
+            parsed(*wrong)
+
+
 @needs_vllm
 async def test_weight_update_during_a_turn(world: World) -> None:
-    before = world.sampler.policy_version
+    before, old = world.sampler.policy_version, copy.deepcopy(world.model)
     turns = [
         asyncio.create_task(sample(world, SamplingParams(CONTEXT - 3, seed=n), f"s{n}"))
         for n in range(8)
@@ -258,10 +279,16 @@ async def test_weight_update_during_a_turn(world: World) -> None:
     after = await sample(world, SamplingParams(24, seed=8))
     assert after.policy_version == before + 1
     assert error_of(world, after, SamplingParams(24)) < 1e-3
-    # The end of a turn was sampled by the new weights, from their own keys and values.
-    expected = expected_logprobs(world.model, PROMPT, done[0], SamplingParams(1))
-    assert done[0].logprobs[-4:] == pytest.approx(expected[-4:], abs=1e-3)
-    assert done[0].logprobs[:4] != pytest.approx(expected[:4], abs=1e-3)
+    for turn in done:  # each token was sampled by its version, from keys and values of that version
+        (first, num_old), (second, num_new) = turn.runs
+        assert (first, second, num_old + num_new) == (before, before + 1, CONTEXT - 3)
+        by_old, by_new = (
+            expected_logprobs(model, PROMPT, turn, SamplingParams(1))
+            for model in (old, world.model)
+        )
+        assert turn.logprobs == pytest.approx(by_old[:num_old] + by_new[num_old:], abs=1e-3)
+        assert by_old[num_old] != pytest.approx(by_new[num_old], abs=1e-3)
+        assert by_old[num_old - 1] != pytest.approx(by_new[num_old - 1], abs=1e-3)
 
 
 @needs_vllm

@@ -30,6 +30,7 @@ from service_world import until
 
 from ludus.core.errors import ContextOverflow, SamplerError
 from ludus.core.types import Message
+from ludus.core.versions import runs_of
 from ludus.models.endpoint.client import Endpoint
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
@@ -84,6 +85,13 @@ def ids_of(chunks: Any) -> list[int]:
     return [id for ids in told for id in ids]
 
 
+def runs_in(chunks: Any) -> list[list[int]]:
+    """`version_runs` of a streamed choice, joined."""
+    told = [chunk.choices[0].model_extra for chunk in chunks if chunk.choices]
+    versions = [v for more in told for v, n in more.get("version_runs", []) for _ in range(n)]
+    return [list(run) for run in runs_of(versions)]
+
+
 # What it answers
 
 
@@ -130,6 +138,8 @@ def test_tokens_equal_the_engine(client: Any, wild: Policy) -> None:
     assert entries == choice.logprobs.content
     assert said(chunks) == choice.message.content
     assert {chunk.policy_version for chunk in chunks[:-1]} == {0}
+    assert choice.version_runs == [[0, len(expected.token_ids)]]
+    assert runs_in(chunks) == choice.version_runs
 
 
 def test_alternatives_equal_the_model(client: Any, wild: Policy) -> None:
@@ -515,8 +525,10 @@ def swap(url: str, **body: Any) -> httpx.Response:
     return httpx.post(f"{url}/admin/weights", json=body, headers=HEADERS, timeout=60)
 
 
-def _is_of_both(wild: Policy, taught: Path, prompt: list[int], ids: list[int]) -> None:
-    """The greedy turn begins with the old weights' tokens and ends with the new weights'."""
+def _is_of_both(
+    wild: Policy, taught: Path, prompt: list[int], ids: list[int], num_old: int
+) -> None:
+    """The first `num_old` tokens are the old weights' greedy tokens, the rest the new ones'."""
     agree = []
     for policy in (wild, load_policy(str(taught), "", ModelOverrides())):
         with torch.inference_mode():
@@ -524,9 +536,8 @@ def _is_of_both(wild: Policy, taught: Path, prompt: list[int], ids: list[int]) -
         agree.append((logits[:, : len(policy.tokenizer)].argmax(-1) == torch.tensor(ids)).tolist())
     old, new = agree
     assert len(ids) == 150
-    assert all(o or n for o, n in zip(old, new, strict=True))
-    assert old[0]
-    assert all(new[-5:])
+    assert all(old[:num_old] + new[num_old:])
+    assert 0 < num_old < 150
     assert not all(old)
     assert not all(new)
 
@@ -551,7 +562,10 @@ def test_weights_are_swapped_during_a_turn(folders: dict[str, Path], wild: Polic
         assert done.json() == {"checkpoint": str(folders["taught"]), "policy_version": 5}
         chunks += list(stream)
         assert {chunk.policy_version for chunk in chunks} == {0}  # that of the oldest token
-        _is_of_both(wild, folders["taught"], chunks[0].choices[0].prompt_token_ids, ids_of(chunks))
+        (_, num_old), (version, num_new) = runs_in(chunks)
+        assert (version, num_old + num_new) == (5, 150)
+        prompt = chunks[0].choices[0].prompt_token_ids
+        _is_of_both(wild, folders["taught"], prompt, ids_of(chunks), num_old)
         got = client.chat.completions.create(**ask)
         assert got.choices[0].message.content == ANSWERS[PLAIN].content
         assert got.policy_version == 5
