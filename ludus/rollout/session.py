@@ -309,8 +309,9 @@ def extend_rows(rows: list[TokenRow] | None, reply: Reply) -> list[TokenRow] | N
         complete, row = rows, TokenRow(token_ids=[], mask=[], logprobs=[])
     read = prompt[len(row.token_ids) :]
     runs = all_runs(reply.policy_version, reply.version_runs, len(ids))
-    earlier = row.policy_versions or [None] * len(row.token_ids)
-    versions = [*earlier, *[None] * len(read), *(expand(runs) or [None] * len(ids))]
+    versions = list(row.policy_versions or [None] * len(row.token_ids))
+    versions += [None] * len(read)
+    versions += expand(runs) or [None] * len(ids)
     extended = TokenRow(
         token_ids=row.token_ids + read + ids,
         mask=row.mask + [0] * len(read) + [1] * len(ids),
