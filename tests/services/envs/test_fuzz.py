@@ -41,12 +41,11 @@ class Existing:
 
     def job(self) -> str:
         """A running job, whose model does not answer."""
-        if not self._jobs():
+        if not self._job_ids():
             request = self.rollouts("hangs")
             threading.Thread(target=self._post, args=("/rollouts", request), daemon=True).start()
-            until(self._jobs)
-        id: str = self._jobs()[0]["job"]
-        return id
+            until(self._job_ids)
+        return next(iter(self._job_ids()), "ended since")
 
     def body(self, path: str) -> Any:
         """A valid body of a route; None if it needs none."""
@@ -80,9 +79,8 @@ class Existing:
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         return self._client.post(path, json=body).raise_for_status().json()
 
-    def _jobs(self) -> list[Any]:
-        jobs: list[Any] = self._client.get("/rollouts").json()
-        return jobs
+    def _job_ids(self) -> list[str]:
+        return [job["job"] for job in self._client.get("/rollouts").json()]
 
 
 @pytest.fixture(scope="module")
