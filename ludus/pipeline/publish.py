@@ -164,7 +164,7 @@ def model_card(
     parts = [
         f"---\nlicense: {licence}\n{head}---\n{body.rstrip()}\n",
         f"## Training\n\nRun `{folder.id}`, checkpoint `{info.path.name}`{measured}.\n\n"
-        + _training(config),
+        + _training(config, info),
         "## Data and environment\n\n" + _data(config),
         "## Held-out results\n\n" + _results(read_evaluations(folder)),
         f"## Configuration\n\n```yaml\n{_settings(config)}```\n",
@@ -173,18 +173,24 @@ def model_card(
     return "\n".join(parts)
 
 
-def _training(config: RunConfig) -> str:
+def _training(config: RunConfig, info: CheckpointInfo) -> str:
+    """The stages up to the checkpoint, and their steps until then."""
     lines = []
     if config.sft:
+        steps = info.step if info.stage == "sft" else config.sft.steps
         episodes = config.sft.episodes_per_step
-        lines.append(f"- SFT: {config.sft.steps} steps of {episodes} conversations")
-    if config.rl:
+        lines.append(f"- SFT: {_steps(steps, config.sft.steps)} of {episodes} conversations")
+    if config.rl and info.stage == "rl":
         rl = config.rl
         lines.append(
-            f"- RL: {rl.algorithm.name}, {rl.steps} steps of {rl.groups_per_step} tasks with "
-            f"{rl.group_size} episodes each"
+            f"- RL: {rl.algorithm.name}, {_steps(info.step, rl.steps)} of {rl.groups_per_step} "
+            f"tasks with {rl.group_size} episodes each"
         )
     return "\n".join(lines) + "\n"
+
+
+def _steps(done: int, planned: int) -> str:
+    return f"{done} steps" if done == planned else f"{done} steps (of {planned} planned)"
 
 
 def _data(config: RunConfig) -> str:

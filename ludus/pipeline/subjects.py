@@ -134,7 +134,7 @@ def evaluate_subjects(
         if not runs:
             raise ConfigError(
                 f"{subjects[0].name} is no run, so nothing names the held-out tasks and their "
-                "environment: give a recipe that does, e.g. --recipe recipes/babyai-tiny.yaml"
+                "environment: give a recipe that does, e.g. --recipe babyai-tiny"
             )
         origin = runs[0].folder
         recipe = load_config(origin.config)
@@ -149,13 +149,16 @@ def evaluate_subjects(
     same_run = len(runs) == len(subjects) and len({run.folder.id for run in runs}) == 1
     console = Console()
     results: list[Evaluation] = []
-    for subject in subjects:
+    same = len(subjects) == 2 and subjects[0] == subjects[1]
+    for subject in subjects[:1] if same else subjects:
         result = _evaluate(subject, config, splits)
         label = runs[len(results)].info.path.name if same_run else subject.name
         results.append(result.model_copy(update={"label": label}))
         console.print(render_evaluation(results[-1]))
     if len(results) == 2:
         console.print(render_comparison(compare(*results)))
+    if same:
+        console.print(f"{subjects[0].name} is both models: nothing to compare", markup=False)
     return results
 
 

@@ -27,7 +27,7 @@ from typing import Any, Literal, cast, get_args
 from ludus.core.errors import ConfigError, MissingDependency, StoreError, did_you_mean
 from ludus.core.files import atomic_file
 from ludus.core.types import Message, Segment, Status, Trajectory
-from ludus.store.rows import Record
+from ludus.store.rows import Record, TrajectoryRow
 from ludus.store.store import RunStore
 
 Format = Literal["jsonl", "parquet"]
@@ -35,6 +35,7 @@ What = Literal["trajectories", "steps", "sft"]
 Decode = Callable[[list[int]], str]
 
 _ROW_GROUP = 500
+_HELD_OUT = "held-out evaluation"
 _SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 
 
@@ -87,6 +88,12 @@ def export(
         chosen = (row for row in recorded if step is None or row.step == step)
         rows = ({**asdict(row), "started": row.started.isoformat()} for row in chosen)
     else:
+        if min_score is not None:
+            for row in store.trajectories(run_id, stage, step, status=status):
+                if row.reward is None or not row.reward >= min_score:  # NaN too
+                    left_out = what == "sft" and stage is None and _heldout(row)
+                    low = f"reward below {min_score:g}, or none"
+                    skipped[_HELD_OUT if left_out else low] += 1
         records = store.records(run_id, stage, step, status=status, min_reward=min_score)
         if what == "sft":
             rows = _sft(records, decode, skipped, heldout=stage is not None)
@@ -134,6 +141,10 @@ def _check_stage(store: RunStore, run_id: str, stage: str) -> None:
         )
 
 
+def _heldout(row: TrajectoryRow) -> bool:
+    return row.stage.startswith("evaluate/")
+
+
 def _trajectory(record: Record, decode: Decode | None) -> dict[str, Any]:
     return {
         **asdict(record.row),
@@ -171,8 +182,8 @@ def _sft(
     """
     seen: set[bytes] = set()
     for record in records:
-        if record.row.stage.startswith("evaluate/") and not heldout:
-            skipped["held-out evaluation"] += 1
+        if _heldout(record.row) and not heldout:
+            skipped[_HELD_OUT] += 1
             continue
         trajectory = record.trajectory
         messages = _conversation(trajectory, decode)

@@ -57,7 +57,7 @@ def render_runs(store: RunStore) -> RenderableType:
             Text(run.status.value, _STATUS_STYLES[run.status]),
             _moment(run.created),
             _took(run),
-            ", ".join(f"{stage} {step}" for stage, step in run.stages.items()),
+            ", ".join(_progress(stage, step) for stage, step in run.stages.items()),
             (run.error or "").partition("\n")[0],
         )
         for run in runs
@@ -123,10 +123,12 @@ def render_trajectory(
         "error": row.error,
         "dropped": row.dropped,
     }
-    legend = "lines that begin with + were sampled by the policy: only they have loss"
+    taught = any(map(_taught, trajectory.segments))
+    origin = "demonstrated" if taught else "sampled by the policy"
+    legend = f"lines that begin with + were {origin}: only they have loss"
     if row.dropped is not None or not row.status.trainable:
         reason = _clean(row.dropped or f"status {row.status.value}")
-        legend = f"lines that begin with + were sampled by the policy; none has loss ({reason})"
+        legend = f"lines that begin with + were {origin}; none has loss ({reason})"
     return Group(_facts(facts), Text(legend, "dim"), *_turns(trajectory, decode))
 
 
@@ -176,10 +178,10 @@ def _heading(index: int, segment: Segment, turn: int, decode: Decode | None) -> 
     facts = [_count(len(segment.token_ids), "token")]
     if segment.sampled:
         title.append(f", turn {turn}")
-        facts = [f"sampled {facts[0]}"]
+        facts = [f"{'demonstrated' if _taught(segment) else 'sampled'} {facts[0]}"]
         if segment.runs:
             facts.append(f"policy {spell_runs(segment.runs)}")
-    if segment.logprobs:
+    if segment.logprobs and not _taught(segment):
         least = min(range(len(segment.logprobs)), key=segment.logprobs.__getitem__)
         mean = sum(segment.logprobs) / len(segment.logprobs)
         token = segment.token_ids[least]
@@ -190,6 +192,11 @@ def _heading(index: int, segment: Segment, turn: int, decode: Decode | None) -> 
     if segment.metrics:
         facts.append(_numbers(segment.metrics))
     return title.append(f": {', '.join(facts)}", "not bold dim")
+
+
+def _taught(segment: Segment) -> bool:
+    """Whether the turn is a demonstration's: it has a loss, but no policy sampled it."""
+    return segment.sampled and segment.policy_version is None and not any(segment.logprobs or ())
 
 
 def _body(segment: Segment, decode: Decode | None) -> str:
@@ -249,8 +256,9 @@ def _trajectories(rows: list[TrajectoryRow]) -> Table:
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for index, column in enumerate(columns):
+        # The first column names its row: in one piece, to be copied into a command.
+        table.add_column(column, overflow="fold", no_wrap=not index)
     for row in rows:
         table.add_row(*(_plain(cell) if isinstance(cell, str) else cell for cell in row))
     return table
@@ -293,6 +301,13 @@ def _numbers(values: Mapping[str, float]) -> str:
 
 def _moment(moment: datetime) -> str:
     return f"{moment.astimezone():%Y-%m-%d %H:%M:%S}"
+
+
+def _progress(stage: str, last: int) -> str:
+    """The number of a stage's steps, which count from 0; of evaluations the last one's RL step."""
+    if stage.startswith("evaluate/"):
+        return f"{stage} {last}" if last else stage
+    return f"{stage} {last + 1}"
 
 
 def _took(run: RunRow) -> str:

@@ -138,7 +138,8 @@ def test_steps(filled: RunStore, tmp_path: Path) -> None:
 def test_sft_data_filtered_by_score(filled: RunStore, tmp_path: Path) -> None:
     path = tmp_path / "sft.jsonl"
     done = export(filled, "run-1", path, what="sft", min_score=0.5, decode=lambda ids: f"<{ids}>")
-    assert (done.num_rows, done.skipped) == (1, {"duplicate conversation": 3})
+    low = "reward below 0.5, or none"
+    assert (done.num_rows, done.skipped) == (1, {low: 8, "duplicate conversation": 3})
     for row in lines(path):
         assert row.keys() == {"messages", "reward", "task_id"}
         assert row["reward"] >= 0.5
@@ -166,7 +167,7 @@ def test_sft_data_has_no_held_out_tasks_and_no_duplicates(filled: RunStore, tmp_
         ("sft", [said("c", "same")]),
         ("rl", [said("d", "same"), said("e", "new"), said("f", "low", 0.0)]),
         ("rl/left", [said("g", "left")]),
-        ("evaluate/after", [said("h", "held out")]),
+        ("evaluate/after", [said("h", "held out"), said("i", "lost", 0.0)]),
     ):
         filled.record_step("run-1", stage, 7, groups, {})
 
@@ -178,14 +179,14 @@ def test_sft_data_has_no_held_out_tasks_and_no_duplicates(filled: RunStore, tmp_
 
     assert texts() == (
         ["same", "new", "left"],
-        {"held-out evaluation": 3, "duplicate conversation": 1},
+        {"reward below 1, or none": 1, "held-out evaluation": 4, "duplicate conversation": 1},
     )
     assert texts(stage="evaluate/before") == (["held out", "same"], {})
-    assert texts(stage="rl") == (["same", "new"], {})
+    assert texts(stage="rl") == (["same", "new"], {"reward below 1, or none": 1})
     with pytest.raises(ConfigError, match=r"no stage 'evaluate/befor' .*did you mean evaluate/bef"):
         texts(stage="evaluate/befor")
     done = export(filled, "run-1", tmp_path / "all.jsonl", step=7)
-    assert done.num_rows == 8
+    assert done.num_rows == 9
 
 
 def test_the_format_follows_the_suffix(filled: RunStore, tmp_path: Path) -> None:

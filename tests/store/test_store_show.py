@@ -135,7 +135,24 @@ def test_a_run_at_a_glance(local: RunStore) -> None:
     assert "s0-g1-1 rl 0 task-s0-g1 completed 0.5 4" in shown
     runs = " ".join(text_of(render_runs(local), width=140).split())
     assert "run-1 interrupted" in runs
-    assert "sft 1, rl 0" in runs
+    assert "sft 2, rl 1" in runs, "numbers of steps, not the last one's, which counts from 0"
+
+
+def test_a_trajectory_id_is_in_one_piece_on_a_narrow_screen(local: RunStore) -> None:
+    id = "evaluate/after-000000/g0019/e000"
+    trajectory = Trajectory(id, "g", "a-task-12345", [Segment(-1, [1], None)], reward=1.0)
+    group = Group("g", Task(id="a-task-12345"), [trajectory])
+    local.record_step("run-1", "evaluate/after", 0, [group], {})
+    assert id in text_of(render_run(local, "run-1"), width=80)
+
+
+def test_a_demonstration_is_not_shown_as_sampled(local: RunStore) -> None:
+    segments = [Segment(-1, [1], None), Segment(0, [2, 3], [0.0, 0.0])]
+    group = Group("g", Task(id="x"), [Trajectory("t", "g", "x", segments, reward=1.0)])
+    local.record_step("run-1", "sft", 0, [group], {})
+    shown = text_of(render_trajectory(local, "run-1", "t"))
+    assert "lines that begin with + were demonstrated: only they have loss" in shown
+    assert "[1] assistant, turn 1: demonstrated 2 tokens\n" in shown
 
 
 def test_an_empty_store_says_what_to_do(tmp_path: Path) -> None:

@@ -36,6 +36,9 @@ log = get_logger(__name__)
 OPEN_PATHS = ("/health",)
 """Paths without a token: a load balancer has none."""
 
+NO_JSON_TYPE = "send it with the header Content-Type: application/json"
+"""A browser sends that type to another site only with its leave, so no page can make a call."""
+
 BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0)
 
 
@@ -160,7 +163,10 @@ def _add_error_handlers(app: FastAPI, errors: type[ServiceError]) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
-        return await on_service_error(request, errors.from_validation(error.errors()))
+        problems = error.errors()
+        if problems and problems[0]["loc"] == ("body",) and not _says_json(request):
+            return await on_service_error(request, errors.invalid("", NO_JSON_TYPE))
+        return await on_service_error(request, errors.from_validation(problems))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
@@ -171,6 +177,11 @@ def _add_error_handlers(app: FastAPI, errors: type[ServiceError]) -> None:
     async def on_crash(request: Request, error: Exception) -> Response:
         log.error("request failed", path=request.url.path, error=f"{type(error).__name__}: {error}")
         return await on_service_error(request, ServiceError.internal())
+
+
+def _says_json(request: Request) -> bool:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return kind == "application/json" or kind.endswith("+json")
 
 
 def owner_of(scope: Scope) -> str:

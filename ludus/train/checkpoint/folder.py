@@ -15,7 +15,7 @@ from ludus.core.files import atomic_folder
 
 @contextmanager
 def checkpoint_folder(target: Path, num_bytes: int) -> Iterator[Path]:
-    """`atomic_folder` for a checkpoint.
+    """`atomic_folder` for a checkpoint; whoever may read the folder may read its files.
 
     Args:
         target: the checkpoint's folder.
@@ -26,6 +26,9 @@ def checkpoint_folder(target: Path, num_bytes: int) -> Iterator[Path]:
     try:
         with atomic_folder(target) as folder:
             yield folder
+            for file in filter(Path.is_file, folder.iterdir()):
+                # safetensors makes files that only their owner may read
+                file.chmod(folder.stat().st_mode & 0o666)
     except (OSError, SafetensorError) as error:
         existing = next(path for path in target.absolute().parents if path.exists())
         raise CheckpointError(

@@ -129,6 +129,16 @@ def test_invalid_json_is_refused(client: httpx.Client, body: bytes) -> None:
     assert answer.json()["error"]["type"] in ("invalid_json", "invalid")
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", ""])
+def test_a_body_of_another_type_is_refused_with_the_header_to_send(
+    client: httpx.Client, kind: str
+) -> None:
+    body = b'{"env": "echo"}'  # what `curl -d` sends without -H
+    answer = client.post("/sessions", content=body, headers={"content-type": kind} if kind else {})
+    assert answer.status_code == 422
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
 def test_body_without_content_length_is_limited(client: httpx.Client) -> None:
     def parts() -> Any:
         for _ in range(20):

@@ -416,6 +416,12 @@ def test_model_service_refuses_invalid_json(url: str, content: bytes, status: in
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_body_without_its_type_is_refused_with_the_header_to_send(url: str) -> None:
+    answer = httpx.post(f"{url}/v1/chat/completions", content=b"{}", timeout=60)
+    assert answer.status_code == 400
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
 def test_client_tokens_are_required(folders: dict[str, Path]) -> None:
     token = "a-clients-own-token"
     with served(folders["wild"], tokens=(token, ADMIN), admin_token=ADMIN) as address:

@@ -303,3 +303,11 @@ def test_the_training_model_is_left_as_it_was(
         assert model.training
         assert [parameter.requires_grad for parameter in model.parameters()] == gradients
         assert model.generation_config.to_dict() == generation
+
+
+def test_whoever_may_read_the_folder_may_read_the_weights(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    folder = export_hf(qwen3(), tokenizer, tmp_path / "hf")
+    modes = {file.name: file.stat().st_mode & 0o777 for file in folder.iterdir()}
+    assert set(modes.values()) == {folder.stat().st_mode & 0o666}, modes
