@@ -196,6 +196,21 @@ def explain(
     return list(lines)
 
 
+def option_faults(
+    error: ValidationError, model: type[BaseModel], names: Mapping[str, str] | None = None
+) -> str:
+    """Returns the faults of values that a command's options gave, in one line.
+
+    `names` maps a field to its option; by default `max_round` is `--max-round`.
+    """
+    lines = []
+    for path, line in explain(error, model, noun="an option"):
+        field = dotted(path)
+        option = (names or {}).get(field, "--" + field.replace("_", "-"))
+        lines.append(line.replace(field, option, 1).removesuffix(": text"))
+    return "; ".join(lines)
+
+
 def _real_path(item: ErrorDetails, model: type[BaseModel]) -> PathKey:
     """The error's path without pydantic's tags for the branches of a union."""
     path: list[str | int] = []

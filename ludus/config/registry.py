@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -136,7 +137,10 @@ class Registry(Generic[T]):
         return {key: getattr(parsed, key) for key in parsed.model_fields_set}
 
     def build(self, spec: Spec | str, where: str = "", **context: Any) -> T:
-        """Build the plug-in. It receives the entries of `context` that its signature names."""
+        """Build the plug-in. It receives the entries of `context` that its signature names.
+
+        Errors: ConfigError for wrong arguments, and where a class from outside of ludus raises.
+        """
         spec = Spec(name=spec) if isinstance(spec, str) else spec
         args = self.check(spec, where)
         target = self.load(spec.name)
@@ -148,6 +152,13 @@ class Registry(Generic[T]):
             if not where or _PLACE.match(str(error)):
                 raise
             raise ConfigError(f"{_argument(where, args, str(error))}: {error}") from error
+        except (LudusError, BdbQuit):
+            raise
+        except Exception as error:
+            if target.__module__.partition(".")[0] == "ludus":  # keep the traceback of our fault
+                raise
+            place = where or self.kind
+            raise ConfigError(f"{place}: {spec.name!r} cannot be built: {told(error)}") from error
 
 
 _PLACE = re.compile(r"[a-z_]+\.\w+|[a-z_.]+: ")

@@ -130,8 +130,8 @@ def generate_dataset(request: GenerationRequest, folder: Path, log: Log = lambda
     """
     if request.source != "expert" and request.model is None:
         raise ConfigError(f"--source {request.source} needs --model and --base-url")
-    for spec in request.envs:
-        ENVS.check(spec, "env")
+    for spec in request.envs:  # refuse wrong arguments before the first episode
+        ENVS.build(request.spec(spec), "env")
     if request.source != "model":
         require_pool()
     tasks = {spec.name: request.tasks(spec) for spec in map(request.spec, request.envs)}

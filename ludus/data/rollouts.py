@@ -11,12 +11,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ludus.config.messages import dotted, explain
+from ludus.config.messages import option_faults
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.files import atomic_write
 from ludus.core.signals import run
 from ludus.core.types import Spec
-from ludus.envs import ENVS
 from ludus.rollout.host import LocalEnvs
 from ludus.rollout.jobs import EpisodeRecord, RolloutJob
 from ludus.rollout.requests import RolloutAnswer, RolloutRequest, agentgym_spec, answer_of, tasks_of
@@ -33,12 +32,7 @@ def request(**options: object) -> RolloutRequest:
     try:
         return RolloutRequest.model_validate(fields)
     except ValidationError as error:
-        lines = [
-            "--"
-            + line.replace(dotted(path), dotted(path).replace("_", "-"), 1).removesuffix(": text")
-            for path, line in explain(error, RolloutRequest, noun="an option")
-        ]
-        raise ConfigError("; ".join(lines)) from None
+        raise ConfigError(option_faults(error, RolloutRequest)) from None
 
 
 def rollout(
@@ -80,9 +74,9 @@ async def _play(
     on_start: Callable[[Callable[[], object]], object],
 ) -> RolloutJob:
     """Play the job. `on_start` receives a function that ends it early, for signal handlers."""
+    envs = LocalEnvs(agentgym_spec(env, request.tier))
+    _ = envs.prototype  # refuse wrong arguments before the first episode
     tasks = list(tasks_of(env, request.ids, request.tier))
-    spec = agentgym_spec(env, request.tier)
-    ENVS.check(spec, "env")
     num_done = 0
 
     def report(episode: EpisodeRecord) -> None:
@@ -93,7 +87,7 @@ async def _play(
         say(f"{num_done}/{len(tasks)} {episode.id} {episode.status.value}, {reward}{error}")
 
     async with request.endpoint() as endpoint:
-        job = request.job(endpoint, LocalEnvs(spec), tasks, report)
+        job = request.job(endpoint, envs, tasks, report)
         loop = asyncio.get_running_loop()
         on_start(lambda: loop.call_soon_threadsafe(job.stop))
         await job.run()

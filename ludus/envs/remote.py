@@ -23,7 +23,7 @@ from pydantic import Field
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
-from ludus.core.errors import EnvError, EpisodeTimeout, ToolError, Unscorable
+from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout, ToolError, Unscorable
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
 from ludus.envs.base import Env, NoExpert
 
@@ -67,7 +67,7 @@ class RemoteEnv(Env):
         ] = 25.0,
     ) -> None:
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url: {url!r} does not start with http:// or https://")
+            raise ConfigError(f"{url!r} does not start with http:// or https://")
         self.url, self.patience_s = url.rstrip("/"), patience_s
         self._name = env
         self._socket: ClientConnection | None = None

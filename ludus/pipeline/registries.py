@@ -13,7 +13,7 @@ from ludus.backends import BACKENDS
 from ludus.config.load import check_specs, specs_at
 from ludus.config.registry import Registry
 from ludus.config.schema import EvaluateConfig, RunConfig
-from ludus.core.errors import ConfigError, LudusError, did_you_mean
+from ludus.core.errors import ConfigError, did_you_mean
 from ludus.data.demonstrations import require_pool
 from ludus.envs import ENVS
 from ludus.judges import JUDGES
@@ -44,7 +44,7 @@ OUTCOMES = {"rollout/reward", "rollout/success", "rollout/groups_with_signal", "
 def check(config: RunConfig) -> None:
     """Refuse unknown plug-ins, wrong arguments, absent packages, and settings without effect.
 
-    Builds the environment once, because it may refuse values that fit its signature.
+    Builds environment and judge once, because they may refuse values that fit their signatures.
     """
     check_specs(config, REGISTRIES)
     if config.demonstrations is not None:
@@ -56,14 +56,16 @@ def check(config: RunConfig) -> None:
     if config.env is not None:
         try:
             parts = ENVS.build(config.env, "env").members()
-            _check_parts(config, parts)
-        except LudusError:
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"env: {config.env.name!r} cannot be built: {reason}") from error
+        except AttributeError as error:
+            raise ConfigError(
+                f"env: {config.env.name!r} is not an environment: derive the class from "
+                "ludus.envs.base.Env"
+            ) from error
+        _check_parts(config, parts)
     else:
         parts = {}
+    if config.judge is not None:
+        JUDGES.build(config.judge, "judge")
     faults += _unknown_metric(config, parts)
     if faults:
         raise ConfigError("\n".join(faults))
@@ -86,13 +88,16 @@ def plugin_files(config: RunConfig) -> dict[str, str]:
     return digests
 
 
-def check_samples(settings: EvaluateConfig) -> None:
-    """Refuse several samples of a greedy policy. Errors: ConfigError."""
+def equal_samples(
+    settings: EvaluateConfig,
+    samples: str = "evaluate.samples_per_task",
+    temperature: str = "evaluate.temperature",
+) -> Iterator[str]:
+    """Yields a message for several samples of a greedy policy, with the names of the settings."""
     if settings.samples_per_task > 1 and settings.temperature == 0:
-        raise ConfigError(
-            f"evaluate.samples_per_task: {settings.samples_per_task} episodes of each task are "
-            "equal at evaluate.temperature 0 (greedy): set a temperature above 0 (--temperature "
-            "1), or 1 sample"
+        yield (
+            f"{samples}: {settings.samples_per_task} episodes of each task are equal at "
+            f"{temperature} 0 (greedy): set a temperature above 0, or 1 sample"
         )
 
 
@@ -107,10 +112,7 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
             "sft, rl: both are null, so nothing is trained: set one of them. `ludus evaluate` "
             "evaluates a model, `ludus generate-data` writes an expert's episodes"
         )
-    try:
-        check_samples(evaluate)
-    except ConfigError as error:
-        yield str(error)
+    yield from equal_samples(evaluate)
     if config.sft and config.sft.data and config.demonstrations:
         yield (
             "demonstrations: sft.data replaces them, so they would be generated for nothing: set "

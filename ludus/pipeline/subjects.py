@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Console
 
 from ludus.config.load import load_config
-from ludus.config.schema import ModelConfig, RunConfig
+from ludus.config.messages import option_faults
+from ludus.config.schema import EvaluateConfig, ModelConfig, RunConfig
 from ludus.core.errors import ConfigError, LudusError, SamplerError
 from ludus.core.signals import run as run_async
 from ludus.core.types import Message
@@ -31,13 +33,20 @@ from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.models.samplers.base import SamplingParams
 from ludus.pipeline.build import build, make_collector
 from ludus.pipeline.evaluate import evaluate, play_heldout
-from ludus.pipeline.registries import check_samples
+from ludus.pipeline.registries import equal_samples
 from ludus.store.folders import RunFolder
 from ludus.train.checkpoint.policy import find_checkpoint, find_run_checkpoint, run_tokenizer
 from ludus.train.checkpoint.store import CheckpointInfo
 
 API_KEY = "LUDUS_API_KEY"
 """Environment variable with the key of the endpoints."""
+
+OPTIONS = {
+    "num_tasks": "--num-tasks",
+    "samples_per_task": "--samples",
+    "temperature": "--temperature",
+}
+"""The options of `ludus evaluate`, by the key of `evaluate` that each of them sets."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -138,10 +147,9 @@ def evaluate_subjects(
             )
         origin = runs[0].folder
         recipe = load_config(origin.config)
-    changes = {"num_tasks": num_tasks, "samples_per_task": samples, "temperature": temperature}
-    settings = {**recipe.evaluate.model_dump(), **changes}
+    options = {"num_tasks": num_tasks, "samples_per_task": samples, "temperature": temperature}
+    settings = _with_options(recipe.evaluate, options).model_dump()
     config = _derived(recipe, evaluate=settings, sft=None, rl=None, demonstrations=None)
-    check_samples(config.evaluate)
     splits = read_splits(config, origin)
     if not splits.heldout:
         where = f"run {origin.id}" if origin else "the recipe"
@@ -160,6 +168,17 @@ def evaluate_subjects(
     if same:
         console.print(f"{subjects[0].name} is both models: nothing to compare", markup=False)
     return results
+
+
+def _with_options(settings: EvaluateConfig, options: Mapping[str, Any]) -> EvaluateConfig:
+    """Returns the settings with the command's options. Errors: ConfigError names the option."""
+    try:
+        changed = EvaluateConfig(**{**settings.model_dump(), **options})
+    except ValidationError as error:
+        raise ConfigError(option_faults(error, EvaluateConfig, OPTIONS)) from None
+    if faults := list(equal_samples(changed, OPTIONS["samples_per_task"], OPTIONS["temperature"])):
+        raise ConfigError(faults[0])
+    return changed
 
 
 def _evaluate(subject: Subject, config: RunConfig, splits: Splits) -> Evaluation:

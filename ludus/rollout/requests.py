@@ -131,6 +131,8 @@ def agentgym_spec(spec: Spec, tier: str | None) -> Spec:
 def tasks_of(spec: Spec, ids: Sequence[int | str], tier: str | None) -> Iterator[Task]:
     """The task of each id. Errors: ConfigError for an id that the environment does not have."""
     env_class: Any = ENVS.load(spec.name)
+    if not hasattr(env_class, "task"):
+        raise ConfigError(f"{spec.name} does not make tasks from seeds")
     for id in ids:
         if isinstance(id, str) and tier is not None:
             raise ConfigError(f"{id!r:.80}: AgentGym's items have no tier; leave `tier` out")

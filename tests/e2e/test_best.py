@@ -136,5 +136,5 @@ def test_a_setting_without_effect_is_refused(
 
 def test_evaluate_refuses_several_greedy_samples(reference: Ludus) -> None:
     reference("evaluate", "tiny-1", "--samples", "3").refused(
-        2, "3 episodes of each task are equal", "--temperature 1"
+        2, "--samples: 3 episodes of each task are equal at --temperature 0"
     )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from ludus.core.errors import EnvError, EpisodeTimeout
+from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout
 from ludus.core.modules import require
 from ludus.core.types import Message, Spec, Task, ToolCall
 from ludus.envs import ENVS
@@ -85,8 +85,8 @@ async def check_env(
     The environment conforms if no finding has severity `error`. `timeout_s` limits each call. The
     checks watch this process's `sys.stdout` and random states: run nothing else in the process.
 
-    Errors: ConfigError for an unknown name or argument; MissingDependency. Errors of the
-    environment are findings.
+    Errors: ConfigError for an unknown name, a wrong argument, or a constructor that raises;
+    MissingDependency. Other errors of the environment are findings.
     """
     subject = _subject(env, timeout_s)
     if subject.spec is not None:
@@ -96,6 +96,8 @@ async def check_env(
     player = Player(subject.make, timeout_s, subject.error)
     try:
         with contextlib.redirect_stdout(printed):
+            if subject.spec is not None:
+                ENVS.build(subject.spec, "env")  # refuses wrong arguments once, not in each check
             for name, check in CHECKS.items() if subject.tasks else ():
                 await _guarded(name, check, subject, player)
     except EpisodeTimeout as error:
@@ -117,6 +119,10 @@ def _subject(env: Spec | str | type[Env], timeout_s: float) -> _Subject:
         return _Subject(None, env, env, timeout_s)
     spec = Spec(name=env) if isinstance(env, str) else env
     args, target = ENVS.check(spec), ENVS.load(spec.name)
+    if isinstance(target, type) and not issubclass(target, Env):
+        raise ConfigError(
+            f"{spec.name!r} is not an environment: derive the class from ludus.envs.base.Env"
+        )
     return _Subject(spec, target, partial(target, **args), timeout_s)
 
 
@@ -130,7 +136,13 @@ def _own_tasks(subject: _Subject, num_tasks: int) -> list[Task]:
             [env_class.task(tier, seed) for seed, tier in enumerate(chosen)] for _ in range(2)
         )
     except NotImplementedError:
-        subject.error(name, "it makes no tasks from seeds: give check_env some tasks")
+        own = env_class.__name__
+        subject.error(
+            name,
+            f"{own} has no classmethod `task(tier, seed)`, which returns a Task: write it, or "
+            f"check the environment on tasks of yours in Python: await check_env({own}, "
+            "tasks=[...])",
+        )
         return []
     except Exception as error:
         subject.error(name, f"tiers or task raised {type(error).__name__}: {error}")

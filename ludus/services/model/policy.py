@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from transformers import AutoConfig
 
 from ludus.config.load import load_config
-from ludus.config.messages import dotted, explain
+from ludus.config.messages import option_faults
 from ludus.config.schema import ModelConfig
 from ludus.core.errors import CheckpointError, ConfigError
 from ludus.models.build import build_model, merge_lora
@@ -120,11 +120,7 @@ def _with_overrides(config: ModelConfig, overrides: ModelOverrides) -> ModelConf
     try:
         return ModelConfig(**{**config.model_dump(), **given})
     except ValidationError as error:
-        lines = [
-            "--" + line.replace(dotted(path), dotted(path).replace("_", "-"), 1)
-            for path, line in explain(error, ModelConfig, noun="an option")
-        ]
-        raise ConfigError("; ".join(lines)) from None
+        raise ConfigError(option_faults(error, ModelConfig)) from None
 
 
 def fitting_weights(served: Policy, offered: Policy) -> dict[str, torch.Tensor]:

@@ -86,7 +86,7 @@ async def test_an_environment_without_tasks_of_its_own_is_given_some() -> None:
         def task(cls, tier: str | None, seed: int) -> Task:
             raise NotImplementedError
 
-    assert "give check_env some tasks" in str((await check_env(Bare))[0])
+    assert "Bare has no classmethod `task(tier, seed)`" in str((await check_env(Bare))[0])
     assert await check_env(Bare, tasks=[Task(id="a", data={"seed": 4})]) == []
 
 

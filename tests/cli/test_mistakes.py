@@ -1,0 +1,127 @@
+"""Mistakes in a command are refused before any episode, in one line that names the argument."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from chat_server import ChatServer, text
+
+from ludus.cli import main
+
+OWN = """
+from ludus.envs.base import Env
+
+class NoTask(Env):
+    async def reset(self, task): ...
+    async def step(self, action): ...
+
+class Refuses(NoTask):
+    def __init__(self, size: int = 3):
+        raise ValueError("the size must be even")
+
+class NoEnv:
+    pass
+
+class Strict:
+    def __init__(self, size: int = 3):
+        raise ValueError("the size must be even")
+"""
+
+URL = "http://127.0.0.1:1/v1"
+MODEL = ["--model", "m", "--base-url", URL]
+
+
+def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
+    """Returns what the command prints to stderr."""
+    monkeypatch.setattr(sys, "argv", ["ludus", *argv])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["rollout", "babyai", "level=Nope", *MODEL], "env.args.level: 'Nope' is not a BabyAI"),
+        (["check-env", "babyai", "level=Nope"], "env.args.level: 'Nope' is not a BabyAI"),
+        (
+            ["generate-data", "d", "babyai", "level=Nope", *MODEL, "--source", "model"],
+            "env.args.level: 'Nope' is not a BabyAI",
+        ),
+        (["rollout", "own.py:Refuses", *MODEL], "env: 'own.py:Refuses' cannot be built: ValueEr"),
+        (["check-env", "own.py:Refuses"], "env: 'own.py:Refuses' cannot be built: ValueError: the"),
+        (["serve", "env", "own.py:Refuses"], "env: 'own.py:Refuses' cannot be built: ValueError"),
+        (["generate-data", "d", "own.py:Refuses"], "env: 'own.py:Refuses' cannot be built: Value"),
+        (
+            ["debug", "textcraft-tiny", "judge=own.py:Strict"],
+            "judge: 'own.py:Strict' cannot be built: ValueError: the size must be even [own.py, li",
+        ),
+        (["rollout", "remote", "url=here", *MODEL], "env.args.url: 'here' does not start with"),
+        (["check-env", "own.py:NoEnv"], "'own.py:NoEnv' is not an environment: derive the class"),
+        (["rollout", "own.py:NoEnv", *MODEL], "own.py:NoEnv does not make tasks from seeds"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_environment_is_refused_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argv: list[str],
+    told: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN)
+    err = refused(capsys, monkeypatch, *argv)
+    assert told in err
+    assert err.startswith("ludus: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_no_episode_is_begun_with_a_wrong_argument(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ChatServer(lambda body: text("Action: go forward")) as server:
+        words = ("--model", "m", "--base-url", server.url, "--ids", "0-2")
+        err = refused(capsys, monkeypatch, "rollout", "babyai", "level=Nope", *words)
+        assert server.bodies == []
+    assert "1/3" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--samples", "0"], "--samples must be a whole number >= 1, got 0"),
+        (["--num-tasks", "0"], "--num-tasks must be a whole number >= 1"),
+        (["--temperature", "-1"], "--temperature must be a number >= 0, got -1.0"),
+        (["--temperature", "nan"], "--temperature must be a number >= 0, got nan"),
+        (["--samples", "3"], "--samples: 3 episodes of each task are equal at --temperature 0"),
+    ],
+    ids=" ".join,
+)
+def test_options_of_evaluate_are_named_as_they_are_typed(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    told: str,
+) -> None:
+    words = ("evaluate", f"m@{URL}", "--recipe", "textcraft-tiny", *options)
+    err = refused(capsys, monkeypatch, *words)
+    assert told in err
+    assert "evaluate." not in err
+
+
+def test_check_env_says_what_an_environment_without_tasks_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN)
+    monkeypatch.setattr(sys, "argv", ["ludus", "check-env", "own.py:NoTask"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    said = capsys.readouterr().out
+    assert "NoTask has no classmethod `task(tier, seed)`, which returns a Task" in said
+    assert "check_env(NoTask, tasks=[...])" in said
