@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ import torch
 
 from ludus.config.schema import ModelConfig, RunConfig
 from ludus.core.errors import ConfigError
+from ludus.core.signals import abandon_thread
 from ludus.core.types import Group, Sample, Spec
 from ludus.models import SAMPLERS
 from ludus.models.build import build_model
@@ -95,9 +97,9 @@ class LocalBackend:
         self._reference: Reference | None = None
         self._iteration = self.policy_version = 0
         self._verified: dict[str, float] = {}
-        self._thread: ThreadPoolExecutor | None = None
-        if config.rl and config.rl.max_staleness:
-            self._thread = ThreadPoolExecutor(1, "ludus-learner")
+        self._ahead = bool(config.rl and config.rl.max_staleness)
+        self._thread = ThreadPoolExecutor(1, "ludus-learner")  # it starts at its first job
+        self._job: Future[Any] | None = None
 
     @property
     def learner(self) -> Learner:
@@ -187,10 +189,14 @@ class LocalBackend:
 
     async def _on_learner(self, work: Callable[[], T]) -> T:
         """Run `work` here, or in the learner's thread while the sampler is paused."""
-        if self._thread is None:
+        if not self._ahead:
             return work()
         self.sampler.pause()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await self._in_thread(work)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        self._job = job = self._thread.submit(work)
+        return await asyncio.wrap_future(job)
 
     async def verify(self, groups: Sequence[Group]) -> None:
         """Compare the log-probabilities of learner and sampler, and count equal tokens."""
@@ -211,7 +217,7 @@ class LocalBackend:
         if self._shares:
             self.sampler.publish(version)
         else:
-            await asyncio.to_thread(self.sampler.publish, version)
+            await self._in_thread(partial(self.sampler.publish, version))
         self._note_published(version)
         return version
 
@@ -265,7 +271,8 @@ class LocalBackend:
         self.sampler.resume()
 
     def close(self) -> None:
-        """Stop the sampler and the learner's thread."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        """Stop the sampler and the learner's thread, which abandons a step that is not over."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._job is not None and not self._job.done():
+            abandon_thread()
         self.sampler.shutdown()

@@ -11,7 +11,7 @@ from ludus import __version__
 from ludus.cli import checkpoints, data, look, serve, train
 from ludus.core.errors import LudusError
 from ludus.core.modules import missing_dependency
-from ludus.core.signals import exit_code, handling, raise_stop
+from ludus.core.signals import exit_code, handling, leave, raise_stop
 from ludus.telemetry.logs import check_settings
 
 EXTRAS = {"rollout": "remote", "generate-data": "remote", "env": "serve", "model": "serve,train"}
@@ -72,6 +72,10 @@ def main() -> None:
         if missing is None:
             raise
         _fail(missing)
+    except SystemExit as end:
+        if end.code in (130, 143):
+            leave(end.code)
+        raise
 
 
 def _fail(error: LudusError) -> NoReturn:

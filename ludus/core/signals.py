@@ -10,15 +10,20 @@ Python can handle signals in the main thread only; elsewhere these functions lea
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
+
+_abandoned = False
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -30,6 +35,23 @@ class Terminated(KeyboardInterrupt):
 def exit_code(stop: BaseException) -> int:
     """Returns the exit code of a command that a signal ended."""
     return 143 if isinstance(stop, Terminated) else 130
+
+
+def abandon_thread() -> None:
+    """Note that a thread computes on, for a result that nobody awaits."""
+    global _abandoned
+    _abandoned = True
+
+
+def leave(code: int) -> NoReturn:
+    """End the command. Python would wait for an abandoned thread; this does not."""
+    if _abandoned:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # a closed pipe
+                stream.flush()
+        os._exit(code)
+    raise SystemExit(code)
 
 
 def raise_stop(stop: KeyboardInterrupt) -> NoReturn:

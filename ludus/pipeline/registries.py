@@ -12,8 +12,9 @@ from typing import Any
 from ludus.backends import BACKENDS
 from ludus.config.load import check_specs, specs_at
 from ludus.config.registry import Registry
-from ludus.config.schema import EvaluateConfig, RunConfig
+from ludus.config.schema import EvaluateConfig, ModelConfig, RLConfig, RolloutConfig, RunConfig
 from ludus.core.errors import ConfigError, did_you_mean
+from ludus.core.types import Spec
 from ludus.data.demonstrations import require_pool
 from ludus.envs import ENVS
 from ludus.judges import JUDGES
@@ -104,22 +105,62 @@ def equal_samples(
 def _without_effect(config: RunConfig) -> Iterator[str]:
     """Yields a message for each setting that would have no effect in this configuration.
 
-    Not in the schema, because stored configurations of old runs must stay readable.
+    Not in the schema, because stored configurations of old runs must stay readable. What an
+    override of one key leaves over is allowed: `rl=null`, `evaluate.every=0`.
     """
-    rl, evaluate, heldout = config.rl, config.evaluate, config.tasks.heldout
+    rl = config.rl
     if rl is None and config.sft is None:
         yield (
             "sft, rl: both are null, so nothing is trained: set one of them. `ludus evaluate` "
             "evaluates a model, `ludus generate-data` writes an expert's episodes"
         )
-    yield from equal_samples(evaluate)
+    yield from equal_samples(config.evaluate)
+    yield from _unmeasured(config)
     if config.sft and config.sft.data and config.demonstrations:
         yield (
             "demonstrations: sft.data replaces them, so they would be generated for nothing: set "
             "demonstrations to null, or remove sft.data"
         )
+    elif config.demonstrations and not config.sft and not _trains_tokenizer(config.model):
+        yield (
+            "demonstrations: nothing reads them, because sft is null and the tokenizer is not "
+            "trained: set demonstrations to null"
+        )
     if rl is None:
+        for key in ("top_p", "top_k"):
+            if getattr(config.rollout, key) != RolloutConfig.model_fields[key].default:
+                yield (
+                    f"rollout.{key}: nothing samples with it: `rl` is null, and evaluations sample "
+                    "from the whole distribution: remove it"
+                )
         return
+    yield from _inert_rl(config, rl)
+
+
+def _trains_tokenizer(model: ModelConfig) -> bool:
+    return isinstance(model.tokenizer, Spec) or model.tokenizer in TOKENIZERS.names()
+
+
+def _unmeasured(config: RunConfig) -> Iterator[str]:
+    """Yields a message for settings of evaluations without tasks to evaluate on."""
+    settings, defaults = config.evaluate, EvaluateConfig()
+    if config.tasks.heldout is not None:
+        return
+    periodic = {"every", "num_tasks_between"}
+    ignored = set() if config.rl and settings.every else periodic
+    keys = [
+        f"evaluate.{key}"
+        for key in EvaluateConfig.model_fields
+        if key not in ignored and getattr(settings, key) != getattr(defaults, key)
+    ]
+    if keys:
+        yield (
+            f"{', '.join(keys)}: there are no held-out tasks to evaluate on: set tasks.heldout, or "
+            "`evaluate={}`"
+        )
+
+
+def _inert_rl(config: RunConfig, rl: RLConfig) -> Iterator[str]:
     if rl.algorithm.name == "sft":
         near = ", ".join(name for name in ALGORITHMS.names() if name != "sft")
         yield (
@@ -138,13 +179,13 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
         )
     if rl.min_success_to_stop is None:
         return
-    if heldout is None:
+    if config.tasks.heldout is None:
         yield "rl.min_success_to_stop: there are no tasks to evaluate on: set tasks.heldout"
-    elif not 0 < evaluate.every < rl.steps:
+    elif not 0 < config.evaluate.every < rl.steps:
         yield (
             f"rl.min_success_to_stop: no evaluation comes between steps (evaluate.every is "
-            f"{evaluate.every}, rl.steps {rl.steps}): set evaluate.every to a number from 1 to "
-            "rl.steps - 1, or rl.min_success_to_stop to null"
+            f"{config.evaluate.every}, rl.steps {rl.steps}): set evaluate.every to a number from "
+            "1 to rl.steps - 1, or rl.min_success_to_stop to null"
         )
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from harness import BABYAI, Ludus
 
-SHORT = ["rl.steps=6", "sft.steps=4", "checkpoint.every=100", "report=false", "tasks.heldout=null"]
+SHORT = [
+    "rl.steps=6",
+    "sft.steps=4",
+    "checkpoint.every=100",
+    "report=false",
+    "tasks.heldout=null",
+    "evaluate={}",
+]
 
 
 def test_it_stops_before_the_limit_and_goes_on(ludus: Ludus) -> None:

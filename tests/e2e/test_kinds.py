@@ -130,7 +130,9 @@ def test_all_sinks_together(ludus: Ludus) -> None:
         "{name: prometheus, args: {port: 0}}",
     )
     sinks = f"metrics=[tensorboard, {wandb}, {prometheus}]"
-    ludus("train", BABYAI, sinks, "sft.steps=3", "rl.steps=1", "tasks.heldout=null").ok()
+    ludus(
+        "train", BABYAI, sinks, "sft.steps=3", "rl.steps=1", "evaluate={}", "tasks.heldout=null"
+    ).ok()
     log = (ludus.run() / "log.jsonl").read_text()
     assert "error" not in log.lower(), log
     folders = {path.parent for path in ludus.run().rglob("events.out.tfevents*")}

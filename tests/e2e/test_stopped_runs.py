@@ -13,6 +13,11 @@ from harness import BABYAI, Done, Ludus
 AGAIN = "ludus train --resume tiny-1"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 TRAIN_STEP = "ludus.train.learner:Learner.train_step"
+AHEAD = [
+    "rl.max_staleness=1",
+    "rollout.deterministic=false",
+    "rl.algorithm={name: grpo, args: {importance_cap: 2.0}}",
+]
 EPISODE = "ludus.rollout.collect:run_episode"
 
 
@@ -92,13 +97,8 @@ def test_a_brief_run_leaves_nothing(ludus: Ludus, number: int) -> None:
 
 
 def test_playing_ahead_ends_by_sigterm(ludus: Ludus) -> None:
-    ahead = [
-        "rl.max_staleness=1",
-        "rollout.deterministic=false",
-        "rl.algorithm={name: grpo, args: {importance_cap: 2.0}}",
-    ]
     take = "ludus.rollout.prefetch:PrefetchSource.take"
-    done = ludus("train", BABYAI, *ahead, setup=f"strike({take!r}, 3, 'terminate')")
+    done = ludus("train", BABYAI, *AHEAD, setup=f"strike({take!r}, 3, 'terminate')")
     one_sentence(done, signal.SIGTERM)
     assert "finishing this step" in done.err
     assert (ludus.run() / "checkpoints" / "rl-000003").exists()
@@ -106,6 +106,37 @@ def test_playing_ahead_ends_by_sigterm(ludus: Ludus) -> None:
     one_sentence(ludus("train", "--resume", "tiny-1", setup=twice), signal.SIGTERM)
     assert ludus.status() == "interrupted"
     ludus("train", "--resume", "tiny-1").ok()
+
+
+HANGS = """
+import sys, time
+from ludus.backends.local import LocalBackend
+original = LocalBackend._score
+def score(self, *args):
+    if self.policy_version:
+        print("an endless step", file=sys.stderr, flush=True)
+        time.sleep(3600)
+    return original(self, *args)
+LocalBackend._score = score
+"""
+"""The learner's thread never ends the second step of RL."""
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_the_second_signal_does_not_wait_for_the_learner_s_thread(
+    ludus: Ludus, number: int
+) -> None:
+    process = ludus.start("train", BABYAI, "sft=null", "checkpoint.every=1", *AHEAD, setup=HANGS)
+    process.until("an endless step")
+    os.kill(process.pid, number)
+    process.until("finishing this step")
+    os.kill(process.pid, number)
+    assert f"stopped; resume with: {AGAIN}" in one_sentence(process.wait(), number)
+    assert ludus.status() == "interrupted"
+    ludus("checkpoint", "check", "tiny-1").ok()
+    assert [path.name for path in (ludus.run() / "checkpoints").iterdir()] == ["rl-000001"]
+    done = ludus("train", "--resume", "tiny-1", "rl.steps=2").ok()
+    assert "Traceback" not in done.all
 
 
 @pytest.mark.parametrize("number", CODES)

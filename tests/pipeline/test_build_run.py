@@ -80,7 +80,45 @@ def test_rl_refuses_top_p_and_top_k(load: Any):
     assert first.startswith("rollout.top_p must be 1 where `rl` trains, got 0.9: the sampler's")
     assert second.startswith("rollout.top_k must be 0 where `rl` trains, got 20: the sampler's")
     assert "remove it" in first
-    check(load("rollout.top_p=0.9", "rollout.top_k=20", "rl=null", "sft={data: x.jsonl}"))
+    with pytest.raises(ConfigError, match=r"rollout\.top_k: nothing samples with it"):
+        check(load("rollout.top_k=20", "rl=null", "sft={data: x.jsonl}"))
+
+
+UNMEASURED = "tasks.heldout=null"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["evaluate.every=5"], "evaluate.every: there are no held-out tasks"),
+        (
+            ["evaluate={every: 5, num_tasks_between: 3, confidence: 0.9}"],
+            "evaluate.num_tasks_between, evaluate.every, evaluate.confidence: there are no held-",
+        ),
+        (
+            ["evaluate={samples_per_task: 4, temperature: 1}", "rl=null", "sft={data: x.jsonl}"],
+            "evaluate.samples_per_task, evaluate.temperature: there are no held-out tasks",
+        ),
+    ],
+)
+def test_settings_of_evaluations_need_tasks(load: Any, overrides: list[str], told: str):
+    with pytest.raises(ConfigError) as caught:
+        check(load(UNMEASURED, *overrides))
+    assert told in str(caught.value)
+    assert "set tasks.heldout, or `evaluate={}`" in str(caught.value)
+    check(load(UNMEASURED, *overrides, "evaluate={}"))
+
+
+def test_evaluations_that_a_quick_run_switches_off_may_keep_their_size(load: Any):
+    check(load(UNMEASURED, "evaluate.num_tasks_between=3"))
+    check(load(UNMEASURED, "evaluate.every=5", "rl=null", "sft={data: x.jsonl}"))
+
+
+def test_demonstrations_that_nothing_reads_are_refused(load: Any, tmp_path: Path):
+    tokenizer = f"model.tokenizer={tmp_path}"
+    with pytest.raises(ConfigError, match="demonstrations: nothing reads them"):
+        check(load("demonstrations={}", tokenizer))
+    check(load("demonstrations={}"))  # they train the tokenizer
 
 
 def test_splits_are_read_and_disjoint(load: Any):
