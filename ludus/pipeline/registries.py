@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Collection, Iterator
+import os
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ludus.config.load import check_specs, specs_at
 from ludus.config.registry import Registry
 from ludus.config.schema import EvaluateConfig, ModelConfig, RLConfig, RolloutConfig, RunConfig
 from ludus.core.errors import ConfigError, did_you_mean
+from ludus.core.sources import own_sources
 from ludus.core.types import Spec
 from ludus.data.demonstrations import require_pool
 from ludus.envs import ENVS
@@ -73,20 +75,33 @@ def check(config: RunConfig) -> None:
 
 
 def plugin_files(config: RunConfig) -> dict[str, str]:
-    """Returns the SHA-256 of the source file of each plug-in from outside of ludus.
+    """Returns the SHA-256 of the source files of each plug-in from outside of ludus.
 
-    Keys are like `env my_env.py:Env`. Modules that a plug-in imports are not included.
+    Keys are like `env my_env.py:Env`, and `env my_env.py:Env (rewards.py)` for a module of the user
+    that the plug-in imports.
     """
     digests: dict[str, str] = {}
     for path, registry in REGISTRIES.items():
-        for _, spec in specs_at(config, path):
-            target = registry.load(spec.name)
-            if target.__module__.partition(".")[0] == "ludus":
-                continue
-            with suppress(TypeError, OSError):  # no Python source
-                source = Path(str(inspect.getsourcefile(target)))
-                digests[f"{path} {spec.name}"] = hashlib.sha256(source.read_bytes()).hexdigest()
+        for _, top in specs_at(config, path):
+            for spec in _with_parts(top, registry):
+                target = registry.load(spec.name)
+                if target.__module__.partition(".")[0] == "ludus":
+                    continue
+                with suppress(TypeError, OSError):  # no Python source
+                    own = Path(str(inspect.getsourcefile(target))).resolve()
+                    for source in own_sources(own):
+                        place = f" ({os.path.relpath(source, own.parent)})" if source != own else ""
+                        digest = hashlib.sha256(source.read_bytes()).hexdigest()
+                        digests[f"{path} {spec.name}{place}"] = digest
     return digests
+
+
+def _with_parts(spec: Spec, registry: Registry[Any]) -> Iterator[Spec]:
+    """Yields a plug-in's spec, and those of the same kind in its arguments: a mixture's parts."""
+    yield spec
+    for value in registry.check(spec).values():
+        if isinstance(value, Mapping):
+            yield from (part for part in value.values() if isinstance(part, Spec))
 
 
 def equal_samples(

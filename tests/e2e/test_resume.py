@@ -262,13 +262,19 @@ def test_weights_in_bfloat16_resume_too(
 
 def test_changed_code_of_a_plug_in_is_told_on_resume(ludus: Ludus) -> None:
     file = ludus.cwd / "own_env.py"
-    code = "from ludus.envs.babyai.env import BabyAI\n\n\nclass Own(BabyAI):\n    pass\n"
+    code = (
+        "import rewards\nfrom ludus.envs.babyai.env import BabyAI\nclass Own(BabyAI):\n    pass\n"
+    )
     file.write_text(code)
-    own = ["env.name=own_env.py:Own", "sft.steps=1", "demonstrations.num_episodes=4", "rl=null"]
+    (ludus.cwd / "rewards.py").write_text("BONUS = 1")
+    own = ["env.name=own_env:Own", "sft.steps=1", "demonstrations.num_episodes=4", "rl=null"]
     ludus("train", BABYAI, *own, "report=false", "tasks.heldout=null").ok()
     resume = ("train", "--resume", "tiny-1")
     same = ludus(*resume, "sft.steps=2").ok()
     assert "changed since the run started" not in same.err
     file.write_text(code + "\n# another reward\n")
     told = ludus(*resume, "sft.steps=3").ok()
-    assert "changed since the run started: the code of env own_env.py:Own" in told.err
+    assert "changed since the run started: the code of env own_env:Own;" in told.err
+    (ludus.cwd / "rewards.py").write_text("BONUS = 2")
+    told = ludus(*resume, "sft.steps=4").ok()
+    assert "started: the code of env own_env:Own (rewards.py);" in told.err

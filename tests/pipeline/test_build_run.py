@@ -20,7 +20,7 @@ from ludus.data.demonstrations import Demonstration, run_expert
 from ludus.data.splits import read_splits
 from ludus.envs import ENVS as ENVIRONMENTS
 from ludus.pipeline.build import build
-from ludus.pipeline.registries import check
+from ludus.pipeline.registries import check, plugin_files
 from ludus.pipeline.tokenizer import (
     environment_messages,
     make_renderer,
@@ -241,6 +241,31 @@ def test_a_tokenizer_has_the_words_of_error_messages():
     tokenizer = make_tokenizer(config, train, shown)
     for error in errors:
         assert tokenizer.unk_token_id not in tokenizer.encode(error, add_special_tokens=False)
+
+
+PART = "from ludus.envs.textcraft.env import TextCraft\nclass Own(TextCraft):\n    pass\n"
+
+
+def test_the_code_of_plug_ins_is_theirs_and_that_of_their_imports(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("one.py").write_text("import own_lib\n" + PART)
+    Path("two.py").write_text(PART)
+    Path("own_lib.py").write_text("")
+    Path("readers.py").write_text("def read(): return []\n")
+    parts = "env={name: mixture, args: {envs: {a: 'one.py:Own', b: textcraft, c: 'two.py:Own'}}}"
+    code = plugin_files(load(parts, "tasks.train=readers.py:read"))
+    assert set(code) == {
+        "env one.py:Own",
+        "env one.py:Own (own_lib.py)",
+        "env two.py:Own",
+        "tasks.train readers.py:read",
+    }
+    Path("own_lib.py").write_text("changed = True")
+    changed = plugin_files(load(parts, "tasks.train=readers.py:read"))
+    assert {key for key in code if code[key] != changed[key]} == {"env one.py:Own (own_lib.py)"}
 
 
 PARTS = """

@@ -1,0 +1,69 @@
+"""The source files of a user's plug-in, found without running any of them."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import ludus
+
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+def own_sources(file: Path) -> list[Path]:
+    """Returns a Python file and the modules that it imports, directly or not, in order.
+
+    Modules of Python, of ludus and of installed packages are left out. Imports within functions
+    count; names that are computed (`importlib.import_module(name)`) are not found.
+    """
+    roots = [Path(entry or os.getcwd()).resolve() for entry in (*sys.path, "")]
+    found: set[Path] = set()
+    todo = {file.resolve()}
+    while todo:
+        path = todo.pop()
+        found.add(path)
+        imported = {p.resolve() for p in _imports(path, [r for r in roots if r.is_dir()])}
+        todo |= {p for p in imported if not _is_foreign(p)} - found
+    return sorted(found)
+
+
+def _is_foreign(path: Path) -> bool:
+    python = Path(sysconfig.get_path("stdlib")).resolve()
+    own = Path(str(ludus.__file__)).resolve().parent
+    return bool(_INSTALLED & set(path.parts)) or python in path.parents or own in path.parents
+
+
+def _imports(path: Path, roots: list[Path]) -> Iterator[Path]:
+    """Yields the files of the modules that a file imports, and of their packages."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    if (init := path.with_name("__init__.py")).is_file():  # its package is imported first
+        yield init
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _files(alias.name.split("."), roots)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module.split(".") if node.module else []
+            places = [path.parents[node.level - 1]] if node.level else roots
+            for alias in node.names:  # a name of the module, or a module of the package
+                yield from _files([*module, alias.name], places)
+
+
+def _files(names: list[str], roots: list[Path]) -> Iterator[Path]:
+    """Yields the files of `a`, `a.b`, `a.b.c` in the first root that has `a`."""
+    for root in roots:
+        folder, files = root, []
+        for name in names:
+            package, module = folder / name / "__init__.py", folder / f"{name}.py"
+            files += [path for path in (package, module) if path.is_file()][:1]
+            folder = folder / name
+        if files:
+            yield from files
+            return
