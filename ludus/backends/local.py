@@ -13,7 +13,7 @@ import torch
 
 from ludus.config.schema import ModelConfig, RunConfig
 from ludus.core.errors import ConfigError
-from ludus.core.signals import abandon_thread
+from ludus.core.signals import abandon
 from ludus.core.types import Group, Sample, Spec
 from ludus.models import SAMPLERS
 from ludus.models.build import build_model
@@ -271,8 +271,8 @@ class LocalBackend:
         self.sampler.resume()
 
     def close(self) -> None:
-        """Stop the sampler and the learner's thread, which abandons a step that is not over."""
+        """Stop the sampler and the learner's thread, which ends after its present job."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        if self._job is not None and not self._job.done():
-            abandon_thread()
+        if self._job is not None:
+            abandon(self._job)
         self.sampler.shutdown()

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from types import FrameType
@@ -23,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
-_abandoned = False
+_abandoned: list[Future[Any]] = []
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -37,15 +38,14 @@ def exit_code(stop: BaseException) -> int:
     return 143 if isinstance(stop, Terminated) else 130
 
 
-def abandon_thread() -> None:
-    """Note that a thread computes on, for a result that nobody awaits."""
-    global _abandoned
-    _abandoned = True
+def abandon(job: Future[Any]) -> None:
+    """Note that a thread may still compute a result that nobody awaits."""
+    _abandoned.append(job)
 
 
 def leave(code: int) -> NoReturn:
-    """End the command. Python would wait for an abandoned thread; this does not."""
-    if _abandoned:
+    """End the command. Python would wait for the threads of abandoned jobs; this does not."""
+    if not all(job.done() for job in _abandoned):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # a closed pipe
