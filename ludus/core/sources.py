@@ -9,8 +9,6 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-import ludus
-
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
@@ -33,8 +31,8 @@ def own_sources(file: Path) -> list[Path]:
 
 def _is_foreign(path: Path) -> bool:
     python = Path(sysconfig.get_path("stdlib")).resolve()
-    own = Path(str(ludus.__file__)).resolve().parent
-    return bool(_INSTALLED & set(path.parts)) or python in path.parents or own in path.parents
+    ludus = Path(__file__).resolve().parents[1]
+    return bool(_INSTALLED & set(path.parts)) or python in path.parents or ludus in path.parents
 
 
 def _imports(path: Path, roots: list[Path]) -> Iterator[Path]:
