@@ -26,6 +26,8 @@ def checkpoint_list(run: Run, runs_dir: RunsDir = "runs") -> None:
             parts.append(f"{info.metric_name or 'metric'} {info.metric:.4g}")
         marks = {"pinned": info.pinned, "best": info == best, "latest": info == infos[-1]}
         typer.echo(", ".join(parts + [mark for mark, applies in marks.items() if applies]))
+    for problem in store.unreadable():
+        typer.echo(f"{problem.checkpoint.name}: damaged ({problem.file} is {problem.kind})")
     if infos and best is None:
         typer.echo("no checkpoint has a metric: none is the best", err=True)
 

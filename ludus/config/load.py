@@ -59,6 +59,8 @@ def load_config(source: Source, overrides: Sequence[str] = ()) -> RunConfig:
             raw.mark(path, override)
         except ConfigError as error:
             faults.append(str(error))
+    if unwritable := [raw.message(path, text) for path, text in _unwritable(data, ())]:
+        raise ConfigError("\n".join(faults + unwritable))
     try:
         # JSON, because strict mode then accepts a list for a tuple, and no other conversion.
         config = RunConfig.model_validate_json(json.dumps(data), strict=True)
@@ -224,7 +226,7 @@ def _import(target: str) -> Callable[[], Any]:
         module = load_module(module_name)
     except LudusError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and not is_file:
             raise ConfigError(f"{target}: no module named {error.name!r}") from None
         raise ConfigError(f"{target}: {module_name} raised {told(error)}") from error
@@ -249,7 +251,7 @@ def _call(function: Callable[[], Any], name: str) -> Any:
         raise ConfigError("\n".join(f"{name}: {line}" for line in lines)) from None
     except LudusError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{name}: it raised {told(error)}") from error
 
 
@@ -289,6 +291,21 @@ def _plain(value: Any, path: PathKey, faults: list[str], raw: _Raw) -> Any:
     text = f"{show(value)} is a {type(value).__name__}, which a configuration cannot hold"
     faults.append(raw.message(path, f"{dotted(path)}: {text}" if path else text))
     return None
+
+
+def _unwritable(value: Any, path: PathKey) -> Iterator[tuple[PathKey, str]]:
+    """Yields the place and the fault of each plain value that no file or database could hold."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _unwritable(key, path)
+            yield from _unwritable(item, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _unwritable(item, (*path, index))
+    elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        yield path, f"{dotted(path)} must be text, got {show(value)}: a surrogate is no character"
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        yield path, f"{dotted(path)} must be within 64 bits, got {show(value)}"
 
 
 def _differences(path: PathKey, before: Any, after: Any) -> Iterator[str]:

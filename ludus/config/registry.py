@@ -87,7 +87,7 @@ class Registry(Generic[T]):
             raise ConfigError(f"{self.kind} {name!r}: {reason}") from error
         except LudusError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"{self.kind} {name!r}: importing {module_name} raised {told(error)}"
             ) from error
@@ -154,7 +154,7 @@ class Registry(Generic[T]):
             raise ConfigError(f"{_argument(where, args, str(error))}: {error}") from error
         except (LudusError, BdbQuit):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if target.__module__.partition(".")[0] == "ludus":  # keep the traceback of our fault
                 raise
             place = where or self.kind

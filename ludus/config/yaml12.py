@@ -14,6 +14,9 @@ import yaml
 from ludus.config.messages import PathKey, dotted
 from ludus.core.errors import ConfigError
 
+MAX_VALUES = 100_000
+"""Limit of a text's values. A few aliases of aliases stand for billions."""
+
 _RULES: list[tuple[str, str, str]] = [
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN\0"),
     ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -54,7 +57,8 @@ def parse(text: str, origin: str) -> tuple[Any, dict[PathKey, int]]:
     """Returns the value of a text, and the line (from 1) of every key and list item.
 
     Raises:
-        ConfigError: invalid YAML, or a duplicate key, with `origin` and the line.
+        ConfigError: invalid YAML, a duplicate key, deep nesting, or more than MAX_VALUES values,
+            with `origin` and the line.
     """
     try:
         loader = _Loader(text)
@@ -74,6 +78,10 @@ def parse(text: str, origin: str) -> tuple[Any, dict[PathKey, int]]:
         reason = " ".join(part for part in (error.context, error.problem) if part)
         line = f" [line {mark.line + 1}]" if mark else ""
         raise ConfigError(f"{origin}: not valid YAML: {reason}{line}") from None
+    except RecursionError:
+        raise ConfigError(f"{origin}: nested too deeply") from None
+    except KeyError as error:  # PyYAML looks up the text of `!!bool text`
+        raise ConfigError(f"{origin}: not valid YAML: {error} is neither true nor false") from None
     except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{origin}: not valid YAML: {reason}") from None
@@ -100,6 +108,8 @@ def _locate(
             children.append((name, value, line))
     for part, child, line in children:
         lines.setdefault((*path, part), line)
+        if len(lines) > MAX_VALUES:
+            raise yaml.YAMLError(f"more than {MAX_VALUES:,} values, aliases included")
         yield from _locate(child, (*path, part), lines, [*open_nodes, node])
 
 

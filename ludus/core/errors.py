@@ -108,6 +108,14 @@ class TrainingError(LudusError):
     """Training cannot continue: a loss that is not finite, or weights of the wrong version."""
 
 
+def described(error: BaseException) -> str:
+    """Returns type and message of an error of a user's code, whose `__str__` may raise too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__} (its message cannot be read)"
+
+
 def did_you_mean(name: str, choices: Iterable[str], full: str = "{}") -> str:
     """` (did you mean X?)`; the choices, where no name is near; empty without choices."""
     known = sorted(choices)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from ludus.core.errors import DataError
+from ludus.core.errors import DataError, described
 from ludus.core.files import atomic_file
 from ludus.core.modules import require
 from ludus.core.signals import ctrl_c_kept_from_children
@@ -255,7 +255,7 @@ def _play_one(task_json: str, format: Format) -> tuple[str, str]:
     except NoExpert as error:
         return "no expert", str(error)
     except Exception as error:
-        return "error", f"{type(error).__name__}: {error}"
+        return "error", described(error)
 
 
 async def run_expert(env: Env, task: Task, format: Format = "plain") -> Demonstration:

@@ -27,7 +27,7 @@ from ludus.pipeline.registries import check, plugin_files
 from ludus.pipeline.training import BudgetSpent, Trainer
 from ludus.report.collect import report
 from ludus.store import RunExists, RunStore
-from ludus.store.folders import RunFolder, create_run, find_run, resume_command
+from ludus.store.folders import RunFolder, create_run, find_run, read_facts, resume_command
 from ludus.store.mirror import RunMirror, fetch_run
 from ludus.telemetry.logs import get_logger, setup_logging
 from ludus.telemetry.metrics import MetricsLog
@@ -295,9 +295,7 @@ def code_changes(config: RunConfig, folder: RunFolder) -> list[str]:
 
     Plug-ins that the run did not have then are not compared.
     """
-    if not folder.code.exists():
-        return []
-    then = json.loads(folder.code.read_text(encoding="utf-8"))
+    then = read_facts(folder.code)
     changes = [
         f"the code of {name}"
         for name, digest in plugin_files(config).items()

@@ -254,7 +254,7 @@ def _check_distribution(config: RunConfig) -> None:
     off = {"top_p": 1.0, "top_k": 0}
     values = {key: getattr(config.rollout, key) for key in off}
     faults = [
-        f"rollout.{key} must be {off[key]:g} where `rl` trains, got {values[key]:g}: the sampler's "
+        f"rollout.{key} must be {off[key]:g} where `rl` trains, got {values[key]}: the sampler's "
         "log-probabilities would belong to the cut distribution, the learner's to the full one"
         for key in off
         if values[key] != off[key]

@@ -147,9 +147,8 @@ class Trainer:
         self.run.backend.checkpoints.discard_after(resumed)
         self._metrics.rewind(keep)
         self._store.rewind(folder.id, keep)
-        for path in folder.evaluations.glob("*.json"):
-            stage, _, step = path.stem.rpartition("-")
-            if int(step) > keep.get(f"evaluate/{stage}", -1):
+        for stage, step, path in folder.evaluation_files():
+            if step > keep.get(f"evaluate/{stage}", -1):
                 path.unlink()
 
     # Stages

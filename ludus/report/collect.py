@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from ludus.config.load import load_config
 from ludus.config.schema import RunConfig
+from ludus.core.errors import DataError
 from ludus.evaluate import compare
 from ludus.evaluate.results import Evaluation
 from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.report import ReportData, Rollout, write_report
 from ludus.store import RunStore
-from ludus.store.folders import RunFolder
+from ludus.store.folders import RunFolder, read_facts
 from ludus.telemetry.metrics import MetricsLog
 
 NAMES = {"before": "before RL", "after": "after RL", "rl": "RL step {step}"}
@@ -27,7 +29,6 @@ def report(folder: RunFolder, store: RunStore) -> Path:
     row = store.run(folder.id)
     evaluations = read_evaluations(folder)
     ends = [evaluations[name] for name in ("before RL", "after RL") if name in evaluations]
-    timings = folder.path / "timings.json"
     # By reason, without details of single episodes.
     dropped = Counter(row.reason.split(":")[0] for row in store.dropped(folder.id))
     data = ReportData(
@@ -41,24 +42,33 @@ def report(folder: RunFolder, store: RunStore) -> Path:
         settings=_settings(config),
         config=folder.config.read_text(encoding="utf-8"),
         versions={name: str(value) for name, value in row.versions.items()},
-        timings=json.loads(timings.read_text(encoding="utf-8")) if timings.exists() else {},
+        timings=read_facts(folder.path / "timings.json"),
         dropped=dict(dropped.most_common()),
     )
     return write_report(folder.report, data)
 
 
 def read_evaluations(folder: RunFolder) -> dict[str, Evaluation]:
-    """Returns the run's evaluations by display name, in order of time."""
+    """Returns the run's evaluations by display name, in order of time.
+
+    Errors: DataError for a damaged file.
+    """
     order = {"before": 0, "rl": 1, "after": 2}
-    files: list[tuple[int, int, str, Path]] = []
-    for path in folder.evaluations.glob("*.json"):
-        label, _, step = path.stem.rpartition("-")
-        name = NAMES.get(label, label).format(step=int(step))
-        files.append((order.get(label, 1), int(step), name, path))
-    return {
-        name: Evaluation.model_validate_json(path.read_text(encoding="utf-8"))
-        for _, _, name, path in sorted(files)
-    }
+    files = [
+        (order.get(label, 1), step, NAMES.get(label, label).format(step=step), path)
+        for label, step, path in folder.evaluation_files()
+    ]
+    return {name: _evaluation(path) for _, _, name, path in sorted(files)}
+
+
+def _evaluation(path: Path) -> Evaluation:
+    try:
+        return Evaluation.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        raise DataError(
+            f"{path} is no evaluation of a run: restore the file, or remove it to leave the "
+            "evaluation out of the report"
+        ) from None
 
 
 def _records(folder: RunFolder) -> list[dict[str, Any]]:

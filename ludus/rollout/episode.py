@@ -29,6 +29,7 @@ from ludus.core.errors import (
     SamplerError,
     ToolError,
     Unscorable,
+    described,
 )
 from ludus.core.types import Message, Score, Status, StepResult, Task, Trajectory
 from ludus.models.chat.parsing import parse_react
@@ -133,7 +134,7 @@ async def _play_turns(episode: Episode, env: HostedEnv | None) -> tuple[Status, 
             raise EnvError("reset returned no messages, and the task has no prompt")
     session.open(with_system_prompt(messages, config.system_prompt))
     limit = for_part(config.max_turns, task)
-    max_turns = limit or (env.env.max_turns if env else 1)
+    max_turns = limit or (env.max_turns if env else 1)
     for number in range(1, max_turns + 1):
         try:
             turn = await session.turn()
@@ -187,8 +188,11 @@ async def _score(episode: Episode, env: HostedEnv | None) -> None:
     if env is None or (not rewards and trajectory.status is Status.COMPLETED):
         raise Unscorable("the environment gave no reward, and no `judge` is configured")
     reward = sum(rewards)
+    if not math.isfinite(reward):
+        raise EnvError(f"the step rewards sum to {reward}; they have to sum to a finite number")
     success = reward >= env.env.success_at
-    session.set_reward(reward, env.env.scores(), success=success, score_range=env.env.score_range)
+    scores = await env.scores()
+    session.set_reward(reward, scores, success=success, score_range=env.env.score_range)
 
 
 async def _judge(judge: Judge, task: Task, session: Session) -> Score:
@@ -199,7 +203,7 @@ async def _judge(judge: Judge, task: Task, session: Session) -> Score:
     except (LudusError, BdbQuit):
         raise
     except Exception as error:
-        raise Unscorable(f"the judge raised {type(error).__name__}: {error}") from error
+        raise Unscorable(f"the judge raised {described(error)}") from error
     if not isinstance(score, Score) or not math.isfinite(score.value):
         raise Unscorable(f"the judge returned {score!r:.80}; it has to return a finite Score")
     return score

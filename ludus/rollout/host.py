@@ -17,12 +17,17 @@ from ludus.core.errors import (
     LudusError,
     ToolError,
     Unscorable,
+    described,
 )
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec
 from ludus.envs import ENVS
 from ludus.envs.base import Env, awaited
 from ludus.rollout.threads import Act, EnvThread, Overdue, T
 from ludus.telemetry.occupancy import busy
+
+
+MAX_CHARACTERS = 10_000_000
+"""Limit of the text of one result: no context holds more, and tokens take 200 times the memory."""
 
 
 class HostedEnv:
@@ -98,6 +103,22 @@ class HostedEnv:
         first = [message.model_copy(update=fields) for message in result.messages[:1]]
         return result.model_copy(update={"messages": first + result.messages[1:]})
 
+    @property
+    def max_turns(self) -> int:
+        """The environment's own turn limit."""
+        limit = self.env.max_turns
+        if not isinstance(limit, int) or limit < 1:
+            raise EnvError(f"max_turns is {limit!r:.80}; it has to be a whole number of at least 1")
+        return limit
+
+    async def scores(self) -> dict[str, float]:
+        """The named scores of the finished episode; may be infinite or NaN."""
+
+        async def act() -> dict[str, float]:
+            return self.env.scores()
+
+        return _check_scores(await self._call("scores", act))
+
     async def close(self) -> None:
         """Close the environment, then release it. Errors of its `close` are ignored."""
         try:
@@ -129,20 +150,37 @@ class HostedEnv:
         except (EnvError, ToolError, EpisodeTimeout, Unscorable, BdbQuit):
             raise
         except Exception as error:
-            raise EnvError(
-                f"the environment's {name} raised {type(error).__name__}: {error}"
-            ) from error
+            raise EnvError(f"the environment's {name} raised {described(error)}") from error
 
 
 def _check_result(result: StepResult) -> StepResult:
     """Returns the result of a step. Errors: EnvError where it is invalid."""
     if not isinstance(result, StepResult):
         raise EnvError(f"step returned {_type_name(result)}; it has to return a StepResult")
-    reward = result.reward
-    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
-        raise EnvError(f"step returned the reward {reward!r}; it has to be a finite number or None")
+    if result.reward is not None and not _is_finite(result.reward):
+        raise EnvError(
+            f"step returned a reward that is no finite number or None: {result.reward!r:.80}"
+        )
     _check_messages("step", result.messages)
     return result
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return False
+
+
+def _check_scores(scores: dict[str, float]) -> dict[str, float]:
+    if not isinstance(scores, dict):
+        raise EnvError(
+            f"scores returned {_type_name(scores)}; it has to return a dict of names to numbers"
+        )
+    for name, value in scores.items():
+        if not isinstance(name, str) or not isinstance(value, int | float):
+            raise EnvError(f"scores returned {value!r:.80} for {name!r:.80}; it has to be a number")
+    return scores
 
 
 def _check_messages(name: str, messages: list[Message]) -> None:
@@ -153,6 +191,10 @@ def _check_messages(name: str, messages: list[Message]) -> None:
             raise EnvError(
                 f"{name} returned {_type_name(message)} among its messages, not a Message"
             )
+    if (length := sum(len(message.content) for message in messages)) > MAX_CHARACTERS:
+        raise EnvError(
+            f"{name} returned messages of {length:,} characters; at most {MAX_CHARACTERS:,} are read"
+        )
 
 
 def _type_name(value: object) -> str:

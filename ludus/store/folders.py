@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Collection
@@ -12,10 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from ludus.core.errors import ConfigError, LudusError, did_you_mean
+from ludus.core.errors import ConfigError, DataError, LudusError, did_you_mean
 from ludus.core.files import atomic_write
+
+_EVALUATION = re.compile(r"([a-z]+)-([0-9]{6,})\.json")
 
 
 @dataclass
@@ -61,11 +65,35 @@ class RunFolder:
         file.flush()
         return file
 
+    def evaluation_files(self) -> list[tuple[str, int, Path]]:
+        """Returns label, step and path of each evaluation; files with other names are ignored."""
+        found = []
+        for path in sorted(self.evaluations.glob("*.json")):
+            if match := _EVALUATION.fullmatch(path.name):
+                found.append((match[1], int(match[2]), path))
+        return found
+
     def owner(self) -> int | None:
         """Returns the process that locked the run last; None before the first."""
         with suppress(OSError, ValueError):
             return int((self.path / ".lock").read_text())
         return None
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """Returns the object in one of a run's JSON files; empty where there is no file.
+
+    Errors: DataError for a damaged file.
+    """
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is damaged: {error}; remove it") from None
+    if not isinstance(facts, dict):
+        raise DataError(f"{path} is damaged: it holds no object; remove it")
+    return facts
 
 
 def create_run(

@@ -163,7 +163,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Line]]:
             values = json.loads(raw)
             stage, step, when = (values.pop(key) for key in ("stage", "step", "time"))
             metrics = {k: float(v) if isinstance(v, str) else v for k, v in values.items()}
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise DataError(f"{path}: line {number} is not a line of metrics: {reason}") from None
         yield raw, Line(stage, step, when, metrics)

@@ -238,6 +238,7 @@ def test_python_sources_that_fail(tmp_path, monkeypatch):
         "def wrong():\n    return RunConfig(model={'path': 'x'}, taks={})\n"
         "def number():\n    return 5\n"
         "word = 'x'\n"
+        "def leaves():\n    raise SystemExit\n"
     )
     Path("broken.py").write_text("import no_such_thing\n")
     assert complaint("mine.py") == "mine.py: name the function too, e.g. mine.py:config"
@@ -248,7 +249,10 @@ def test_python_sources_that_fail(tmp_path, monkeypatch):
         "mine.py:tinny: mine.py has no function 'tinny' (did you mean tiny?)"
     )
     assert complaint("mine.py:word") == (
-        "mine.py:word: mine.py has no callable 'word' (known: number, tiny, wrong)"
+        "mine.py:word: mine.py has no callable 'word' (known: leaves, number, tiny, wrong)"
+    )
+    assert complaint("mine.py:leaves") == (
+        "mine.py:leaves: it raised SystemExit:  [mine.py, line 10]"
     )
     assert complaint("mine.py:number") == "mine.py:number: must be a mapping of keys, got 5"
     assert complaint("mine.py:wrong").splitlines() == [
@@ -342,6 +346,16 @@ def test_the_last_override_wins_and_takes_the_blame():
             "rollout.stop=[a",
             "override rollout.stop=[a: not valid YAML: while parsing a flow sequence expected "
             "',' or ']', but got '<stream end>' [line 1]",
+        ),
+        (
+            'name="a\\ud800"',
+            'override name="a\\ud800": name must be text, got \'a\\ud800\': a surrogate is no '
+            "character",
+        ),
+        (
+            "sft.steps=99999999999999999999",
+            "override sft.steps=99999999999999999999: sft.steps must be within 64 bits, got "
+            "99999999999999999999",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ludus.config import yaml12
+from ludus.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -80,3 +81,30 @@ def test_lines_are_those_of_the_keys():
 def test_merge_keys_work():
     text = "base: &b {x: 1, y: 2}\nmore:\n  <<: *b\n  y: 3\n"
     assert yaml12.parse(text, "here")[0]["more"] == {"x": 1, "y": 3}
+
+
+def aliases(levels: int) -> str:
+    """Each level is a list of ten aliases of the level before: 10**levels values."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    for i in range(1, levels):
+        lines.append(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (aliases(10), "more than 100,000 values, aliases included"),
+        ("[" * 5000, "nested too deeply"),
+        ("x: " + "{a: " * 900 + "1" + "}" * 900, "nested too deeply"),
+        ("!!bool x", "'x' is neither true nor false"),
+        ("!!int x", "not valid YAML"),
+    ],
+)
+def test_hostile_texts_are_refused(text, fault):
+    with pytest.raises(ConfigError, match=f"^here: .*{fault}"):
+        yaml12.parse(text, "here")
+
+
+def test_a_few_aliases_are_read():
+    assert len(yaml12.parse(aliases(3), "here")[0]["a2"]) == 10

@@ -60,6 +60,7 @@ def test_a_module_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
         ("x = 1", r"module .*env.py has no 'Own'"),
         ("import no_such_module", r"no module named 'no_such_module'"),
         ("1 / 0", r"raised ZeroDivisionError: division by zero \[env.py, line 1\]"),
+        ("import sys; sys.exit(0)", r"raised SystemExit: 0 \[env.py, line 1\]"),
         ("def (", r"raised SyntaxError"),
     ],
 )
@@ -70,6 +71,13 @@ def test_what_is_wrong_with_a_file_is_told(tmp_path: Path, source: str | None, c
     for _ in range(2):  # a failed import leaves nothing half-made behind
         with pytest.raises(ConfigError, match=complaint):
             registry().build(f"{file}:Own")
+
+
+def test_a_plug_in_that_exits_when_it_is_built(tmp_path: Path):
+    file = tmp_path / "env.py"
+    file.write_text("import sys\nclass Own:\n    def __init__(self):\n        sys.exit(0)\n")
+    with pytest.raises(ConfigError, match=r"cannot be built: SystemExit: 0 \[env.py, line 4\]"):
+        registry().build(f"{file}:Own")
 
 
 def test_a_recipe_in_a_file_and_its_plug_ins_share_one_module(tmp_path: Path):

@@ -14,7 +14,7 @@ from typing import Any
 import played_envs
 import pytest
 from played_envs import task_of
-from rollout_world import Recording, World
+from rollout_world import Recording, Scripted, World
 
 import ludus
 from ludus.core.errors import ConfigError, EpisodeError, TrainingError
@@ -34,9 +34,12 @@ FAULTS = {
     "cancel": (Status.ERROR_ENV, "the environment called for exit: CancelledError()"),
     "text": (Status.ERROR_ENV, "step returned a str; it has to return a StepResult"),
     "a task": (Status.ERROR_ENV, "step returned a Task; it has to return a StepResult"),
-    "nan": (Status.ERROR_ENV, "step returned the reward nan; it has to be a finite number"),
-    "infinite": (Status.ERROR_ENV, "step returned the reward -inf"),
-    "reward text": (Status.ERROR_ENV, "step returned the reward 'high'"),
+    "nan": (Status.ERROR_ENV, "step returned a reward that is no finite number or None: nan"),
+    "infinite": (Status.ERROR_ENV, "no finite number or None: -inf"),
+    "huge": (Status.ERROR_ENV, "step returned a reward that is no finite number"),
+    "unspeakable": (Status.ERROR_ENV, "step raised Unspeakable"),
+    "endless text": (Status.ERROR_ENV, "step returned messages of 10,000,001 characters"),
+    "reward text": (Status.ERROR_ENV, "no finite number or None: 'high'"),
     "no list": (Status.ERROR_ENV, "step returned None for messages; it has to be a list"),
     "texts": (Status.ERROR_ENV, "step returned a str among its messages, not a Message"),
     "number": (Status.ERROR_ENV, "step returned a Message among its messages"),
@@ -170,6 +173,30 @@ async def test_a_broken_episode_keeps_its_kind_and_touches_no_other(
 
 
 RESET_FAULTS = {"raise", "timeout of its own", "own error", "tool", "exit", "cancel", "text"}
+
+
+@pytest.mark.parametrize(
+    ("env", "scores", "error"),
+    [
+        ("Scores", "raise", "scores raised ZeroDivisionError"),
+        ("Scores", None, "scores returned None; it has to return a dict of names to numbers"),
+        ("Scores", {"speed": "high"}, "scores returned 'high' for 'speed'"),
+        ("EndlessTurns", {}, "max_turns is '3'; it has to be a whole number of at least 1"),
+        ("Sums", {}, "the step rewards sum to inf"),
+    ],
+)
+async def test_faults_beside_reset_and_step_stay_in_their_episode(
+    world: World, env: str, scores: Any, error: str
+):
+    wrong = Spec(name=f"played_envs:{env}")
+    task = task_of(0, scores=scores).model_copy(update={"env": wrong})
+    sampler = Scripted(world.renderer(), "red")
+    collector = world.collector(sampler=sampler, max_retries=0)
+    broken, sound = await collector.collect([task, task_of(1)], 0, 1)
+    assert broken.trajectories[0].status is Status.ERROR_ENV
+    assert error in (broken.trajectories[0].error or "")
+    assert broken.trajectories[0].reward is None
+    assert sound.trajectories[0].status.trainable
 
 
 async def test_an_opening_without_messages(world: World):

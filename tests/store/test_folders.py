@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ludus.core.errors import ConfigError, LudusError
-from ludus.store.folders import RunFolder, create_run, find_run, unrecorded
+from ludus.cli.checkpoints import checkpoint_list
+from ludus.core.errors import ConfigError, DataError, LudusError
+from ludus.report.collect import read_evaluations
+from ludus.store.folders import RunFolder, create_run, find_run, read_facts, unrecorded
 
 
 def make(runs_dir: Path, *names: str) -> None:
@@ -148,3 +150,42 @@ def test_a_run_appears_with_its_configuration(tmp_path: Path, monkeypatch: pytes
     assert create_run(tmp_path, "demo", "name: x\n").id == "demo-3"
     assert [run.id for run in unrecorded(tmp_path, {"demo-3"})] == ["demo-1"]
     assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_files_of_other_names_are_no_evaluations(tmp_path: Path) -> None:
+    """Also editors' copies and notes, which made a resumed run raise an error."""
+    folder = RunFolder(tmp_path / "a-1")
+    assert folder.evaluation_files() == []
+    folder.evaluations.mkdir(parents=True)
+    for name in ("after-000000", "rl-000020", "notes", "rl-000020 (copy)", "rl-x", "rl-1"):
+        (folder.evaluations / f"{name}.json").write_text("{")
+    found = [(label, step) for label, step, _ in folder.evaluation_files()]
+    assert found == [("after", 0), ("rl", 20)]
+
+
+def test_a_damaged_file_of_a_run_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "code.json"
+    assert read_facts(path) == {}
+    for content in (b"", b"\xff", b"[]", b'{"a"'):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"code.json is damaged: .*; remove it"):
+            read_facts(path)
+    path.write_text('{"torch": "2.13"}')
+    assert read_facts(path) == {"torch": "2.13"}
+
+
+def test_a_damaged_evaluation_is_named(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a-1")
+    folder.evaluations.mkdir(parents=True)
+    (folder.evaluations / "after-000000.json").write_text("{")
+    with pytest.raises(DataError, match=r"after-000000.json is no evaluation of a run: restore"):
+        read_evaluations(folder)
+
+
+def test_damaged_checkpoints_are_listed_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a-1" / "checkpoints" / "rl-000003").mkdir(parents=True)
+    (tmp_path / "a-1" / "config.yaml").write_text("{}")
+    checkpoint_list("a-1", str(tmp_path))
+    assert capsys.readouterr().out == "rl-000003: damaged (manifest.json is missing)\n"

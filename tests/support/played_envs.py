@@ -131,6 +131,11 @@ class Capricious(EnvError):
     """An environment's own error class."""
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
 async def _raise(error: BaseException) -> Any:
     raise error
 
@@ -182,6 +187,9 @@ FAULTS: dict[str, Any] = {
     "a task": lambda: _give(Task(id="x")),
     "nan": lambda: _give(StepResult(messages=user("x"), reward=float("nan"))),
     "infinite": lambda: _give(StepResult(messages=user("x"), reward=-float("inf"))),
+    "huge": lambda: _give(StepResult.model_construct(messages=user("x"), reward=10**400)),
+    "unspeakable": lambda: _raise(Unspeakable()),
+    "endless text": lambda: _give(StepResult(messages=user("x" * 10_000_001), reward=0.0)),
     "reward text": lambda: _give(StepResult.model_construct(messages=user("x"), reward="high")),
     "no list": lambda: _give(StepResult.model_construct(messages=None)),
     "texts": lambda: _give(StepResult.model_construct(messages=["x"])),
@@ -228,3 +236,23 @@ class Spoils(Say):
 class BrokenCalls(Say):
     def text_of(self, call: ToolCall) -> str:
         raise ZeroDivisionError("calls are broken")
+
+
+class Scores(Say):
+    """Gives the scores, or raises the error, of its task's data; a turn limit that is no number."""
+
+    def scores(self) -> Any:
+        given = self.task.data["scores"]
+        return 1 / 0 if given == "raise" else given
+
+
+class EndlessTurns(Say):
+    max_turns: Any = "3"
+
+
+class Sums(Say):
+    """Finite rewards with an infinite sum."""
+
+    async def step(self, action: Message) -> StepResult:
+        self.turn += 1
+        return StepResult(messages=user("x"), reward=1e308, terminated=self.turn == 3)

@@ -209,6 +209,11 @@ class CheckpointStore:
         ]
         return sorted(infos, key=lambda info: info.sequence)
 
+    def unreadable(self) -> tuple[Problem, ...]:
+        """Returns the checkpoints that `list` leaves out, since their manifest is damaged."""
+        manifests = map(read_manifest, _checkpoint_folders(self.folder))
+        return tuple(item for item in manifests if isinstance(item, Problem))
+
     def latest(self, *, skip_damaged: bool = False) -> CheckpointInfo | None:
         """Returns the newest checkpoint, verified; None without checkpoints.
 
@@ -217,11 +222,7 @@ class CheckpointStore:
 
         Errors: CheckpointError if the newest is damaged, or none is intact.
         """
-        damage = [
-            manifest
-            for folder in _checkpoint_folders(self.folder)
-            if isinstance(manifest := read_manifest(folder), Problem)
-        ]
+        damage = [*self.unreadable()]
         intact = None
         for info in reversed(self.list()):
             problems = damage_of(info.path)
