@@ -1,10 +1,11 @@
-"""SIGINT and SIGTERM end a command alike: in order, and without a traceback.
+"""Signals end a command alike: in order, and without a traceback.
 
-    signal             exception            exit code of the command
-    SIGINT (Ctrl-C)    KeyboardInterrupt    130
-    SIGTERM            Terminated           143
+    signal                         exception            exit code of the command
+    SIGINT (Ctrl-C)                KeyboardInterrupt    130
+    SIGTERM                        Terminated           143
+    SIGHUP (a terminal closes)     HungUp               129
 
-Python can handle signals in the main thread only; elsewhere these functions leave them alone.
+SIGHUP stays ignored where it is ignored (`nohup`). Python can handle signals in the main thread only; elsewhere these functions leave them alone.
 """
 
 from __future__ import annotations
@@ -26,15 +27,25 @@ T = TypeVar("T")
 
 _abandoned: list[Future[Any]] = []
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
 class Terminated(KeyboardInterrupt):
     """SIGTERM, where Ctrl-C raises KeyboardInterrupt."""
 
 
+class HungUp(Terminated):
+    """SIGHUP: the terminal has closed, for example with its SSH connection."""
+
+
+STOPS = {
+    signal.SIGINT: KeyboardInterrupt,
+    signal.SIGTERM: Terminated,
+    signal.SIGHUP: HungUp,
+}
+
+
 def exit_code(stop: BaseException) -> int:
     """Returns the exit code of a command that a signal ended."""
+    if isinstance(stop, HungUp):
+        return 129
     return 143 if isinstance(stop, Terminated) else 130
 
 
@@ -64,17 +75,38 @@ def handling(handle: Callable[[KeyboardInterrupt], object]) -> Iterator[None]:
     """Call `handle` at each signal with the exception of the signal."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        handle(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        if number == signal.SIGHUP:
+            _leave_terminal()
+        handle(STOPS[signal.Signals(number)]())
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [number for number in STOPS if number != signal.SIGHUP or not ignored]
+    previous = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _leave_terminal() -> None:
+    """Drop further output to a terminal, which has closed: writing to it would raise an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        if _is_terminal(descriptor):
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def _is_terminal(descriptor: int) -> bool:
+    """Also of a terminal that has closed, where `isatty` returns False."""
+    try:
+        return os.isatty(descriptor) or os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/")
+    except OSError:
+        return False
 
 
 @contextmanager

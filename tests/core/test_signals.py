@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from ludus.core.signals import (
+    HungUp,
     Terminated,
     ctrl_c_kept_from_children,
     exit_code,
@@ -20,17 +23,22 @@ from ludus.core.signals import (
     run,
 )
 
-BOTH = pytest.mark.parametrize(
+ALL = pytest.mark.parametrize(
     ("number", "kind", "code"),
-    [(signal.SIGINT, KeyboardInterrupt, 130), (signal.SIGTERM, Terminated, 143)],
+    [
+        (signal.SIGINT, KeyboardInterrupt, 130),
+        (signal.SIGTERM, Terminated, 143),
+        (signal.SIGHUP, HungUp, 129),
+    ],
 )
 
 
 @pytest.fixture(autouse=True)
 def handlers_are_restored() -> Iterator[None]:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
     yield
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 async def forever(log: list[str]) -> None:
@@ -40,7 +48,7 @@ async def forever(log: list[str]) -> None:
         log.append("ended")
 
 
-@BOTH
+@ALL
 def test_a_signal_in_a_task_ends_all_tasks_in_order(
     number: int, kind: type, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,7 +70,7 @@ def test_a_signal_in_a_task_ends_all_tasks_in_order(
     assert capsys.readouterr() == ("", "")
 
 
-@BOTH
+@ALL
 def test_a_signal_while_main_computes_raises_there(number: int, kind: type, code: int) -> None:
     async def main() -> None:
         signal.raise_signal(number)
@@ -142,3 +150,40 @@ def test_a_child_does_not_hear_ctrl_c() -> None:
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
     with handling(raise_stop), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with handling(raise_stop):
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+CLOSED_TERMINAL = """
+import fcntl, sys, termios, time
+from ludus.core.signals import HungUp, handling, raise_stop
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+try:
+    with handling(raise_stop):
+        print("ready", flush=True)
+        time.sleep(60)
+except HungUp:
+    print("saving", flush=True)
+    print("saving", file=sys.stderr, flush=True)
+    open(sys.argv[1], "w").write("saved")
+"""
+
+
+def test_what_follows_a_closed_terminal_may_print(tmp_path: Path) -> None:
+    master, slave = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLOSED_TERMINAL, tmp_path / "result"],
+        stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+    )  # fmt: skip
+    os.close(slave)
+    assert b"ready" in os.read(master, 100)
+    os.close(master)  # the kernel sends SIGHUP to the terminal's session
+    assert process.wait(60) == 0
+    assert (tmp_path / "result").read_text() == "saved"
