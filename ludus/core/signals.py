@@ -5,7 +5,8 @@
     SIGTERM                        Terminated           143
     SIGHUP (a terminal closes)     HungUp               129
 
-SIGHUP stays ignored where it is ignored (`nohup`). Python can handle signals in the main thread only; elsewhere these functions leave them alone.
+SIGHUP stays ignored where it is ignored (`nohup`). Python can handle signals in the main thread
+only; elsewhere these functions leave them alone.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ def _leave_terminal() -> None:
 def _is_terminal(descriptor: int) -> bool:
     """Also of a terminal that has closed, where `isatty` returns False."""
     try:
-        return os.isatty(descriptor) or os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/")
+        return os.isatty(descriptor) or os.readlink(f"/proc/self/fd/{descriptor}").startswith(
+            "/dev/"
+        )
     except OSError:
         return False
 

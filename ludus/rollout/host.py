@@ -25,7 +25,6 @@ from ludus.envs.base import Env, awaited
 from ludus.rollout.threads import Act, EnvThread, Overdue, T
 from ludus.telemetry.occupancy import busy
 
-
 MAX_CHARACTERS = 10_000_000
 """Limit of the text of one result: no context holds more, and tokens take 200 times the memory."""
 
@@ -193,7 +192,7 @@ def _check_messages(name: str, messages: list[Message]) -> None:
             )
     if (length := sum(len(message.content) for message in messages)) > MAX_CHARACTERS:
         raise EnvError(
-            f"{name} returned messages of {length:,} characters; at most {MAX_CHARACTERS:,} are read"
+            f"{name} returned messages of {length:,} characters; the limit is {MAX_CHARACTERS:,}"
         )
 
 

@@ -349,7 +349,7 @@ def test_the_last_override_wins_and_takes_the_blame():
         ),
         (
             'name="a\\ud800"',
-            'override name="a\\ud800": name must be text, got \'a\\ud800\': a surrogate is no '
+            "override name=\"a\\ud800\": name must be text, got 'a\\ud800': a surrogate is no "
             "character",
         ),
         (
