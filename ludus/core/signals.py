@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 _abandoned: list[Future[Any]] = []
 
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM, where Ctrl-C raises KeyboardInterrupt."""
 
