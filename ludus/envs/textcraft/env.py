@@ -88,6 +88,9 @@ class TextCraft(Env):
         self._plan = make_plan(self._table, goal, rng)
         self._names = Names({})
         if task.data.get("renamed"):
+            if self.texts == "agentgym":
+                where = f"textcraft: task {task.id!r}"
+                raise EnvError(f"{where}: texts: agentgym has no renamed tasks; use depth-N/train")
             words = random.Random(f"textcraft/renamed/{goal}/{seed}")
             self._names = draw_names(words, self._plan.recipes)
         commands = self._commands(rng)

@@ -20,8 +20,8 @@ from ludus.envs.textcraft.recipes import load_table
 
 WORD = re.compile(r"[a-z]+")
 
-GRAMMAR = frozenset({"a", "item", "of", "on", "the"})
-"""Words of items' names that are also words of the environment's replies, or mean little."""
+GRAMMAR = frozenset({"a", "of", "on", "the"})
+"""Words of items' names that mean little."""
 
 
 class Names:

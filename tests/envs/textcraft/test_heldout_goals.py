@@ -9,7 +9,7 @@ import pytest
 from turns import act
 
 from ludus.config.load import load_config
-from ludus.core.errors import ConfigError
+from ludus.core.errors import ConfigError, EnvError
 from ludus.envs.textcraft.env import TextCraft
 from ludus.envs.textcraft.recipes import load_table
 from ludus.tasks.readers import read_tasks
@@ -75,6 +75,8 @@ async def test_a_renamed_task_has_the_recipes_in_other_words() -> None:
     again = await other.reset(TextCraft.task("depth-2/renamed", 3 + 171))
     assert again.info["depth"] == 2
     assert again.messages[0].content != renamed
+    with pytest.raises(EnvError, match="has no renamed tasks; use depth-N/train"):
+        await TextCraft(texts="agentgym").reset(task)
 
 
 @pytest.mark.parametrize("name", ["textcraft-qwen3-0.6b"])
