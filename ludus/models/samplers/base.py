@@ -58,10 +58,11 @@ class Completion:
 def check_turn(
     prompt_ids: list[int], params: SamplingParams, context_length: int, num_embeddings: int
 ) -> None:
-    """Check a turn's prompt and length.
+    """Check a turn's prompt, length and parameters.
 
     Errors: ContextOverflow where prompt and max_tokens do not fit the context; ValueError for an
-    empty prompt, `max_tokens` below 1, or an id that the model has no embedding for.
+    empty prompt, `max_tokens` below 1, a negative seed, a stop id that is not a 64-bit integer, or
+    an id that the model has no embedding for.
     """
     if len(prompt_ids) + params.max_tokens > context_length:
         raise ContextOverflow(
@@ -70,6 +71,11 @@ def check_turn(
         )
     if not prompt_ids or params.max_tokens < 1:
         raise ValueError("a turn needs at least one prompt token and max_tokens of at least 1")
+    if params.seed < 0:
+        raise ValueError(f"seed is {params.seed}: it must be 0 or more")
+    for id in params.stop_token_ids:
+        if not -(2**63) <= id < 2**63:
+            raise ValueError(f"stop id {id} is not a 64-bit integer")
     import numpy as np  # here, because services without a model import this module
 
     ids = np.asarray(prompt_ids)

@@ -58,15 +58,20 @@ class DecodeSlots:
         )
 
     def acquire(self, params: SamplingParams) -> int:
-        """Assign a slot to a turn. The turn's random numbers depend on its seed alone."""
-        width, stops = params.max_tokens, params.stop_token_ids
+        """Assign a slot to a turn. The turn's random numbers depend on its seed alone.
+
+        Errors: ValueError and OverflowError for numbers that `check_turn` refuses; no slot is then
+        assigned.
+        """
+        width = params.max_tokens
+        uniforms = np.random.Generator(np.random.Philox(params.seed)).random(width)
+        stops = np.array(params.stop_token_ids, np.int64)
         self._grow(width, len(stops))
         slot = self.free.pop()
         self.num_sampled[slot] = 0
         self.max_tokens[slot] = width
         self.has_stop_strings[slot] = bool(params.stop)
-        generator = np.random.Generator(np.random.Philox(params.seed))
-        self.uniforms[slot, :width] = generator.random(width)
+        self.uniforms[slot, :width] = uniforms
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(stops)] = stops
         return slot

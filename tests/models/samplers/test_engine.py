@@ -453,6 +453,30 @@ async def test_non_deterministic_mode_does_not_wait() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"seed": -1}, "seed is -1: it must be 0 or more"),
+        ({"stop_token_ids": (3, 2**63)}, f"stop id {2**63} is not a 64-bit integer"),
+        ({"stop_token_ids": (-(2**63) - 1,)}, "is not a 64-bit integer"),
+    ],
+)
+async def test_a_refused_turn_takes_no_slot(wrong: dict[str, Any], told: str) -> None:
+    engine = sampler(tiny())
+    engine.open("a")
+    await engine.sample([1, 2, 3], SamplingParams(max_tokens=2), session="a")
+    slots = engine._scheduler._slots
+    free = sorted(slots.free)
+    for _ in range(3):
+        with pytest.raises(ValueError, match=told):
+            await engine.sample([1], SamplingParams(**{"max_tokens": 2, **wrong}), session="a")
+        with pytest.raises((ValueError, OverflowError)):
+            slots.acquire(SamplingParams(**{"max_tokens": 2, **wrong}))
+    assert sorted(slots.free) == free
+    done = await engine.sample([1, 2, 3], SamplingParams(max_tokens=2), session="a")
+    assert len(done.token_ids) == 2
+
+
 # New weights
 
 
