@@ -26,6 +26,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Path, Request
 from fastapi.responses import Response, StreamingResponse
 from prometheus_client import Counter
+from starlette.types import Receive, Scope, Send
 
 from ludus.core.errors import LudusError
 from ludus.core.types import Wire
@@ -103,13 +104,9 @@ class Jobs:
         )
 
     async def open(self, request: RolloutRequest, client: Client) -> OwnedJob:
-        """Check a request. Returns its job, which has not started."""
+        """Check a request. Returns its job, which counts from now on; `run` must follow."""
         served = self._sessions.env(request.env)
-        if len(self._jobs) >= MAX_JOBS:
-            raise ServiceError(429, "too_many_rollouts", f"{MAX_JOBS} jobs are running")
-        if not self._shares.allows(client.tenant):
-            message = f"{self._shares.limit} of your jobs are running, your share"
-            raise ServiceError(429, "too_many_rollouts", message)
+        self._require_place(client)
         try:
             endpoint = request.endpoint()
             await endpoint.check()
@@ -124,12 +121,21 @@ class Jobs:
             raise ServiceError(422, "invalid", str(error)) from error
         done: list[EpisodeRecord] = []
         job = request.job(endpoint, env, tasks, done.append)
-        return OwnedJob(format_id(self._sessions.new_number()), client, request, job, done)
+        self._require_place(client)  # others may have taken it during the check
+        owned = OwnedJob(format_id(self._sessions.new_number()), client, request, job, done)
+        self._jobs[owned.id] = owned
+        self._shares.add(client.tenant)
+        return owned
+
+    def _require_place(self, client: Client) -> None:
+        if len(self._jobs) >= MAX_JOBS:
+            raise ServiceError(429, "too_many_rollouts", f"{MAX_JOBS} jobs are running")
+        if not self._shares.allows(client.tenant):
+            message = f"{self._shares.limit} of your jobs are running, your share"
+            raise ServiceError(429, "too_many_rollouts", message)
 
     async def run(self, owned: OwnedJob) -> None:
         """Play a job to its end."""
-        self._jobs[owned.id] = owned
-        self._shares.add(owned.client.tenant)
         try:
             async with owned.job.endpoint:
                 await owned.job.run()
@@ -166,9 +172,9 @@ def add_routes(app: FastAPI, sessions: SessionManager, settings: Settings) -> Jo
     async def play(request: Request, body: RolloutRequest) -> Response:
         """Play episodes with the model of an OpenAI-compatible endpoint."""
         owned = await jobs.open(body, client_of(request.scope))
-        if body.stream:
-            return StreamingResponse(_stream(jobs, owned), media_type="application/x-ndjson")
         running = asyncio.create_task(jobs.run(owned))
+        if body.stream:
+            return _JobStream(owned, running)
         try:
             while not (await asyncio.wait({running}, timeout=DISCONNECT_POLL_S))[0]:
                 if await request.is_disconnected():
@@ -207,29 +213,38 @@ async def _ensure_ended(owned: OwnedJob, running: asyncio.Task[None]) -> None:
         running.cancel()
 
 
-async def _stream(jobs: Jobs, owned: OwnedJob) -> AsyncIterator[str]:
-    """The lines of a streamed answer. If the client disconnects, the job ends."""
-    running = asyncio.create_task(jobs.run(owned))
+class _JobStream(StreamingResponse):
+    """A streamed answer. If the client disconnects, even before the first line, the job ends."""
+
+    def __init__(self, owned: OwnedJob, running: asyncio.Task[None]) -> None:
+        super().__init__(_lines(owned, running), media_type="application/x-ndjson")
+        self._owned, self._running = owned, running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await _ensure_ended(self._owned, self._running)
+
+
+async def _lines(owned: OwnedJob, running: asyncio.Task[None]) -> AsyncIterator[str]:
     request, done, num_sent = owned.request, owned.done, 0
-    try:
-        yield _line("start", {"job": owned.id, "env": request.env, "num_ids": len(request.ids)})
-        over = False
-        while not over:
-            over = bool((await asyncio.wait({running}, timeout=0.05))[0])
-            while num_sent < len(done):
-                yield _line("episode", done[num_sent].model_dump(mode="json"))
-                num_sent += 1
-        if running.exception() is not None:
-            log.error("rollout job failed", error=repr(running.exception()))
-            yield _line("error", ServiceError.internal().body)
-            return
-        sent = set(map(id, done))
-        for episode in owned.job.episodes:
-            if id(episode) not in sent:
-                yield _line("episode", episode.model_dump(mode="json"))
-        yield _line("end", owned.answer().model_dump(mode="json", exclude={"results"}))
-    finally:
-        await _ensure_ended(owned, running)
+    yield _line("start", {"job": owned.id, "env": request.env, "num_ids": len(request.ids)})
+    over = False
+    while not over:
+        over = bool((await asyncio.wait({running}, timeout=0.05))[0])
+        while num_sent < len(done):
+            yield _line("episode", done[num_sent].model_dump(mode="json"))
+            num_sent += 1
+    if running.exception() is not None:
+        log.error("rollout job failed", error=repr(running.exception()))
+        yield _line("error", ServiceError.internal().body)
+        return
+    sent = set(map(id, done))
+    for episode in owned.job.episodes:
+        if id(episode) not in sent:
+            yield _line("episode", episode.model_dump(mode="json"))
+    yield _line("end", owned.answer().model_dump(mode="json", exclude={"results"}))
 
 
 def _line(event: str, value: dict[str, Any]) -> str:

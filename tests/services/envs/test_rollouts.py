@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,6 +19,7 @@ from starlette.responses import Response
 
 from ludus.data.demonstrations import run_expert
 from ludus.envs.textcraft.env import TextCraft
+from ludus.rollout.requests import tasks_of
 from ludus.services.server.connections import ConnectionLimits
 
 TOKENS = ("a-token-of-one-client", "a-token-of-another-one")
@@ -188,6 +190,41 @@ def test_each_token_has_a_share_of_the_jobs(
         assert (status, json.loads(told)["error"]["type"]) == (429, "too_many_rollouts")
         assert [post(1)[0] for _ in range(2)] == [200, 200]
         over.set()
+
+
+def test_requests_that_are_checked_at_a_time_share_the_places(
+    model: tuple[Model, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A place that another request took during the check is not given twice."""
+    monkeypatch.setattr("ludus.services.envs.rollouts.MAX_JOBS", 1)
+    both, over = threading.Barrier(2), threading.Event()
+
+    def when_both_are_checked(*args: Any) -> Any:
+        both.wait(timeout=60)
+        return tasks_of(*args)
+
+    async def hang(_: Any) -> Any:
+        await asyncio.to_thread(over.wait)
+        return text("Action: win")
+
+    monkeypatch.setattr("ludus.services.envs.rollouts.tasks_of", when_both_are_checked)
+    spoken, url = model
+    spoken.say = hang
+    with service(OBEYS) as address, ThreadPoolExecutor(2) as threads:
+
+        def post() -> int:
+            asks = asked(url, ids=[0], stream=True)
+            with httpx.stream("POST", f"{address}/rollouts", json=asks, timeout=60) as answer:
+                told.append(answer.status_code)
+                if len(told) == 2:
+                    over.set()
+                return len(list(answer.iter_lines()))
+
+        told: list[int] = []
+        lengths = [job.result() for job in [threads.submit(post), threads.submit(post)]]
+        assert sorted(told) == [200, 429]
+        assert sorted(lengths) == [1, 3]
+        until(lambda: httpx.get(f"{address}/rollouts").json() == [])
 
 
 def test_client_that_does_not_read_its_stream_ends_its_job(model: tuple[Model, str]) -> None:
