@@ -44,12 +44,11 @@ T = TypeVar("T")
 class LocalBackend:
     """Trains in this process, and samples with the plug-in `config.sampler`.
 
-    The default sampler shares the learner's module: no weights are copied, so none are stale.
+    A sampler that shares the learner's parameters is paused from their first change until their
+    publication. A sampler with weights of its own is paused for the publication only. Hence none
+    computes with changing weights, or with weights that have no version.
 
-    With `rl.max_staleness`, the learner has a thread of its own while episodes continue. The
-    sampler is paused from the first read of the weights in a step until their publication (without
-    a thread, from their first change on): it never computes with changing weights, or with weights
-    that have no version.
+    With `rl.max_staleness`, the learner has a thread of its own while episodes continue.
 
     Args:
         make_model: builds the policy, a Hugging Face causal LM.
@@ -85,7 +84,6 @@ class LocalBackend:
         )
         half = "bfloat16" in (config.learner.dtype, config.sampler.args.get("dtype"))
         self.meter = Meter(self.model, self.sampler, half=half)
-        self._shares = getattr(self.sampler, "shares_weights", False)
         self.checkpoints = CheckpointStore(
             run_dir / "checkpoints",
             config.checkpoint.keep_last,
@@ -175,7 +173,8 @@ class LocalBackend:
         if not parts:
             return {**train_metrics([]), **verified}
 
-        self.sampler.pause()  # the weights change, and have no version until `publish_weights`
+        if self.sampler.shares_weights:
+            self.sampler.pause()  # the weights change, and have no version until `publish_weights`
 
         def optimizer_step(part: list[Sample]) -> dict[str, float]:
             limit, layout = self._settings.tokens_per_batch, learner.forward.layout
@@ -188,10 +187,12 @@ class LocalBackend:
         return {**train_metrics(done), **verified}
 
     async def _on_learner(self, work: Callable[[], T]) -> T:
-        """Run `work` here, or in the learner's thread while the sampler is paused."""
+        """Run `work` here, or in the learner's thread; a sampler that shares the weights is paused
+        until they are published."""
         if not self._ahead:
             return work()
-        self.sampler.pause()
+        if self.sampler.shares_weights:
+            self.sampler.pause()
         return await self._in_thread(work)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
@@ -211,12 +212,13 @@ class LocalBackend:
     async def publish_weights(self) -> int:
         """Publish the weights under the next version.
 
-        A sampler in another process takes them in a thread, so the event loop stays free.
+        A sampler with weights of its own copies them in a thread, so the event loop stays free.
         """
         version = self.policy_version + 1
-        if self._shares:
+        if self.sampler.shares_weights:
             self.sampler.publish(version)
         else:
+            self.sampler.pause()
             await self._in_thread(partial(self.sampler.publish, version))
         self._note_published(version)
         return version

@@ -70,6 +70,7 @@ REMEDIES = {
     "gradients": LESS_STATE,
     "weights": "set model.dtype: bfloat16, or take a smaller model",
     "packed weights": "set sampler.args.dtype: bfloat16, or take a smaller model",
+    "sampler's weights": "set sampler.args.dtype: auto, or take a smaller model",
 }
 """Settings that reduce each part of the memory."""
 
@@ -224,7 +225,11 @@ class _Estimate:
         if config.env is not None or config.rl is not None:
             parts["KV cache"] = float(config.rollout.concurrency * context * self.cache_item)
         if config.model.device == "cpu" and config.sampler.name == "in_process":
-            parts["packed weights"] = float(parameters * (2 if self._bfloat16 else self.item))
+            text = self.shape.get_text_config()
+            packed = parameters * (2 if self._bfloat16 else self.item)
+            parts["packed weights"] = float(packed + 4 * text.vocab_size * text.hidden_size)
+        elif self._bfloat16 and config.sampler.name == "in_process":
+            parts["sampler's weights"] = 2.0 * parameters
         return parts
 
     def _training_bytes(self) -> tuple[int, int]:

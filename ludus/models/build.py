@@ -168,7 +168,9 @@ def _from_scratch(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> Pr
         raise ConfigError(
             f"model.architecture.args: torch cannot build the model: {_line(error)}"
         ) from error
-    return model.to(getattr(torch, config.dtype))
+    for parameter in model.parameters():  # not `model.to`, which would round rotary frequencies
+        parameter.data = parameter.data.to(getattr(torch, config.dtype))
+    return model
 
 
 def _check_memory(shape: PreTrainedConfig) -> None:

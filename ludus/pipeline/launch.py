@@ -162,6 +162,8 @@ def _insert_row(store: RunStore, folder: RunFolder, config: RunConfig) -> None:
     if config.model.device == "cpu":
         absence = native.absence()
         facts["native code"] = f"none, torch computes: {absence}" if absence else "compiled"
+    if config.sampler.name == "in_process" and config.sampler.args.get("dtype") == "bfloat16":
+        facts["sampler's weights"] = "its own, in bfloat16"
     store.create_run(folder.id, config.name, config.model_dump(mode="json"), facts)
 
 

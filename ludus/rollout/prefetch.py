@@ -170,7 +170,7 @@ class PrefetchSource:
         begun = [pending for pending in all_pending if pending.began is not None]
         for pending in begun:
             for trajectory, episode in pending.members():
-                if episode.cancelled():
+                if episode.cancelled() and trajectory.reward is None:
                     trajectory.status, trajectory.error = Status.ABORTED, "the stage ended"
                 trajectory.dropped = "played ahead of the end: no step was left to train on it"
         return [pending.group for pending in begun]
@@ -229,7 +229,7 @@ class PrefetchSource:
             episode.cancel()
         await asyncio.gather(*(episode for _, episode in running), return_exceptions=True)
         for trajectory, episode in running:
-            if episode.cancelled():
+            if episode.cancelled() and trajectory.reward is None:  # else it was being closed
                 self._num_cut += 1
                 trajectory.status = Status.ABORTED
                 trajectory.error = (

@@ -85,14 +85,21 @@ class Meter:
         self._fastest = max(self._fastest, *rates.values(), 0.0)
         peak = max(peak_flops(self._device, self._dtype), self._fastest)
         known |= {name: rate / peak for name, rate in rates.items()}
-        return {**known, "time/peak_gflops": peak / 1e9, **memory(self._device)}
+        return {
+            **known,
+            "time/peak_gflops": peak / 1e9,
+            **memory(self._device),
+            **self._sampler_memory(),
+        }
 
-    def _cache(self) -> dict[str, float]:
-        """The sampler's KV cache: most memory so far, tokens evicted since the last call."""
+    def _sampler_memory(self) -> dict[str, float]:
+        """The sampler's own weights; its KV cache: most memory so far, tokens evicted since the
+        last call."""
         if not hasattr(self._sampler, "num_evicted_tokens"):
             return {}
         evicted, self._evicted = self._evicted, self._sampler.num_evicted_tokens
         return {
+            "memory/sampler_weights_gb": self._sampler.weight_bytes / GB,
             "memory/kv_cache_peak_gb": self._sampler.cache_peak_bytes / GB,
             "rollout/evicted_tokens": float(self._evicted - evicted),
         }

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ludus.backends import BACKENDS
 from ludus.backends.conformance import CHECKS, Check
@@ -32,7 +33,9 @@ def renderer() -> Renderer:
     return Renderer(train_tokenizer(Spec(name="words"), ["go left", "go right", "stop here now"]))
 
 
-def make_backend(renderer: Renderer, folder: Path, seed: int, lora: bool = False) -> LocalBackend:
+def make_backend(
+    renderer: Renderer, folder: Path, seed: int, lora: bool = False, **changes: Any
+) -> LocalBackend:
     adapters = LoraConfig(rank=2, dropout=0.2) if lora else None
     config = RunConfig.model_validate(
         {
@@ -44,6 +47,7 @@ def make_backend(renderer: Renderer, folder: Path, seed: int, lora: bool = False
             },
             "tasks": {"train": "env"},
             "rollout": {"max_tokens_per_turn": 8},
+            **changes,
         }
     )
     model = build_model(config.model, renderer.tokenizer, seed)
@@ -94,20 +98,31 @@ def moments(backend: LocalBackend) -> list[Any]:
     return [state[i][key] for i in sorted(state) for key in sorted(state[i])]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora with dropout"])
+HALF: dict[str, Any] = {
+    "sampler": {"name": "in_process", "args": {"dtype": "bfloat16", "path": "static"}}
+}
+
+
+@pytest.mark.parametrize(
+    ("lora", "changes"),
+    [(False, {}), (True, {}), (False, HALF), (True, HALF)],
+    ids=["full", "lora with dropout", "bfloat16 copy", "bfloat16 copy of lora"],
+)
 async def test_a_resumed_run_is_the_uninterrupted_one(
-    tmp_path: Path, renderer: Renderer, lora: bool
+    tmp_path: Path, renderer: Renderer, lora: bool, changes: dict[str, Any]
 ) -> None:
     torch.manual_seed(5)
-    straight = make_backend(renderer, tmp_path / "a", seed=1, lora=lora)
+    straight = make_backend(renderer, tmp_path / "a", seed=1, lora=lora, **changes)
     for step in range(3):
         await iteration(straight, step)
     saved = weights(straight)
     path = straight.save("rl", 3, {"cursor": [1, 2], "name": "x"}, 0.5, pin=False)
+    for file in path.rglob("*.safetensors"):  # the sampler's copy is not in it
+        assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float32}
     expected = [await iteration(straight, step) for step in range(3, 8)]
 
     torch.manual_seed(77)
-    resumed = make_backend(renderer, tmp_path / "b", seed=1 if lora else 2, lora=lora)
+    resumed = make_backend(renderer, tmp_path / "b", seed=1 if lora else 2, lora=lora, **changes)
     if not lora:
         assert not all(torch.equal(saved[n], w) for n, w in weights(resumed).items())
     await iteration(resumed, 0)  # what it did before it loads does not matter

@@ -65,6 +65,13 @@ def test_parameters_and_their_memory() -> None:
     assert found.memory["weights"] == 2 * num
     # 256 episodes of 512 tokens, 4 layers, K and V, 2 heads of 32, 2 bytes
     assert found.memory["KV cache"] == 256 * 512 * 4 * 2 * 2 * 32 * 2
+    on_gpu = ["model.device=cuda", "sampler={name: in_process, args: {dtype: bfloat16}}"]
+    rounded = planning.plan(recipe(*on_gpu), HARDWARE["h100"])
+    assert rounded.memory["weights"] == 4 * num
+    assert rounded.memory["sampler's weights"] == 2 * num
+    shared = planning.plan(recipe(on_gpu[0]), HARDWARE["h100"])
+    assert "sampler's weights" not in shared.memory
+    assert shared.seconds["rl: sampling"] > rounded.seconds["rl: sampling"]
     lora = planning.plan(recipe("model.lora={rank: 4}"), HARDWARE["h100"])
     assert lora.memory["optimizer"] < 0.2 * lora.memory["weights"]
 

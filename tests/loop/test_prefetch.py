@@ -77,7 +77,14 @@ class Lottery(Bandit):
         return StepResult(reward=random.random(), terminated=True)
 
 
-async def world_of(folder: Path, env: str | dict[str, Any] | None = None) -> World:
+class Sticky(Bandit):
+    """Takes its time to close."""
+
+    async def close(self) -> None:
+        time.sleep(0.02)
+
+
+async def world_of(folder: Path, env: str | dict[str, Any] | None = None, **changes: Any) -> World:
     """A world whose learner has a thread of its own, and whose policy pulls any lever."""
     world = World(folder)
     changed = world.config.model_dump()
@@ -85,7 +92,7 @@ async def world_of(folder: Path, env: str | dict[str, Any] | None = None) -> Wor
     changed["rollout"]["deterministic"] = False
     if env is not None:
         changed["env"] = env
-    world.config = RunConfig.model_validate(changed)
+    world.config = RunConfig.model_validate({**changed, **changes})
     model = world.backend.model
     world.backend = type(world.backend)(lambda: model, world.renderer, world.config, folder)
     MADE.append(world)
@@ -262,8 +269,11 @@ async def test_cancelling_the_run_stops_both(tmp_path: Path) -> None:
 
 
 async def test_the_sampler_rests_from_the_first_look_to_the_publication(tmp_path: Path) -> None:
-    """No token is sampled with weights that change, or that have no version."""
-    world, kept = await world_of(tmp_path, "test_prefetch:Lottery"), Recording()
+    """A sampler that shares the weights: no token is sampled with weights that change, or that have
+    no version."""
+    shared = Spec(name="in_process", args={"path": "generic"})
+    world = await world_of(tmp_path, "test_prefetch:Lottery", sampler=shared)
+    kept = Recording()
     backend, seen = world.backend, []
     stage = ahead(world, [task(place) for place in PLACES], 6, minibatches=2)
     forward = backend.sampler.decoder.forward  # type: ignore[attr-defined]
@@ -296,6 +306,10 @@ async def test_a_server_that_takes_the_weights_holds_nobody_up(tmp_path: Path) -
     class Server:
         """Is done with the weights when the event loop has had a turn."""
 
+        shares_weights = False
+
+        def pause(self) -> None: ...
+
         def publish(self, version: int) -> None:
             done = asyncio.run_coroutine_threadsafe(ticked.wait(), loop)
             loop.call_soon_threadsafe(ticked.set)
@@ -305,7 +319,7 @@ async def test_a_server_that_takes_the_weights_holds_nobody_up(tmp_path: Path) -
 
         def shutdown(self) -> None: ...
 
-    backend.sampler, backend._shares = Server(), False  # type: ignore[assignment]
+    backend.sampler = Server()  # type: ignore[assignment]
     assert await backend.publish_weights() == 31
     assert backend.policy_version == 31
 
@@ -368,8 +382,12 @@ async def test_the_last_step_ends_whatever_is_due(tmp_path: Path, pays: str) -> 
     assert len(kept.steps) == 3
 
 
-async def test_what_no_step_trained_on_comes_back_with_the_reason(tmp_path: Path) -> None:
-    world, kept = await world_of(tmp_path), Recording()
+@pytest.mark.parametrize("env", [None, "test_prefetch:Sticky"])
+async def test_what_no_step_trained_on_comes_back_with_the_reason(
+    tmp_path: Path, env: str | None
+) -> None:
+    """An episode that was scored already, and is being closed, is complete."""
+    world, kept = await world_of(tmp_path, env), Recording()
     stage = ahead(world, [task(place) for place in PLACES], 20, 2)
     left: list[Group] = []
 

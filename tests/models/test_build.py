@@ -66,8 +66,10 @@ def test_default_size_is_800k_parameters(
 
 def test_bfloat16_weights_are_rounded_float32(tokenizer: PreTrainedTokenizerFast) -> None:
     full = states(build_model(scratch(), tokenizer, 0))
-    half = states(build_model(scratch(dtype="bfloat16"), tokenizer, 0))
-    assert same(half, {name: value.bfloat16() for name, value in full.items()})
+    model = build_model(scratch(dtype="bfloat16"), tokenizer, 0)
+    assert same(states(model), {name: value.bfloat16() for name, value in full.items()})
+    frequencies = build_model(scratch(), tokenizer, 0).model.rotary_emb.inv_freq
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
 
 
 def test_tf32_is_set_by_the_configuration(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -64,6 +64,7 @@ def test_extent_of_a_tree() -> None:
 def test_metrics_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ludus.train.meter.peak_flops", lambda device, dtype: 1e6)
     sampler = SimpleNamespace(num_prefill_tokens=100, num_decode_tokens=10)
+    sampler.num_evicted_tokens, sampler.cache_peak_bytes, sampler.weight_bytes = 5, 3e9, 2e9
     meter = Meter(qwen(), sampler)
     with meter.rollout():
         sampler.num_prefill_tokens += 7
@@ -82,6 +83,11 @@ def test_metrics_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert got["time/train_mfu"] == pytest.approx(trained / 4 / 1e6)
     assert got["time/mfu"] == pytest.approx((sampled + trained) / 10 / 1e6)
     assert got["time/peak_gflops"] == 1e-3
+    assert got["memory/sampler_weights_gb"] == 2
+    assert got["memory/kv_cache_peak_gb"] == 3
+    assert got["rollout/evicted_tokens"] == 5
+    sampler.num_evicted_tokens = 7
+    assert meter.metrics([], step)["rollout/evicted_tokens"] == 2
 
 
 def test_no_utilisation_above_1(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,11 @@ class Decoder(Protocol):
     """Capacity of the KV cache in blocks; None: unlimited. See `capacity`."""
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the decoder's own weights, which change in `refresh` only; 0: it reads the
+        model's parameters in place."""
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of a block's keys and values in all layers."""
 
@@ -59,7 +64,10 @@ class Decoder(Protocol):
         """
 
     def refresh(self) -> None:
-        """Handle replaced weights or modules."""
+        """Compute with the model's present weights from now on.
+
+        Weights of the decoder's own are copied from the model's.
+        """
 
     def clear(self) -> None:
         """Free the KV-cache storage."""

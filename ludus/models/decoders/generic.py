@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ludus.models.decoders.base import check_inputs
+from ludus.models.decoders.sampling_copy import SamplingCopy
 from ludus.models.kv_cache.padded import PaddedInputs, SlotStore
 from ludus.models.kv_cache.paging import BLOCK
 from ludus.models.kv_cache.step_inputs import StepInputs
@@ -64,14 +65,15 @@ class BlockCache(Cache):  # type: ignore[misc]
 
 
 class GenericDecoder:
-    """A `Decoder` that calls the model's own module."""
+    """A `Decoder` that calls the model's own module, or that of a copy."""
 
     name = "generic"
     mixed_batches = False
     max_blocks: int | None = None
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, copy: SamplingCopy | None = None) -> None:
+        self._model = model if copy is None else copy.module
+        self._copy = copy
         self._num_layers = model.config.get_text_config().num_hidden_layers
         self._cache = BlockCache(self._num_layers)
         self._bytes_per_slot = 0
@@ -81,6 +83,10 @@ class GenericDecoder:
         """Known after a first pass: the module decides on the shapes."""
         assert self._bytes_per_slot, "no pass yet"
         return BLOCK * self._bytes_per_slot
+
+    @property
+    def weight_bytes(self) -> int:
+        return 0 if self._copy is None else self._copy.num_bytes
 
     def reserve(self, num_blocks: int) -> None:
         self._cache.num_slots = max(self._cache.num_slots, BLOCK * num_blocks)
@@ -116,7 +122,8 @@ class GenericDecoder:
         return logits_RCV[padded.output_rows, column_of_output]
 
     def refresh(self) -> None:
-        """Does nothing: the module is called as it is."""
+        if self._copy is not None:
+            self._copy.refresh()
 
     def clear(self) -> None:
         self._cache = BlockCache(self._num_layers)

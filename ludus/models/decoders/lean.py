@@ -1,4 +1,7 @@
-"""Llama-shaped decoder in plain torch: any device and dtype, on the model's own parameters.
+"""Llama-shaped decoder in plain torch: any device and dtype.
+
+It reads the model's own parameters, or those of a `SamplingCopy`: matrices in bfloat16, and norms,
+hence the residual stream, in float32.
 
 Shape suffixes as in padded.py, and: E width of the residual stream, K key-value heads, V
 vocabulary.
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from ludus.models.decoders.base import check_inputs
 from ludus.models.decoders.llama import Llama, LlamaLayer, Norm
+from ludus.models.decoders.sampling_copy import SamplingCopy
 from ludus.models.kv_cache.padded import PaddedInputs, SlotStore
 from ludus.models.kv_cache.paging import BLOCK
 from ludus.models.kv_cache.step_inputs import StepInputs
@@ -32,30 +36,31 @@ class LeanDecoder:
     """`Decoder` in torch, of a model read by `ludus.models.decoders.llama.read`.
 
     Args:
-        autocast: multiply in bfloat16, whatever the type of the weights.
+        copy: the copy that holds the modules of `llama`; None: they are the model's.
     """
 
     name = "lean"
     mixed_batches = False
     max_blocks: int | None = None
 
-    def __init__(self, llama: Llama, *, autocast: bool = False) -> None:
+    def __init__(self, llama: Llama, *, copy: SamplingCopy | None = None) -> None:
         self._llama = llama
+        self._copy = copy
         self._limits = len(llama.embedding.weight), len(llama.cosine_TD)
-        self._autocast = autocast
+        self._factor_dtype = llama.embedding.weight.dtype
+        self._residual_dtype = llama.final_norm.scale().dtype
         self._num_slots = 0
         self.clear()
 
     @property
     def bytes_per_block(self) -> int:
         llama = self._llama
-        position = llama.kv_heads * llama.head_dim * self._stored_dtype.itemsize
+        position = llama.kv_heads * llama.head_dim * self._factor_dtype.itemsize
         return 2 * len(llama.layers) * BLOCK * position
 
     @property
-    def _stored_dtype(self) -> torch.dtype:
-        """Type of keys and values; with autocast, the larger of the types that occur."""
-        return self._llama.embedding.weight.dtype
+    def weight_bytes(self) -> int:
+        return 0 if self._copy is None else self._copy.num_bytes
 
     def reserve(self, num_blocks: int) -> None:
         self._num_slots = max(self._num_slots, BLOCK * num_blocks)
@@ -67,7 +72,8 @@ class LeanDecoder:
             store.copy(BLOCK * source, BLOCK * target, count)
 
     def refresh(self) -> None:
-        """Does nothing: parameters are read in place."""
+        if self._copy is not None:
+            self._copy.refresh()
 
     def clear(self) -> None:
         self._keys = [self._new_store() for _ in self._llama.layers]
@@ -89,32 +95,32 @@ class LeanDecoder:
         ids_N = padded.ids_RL.flatten()[padded.place_N]
         positions_N = padded.positions_RL.flatten()[padded.place_N]
         outputs_R = torch.from_numpy(inputs.outputs).to(device, torch.long)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self._autocast):
-            x_NE = self._layers(ids_N, positions_N, partial(self._attention, padded))
-            return self._logits(x_NE[outputs_R])
+        x_NE = self._layers(ids_N, positions_N, partial(self._attention, padded))
+        return self._logits(x_NE[outputs_R])
 
     def _layers(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Returns the residual stream after all layers, [N, E]."""
         llama = self._llama
         if llama.model.training:  # adapters may have dropout
             llama.model.eval()
-        weight = llama.embedding.weight
-        cosine_N1D = llama.cosine_TD[positions_N, None].to(weight.dtype)
-        sine_N1D = llama.sine_TD[positions_N, None].to(weight.dtype)
-        x_NE = weight[ids_N]
+        dtype = self._residual_dtype
+        cosine_N1D = llama.cosine_TD[positions_N, None].to(dtype)
+        sine_N1D = llama.sine_TD[positions_N, None].to(dtype)
+        x_NE = llama.embedding.weight[ids_N].to(dtype)
         if llama.embedding_scale != 1:
-            x_NE = x_NE * torch.tensor(llama.embedding_scale, dtype=weight.dtype)
+            x_NE = x_NE * torch.tensor(llama.embedding_scale, dtype=dtype)
         for number, layer in enumerate(llama.layers):
-            h_NE = self._norm(x_NE, layer.attention_norm)
+            h_NE = self._norm(x_NE, layer.attention_norm).to(self._factor_dtype)
             heads = self._heads(layer, h_NE, cosine_N1D, sine_N1D)
             x_NE = x_NE + layer.output.module(attend(number, *heads))
-            h_NE = self._norm(x_NE, layer.mlp_norm)
+            h_NE = self._norm(x_NE, layer.mlp_norm).to(self._factor_dtype)
             gate = _ACTIVATIONS[llama.activation](layer.gate.module(h_NE))
             x_NE = x_NE + layer.down.module(gate * layer.up.module(h_NE))
         return x_NE
 
     def _logits(self, x_RE: Tensor) -> Tensor:
-        logits_RV: Tensor = self._llama.head.module(self._norm(x_RE, self._llama.final_norm))
+        h_RE = self._norm(x_RE, self._llama.final_norm).to(self._factor_dtype)
+        logits_RV: Tensor = self._llama.head.module(h_RE)
         return logits_RV
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -132,7 +138,8 @@ class LeanDecoder:
         if layer.query_norm is not None and layer.key_norm is not None:
             q_NHD = self._norm(q_NHD, layer.query_norm)
             k_NKD = self._norm(k_NKD, layer.key_norm)
-        return _rotate(q_NHD, cosine_N1D, sine_N1D), _rotate(k_NKD, cosine_N1D, sine_N1D), v_NKD
+        q_NHD, k_NKD = (_rotate(x, cosine_N1D, sine_N1D) for x in (q_NHD, k_NKD))
+        return q_NHD.to(self._factor_dtype), k_NKD.to(self._factor_dtype), v_NKD
 
     def _attention(
         self, padded: PaddedInputs, number: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor

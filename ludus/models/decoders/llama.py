@@ -106,6 +106,14 @@ class Llama:
     cosine_TD: Tensor
     sine_TD: Tensor
 
+    def norms(self) -> list[Norm]:
+        """Returns the norms of all layers, and the final one."""
+        layers = [
+            (layer.attention_norm, layer.query_norm, layer.key_norm, layer.mlp_norm)
+            for layer in self.layers
+        ]
+        return [*[norm for layer in layers for norm in layer if norm is not None], self.final_norm]
+
 
 @torch.no_grad()
 def read(model: Any, context_length: int) -> Llama:

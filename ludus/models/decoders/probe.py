@@ -20,6 +20,7 @@ from ludus.models.decoders.lean import LeanDecoder
 from ludus.models.decoders.llama import Llama, NotLlama, read
 from ludus.models.decoders.native import Unavailable
 from ludus.models.decoders.native.decoder import NativeDecoder
+from ludus.models.decoders.sampling_copy import SamplingCopy
 from ludus.models.decoders.static import StaticDecoder
 from ludus.models.kv_cache.paging import BLOCK, Block, BlockTree
 from ludus.models.kv_cache.step_inputs import StepInputsBuilder
@@ -49,6 +50,11 @@ def choose_decoder(
             f"sampler.args.dtype: float32 needs weights in float32, not {_name(stored)}; "
             "set model.dtype: float32"
         )
+    if dtype == "bfloat16" and stored == torch.bfloat16:
+        raise ConfigError(
+            "sampler.args.dtype: bfloat16 has no effect on weights in bfloat16 (model.dtype); "
+            "remove it"
+        )
     config = model.config.get_text_config()
     if config._attn_implementation != "sdpa":
         raise _refusal(
@@ -66,11 +72,6 @@ def choose_decoder(
                     f"the sampler's {path} path cannot serve {type(model).__name__}: {reason}"
                 ) from None
             _log_generic_path(type(model).__name__, str(reason))
-    if half and stored != torch.bfloat16:
-        raise ConfigError(
-            f"sampler.args.dtype: bfloat16 with weights in {_name(stored)} is served on the fast "
-            f"path only; set model.dtype: bfloat16, or sampler.args.dtype: auto"
-        )
     decoder = GenericDecoder(model)
     try:
         deviation = _trial_deviation(model, decoder, context_length)
@@ -82,6 +83,9 @@ def choose_decoder(
             f"with a cache and padding its logits differ from those of a plain pass by "
             f"{deviation:.1%} of their size: it computes positions or attention masks itself",
         )
+    if half and stored != torch.bfloat16:  # the check above was of the same module in float32
+        decoder = GenericDecoder(model, SamplingCopy(model))
+        _trial_deviation(model, decoder, context_length)  # a first pass, to know the cache's size
     return decoder
 
 
@@ -90,19 +94,22 @@ def _fast_decoder(model: Any, context_length: int, half: bool, *, static: bool) 
     shows that the model does not compute what its structure suggests."""
     llama = read(model, context_length)
     weight = llama.embedding.weight
-    autocast = half and weight.dtype.itemsize >= 4
-    decoder: Decoder
-    if static or weight.device.type != "cpu":
-        decoder = StaticDecoder(llama, autocast=autocast)
-    else:
-        decoder = _cpu_decoder(llama, half)
+    rounds = half and weight.dtype.itemsize >= 4
+    on_cpu = weight.device.type == "cpu" and not static
+    decoder: Decoder | None = _native_decoder(llama, half) if on_cpu else None
+    copy = None
+    if decoder is None:
+        if rounds:
+            copy = SamplingCopy(model, keep=[norm.module.weight for norm in llama.norms()])
+            llama = read(copy.module, context_length)
+        decoder = LeanDecoder(llama, copy=copy) if on_cpu else StaticDecoder(llama, copy=copy)
     try:
         deviation = _trial_deviation(model, decoder, context_length)
     except RuntimeError as error:
         if static or not isinstance(decoder, StaticDecoder):
             raise
         logger.warning("sampling without CUDA graphs, which is slower: %s", error)
-        decoder = LeanDecoder(llama, autocast=autocast)
+        decoder = LeanDecoder(llama, copy=copy)
         deviation = _trial_deviation(model, decoder, context_length)
     # bfloat16 has 8 bits of precision.
     tolerance = 0.05 if half or weight.dtype.itemsize < 4 else TOLERANCE
@@ -114,13 +121,13 @@ def _fast_decoder(model: Any, context_length: int, half: bool, *, static: bool) 
     return decoder
 
 
-def _cpu_decoder(llama: Llama, half: bool) -> Decoder:
-    """Returns the native decoder where it is available, else `LeanDecoder`."""
+def _native_decoder(llama: Llama, half: bool) -> Decoder | None:
+    """Returns the native decoder; None where it is not available."""
     try:
         return NativeDecoder(llama, torch.bfloat16 if half else torch.float32)
     except (Unavailable, ValueError) as reason:
         logger.info("sampling in plain torch, not in native code: %s", reason)
-        return LeanDecoder(llama, autocast=half and llama.embedding.weight.dtype.itemsize >= 4)
+        return None
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -5,8 +5,9 @@ blocks per group. At its second use a bucket is captured as a CUDA graph, then r
 MAX_GRAPHS buckets are kept. Without CUDA the same code runs eagerly. Blocks that rows share are
 read once (`shared_prefix`). Prefill is computed by `LeanDecoder`.
 
-The model's parameters are read in place, so in-place updates need no action. `refresh` detects
-replaced parameters and drops the graphs. Until then a graph keeps and reads the old parameter.
+Parameters are read in place, so in-place updates need no action. `refresh` detects replaced
+parameters and drops the graphs. Until then a graph keeps and reads the old parameter. A
+`SamplingCopy` is refreshed in place, so its graphs stay.
 
 KV-cache storage grows on demand up to `max_blocks`. It persists between rollouts, because graphs
 hold its addresses. The scheduler evicts blocks when it is full.
@@ -30,6 +31,7 @@ from torch import Tensor
 from ludus.models.decoders.base import check_inputs
 from ludus.models.decoders.lean import LeanDecoder
 from ludus.models.decoders.llama import Llama
+from ludus.models.decoders.sampling_copy import SamplingCopy
 from ludus.models.kv_cache.padded import SlotStore
 from ludus.models.kv_cache.paging import BLOCK
 from ludus.models.kv_cache.shared_prefix import (
@@ -160,14 +162,14 @@ class StaticDecoder(LeanDecoder):
     """
 
     def __init__(
-        self, llama: Llama, *, autocast: bool = False, max_blocks: int | None = None
+        self, llama: Llama, *, copy: SamplingCopy | None = None, max_blocks: int | None = None
     ) -> None:
         self._device = llama.embedding.weight.device
         self._cuda = self._device.type == "cuda"
         self.name = "CUDA graphs" if self._cuda else "static"
         self._steps: OrderedDict[Bucket, BucketStep] = OrderedDict()
         self._groups = PrefixGroups()
-        super().__init__(llama, autocast=autocast)
+        super().__init__(llama, copy=copy)
         self._sources = self._graph_sources()
         if max_blocks is None and self._cuda:
             free, _ = torch.cuda.mem_get_info(self._device)
@@ -186,7 +188,8 @@ class StaticDecoder(LeanDecoder):
             super().reserve(num_blocks + 1)
 
     def refresh(self) -> None:
-        """Drop the graphs if a parameter has moved, or if adapters were switched."""
+        """As in `LeanDecoder`; drop the graphs if a parameter moved or adapters were switched."""
+        super().refresh()
         sources = self._graph_sources()
         if [_address(a) for a in sources] != [_address(b) for b in self._sources]:
             self._steps.clear()
@@ -201,11 +204,7 @@ class StaticDecoder(LeanDecoder):
             super().clear()
 
     def _new_store(self) -> BlockStore:
-        return BlockStore(self._stored_dtype)
-
-    @property
-    def _stored_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self._autocast else super()._stored_dtype
+        return BlockStore(self._factor_dtype)
 
     def _graph_sources(self) -> list[Any]:
         """Inputs that invalidate graphs: the tensors of the model, and the active adapters."""
@@ -259,14 +258,9 @@ class StaticDecoder(LeanDecoder):
         inputs = step.inputs
 
         def attend(number: int, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> Tensor:
-            with torch.autocast(self._device.type, enabled=False):
-                return self._attend(number, q_BHD, k_BKD, v_BKD, inputs)
+            return self._attend(number, q_BHD, k_BKD, v_BKD, inputs)
 
-        # Cached casts must not outlive the capture.
-        with torch.autocast(
-            self._device.type, torch.bfloat16, enabled=self._autocast, cache_enabled=False
-        ):
-            return self._logits(self._layers(inputs.ids_B, inputs.positions_B, attend))
+        return self._logits(self._layers(inputs.ids_B, inputs.positions_B, attend))
 
     def _attend(
         self, number: int, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor, inputs: BucketInputs[Tensor]

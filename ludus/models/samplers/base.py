@@ -128,16 +128,24 @@ class PolicySampler(Sampler, Protocol):
     def policy_version(self) -> int:
         """Version of the weights that sample new turns."""
 
+    @property
+    def shares_weights(self) -> bool:
+        """True if it reads the model's parameters, which must not change while it samples.
+
+        False: its own weights change in `publish` only.
+        """
+
     def publish(self, version: int) -> None:
         """Sample with the model's current weights, under this version.
 
+        A sampler with weights of its own is paused meanwhile, and called from another thread.
         Errors: TrainingError where the sampler refuses the weights or does not use them.
         """
 
     def pause(self) -> None:
-        """Stop reading the model's weights until `resume`, since they are about to change.
+        """Start no step until `resume`, since the weights are about to change.
 
-        Running turns wait. A sampler with a copy of the weights may continue. Idempotent.
+        Running turns wait. A sampler in another process may continue. Idempotent.
         """
 
     def resume(self) -> None:

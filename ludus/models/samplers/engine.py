@@ -1,4 +1,4 @@
-"""In-process engine: continuous batching over concurrent episodes, on the learner's weights.
+"""In-process engine: continuous batching over concurrent episodes.
 
 It serves any Hugging Face causal LM whose layers all attend to every position. Llama-shaped models
 (`llama.read`) take a fast path: native code on a CPU, steps of fixed shapes on a GPU. Other models
@@ -7,6 +7,10 @@ run through their own module, which is slower. `probe.choose_decoder` selects an
 A step is *schedule, run, postprocess*: `Scheduler` selects turns, the decoder computes logits, and
 each turn gets one token. The KV cache persists between the turns of an episode; common prefixes of
 episodes are computed and stored once (`paging`).
+
+The decoder reads the learner's parameters in place, or weights of its own (native code: packed;
+`dtype: bfloat16`: rounded), which change in `publish` only. A lock keeps steps and publications
+apart, so a step computes with the weights of one version.
 
 In deterministic mode a step starts only when every open session has a turn. Turns are ordered by
 session name, so neither batches nor shared prefixes depend on the speed of environments. They do
@@ -18,6 +22,7 @@ Shape suffixes: R rows, V vocabulary.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -48,7 +53,7 @@ class InProcessSampler:
     """A `Sampler` over a model in this process.
 
     Args:
-        model: a Hugging Face causal LM, shared with the learner.
+        model: a Hugging Face causal LM, the learner's.
         context_length: the most tokens of a prompt and its completion together.
         decode: ids to text; required for stop strings only.
         deterministic: wait for all open sessions before each step.
@@ -61,8 +66,6 @@ class InProcessSampler:
 
     Errors: ConfigError for a model that cannot be served.
     """
-
-    shares_weights = True  # with the learner: publishing copies nothing
 
     def __init__(
         self,
@@ -84,7 +87,9 @@ class InProcessSampler:
             Literal["auto", "float32", "bfloat16"],
             Field(
                 description="Type of products, keys and values; `auto`: the weights' type. "
-                "`bfloat16` is about twice as fast on processors that multiply it natively."
+                "`bfloat16`, for weights in float32, samples with a copy of them in bfloat16, "
+                "refreshed at each publication: half the bytes to read, and about twice as fast on "
+                "processors that multiply it natively."
             ),
         ] = "auto",
         cache_gib: Annotated[
@@ -113,16 +118,30 @@ class InProcessSampler:
         self._num_embeddings = num_embeddings(model)
         self._token_sampler = TokenSampler(None if tokenizer is None else Vocabulary.of(tokenizer))
         self._changed = asyncio.Event()
+        self._lock = threading.Lock()  # held by a step, and by a publication from any thread
+        self._stale = False  # cached keys and values are of an earlier publication
         self._tokens_per_pass = MAX_TOKENS_PER_PASS
         self._paused = False
         self._stepping: asyncio.Task[None] | None = None
         self._num_evicted = self._peak_blocks = 0
         self._scheduler = Scheduler(self.decoder, self._decode)
+        own = f"{self.weight_bytes / 1e9:.3g} GB" if self.weight_bytes else "none, the learner's"
+        log.debug("sampler", path=self.decoder.name, own_weights=own)
+
+    @property
+    def shares_weights(self) -> bool:
+        """True if steps read the learner's parameters: none may run while they change."""
+        return not self.decoder.weight_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the sampler's own weights; 0: it shares the learner's."""
+        return self.decoder.weight_bytes
 
     @property
     def num_blocks(self) -> int:
         """KV-cache blocks that open sessions hold; a shared block counts once."""
-        return self._scheduler.num_blocks
+        return 0 if self._stale else self._scheduler.num_blocks
 
     @property
     def num_evicted_tokens(self) -> int:
@@ -171,15 +190,16 @@ class InProcessSampler:
             self._scheduler.drop(turn)
             raise
 
-    def clear_cache(self) -> None:
-        """Drop all cached keys and values, since the weights have changed."""
-        self._scheduler.clear_cache()
-        self.decoder.refresh()
-
     def publish(self, version: int) -> None:
-        """Use the model's current weights, under this version, from the next token on."""
-        self.policy_version = version
-        self.clear_cache()
+        """Use the model's current weights, under this version, from the next token on.
+
+        Any thread may call it, while the model does not change: it waits for the running step. The
+        version is set after the whole copy. Cached keys and values are computed again.
+        """
+        with self._lock:
+            self.decoder.refresh()
+            self.policy_version = version
+            self._stale = True
 
     def pause(self) -> None:
         """Start no step until `resume`."""
@@ -204,13 +224,17 @@ class InProcessSampler:
         try:
             while self._scheduler.num_turns:
                 await self._wait_for_turns()
-                with busy("sample"):  # a step adds one token to each scheduled turn
+                # A step adds one token to each scheduled turn.
+                with busy("sample"), self._lock:
+                    if self._stale:
+                        self._scheduler.clear_cache()
+                        self._stale = False
                     batch = self._scheduler.schedule(self.policy_version)
                     if batch is not None:
                         self._scheduler.postprocess(batch, *self._run(batch))
         except Exception as error:
             self._scheduler.fail(_explained(error))
-            self.clear_cache()
+            self._scheduler.clear_cache()
 
     async def _wait_for_turns(self) -> None:
         """Yield to the event loop; in deterministic mode, wait until every session has a turn."""

@@ -46,6 +46,8 @@ class VllmSampler:
     Errors: ConfigError where `python` has no vLLM, or `rollout.deterministic` is on.
     """
 
+    shares_weights = False
+
     def __init__(
         self,
         model: Any,

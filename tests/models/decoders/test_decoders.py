@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import subprocess
 import sys
@@ -238,15 +239,18 @@ def test_packed_weights_follow_the_model() -> None:
     model = tiny("qwen2")
     decoder = NativeDecoder(read(model, CONTEXT))
     check_logits(model, decoder)
+    before = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.tensor([[1, 2, 3]])).logits.logsumexp(-1).sum().backward()
     optimizer.step()
-    check_logits(model, decoder)
-    model.load_state_dict(tiny("qwen2", seed=3).state_dict())
+    check_logits(before, decoder)  # the packed weights are the decoder's own
+    addresses = [tensor.data_ptr() for tensor in decoder._weights.values()]
+    decoder.refresh()
     check_logits(model, decoder)
     model.load_state_dict(tiny("qwen2", seed=4).state_dict(), assign=True)
-    decoder.refresh()  # new tensors in place of the old: as the sampler does on `publish`
+    decoder.refresh()  # new tensors in place of the old
     check_logits(model, decoder)
+    assert [tensor.data_ptr() for tensor in decoder._weights.values()] == addresses
 
 
 @needs_native
@@ -258,6 +262,7 @@ def test_adapters_are_merged() -> None:
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
                     parameter.normal_(generator=torch.Generator().manual_seed(seed))
+        decoder.refresh()
         check_logits(model, decoder)
     with model.disable_adapter():
         decoder.refresh()

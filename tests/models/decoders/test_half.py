@@ -18,16 +18,21 @@ from ludus.models.decoders.lean import LeanDecoder
 from ludus.models.decoders.llama import read
 from ludus.models.decoders.native.bindings import Kernels
 from ludus.models.decoders.native.decoder import NativeDecoder
+from ludus.models.decoders.sampling_copy import SamplingCopy
 from ludus.models.samplers.base import SamplingParams
 
 BFLOAT16 = torch.bfloat16
 
 
-def halves(model: Any) -> list[Decoder]:
-    llama = read(model, CONTEXT)
-    single = next(model.parameters()).dtype == torch.float32
-    lean: list[Decoder] = [LeanDecoder(llama, autocast=single)]
-    return lean if MISSING else [*lean, NativeDecoder(llama, BFLOAT16)]
+def halves(model: Any) -> list[tuple[Any, Decoder]]:
+    """Decoders, each with a model whose weights it uses: the copy rounds embeddings too."""
+    llama = own = read(model, CONTEXT)
+    rounded = None
+    if next(model.parameters()).dtype == torch.float32:
+        rounded = SamplingCopy(model, keep=[norm.module.weight for norm in llama.norms()])
+        own = read(rounded.module, CONTEXT)
+    lean = (own.model, LeanDecoder(own, copy=rounded))
+    return [lean] if MISSING else [lean, (model, NativeDecoder(llama, BFLOAT16))]
 
 
 @torch.no_grad()
@@ -56,21 +61,21 @@ def plain_logits(model: Any, prompts: dict[int, list[int]]) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAST)
 def test_families(family: str) -> None:
     model = tiny(family)
-    for decoder in halves(model):
-        check_near(model, decoder)
+    for weights, decoder in halves(model):
+        check_near(weights, decoder)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(variant: str) -> None:
     model = made(VARIANTS[variant]())
-    for decoder in halves(model):
-        check_near(model, decoder)
+    for weights, decoder in halves(model):
+        check_near(weights, decoder)
 
 
 def test_weights_in_bfloat16() -> None:
     model = tiny().to(BFLOAT16)
-    for decoder in halves(model):
-        check_near(model, decoder)
+    for weights, decoder in halves(model):
+        check_near(weights, decoder)
 
 
 @needs_native
@@ -192,7 +197,5 @@ async def test_engine_samples_in_bfloat16() -> None:
 def test_unsupported_dtypes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"float32 needs weights in float32, not bfloat16"):
         sampler(tiny().to(BFLOAT16), dtype="float32")
-    with pytest.raises(
-        ConfigError, match=r"bfloat16 with weights in float32 is served on the fast"
-    ):
-        sampler(tiny("gpt2"), dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"bfloat16 has no effect on weights in bfloat16 \(model"):
+        sampler(tiny().to(BFLOAT16), dtype="bfloat16")

@@ -336,6 +336,7 @@ async def test_logits_that_are_not_finite_end_every_turn(when: str) -> None:
     def spoil() -> None:
         with torch.no_grad():
             weight.fill_(float("nan"))
+        engine.publish(1)
 
     if when == "prefill":
         spoil()
@@ -355,6 +356,7 @@ async def test_logits_that_are_not_finite_end_every_turn(when: str) -> None:
         engine.close(name)
     with torch.no_grad():
         weight.copy_(healthy)
+    engine.publish(2)
     await check_exact(model, engine)  # nothing of the failure is left
 
 
@@ -493,8 +495,7 @@ async def test_new_weights_clear_the_cache() -> None:
     first = await engine.sample([1, 2, 3], MIXED[0], session="a")
     prompt = [1, 2, 3, *first.token_ids, 4, 5]
     nudge(model)
-    engine.clear_cache()
-    engine.policy_version += 1
+    engine.publish(1)
     second = await engine.sample(prompt, MIXED[3], session="a")
     assert (first.policy_version, second.policy_version) == (0, 1)
     fresh = sampler(model)

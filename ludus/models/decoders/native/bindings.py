@@ -85,14 +85,20 @@ class Kernels:
         """Returns `size` rounded up to a multiple of the panel width."""
         return -(-size // self.panel) * self.panel
 
-    def pack(self, weights: list[Tensor], pair: bool = False) -> Tensor:
-        """Pack stacked matrices [outputs, inputs] into panels of `dtype`; a pair side by side."""
+    def pack(
+        self, weights: list[Tensor], pair: bool = False, packed: Tensor | None = None
+    ) -> Tensor:
+        """Pack stacked matrices [outputs, inputs] into panels of `dtype`; a pair side by side.
+
+        `packed` is the result for matrices of these sizes, to overwrite.
+        """
         inputs = weights[0].shape[1]
         depth = -(-inputs // self.pair) * self.pair
         unit = self.lanes if pair else self.panel
         outputs = weights[0].shape[0] if pair else sum(len(w) for w in weights)
         panels = -(-outputs // unit)
-        packed = torch.zeros(panels * depth * self.panel, dtype=self.dtype)
+        if packed is None:
+            packed = torch.zeros(panels * depth * self.panel, dtype=self.dtype)
         start = 0
         for number, weight in enumerate(weights):
             weight = weight.float().contiguous()

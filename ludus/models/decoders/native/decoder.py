@@ -1,8 +1,9 @@
 """Llama-shaped decoder on the CPU: one native call per forward pass.
 
-It uses packed copies of the weights, which are repacked when a parameter has changed. A token's
-results are bit-identical in any batch. In bfloat16, the factors of products (weights, activations,
-keys, values) have 8 bits of precision; sums, norms and the residual stream have 24.
+It computes with weights of its own, packed from the model's in `refresh`: the model may change
+meanwhile. A token's results are bit-identical in any batch. In bfloat16, the factors of products
+(weights, activations, keys, values) have 8 bits of precision; sums, norms and the residual stream
+have 24.
 """
 
 from __future__ import annotations
@@ -67,14 +68,13 @@ class NativeDecoder:
             sine=llama.sine_TD.data_ptr(),
             layer=self._layers,
         )
-        self._versions: list[int] = []
-        self._sources: list[Tensor] = []
-        self._weights: list[Tensor] = []  # keeps the tensors alive that the structures point to
+        self._weights: dict[str, Tensor] = {}  # the structures point to these
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._scratch = torch.empty(0)
         self._logits = torch.empty(0)
         self._num_blocks = 0
+        self.refresh()
 
     @property
     def bytes_per_block(self) -> int:
@@ -113,13 +113,23 @@ class NativeDecoder:
         for number in range(len(self._layers)):
             self.kernels.lib.ludus_copy(ctypes.byref(self._model), number, source, target, count)
 
+    @property
+    def weight_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._weights.values())
+
+    @torch.no_grad()
     def refresh(self) -> None:
-        self._versions = []
+        """Pack the model's present weights in place."""
+        llama, model = self._llama, self._model
+        model.embeddings = self._floats("embeddings", llama.embedding.weight)
+        model.final_norm = self._floats("final_norm", llama.final_norm.scale())
+        model.head = self._pack("head", [llama.head.weight()])
+        for number, (layer, native) in enumerate(zip(llama.layers, self._layers, strict=True)):
+            self._pack_layer(f"{number}.", layer, native)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> Tensor:
         check_inputs(inputs, *self._limits)
-        self._repack_if_changed()
         threads = torch.get_num_threads()
         tables = np.ascontiguousarray(inputs.tables)
         native = NativeInputs(
@@ -149,26 +159,11 @@ class NativeDecoder:
         )
         return self._logits[:rows, : self._llama.vocab]
 
-    def _repack_if_changed(self) -> None:
-        """Pack the weights if a parameter was modified, in place or not."""
-        if not self._versions:
-            self._sources = list(self._llama.model.parameters())
-        versions = [source._version for source in self._sources]
-        if versions == self._versions:
-            return
-        self._versions = versions
-        llama, model = self._llama, self._model
-        self._weights = []
-        model.embeddings = self._floats(llama.embedding.weight)
-        model.final_norm = self._floats(llama.final_norm.scale())
-        model.head = self._keep(self.kernels.pack([llama.head.weight()]))
-        for layer, native in zip(llama.layers, self._layers, strict=True):
-            self._pack_layer(layer, native)
-
-    def _pack_layer(self, layer: LlamaLayer, native: Layer) -> None:
+    def _pack_layer(self, prefix: str, layer: LlamaLayer, native: Layer) -> None:
         for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm"):
             norm = getattr(layer, name)
-            setattr(native, name, None if norm is None else self._floats(norm.scale()))
+            if norm is not None:
+                setattr(native, name, self._floats(prefix + name, norm.scale()))
         for name, parts in (
             ("qkv", [layer.query, layer.key, layer.value]),
             ("output", [layer.output]),
@@ -178,21 +173,30 @@ class NativeDecoder:
             pair = name == "gate_up"
             weights = [part.weight() for part in parts]
             biases = [part.bias() for part in parts]
-            setattr(native, name, self._keep(self.kernels.pack(weights, pair)))
+            setattr(native, name, self._pack(prefix + name, weights, pair))
             if any(bias is not None for bias in biases):
                 columns = [
                     weight.new_zeros(len(weight), 1) if bias is None else bias[:, None]
                     for weight, bias in zip(weights, biases, strict=True)
                 ]
-                setattr(native, f"{name}_bias", self._keep(self._exact.pack(columns, pair)))
+                packed = self._pack(f"{prefix}{name}_bias", columns, pair, self._exact)
+                setattr(native, f"{name}_bias", packed)
 
-    def _floats(self, tensor: Tensor) -> int:
-        return self._keep(tensor.detach().float().contiguous())
+    def _pack(
+        self, name: str, weights: list[Tensor], pair: bool = False, kernels: Kernels | None = None
+    ) -> int:
+        """Pack into the tensor of this name; returns its address."""
+        packed = (kernels or self.kernels).pack(weights, pair, self._weights.get(name))
+        self._weights[name] = packed
+        return packed.data_ptr()
 
-    def _keep(self, tensor: Tensor) -> int:
-        """Returns the tensor's address, valid until the weights are repacked."""
-        self._weights.append(tensor)
-        return tensor.data_ptr()
+    def _floats(self, name: str, source: Tensor) -> int:
+        """Copy into the float32 tensor of this name; returns its address."""
+        own = self._weights.get(name)
+        if own is None:
+            own = self._weights[name] = torch.empty(source.shape)
+        own.copy_(source)
+        return own.data_ptr()
 
 
 def _reserved(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
