@@ -435,5 +435,5 @@ class RunConfig(Section):
         }
         if self.verify and any(wrong.values()):
             needed = ", ".join(f"`{setting}`" for setting, bad in wrong.items() if bad)
-            raise ValueError(f"`verify` compares bits, its tolerance is 0: it needs {needed}")
+            raise ValueError(f"`verify` needs {needed}: it compares bits, its tolerance is 0")
         return self
