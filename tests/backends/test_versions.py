@@ -32,7 +32,8 @@ SETTINGS = TrainSettings("rl", 10, OptimizerConfig(lr=1e-2), tokens_per_batch=64
 
 
 @pytest.fixture
-def backend(tmp_path: Path) -> LocalBackend:
+def backend(tmp_path: Path, request: pytest.FixtureRequest) -> LocalBackend:
+    """Indirect parameter: the sampler's path."""
     config = RunConfig(
         model=ModelConfig(
             architecture=Spec(name="qwen3", args=SHAPE),
@@ -43,6 +44,7 @@ def backend(tmp_path: Path) -> LocalBackend:
         tasks=TasksConfig(train=Spec(name="env", args={"num_tasks": 1})),
         env=Spec(name="textcraft"),
         rollout={"max_tokens_per_turn": 4},
+        sampler=Spec(name="in_process", args={"path": getattr(request, "param", "auto")}),
     )
     tokenizer = train_tokenizer(Spec(name="words"), ["turn left", "go forward"])
     renderer = Renderer(tokenizer)
@@ -101,24 +103,28 @@ async def test_published_weights_are_those_that_sample(backend: LocalBackend):
     assert after.logprobs != pytest.approx(before.logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize("backend", ["auto", "static"], indirect=True)
 async def test_weights_that_change_during_a_turn_sample_only_once_published(
     backend: LocalBackend,
 ):
-    """No token is sampled between the change and the publication, by weights without a version."""
+    """Between the change and the publication no token is sampled by weights without a version: the
+    sampler rests where it shares the learner's weights, and goes on with its own."""
+    shares = backend.sampler.shares_weights
     completions = [await sample(backend, seed) for seed in (1, 2)]
     backend.sampler.open("long")
     params = SamplingParams(max_tokens=24, seed=3)
     turn = asyncio.create_task(backend.sampler.sample([5, 6, 7], params, session="long"))
     counts, models = [], []
     for version in (1, 2):
-        for _ in range(6):
+        for _ in range(3):
             await asyncio.sleep(0)
         models.append(copy.deepcopy(backend.model))
-        counts.append(backend.sampler.num_decode_tokens)
+        before = backend.sampler.num_decode_tokens
         await train(backend, completions)
-        for _ in range(6):
+        for _ in range(3):
             await asyncio.sleep(0)
-        assert backend.sampler.num_decode_tokens == counts[-1]
+        counts.append(backend.sampler.num_decode_tokens)
+        assert (counts[-1] == before) == shares
         assert await backend.publish_weights() == version
     done = await turn
     backend.sampler.close("long")
