@@ -65,13 +65,12 @@ def frame(data: bytes, opcode: int = 1) -> bytes:
 
 
 def flood_socket(port: int, data: bytes) -> None:
-    """Send WebSocket messages; never read an answer."""
-    connection = dial(port)
+    """Send WebSocket messages until disconnected; never read an answer."""
     key = "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA=="
     upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", key)
-    connection.sendall(head("GET /ws", BEARER, *upgrade))
-    connection.recv(1000)
-    with suppress(ConnectionError):
+    with suppress(OSError), dial(port) as connection:
+        connection.sendall(head("GET /ws", BEARER, *upgrade))
+        connection.recv(1000)
         while True:
             with suppress(TimeoutError):
                 connection.sendall(data)
@@ -108,11 +107,9 @@ def small_messages(port: int) -> None:
 def small_chunks(port: int) -> None:
     """Bodies in chunks of one byte."""
     while True:
-        connection = dial(port)
-        with suppress(OSError):
+        with suppress(OSError), dial(port) as connection:
             connection.sendall(head("POST /sessions", BEARER, "Transfer-Encoding: chunked"))
             connection.sendall(b"1\r\n \r\n" * 100_000)
-        connection.close()
 
 
 def connects(port: int) -> None:
@@ -133,8 +130,7 @@ def wrong_tokens(port: int) -> None:
 def long_headers(port: int) -> None:
     """Headers of 20 MB."""
     while True:
-        connection = dial(port)
-        with suppress(OSError):
+        with suppress(OSError), dial(port) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\nX: ")
             for _ in range(20):
                 connection.sendall(b"x" * 2**20)
@@ -178,8 +174,7 @@ def all_sessions(port: int) -> None:
 def pipelined(port: int) -> None:
     """Requests by the thousand, sent ahead of their answers."""
     while True:
-        connection = dial(port)
-        with suppress(OSError):
+        with suppress(OSError), dial(port) as connection:
             connection.sendall(head("GET /envs", BEARER) * 1000)
         time.sleep(0.05)
 

@@ -9,6 +9,7 @@ client can fix it, else 5xx.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -232,12 +233,16 @@ class Guard:
 
         try:
             body = await read_body(receive, scope, self._settings.max_body_bytes)
+            await self._app(scope, replayed(body, receive), send_and_note_status)
         except ServiceError as error:
             await self._refuse(error, scope, receive, send_and_note_status)
         except ClientGone:
             return
-        else:
-            await self._app(scope, replayed(body, receive), send_and_note_status)
+        except asyncio.CancelledError:  # by uvicorn, at the end of its shutdown
+            if status:
+                raise
+            error = ServiceError(503, "stopping", "the service stops")
+            await self._refuse(error, scope, receive, send_and_note_status)
         # A middleware may override the route: another worker's route, or None to skip counting.
         matched = getattr(scope.get("route"), "path", "none")
         if (route := scope["state"].get("route", matched)) is not None:

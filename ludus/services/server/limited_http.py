@@ -21,11 +21,11 @@ MAX_LINE_BYTES = 8_000
 MAX_HEAD_BYTES = 32_000
 """Limits of a request's line and headers; `websockets` refuses a line of 8,192 bytes."""
 
-MAX_CHUNKS = 1024
+MAX_CHUNKS = 256
 MIN_CHUNK_BYTES = 16
 """Number of small chunks of a body, and size of those that are not small, on average."""
 
-QUIET = logging.getLogger("uvicorn.error.http")
+QUIET = logging.getLogger("ludus.services.http")
 QUIET.setLevel(logging.ERROR)  # no line for each request that is not HTTP
 
 MAX_PIPELINED = 16

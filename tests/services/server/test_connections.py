@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from service_world import OBEYS, Command, command, service, until
+from service_world import LIGHTLY, OBEYS, Command, command, service, until
 
 from ludus.services.server.connections import ConnectionLimits
 from ludus.services.server.limited_http import MAX_HEADERS, MAX_PIPELINED
@@ -115,7 +115,7 @@ def test_ordinary_requests_pass(url: str) -> None:
 def test_bodies_in_tiny_chunks_are_refused(url: str) -> None:
     with dial(url) as connection:
         sent = head("/sessions", Transfer_Encoding="chunked", Authorization=BEARER)
-        send(connection, sent.replace(b"GET", b"POST") + b"1\r\n \r\n" * 1100)
+        send(connection, sent.replace(b"GET", b"POST") + b"1\r\n \r\n" * 300)
         assert answered(connection) == (413, "too_many_chunks")
 
 
@@ -431,6 +431,26 @@ def test_a_client_that_leaves_in_the_middle_of_calls_is_no_error(url: str) -> No
     finally:
         logging.getLogger("uvicorn.error").removeHandler(handler)
     assert [record.getMessage() for record in records if record.exc_info] == []
+
+
+def test_requests_that_the_shutdown_cancels_are_answered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step that hangs, and a body that never ends: 503, and no traceback in the log."""
+    monkeypatch.setattr("ludus.services.server.serve.GRACE_S", 1)
+    with ExitStack() as stack:
+        with service(LIGHTLY) as url:
+            session = httpx.post(f"{url}/sessions", json={"env": LIGHTLY}).json()["session"]
+            httpx.post(f"{url}/sessions/{session}/reset", json={"seed": 1})
+            body = b'{"action": "await"}'
+            kind = {"Content_Length": len(body), "Content_Type": "application/json"}
+            asked = head(f"/sessions/{session}/step", **kind) + body
+            opened = [stack.enter_context(dial(url)) for _ in range(2)]
+            send(opened[0], asked.replace(b"GET", b"POST"))
+            send(opened[1], head("/sessions", Content_Length=100) + b"{")
+            until(lambda: httpx.get(f"{url}/sessions/{session}").json()["state"] == "playing")
+        assert [answered(connection) for connection in opened] == [(503, "stopping")] * 2
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
 
 def test_an_idle_socket_stays_open(url: str) -> None:
