@@ -241,8 +241,8 @@ class Guard:
         except asyncio.CancelledError:  # by uvicorn, at the end of its shutdown
             if status:
                 raise
-            error = ServiceError(503, "stopping", "the service stops")
-            await self._refuse(error, scope, receive, send_and_note_status)
+            stopping = ServiceError(503, "stopping", "the service stops")
+            await self._refuse(stopping, scope, receive, send_and_note_status)
         # A middleware may override the route: another worker's route, or None to skip counting.
         matched = getattr(scope.get("route"), "path", "none")
         if (route := scope["state"].get("route", matched)) is not None:
