@@ -408,8 +408,7 @@ def lines(config: RunConfig, plan: Plan) -> list[str]:
         "of training episodes",
         *_assumptions(config),
         f"on {on.name}: {on.memory / GIB:,.0f} GiB, {on.bandwidth / 1e9:,.0f} GB/s, "
-        f"{on.flops / 1e12:,.2f} TFLOP/s in bfloat16, {on.flops32 / 1e12:,.2f} in float32 "
-        f"({on.source})",
+        f"{_peak(on.flops)} in bfloat16, {_peak(on.flops32)} in float32 ({on.source})",
         "",
         "memory",
         *[f"  {part:18} {_size(count):>12}" for part, count in plan.memory.items()],
@@ -437,6 +436,10 @@ def lines(config: RunConfig, plan: Plan) -> list[str]:
 
 def _size(count: float) -> str:
     return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 1024**2:,.0f} MiB"
+
+
+def _peak(flops: float) -> str:
+    return f"{flops / 1e12:,.2f} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:,.0f} GFLOP/s"
 
 
 def _time(seconds: float) -> str:

@@ -90,7 +90,9 @@ class Evaluation(_Record):
 
     def __str__(self) -> str:
         left_out = f", {self.num_excluded} episodes left out" if self.num_excluded else ""
-        return f"success {self.success} of {self.num_tasks} tasks{left_out}"
+        graded = abs(self.score.value - self.success.value) > 1e-9  # more than 0 and 1
+        score = f", mean score {self.score.value:.3f}" if graded else ""
+        return f"success {self.success} of {self.num_tasks} tasks{left_out}{score}"
 
 
 class Difference(_Record):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,18 @@ def test_time_depends_on_work_and_hardware() -> None:
     waits = planning.plan(recipe(), HARDWARE["l4"], env_step_s=0.1)
     more = waits.seconds["rl: environment"] - base.seconds["rl: environment"]
     assert more == pytest.approx(100 * 8 * 0.1)
+
+
+def test_peaks_of_small_machines_keep_their_digits() -> None:
+    laptop = replace(HARDWARE["h200"], flops=9.3e9, flops32=140e9)
+    [on] = [x for x in planning.lines(recipe(), planning.plan(recipe(), laptop)) if "FLOP" in x]
+    assert "9 GFLOP/s in bfloat16, 140 GFLOP/s in float32" in on
+    [on] = [
+        x
+        for x in planning.lines(recipe(), planning.plan(recipe(), HARDWARE["h200"]))
+        if "FLOP" in x
+    ]
+    assert "TFLOP/s in bfloat16" in on
 
 
 def test_this_machine() -> None:

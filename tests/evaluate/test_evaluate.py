@@ -51,6 +51,11 @@ def test_one_episode_a_task_gives_wilsons_interval():
     assert str(evaluation) == "success 57.0 % (47.2 to 66.3) of 100 tasks"
 
 
+def test_graded_scores_are_in_the_line_of_an_evaluation():
+    evaluation = summarise(groups([[0.25]] * 10 + [[0.75]] * 10))
+    assert str(evaluation) == "success 0.0 % (0.0 to 16.1) of 20 tasks, mean score 0.500"
+
+
 @pytest.mark.parametrize(("reward", "other"), [(1.0, 0), (0.0, 1)])
 def test_all_or_none_still_has_an_interval(reward, other):
     success = summarise(groups([[reward]] * 20)).success
