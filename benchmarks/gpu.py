@@ -175,6 +175,8 @@ def cases(shapes: dict[str, tuple[int, ...]], scale: Scale) -> Iterator[Case]:
     yield Case("train, shared prompt", first, measure_train, {"layout": "tree"})
     checkpointed = {"layout": "tree", "checkpointing": True}
     yield Case("train, shared prompt, checkpointing", first, measure_train, checkpointed)
+    copied = {"batch": most, "copied": True}
+    yield Case(f"decode, batch {most}, copy of float32 weights", first, measure_decode, copied)
 
 
 def measure_limits(bench: Bench, shape: None) -> dict[str, Any]:
@@ -229,13 +231,19 @@ def measure_recipe(bench: Bench, shape: None) -> dict[str, Any]:
 
 
 def measure_decode(
-    bench: Bench, shape: tuple[int, ...], batch: int, group: int = 1
+    bench: Bench, shape: tuple[int, ...], batch: int, group: int = 1, copied: bool = False
 ) -> dict[str, Any]:
     """Decode tokens a second of a rollout: one turn after each prompt, `group` of them with the
     same prompt. The limit is that of reading all weights, and each token's keys and values once, at
-    every step. The decoder is the GPU's, on a CPU too."""
+    every step. The decoder is the GPU's, on a CPU too. `copied`: the sampler's copy of weights in
+    float32."""
     scale, model = bench.scale, bench.model(shape).eval()
-    sampler = InProcessSampler(model, context_length=scale.prompt + scale.completion, path="static")
+    sampler = InProcessSampler(
+        model.float() if copied else model,
+        context_length=scale.prompt + scale.completion,
+        path="static",
+        dtype="bfloat16" if copied else "auto",
+    )
     decoder, config = sampler.decoder, model.config
     assert isinstance(decoder, StaticDecoder)
     generator = torch.Generator().manual_seed(0)
@@ -250,6 +258,7 @@ def measure_decode(
     cached = len(prompts) * scale.prompt + batch * scale.completion / 2
     limit = batch * bench.limits["bandwidth"] / (weight_bytes + cached * kv_bytes)
     rate = batch * (scale.completion - 1) / (whole - prefill)
+    copying = f"; copying the weights {bench.median(decoder.refresh):.4f} s" if copied else ""
     return {
         "tokens_per_s": rate,
         "limit_tokens_per_s": limit,
@@ -260,7 +269,8 @@ def measure_decode(
         "decoder": decoder.name,
         "graphs": decoder.num_graphs,
         "memory_gb": bench.memory_gb(),
-        "note": f"{decoder.name}; prefill {prefill:.2f} s; first rollout {first - whole:+.1f} s",
+        "note": f"{decoder.name}; prefill {prefill:.2f} s; first rollout {first - whole:+.1f} s"
+        f"{copying}",
     }
 
 

@@ -322,6 +322,26 @@ def test_static_path_refuses_other_models() -> None:
 
 
 @pytest.mark.gpu
+async def test_graphs_follow_the_copy_in_bfloat16() -> None:
+    """Captured graphs read the refreshed weights, and no others."""
+    model = tiny().cuda()
+    engine = sampler(model, dtype="bfloat16")
+    assert isinstance(engine.decoder, StaticDecoder)
+    for _ in range(3):
+        before = [ids for ids, _ in await played(engine, 0.0)]
+    assert engine.decoder.num_graphs
+    graphs = engine.decoder.num_graphs
+    with torch.no_grad():
+        model.load_state_dict(tiny(seed=5).state_dict())
+    assert [ids for ids, _ in await played(engine, 0.0)] == before
+    engine.publish(1)
+    assert engine.decoder.num_graphs >= graphs
+    found = [ids for ids, _ in await played(engine, 0.0)]
+    fresh = [ids for ids, _ in await played(sampler(model, dtype="bfloat16"), 0.0)]
+    assert found == fresh != before
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 async def test_graph_samples_match_the_generic_path(temperature: float) -> None:
     model = tiny().cuda()
