@@ -136,7 +136,7 @@ def model_shape(config: ModelConfig, vocab_size: int) -> PreTrainedConfig:
     if config.path is not None:
         try:
             pretrained: PreTrainedConfig = AutoConfig.from_pretrained(config.path)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # of its validators, too: each has classes of its own
             raise ConfigError(load_error("model.path", config.path, error)) from error
         return pretrained
     assert config.architecture is not None

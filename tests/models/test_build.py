@@ -210,3 +210,15 @@ def test_a_damaged_folder_is_named(tmp_path: Path, tokenizer: PreTrainedTokenize
         build_model(ModelConfig(path=str(tmp_path), context_length=64), tokenizer, 0)
     with pytest.raises(ConfigError, match=r"model.tokenizer: .* has no tokenizer"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", '{"model_type": "qwen3", "num_hidden_layers": 3, "layer_types": ["full_attention"]}'],
+)
+def test_a_config_json_that_transformers_cannot_read(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"model.tokenizer: cannot load from the folder"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"model.path: cannot load from the folder"):
+        build_model(ModelConfig(path=str(tmp_path), tokenizer="x"), None, seed=0)

@@ -43,7 +43,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of transformers' readers and validators
         raise ConfigError(load_error("model.tokenizer", path, error)) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers made one up
         raise ConfigError(
