@@ -131,6 +131,25 @@ def test_tiles_give_the_bits_of_single_tokens(
 
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+@pytest.mark.parametrize("heads", [1, 2, 7])
+def test_long_prefill_gives_the_bits_of_single_tokens(heads: int, dtype: torch.dtype) -> None:
+    """Many chunks of keys: tiles that end anywhere in the last chunk, after a length that is a
+    power of two."""
+    start, length = 1024, 1060
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": 34}
+    config = Qwen3Config(**{**GROUPED, **sizes, "max_position_embeddings": length})
+    llama = read(made(config), length)
+    prompt = [i * i % VOCAB for i in range(length)]
+    steps = Reader(NativeDecoder(llama, dtype))
+    for stop in range(start, length + 1):
+        found = steps.logits({0: prompt[:stop]})
+        if stop in (start, start + 1, start + 33, length):
+            whole = Reader(NativeDecoder(llama, dtype)).logits({0: prompt[:stop]})
+            assert torch.equal(whole, found)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 def test_unwritten_slots_are_never_read(dtype: torch.dtype) -> None:
     llama = read(tiny(), CONTEXT)
     prompts = dict(enumerate(conversations()))

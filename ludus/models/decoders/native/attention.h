@@ -28,38 +28,46 @@ INLINE void score_keys(const num *query, int dim, const num *const keys[SPAN],
                 store(scores + h * stride + b * BLOCK + p * LANES, sum[h][b][p]);
 }
 
-/* Exponentials of `length` scores in place, zero-padded to a whole vector; returns 1 / their sum. */
-INLINE float softmax(float *scores, long length, float scale) {
-    for (long j = length; j % LANES; j++) scores[j] = -INFINITY;
-    float top = max_of(scores, length);
-    vec sum = {0};
+/* Shares of `length` scores, of whole vectors, before division by their sum: exponentials of the
+   distance to `top`. Returns `sum` plus the shares. In float32 they may replace the scores. */
+INLINE vec exponentials(const float *scores, long length, float top, float scale, num *shares,
+                        vec sum) {
     for (long j = 0; j < length; j += LANES) {
         vec e = exp_vec((load(scores + j) - top) * scale);
-        store(scores + j, e);
+        store_nums(shares + j, e);
         sum += e;
     }
+    return sum;
+}
+
+INLINE float inverse_of(vec sum) {
     float total = 0;
     for (int l = 0; l < LANES; l++) total += sum[l];
     return 1.f / total;
 }
 
 #define SUMS (ROWS / 2 > 4 ? ROWS / 2 : 4) /* rows of `weighted_sum`: four sums each */
+#define SUM_SIZE (4 * LANES)               /* floats of a row's sums */
 
-/* Sum of values weighted by shares, two vectors wide, for `heads` heads. Even and odd pairs of
-   positions are summed separately. */
+/* Add the first `length` values, weighted by shares, to the sums of `heads` heads, two vectors wide.
+   Even and odd pairs of positions are summed separately. */
 INLINE void weighted_sum(const num *shares, long stride, long length, const num *values,
-                  const int32_t *table, long block_size, long value_stride, vec out[][2],
-                  const int heads) {
+                         const int32_t *table, long block_size, long value_stride, float *sums,
+                         long sum_stride, const int heads) {
     const long line = value_stride * PAIR;
     vec sum[SUMS][2][2];
     for (int h = 0; h < heads; h++)
-        for (int c = 0; c < 2; c++) sum[h][c][0] = sum[h][c][1] = (vec){0};
+        for (int i = 0; i < 4; i++) sum[h][i / 2][i % 2] = load(sums + h * sum_stride + i * LANES);
     for (long start = 0; start < length; start += BLOCK) {
         const num *row = values + table[start / BLOCK] * block_size;
+        const long next = table[(start + BLOCK < length ? start + BLOCK : start) / BLOCK];
+        const long ahead = (next - table[start / BLOCK]) * block_size;
         long count = length - start < BLOCK ? length - start : BLOCK, j = 0;
         for (; j + 2 * PAIR <= count; j += 2 * PAIR, row += 2 * line) {
             nums a0 = load_nums(row), a1 = load_nums(row + LANES * PAIR);
             nums b0 = load_nums(row + line), b1 = load_nums(row + line + LANES * PAIR);
+            for (int i = 0; i < 4; i++)
+                __builtin_prefetch(row + ahead + i / 2 * line + i % 2 * LANES * PAIR);
             for (int h = 0; h < heads; h++) {
                 nums even = splat(shares + h * stride + start + j);
                 nums odd = splat(shares + h * stride + start + j + PAIR);
@@ -86,7 +94,16 @@ INLINE void weighted_sum(const num *shares, long stride, long length, const num 
         }
     }
     for (int h = 0; h < heads; h++)
-        for (int c = 0; c < 2; c++) out[h][c] = sum[h][c][0] + sum[h][c][1];
+        for (int i = 0; i < 4; i++) store(sums + h * sum_stride + i * LANES, sum[h][i / 2][i % 2]);
+}
+
+/* Two vectors of an output, of which `left` numbers exist. */
+INLINE void store_output(const float *sums, float inverse, num *out, int left) {
+    num found[2 * LANES];
+    for (int i = 0; i < 2; i++)
+        store_nums(found + i * LANES,
+                   (load(sums + 2 * i * LANES) + load(sums + (2 * i + 1) * LANES)) * inverse);
+    memcpy(out, found, (left < 2 * LANES ? left : 2 * LANES) * sizeof(num));
 }
 
 /* Attention of one token in up to four query heads that share their keys. */
@@ -109,31 +126,26 @@ INLINE void attend(const num *query, int dim, long value_stride, const num *keys
     }
     float inverse[4];
     for (int h = 0; h < heads; h++) {
-        inverse[h] = softmax(scores + h * stride, length, scale);
-        if (PAIR > 1)
-            for (long j = 0; j < length; j += LANES)
-                store_nums(shares + h * stride + j, load(scores + h * stride + j));
+        float *row = scores + h * stride;
+        for (long j = length; j % LANES; j++) row[j] = -INFINITY;
+        inverse[h] = inverse_of(exponentials(row, length, max_of(row, length), scale,
+                                             shares + h * stride, (vec){0}));
     }
     for (int c = 0; c < dim; c += 2 * LANES) {
-        vec sum[4][2];
+        float sums[4 * SUM_SIZE] = {0};
         weighted_sum(shares, stride, length, values + c * PAIR, table, value_size, value_stride,
-                     sum, heads);
-        for (int h = 0; h < heads; h++) {
-            num found[2 * LANES];
-            store_nums(found, sum[h][0] * inverse[h]);
-            store_nums(found + LANES, sum[h][1] * inverse[h]);
-            int count = dim - c < 2 * LANES ? dim - c : 2 * LANES;
-            memcpy(out + h * dim + c, found, count * sizeof(num));
-        }
+                     sums, SUM_SIZE, heads);
+        for (int h = 0; h < heads; h++)
+            store_output(sums + h * SUM_SIZE, inverse[h], out + h * dim + c, dim - c);
     }
 }
 
-/* Scores of `rows` queries [rows][dim] against the keys of all blocks. */
+/* Scores of `rows` queries [dim / PAIR][ROWS][PAIR] against the keys of all blocks. */
 INLINE void score_rows(const num *queries, int dim, const num *keys, const int32_t *table,
                        long key_size, long blocks, float *scores, long stride, const int rows) {
     for (long v = 0; v < blocks * PARTS; v += 2) {
-        const num *k[2];
-        for (int i = 0; i < 2; i++) {
+        const num *k[4]; /* the last two are prefetched */
+        for (int i = 0; i < 4; i++) {
             long at = v + i < blocks * PARTS ? v + i : v; /* of an odd number, the last twice */
             k[i] = keys + table[at / PARTS] * key_size + at % PARTS * LANES * PAIR;
         }
@@ -141,8 +153,9 @@ INLINE void score_rows(const num *queries, int dim, const num *keys, const int32
         for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (vec){0};
         for (int i = 0; i < dim; i += PAIR) {
             nums k0 = load_nums(k[0] + i * BLOCK), k1 = load_nums(k[1] + i * BLOCK);
+            for (int b = 2; b < 4; b++) __builtin_prefetch(k[b] + i * BLOCK);
             for (int r = 0; r < rows; r++) {
-                nums q = splat(queries + r * dim + i);
+                nums q = splat(queries + i * ROWS + r * PAIR);
                 sum[r][0] = dot(sum[r][0], q, k0);
                 sum[r][1] = dot(sum[r][1], q, k1);
             }
@@ -154,70 +167,115 @@ INLINE void score_rows(const num *queries, int dim, const num *keys, const int32
     }
 }
 
+#define TILE (4 * ROWS)      /* rows that share chunks of keys and of values */
+#define CHUNK (SPAN * BLOCK) /* positions whose keys or values stay in the first-level cache */
+
 /* Numbers for `attend_tile`: shared by all tiles of a layer and key head. */
 typedef struct {
     int dim;
     long value_stride, key_size, value_size, stride, query_stride, out_stride;
     const num *keys, *values;
-    float scale, *scores;
-    num *shares, *queries; /* scratch: [ROWS][stride], [ROWS][dim] */
+    float scale, *scores, *sums; /* scratch: [TILE][stride], [TILE][2 * value_stride] */
+    num *shares, *queries;       /* scratch: [TILE][CHUNK], [TILE / ROWS][dim / PAIR][ROWS][PAIR] */
 } Tile;
 
-/* Attention of `tokens` consecutive positions of a sequence, the last at `last`, in `heads` query
-   heads that share their keys; tokens * heads <= ROWS. A block's keys and values are read once for
-   all rows. The sums of a row have the same order as in `attend`, so it has the same bits: positions
-   that it does not see have shares of 0. */
-static void attend_tile(const Tile *t, const num *query, const int32_t *table, long last,
-                        int tokens, int heads, num *out) {
-    const int dim = t->dim, rows = tokens * heads;
-    const long length = last + 1, padded = round_up(length, BLOCK), stride = t->stride;
-    for (int r = 0; r < rows; r++)
-        memcpy(t->queries + r * dim, query + r / heads * t->query_stride + r % heads * dim,
-               dim * sizeof(num));
+/* Scores of `rows` rows, from row `r`, against the keys of `blocks` blocks from position `from`. */
+static void score_chunk(const Tile *t, const int32_t *table, long from, long blocks, int r,
+                        int rows) {
+    const num *queries = t->queries + r * t->dim;
+    float *scores = t->scores + r * t->stride + from;
 #define CASE(R)                                                                                  \
     case R:                                                                                      \
-        score_rows(t->queries, dim, t->keys, table, t->key_size, padded / BLOCK, t->scores,      \
-                   stride, R);                                                                   \
+        score_rows(queries, t->dim, t->keys, table + from / BLOCK, t->key_size, blocks, scores,  \
+                   t->stride, R);                                                                \
         break;
     switch (rows) {
         ROW_CASES
     }
 #undef CASE
-    float inverse[ROWS];
-    for (int r = 0; r < rows; r++) {
-        float *scores = t->scores + r * stride;
-        long seen = length - tokens + 1 + r / heads;
-        inverse[r] = softmax(scores, seen, t->scale);
-        for (long j = round_up(seen, LANES); j < padded; j += LANES) store(scores + j, (vec){0});
-        if (PAIR > 1)
-            for (long j = 0; j < padded; j += LANES)
-                store_nums(t->shares + r * stride + j, load(scores + j));
-    }
-    for (int from = 0; from < rows; from += SUMS) {
-        const num *shares = t->shares + from * stride;
-        int count = rows - from < SUMS ? rows - from : SUMS;
-        for (int c = 0; c < dim; c += 2 * LANES) {
-            vec sum[SUMS][2];
+}
+
+/* Add the weighted values of positions [from, from + length) to the sums of `rows` rows. */
+static void sum_chunk(const Tile *t, const int32_t *table, long from, long length, int r,
+                      int rows) {
+    const num *shares = t->shares + r * CHUNK;
+    const long sum_stride = 2 * t->value_stride;
+    for (int c = 0; c < t->dim; c += 2 * LANES) {
+        const num *values = t->values + c * PAIR;
+        float *sums = t->sums + r * sum_stride + 2 * c;
 #define CASE(R)                                                                                  \
     case R:                                                                                      \
-        weighted_sum(shares, stride, length, t->values + c * PAIR, table, t->value_size,         \
-                     t->value_stride, sum, R);                                                   \
+        weighted_sum(shares, CHUNK, length, values, table + from / BLOCK, t->value_size,         \
+                     t->value_stride, sums, sum_stride, R);                                      \
         break;
-            switch (count) {
-                CASE(1) CASE(2) CASE(3) CASE(4)
+        switch (rows) {
+            CASE(1) CASE(2) CASE(3) CASE(4)
 #if ROWS > 8
-                CASE(5) CASE(6)
+            CASE(5) CASE(6)
 #endif
-            }
-#undef CASE
-            for (int i = 0; i < count; i++) {
-                int r = from + i, width = dim - c < 2 * LANES ? dim - c : 2 * LANES;
-                num found[2 * LANES];
-                store_nums(found, sum[i][0] * inverse[r]);
-                store_nums(found + LANES, sum[i][1] * inverse[r]);
-                memcpy(out + r / heads * t->out_stride + r % heads * dim + c, found,
-                       width * sizeof(num));
-            }
         }
+#undef CASE
+    }
+}
+
+/* Positions of a chunk from `from` that a row sees which sees the first `seen` of all. */
+INLINE long seen_in(long seen, long from) {
+    return seen <= from ? 0 : seen - from < CHUNK ? seen - from : CHUNK;
+}
+
+/* Attention of `tokens` consecutive positions of a sequence, the last at `last`, in `heads` query
+   heads that share their keys; tokens * heads <= TILE. All rows read a chunk of keys, and in a
+   second pass of values, while it is in the cache; the scores in between are written and read once.
+   The sums of a row have the same order as in `attend`, so it has the same bits: positions that it
+   does not see have shares of 0. */
+static void attend_tile(const Tile *t, const num *query, const int32_t *table, long last,
+                        int tokens, int heads, num *out) {
+    const int dim = t->dim, rows = tokens * heads;
+    const long length = last + 1, stride = t->stride;
+    long seen[TILE];
+    vec tops[TILE], totals[TILE];
+    float top[TILE];
+    for (int r = 0; r < rows; r++) {
+        const num *from = query + r / heads * t->query_stride + r % heads * dim;
+        num *to = t->queries + r / ROWS * ROWS * dim + r % ROWS * PAIR;
+        for (int i = 0; i < dim; i++) to[i / PAIR * PAIR * ROWS + i % PAIR] = from[i];
+        seen[r] = length - tokens + 1 + r / heads;
+        tops[r] = (vec){0} - INFINITY;
+        totals[r] = (vec){0};
+    }
+    for (long from = 0; from < length; from += CHUNK) {
+        for (int r = 0; r < rows; r += ROWS) {
+            int count = rows - r < ROWS ? rows - r : ROWS;
+            long blocks = round_up(seen_in(seen[r + count - 1], from), BLOCK) / BLOCK;
+            if (blocks) score_chunk(t, table, from, blocks, r, count);
+        }
+        for (int r = 0; r < rows; r++) {
+            float *scores = t->scores + r * stride + from;
+            long count = seen_in(seen[r], from);
+            for (; count % LANES; count++) scores[count] = -INFINITY;
+            for (long j = 0; j < count; j += LANES) tops[r] = larger(load(scores + j), tops[r]);
+        }
+    }
+    for (int r = 0; r < rows; r++) top[r] = max_of((float *)&tops[r], LANES);
+    memset(t->sums, 0, rows * 2 * t->value_stride * sizeof(float));
+    for (long from = 0; from < length; from += CHUNK) {
+        for (int r = 0; r < rows; r++) {
+            long count = round_up(seen_in(seen[r], from), LANES);
+            num *shares = t->shares + r * CHUNK;
+            totals[r] = exponentials(t->scores + r * stride + from, count, top[r], t->scale,
+                                     shares, totals[r]);
+            if (count < CHUNK) memset(shares + count, 0, (CHUNK - count) * sizeof(num));
+        }
+        for (int r = 0; r < rows; r += SUMS) {
+            int count = rows - r < SUMS ? rows - r : SUMS;
+            long positions = seen_in(seen[r + count - 1], from);
+            if (positions) sum_chunk(t, table, from, positions, r, count);
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        float inverse = inverse_of(totals[r]);
+        num *to = out + r / heads * t->out_stride + r % heads * dim;
+        for (int c = 0; c < dim; c += 2 * LANES)
+            store_output(t->sums + r * 2 * t->value_stride + 2 * c, inverse, to + c, dim - c);
     }
 }

@@ -157,9 +157,13 @@ typedef struct {
     const int32_t *positions, *rows, *write_tokens, *write_slots, *tables, *output_tokens;
 } StepInputs;
 
-/* Floats of a thread: scores, in bfloat16 also shares, and the queries of a tile. */
+/* Floats from a row's scores to the next's: an odd number of chunks, else the rows of a tile would
+   share few sets of the cache where the length is a power of two. */
+static long score_stride(long length) { return round_up(length, CHUNK) | CHUNK; }
+
+/* Floats of a thread: scores, sums, shares and queries of a tile. */
 static long thread_scratch(long stride, long dim) {
-    return round_up(ROWS * (PAIR * stride + dim), PANEL);
+    return TILE * round_up(stride + 2 * round_up(dim, 2 * LANES) + CHUNK + dim, PANEL);
 }
 
 /* Scratch size of `ludus_forward`, in floats. */
@@ -168,7 +172,7 @@ long ludus_scratch(const Model *m, const StepInputs *p, int threads) {
     long row = 2 * round_up(m->hidden, PANEL) + round_up(q, PANEL) + o + (PAIR > 1 ? o : 0) +
                round_up(m->inner, LANES);
     return p->tokens * row + round_up(p->tokens + 1, PANEL) + PANEL +
-           threads * thread_scratch(round_up(p->max_length, SPAN * BLOCK), m->head_dim);
+           threads * thread_scratch(score_stride(p->max_length), m->head_dim);
 }
 
 /* Split the tokens into runs of up to `most` consecutive positions of a row; `starts` gets the first
@@ -197,13 +201,13 @@ void ludus_forward(const Model *m, const StepInputs *p, float *scratch, float *l
     const long x_stride = round_up(D, PANEL), q_stride = round_up((H + 2 * KV) * dim, PANEL);
     const long o_stride = H * dim, a_stride = round_up(m->inner, LANES);
     const long value_stride = round_up(dim, 2 * LANES);
-    const long stride = round_up(p->max_length, SPAN * BLOCK);
+    const long stride = score_stride(p->max_length);
     const long key_size = KV * dim * BLOCK, value_size = KV * BLOCK * value_stride;
     const long group = H / KV;
     /* A tile has all heads of a key head, or some where they are many. */
     const long tile_heads = group <= ROWS / 2 ? group : ROWS / 3;
     int32_t *starts = (int32_t *)scratch;
-    const long runs = split_runs(p, ROWS / tile_heads, starts);
+    const long runs = split_runs(p, TILE / tile_heads, starts);
     const int long_runs = 2 * runs <= N;
     float *x = scratch + round_up(N + 1, PANEL), *qkv = x + N * x_stride, *all_scores = qkv + N * q_stride;
     num *h = (num *)(all_scores + threads * thread_scratch(stride, dim)), *o = h + N * x_stride;
@@ -212,8 +216,10 @@ void ludus_forward(const Model *m, const StepInputs *p, float *scratch, float *l
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float *scores = all_scores + THREAD * thread_scratch(stride, dim);
-        num *shares = PAIR > 1 ? (num *)(scores + ROWS * stride) : (num *)scores;
-        num *tile_queries = (num *)(scores + ROWS * PAIR * stride);
+        float *sums = scores + TILE * stride;
+        num *shares = (num *)(sums + TILE * 2 * value_stride), *tile_queries = shares + TILE * CHUNK;
+        /* A single token has up to four rows. */
+        num *row_shares = PAIR > 1 ? (num *)(scores + 4 * stride) : (num *)scores;
 #pragma omp for schedule(static)
         for (long n = 0; n < N; n++) {
             const float *e = m->embeddings + p->ids[n] * D;
@@ -272,7 +278,7 @@ void ludus_forward(const Model *m, const StepInputs *p, float *scratch, float *l
                 if (tokens > 1) {
                     const Tile tile = {dim, value_stride, key_size, value_size, stride,
                                        query_stride, o_stride, keys, values, m->attention_scale,
-                                       scores, shares, tile_queries};
+                                       scores, sums, shares, tile_queries};
                     for (long g = 0; g < group; g += tile_heads)
                         attend_tile(&tile, query + g * dim, table, p->positions[n] + tokens - 1,
                                     tokens, group - g < tile_heads ? group - g : tile_heads,
@@ -282,8 +288,8 @@ void ludus_forward(const Model *m, const StepInputs *p, float *scratch, float *l
 #define CASE(G)                                                                                  \
     case G:                                                                                      \
         attend(query + g * dim, dim, value_stride, keys, values, table, key_size, value_size,    \
-               p->positions[n] + 1, m->attention_scale, scores, shares, stride, out + g * dim,   \
-               G);                                                                               \
+               p->positions[n] + 1, m->attention_scale, scores, row_shares, stride,              \
+               out + g * dim, G);                                                                \
         break;
                 for (long g = 0; g < group; g += 4)
                     switch (group - g < 4 ? group - g : 4) { CASE(1) CASE(2) CASE(3) CASE(4) }
