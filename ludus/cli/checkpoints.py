@@ -16,19 +16,20 @@ app = typer.Typer(help="Checkpoints: list, check, export, push.", no_args_is_hel
 def checkpoint_list(run: Run, runs_dir: RunsDir = "runs") -> None:
     """List a run's checkpoints; mark the newest and the best."""
     from ludus.store.folders import find_run
-    from ludus.train.checkpoint.store import CheckpointStore
+    from ludus.train.checkpoint.listing import best, list_checkpoints, unreadable
 
-    store = CheckpointStore(find_run(runs_dir, run).checkpoints)
-    infos, best = store.list(), store.best()
+    folder = find_run(runs_dir, run).checkpoints
+    infos = list_checkpoints(folder)
+    best_one = best(infos)
     for info in infos:
         parts = [f"{info.path.name}: {info.stage} step {info.step}"]
         if info.metric is not None:
             parts.append(f"{info.metric_name or 'metric'} {info.metric:.4g}")
-        marks = {"pinned": info.pinned, "best": info == best, "latest": info == infos[-1]}
+        marks = {"pinned": info.pinned, "best": info == best_one, "latest": info == infos[-1]}
         typer.echo(", ".join(parts + [mark for mark, applies in marks.items() if applies]))
-    for problem in store.unreadable():
+    for problem in unreadable(folder):
         typer.echo(f"{problem.checkpoint.name}: damaged ({problem.file} is {problem.kind})")
-    if infos and best is None:
+    if infos and best_one is None:
         typer.echo("no checkpoint has a metric: none is the best", err=True)
 
 
@@ -39,7 +40,7 @@ def checkpoint_check(
 ) -> None:
     """Find truncated, altered or missing files."""
     from ludus.store.folders import find_run
-    from ludus.train.checkpoint.store import check
+    from ludus.train.checkpoint.listing import check
 
     folder = Path(path) if Path(path).is_dir() else find_run(runs_dir, path).checkpoints
     problems = check(folder)

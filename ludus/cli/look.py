@@ -28,10 +28,10 @@ app = typer.Typer()
 @app.command()
 def report(run: Run, runs_dir: RunsDir = "runs", store: StoreUrl = None) -> None:
     """Write a run's report again from the store."""
-    from ludus.pipeline import launch
+    from ludus.report.collect import report_again
 
     with recorded(run, runs_dir):
-        typer.echo(launch.report_again(run, runs_dir, store))
+        typer.echo(report_again(run, runs_dir, store))
 
 
 @app.command()

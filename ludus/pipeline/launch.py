@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import platform
@@ -27,7 +26,14 @@ from ludus.pipeline.registries import check, plugin_files
 from ludus.pipeline.training import BudgetSpent, Trainer
 from ludus.report.collect import report
 from ludus.store import RunExists, RunStore
-from ludus.store.folders import RunFolder, create_run, find_run, read_facts, resume_command
+from ludus.store.folders import (
+    RunFolder,
+    create_run,
+    disk_faults,
+    find_run,
+    read_facts,
+    resume_command,
+)
 from ludus.store.mirror import RunMirror, fetch_run
 from ludus.telemetry.logs import get_logger, setup_logging
 from ludus.telemetry.metrics import MetricsLog
@@ -36,9 +42,6 @@ from ludus.telemetry.sinks import build_sinks
 log = get_logger(__name__)
 
 PACKAGES = ("torch", "transformers", "tokenizers", "peft", "numpy", "minigrid", "sqlalchemy")
-DISK_FAULTS = {
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO
-}  # fmt: skip
 
 
 class Stopped(Exception):
@@ -257,20 +260,6 @@ def _finish(store: RunStore, folder: RunFolder, status: str, message: str | None
         log.error("cannot record the end of the run", status=status, error=str(error))
 
 
-@contextmanager
-def disk_faults(folder: RunFolder) -> Iterator[None]:
-    """Raise LudusError in place of an OSError that the user has to fix, such as a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_FAULTS:
-            raise
-        raise LudusError(
-            f"{error.filename or folder.path}: {error.strerror}. Everything saved is intact: "
-            "free some space or fix the permissions, then resume the run"
-        ) from error
-
-
 def versions() -> dict[str, str]:
     """Returns the versions of machine, Python and packages that results depend on."""
     facts = {
@@ -322,12 +311,3 @@ def _processor() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
-
-
-def report_again(run: str, runs_dir: str, store: str | None) -> Path:
-    """Write a run's report again, from the store."""
-    folder = find_run(runs_dir, run)
-    config = load_config(folder.config)
-    url = store or config.store
-    with RunStore.open(url, folder.path.parent, read_only=True) as opened, disk_faults(folder):
-        return report(folder, opened)

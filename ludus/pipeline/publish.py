@@ -22,8 +22,8 @@ from ludus.pipeline.evaluate import export_checkpoint
 from ludus.report.collect import read_evaluations
 from ludus.store import RunStore
 from ludus.store.folders import RunFolder, find_run
+from ludus.train.checkpoint.listing import CheckpointInfo
 from ludus.train.checkpoint.policy import find_checkpoint
-from ludus.train.checkpoint.store import CheckpointInfo
 
 PRIVATE = {"runs_dir", "store", "mirror", "metrics", "budget"}
 """Sections that the card leaves out: places and accounts of the run, not settings of training."""

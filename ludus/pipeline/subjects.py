@@ -35,8 +35,8 @@ from ludus.pipeline.build import build, make_collector
 from ludus.pipeline.evaluate import evaluate, play_heldout
 from ludus.pipeline.registries import equal_samples
 from ludus.store.folders import RunFolder
+from ludus.train.checkpoint.listing import CheckpointInfo
 from ludus.train.checkpoint.policy import find_checkpoint, find_run_checkpoint, run_tokenizer
-from ludus.train.checkpoint.store import CheckpointInfo
 
 API_KEY = "LUDUS_API_KEY"
 """Environment variable with the key of the endpoints."""

@@ -26,8 +26,8 @@ from ludus.pipeline.watchdog import IdleWatchdog
 from ludus.store import RunStore
 from ludus.telemetry.metrics import MetricsLog
 from ludus.telemetry.occupancy import busy
+from ludus.train.checkpoint.listing import CheckpointInfo
 from ludus.train.checkpoint.state import seed_random
-from ludus.train.checkpoint.store import CheckpointInfo
 
 UNTRAINED = "left"
 """`rl/left` in the store: RL episodes that finished after the last training step."""

@@ -14,10 +14,9 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError
 from ludus.evaluate import compare
 from ludus.evaluate.results import Evaluation
-from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.report import ReportData, Rollout, write_report
 from ludus.store import RunStore
-from ludus.store.folders import RunFolder, read_facts
+from ludus.store.folders import RunFolder, disk_faults, find_run, read_facts
 from ludus.telemetry.metrics import MetricsLog
 
 NAMES = {"before": "before RL", "after": "after RL", "rl": "RL step {step}"}
@@ -46,6 +45,15 @@ def report(folder: RunFolder, store: RunStore) -> Path:
         dropped=dict(dropped.most_common()),
     )
     return write_report(folder.report, data)
+
+
+def report_again(run: str, runs_dir: str, store: str | None) -> Path:
+    """Write a run's report again, from the store."""
+    folder = find_run(runs_dir, run)
+    config = load_config(folder.config)
+    url = store or config.store
+    with RunStore.open(url, folder.path.parent, read_only=True) as opened, disk_faults(folder):
+        return report(folder, opened)
 
 
 def read_evaluations(folder: RunFolder) -> dict[str, Evaluation]:
@@ -90,6 +98,8 @@ def _rollouts(folder: RunFolder, store: RunStore) -> list[Rollout]:
     steps = [row.step for row in store.steps(folder.id, "rl")]
     if not steps:
         return []
+    from ludus.models.chat.tokenizers import load_tokenizer  # a run without RL needs none
+
     tokenizer = load_tokenizer(str(folder.tokenizer))
 
     def texts(rollout: Any) -> list[Sequence[str]]:

@@ -9,8 +9,8 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -20,6 +20,9 @@ from ludus.core.errors import ConfigError, DataError, LudusError, did_you_mean
 from ludus.core.files import atomic_write
 
 _EVALUATION = re.compile(r"([a-z]+)-([0-9]{6,})\.json")
+DISK_FAULTS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO
+}  # fmt: skip
 
 
 @dataclass
@@ -160,3 +163,17 @@ def find_run(runs_dir: str | Path, run: str) -> RunFolder:
     if not ids:
         raise ConfigError(f"there is no run {run!r}: {runs_dir} holds no runs")
     raise ConfigError(f"there is no run {run!r} in {runs_dir}{did_you_mean(run, ids)}")
+
+
+@contextmanager
+def disk_faults(folder: RunFolder) -> Iterator[None]:
+    """Raise LudusError in place of an OSError that the user has to fix, such as a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FAULTS:
+            raise
+        raise LudusError(
+            f"{error.filename or folder.path}: {error.strerror}. Everything saved is intact: "
+            "free some space or fix the permissions, then resume the run"
+        ) from error

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from bare_envs import build_wheel, extras, make_env, requirements, run_verbs
 
+from ludus.config.load import dump_config, load_config
 from ludus.store import RunStore
 
 pytestmark = pytest.mark.slow
@@ -23,7 +24,6 @@ NEEDS = {
     ("verify", RECIPE): "train",
     ("plan", RECIPE): "train",
     ("evaluate", "demo-1"): "train",
-    ("report", "demo-1"): "train",
     ("rollout", "textcraft", *ENDPOINT): "remote",
     ("rollout", "alfworld", *ENDPOINT): "remote",
     ("generate-data", "data", "babyai"): "remote",
@@ -35,8 +35,6 @@ NEEDS = {
     ("check-env", "textworldexpress"): "textworldexpress",
     ("check-env", "alfworld"): "alfworld",
     ("check-env", "reasoning"): "reasoning",
-    ("checkpoint", "list", "demo-1"): "train",
-    ("checkpoint", "check", "demo-1"): "train",
     ("checkpoint", "export", "demo-1", "folder"): "train",
     ("checkpoint", "push", "demo-1", "me/model"): "train",
     ("export", "demo-1", "a.parquet", "--format", "parquet"): "data",
@@ -65,6 +63,7 @@ WORKS = [
     ("--help",), ("--version",), ("config",), ("config", "env"), ("doctor",),
     ("recipes",), ("recipes", "babyai-tiny"),
     ("runs",), ("show", "demo-1"), ("export", "demo-1", "/dev/null", "--format", "jsonl"),
+    ("checkpoint", "list", "demo-1"),
 ]  # fmt: skip
 """Calls that the core alone can do."""
 
@@ -80,8 +79,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """A folder with the store of a run."""
+    """A folder with a run and its store."""
     folder = tmp_path / "work"
+    (folder / "runs" / "demo-1").mkdir(parents=True)
+    config = load_config(RECIPE)
+    (folder / "runs" / "demo-1" / "config.yaml").write_text(dump_config(config))
     with RunStore.open(None, folder / "runs") as store:
         store.create_run("demo-1", "demo", {}, {})
     return folder

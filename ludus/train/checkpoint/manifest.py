@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ludus.core.errors import CheckpointError
 
 FORMAT = 1
-MANIFEST = "manifest.json"
+MANIFEST, MODEL, STATE = "manifest.json", "model.safetensors", "state.json"
 Kind = Literal["missing", "truncated", "altered", "unreadable", "extra"]
 
 

@@ -11,7 +11,8 @@ from ludus.core.seeds import derive_seed
 from ludus.models.build import build_model
 from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.store.folders import RunFolder, find_run
-from ludus.train.checkpoint.store import CheckpointInfo, CheckpointStore, load
+from ludus.train.checkpoint.listing import CheckpointInfo
+from ludus.train.checkpoint.store import CheckpointStore, load
 
 BEST, LATEST = "best", "latest"
 """Names of a run's checkpoints: the highest metric, and the newest."""

@@ -24,7 +24,6 @@ import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,23 @@ import ludus
 from ludus.core.errors import CheckpointError, ConfigError
 from ludus.core.files import atomic_write, recover, remove_folder
 from ludus.train.checkpoint.folder import checkpoint_folder
+from ludus.train.checkpoint.listing import (
+    CheckpointInfo,
+    best,
+    checkpoint_folders,
+    list_checkpoints,
+    ranked,
+    unreadable,
+)
 from ludus.train.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
+    MODEL,
+    STATE,
     Problem,
     damage_of,
     file_sha256,
     manifest_sha256,
-    problems_of,
     read_manifest,
     require_intact,
 )
@@ -60,28 +68,10 @@ from ludus.train.checkpoint.state import (
     trained_tensors,
 )
 
-MODEL, OPTIMIZER, OPTIMIZER_GROUPS = "model.safetensors", "optimizer.safetensors", "optimizer.json"
-STATE = "state.json"
+OPTIMIZER, OPTIMIZER_GROUPS = "optimizer.safetensors", "optimizer.json"
 
 _STAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*-\d{6,}")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointInfo:
-    """One checkpoint, from its manifest. `sequence` grows with every save of a run.
-
-    `metric` is the value of the metric `metric_name`; both are None where nothing was measured.
-    """
-
-    path: Path
-    stage: str
-    step: int
-    sequence: int
-    metric: float | None
-    pinned: bool
-    metric_name: str | None = None
 
 
 class CheckpointStore:
@@ -112,7 +102,7 @@ class CheckpointStore:
         self.folder = Path(folder)
         self.keep_last, self.keep_best, self.metric = keep_last, keep_best, metric
         recover(self.folder)
-        for checkpoint in _checkpoint_folders(self.folder):
+        for checkpoint in checkpoint_folders(self.folder):
             recover(checkpoint)  # a manifest that `set_metric` was writing
 
     def save(
@@ -202,17 +192,11 @@ class CheckpointStore:
 
     def list(self) -> list[CheckpointInfo]:
         """Returns the checkpoints with a readable manifest, oldest first."""
-        infos = [
-            _info(folder, manifest)
-            for folder in _checkpoint_folders(self.folder)
-            if isinstance(manifest := read_manifest(folder), dict)
-        ]
-        return sorted(infos, key=lambda info: info.sequence)
+        return list_checkpoints(self.folder)
 
     def unreadable(self) -> tuple[Problem, ...]:
         """Returns the checkpoints that `list` leaves out, since their manifest is damaged."""
-        manifests = map(read_manifest, _checkpoint_folders(self.folder))
-        return tuple(item for item in manifests if isinstance(item, Problem))
+        return tuple(unreadable(self.folder))
 
     def latest(self, *, skip_damaged: bool = False) -> CheckpointInfo | None:
         """Returns the newest checkpoint, verified; None without checkpoints.
@@ -222,7 +206,7 @@ class CheckpointStore:
 
         Errors: CheckpointError if the newest is damaged, or none is intact.
         """
-        damage = [*self.unreadable()]
+        damage = list(self.unreadable())
         intact = None
         for info in reversed(self.list()):
             problems = damage_of(info.path)
@@ -246,25 +230,22 @@ class CheckpointStore:
         """Rename the checkpoints after `resumed`, which a resumed run will not use."""
         last = resumed.sequence if resumed else 0
         kept = {info.path for info in self.list() if info.sequence <= last}
-        for folder in _checkpoint_folders(self.folder):
+        for folder in checkpoint_folders(self.folder):
             if folder not in kept:
                 self._try(_mark_damaged, folder)
 
     def best(self) -> CheckpointInfo | None:
-        """Returns the checkpoint with the highest metric, of equal metrics the newest, or None.
-
-        If `checkpoint.metric` changed during the run, only the newest metric counts.
-        """
-        return next(iter(_ranked(self.list())), None)
+        """See `best`."""
+        return best(self.list())
 
     def _prune(self) -> None:
         """Remove old checkpoints. Called after a save, so an intact checkpoint remains."""
-        for folder in _checkpoint_folders(self.folder):
+        for folder in checkpoint_folders(self.folder):
             if damage := damage_of(folder, hashes=False):
                 _log.warning("renamed to .damaged-%s: %s", folder.name, damage[0])
                 self._try(_mark_damaged, folder)
         infos = self.list()
-        keep = [*infos[-self.keep_last :], *_ranked(infos)[: self.keep_best]]
+        keep = [*infos[-self.keep_last :], *ranked(infos)[: self.keep_best]]
         for info in infos:
             if not info.pinned and info not in keep:
                 self._try(remove_folder, info.path)
@@ -323,45 +304,6 @@ def read_state(path: str | Path) -> dict[str, Any]:
     """Returns only the loop's state of a checkpoint, verified; needed to build the model."""
     require_intact(Path(path))
     return _read_state(Path(path))
-
-
-def check(path: str | Path) -> list[Problem]:
-    """Returns all problems of a checkpoint, or of all checkpoints of a run.
-
-    Args:
-        path: a checkpoint, a run, or a run's `checkpoints` folder.
-
-    Errors: CheckpointError if there is no checkpoint at `path`.
-    """
-    folder = Path(path)
-    if any((folder / name).exists() for name in (MANIFEST, MODEL, STATE)):
-        return problems_of(folder)
-    if (folder / "checkpoints").is_dir():
-        folder = folder / "checkpoints"
-    folders = _checkpoint_folders(folder)
-    if not folders:
-        raise CheckpointError(f"{path} is neither a checkpoint nor a run with checkpoints")
-    return [problem for checkpoint in folders for problem in problems_of(checkpoint)]
-
-
-def _checkpoint_folders(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if path.is_dir() and _NAME.fullmatch(path.name))
-
-
-def _info(folder: Path, manifest: dict[str, Any]) -> CheckpointInfo:
-    stage, step, sequence, pinned = (manifest[k] for k in ("stage", "step", "sequence", "pinned"))
-    metric, name = manifest["metric"], manifest.get("metric_name")
-    return CheckpointInfo(folder, stage, step, sequence, metric, pinned, name)
-
-
-def _ranked(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Returns the checkpoints with the metric that the newest of them has, best first."""
-    measured = [info for info in infos if info.metric is not None]
-    name = measured[-1].metric_name if measured else None
-    scored = [(i.metric, i.sequence, i) for i in measured if i.metric_name == name]
-    return [info for _, _, info in sorted(scored, key=lambda row: row[:2], reverse=True)]
 
 
 def _mark_damaged(folder: Path) -> None:

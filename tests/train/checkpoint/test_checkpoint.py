@@ -25,8 +25,9 @@ from ludus.core.errors import CheckpointError, ConfigError
 from ludus.core.files import recover
 from ludus.train.checkpoint import store as checkpoint
 from ludus.train.checkpoint.folder import checkpoint_folder
+from ludus.train.checkpoint.listing import check
 from ludus.train.checkpoint.state import fingerprint, random_state, set_random_state
-from ludus.train.checkpoint.store import CheckpointStore, check, load, read_state
+from ludus.train.checkpoint.store import CheckpointStore, load, read_state
 
 # peft asks transformers for an attribute by its former name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -641,7 +642,8 @@ from pathlib import Path
 import torch
 
 from ludus.train.checkpoint.state import fingerprint
-from ludus.train.checkpoint.store import CheckpointStore, check, load
+from ludus.train.checkpoint.listing import check
+from ludus.train.checkpoint.store import CheckpointStore, load
 
 torch.set_num_threads(1)
 folder, mode = Path(sys.argv[1]), sys.argv[2]
