@@ -225,10 +225,12 @@ async def test_diverged_weights_stop_the_stage(tmp_path: Path) -> None:
     healthy = copy.deepcopy(world.backend.model.state_dict())
     with torch.no_grad():
         next(world.backend.model.parameters()).fill_(float("nan"))
+    world.backend.sampler.publish(world.backend.policy_version)
     with pytest.raises(TrainingError, match="logits are not finite"):
         await run_stage(stage, world.backend, kept)
     assert not kept.steps
     world.backend.model.load_state_dict(healthy)
+    world.backend.sampler.publish(world.backend.policy_version)
     await run_stage(stage, world.backend, kept)
     assert len(kept.steps) == 1
 
