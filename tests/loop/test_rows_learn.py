@@ -33,6 +33,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def world_of(folder: Path, taught: dict[str, Any]) -> World:
     world = World(folder)
     world.backend.model.load_state_dict(taught)
+    world.backend.sampler.publish(world.backend.policy_version)
     return world
 
 
