@@ -21,7 +21,8 @@ CLI_HEAD = """\
 # Command line
 
 An error message gives the place, the fault and the correct form. Exit codes: 2 for a wrong
-configuration or call, 1 for other errors, 130 for Ctrl-C, 143 for SIGTERM.
+configuration or call, 1 for other errors, 130 for Ctrl-C, 143 for SIGTERM,
+129 for SIGHUP (a closed terminal; ignored under `nohup`).
 `dotted.key=value` overrides a setting; the value is YAML:
 
 ```sh
