@@ -6,7 +6,6 @@ Nothing is written, and the network is not used.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, EnvError
+from ludus.core.signals import run
 from ludus.core.types import Task
 from ludus.data.conversations import read_conversations, replay_all
 from ludus.data.demonstrations import Demonstration, run_expert
@@ -69,7 +69,7 @@ def measure(config: RunConfig) -> Usage | None:
     if config.env is None:
         return None
     clock = _Clock()
-    played = asyncio.run(_play(config, train, clock))
+    played = run(_play(config, train, clock))
     if not played:
         return None
     conversations, _ = read_conversations(config.model_copy(update={"sft": None}), played, train)

@@ -159,8 +159,8 @@ def _trains_tokenizer(model: ModelConfig) -> bool:
 def _unmeasured(config: RunConfig) -> Iterator[str]:
     """Yields a message for settings of evaluations without tasks to evaluate on."""
     settings, defaults = config.evaluate, EvaluateConfig()
-    if config.tasks.heldout is not None:
-        return
+    if config.tasks.heldout is not None or "heldout" in config.tasks.model_fields_set:
+        return  # an explicit null switches evaluations off
     periodic = {"every", "num_tasks_between"}
     ignored = set() if config.rl and settings.every else periodic
     keys = [
@@ -170,8 +170,8 @@ def _unmeasured(config: RunConfig) -> Iterator[str]:
     ]
     if keys:
         yield (
-            f"{', '.join(keys)}: there are no held-out tasks to evaluate on: set tasks.heldout, or "
-            "`evaluate={}`"
+            f"{', '.join(keys)}: there are no held-out tasks to evaluate on: set tasks.heldout, to "
+            "null to evaluate nothing"
         )
 
 

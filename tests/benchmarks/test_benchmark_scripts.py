@@ -47,7 +47,7 @@ def test_every_case_of_the_gpu_benchmark_measures(gpu_results: Path) -> None:
         ("train", "toy"),
         ("GRPO step", "toy"),
     ]
-    assert len(results) == 11
+    assert len(results) == 12
     assert results["recipe", "0.8M"]["trains"]
     alone, shared = (
         results[case, "toy"] for case in ("decode, batch 8", "decode, batch 8, shared prompts")
@@ -68,7 +68,7 @@ def test_every_case_of_the_gpu_benchmark_measures(gpu_results: Path) -> None:
 
 def test_the_gpu_page_has_every_case(gpu_results: Path) -> None:
     page = (gpu_results / "gpu.md").read_text()
-    assert len(re.findall(r"^\| .* \| (?:toy|toy 2|0.8M) \| ", page, re.MULTILINE)) == 11
+    assert len(re.findall(r"^\| .* \| (?:toy|toy 2|0.8M) \| ", page, re.MULTILINE)) == 12
     assert "failed: " not in page
 
 
@@ -121,6 +121,17 @@ print([worker.measure(gpu.Case("", "", m), bench, None, s)["error"] for m, s in 
             "none in cpu",
         ]
     )
+
+
+@pytest.mark.slow
+def test_sft_and_ppo_beside_their_peers_have_equal_losses() -> None:
+    """The program ends with an error where losses differ."""
+    pytest.importorskip("trl", reason="TRL is not installed: nothing to compare with")
+    told = run("methods.py", "--quick")
+    assert re.findall(r"^(SFT|PPO) 0.9 M heavy tail \d+ [\d.]+ ", told, re.MULTILINE) == [
+        "SFT",
+        "PPO",
+    ]
 
 
 @pytest.mark.slow

@@ -35,10 +35,13 @@ ALL = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def handlers_are_restored() -> Iterator[None]:
+    """SIGHUP is not ignored meanwhile, also if the tests run under `nohup`."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    outside = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     before = [signal.getsignal(number) for number in numbers]
     yield
     assert [signal.getsignal(number) for number in numbers] == before
+    signal.signal(signal.SIGHUP, outside)
 
 
 async def forever(log: list[str]) -> None:

@@ -138,7 +138,7 @@ def test_evaluate(reference: Ludus) -> None:
     assert reference.state() == before, "evaluating writes nothing to the run"
 
     reference("evaluate", "tiny-1", "--checkpoint", "rl-5").refused(2, "'rl-5'", "rl-000005")
-    reference("evaluate", "tiny-1", "--num-tasks", "0").refused(2, "num_tasks")
+    reference("evaluate", "tiny-1", "--num-tasks", "0").refused(2, "--num-tasks")
     reference("evaluate", "tiny-1", "--temperature=-1").refused(2, "temperature")
 
 

@@ -46,11 +46,12 @@ def test_run_folder_and_served_model_agree(reference: Ludus, exported: Path) -> 
     assert "turns each" in done, "text has no number of tokens"
 
 
-def test_two_of_any_kind_are_compared(reference: Ludus, exported: Path) -> None:
+def test_two_of_any_kind_are_compared(reference: Ludus, exported: Path, tmp_path: Path) -> None:
     done = reference("evaluate", "tiny-1/sft-000024", "--against", exported).ok().out
     assert "tiny-1/sft-000024" in done, "the tasks are the run's"
     assert f"against {exported}" in done.replace("\n", " ")
-    done = reference("evaluate", exported, "--against", exported, "--recipe", BABYAI).ok().out
+    twin = shutil.copytree(exported, tmp_path / "twin")
+    done = reference("evaluate", exported, "--against", twin, "--recipe", BABYAI).ok().out
     assert "better on 0 tasks, worse on 0" in done
 
 

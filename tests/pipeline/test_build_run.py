@@ -84,7 +84,7 @@ def test_rl_refuses_top_p_and_top_k(load: Any):
         check(load("rollout.top_k=20", "rl=null", "sft={data: x.jsonl}"))
 
 
-UNMEASURED = "tasks.heldout=null"
+UNMEASURED = "tasks={train: {name: env, args: {num_tasks: 4}}}"
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_settings_of_evaluations_need_tasks(load: Any, overrides: list[str], tol
     with pytest.raises(ConfigError) as caught:
         check(load(UNMEASURED, *overrides))
     assert told in str(caught.value)
-    assert "set tasks.heldout, or `evaluate={}`" in str(caught.value)
-    check(load(UNMEASURED, *overrides, "evaluate={}"))
+    assert "set tasks.heldout, to null to evaluate nothing" in str(caught.value)
+    check(load("tasks.heldout=null", *overrides))  # one override switches evaluations off
 
 
 def test_evaluations_that_a_quick_run_switches_off_may_keep_their_size(load: Any):

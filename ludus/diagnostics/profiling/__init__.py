@@ -36,7 +36,8 @@ def check_out(path: Path) -> None:
 
 
 def short_run(config: RunConfig, steps: int, runs_dir: Path) -> RunConfig:
-    """Returns the configuration of the run to profile."""
+    """Returns the configuration of the run to profile: it evaluates nothing."""
+    checkpoint: dict[str, object] = {"every": steps, "metric": None}
     changes: dict[str, object] = {
         "name": "profile",
         "runs_dir": str(runs_dir),
@@ -44,7 +45,7 @@ def short_run(config: RunConfig, steps: int, runs_dir: Path) -> RunConfig:
         "metrics": [],
         "report": False,
         "tasks": config.tasks.model_copy(update={"heldout": None}),
-        "checkpoint": config.checkpoint.model_copy(update={"every": steps}),
+        "checkpoint": config.checkpoint.model_copy(update=checkpoint),
     }
     if config.demonstrations:
         count = min(config.demonstrations.num_episodes, NUM_DEMONSTRATIONS)
@@ -52,7 +53,7 @@ def short_run(config: RunConfig, steps: int, runs_dir: Path) -> RunConfig:
     if config.sft:
         changes["sft"] = config.sft.model_copy(update={"steps": steps})
     if config.rl:
-        changes["rl"] = config.rl.model_copy(update={"steps": steps})
+        changes["rl"] = config.rl.model_copy(update={"steps": steps, "min_success_to_stop": None})
     return config.model_copy(update=changes)
 
 

@@ -102,7 +102,6 @@ class VllmSampler:
         self._lock = threading.Lock()  # serialises starts and publications
         self._starting: asyncio.Task[None] | None = None
         self._cancelled = threading.Event()
-        self._client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
         self._turns: dict[str, set[asyncio.Task[Completion]]] = {}
 
     def open(self, session: str) -> None:
@@ -162,17 +161,16 @@ class VllmSampler:
             if self.server is not None:
                 self.server.stop()
             self.server = None
-            self._client = None
 
     # Turns
 
     async def _sample(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
         server = await self._running_server()
         body = {"token_ids": prompt_ids, "sampling_params": _sampling_params(params)}
-        client = self._client_of(server)
         try:
-            response = await client.post("/inference/v1/generate", json=body)
-            died = response.is_server_error and not (await client.get("/health")).is_success
+            async with _client_of(server) as client:
+                response = await client.post("/inference/v1/generate", json=body)
+                died = response.is_server_error and not (await client.get("/health")).is_success
         except httpx.TransportError:
             died = True
         if died:
@@ -193,18 +191,6 @@ class VllmSampler:
         assert self.server is not None
         return self.server
 
-    def _client_of(self, server: VllmServer) -> httpx.AsyncClient:
-        """Returns the HTTP client of the current event loop; several loops may use the sampler."""
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._client[0] is not loop:
-            transport = httpx.AsyncHTTPTransport(
-                uds=server.socket,
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            )
-            client = httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=None)
-            self._client = (loop, client)
-        return self._client[1]
-
     # The server
 
     async def _start_in_thread(self) -> None:
@@ -219,7 +205,7 @@ class VllmSampler:
     def _start(self) -> None:
         """Start the server, initially or after it died; runs in a thread."""
         with self._lock:
-            died, self.server, self._client = self.server, None, None
+            died, self.server = self.server, None
             if died is not None:
                 died.stop()
                 if not self._restarts_left:
@@ -314,6 +300,15 @@ class VllmSampler:
             "--disable-uvicorn-access-log",
             *("--uvicorn-log-level", "warning"),
         ]
+
+
+def _client_of(server: VllmServer) -> httpx.AsyncClient:
+    """Returns a client for one turn: its connections are closed in the event loop that made them,
+    and several loops may use the sampler."""
+    transport = httpx.AsyncHTTPTransport(uds=server.socket, verify=False)  # a Unix socket: no TLS
+    return httpx.AsyncClient(
+        transport=transport, base_url="http://vllm", timeout=None, trust_env=False
+    )
 
 
 def _sampling_params(params: SamplingParams) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from ludus.diagnostics import profiling
 from ludus.diagnostics.profiling import sampling
 from ludus.diagnostics.profiling.flames import flame_page, folded, speedscope, tree
 from ludus.diagnostics.profiling.sampling import PySpy, StackSampler, ThreadSampler
+from ludus.pipeline import registries
 from ludus.telemetry.occupancy import PARTS
 
 EVIL = "</script><script>window.hacked = 1</script>"
@@ -34,6 +35,7 @@ STACKS = Counter(
         ("thread ludus-env", EVIL): 10,
     }
 )
+ENV_TASKS = {"name": "env", "args": {"num_tasks": 4}}
 RECIPE = """
 model:
   architecture: {name: qwen3, args: {hidden_size: 16, num_layers: 1, num_heads: 2,
@@ -183,13 +185,16 @@ def test_the_profiled_run_is_short(tmp_path: Path) -> None:
         {
             "model": {"path": "x"},
             "env": "babyai",
-            "tasks": {"train": "env", "heldout": "env"},
+            "tasks": {"train": ENV_TASKS, "heldout": ENV_TASKS},
             "demonstrations": {"num_episodes": 5000},
             "sft": {"steps": 300},
-            "rl": {"steps": 100},
+            "rl": {"steps": 100, "min_success_to_stop": 0.9},
+            "evaluate": {"num_tasks": 4, "every": 2, "temperature": 0.5},
+            "checkpoint": {"metric": "evaluate/success"},
         }
     )
     short = profiling.short_run(config, 7, tmp_path)
+    registries.check(short)
     assert short.rl
     assert short.sft
     assert short.demonstrations

@@ -15,7 +15,7 @@ import pytest
 from service_world import OBEYS, Command, command, service, start
 
 from ludus.config.schema import ModelConfig, RolloutConfig
-from ludus.core.errors import EnvError, EpisodeTimeout, ToolError
+from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout, ToolError
 from ludus.core.types import Group, Message, Spec, Status, Task, ToolCall
 from ludus.data.demonstrations import run_expert
 from ludus.envs.babyai.env import BabyAI
@@ -180,7 +180,7 @@ async def test_wrong_addresses_are_reported(url: str) -> None:
         with pytest.raises(EnvError, match=said):
             await wrong.reset(RemoteEnv.task(None, 0))
         await wrong.close()
-    with pytest.raises(ValueError, match="http://"):
+    with pytest.raises(ConfigError, match="http://"):
         RemoteEnv(url="localhost:8000")
 
 
