@@ -34,6 +34,7 @@ def gpu_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_case_of_the_gpu_benchmark_measures(gpu_results: Path) -> None:
     facts = json.loads((gpu_results / "gpu.json").read_text())
     limits = facts["limits"]
@@ -66,6 +67,7 @@ def test_every_case_of_the_gpu_benchmark_measures(gpu_results: Path) -> None:
     assert step["seconds"] >= step["rollout_s"] > 0
 
 
+@pytest.mark.slow
 def test_the_gpu_page_has_every_case(gpu_results: Path) -> None:
     page = (gpu_results / "gpu.md").read_text()
     assert len(re.findall(r"^\| .* \| (?:toy|toy 2|0.8M) \| ", page, re.MULTILINE)) == 12
@@ -83,6 +85,7 @@ def test_a_service_beside_its_environment() -> None:
     assert soak == ("0", "2,000")  # none refused, all open
 
 
+@pytest.mark.slow
 def test_a_device_that_is_not_there_is_named() -> None:
     done = subprocess.run(
         [sys.executable, str(FOLDER / "gpu.py"), "--device", "xpu:63"],
@@ -95,6 +98,7 @@ def test_a_device_that_is_not_there_is_named() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_dies_or_hangs_is_recorded() -> None:
     script = """
 import os, time, torch

@@ -82,6 +82,7 @@ def test_the_final_evaluation_selects_and_replaces(ludus: Ludus) -> None:
     assert "all files are intact" in ludus("checkpoint", "check", "tiny-1").ok().out
 
 
+@pytest.mark.slow
 def test_a_kill_while_the_metric_is_written_leaves_the_same_bits(
     ludus: Ludus, reference: Ludus
 ) -> None:

@@ -292,6 +292,7 @@ FULL = {
 }
 
 
+@pytest.mark.slow
 def test_a_full_disk_wherever_it_strikes(small_disk: Ludus, reference: Ludus) -> None:
     """Each time: clear words, nothing lost; once there is room, the same bits as ever."""
     argv: tuple[str, ...] = ("train", BABYAI)

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from harness import BABYAI, Ludus
 
 from ludus.store.mirror import Remote
@@ -37,6 +38,7 @@ def same(ludus: Ludus, reference: Ludus) -> None:
         assert mine[part] == other[part], f"{part} differ"
 
 
+@pytest.mark.slow
 def test_killed_and_wiped_the_same_command_ends_with_the_same_bits(
     ludus: Ludus, reference: Ludus
 ) -> None:

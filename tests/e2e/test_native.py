@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from harness import TEXTCRAFT
 
 
+@pytest.mark.slow
 def test_a_run_without_a_compiler_says_which_path_ran(tmp_path: Path) -> None:
     small = ["demonstrations.num_episodes=8", "sft.steps=1", "rl=null", "tasks.heldout=null"]
     absent = {"CC": str(tmp_path / "no-compiler"), "XDG_CACHE_HOME": str(tmp_path / "cache")}

@@ -88,6 +88,7 @@ def test_killed_in_every_stage_and_resumed_it_is_the_same_run(
     assert_same(ludus, reference)
 
 
+@pytest.mark.slow
 def test_killed_at_random_times(ludus: Ludus, reference: Ludus) -> None:
     """The whole process group, at times that a seed draws."""
     draw = random.Random(1)
@@ -239,6 +240,7 @@ def killed_twice_it_is_the_same(ludus: Ludus, undisturbed: Ludus, settings: Sequ
     assert_same(ludus, undisturbed)
 
 
+@pytest.mark.slow
 def test_adapters_with_dropout_resume_too(
     ludus: Ludus, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -250,6 +252,7 @@ def test_adapters_with_dropout_resume_too(
 
 
 @pytest.mark.parametrize("mode", ["float32", "stochastic_rounding"])
+@pytest.mark.slow
 def test_weights_in_bfloat16_resume_too(
     ludus: Ludus, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, mode: str
 ) -> None:

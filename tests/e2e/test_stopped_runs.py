@@ -64,6 +64,7 @@ def test_a_signal_in_an_evaluation_is_one_sentence(ludus: Ludus, number: int, tw
 
 
 @pytest.mark.parametrize("number", CODES)
+@pytest.mark.slow
 def test_one_signal_in_the_demonstrations_is_one_sentence(ludus: Ludus, number: int) -> None:
     """The terminal sends Ctrl-C to the expert's worker processes too: also while they start."""
     many = [

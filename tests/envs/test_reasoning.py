@@ -50,6 +50,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_every_data_set_scores_its_own_answer_and_is_the_same_everywhere() -> None:
     """One task of each, in two processes of different hash seeds; nothing else is printed."""
     runs = [

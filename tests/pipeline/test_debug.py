@@ -153,6 +153,7 @@ def test_sft_data_of_a_file(tmp_path: Path):
     assert "+ 8<|end|>" in out
 
 
+@pytest.mark.slow
 def test_a_breakpoint_in_the_environment_works(tmp_path: Path):
     """Also through `ludus train` with `backend: debug`."""
     path = recipe(tmp_path, "Stops", "backend: debug\n")

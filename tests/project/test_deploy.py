@@ -233,6 +233,7 @@ for _ in {{1..600}}; do sleep 0.1; done"""
     assert (tmp_path / "heard").read_text().strip() == ("2" if stubborn else "1")
 
 
+@pytest.mark.slow
 def test_a_dry_run_reads_the_recipe_and_starts_nothing(tmp_path: Path) -> None:
     env = {"LUDUS": str(BIN / "ludus"), "LUDUS_MIRROR": f"file://{tmp_path}/copy"}
     recipe = ROOT / "tests" / "recipes" / "babyai.yaml"

@@ -62,6 +62,7 @@ def test_it_fits_the_gpu_that_it_is_meant_for(name: str, shape: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["babyai-qwen3-0.6b", "textcraft-qwen3-0.6b"])
+@pytest.mark.slow
 def test_its_tasks_are_made_and_the_splits_share_none(name: str) -> None:
     config = recipe(name)
     train, heldout, *_ = read_splits(config)
@@ -77,6 +78,7 @@ def test_its_tasks_are_made_and_the_splits_share_none(name: str) -> None:
     ],
     ids=["tiny", "qwen3"],
 )
+@pytest.mark.slow
 def test_a_mixture_has_its_exact_shares_everywhere(name: str, ratios: dict[str, int]) -> None:
     config = recipe(name)
     train, heldout, *_ = read_splits(config)

@@ -394,6 +394,7 @@ async def test_on_episode_may_stop_the_run(world: World):
     assert sampler.open_sessions == []
 
 
+@pytest.mark.slow
 def test_threads_that_hang_do_not_keep_the_interpreter():
     """In a separate process, whose environments hang in every way."""
     script = f"""

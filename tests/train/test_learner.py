@@ -494,6 +494,7 @@ def test_no_compiler_is_told_and_survived(
 
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("default")  # torch's own, while it compiles
+@pytest.mark.slow
 def test_compiled_layers_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the step, for batches of several sizes; and nowhere else. Traced as for inductor, whose
     C++ would take a minute to build."""
@@ -587,6 +588,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space, as Linux does")
+@pytest.mark.slow
 def test_a_real_limit_of_memory() -> None:
     """A child process whose address space holds half the pass, not the whole."""
     script = Path(__file__).parents[1] / "support" / "learner_helpers.py"

@@ -83,6 +83,7 @@ def test_agentgym_s_numbers() -> None:
     assert ScienceWorld.agentgym_task(31).data == {"task": "melt", "variation": 1}
 
 
+@pytest.mark.slow
 async def test_it_conforms() -> None:
     tasks = [
         ScienceWorld.task(tier, seed)
@@ -105,6 +106,7 @@ async def test_success_alone_may_be_the_reward() -> None:
     assert result.info["score"] == 100
 
 
+@pytest.mark.slow
 async def test_the_expert_teleports_where_that_is_allowed_and_wins() -> None:
     walked, _ = await win(await playing("find-non-living-thing"))
     env = await playing("find-non-living-thing", simplifications=["easy"])

@@ -415,6 +415,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @needs_native
+@pytest.mark.slow
 def test_concurrent_builds(tmp_path: Path) -> None:
     program = "from ludus.models.decoders import native; print(native.library()._name)"
     builders = [

@@ -62,6 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("served") / "model", 1)
 
 
+@pytest.mark.slow
 def test_option_error_is_one_line(folder: Path) -> None:
     done = subprocess.run(
         [*COMMAND, str(folder), "--port", "0", "--dtype", "float8"],

@@ -355,15 +355,19 @@ def sessions(url: str) -> int:
     return int(httpx.get(f"{url}/health").json()["sessions"])
 
 
+def step_with_much_to_read(connection: socket.socket) -> bytes:
+    """Open a session; returns the frame of a step that is answered with 100 KB."""
+    send(connection, frame(json.dumps({"op": "create", "env": OBEYS}).encode()))
+    id = connection.recv(4096).partition(b'"session":"')[2].partition(b'"')[0].decode()
+    send(connection, frame(json.dumps({"op": "reset", "session": id, "seed": 1}).encode()))
+    connection.recv(4096)
+    return frame(json.dumps({"op": "step", "session": id, "action": "much"}).encode())
+
+
 def test_client_that_does_not_read_is_disconnected_and_its_sessions_closed(url: str) -> None:
     before = sessions(url)
     with websocket(url) as connection:
-        send(connection, frame(json.dumps({"op": "create", "env": OBEYS}).encode()))
-        id = connection.recv(4096).partition(b'"session":"')[2].partition(b'"')[0].decode()
-        send(connection, frame(json.dumps({"op": "reset", "session": id, "seed": 1}).encode()))
-        connection.recv(4096)
-        step = {"op": "step", "session": id, "action": "much"}
-        flooded_until_closed(connection, frame(json.dumps(step).encode()))
+        flooded_until_closed(connection, step_with_much_to_read(connection))
         until(lambda: sessions(url) == before)
 
 
@@ -372,12 +376,7 @@ def test_client_that_leaves_few_answers_unread_is_disconnected_too(url: str) -> 
     """Answers of a megabyte in all, which the kernel holds for it."""
     before = sessions(url)
     with websocket(url) as connection:
-        send(connection, frame(json.dumps({"op": "create", "env": OBEYS}).encode()))
-        id = connection.recv(4096).partition(b'"session":"')[2].partition(b'"')[0].decode()
-        send(connection, frame(json.dumps({"op": "reset", "session": id, "seed": 1}).encode()))
-        connection.recv(4096)
-        step = {"op": "step", "session": id, "action": "much"}
-        send(connection, frame(json.dumps(step).encode()) * 10)
+        send(connection, step_with_much_to_read(connection) * 10)
         until(lambda: sessions(url) == before)
 
 
