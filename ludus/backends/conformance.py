@@ -215,8 +215,13 @@ async def _group(backend: Backend) -> Group:
     trajectories = []
     for number in range(2):
         turn = await _sample(backend, number)
-        sampled = Segment(0, turn.token_ids, turn.logprobs, policy_version=turn.policy_version)
-        sampled.version_runs = turn.version_runs
+        sampled = Segment(
+            0,
+            turn.token_ids,
+            turn.logprobs,
+            policy_version=turn.policy_version,
+            version_runs=turn.version_runs,
+        )
         segments = [Segment(-1, PROMPT), sampled]
         trajectories.append(Trajectory(f"t{number}", "g", "task", segments, reward=float(number)))
     return Group("g", Task(id="task"), trajectories)

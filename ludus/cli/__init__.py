@@ -11,7 +11,7 @@ from ludus import __version__
 from ludus.cli import checkpoints, data, look, serve, train
 from ludus.core.errors import LudusError
 from ludus.core.modules import missing_dependency
-from ludus.core.signals import exit_code, handling, leave, raise_stop
+from ludus.core.signals import EXIT_CODES, exit_code, handling, leave, raise_stop
 from ludus.telemetry.logs import check_settings
 
 EXTRAS = {"rollout": "remote", "generate-data": "remote", "env": "serve", "model": "serve,train"}
@@ -73,7 +73,7 @@ def main() -> None:
             raise
         _fail(missing)
     except SystemExit as end:
-        if end.code in (130, 143):
+        if end.code in EXIT_CODES:
             leave(end.code)
         raise
 

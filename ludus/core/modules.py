@@ -15,7 +15,7 @@ from types import ModuleType
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ludus.core.errors import MissingDependency
+from ludus.core.errors import MissingDependency, described
 
 DISTRIBUTION = "ludus-rl"
 
@@ -48,14 +48,14 @@ def told(error: BaseException) -> str:
     """
     if isinstance(error, SyntaxError) and error.filename:
         place: tuple[str, int | None] | None = (error.filename, error.lineno)
-        message = error.msg
+        message = f"{type(error).__name__}: {error.msg}"
     else:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not frame.filename.startswith("<")]
         place = (own[-1].filename, own[-1].lineno) if own else None
-        message = str(error)
+        message = described(error)
     where = f" [{Path(place[0]).name}, line {place[1]}]" if place else ""
-    return f"{type(error).__name__}: {message}{where}"
+    return f"{message}{where}"
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -42,13 +42,16 @@ STOPS = {
     signal.SIGTERM: Terminated,
     signal.SIGHUP: HungUp,
 }
+"""From the general to the special kind of exception."""
 
 
-def exit_code(stop: BaseException) -> int:
+EXIT_CODES = frozenset(128 + number for number in STOPS)
+"""Of the commands that a signal ended."""
+
+
+def exit_code(stop: KeyboardInterrupt) -> int:
     """Returns the exit code of a command that a signal ended."""
-    if isinstance(stop, HungUp):
-        return 129
-    return 143 if isinstance(stop, Terminated) else 130
+    return 128 + next(number for number, kind in reversed(STOPS.items()) if isinstance(stop, kind))
 
 
 def abandon(job: Future[Any]) -> None:
@@ -106,9 +109,8 @@ def _leave_terminal() -> None:
 def _is_terminal(descriptor: int) -> bool:
     """Also of a terminal that has closed, where `isatty` returns False."""
     try:
-        return os.isatty(descriptor) or os.readlink(f"/proc/self/fd/{descriptor}").startswith(
-            "/dev/"
-        )
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        return os.isatty(descriptor) or name.startswith(("/dev/pts/", "/dev/tty"))
     except OSError:
         return False
 

@@ -47,13 +47,13 @@ PACKAGES = ("torch", "transformers", "tokenizers", "peft", "numpy", "minigrid", 
 class Stopped(Exception):
     """The user, or the run's budget, stopped the run; it can be resumed."""
 
-    def __init__(self, folder: RunFolder, stop: BaseException) -> None:
+    def __init__(self, folder: RunFolder, stop: KeyboardInterrupt | BudgetSpent) -> None:
         exceeded = str(stop) if isinstance(stop, BudgetSpent) else ""
         override = f" {exceeded.partition(':')[0]}=..." if exceeded else ""
         reason = f"stopped before the next step: {exceeded}" if exceeded else "stopped"
         super().__init__(f"{reason}; resume with: {resume_command(folder)}{override}")
         self.exceeded = exceeded
-        self.exit_code = 3 if exceeded else exit_code(stop)
+        self.exit_code = 3 if isinstance(stop, BudgetSpent) else exit_code(stop)
 
 
 def train(config: RunConfig, observer: Observer, *, skip_damaged: bool = False) -> RunFolder:

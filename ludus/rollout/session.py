@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ludus.config.schema import RolloutConfig
@@ -63,8 +63,8 @@ class TreeBuilder:
         version: int | None,
         version_runs: list[Run] | None = None,
     ) -> None:
-        segment = Segment(self.head, token_ids, logprobs, message, version)
-        self._append(replace(segment, version_runs=version_runs))
+        turn = Segment(self.head, token_ids, logprobs, message, version, version_runs=version_runs)
+        self._append(turn)
 
     def add_replies(self, replies: Sequence[Message], renderer: Renderer) -> None:
         """Append the replies to the last turn, up to the start of the next one.

@@ -195,7 +195,7 @@ def _heading(index: int, segment: Segment, turn: int, decode: Decode | None) -> 
 
 
 def _taught(segment: Segment) -> bool:
-    """Whether the turn is a demonstration's: it has a loss, but no policy sampled it."""
+    """True if the turn is a demonstration's: it has a loss, but no policy sampled it."""
     return segment.sampled and segment.policy_version is None and not any(segment.logprobs or ())
 
 

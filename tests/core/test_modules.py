@@ -21,6 +21,14 @@ class Own:
     size: int = 3
 """
 
+UNREADABLE = """
+class Unreadable(Exception):
+    def __str__(self):
+        raise RuntimeError("no")
+
+raise Unreadable
+"""
+
 
 def registry() -> Registry[Any]:
     return Registry("env", {})
@@ -62,6 +70,7 @@ def test_a_module_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
         ("1 / 0", r"raised ZeroDivisionError: division by zero \[env.py, line 1\]"),
         ("import sys; sys.exit(0)", r"raised SystemExit: 0 \[env.py, line 1\]"),
         ("def (", r"raised SyntaxError"),
+        (UNREADABLE, r"raised Unreadable \(its message cannot be read\) \[env.py, line 6\]"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_told(tmp_path: Path, source: str | None, complaint: str):

@@ -112,6 +112,7 @@ def wait(pid: int, timeout_s: float) -> dict[str, Any]:
 def become(request: dict[str, Any]) -> None:
     """The rest of the process is the command."""
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under `nohup`
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(os.open(request["stdout"], flags), 1)
