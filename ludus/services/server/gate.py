@@ -1,9 +1,10 @@
-"""Reads clients in turn, a slice of their data at a time.
+"""Reads clients in turn, a piece of their data at a time.
 
 By default, the event loop hands over up to 8 MB of a client's data, in reads of 256 KB, before it
 looks at other clients. Thousands of requests or frames fit into one read. Here a read has at most
-SLICE_BYTES. Slices beyond TURN_S of a turn of the event loop wait; then the tenants are read in
-turn, whatever the number of their connections.
+SLICE_BYTES, and a connection's protocol gets them in pieces: small ones where the data takes long
+to parse. Data beyond TURN_S of a turn of the event loop waits; then the tenants are read in turn,
+whatever the number of their connections.
 """
 
 from __future__ import annotations
@@ -11,12 +12,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-SLICE_BYTES = 4096
-"""Bytes of a read. They may hold hundreds of frames or chunks, which take about a millisecond."""
+from ludus.services.server.connections import Connections
 
-TURN_S = 0.001
+SLICE_BYTES = 4096
+"""Bytes of a read. They may hold 682 frames, which take 20 ms to parse."""
+
+MIN_PIECE_BYTES, FIRST_PIECE_BYTES = 64, 512
+"""Bytes of the smallest piece, and of a connection's first."""
+
+TURN_S = 0.0005
 """Seconds of a turn of the event loop in which data is read. Their requests take about four times
 as long."""
 
@@ -64,7 +71,7 @@ class Lanes:
             gate = gates.popleft()
             if gates:
                 self._lanes[tenant] = gates  # behind the others
-            gate.read_slice()
+            gate.read_piece()
             if time.perf_counter() > ends:
                 break
         if self._lanes and not self._scheduled:
@@ -73,48 +80,87 @@ class Lanes:
 
 
 class Gate(asyncio.BufferedProtocol):
-    """The protocol of a transport, and the transport of `protocol`, which it feeds in slices.
+    """The protocol of a transport, and the transport of `protocol`, which it feeds in pieces.
 
-    While a slice waits here, the transport is not read.
+    `make_protocol` is called at the first bytes, so a connection without any costs little. While
+    data waits here, the transport is not read.
     """
 
-    def __init__(self, protocol: Any, lanes: Lanes) -> None:
-        self.protocol, self._lanes = protocol, lanes
-        self._transport: Any = None
-        self._waiting = b""
+    def __init__(
+        self,
+        make_protocol: Callable[[], Any],
+        connections: Connections,
+        lanes: Lanes,
+        opened: set[Any],
+    ) -> None:
+        self.protocol: Any = None
+        self._make_protocol, self._connections, self._lanes = make_protocol, connections, lanes
+        self._opened = opened
+        self.transport: Any = None
+        self.address = ""
+        self._due = time.monotonic() + connections.limits.head_s
+        self._waiting, self._piece = b"", FIRST_PIECE_BYTES
         self._paused = self._in_lane = False
 
     def __getattr__(self, name: str) -> Any:
         """Methods of the transport."""
-        return getattr(self._transport, name)
+        return getattr(self.transport, name)
+
+    # A connection without bytes
+
+    def overdue(self, now: float) -> bool:
+        """Closes a connection that sends nothing."""
+        if now > self._due:
+            self.transport.close()
+        return False
+
+    def shutdown(self) -> None:
+        """Close, as the server stops."""
+        self.transport.close()
+
+    def _begin(self) -> None:
+        """Make the protocol."""
+        self._connections.leave(self)
+        self._opened.discard(self)
+        self.protocol = self._make_protocol()
+        self.protocol.connection_made(self)
 
     # Towards the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-        self.protocol.connection_made(self)
+        self.transport = transport
+        address = transport.get_extra_info("peername")
+        self.address = str(address[0]) if isinstance(address, tuple) else ""
+        if self._connections.admit(self):
+            self._opened.add(self)
+        else:
+            self._begin()  # to refuse it
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._lanes.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        data = bytes(self._lanes.buffer[:nbytes])
-        if not self._waiting and not self._paused and self._lanes.is_free:
-            began = time.perf_counter()
-            self.protocol.data_received(data)
-            self._lanes.spend(time.perf_counter() - began)
-            return
-        self._waiting += data
-        self._transport.pause_reading()
-        self._go_on()
+        if self.protocol is None:
+            self._begin()
+        waited = bool(self._waiting)
+        self._waiting += self._lanes.buffer[:nbytes]
+        while not waited and self._may_go_on and self._lanes.is_free:
+            self._lanes.spend(self._hand_over())
+        if self._waiting:
+            self.transport.pause_reading()
+            self._go_on()
 
     def eof_received(self) -> bool | None:
-        ended: bool | None = self.protocol.eof_received()
+        ended: bool | None = self.protocol and self.protocol.eof_received()
         return ended
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._waiting = b""
-        self.protocol.connection_lost(exc)
+        if self.protocol is None:
+            self._connections.leave(self)
+            self._opened.discard(self)
+        else:
+            self.protocol.connection_lost(exc)
 
     def pause_writing(self) -> None:
         self.protocol.pause_writing()
@@ -132,7 +178,7 @@ class Gate(asyncio.BufferedProtocol):
 
     def pause_reading(self) -> None:
         self._paused = True
-        self._transport.pause_reading()
+        self.transport.pause_reading()
 
     def resume_reading(self) -> None:
         self._paused = False
@@ -140,16 +186,31 @@ class Gate(asyncio.BufferedProtocol):
 
     # Towards the lanes
 
-    def read_slice(self) -> None:
-        """Hand over the slice that waits."""
+    def read_piece(self) -> None:
+        """Hand over a piece of what waits."""
         self._in_lane = False
-        if not self._paused and not self._transport.is_closing():
-            data, self._waiting = self._waiting, b""
-            self.protocol.data_received(data)
+        if self._may_go_on:
+            self._hand_over()
         self._go_on()
 
+    @property
+    def _may_go_on(self) -> bool:
+        return bool(self._waiting) and not self._paused and not self.transport.is_closing()
+
+    def _hand_over(self) -> float:
+        """Hand over a piece. Returns the seconds it took, which decide the size of the next one."""
+        piece, self._waiting = self._waiting[: self._piece], self._waiting[self._piece :]
+        began = time.perf_counter()
+        self.protocol.data_received(piece)
+        took = time.perf_counter() - began
+        if took > TURN_S / 2:
+            self._piece = max(MIN_PIECE_BYTES, self._piece // 2)
+        elif took < TURN_S / 8:
+            self._piece = min(SLICE_BYTES, 2 * self._piece)
+        return took
+
     def _go_on(self) -> None:
-        if self._transport.is_closing():
+        if self.transport.is_closing():
             self._waiting = b""
         elif self._paused or self._in_lane:
             pass
@@ -157,4 +218,4 @@ class Gate(asyncio.BufferedProtocol):
             self._in_lane = True
             self._lanes.add(self)
         else:
-            self._transport.resume_reading()
+            self.transport.resume_reading()

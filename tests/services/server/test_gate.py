@@ -9,6 +9,7 @@ import pytest
 import uvloop
 
 from ludus.services.server import gate
+from ludus.services.server.connections import ConnectionLimits, Connections
 from ludus.services.server.gate import SLICE_BYTES, Gate, Lanes
 from ludus.services.server.received import ReceivedBytes
 
@@ -33,6 +34,10 @@ class Reads(asyncio.Protocol):
         self.lost.set()
 
 
+def gate_of(protocol: Reads, lanes: Lanes) -> Gate:
+    return Gate(lambda: protocol, Connections(ConnectionLimits()), lanes, set())
+
+
 @pytest.mark.parametrize("turn_s", [0.0, 60.0])
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_clients_are_read_in_slices(
@@ -46,7 +51,7 @@ def test_clients_are_read_in_slices(
         lanes, slices = Lanes(), list[tuple[str, bytes]]()
         protocol = Reads("a", slices)
         running = asyncio.get_running_loop()
-        server = await running.create_server(lambda: Gate(protocol, lanes), "127.0.0.1", 0)
+        server = await running.create_server(lambda: gate_of(protocol, lanes), "127.0.0.1", 0)
         _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.write(data)
         writer.close()
@@ -72,7 +77,7 @@ async def test_tenants_are_read_in_turn(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(gate, "TURN_S", 0.0)
     lanes, slices = Lanes(), list[tuple[str, bytes]]()
     for tenant in ["many"] * 50 + ["one", "other"]:
-        feeding = Gate(Reads(tenant, slices), lanes)
+        feeding = gate_of(Reads(tenant, slices), lanes)
         feeding.connection_made(Transport())  # type: ignore[arg-type]
         feeding.get_buffer(-1)[:1] = b"x"
         feeding.buffer_updated(1)
