@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -16,6 +18,10 @@ from ludus.telemetry.logs import check_settings
 
 EXTRAS = {"rollout": "remote", "generate-data": "remote", "env": "serve", "model": "serve,train"}
 """Extras of the verbs; `train` for the others."""
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk that is full, or of a user's share of it."""
 
 
 class _Verbs(typer.core.TyperGroup):
@@ -59,7 +65,8 @@ def _root(
 def main() -> None:
     """Entry point: a LudusError ends with its message and a non-zero exit code.
 
-    So does the absence of a package that an extra installs, wherever a verb first imports it.
+    So do the absence of a package that an extra installs, wherever a verb first imports it, and a
+    full disk.
     """
     try:
         app()
@@ -72,6 +79,11 @@ def main() -> None:
         if missing is None:
             raise
         _fail(missing)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python's exit would write the rest again
+        _fail(LudusError(f"{error.filename or 'standard output'}: {error.strerror}"))
     except SystemExit as end:
         if end.code in EXIT_CODES:
             leave(end.code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -125,3 +126,14 @@ def test_check_env_says_what_an_environment_without_tasks_needs(
     said = capsys.readouterr().out
     assert "NoTask has no classmethod `task(tier, seed)`, which returns a Task" in said
     assert "check_env(NoTask, tasks=[...])" in said
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full: a disk that is full")
+def test_a_full_disk_is_told_in_a_sentence() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "ludus", "recipes"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "ludus: standard output: No space left on device\n",
+    )
