@@ -120,10 +120,11 @@ def server_config(app: FastAPI, limits: ConnectionLimits) -> uvicorn.Config:
     """
     connections, lanes = Connections(limits), Lanes()
 
-    def http(**options: Any) -> Any:
+    def gate(**options: Any) -> Gate:
         make = partial(LimitedHttp, connections=connections, **options)
         return Gate(make, connections, lanes, options["server_state"].connections)
 
+    http: Any = gate
     websocket: Any = partial(LimitedWebSocket, connections=connections)
     return uvicorn.Config(
         app,
