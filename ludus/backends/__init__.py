@@ -16,5 +16,6 @@ BACKENDS: Registry[Backend] = Registry(
         "debug": Row("ludus.backends.local:LocalBackend", "train", "shows N tasks and stops"),
     },
     context=frozenset({"make_model", "renderer", "config", "run_dir"}),
+    needs=("begin_stage", "train", "save", "load", "close"),
 )
 """Back ends by name: each is a `backends.base.Backend`."""

@@ -41,13 +41,18 @@ class Registry(Generic[T]):
     """The plug-ins of one kind ("env", "judge", ...).
 
     `context` names the parameters that ludus supplies when it builds a plug-in (e.g. a tokenizer).
-    A config cannot set them.
+    A config cannot set them. `needs` names attributes of every plug-in of this kind.
     """
 
     def __init__(
-        self, kind: str, rows: Mapping[str, Row], context: frozenset[str] = frozenset()
+        self,
+        kind: str,
+        rows: Mapping[str, Row],
+        context: frozenset[str] = frozenset(),
+        needs: tuple[str, ...] = (),
     ) -> None:
         self.kind = kind
+        self.needs = needs
         self.context = context
         self._rows = dict(rows)
         self._schemas: dict[Callable[..., T], type[BaseModel]] = {}
@@ -139,7 +144,8 @@ class Registry(Generic[T]):
     def build(self, spec: Spec | str, where: str = "", **context: Any) -> T:
         """Build the plug-in. It receives the entries of `context` that its signature names.
 
-        Errors: ConfigError for wrong arguments, and where a class from outside of ludus raises.
+        Errors: ConfigError for wrong arguments, and where a class from outside of ludus raises, or
+        a function from outside returns no plug-in of this kind.
         """
         spec = Spec(name=spec) if isinstance(spec, str) else spec
         args = self.check(spec, where)
@@ -147,7 +153,7 @@ class Registry(Generic[T]):
         parameters = inspect.signature(target).parameters
         supplied = {key: value for key, value in context.items() if key in parameters}
         try:
-            return target(**args, **supplied)
+            built = target(**args, **supplied)
         except ConfigError as error:
             if not where or _PLACE.match(str(error)):
                 raise
@@ -159,6 +165,16 @@ class Registry(Generic[T]):
                 raise
             place = where or self.kind
             raise ConfigError(f"{place}: {spec.name!r} cannot be built: {told(error)}") from error
+        absent = [name for name in self.needs if not hasattr(built, name)]
+        if absent or (self.needs and inspect.isclass(built)):
+            what = f"the class {built.__name__}" if inspect.isclass(built) else f"{built!r:.80}"
+            lacks = f" (it has no `{absent[0]}`)" if absent else ""
+            article = "an" if self.kind[0] in "aeiou" else "a"
+            raise ConfigError(
+                f"{where or self.kind}: {spec.name!r} gives {what}, not {article} {self.kind}"
+                f"{lacks}: name a class, or a function that returns one"
+            )
+        return built
 
 
 _PLACE = re.compile(r"[a-z_]+\.\w+|[a-z_.]+: ")

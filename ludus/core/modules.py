@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from ludus.core.errors import MissingDependency, described
+from ludus.core.sources import is_foreign
 
 DISTRIBUTION = "ludus-rl"
 
@@ -51,11 +52,19 @@ def told(error: BaseException) -> str:
         message = f"{type(error).__name__}: {error.msg}"
     else:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if not frame.filename.startswith("<")]
-        place = (own[-1].filename, own[-1].lineno) if own else None
+        real = [frame for frame in frames if not frame.filename.startswith("<")]
+        frame = own_frame(error) or (real[-1] if real else None)
+        place = (frame.filename, frame.lineno) if frame else None
         message = described(error)
     where = f" [{Path(place[0]).name}, line {place[1]}]" if place else ""
     return f"{message}{where}"
+
+
+def own_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """Returns the innermost frame of a user's code; None where ludus or a package called none."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    real = (frame for frame in frames if not frame.filename.startswith("<"))
+    return next((frame for frame in real if not is_foreign(Path(frame.filename).resolve())), None)
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -25,11 +25,12 @@ def own_sources(file: Path) -> list[Path]:
         path = todo.pop()
         found.add(path)
         imported = {p.resolve() for p in _imports(path, [r for r in roots if r.is_dir()])}
-        todo |= {p for p in imported if not _is_foreign(p)} - found
+        todo |= {p for p in imported if not is_foreign(p)} - found
     return sorted(found)
 
 
-def _is_foreign(path: Path) -> bool:
+def is_foreign(path: Path) -> bool:
+    """True for a file of Python, of ludus or of an installed package."""
     python = Path(sysconfig.get_path("stdlib")).resolve()
     ludus = Path(__file__).resolve().parents[1]
     return bool(_INSTALLED & set(path.parts)) or python in path.parents or ludus in path.parents

@@ -6,4 +6,5 @@ from ludus.judges.base import Judge
 JUDGES: Registry[Judge] = Registry(
     "judge",
     {"answer": Row("ludus.judges.answer:AnswerJudge", "", "the final answer against the task's")},
+    needs=("__call__",),
 )

@@ -20,6 +20,7 @@ ARCHITECTURES: Registry[object] = Registry(
         "llama": Row("ludus.models.build:llama", "train", "Llama: grouped-query attention"),
     },
     context=frozenset({"vocab_size", "context_length"}),
+    needs=("model_type", "to_dict"),
 )
 """Models that can be initialised from scratch: sizes to a transformers configuration."""
 
@@ -61,5 +62,6 @@ SAMPLERS: Registry[Any] = Registry(
     context=frozenset(
         {"model", "context_length", "decode", "deterministic", "tokenizer", "folder"}
     ),
+    needs=("publish", "shutdown"),
 )
 """Samplers of the trained policy; each is a `PolicySampler`."""

@@ -47,7 +47,7 @@ OUTCOMES = {"rollout/reward", "rollout/success", "rollout/groups_with_signal", "
 def check(config: RunConfig) -> None:
     """Refuse unknown plug-ins, wrong arguments, absent packages, and settings without effect.
 
-    Builds environment and judge once, because they may refuse values that fit their signatures.
+    Builds environment, judge and algorithm once, because they may refuse values that fit their signatures.
     """
     check_specs(config, REGISTRIES)
     if config.demonstrations is not None:
@@ -69,6 +69,8 @@ def check(config: RunConfig) -> None:
         parts = {}
     if config.judge is not None:
         JUDGES.build(config.judge, "judge")
+    if config.rl is not None:
+        ALGORITHMS.build(config.rl.algorithm, "rl.algorithm")
     faults += _unknown_metric(config, parts)
     if faults:
         raise ConfigError("\n".join(faults))

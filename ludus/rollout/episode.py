@@ -12,7 +12,6 @@ endpoint's model (`jobs.RolloutJob`).
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from bdb import BdbQuit
 from collections.abc import Callable
@@ -52,6 +51,9 @@ STATUS_OF: dict[type[EpisodeError], Status] = {
     Unscorable: Status.UNSCORABLE,
 }
 """The status of an episode that ended with an error; any other error has status error_env."""
+
+LARGEST = 3.4e38
+"""Of a reward's magnitude: advantages are computed in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ async def _score(episode: Episode, env: HostedEnv | None) -> None:
     if env is None or (not rewards and trajectory.status is Status.COMPLETED):
         raise Unscorable("the environment gave no reward, and no `judge` is configured")
     reward = sum(rewards)
-    if not math.isfinite(reward):
+    if not abs(reward) <= LARGEST:
         raise EnvError(f"the step rewards sum to {reward}; they have to sum to a finite number")
     success = reward >= env.env.success_at
     scores = await env.scores()
@@ -202,8 +204,13 @@ async def _judge(judge: Judge, task: Task, session: Session) -> Score:
             score = await judge(task, session.trajectory)
     except (LudusError, BdbQuit):
         raise
-    except Exception as error:
+    except asyncio.CancelledError as error:
+        task_of_episode = asyncio.current_task()
+        if task_of_episode is None or task_of_episode.cancelling():
+            raise  # the caller's, not the judge's
+        raise Unscorable("the judge raised CancelledError") from error
+    except (Exception, SystemExit) as error:
         raise Unscorable(f"the judge raised {described(error)}") from error
-    if not isinstance(score, Score) or not math.isfinite(score.value):
+    if not isinstance(score, Score) or not abs(score.value) <= LARGEST:
         raise Unscorable(f"the judge returned {score!r:.80}; it has to return a finite Score")
     return score

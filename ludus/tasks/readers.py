@@ -97,7 +97,14 @@ def read_tasks(
     place = where or f"reader {spec.name!r}"
     context = {"maker": maker, "on_bad_line": on_bad_line, "place": place, "taken": taken}
     read = READERS.build(spec, where, **context)
-    tasks = read if isinstance(read, TaskList) else TaskList(read)
+    given: Any = read
+    found = list(given) if isinstance(given, Iterable) else [given]
+    if wrong := [task for task in found if not isinstance(task, Task)]:
+        raise ConfigError(
+            f"{place}: {spec.name!r} gives {wrong[0]!r:.80}, not a task: name a function that "
+            "returns a list of ludus.core.types.Task"
+        )
+    tasks = read if isinstance(read, TaskList) else TaskList(found)
     if not tasks:
         reason = f": all {len(tasks.skipped)} lines are malformed" if tasks.skipped else ""
         raise DataError(f"{place} gives no task{reason}")

@@ -30,4 +30,5 @@ ALGORITHMS: Registry[Algorithm] = Registry(
         name: Row(f"ludus.train.algorithms.table:{name}", "train", doc)
         for name, doc in _ROWS.items()
     },
+    needs=("screen", "credit", "loss", "aggregate"),
 )

@@ -25,6 +25,7 @@ from ludus.telemetry.logs import get_logger
 from ludus.train.algorithms.losses import (
     LossFn,
     LossInputs,
+    computed,
     require_unit,
     trajectory_means,
     unit_of,
@@ -253,7 +254,7 @@ class Learner:
             if self._declared is not loss:
                 require_unit(loss, inputs)
                 self._declared = loss
-            output = loss(inputs)
+            output = computed(loss, inputs)
             total = (output.loss_N * micro_batch.weights_N.to(device)).sum()
             if torch.isfinite(total):
                 total.backward()  # type: ignore[no-untyped-call]

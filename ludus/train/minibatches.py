@@ -9,13 +9,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from ludus.config.schema import OptimizerConfig
+from ludus.core.errors import TrainingError
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Sample
 from ludus.core.versions import mean_age
 from ludus.train.algorithms.base import Algorithm
 from ludus.train.algorithms.losses import unit_of
+from ludus.train.algorithms.own import calling
 from ludus.train.packing import Batch, Layout, pack
 
 
@@ -80,7 +83,7 @@ def to_batch(
     samples: list[Sample], algorithm: Algorithm, tokens_per_batch: int, pad_id: int, layout: Layout
 ) -> Batch:
     """Weigh all samples of a minibatch, and pack those of trajectories that have a gradient."""
-    weights = algorithm.aggregate(samples)
+    weights = _weights(samples, algorithm)
     live = {s.trajectory_id for s in samples if algorithm.regularised or _has_gradient(s)}
     pairs = [(s, w) for s, w in zip(samples, weights, strict=True) if s.trajectory_id in live]
     return pack(
@@ -91,6 +94,20 @@ def to_batch(
         layout=layout,
         whole=unit_of(algorithm.loss) == "trajectory",
     )
+
+
+def _weights(samples: list[Sample], algorithm: Algorithm) -> list[list[float]]:
+    """Returns the weight of each token of each sample. Errors: TrainingError for anything else."""
+    with calling("`aggregate`"):
+        weights: Any = algorithm.aggregate(samples)
+    rows = weights if isinstance(weights, Sequence) else []
+    lengths = [len(row) if isinstance(row, Sequence) else None for row in rows]
+    if lengths != [len(sample.token_ids) for sample in samples]:
+        raise TrainingError(
+            f"rl.algorithm: `aggregate` returned {weights!r:.80} for {len(samples)} samples; it "
+            "has to return a list for each sample, with a weight for each of its tokens"
+        )
+    return weights
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:

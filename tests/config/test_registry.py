@@ -9,10 +9,14 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
+from ludus.backends import BACKENDS
 from ludus.config.registry import Registry, Row
 from ludus.core.errors import ConfigError, MissingDependency
 from ludus.core.types import Spec
+from ludus.judges import JUDGES
+from ludus.models import ARCHITECTURES, SAMPLERS
 from ludus.telemetry.sinks import SINKS
+from ludus.train import ALGORITHMS
 
 
 @dataclass
@@ -156,7 +160,7 @@ def test_a_partial_is_a_plug_in(tmp_path: Path) -> None:
         ("hidden", OWN, "annotations of its arguments cannot be read (NameError: name 'Decimal'"),
         ("grwon", OWN, "has no 'grwon' (did you mean grown?)"),
         ("x", "def x(:\n", "raised SyntaxError: invalid syntax [own.py, line 1]"),
-        ("x", "import json\njson.loads('{')\n", "[decoder.py, line"),
+        ("x", "import json\njson.loads('{')\n", "[own.py, line 2]"),
         ("x", "from json import nope\n", "cannot import name 'nope' from 'json'"),
         ("x", None, "there is no file"),
     ],
@@ -174,3 +178,23 @@ def test_what_a_users_file_may_get_wrong(
 def test_a_sink_is_not_a_metrics() -> None:
     with pytest.raises(ConfigError, match=r"^'nope' is not a known metrics sink \(known: prom"):
         SINKS.check(Spec(name="nope"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("os:getcwd", r"^judge: 'os:getcwd' gives '.*, not a judge \(it has no `__call__`\): name a"),
+        ("builtins:print", r"^judge: 'builtins:print' gives None, not a judge"),
+        (f"{__name__}:own_class", r"gives the class Walk, not a judge: name a class, or a function"),
+    ],
+)
+def test_what_gives_no_plug_in_is_refused(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        JUDGES.build(name, "judge")
+    for kind in (ALGORITHMS, ARCHITECTURES, BACKENDS, SAMPLERS, SINKS):
+        with pytest.raises(ConfigError, match=f"^{kind.kind}: .* not an? {kind.kind}"):
+            kind.build(name)
+
+
+def own_class() -> type[Walk]:
+    return Walk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from random import Random
 from typing import Any
@@ -349,13 +350,16 @@ async def test_a_judge_overrides_the_environments_rewards(world: World):
     ("verdict", "error"),
     [
         (ValueError("no idea"), "the judge raised ValueError: no idea"),
+        (SystemExit(0), "the judge raised SystemExit: 0"),
+        (asyncio.CancelledError(), "the judge raised CancelledError"),
+        (Score(value=1e300), "has to return a finite Score"),
         (Score(value=float("nan")), "has to return a finite Score"),
         (None, "the judge returned None"),
     ],
 )
 async def test_a_failing_judge_makes_the_episode_unscorable(world: World, verdict: Any, error: str):
     async def judge(task: Task, trajectory: Trajectory) -> Any:
-        if isinstance(verdict, Exception):
+        if isinstance(verdict, BaseException):
             raise verdict
         return verdict
 

@@ -237,3 +237,10 @@ def test_a_lone_surrogate_is_a_malformed_line(tmp_path):
     assert tasks.rows == {f"{path}:1": 1}
     path.write_text('{"prompt": "\\ud83d\\ude00", "answer": "a pair is a character"}\n')
     assert len(read_tasks(spec, "tasks.train")) == 1
+
+
+@pytest.mark.parametrize(("name", "shown"), [("os:getcwd", "'/'"), ("builtins:print", "None")])
+def test_what_gives_no_task_is_refused(name, shown, monkeypatch):
+    monkeypatch.chdir("/")
+    with pytest.raises(ConfigError, match=f"^tasks.train: '{name}' gives {shown}, not a task: name"):
+        read_tasks(Spec(name=name), "tasks.train")

@@ -96,7 +96,11 @@ def train_tokenizer(
         framing=_framing(template, tools),
         special_tokens=special,
     )
-    assert isinstance(backend, Tokenizer)
+    if not isinstance(backend, Tokenizer):
+        raise ConfigError(
+            f"model.tokenizer: {spec.name!r} gives {backend!r:.80}: name a function that returns a "
+            "`tokenizers.Tokenizer`"
+        )
     return _wrap(backend, special, source, eos_token=end[1])
 
 

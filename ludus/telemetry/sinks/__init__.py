@@ -25,6 +25,7 @@ SINKS: Registry[Sink] = Registry(
         ),
     },
     context=frozenset({"run_dir", "run_name", "config"}),
+    needs=("log", "rewind", "close"),
 )
 
 

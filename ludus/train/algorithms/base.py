@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
+from ludus.core.errors import ConfigError, TrainingError
 from ludus.core.types import Group, Trajectory
 from ludus.train.algorithms.aggregates import Aggregate
 from ludus.train.algorithms.credit import (
@@ -28,6 +29,7 @@ from ludus.train.algorithms.credit import (
     weighted,
 )
 from ludus.train.algorithms.losses import KlKind, LossFn, kl_estimate
+from ludus.train.algorithms.own import calling
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,13 @@ class Algorithm:
     critic_lr: float | None = None
     importance: Importance | None = None
 
+    def __post_init__(self) -> None:
+        for part in ("advantages", "loss", "aggregate"):
+            if not callable(value := getattr(self, part)):
+                raise ConfigError(
+                    f"rl.algorithm: `{part}` of {self.name!r} is {value!r:.80}, not a function"
+                )
+
     @property
     def asks_models(self) -> bool:
         """True if advantages or loss need a model's scores of the sampled tokens."""
@@ -167,7 +176,10 @@ class Algorithm:
         earned = [[self._earned(t) for t in group.trajectories] for group in groups]
         pairs: list[tuple[Trajectory, Advantage]] = []
         excluded: dict[str, str] = {}
-        for group, advantages in zip(groups, self.advantages(earned), strict=True):
+        with calling("`advantages`"):
+            rows = self.advantages(earned)
+        _require_lengths(rows, groups)
+        for group, advantages in zip(groups, rows, strict=True):
             for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
                 if reason := _not_finite(trajectory, advantage):
                     excluded[trajectory.id] = reason
@@ -206,16 +218,39 @@ class Algorithm:
         """Reason to exclude a group with these rewards; None: it can train."""
         if self.compares and len(rewards) == 1:
             return "alone in its group: no other trainable trajectory to compare it with"
-        if self.keep is None or not rewards or self.keep(rewards):
-            return None
+        with calling("`keep`"):
+            if self.keep is None or not rewards or self.keep(rewards):
+                return None
         if len(set(rewards)) == 1:
             return f"no signal: all rewards of the group are {rewards[0]}"
         return f"no signal: the rewards of the group are {', '.join(map(str, rewards))}"
 
 
+def _require_lengths(rows: Any, groups: Sequence[Group]) -> None:
+    """Errors: TrainingError unless `rows` has an advantage for each trajectory of each group."""
+
+    def refuse(found: Any, what: str) -> NoReturn:
+        raise TrainingError(
+            f"rl.algorithm: `advantages` returned {found!r:.80} for {what}; it has to return a "
+            "list for each group, with a number or a Credit for each of its trajectories"
+        )
+
+    if not isinstance(rows, Sequence) or len(rows) != len(groups):
+        refuse(rows, f"{len(groups)} groups")
+    for row, group in zip(rows, groups, strict=True):
+        if not isinstance(row, Sequence) or len(row) != len(group.trajectories):
+            refuse(row, f"the {len(group.trajectories)} trajectories of group {group.id}")
+
+
 def _not_finite(trajectory: Trajectory, advantage: Advantage) -> str | None:
     values = [x for row in spread(trajectory, advantage) for x in row]
-    wrong = next((x for x in values if not math.isfinite(x)), None)
+    try:
+        wrong = next((x for x in values if not math.isfinite(x)), None)
+    except (TypeError, ValueError) as error:
+        raise TrainingError(
+            f"rl.algorithm: `advantages` returned {advantage!r:.80} for trajectory "
+            f"{trajectory.id}; it has to return a number or a Credit ({error})"
+        ) from error
     return None if wrong is None else f"its advantage is not finite: {wrong}"
 
 

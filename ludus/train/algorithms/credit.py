@@ -17,8 +17,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+from ludus.core.errors import TrainingError
 from ludus.core.types import Segment, Status, Trajectory
 from ludus.train.algorithms.advantages import EPS, AdvantageFn
 
@@ -110,7 +111,16 @@ class Outcome:
     compare: AdvantageFn
 
     def __call__(self, groups: Sequence[Sequence[Earned]]) -> list[list[Advantage]]:
-        return [list(self.compare([earned.total for earned in group])) for group in groups]
+        return [self._one([earned.total for earned in group]) for group in groups]
+
+    def _one(self, rewards: list[float]) -> list[Advantage]:
+        found: Any = self.compare(rewards)
+        if not hasattr(found, "__len__") or len(found) != len(rewards):
+            raise TrainingError(
+                f"rl.algorithm: `advantages` returned {found!r:.80} for the {len(rewards)} rewards "
+                "of a group; it has to return one number for each"
+            )
+        return list(found)
 
 
 @dataclass(frozen=True, slots=True)

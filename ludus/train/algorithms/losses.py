@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from ludus.core.errors import ConfigError
+from ludus.core.errors import ConfigError, TrainingError
+from ludus.train.algorithms.own import calling, name_of
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before exp, which overflows at 88 in float32. Beyond the clamp the
@@ -94,6 +95,41 @@ def unit_of(loss: Any) -> Unit:
     return max(found, key=UNITS.index)
 
 
+def computed(loss: LossFn, inputs: LossInputs) -> LossOutput:
+    """Returns the loss of each token.
+
+    Errors: TrainingError where a user's loss raises, or returns anything but a loss and metrics of
+    one value per token. A mean, for example, would be added to each token's weight.
+    """
+    with calling(f"the loss {name_of(loss)}"):
+        output = loss(inputs)
+    if wrong := _wrong_loss(output, inputs.logprobs_N):
+        shape = list(inputs.logprobs_N.shape)
+        raise TrainingError(
+            f"rl.algorithm: the loss {name_of(loss)} returned {wrong}; it has to return "
+            f"LossOutput(loss, metrics), all of one value per token: of shape {shape} here"
+        )
+    return output
+
+
+def _wrong_loss(output: Any, logprobs_N: Tensor) -> str | None:
+    if not isinstance(output, LossOutput):
+        return f"a {type(output).__name__}"
+    if not isinstance(output.metrics, dict):
+        return f"metrics that are a {type(output.metrics).__name__}"
+    for name, value in {"a loss": output.loss_N, **_named(output.metrics)}.items():
+        if not isinstance(value, Tensor):
+            return f"{name} that is a {type(value).__name__}"
+        if value.shape != logprobs_N.shape:
+            return f"{name} of shape {list(value.shape)}"
+    trains = logprobs_N.requires_grad and torch.is_grad_enabled()
+    return "a loss without a gradient" if trains and not output.loss_N.requires_grad else None
+
+
+def _named(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"metric {name!r}": value for name, value in metrics.items()}
+
+
 @torch.no_grad()
 def require_unit(loss: LossFn, inputs: LossInputs) -> None:
     """Compare the losses of every other token, computed alone, with those among all tokens.
@@ -107,14 +143,13 @@ def require_unit(loss: LossFn, inputs: LossInputs) -> None:
         log_ratio_N = inputs.logprobs_N - inputs.old_logprobs_N
         means = trajectory_means(log_ratio_N, inputs.trajectory_N)
         given["trajectory_log_ratio_N"] = means[inputs.trajectory_N]
-    whole_N = loss(LossInputs(**given)).loss_N
+    whole_N = computed(loss, LossInputs(**given)).loss_N
     half: dict[str, Any] = {
         name: None if value is None else value[::2] for name, value in given.items()
     }
-    if not torch.allclose(loss(LossInputs(**half)).loss_N, whole_N[::2], 1e-4, 1e-6, True):
-        name = getattr(loss, "__qualname__", type(loss).__qualname__)
+    if not torch.allclose(computed(loss, LossInputs(**half)).loss_N, whole_N[::2], 1e-4, 1e-6, True):
         raise ConfigError(
-            f"rl.algorithm: the loss {name} declares depends_on({unit_of(loss)!r}), but the loss "
+            f"rl.algorithm: the loss {name_of(loss)} declares depends_on({unit_of(loss)!r}), but the loss "
             'of a token changes with the tokens beside it; declare depends_on("trajectory")'
         )
 
@@ -223,7 +258,7 @@ def with_entropy_bonus(loss: LossFn, coefficient: float) -> LossFn:
 def _with_entropy_bonus(inputs: LossInputs, loss: LossFn, coefficient: float) -> LossOutput:
     if inputs.entropy_N is None:
         raise ValueError("an entropy bonus needs the entropy of each token's distribution")
-    output = loss(inputs)
+    output = computed(loss, inputs)
     return LossOutput(output.loss_N - coefficient * inputs.entropy_N, output.metrics)
 
 
@@ -243,7 +278,7 @@ def _with_reference_kl(
 ) -> LossOutput:
     if inputs.ref_logprobs_N is None:
         raise ValueError("a divergence from the reference needs the reference's log-probabilities")
-    output = loss(inputs)
+    output = computed(loss, inputs)
     kl_N = kl_estimate(inputs.logprobs_N, inputs.ref_logprobs_N, kind)
     if kind == "k3_corrected":
         kl_N = kl_N * _log_ratio(inputs).exp()
@@ -285,7 +320,7 @@ def _with_value_loss(
     values_N, old_N, returns_N = inputs.values_N, inputs.old_values_N, inputs.returns_N
     if values_N is None or old_N is None or returns_N is None:
         raise ValueError("a critic's loss needs values, old values and returns")
-    output = loss(inputs)
+    output = computed(loss, inputs)
     near_N = old_N + (values_N - old_N).clamp(-clip, clip)
     error_N = (values_N - returns_N).square()
     clipped_error_N = (near_N - returns_N).square()

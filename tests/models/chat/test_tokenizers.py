@@ -151,3 +151,8 @@ def test_load_errors(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "qwen3-small"))
     with pytest.raises(ConfigError, match="hub did not provide it"):
         load_tokenizer("nobody/no-such-model")
+
+
+def test_what_gives_no_tokenizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="^model.tokenizer: 'builtins:print' gives None: name a"):
+        train_tokenizer(Spec(name="builtins:print"), TEXTS)

@@ -1,0 +1,33 @@
+"""Calls of an algorithm's functions, which may be a user's."""
+
+from __future__ import annotations
+
+from bdb import BdbQuit
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from ludus.core.errors import LudusError, TrainingError
+from ludus.core.modules import own_frame, told
+from ludus.models.memory import is_out_of_memory
+
+
+@contextmanager
+def calling(part: str) -> Iterator[None]:
+    """Errors: TrainingError where a user's code raised. An error of ludus keeps its traceback."""
+    try:
+        yield
+    except (LudusError, BdbQuit):
+        raise
+    except (Exception, SystemExit) as error:
+        if own_frame(error) is None or is_out_of_memory(error):
+            raise
+        raise TrainingError(f"rl.algorithm: {part} raised {told(error)}") from error
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Returns the name of a function, of a class with `__call__`, or of the function in a partial."""
+    while isinstance(function, partial):
+        function = function.keywords.get("loss", function.func)
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
