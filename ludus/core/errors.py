@@ -105,8 +105,8 @@ class MirrorError(LudusError):
 
 
 class TrainingError(LudusError):
-    """Training cannot continue: a loss that is not finite, weights of the wrong version, or a function
-    of an algorithm that fails."""
+    """Training cannot continue: a loss that is not finite, weights of the wrong version, or a
+    function of an algorithm that fails."""
 
 
 def described(error: BaseException) -> str:

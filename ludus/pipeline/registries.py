@@ -47,7 +47,8 @@ OUTCOMES = {"rollout/reward", "rollout/success", "rollout/groups_with_signal", "
 def check(config: RunConfig) -> None:
     """Refuse unknown plug-ins, wrong arguments, absent packages, and settings without effect.
 
-    Builds environment, judge and algorithm once, because they may refuse values that fit their signatures.
+    Builds environment, judge and algorithm once, because they may refuse values that fit their
+    signatures.
     """
     check_specs(config, REGISTRIES)
     if config.demonstrations is not None:

@@ -183,9 +183,15 @@ def test_a_sink_is_not_a_metrics() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("os:getcwd", r"^judge: 'os:getcwd' gives '.*, not a judge \(it has no `__call__`\): name a"),
+        (
+            "os:getcwd",
+            r"^judge: 'os:getcwd' gives '.*, not a judge \(it has no `__call__`\): name a",
+        ),
         ("builtins:print", r"^judge: 'builtins:print' gives None, not a judge"),
-        (f"{__name__}:own_class", r"gives the class Walk, not a judge: name a class, or a function"),
+        (
+            f"{__name__}:own_class",
+            r"gives the class Walk, not a judge: name a class, or a function",
+        ),
     ],
 )
 def test_what_gives_no_plug_in_is_refused(name: str, said: str) -> None:

@@ -242,5 +242,7 @@ def test_a_lone_surrogate_is_a_malformed_line(tmp_path):
 @pytest.mark.parametrize(("name", "shown"), [("os:getcwd", "'/'"), ("builtins:print", "None")])
 def test_what_gives_no_task_is_refused(name, shown, monkeypatch):
     monkeypatch.chdir("/")
-    with pytest.raises(ConfigError, match=f"^tasks.train: '{name}' gives {shown}, not a task: name"):
+    with pytest.raises(
+        ConfigError, match=f"^tasks.train: '{name}' gives {shown}, not a task: name"
+    ):
         read_tasks(Spec(name=name), "tasks.train")

@@ -147,10 +147,13 @@ def require_unit(loss: LossFn, inputs: LossInputs) -> None:
     half: dict[str, Any] = {
         name: None if value is None else value[::2] for name, value in given.items()
     }
-    if not torch.allclose(computed(loss, LossInputs(**half)).loss_N, whole_N[::2], 1e-4, 1e-6, True):
+    if not torch.allclose(
+        computed(loss, LossInputs(**half)).loss_N, whole_N[::2], 1e-4, 1e-6, True
+    ):
         raise ConfigError(
-            f"rl.algorithm: the loss {name_of(loss)} declares depends_on({unit_of(loss)!r}), but the loss "
-            'of a token changes with the tokens beside it; declare depends_on("trajectory")'
+            f"rl.algorithm: the loss {name_of(loss)} declares depends_on({unit_of(loss)!r}), but "
+            "the loss of a token changes with the tokens beside it; declare "
+            'depends_on("trajectory")'
         )
 
 

@@ -27,7 +27,7 @@ def calling(part: str) -> Iterator[None]:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Returns the name of a function, of a class with `__call__`, or of the function in a partial."""
+    """Returns the name of a function, of the class of a callable, or of what a partial calls."""
     while isinstance(function, partial):
         function = function.keywords.get("loss", function.func)
     return str(getattr(function, "__qualname__", type(function).__qualname__))

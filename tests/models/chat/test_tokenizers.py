@@ -154,5 +154,5 @@ def test_load_errors(tmp_path: Path) -> None:
 
 
 def test_what_gives_no_tokenizer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="^model.tokenizer: 'builtins:print' gives None: name a"):
+    with pytest.raises(ConfigError, match=r"^model.tokenizer: 'builtins:print' gives None: name a"):
         train_tokenizer(Spec(name="builtins:print"), TEXTS)
