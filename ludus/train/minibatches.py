@@ -99,8 +99,9 @@ def to_batch(
 def _weights(samples: list[Sample], algorithm: Algorithm) -> list[list[float]]:
     """Returns the weight of each token of each sample. Errors: TrainingError for anything else."""
     with calling("`aggregate`"):
-        weights: Any = algorithm.aggregate(samples)
-    rows = weights if isinstance(weights, Sequence) else []
+        weights: list[list[float]] = algorithm.aggregate(samples)
+    given: Any = weights
+    rows = given if isinstance(given, Sequence) else []
     lengths = [len(row) if isinstance(row, Sequence) else None for row in rows]
     if lengths != [len(sample.token_ids) for sample in samples]:
         raise TrainingError(
