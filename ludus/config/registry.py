@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from ludus.config.messages import explain
 from ludus.core.errors import ConfigError, LudusError, MissingDependency, did_you_mean
-from ludus.core.modules import load_module, told
+from ludus.core.modules import load_module, own_frame, told
 from ludus.core.types import Spec
 
 T = TypeVar("T")
@@ -161,7 +161,8 @@ class Registry(Generic[T]):
         except (LudusError, BdbQuit):
             raise
         except (Exception, SystemExit) as error:
-            if target.__module__.partition(".")[0] == "ludus":  # keep the traceback of our fault
+            ours = target.__module__.partition(".")[0] == "ludus"
+            if ours and own_frame(error) is None:  # keep the traceback of our fault
                 raise
             place = where or self.kind
             raise ConfigError(f"{place}: {spec.name!r} cannot be built: {told(error)}") from error

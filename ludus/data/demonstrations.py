@@ -20,14 +20,14 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from ludus.core.errors import DataError, described
+from ludus.core.errors import DataError, EnvError, described
 from ludus.core.files import atomic_file
 from ludus.core.modules import require
 from ludus.core.signals import ctrl_c_kept_from_children
 from ludus.core.types import Message, Spec, Task, Wire
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert, awaited
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.host import LARGEST, LocalEnvs, check_opening, check_result
 
 Format = Literal["plain", "react", "tools"]
 
@@ -254,18 +254,18 @@ def _play_one(task_json: str, format: Format) -> tuple[str, str]:
         return "played", _runner.run(run_expert(_envs.make(task), task, format)).model_dump_json()
     except NoExpert as error:
         return "no expert", str(error)
-    except Exception as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         return "error", described(error)
 
 
 async def run_expert(env: Env, task: Task, format: Format = "plain") -> Demonstration:
     """Run one episode of the environment's expert. Errors: NoExpert, and errors of the env."""
     try:
-        messages = list((await awaited("reset", env.reset(task))).messages)
+        messages = list(check_opening(await awaited("reset", env.reset(task))).messages)
         reward, num_turns, success = 0.0, 0, None
         while True:
             action = _to_message(env, env.expert_action(), num_turns, format)
-            result = await awaited("step", env.step(action))
+            result = check_result(await awaited("step", env.step(action)))
             messages += [_as_written(action, format), *_replies(action, result.messages)]
             reward += result.reward or 0.0
             num_turns += 1
@@ -274,6 +274,8 @@ async def run_expert(env: Env, task: Task, format: Format = "plain") -> Demonstr
                 break
     finally:
         await env.close()
+    if not abs(reward) <= LARGEST:
+        raise EnvError(f"the step rewards sum to {reward}; they have to sum to a finite number")
     return Demonstration(
         task_id=task.id,
         tier=task.tier,
@@ -284,8 +286,10 @@ async def run_expert(env: Env, task: Task, format: Format = "plain") -> Demonstr
     )
 
 
-def _to_message(env: Env, action: str, turn: int, format: Format) -> Message:
+def _to_message(env: Env, action: Any, turn: int, format: Format) -> Message:
     """The message for the environment: the action's text, with its tool call in that format."""
+    if not isinstance(action, str):
+        raise EnvError(f"expert_action returned {action!r:.80}; it has to return a text")
     if format != "tools":
         return Message(role="assistant", content=action)
     call = env.call_of(action).model_copy(update={"id": f"call_{turn}"})

@@ -16,6 +16,7 @@ from ludus.config.load import diff, dump_config, load_config, lookup
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, MirrorError
 from ludus.core.files import atomic_write
+from ludus.core.modules import told
 from ludus.core.signals import exit_code, handling, raise_stop, run
 from ludus.data.splits import Splits, read_splits
 from ludus.models.decoders import native
@@ -230,6 +231,11 @@ def _recorded(
             with suppress(MirrorError):  # the first error counts
                 mirror.push()
         raise
+    except SystemExit as error:  # a user's code: its exit code 0 would tell of a success
+        _finish(store, folder, "failed", told(error))
+        raise LudusError(
+            f"run {folder.id} failed: {told(error)}: code that ludus calls must not exit"
+        ) from error
     except Exception as error:
         _finish(store, folder, "failed", f"{type(error).__name__}: {error}")
         log.exception("the run failed")

@@ -32,7 +32,7 @@ from ludus.core.errors import (
 )
 from ludus.core.types import Message, Score, Status, StepResult, Task, Trajectory
 from ludus.models.chat.parsing import parse_react
-from ludus.rollout.host import EnvFactory, HostedEnv
+from ludus.rollout.host import LARGEST, EnvFactory, HostedEnv
 from ludus.rollout.session import Session, Turn, with_system_prompt
 from ludus.rollout.threads import EnvThread
 from ludus.tasks.mixture import for_part
@@ -51,9 +51,6 @@ STATUS_OF: dict[type[EpisodeError], Status] = {
     Unscorable: Status.UNSCORABLE,
 }
 """The status of an episode that ended with an error; any other error has status error_env."""
-
-LARGEST = 3.4e38
-"""Of a reward's magnitude: advantages are computed in float32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,9 @@ from ludus.envs.base import Env, awaited
 from ludus.rollout.threads import Act, EnvThread, Overdue, T
 from ludus.telemetry.occupancy import busy
 
+LARGEST = 3.4e38
+"""Of a reward's magnitude: advantages are computed in float32."""
+
 MAX_CHARACTERS = 10_000_000
 """Limit of the text of one result: no context holds more, and tokens take 200 times the memory."""
 
@@ -70,10 +73,7 @@ class HostedEnv:
             return await awaited("reset", self._env.reset(own_task))
 
         result = await self._call("reset", act)
-        if not isinstance(result, Observation):
-            raise EnvError(f"reset returned {_type_name(result)}; it has to return an Observation")
-        _check_messages("reset", result.messages)
-        return result
+        return check_opening(result)
 
     async def step(self, action: Message) -> StepResult:
         """Take one action."""
@@ -81,7 +81,7 @@ class HostedEnv:
         async def act() -> StepResult:
             return await awaited("step", self.env.step(action))
 
-        return _check_result(await self._call("step", act))
+        return check_result(await self._call("step", act))
 
     async def call(self, call: ToolCall) -> StepResult:
         """Take the action of a tool call; the first reply becomes the tool's.
@@ -97,7 +97,7 @@ class HostedEnv:
             action = Message(role="assistant", content=text, tool_calls=[call])
             return await awaited("step", self.env.step(action))
 
-        result = _check_result(await self._call("step", act))
+        result = check_result(await self._call("step", act))
         fields = {"role": "tool", "name": call.name, "tool_call_id": call.id}
         first = [message.model_copy(update=fields) for message in result.messages[:1]]
         return result.model_copy(update={"messages": first + result.messages[1:]})
@@ -152,7 +152,15 @@ class HostedEnv:
             raise EnvError(f"the environment's {name} raised {described(error)}") from error
 
 
-def _check_result(result: StepResult) -> StepResult:
+def check_opening(result: Observation) -> Observation:
+    """Returns the result of a reset. Errors: EnvError where it is invalid."""
+    if not isinstance(result, Observation):
+        raise EnvError(f"reset returned {_type_name(result)}; it has to return an Observation")
+    _check_messages("reset", result.messages)
+    return result
+
+
+def check_result(result: StepResult) -> StepResult:
     """Returns the result of a step. Errors: EnvError where it is invalid."""
     if not isinstance(result, StepResult):
         raise EnvError(f"step returned {_type_name(result)}; it has to return a StepResult")

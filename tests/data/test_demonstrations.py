@@ -57,6 +57,26 @@ def test_faults_are_recorded_and_the_others_go_on(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("env", "reason"),
+    [
+        ("StepReturnsNone", "EnvError: step returned None; it has to return a StepResult"),
+        ("RewardIsNan", "EnvError: step returned a reward that is no finite number or None: nan"),
+        ("ResetReturnsNone", "EnvError: reset returned None; it has to return an Observation"),
+        ("ActsWithNone", "EnvError: expert_action returned None; it has to return a text"),
+        ("Exits", "SystemExit: 0"),
+    ],
+)
+def test_what_an_environment_returns_is_checked_as_in_rollouts(
+    tmp_path: Path, env: str, reason: str
+) -> None:
+    path = tmp_path / "demonstrations.jsonl"
+    tasks = [Task(id="digit/3", data={"seed": 3})]
+    generate_demonstrations(Spec(name=f"faulty_envs:{env}"), tasks, path)
+    (line,) = dropped_path(path).read_text().splitlines()
+    assert (json.loads(line)["kind"], json.loads(line)["reason"]) == ("error", reason)
+
+
 def test_the_file_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
     tasks = [BabyAI.task(level, s) for s in range(25) for level in ("GoToLocal", "UnlockToUnlock")]
     env = Spec(name="babyai", args={"actions": "macro"})

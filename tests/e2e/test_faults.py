@@ -252,6 +252,19 @@ def test_an_environment_that_is_gone(ludus: Ludus) -> None:
     )
 
 
+def test_code_that_exits_is_a_failure(ludus: Ludus) -> None:
+    """Exit code 0 would tell of a complete run."""
+    (ludus.cwd / "tasks.jsonl").write_text('{"prompt": "say 1", "answer": "1"}\n')
+    (ludus.cwd / "sums.yaml").write_text(ONE_TURN)
+    (ludus.cwd / "own.py").write_text(
+        "import sys\n\nclass Quits:\n    def log(self, *values: object) -> None:\n"
+        "        sys.exit()\n\n    rewind = close = lambda self, *values: None\n"
+    )
+    done = ludus("train", "sums.yaml", "metrics=[{name: 'own.py:Quits'}]")
+    done.refused(1, "run sums-1 failed", "SystemExit", "[own.py, line 5]", "must not exit")
+    assert ludus.status("sums-1") == "failed"
+
+
 def test_a_loss_that_is_not_finite(ludus: Ludus) -> None:
     """The batch is saved, the weights of the last checkpoint are whole, a lower rate goes on."""
     done = ludus("train", BABYAI, "sft.optimizer.lr=1e30", "checkpoint.every=1", "rl=null")

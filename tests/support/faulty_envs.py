@@ -63,6 +63,37 @@ class ReturnsRubbish(Digit):
         return "wrong"
 
 
+class NoSuchLevel(Digit):
+    @classmethod
+    def task(cls, tier: str | None, seed: int) -> Task:
+        raise KeyError("level")
+
+
+class StepReturnsNone(Digit):
+    async def step(self, action: Message) -> Any:
+        return None
+
+
+class ResetReturnsNone(Digit):
+    async def reset(self, task: Task) -> Any:
+        return None
+
+
+class RewardIsNan(Digit):
+    async def step(self, action: Message) -> StepResult:
+        return StepResult(messages=user("right"), reward=float("nan"), terminated=True)
+
+
+class ActsWithNone(Digit):
+    def expert_action(self) -> Any:
+        return None
+
+
+class Exits(Digit):
+    async def step(self, action: Message) -> StepResult:
+        raise SystemExit(0)
+
+
 class AnswersAsAssistant(Digit):
     async def reset(self, task: Task) -> Observation:
         await super().reset(task)

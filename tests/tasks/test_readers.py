@@ -2,6 +2,7 @@ import json
 from collections.abc import Sequence
 
 import pytest
+from faulty_envs import NoSuchLevel
 
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Spec, Task
@@ -246,3 +247,9 @@ def test_what_gives_no_task_is_refused(name, shown, monkeypatch):
         ConfigError, match=f"^tasks.train: '{name}' gives {shown}, not a task: name"
     ):
         read_tasks(Spec(name=name), "tasks.train")
+
+
+def test_an_environment_that_cannot_make_a_task_is_told_with_its_line():
+    said = r"^tasks.train: 'env' cannot be built: KeyError: 'level' \[faulty_envs.py, line \d+\]"
+    with pytest.raises(ConfigError, match=said):
+        read_tasks(Spec(name="env", args={"num_tasks": 1}), "tasks.train", maker=NoSuchLevel())
