@@ -113,10 +113,14 @@ def verify(
     """Check that sampler and learner compute the same bits; name the first different operation."""
     from ludus.diagnostics import profiling
     from ludus.pipeline.progress import Display
+    from ludus.pipeline.registries import IGNORED_BY_VERIFY
 
     config = load(recipe, [*(overrides or []), "verify=true"])
     if config.rl is None:
         raise ConfigError(f"{recipe}: no `rl`: nothing is sampled, so nothing can be verified")
+    args = {k: v for k, v in config.sampler.args.items() if k not in IGNORED_BY_VERIFY}
+    sampler = config.sampler.model_copy(update={"args": args})  # the recipe's, for the run
+    config = config.model_copy(update={"sampler": sampler})
     check(config, recipe, overrides)
     counter = profiling.VerifiedCounter(Display())
     _train_briefly(config, steps, counter)

@@ -29,6 +29,9 @@ PRIVATE = {"runs_dir", "store", "mirror", "metrics", "budget"}
 """Sections that the card leaves out: places and accounts of the run, not settings of training."""
 
 SECRET = re.compile(r"key|token|secret|password|credential", re.I)
+ANSWER_S = 120.0
+"""Limit of the wait for one answer of the hub, or for one piece of an upload to be taken."""
+
 WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json"]
 """Files of an earlier version, removed by an update unless it has them too."""
 
@@ -74,6 +77,24 @@ def push(
         say(_upload(path, repo, private, revision, update, message))
 
 
+@contextmanager
+def _given_up() -> Iterator[None]:
+    """Limit the wait for each answer of the hub: its own client waits without a limit."""
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils._http import default_client_factory
+
+    def limited() -> Any:
+        client = default_client_factory()
+        client.timeout = ANSWER_S
+        return client
+
+    set_client_factory(limited)
+    try:
+        yield
+    finally:
+        set_client_factory(default_client_factory)
+
+
 def _check_names(repo: str, licence: str | None) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils._validators import validate_repo_id
@@ -94,7 +115,7 @@ def _upload(
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="ludus")
-    with _explained(api.endpoint, repo):
+    with _explained(api.endpoint, repo), _given_up():
         existed = _exists_or_create(api, repo, private, update)
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
@@ -145,7 +166,9 @@ def _explained(endpoint: str, repo: str) -> Iterator[None]:
         reason = " ".join((error.server_message or str(error)).split())[:200]
         raise LudusError(f"{endpoint} answered {status} for {repo}: {reason}") from None
     except Exception as error:  # the HTTP client's own classes differ by the hub's version
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        late = "Timeout" in type(error).__name__
+        reason = f"no answer for {ANSWER_S:g} s" if late else " ".join(str(error).split())[:200]
+        reason = reason or type(error).__name__
         raise LudusError(f"{repo} cannot be uploaded to {endpoint}: {reason}") from None
 
 

@@ -40,6 +40,9 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "metrics": SINKS,
 }
 
+IGNORED_BY_VERIFY = ("path", "cache_gib")
+"""Arguments of the in-process sampler."""
+
 OUTCOMES = {"rollout/reward", "rollout/success", "rollout/groups_with_signal", "rollout/turns"}
 """Metrics of an RL step's rollouts that `checkpoint.metric` may name."""
 
@@ -133,6 +136,11 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
             "evaluates a model, `ludus generate-data` writes an expert's episodes"
         )
     yield from equal_samples(config.evaluate)
+    if config.verify and (keys := [key for key in IGNORED_BY_VERIFY if key in config.sampler.args]):
+        yield (
+            f"{', '.join(f'sampler.args.{key}' for key in keys)}: `verify` samples with `exact`, "
+            "which ignores them: remove them, or set verify to false"
+        )
     yield from _unmeasured(config)
     if config.sft and config.sft.data and config.demonstrations:
         yield (

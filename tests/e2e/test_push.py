@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ ONLINE = (
 )
 
 
-def push(ludus: Ludus, url: str, *argv: object, token: str = TOKEN, **more: Any) -> Done:
+def push(
+    ludus: Ludus, url: str, *argv: object, token: str = TOKEN, setup: str = ONLINE, **more: Any
+) -> Done:
     env = {"HF_ENDPOINT": url, "HF_TOKEN": token, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    done = ludus("checkpoint", "push", *argv, setup=ONLINE, env=env, **more)
+    done = ludus("checkpoint", "push", *argv, setup=setup, env=env, **more)
     assert token not in done.all, "the token is never printed"
     return done
 
@@ -73,6 +76,15 @@ def test_what_the_hub_refuses(reference: Ludus) -> None:
         )
         url = hub.url
     push(reference, url, *named).refused(1, f"me/tiny cannot be uploaded to {url}", "refused")
+
+
+def test_a_hub_that_never_answers_is_given_up(reference: Ludus) -> None:
+    """The hub's own client waits without a limit."""
+    hurried = ONLINE + "import ludus.pipeline.publish as publish\npublish.ANSWER_S = 0.5\n"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        done = push(reference, url, "tiny-1", "me/x", "--license", "mit", setup=hurried)
+    done.refused(1, f"me/x cannot be uploaded to {url}", "no answer for 0.5 s")
 
 
 @pytest.mark.parametrize(

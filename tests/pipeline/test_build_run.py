@@ -84,6 +84,16 @@ def test_rl_refuses_top_p_and_top_k(load: Any):
         check(load("rollout.top_k=20", "rl=null", "sft={data: x.jsonl}"))
 
 
+def test_verify_refuses_what_its_sampler_ignores(load: Any):
+    ignored = "sampler.args={path: generic, cache_gib: 2, dtype: float32}"
+    with pytest.raises(
+        ConfigError, match=r"^sampler\.args\.path, sampler\.args\.cache_gib: .*verify"
+    ):
+        check(load("verify=true", ignored))
+    check(load("verify=true", "sampler.args.dtype=float32"))
+    check(load(ignored))
+
+
 UNMEASURED = "tasks={train: {name: env, args: {num_tasks: 4}}}"
 
 

@@ -237,7 +237,9 @@ def test_a_recipe_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_recipe_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    done = CliRunner().invoke(app, ["verify", "recipe.yaml", "--steps", "2"])
+    done = CliRunner().invoke(
+        app, ["verify", "recipe.yaml", "sampler.args.cache_gib=1", "--steps", "2"]
+    )
     assert done.exit_code == 0, done.output
     found = re.search(r"agree in every bit on (\d+) sampled tokens of 8 episodes", done.output)
     assert found is not None
