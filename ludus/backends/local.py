@@ -19,9 +19,10 @@ from ludus.models import SAMPLERS
 from ludus.models.build import build_model
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import PolicySampler
-from ludus.models.vocabulary import Vocabulary
+from ludus.models.vocabulary import Vocabulary, fingerprint
 from ludus.telemetry.occupancy import busy
 from ludus.train.algorithms.base import Algorithm
+from ludus.train.checkpoint.policy import require_tokenizer
 from ludus.train.checkpoint.state import random_state, set_random_state
 from ludus.train.checkpoint.store import CheckpointStore, load
 from ludus.train.learner import Learner
@@ -70,6 +71,7 @@ class LocalBackend:
         self.model = make_model()
         self._config, self._tokenizer = config, renderer.tokenizer
         self._vocabulary = Vocabulary.of(renderer.tokenizer)
+        self._fingerprint = fingerprint(renderer.tokenizer)
         self._pad_id = renderer.tokenizer.pad_token_id or 0
         self._run_dir = run_dir
         self.sampler: PolicySampler = SAMPLERS.build(
@@ -232,6 +234,7 @@ class LocalBackend:
             "optimizer_step": self.learner.step,
             "policy_version": self.policy_version,
             "random": random_state(),
+            "tokenizer": self._fingerprint,
         }
         if self.learner.critic is not None:
             everything["critic"] = self.learner.critic.state_dict()
@@ -250,6 +253,7 @@ class LocalBackend:
     def load(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint of the stage that `begin_stage` started."""
         everything = load(path, model=self.model, optimizer=self.learner.optimizer)
+        require_tokenizer(path, everything, self._fingerprint)
         self._iteration = int(path.name.rpartition("-")[2])  # its name is STAGE-STEP
         self.learner.step = everything["optimizer_step"]
         if self.learner.critic is not None and "critic" in everything:
@@ -265,6 +269,7 @@ class LocalBackend:
     def load_weights(self, path: Path) -> None:
         """Take only the weights of a checkpoint, of any stage, and publish them."""
         state = load(path, model=self.model)
+        require_tokenizer(path, state, self._fingerprint)
         self.sampler.publish(state["policy_version"])
         self._note_published(state["policy_version"])
 

@@ -11,6 +11,8 @@ Shape suffixes: V vocabulary, N tokens, S sampled ids.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -59,3 +61,8 @@ class Vocabulary:
     def ids(self, places_N: Tensor) -> Tensor:
         """Returns the ids at these places: the inverse of `places`."""
         return places_N if self.ids_S is None else self.ids_S.to(places_N.device)[places_N]
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Returns a SHA-256 of the tokens and ids of a Hugging Face tokenizer."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()

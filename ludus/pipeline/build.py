@@ -33,7 +33,7 @@ from ludus.pipeline.tokenizer import make_renderer, make_renderers, make_tokeniz
 from ludus.rollout.collect import Collector
 from ludus.store.folders import RunFolder
 from ludus.telemetry.logs import get_logger
-from ludus.train.checkpoint.policy import build_policy
+from ludus.train.checkpoint.policy import build_policy, refuse_lost_tokenizer
 
 log = get_logger(__name__)
 
@@ -146,6 +146,7 @@ def build_training(
     conversations, skipped = read_conversations(config, demonstrations, splits.train)
     _note_skipped(observer, "sft.data", skipped)
     if not folder.tokenizer.exists():
+        refuse_lost_tokenizer(folder)
         messages = [message for item in conversations for message in item.messages]
         tokenizer = make_tokenizer(config, splits.train, messages)
         with atomic_folder(folder.tokenizer) as path:

@@ -357,6 +357,15 @@ def test_a_store_that_is_none(ludus: Ludus) -> None:
         ludus(*command).refused(1, "ludus.db", "not an SQLite database")
 
 
+def swap_two_tokens(path: Path) -> None:
+    """Exchange the ids of two words of a tokenizer."""
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    one, other = [token for token in vocabulary if token.strip().isalpha()][:2]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    path.write_text(json.dumps(tokenizer))
+
+
 def test_a_run_that_was_tampered_with(ludus: Ludus, reference: Ludus) -> None:
     shutil.copytree(reference.cwd / "runs", ludus.cwd / "runs")
     config = ludus.run() / "config.yaml"
@@ -364,8 +373,12 @@ def test_a_run_that_was_tampered_with(ludus: Ludus, reference: Ludus) -> None:
     config.write_text(told.replace("max_turns", "max_truns"))
     ludus("train", "--resume", "tiny-1").refused(2, "config.yaml: rollout.max_truns is not a key")
     config.write_text(told)
+    swap_two_tokens(ludus.run() / "tokenizer" / "tokenizer.json")
+    ludus("evaluate", "tiny-1").refused(1, "were trained with another tokenizer")
+    ludus("train", "--resume", "tiny-1", "rl.steps=9").refused(1, "with another tokenizer")
     shutil.rmtree(ludus.run() / "tokenizer")
-    ludus("evaluate", "tiny-1").refused(2, "stopped before it had a tokenizer")
+    ludus("evaluate", "tiny-1").refused(2, "has checkpoints, but", "tokenizer is gone: restore")
+    ludus("train", "--resume", "tiny-1", "rl.steps=9").refused(2, "tokenizer is gone: restore")
     shutil.rmtree(ludus.run() / "checkpoints")
     ludus("evaluate", "tiny-1").refused(2, "has no checkpoint yet")
     (ludus.run() / "metrics.jsonl").write_text("{}\n")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ludus.config.schema import ModelConfig
-from ludus.core.errors import ConfigError, did_you_mean
+from ludus.core.errors import CheckpointError, ConfigError, did_you_mean
 from ludus.core.seeds import derive_seed
 from ludus.models.build import build_model
 from ludus.models.chat.tokenizers import load_tokenizer
+from ludus.models.vocabulary import fingerprint
 from ludus.store.folders import RunFolder, find_run
 from ludus.train.checkpoint.listing import CheckpointInfo
 from ludus.train.checkpoint.store import CheckpointStore, load
@@ -31,14 +33,38 @@ def restore_policy(
     Errors: ConfigError, CheckpointError.
     """
     model = build_policy(config, tokenizer, seed)
-    return model, int(load(checkpoint, model=model)["policy_version"])
+    state = load(checkpoint, model=model)
+    require_tokenizer(checkpoint, state, fingerprint(tokenizer))
+    return model, int(state["policy_version"])
+
+
+def require_tokenizer(checkpoint: Path, state: Mapping[str, Any], own: str) -> None:
+    """Compare a tokenizer's fingerprint with that of a checkpoint's state; old states have none.
+
+    Errors: CheckpointError.
+    """
+    if state.get("tokenizer", own) != own:
+        raise CheckpointError(
+            f"{checkpoint}: its weights were trained with another tokenizer: the run's folder "
+            "`tokenizer` has other tokens or other ids. Restore that folder"
+        )
 
 
 def run_tokenizer(folder: RunFolder) -> Any:
     """Load the tokenizer of a run. Errors: ConfigError where the run has none yet."""
     if not folder.tokenizer.exists():
+        refuse_lost_tokenizer(folder)
         raise ConfigError(f"run {folder.id} stopped before it had a tokenizer: resume it first")
     return load_tokenizer(str(folder.tokenizer))
+
+
+def refuse_lost_tokenizer(folder: RunFolder) -> None:
+    """Errors: ConfigError where a run without a tokenizer has checkpoints."""
+    if any(folder.checkpoints.glob("*/")):
+        raise ConfigError(
+            f"run {folder.id} has checkpoints, but {folder.tokenizer} is gone: restore that folder "
+            "(a new tokenizer would have other ids), or start a new run"
+        )
 
 
 def find_checkpoint(folder: RunFolder, name: str | None = None) -> CheckpointInfo:
