@@ -2,7 +2,7 @@
 
     python benchmarks/success.py [--seeds 0 1 2] [--programs ludus ...] [--folder DIR] [--quick]
 
-A policy of 0.8 M parameters is trained by SFT once per seed, as in recipes/babyai-tiny.yaml. From
+A policy of 0.8 M parameters is trained by SFT once per seed, on three levels of BabyAI. From
 these weights, each program trains with GRPO on the same tasks in the same order, with 16 groups of
 8 episodes per step. It stops when the policy solves 80 % of 256 held-out tasks; ludus plays these
 tasks greedily every five steps. Seconds are processor time of training, on one thread.
@@ -57,7 +57,14 @@ TARGET, BOUND_S = 0.8, 480.0
 """Held-out success that ends a run, and seconds of training after which it is given up."""
 MICRO_BATCHES = (128, 64, 32, 16)
 """Samples of one forward pass that TRL is tried with."""
+LEVELS = ["GoToObjS6", "GoToObj", "GoToRedBallNoDists"]
 FULL = {
+    "tasks.train.args.tiers": LEVELS,
+    "tasks.train.args.num_tasks": 4000,
+    "tasks.heldout.args.tiers": LEVELS,
+    "demonstrations.num_episodes": 20,
+    "sft.steps": 40,
+    "rl.algorithm": "grpo",
     "rl.steps": 150,
     "rl.groups_per_step": 16,
     "rl.optimizer.lr": 3e-4,
