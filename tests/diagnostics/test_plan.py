@@ -100,17 +100,20 @@ def test_gradients_and_state_match_those_of_a_step(dtype: str, mode: str) -> Non
     assert found.memory["optimizer"] / found.num_parameters == pytest.approx(state / num, rel=0.01)
 
 
+HUNDRED = "rl.steps=100"
+
+
 def test_time_depends_on_work_and_hardware() -> None:
-    base = planning.plan(recipe(), HARDWARE["l4"])
+    base = planning.plan(recipe(HUNDRED), HARDWARE["l4"])
     twice = planning.plan(recipe("rl.steps=200", "evaluate.every=0"), HARDWARE["l4"])
     for part in ("rl: sampling", "rl: training", "rl: environment"):
         assert twice.seconds[part] == pytest.approx(2 * base.seconds[part])
-    assert planning.plan(recipe(), HARDWARE["h200"]).hours < base.hours
-    assert planning.plan(recipe(), HARDWARE["l4"], fill=0.5).hours < base.hours
-    grown = planning.plan(recipe("rl.horizon=[[0, 4], [50, 8]]"), HARDWARE["l4"])
+    assert planning.plan(recipe(HUNDRED), HARDWARE["h200"]).hours < base.hours
+    assert planning.plan(recipe(HUNDRED), HARDWARE["l4"], fill=0.5).hours < base.hours
+    grown = planning.plan(recipe(HUNDRED, "rl.horizon=[[0, 4], [50, 8]]"), HARDWARE["l4"])
     assert 0.5 * base.seconds["rl: sampling"] < grown.seconds["rl: sampling"]
     assert grown.seconds["rl: sampling"] < base.seconds["rl: sampling"]
-    waits = planning.plan(recipe(), HARDWARE["l4"], env_step_s=0.1)
+    waits = planning.plan(recipe(HUNDRED), HARDWARE["l4"], env_step_s=0.1)
     more = waits.seconds["rl: environment"] - base.seconds["rl: environment"]
     assert more == pytest.approx(100 * 8 * 0.1)
 
