@@ -284,7 +284,7 @@ from ludus.core.errors import ConfigError
 
 class Backend:
     sampler = SimpleNamespace()
-    begin_stage = train = publish_weights = None
+    begin_stage = train = save = load = None
     closed = 0
     def close(self):
         Backend.closed += 1
