@@ -127,6 +127,7 @@ def _speeds() -> Iterator[tuple[str, str, dict[str, float]]]:
         if program == "ludus"
     }
     yield trl, "[seconds to 80 % success on BabyAI](docs/benchmarks/success.md)", seconds
+    yield from _methods("SFT", f"TRL {_figures('methods')['machine']['trl']} `SFTTrainer`, tuned")
     for half, ratio in enumerate(("tree / transformers", "bfloat16, tree / transformers")):
         cases = {
             f"{row['model']}, {row['prompt']} + {row['completion']}"
@@ -138,6 +139,7 @@ def _speeds() -> Iterator[tuple[str, str, dict[str, float]]]:
             f"[an optimizer step](docs/benchmarks/learner.md), {DTYPES[half]}",
             cases,
         )
+    yield from _methods("PPO", "a tuned transformers loop")
     vllm = [row for row in _figures("vllm-sampler")["rows"] if "batch" in row]
     cases = {
         f"{row['batch']} rows, {dtype}, {part}": _ratio(
@@ -164,6 +166,18 @@ def _speeds() -> Iterator[tuple[str, str, dict[str, float]]]:
         }  # fmt: skip
         sampling = "[sampling](docs/benchmarks/sampler.md)"
         yield "transformers `generate`", f"{sampling}, {workload}", cases
+
+
+def _methods(method: str, against: str) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """The workloads of a method of methods.json, in each type."""
+    for half in (False, True):
+        cases = {
+            f"{row['model']}, {row['work'].removesuffix(', bfloat16')}": row["ratio"]["median"]
+            for row in _figures("methods")["rows"]
+            if row["method"] == method and row["work"].endswith("bfloat16") == half
+        }
+        name = {"SFT": "an SFT step", "PPO": "training of a PPO step"}[method]
+        yield against, f"[{name}](docs/benchmarks/methods.md), {DTYPES[half]}", cases
 
 
 def _speed(ratio: float) -> str:
