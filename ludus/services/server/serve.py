@@ -53,10 +53,6 @@ than uvicorn's 5 s, and a request that meets a closing connection is lost."""
 
 BACKLOG = 4096
 
-SWITCH_S = 0.00001
-"""Seconds after which a busy event loop lets an environment's thread compute. In Python's 5 ms, a
-client that keeps the loop busy made a step of another client take 40 ms."""
-
 RESERVED_FILES = 256
 """Open files of a process that are not clients' connections."""
 
@@ -144,7 +140,6 @@ def server_config(app: FastAPI, limits: ConnectionLimits) -> uvicorn.Config:
 def run(app: FastAPI, sockets: list[socket.socket], limits: ConnectionLimits) -> None:
     """Serve in this process until a signal."""
     config = server_config(app, _within_open_files(limits))
-    sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()  # a full collection took 23 ms, nearly all of it for modules
     with (
