@@ -58,6 +58,8 @@ TARGET, BOUND_S = 0.8, 480.0
 MICRO_BATCHES = (128, 64, 32, 16)
 """Samples of one forward pass that TRL is tried with."""
 LEVELS = ["GoToObjS6", "GoToObj", "GoToRedBallNoDists"]
+"""Of the measured runs, as the settings of tasks, demonstrations and SFT below: those of the recipe
+before it had rooms with two objects."""
 FULL = {
     "tasks.train.args.tiers": LEVELS,
     "tasks.train.args.num_tasks": 4000,

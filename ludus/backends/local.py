@@ -22,9 +22,9 @@ from ludus.models.samplers.base import PolicySampler
 from ludus.models.vocabulary import Vocabulary, fingerprint
 from ludus.telemetry.occupancy import busy
 from ludus.train.algorithms.base import Algorithm
-from ludus.train.checkpoint.policy import require_tokenizer
+from ludus.train.checkpoint.policy import load_trained
 from ludus.train.checkpoint.state import random_state, set_random_state
-from ludus.train.checkpoint.store import CheckpointStore, load
+from ludus.train.checkpoint.store import CheckpointStore
 from ludus.train.learner import Learner
 from ludus.train.meter import Meter
 from ludus.train.minibatches import (
@@ -252,8 +252,9 @@ class LocalBackend:
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint of the stage that `begin_stage` started."""
-        everything = load(path, model=self.model, optimizer=self.learner.optimizer)
-        require_tokenizer(path, everything, self._fingerprint)
+        everything = load_trained(
+            path, self._fingerprint, model=self.model, optimizer=self.learner.optimizer
+        )
         self._iteration = int(path.name.rpartition("-")[2])  # its name is STAGE-STEP
         self.learner.step = everything["optimizer_step"]
         if self.learner.critic is not None and "critic" in everything:
@@ -268,8 +269,7 @@ class LocalBackend:
 
     def load_weights(self, path: Path) -> None:
         """Take only the weights of a checkpoint, of any stage, and publish them."""
-        state = load(path, model=self.model)
-        require_tokenizer(path, state, self._fingerprint)
+        state = load_trained(path, self._fingerprint, model=self.model)
         self.sampler.publish(state["policy_version"])
         self._note_published(state["policy_version"])
 

@@ -27,7 +27,7 @@ from ludus.core.signals import ctrl_c_kept_from_children
 from ludus.core.types import Message, Spec, Task, Wire
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert, awaited
-from ludus.rollout.host import LARGEST, LocalEnvs, check_opening, check_result
+from ludus.rollout.host import LocalEnvs, check_opening, check_result, check_total
 
 Format = Literal["plain", "react", "tools"]
 
@@ -274,8 +274,7 @@ async def run_expert(env: Env, task: Task, format: Format = "plain") -> Demonstr
                 break
     finally:
         await env.close()
-    if not abs(reward) <= LARGEST:
-        raise EnvError(f"the step rewards sum to {reward}; they have to sum to a finite number")
+    check_total(reward)
     return Demonstration(
         task_id=task.id,
         tier=task.tier,

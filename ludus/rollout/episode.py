@@ -32,9 +32,9 @@ from ludus.core.errors import (
 )
 from ludus.core.types import Message, Score, Status, StepResult, Task, Trajectory
 from ludus.models.chat.parsing import parse_react
-from ludus.rollout.host import LARGEST, EnvFactory, HostedEnv
+from ludus.rollout.host import LARGEST, EnvFactory, HostedEnv, check_total
 from ludus.rollout.session import Session, Turn, with_system_prompt
-from ludus.rollout.threads import EnvThread
+from ludus.rollout.threads import EnvThread, is_cancelled
 from ludus.tasks.mixture import for_part
 from ludus.telemetry.logs import get_logger
 from ludus.telemetry.occupancy import busy
@@ -187,8 +187,7 @@ async def _score(episode: Episode, env: HostedEnv | None) -> None:
     if env is None or (not rewards and trajectory.status is Status.COMPLETED):
         raise Unscorable("the environment gave no reward, and no `judge` is configured")
     reward = sum(rewards)
-    if not abs(reward) <= LARGEST:
-        raise EnvError(f"the step rewards sum to {reward}; they have to sum to a finite number")
+    check_total(reward)
     success = reward >= env.env.success_at
     scores = await env.scores()
     session.set_reward(reward, scores, success=success, score_range=env.env.score_range)
@@ -202,9 +201,8 @@ async def _judge(judge: Judge, task: Task, session: Session) -> Score:
     except (LudusError, BdbQuit):
         raise
     except asyncio.CancelledError as error:
-        task_of_episode = asyncio.current_task()
-        if task_of_episode is None or task_of_episode.cancelling():
-            raise  # the caller's, not the judge's
+        if is_cancelled():
+            raise
         raise Unscorable("the judge raised CancelledError") from error
     except (Exception, SystemExit) as error:
         raise Unscorable(f"the judge raised {described(error)}") from error

@@ -160,6 +160,12 @@ def check_opening(result: Observation) -> Observation:
     return result
 
 
+def check_total(reward: float) -> None:
+    """Errors: EnvError where the sum of an episode's step rewards is no finite float32."""
+    if not abs(reward) <= LARGEST:
+        raise EnvError(f"the step rewards sum to {reward}; they have to sum to a finite number")
+
+
 def check_result(result: StepResult) -> StepResult:
     """Returns the result of a step. Errors: EnvError where it is invalid."""
     if not isinstance(result, StepResult):

@@ -182,10 +182,15 @@ async def _without_exit(act: Act[T]) -> T:
     except SystemExit as failure:
         raise _exit_error(failure) from None
     except asyncio.CancelledError as failure:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if is_cancelled():
             raise
         raise _exit_error(failure) from None
+
+
+def is_cancelled() -> bool:
+    """True if a CancelledError here is the caller's, and not one that called code raised itself."""
+    task = asyncio.current_task()
+    return task is None or bool(task.cancelling())
 
 
 async def run_pool(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +32,25 @@ def restore_policy(
     Errors: ConfigError, CheckpointError.
     """
     model = build_policy(config, tokenizer, seed)
-    state = load(checkpoint, model=model)
-    require_tokenizer(checkpoint, state, fingerprint(tokenizer))
+    state = load_trained(checkpoint, fingerprint(tokenizer), model=model)
     return model, int(state["policy_version"])
 
 
-def require_tokenizer(checkpoint: Path, state: Mapping[str, Any], own: str) -> None:
-    """Compare a tokenizer's fingerprint with that of a checkpoint's state; old states have none.
+def load_trained(
+    checkpoint: Path, own: str, *, model: Any, optimizer: Any = None
+) -> dict[str, Any]:
+    """Load a checkpoint, as `store.load` does, that was trained with the tokenizer of this
+    fingerprint. Old checkpoints have none.
 
     Errors: CheckpointError.
     """
+    state = load(checkpoint, model=model, optimizer=optimizer)
     if state.get("tokenizer", own) != own:
         raise CheckpointError(
             f"{checkpoint}: its weights were trained with another tokenizer: the run's folder "
             "`tokenizer` has other tokens or other ids. Restore that folder"
         )
+    return state
 
 
 def run_tokenizer(folder: RunFolder) -> Any:
