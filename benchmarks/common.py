@@ -116,11 +116,14 @@ class Spread:
         return f"**{self.median:.2f}** ({self.low:.2f} to {self.high:.2f})"
 
 
-def arguments(description: str) -> argparse.Namespace:
+def arguments(description: str, **flags: str) -> argparse.Namespace:
+    """The options of a benchmark; `flags` are further ones, with their help."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1, help="torch's threads, each pinned")
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each program")
     parser.add_argument("--quick", action="store_true", help="one small case, nothing written")
+    for name, text in flags.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if hasattr(os, "sched_setaffinity"):

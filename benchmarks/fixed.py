@@ -23,6 +23,7 @@ from ludus.config.schema import OptimizerConfig, RunConfig
 from ludus.core.types import Group, Message, Observation, Spec, StepResult, Task
 from ludus.envs.base import Env
 from ludus.loop.loop import Recorder, Stage, run_stage
+from ludus.models.chat.by_task import TaskRenderers
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.models.samplers.base import Completion, Sampler, SamplingParams
@@ -216,7 +217,10 @@ class LudusSteps:
         self.deterministic = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(False)  # the peer need not pay for it
         self.collector = Collector(
-            FixedSampler(self.backend.sampler), renderer, config.rollout, Spec(**spec)
+            FixedSampler(self.backend.sampler),
+            TaskRenderers(renderer),
+            config.rollout,
+            Spec(**spec),
         )
 
         async def play(tasks: Sequence[Task], step: int, *, first_group: int) -> list[Group]:

@@ -28,6 +28,7 @@ from ludus.config.schema import OptimizerConfig, RunConfig
 from ludus.core.types import Group, Message, Spec, StepResult, Task, Trajectory
 from ludus.loop.loop import Stage, run_stage
 from ludus.models.build import build_model
+from ludus.models.chat.by_task import TaskRenderers
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.rollout.collect import Collector
@@ -124,7 +125,7 @@ class Bench:
         settings = {"concurrency": at["concurrency"], "deterministic": deterministic}
         collector = Collector(
             self.backend.sampler,
-            self.renderer,
+            TaskRenderers(self.renderer),
             self.config.rollout.model_copy(update=settings),
             Spec(name="growth:Talker", args=args),
         )

@@ -1,10 +1,14 @@
 """Asynchronous against synchronous rollouts: seconds per step with slow environments.
 
-    python benchmarks/overlap.py [--threads 1] [--repeats 5] [--quick]
+    python benchmarks/overlap.py [--threads 1] [--repeats 5] [--quick] [--tools]
 
 A policy of 0.9 M parameters plays 8 groups of 8 episodes of three turns of 32 tokens. Each step of
 the environment sleeps for a time drawn from a log-normal distribution with a median of 50 ms and a
 99th percentile of 5 s (no processor time). `ahead n` is `rl.max_staleness: n`.
+
+With `--tools`, a tool sleeps in place of the environment: each turn but the last calls it, and the
+environment, which does not sleep, scores the last turn. A policy of random weights writes no call,
+so the benchmark takes its turns for calls; toolbox, driver and sampler are those of a run.
 
 On one thread the clock is `benchmarks/quiet.py`: processor time, plus the time in which everything
 waits. On several threads it is wall time. The first step does not count. In programs that play
@@ -19,15 +23,21 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from common import Spread, arguments, machine, make_model, ratios, rounds, tabulate, write
-from fixed import FixedEnv, Kept, LudusSteps, Work, latency
+from fixed import FRAME, FixedEnv, FixedSampler, Kept, LudusSteps, Work, latency, words
 from quiet import QuietLoop
 
-from ludus.core.types import Message, StepResult
+from ludus.core.types import Message, Spec, StepResult, ToolCall
+from ludus.models.chat.by_task import TaskRenderers
+from ludus.models.chat.parsing import Parsed
+from ludus.models.chat.renderer import Renderer
+from ludus.models.samplers.base import Completion, Sampler, SamplingParams
+from ludus.rollout.tool_use import RunTools, read_functions
 
 WORK = Work(prompt=64, turn=32, turns=3)
 PROGRAMS = {
@@ -40,14 +50,90 @@ PROGRAMS = {
 }
 
 
+TOOL_PROGRAMS = {
+    "sync, no latency": ("quick", 0),
+    "ahead 4": ("slow", 4),
+    "ahead 4, no latency": ("quick", 4),
+    "sync": ("slow", 0),
+}
+
+
+async def quick() -> str:
+    """Answer at once."""
+    return words(random.Random(), WORK.observation - FRAME - 1)
+
+
+async def slow() -> str:
+    """Answer late."""
+    await asyncio.sleep(latency(random.Random()))
+    return await quick()
+
+
+class Calling(Renderer):
+    """Takes a turn for a call of the tool, unless it is an episode's last."""
+
+    def __init__(self, renderer: Renderer, tool: str) -> None:
+        self.__dict__.update(renderer.__dict__)
+        self.tool = tool
+        self.last: set[tuple[int, ...]] = set()
+
+    def parse(self, token_ids: Sequence[int]) -> Parsed:
+        parsed = super().parse(token_ids)
+        if tuple(token_ids) in self.last:
+            self.last.remove(tuple(token_ids))
+            return parsed
+        call = ToolCall(name=self.tool)
+        return Parsed(parsed.message.model_copy(update={"tool_calls": [call]}))
+
+
+class Counting(FixedSampler):
+    """Tells the renderer which turns are the last of their episodes."""
+
+    def __init__(self, inner: Sampler, renderer: Calling) -> None:
+        super().__init__(inner)
+        self.renderer = renderer
+
+    async def sample(
+        self, prompt_ids: list[int], params: SamplingParams, *, session: str
+    ) -> Completion:
+        completion = await super().sample(prompt_ids, params, session=session)
+        if len(prompt_ids) > WORK.length - WORK.turn - WORK.observation:
+            self.renderer.last.add(tuple(completion.token_ids))
+        return completion
+
+
+def with_tool(ludus: LudusSteps, tool: str) -> None:
+    """Give the episodes a tool of this module, which all turns but the last call."""
+    spec = Spec(name=f"overlap:{tool}")
+    assert ludus.collector.renderers is not None
+    renderer = Calling(ludus.collector.renderers.default, tool)
+    ludus.collector.renderers = TaskRenderers(renderer)
+    ludus.collector.sampler = Counting(ludus.backend.sampler, renderer)
+    functions = asyncio.run(read_functions([spec]))
+    ludus.collector.tools = RunTools([spec], functions, deadline_s=3600.0)
+
+
+class Scored(FixedEnv):
+    """Scores the first turn that calls no tool."""
+
+    def __init__(self, prompt: int = 64, turns: int = 1, observation: int = 12) -> None:
+        super().__init__(prompt, 1, observation)
+
+
 class Slow(FixedEnv):
     async def step(self, action: Message) -> StepResult:
         await asyncio.sleep(latency(self.random))
         return await super().step(action)
 
 
-def run(slow: bool, bound: int, num_counted: int, threads: int) -> dict[str, float]:
-    """Means over the counted steps. `bound` is `rl.max_staleness`."""
+def run(late: bool | str, bound: int, num_counted: int, threads: int) -> dict[str, float]:
+    """Means over the counted steps.
+
+    Args:
+        late: whether the environment sleeps, or the name of the tool.
+        bound: `rl.max_staleness`.
+    """
+    tool = late if isinstance(late, str) else None
     fill, drain = (bound + 2, bound + 1) if bound else (1, 0)
     random.seed(0)
     loop = QuietLoop() if threads == 1 else asyncio.SelectorEventLoop()
@@ -58,13 +144,15 @@ def run(slow: bool, bound: int, num_counted: int, threads: int) -> dict[str, flo
             make_model("0.9 M"),
             WORK,
             Path(folder),
-            env="overlap:Slow" if slow else "fixed:FixedEnv",
+            env=f"overlap:{'Scored' if tool else 'Slow'}" if late else "fixed:FixedEnv",
             rollout={"concurrency": WORK.samples * (bound + 1), "deterministic": False},
             rl={"max_staleness": bound, "algorithm": algorithm},
             threads=threads,
         )
+        if tool:
+            with_tool(ludus, tool)
         if isinstance(loop, QuietLoop):
-            for name in ("score", "train"):
+            for name in ("score", "train", "publish_weights"):  # they compute in a thread
                 setattr(ludus.backend, name, loop.counted(getattr(ludus.backend, name)))
         try:
             ludus.run(ludus.stage_of(fill + num_counted + drain), kept, loop=lambda: loop)
@@ -85,13 +173,14 @@ def run(slow: bool, bound: int, num_counted: int, threads: int) -> dict[str, flo
 
 
 def main() -> None:
-    args = arguments(__doc__ or "")
+    args = arguments(__doc__ or "", tools="a tool sleeps, not the environment")
+    programs: Mapping[str, tuple[bool | str, int]] = TOOL_PROGRAMS if args.tools else PROGRAMS
     facts = machine(args.threads)
-    num_counted = 3 if args.quick else 12
+    num_counted = 3 if args.quick else 6 if args.tools else 12
     repeats = 1 if args.quick else args.repeats
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in PROGRAMS}
-    for _, name in rounds(PROGRAMS, repeats, warmup=0):
-        found[name].append(run(*PROGRAMS[name], num_counted, args.threads))
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in programs}
+    for _, name in rounds(programs, repeats, warmup=0):
+        found[name].append(run(*programs[name], num_counted, args.threads))
         shown = {key: round(value, 3) for key, value in found[name][-1].items()}
         print(f"{name}: {shown}", flush=True)
     if args.quick:
@@ -100,7 +189,9 @@ def main() -> None:
         {"program": name, **{key: [result[key] for result in results] for key in results[0]}}
         for name, results in found.items()
     ]
-    write("overlap", page(rows), facts | {"repeats": repeats}, rows)
+    write(
+        "overlap-tools" if args.tools else "overlap", page(rows), facts | {"repeats": repeats}, rows
+    )
 
 
 def page(rows: list[dict[str, Any]]) -> str:

@@ -4,13 +4,15 @@
 
 Trains one run per seed (or uses finished runs named `<recipe>-seed<seed>`), and writes
 `docs/benchmarks/<recipe>.md` and `.svg`, and the recipe's figures in `recipes.json`, from which
-`make docs` writes the README's table.
+`make docs` writes the README's table. `--variant NAME KEY=VALUE...` trains the same seeds with
+other settings, too, and compares both on the same held-out tasks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,11 @@ from ludus.telemetry.metrics import Line, MetricsLog
 WINDOW = 5  # steps that a point of the smoothed curve averages over
 
 
-def run_of(recipe: str, seed: int, overrides: list[str], runs_dir: Path) -> RunFolder:
+def run_of(
+    recipe: str, seed: int, overrides: list[str], runs_dir: Path, variant: str = ""
+) -> RunFolder:
     """The finished run of a seed, trained now if there is none."""
-    name = f"{Path(recipe).stem}-seed{seed}"
+    name = f"{Path(recipe).stem}{variant and f'-{variant}'}-seed{seed}"
     folder = RunFolder(runs_dir / f"{name}-1")
     if not folder.report.exists():
         config = load_config(
@@ -52,10 +56,15 @@ def interval(evaluation: Evaluation) -> str:
     return f"{success.value:.1%} ({success.low or 0:.1%} to {success.high or 0:.1%})"
 
 
-def draw(path: Path, folders: dict[int, RunFolder]) -> None:
-    """Success of training episodes and of held-out tasks, over episodes and over time."""
+def draw(path: Path, groups: dict[str, dict[int, RunFolder]]) -> None:
+    """Success of training episodes and of held-out tasks, over episodes and over time.
+
+    `groups` has the runs by seed, of the recipe ("") and of its variant.
+    """
     figure, axes = two_axes()
-    for color, (seed, folder) in zip(("C0", "C1", "C2", "C3", "C4"), folders.items(), strict=False):
+    runs = [(variant, *item) for variant, runs in groups.items() for item in runs.items()]
+    for variant, seed, folder in runs:
+        color, style = f"C{seed % 10}", ":" if variant else "-"
         lines = MetricsLog.read(folder.metrics)
         steps = [line for line in lines if line.stage == "rl"]
         played = [line for line in lines if line.stage.startswith("evaluate/")]
@@ -64,7 +73,8 @@ def draw(path: Path, folders: dict[int, RunFolder]) -> None:
         episodes = [line.metrics["rollout/episodes_total"] - first for line in steps]
         minutes = [line.metrics["time/elapsed_s"] / 60 for line in steps]
         for axis, xs in zip(axes, (episodes, minutes), strict=True):
-            axis.plot(xs, success, color=color, label=f"seed {seed}")
+            label = f"seed {seed}{variant and f', {variant}'}"
+            axis.plot(xs, success, style, color=color, label=label)
         evaluated = [episodes_at(line, steps, episodes) for line in played]
         times = [line.metrics["time/elapsed_s"] / 60 for line in played]
         held_out = [line.metrics["evaluate/success"] for line in played]
@@ -131,22 +141,49 @@ def tier_table(folders: dict[int, RunFolder]) -> str:
     )
 
 
+def variant_table(name: str, folders: dict[int, RunFolder], others: dict[int, RunFolder]) -> str:
+    """Both ends of the variant's runs, and the recipe's gain over them on the same tasks."""
+    rows = []
+    for seed, folder in others.items():
+        ends = read_evaluations(folder)
+        gain = compare(ends["after RL"], read_evaluations(folders[seed])["after RL"]).success
+        points = [100 * (value or 0) for value in (gain.value, gain.low, gain.high)]
+        cells = [str(seed), interval(ends["before RL"]), interval(ends["after RL"])]
+        cells += ["{:+.1f} ({:+.1f} to {:+.1f})".format(*points), f"{gain.p_value:.2g}"]
+        rows.append([*cells, f"{figures(folder)['minutes']:.1f}"])
+    head = ("seed", f"{name}: after SFT", f"{name}: after RL", "the recipe's gain over it, points")
+    return table((*head, "paired p", "minutes"), rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     parser.add_argument("--note", default="")
+    parser.add_argument("--variant", nargs="+", default=[], metavar=("NAME", "KEY=VALUE"))
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
+    variant = args.variant[0] if args.variant else ""
     folders = {s: run_of(args.recipe, s, args.overrides, args.runs_dir) for s in args.seeds}
+    others = {
+        s: run_of(args.recipe, s, [*args.overrides, *args.variant[1:]], args.runs_dir, variant)
+        for s in (args.seeds if variant else [])
+    }
     name, seeds = Path(args.recipe).stem, " ".join(map(str, args.seeds))
-    draw(RESULTS / f"{name}.svg", folders)
+    draw(RESULTS / f"{name}.svg", {"": folders, variant: others} if variant else {"": folders})
     first = folders[args.seeds[0]]
     evaluations = read_evaluations(first)
     with RunStore.open(None, str(args.runs_dir), read_only=True) as store:
         versions = store.run(first.id).versions
     note = f"{args.note}\n\n" if args.note else ""
+    compared, command = "", f"recipes/{name}.yaml --seeds {seeds}"
+    if variant:
+        compared = (
+            f"The same recipe with `{shlex.join(args.variant[1:])}`:\n\n"
+            f"{variant_table(variant, folders, others)}\n\n"
+        )
+        command += f" --variant {shlex.join(args.variant)}"
     text = f"""\
 # The recipe {name}, {len(folders)} seeds
 
@@ -157,12 +194,12 @@ intervals (95 %). p: McNemar's exact test on the same tasks.
 
 {tier_table(folders)}
 
-![Success over RL episodes and over time]({name}.svg)
+{compared}![Success over RL episodes and over time]({name}.svg)
 
 Lines: success of sampled training episodes, mean over {WINDOW} steps. Dots: success on
 held-out tasks.
 
-{note}    python benchmarks/recipes.py recipes/{name}.yaml --seeds {seeds}
+{note}    python benchmarks/recipes.py {command}
 
 ## Machine
 

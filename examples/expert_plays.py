@@ -3,7 +3,7 @@
 import asyncio
 
 from ludus import Spec
-from ludus.data.demonstrations import run_expert
+from ludus.data.expert import run_expert
 from ludus.envs import ENVS
 
 env = ENVS.build(Spec(name="textcraft", args={"num_distractors": 1}))

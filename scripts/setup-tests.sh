@@ -2,7 +2,8 @@
 # Installs what only tests need. Safe to run again; with all of it there, it touches no network.
 #
 # 1. Programs from the system's packages: Chromium (opens the report), PostgreSQL (the run store on a
-#    server), Java (ScienceWorld, TextWorldExpress), a C++ compiler and make (ALFWorld's engine).
+#    server), Java (ScienceWorld, TextWorldExpress), a C++ compiler and make (ALFWorld's engine),
+#    bubblewrap, gVisor, Node.js and util-linux (the sandbox), Redis (the rate limiter on several hosts).
 #    They are installed as root where apt-get exists.
 # 2. The extra `alfworld` into .venv: its planner is compiled, which takes some minutes.
 #
@@ -17,6 +18,10 @@ command -v initdb >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/initdb' >/
 command -v java >/dev/null || missing+=(default-jre-headless)
 command -v g++ >/dev/null || missing+=(g++)
 command -v make >/dev/null || missing+=(make)
+command -v bwrap >/dev/null || missing+=(bubblewrap)
+command -v setpriv >/dev/null || missing+=(util-linux)
+command -v node >/dev/null || missing+=(nodejs)
+command -v redis-server >/dev/null || missing+=(redis-server)
 if [[ ${#missing[@]} -gt 0 ]]; then
     export DEBIAN_FRONTEND=noninteractive
     if command -v apt-get >/dev/null && [[ $(id -u) -eq 0 ]] &&
@@ -27,6 +32,12 @@ if [[ ${#missing[@]} -gt 0 ]]; then
         echo "Not installed, so the tests that need them are skipped: ${missing[*]}" >&2
         echo "(Debian: apt-get install ${missing[*]})" >&2
     fi
+fi
+
+# gVisor, which not every release of Debian has.
+if ! command -v runsc >/dev/null && command -v apt-get >/dev/null && [[ $(id -u) -eq 0 ]]; then
+    apt-get install -y -qq --no-install-recommends runsc >/dev/null 2>&1 ||
+        echo "Not installed, so its tests are skipped: runsc (gVisor)" >&2
 fi
 
 [[ "${1:-}" == --programs ]] && exit 0

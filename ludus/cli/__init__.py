@@ -16,7 +16,13 @@ from ludus.core.modules import missing_dependency
 from ludus.core.signals import EXIT_CODES, exit_code, handling, leave, raise_stop
 from ludus.telemetry.logs import check_settings
 
-EXTRAS = {"rollout": "remote", "generate-data": "remote", "env": "serve", "model": "serve,train"}
+EXTRAS = {
+    "rollout": "remote",
+    "rubric": "remote",
+    "generate-data": "remote",
+    "env": "serve",
+    "model": "serve,train",
+}
 """Extras of the verbs; `train` for the others."""
 
 

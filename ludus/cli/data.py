@@ -1,4 +1,4 @@
-"""Verbs that play episodes with an endpoint or an expert: rollout, generate-data."""
+"""Verbs that ask an endpoint or an expert: rollout, rubric, generate-data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ludus.cli.options import env_specs, spec
+from ludus.cli.options import env_specs, recipe_with_tools, spec
 
 app = typer.Typer()
 
@@ -45,7 +45,9 @@ def rollout(
     tier: Annotated[str | None, typer.Option(help="Use the ids as seeds of this tier.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write all episodes to.")] = None,
     max_round: MaxRound = None,
-    format: Form = "react",
+    format: Annotated[
+        str | None, typer.Option(help="plain, react, or tools; default: react.")
+    ] = None,
     system_prompt: SystemPrompt = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 1.0,
@@ -54,11 +56,21 @@ def rollout(
     deadline: Annotated[
         float, typer.Option(min=0.1, help="Time limit of all episodes, in seconds.")
     ] = 3600.0,
+    tools: Annotated[
+        str | None,
+        typer.Option(
+            help="Recipe whose `tools` the episodes have, with its `limits` and "
+            "`rollout.tool_calls`."
+        ),
+    ] = None,
 ) -> None:
     """Play episodes with the model of an OpenAI-compatible endpoint, as `POST /rollouts` does."""
     from ludus.data import options, rollouts
     from ludus.rollout.requests import parse_ids
 
+    recipe = recipe_with_tools(tools)
+    if format is None and recipe is not None and recipe.rollout.format == "code":
+        format = "code"  # refused: the recipe's tools would be called in another way than trained
     asked = rollouts.request(
         env=env,
         model=model,
@@ -75,13 +87,39 @@ def rollout(
         deadline_s=deadline,
     )
     answer, stop = rollouts.rollout(
-        spec(env, args), asked, out, lambda line: typer.echo(line, err=True)
+        spec(env, args), asked, out, lambda line: typer.echo(line, err=True), recipe
     )
     typer.echo(answer.model_dump_json(exclude={"results"}))
     if stop is not None:
         raise stop
     if not answer.num_evaluated:
         raise typer.Exit(1)
+
+
+@app.command()
+def rubric(
+    samples: Annotated[
+        Path, typer.Argument(help="JSON lines: prompt, response, and, if known, answer and score.")
+    ],
+    out: Annotated[Path, typer.Option(help="YAML file to write; may not exist.")],
+    model: Annotated[str, typer.Option(help="The model's name at the endpoint.")],
+    base_url: Annotated[
+        str, typer.Option(help="OpenAI-compatible endpoint, up to /v1. API key: LUDUS_API_KEY.")
+    ],
+    num_samples: Annotated[
+        int, typer.Option(min=1, max=1000, help="Samples to show to the model: the first ones.")
+    ] = 20,
+    num_criteria: Annotated[
+        int, typer.Option(min=1, max=50, help="Maximum number of criteria.")
+    ] = 8,
+) -> None:
+    """Let a model write a rubric from samples, for the judge `rubric`."""
+    from ludus.data.rubrics import write_rubric
+
+    criteria = write_rubric(samples, model, base_url, out, num_samples, num_criteria)
+    for criterion in criteria:
+        typer.echo(f"{criterion.weight:+g} {criterion.name}: {criterion.text}")
+    typer.echo(f"{len(criteria)} criteria: {out}")
 
 
 @app.command("generate-data")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -35,12 +35,18 @@ def report(run: Run, runs_dir: RunsDir = "runs", store: StoreUrl = None) -> None
 
 
 @app.command()
-def runs(runs_dir: RunsDir = "runs", store: StoreUrl = None) -> None:
+def runs(
+    runs_dir: RunsDir = "runs",
+    store: StoreUrl = None,
+    all: Annotated[
+        bool, typer.Option("--all", help="List all runs; default: the 15 newest.")
+    ] = False,
+) -> None:
     """List the runs in the store."""
-    from ludus.store.show import render_runs
+    from ludus.store.show import NEWEST, render_runs
 
     with open_store(runs_dir, store) as opened:
-        show_on_screen(render_runs(opened))
+        show_on_screen(render_runs(opened, None if all else NEWEST))
         for line in unfinished(opened, runs_dir):
             typer.echo(line)
 
@@ -177,11 +183,25 @@ def check_env_command(
 
 
 @app.command()
-def doctor(runs_dir: RunsDir = "runs") -> None:
+def doctor(
+    runs_dir: RunsDir = "runs",
+    attack: Annotated[
+        bool, typer.Option("--attack", help="Attack the sandbox, and print what was stopped.")
+    ] = False,
+    isolation: Annotated[
+        Literal["jail", "gvisor"], typer.Option(help="The sandbox's isolation that is attacked.")
+    ] = "jail",
+) -> None:
     """Check this machine and print what to install."""
-    from ludus.diagnostics.doctor import exit_code, render_checks, run_doctor
+    from rich.console import Console
 
-    checks = run_doctor(runs_dir)
+    from ludus.diagnostics.doctor import exit_code, render_checks, run_attacks, run_doctor
+
+    with Console(stderr=True).status("checking") as status:  # on a terminal only
+        if attack:
+            checks = run_attacks(lambda name: status.update(f"attack: {name}"), isolation)
+        else:
+            checks = run_doctor(runs_dir, lambda name: status.update(f"checking {name}"))
     show_on_screen(render_checks(checks))
     raise typer.Exit(exit_code(checks))
 

@@ -44,6 +44,15 @@ def load(recipe: str, overrides: list[str] | None, runs_dir: str = "runs") -> An
     return load_config(recipe, changes)
 
 
+def recipe_with_tools(recipe: str | None) -> Any:
+    """Returns the configuration of `--tools`; None: not given. Errors: ConfigError."""
+    if recipe is None:
+        return None
+    if not (config := load(recipe, None)).tools:
+        raise ConfigError(f"--tools: {recipe} has no `tools`: give a recipe that has them")
+    return config
+
+
 def check(config: Any, recipe: str, overrides: Sequence[str] | None) -> None:
     """Check the plug-ins of a configuration. Each line of an error names its override or recipe."""
     from ludus.pipeline.registries import check as check_plugins
@@ -139,6 +148,15 @@ def spec(name: str, args: list[str] | None) -> Any:
 
 def env_specs(words: Sequence[str]) -> list[Any]:
     """Specs of environments with their arguments: `a x=1 b` is a with x=1, and b."""
+    specs = named_specs(words, "an environment")
+    names = [one.name for one in specs]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{repeated[0]}: named twice; name each environment once")
+    return specs
+
+
+def named_specs(words: Sequence[str], noun: str) -> list[Any]:
+    """Specs with their arguments: `a x=1 b` is a with x=1, and b."""
     found: list[tuple[str, list[str]]] = []
     for word in words:
         if "=" not in word:
@@ -146,10 +164,7 @@ def env_specs(words: Sequence[str]) -> list[Any]:
         elif found:
             found[-1][1].append(word)
         else:
-            raise ConfigError(f"{word}: name an environment before its arguments")
-    names = [name for name, _ in found]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{repeated[0]}: named twice; name each environment once")
+            raise ConfigError(f"{word}: name {noun} before its arguments")
     return [spec(name, args) for name, args in found]
 
 

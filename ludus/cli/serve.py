@@ -1,4 +1,4 @@
-"""`ludus serve`: environments and models."""
+"""`ludus serve`: environments, models, tools, the sandbox."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ludus.cli.options import RunsDir, env_specs, spec
+from ludus.cli.options import RunsDir, env_specs, named_specs, recipe_with_tools, spec
 
 MaxConnections = Annotated[
     int, typer.Option(min=16, help="Maximum number of connections, per process.")
@@ -58,6 +58,13 @@ def serve_env(
     ] = 150.0,
     max_connections: MaxConnections = 8192,
     max_per_address: MaxPerAddress = 4096,
+    tools: Annotated[
+        str | None,
+        typer.Option(
+            help="Recipe whose `tools` the episodes of POST /rollouts have, with its `limits` and "
+            "`rollout.tool_calls`."
+        ),
+    ] = None,
 ) -> None:
     """Serve environments over the APIs of ludus, AgentGym and OpenEnv. Tokens: LUDUS_TOKENS=a,b."""
     from ludus.services.envs.manager import SessionLimits
@@ -76,7 +83,8 @@ def serve_env(
     )
     connections = ConnectionLimits(max_connections, max_per_address)
     options = ServeOptions(host, port, workers, client_tokens(), connections)
-    serve_envs(env_specs(envs), options, limits, isolate, typer.echo)
+    recipe = recipe_with_tools(tools)
+    serve_envs(env_specs(envs), options, limits, isolate, typer.echo, recipe)
 
 
 @app.command("model")
@@ -150,3 +158,68 @@ def model(
         connections=ConnectionLimits(max_connections, max_per_address),
         say=typer.echo,
     )
+
+
+@app.command("tools")
+def tools(
+    tools: Annotated[
+        list[str],
+        typer.Argument(help="Tools, each followed by its arguments: NAME key=value ..."),
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 5000,
+    max_trajectories: Annotated[
+        int, typer.Option(min=1, help="Maximum number of trajectories with state.")
+    ] = 4096,
+    max_concurrent: Annotated[
+        int, typer.Option(min=1, help="Maximum number of concurrent actions.")
+    ] = 64,
+    idle: Annotated[
+        float, typer.Option(min=1, help="Seconds until an idle trajectory's state is released.")
+    ] = 900.0,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds that a call may take.")] = 60.0,
+    max_connections: MaxConnections = 8192,
+    max_per_address: MaxPerAddress = 4096,
+) -> None:
+    """Serve tools over verl-tool's protocol (POST /get_observation). Tokens: LUDUS_TOKENS=a,b."""
+    from ludus.services.server.auth import client_tokens
+    from ludus.services.server.connections import ConnectionLimits
+    from ludus.services.server.serve import ServeOptions
+    from ludus.services.tools.service import ToolLimits, serve_tools
+
+    limits = ToolLimits(max_trajectories, max_concurrent, idle, deadline)
+    connections = ConnectionLimits(max_connections, max_per_address)
+    options = ServeOptions(host, port, 1, client_tokens(), connections)
+    serve_tools(named_specs(tools, "a tool"), options, limits, typer.echo)
+
+
+@app.command("sandbox")
+def sandbox(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="Arguments of the sandbox `jail`: key=value ..."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8080,
+    max_run: Annotated[
+        float, typer.Option(min=0.1, help="Most seconds that a request may ask for.")
+    ] = 120.0,
+    max_memory_mb: Annotated[
+        int, typer.Option(min=16, help="Most memory that a request may ask for.")
+    ] = 4096,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Maximum number of runs, those that wait included.")
+    ] = 1024,
+    max_connections: MaxConnections = 8192,
+    max_per_address: MaxPerAddress = 4096,
+) -> None:
+    """Run untrusted code over SandboxFusion's API (POST /run_code). Tokens: LUDUS_TOKENS=a,b."""
+    from ludus.services.sandbox.service import SandboxLimits, serve_sandbox
+    from ludus.services.server.auth import client_tokens
+    from ludus.services.server.connections import ConnectionLimits
+    from ludus.services.server.serve import ServeOptions
+
+    limits = SandboxLimits(max_run, max_memory_mb, min(512, max_memory_mb), max_waiting)
+    connections = ConnectionLimits(max_connections, max_per_address)
+    options = ServeOptions(host, port, 1, client_tokens(), connections)
+    serve_sandbox(spec("jail", arguments), options, limits, typer.echo)

@@ -167,6 +167,17 @@ def plan(
         typer.Option(min=0.01, max=1, help="Fraction of the hardware's peak that is reached."),
     ] = 0.35,
     env_step_s: Annotated[float, typer.Option(min=0, help="Seconds of an environment step.")] = 0.0,
+    tool_calls: Annotated[
+        float | None,
+        typer.Option(min=0, help="Tool calls an episode; default: as the expert makes them."),
+    ] = None,
+    tool_call_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Seconds of a tool call on another machine; default: Python in the sandbox here.",
+        ),
+    ] = None,
 ) -> None:
     """Estimate memory, time and cost of a recipe on given hardware. Trains nothing.
 
@@ -175,6 +186,7 @@ def plan(
     from ludus.diagnostics import plan as planning
     from ludus.diagnostics.episodes import measure
     from ludus.diagnostics.hardware import find_hardware
+    from ludus.diagnostics.plan_lines import lines
 
     config = load(recipe, overrides)
     on, usage = find_hardware(hardware, config.model), measure(config)
@@ -185,10 +197,12 @@ def plan(
         efficiency=efficiency,
         env_step_s=env_step_s,
         usage=usage if fill is None else None,
+        num_calls=tool_calls,
+        call_s=tool_call_s,
     )
     if usage is None and fill is None:
         typer.echo("no expert: episodes are taken to use all turns and the whole context (--fill)")
-    for line in planning.lines(config, estimate):
+    for line in lines(config, estimate):
         typer.echo(line)
     if not estimate.fits:
         raise typer.Exit(1)
@@ -226,6 +240,10 @@ def evaluate(
     num_tasks: Annotated[int | None, typer.Option(help="Held-out tasks; default: all.")] = None,
     samples: Annotated[int, typer.Option(help="Episodes of each task: k of pass@k.")] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="New file (JSON lines) for the episodes: messages, scores, errors."),
+    ] = None,
     runs_dir: RunsDir = "runs",
 ) -> None:
     """Evaluate a run, a Hugging Face folder or an endpoint's model on held-out tasks."""
@@ -242,4 +260,5 @@ def evaluate(
         num_tasks=num_tasks,
         samples=samples,
         temperature=temperature,
+        out=out,
     )

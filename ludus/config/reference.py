@@ -94,6 +94,8 @@ def config_reference(registries: Registries) -> str:
 def show_reference(key: str | None, registries: Registries) -> RenderableType:
     """Returns the output of `ludus config [KEY]`: all keys, or one key or section and its plug-ins.
 
+    A section lists its plug-ins; the key of a plug-in shows their arguments too.
+
     Raises:
         ConfigError: unknown key.
     """
@@ -106,10 +108,24 @@ def show_reference(key: str | None, registries: Registries) -> RenderableType:
     parts: list[RenderableType] = [_grid(chosen)]
     for paths, registry in _by_registry(registries):
         owned = [path for path in paths if any(entry.key == path for entry in chosen)]
-        if owned:
-            parts.append(Text(f"\nPlug-ins for {', '.join(owned)}:\n", style="bold"))
+        if not owned:
+            continue
+        parts.append(Text(f"\nPlug-ins for {', '.join(owned)}:\n", style="bold"))
+        if key in owned:
             parts += [_plugin_shown(plugin) for plugin in plugins(registry)]
+        else:
+            parts.append(_plugin_names(registry))
+            parts.append(Text(f"\nludus config NAME, or {owned[0]}, shows their arguments."))
     return Group(*parts)
+
+
+def _plugin_names(registry: Registry[Any]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 2))
+    table.add_column(no_wrap=True, overflow="fold", style="bold")
+    table.add_column(overflow="fold")
+    for name in registry.names():
+        table.add_row(name, Text(registry.row(name).summary))
+    return table
 
 
 def _one_plugin(name: str, registries: Registries, known: list[str]) -> RenderableType:

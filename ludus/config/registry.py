@@ -9,6 +9,7 @@ accordingly.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from bdb import BdbQuit
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -41,7 +43,8 @@ class Registry(Generic[T]):
     """The plug-ins of one kind ("env", "judge", ...).
 
     `context` names the parameters that ludus supplies when it builds a plug-in (e.g. a tokenizer).
-    A config cannot set them. `needs` names attributes of every plug-in of this kind.
+    A config cannot set them. `needs` names attributes of every plug-in of this kind. `fault`
+    returns what is wrong with a target, or None.
     """
 
     def __init__(
@@ -50,9 +53,11 @@ class Registry(Generic[T]):
         rows: Mapping[str, Row],
         context: frozenset[str] = frozenset(),
         needs: tuple[str, ...] = (),
+        fault: Callable[[Any], str | None] = lambda target: None,
     ) -> None:
         self.kind = kind
         self.needs = needs
+        self._fault = fault
         self.context = context
         self._rows = dict(rows)
         self._schemas: dict[Callable[..., T], type[BaseModel]] = {}
@@ -73,6 +78,8 @@ class Registry(Generic[T]):
             return Row(name)
         for point in entry_points(group=f"ludus.{self.kind}", name=name):
             return Row(point.value)
+        if name.endswith(".py"):
+            raise ConfigError(f"{self.kind} {name!r}: {_without_attribute(name)}")
         noun = "metrics sink" if self.kind == "metrics" else self.kind
         raise ConfigError(f"{name!r} is not a known {noun}{did_you_mean(name, self.names())}")
 
@@ -110,6 +117,8 @@ class Registry(Generic[T]):
                 f"{self.kind} {name!r}: {attribute} is of type {type(target).__name__}, not a "
                 "class or a function; name a function that returns it"
             )
+        if fault := self._fault(target):
+            raise ConfigError(f"{self.kind} {name!r}: {fault}")
         return target
 
     def arguments(self, name: str) -> type[BaseModel]:
@@ -155,9 +164,12 @@ class Registry(Generic[T]):
         try:
             built = target(**args, **supplied)
         except ConfigError as error:
-            if not where or _PLACE.match(str(error)):
+            text = str(error)
+            if where and text.partition(".")[0] in args:  # of a plug-in among the arguments
+                raise ConfigError(f"{where}.args.{text}") from error
+            if not where or _PLACE.match(text):
                 raise
-            raise ConfigError(f"{_argument(where, args, str(error))}: {error}") from error
+            raise ConfigError(f"{_argument(where, args, text)}: {text}") from error
         except (LudusError, BdbQuit):
             raise
         except (Exception, SystemExit) as error:
@@ -188,6 +200,20 @@ def _argument(where: str, args: Mapping[str, Any], text: str) -> str:
         name for name, value in args.items() if isinstance(value, str) and repr(value) in text
     ]
     return ".".join([where, "args", *quoted[:1]])
+
+
+def _without_attribute(path: str) -> str:
+    """What is wrong with a file's path as the name of a plug-in, with its functions and classes."""
+    try:
+        source = Path(path).expanduser().read_text(encoding="utf-8")
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        names = [node.name for node in ast.parse(source).body if isinstance(node, kinds)]
+    except OSError:
+        return f"there is no file {path}"
+    except (SyntaxError, ValueError) as error:
+        return f"{path} is not a Python file: {error}"
+    found = ", ".join(name for name in names if not name.startswith("_"))
+    return f"write {path}:NAME, with a function or class of the file: {found or 'it has none'}"
 
 
 def _schema(name: str, target: Callable[..., Any], context: frozenset[str]) -> type[BaseModel]:

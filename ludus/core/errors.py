@@ -25,7 +25,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Self
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class LudusError(Exception):
@@ -117,12 +120,19 @@ def described(error: BaseException) -> str:
         return f"{type(error).__name__} (its message cannot be read)"
 
 
+def first_fault(error: ValidationError, whole: str = "it") -> str:
+    """The first fault of a validation, as `place: reason`; `whole` is the place of the root."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"])) or whole
+    return f"{place}: {first['msg']}" if place else str(first["msg"])
+
+
 def did_you_mean(name: str, choices: Iterable[str], full: str = "{}") -> str:
     """` (did you mean X?)`; the choices, where no name is near; empty without choices."""
     known = sorted(choices)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
         return f" (did you mean {full.format(near[0])}?)"
-    if 0 < len(known) <= 12:
+    if 0 < len(known) <= 20:
         return f" (known: {', '.join(known)})"
     return ""

@@ -6,25 +6,53 @@ import hashlib
 import os
 import sys
 import traceback
+from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from ludus.core.errors import MissingDependency, described
-from ludus.core.sources import is_foreign
+from ludus.core.sources import is_foreign, siblings
 
 DISTRIBUTION = "ludus-rl"
+
+
+@dataclass(slots=True)
+class Siblings:
+    """Finds modules beside the files that were loaded, after all others.
+
+    A folder without `__init__.py` is no module here: `wandb/` may be a logger's output.
+    """
+
+    folders: list[str] = field(default_factory=list)
+
+    def add(self, folder: str) -> None:
+        """Find modules in this folder from now on."""
+        if folder not in self.folders:
+            self.folders.append(folder)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Import's protocol: the spec of a top-level module; None for another's submodule."""
+        spec = PathFinder.find_spec(name, self.folders) if path is None else None
+        return spec if spec is not None and spec.origin is not None else None
+
+
+SIBLINGS = Siblings()
+sys.meta_path.append(SIBLINGS)
 
 
 def load_module(name: str) -> ModuleType:
     """The module of a name (`my_package.env`) or of a file (`my/env.py`); a file is loaded once.
 
-    Names are also looked up in the working directory, which is not on a console script's path.
+    Names are also looked up in the working directory, which is not on a console script's path. A
+    file may import the modules beside it.
 
     Errors: ModuleNotFoundError; any error that the module itself raises.
     """
@@ -36,6 +64,7 @@ def load_module(name: str) -> ModuleType:
     if here in sys.path or "" in sys.path:
         return import_module(name)
     sys.path.append(here)
+    SIBLINGS.add(here)  # for imports within functions
     try:
         return import_module(name)
     finally:
@@ -77,13 +106,26 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file() or spec is None or spec.loader is None:
         raise ModuleNotFoundError(f"there is no file {path}", name=str(path))
     module = module_from_spec(spec)
+    SIBLINGS.add(str(Path(resolved).parent))
     sys.modules[name] = module  # before execution, as import does: dataclasses look it up
     try:
         spec.loader.exec_module(module)
+        _require_own_siblings(Path(resolved))
     except BaseException:
         del sys.modules[name]
         raise
     return module
+
+
+def _require_own_siblings(file: Path) -> None:
+    """Refuse a module beside another file, loaded under the name of one that `file` imports."""
+    for sibling in siblings(file):
+        name = sibling.parent.name if sibling.name == "__init__.py" else sibling.stem
+        loaded = getattr(sys.modules.get(name), "__file__", None)
+        if loaded and not is_foreign(Path(loaded).resolve()) and Path(loaded).resolve() != sibling:
+            raise ImportError(
+                f"{name} is loaded from {loaded}, not from {file.parent}: rename one of the two"
+            )
 
 
 def extra_of(requirement: Requirement) -> str:

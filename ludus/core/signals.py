@@ -26,6 +26,9 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
+END_S = 5.0
+"""Seconds that cancelled tasks have to end."""
+
 _abandoned: list[Future[Any]] = []
 
 
@@ -130,13 +133,34 @@ def ctrl_c_kept_from_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+async def end_tasks() -> None:
+    """Cancel all other tasks of the event loop, and wait for their end.
+
+    A task that swallows its cancellation (a user's tool) is forgotten after END_S, since
+    `asyncio.Runner` would wait for it without a limit.
+    """
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if not others:
+        return
+    for task in (await asyncio.wait(others, timeout=END_S))[1]:
+        asyncio._unregister_task(task)
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # the warning tells it
+        logging.getLogger(__name__).warning(
+            "a task does not end: it swallows CancelledError, and is abandoned: %s",
+            getattr(task.get_coro(), "__qualname__", task.get_name()),
+        )
+
+
 def run(
     main: Coroutine[Any, Any, T], finishes: Callable[[KeyboardInterrupt], bool] = lambda _: False
 ) -> T:
     """`asyncio.run`, ended by signals in order.
 
     A signal raises at once where `main` itself computes. Where it waits for its tasks, the first
-    signal cancels it, so the tasks end in order; the next signal raises at once.
+    signal cancels it, so the tasks end in order; the next signal raises at once. So does the first
+    after END_S, where a user's code blocks the event loop and nothing can be cancelled.
 
     Args:
         finishes: called first; True if `main` will end by itself.
@@ -161,6 +185,10 @@ def run(
         if task is None or not waits or cause is not None:
             raise stop
         cause = stop
+        again = threading.Timer(END_S, os.kill, (os.getpid(), exit_code(stop) - 128))
+        again.daemon = True
+        again.start()
+        loop.call_soon_threadsafe(again.cancel)
         loop.call_soon_threadsafe(task.cancel)
 
     with asyncio.Runner() as runner, handling(handle):
@@ -169,6 +197,8 @@ def run(
         except asyncio.CancelledError:
             if cause is None:
                 raise
+        finally:
+            runner.run(end_tasks())
         if cause is None:
             return result
     raise cause

@@ -18,7 +18,8 @@ def own_sources(file: Path) -> list[Path]:
     Modules of Python, of ludus and of installed packages are left out. Imports within functions
     count; names that are computed (`importlib.import_module(name)`) are not found.
     """
-    roots = [Path(entry or os.getcwd()).resolve() for entry in (*sys.path, "")]
+    places = (*sys.path, "", str(file.parent))
+    roots = [Path(entry or os.getcwd()).resolve() for entry in places]
     found: set[Path] = set()
     todo = {file.resolve()}
     while todo:
@@ -27,6 +28,16 @@ def own_sources(file: Path) -> list[Path]:
         imported = {p.resolve() for p in _imports(path, [r for r in roots if r.is_dir()])}
         todo |= {p for p in imported if not is_foreign(p)} - found
     return sorted(found)
+
+
+def siblings(file: Path) -> list[Path]:
+    """Returns the modules and packages in the folder of a file that the file imports by name."""
+    folder = file.resolve().parent
+
+    def top(path: Path) -> Path:
+        return path.parent if path.name == "__init__.py" else path
+
+    return [path for path in _imports(file, [folder]) if top(path).parent == folder]
 
 
 def is_foreign(path: Path) -> bool:

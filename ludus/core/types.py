@@ -72,11 +72,17 @@ class Spec(Wire):
         return {"name": value} if isinstance(value, str) else value
 
 
+NO_ENV = Spec(name="none")
+"""`Task.env` of a task that is played without the run's environment."""
+
+
 class Task(Wire):
     """The task of one rollout.
 
     `data` goes to the environment's `reset` (a seed, a goal). `tier` is the level or depth by which
-    evaluations are broken down. `source` names the data set or environment of the task.
+    evaluations are broken down. `source` names the data set or environment of the task. `tools`
+    names the functions of the run's tools that are on offer (None: all). `consistency` is the share
+    of a model's answers that agree with `answer`, where that is their majority (R-Zero, Agent0: p).
     """
 
     id: str
@@ -87,6 +93,8 @@ class Task(Wire):
     data: dict[str, Any] = Field(default_factory=dict)
     source: str = ""
     tier: str | None = None
+    tools: list[str] | None = None
+    consistency: float | None = Field(default=None, ge=0, le=1)
 
 
 class Observation(Wire):
@@ -116,11 +124,19 @@ class StepResult(Wire):
 
 
 class Score(Wire):
-    """A judge's score: the value, which becomes the reward, and its named parts."""
+    """A judge's score: the value, which becomes the reward, and its named parts.
+
+    `success` is None where a value of at least 1 is a success.
+    """
 
     value: float
     parts: dict[str, float] = Field(default_factory=dict)
     explanation: str = ""
+    success: bool | None = None
+
+    @property
+    def succeeded(self) -> bool:
+        return self.value >= 1.0 if self.success is None else self.success
 
 
 class Status(StrEnum):
@@ -214,6 +230,8 @@ class Trajectory:
     """One episode: a tree of token segments, a status and a reward.
 
     `reward` is None until the episode is scored, and stays None where no reward can be computed.
+    `scores` are the parts of the judge's score, or the environment's scores; `explanation` is the
+    judge's.
     `dropped` is the reason why the trajectory gives no training rows (None: it gives rows).
     """
 
@@ -226,6 +244,7 @@ class Trajectory:
     status: Status = Status.COMPLETED
     reward: float | None = None
     scores: dict[str, float] = field(default_factory=dict)
+    explanation: str | None = None
     error: str | None = None
     dropped: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -291,6 +310,7 @@ class Sample:
     has one for each token: -1 without a loss, or for a demonstration.
 
     With a critic, `values` are its estimates before each token and `returns` are its targets.
+    `consistency` is the task's, for a loss that depends on it (ADPO).
     """
 
     token_ids: list[int]
@@ -305,6 +325,7 @@ class Sample:
     values: list[float] | None = None
     returns: list[float] | None = None
     versions: list[int] | None = None
+    consistency: float | None = None
 
     @property
     def num_loss_tokens(self) -> int:

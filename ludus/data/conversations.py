@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError
 from ludus.core.types import Message, Task, Trajectory
-from ludus.data.demonstrations import Demonstration
-from ludus.models.chat.renderer import Renderer
+from ludus.data.expert import Demonstration
+from ludus.models.chat.by_task import TaskRenderers
 from ludus.rollout.replay import replay
 from ludus.rollout.session import with_system_prompt
 from ludus.tasks.agentgym import is_agentgym, read_trajectories
-from ludus.tasks.mixture import part_of
+from ludus.tasks.mixture import PART, part_of, settings_of
 from ludus.tasks.readers import OnBadLine, read_json
 
 
@@ -37,8 +37,9 @@ def read_conversations(
 ) -> tuple[list[Conversation], list[str]]:
     """Returns the conversations of `sft.data`, or else the demonstrations; and skipped lines.
 
-    A line of the file is an object with `messages` and optionally `reward` and `success`: the
-    format of `ludus export --what sft` and of most trainers.
+    A line of the file is an object with `messages` and optionally `reward` and `success`, as
+    `ludus export --what sft` and most trainers write them, and `tools` and
+    `part`: the functions on offer, and the part of a mixture whose settings hold.
     """
     system_prompt = config.rollout.system_prompt
     if config.sft is None or config.sft.data is None:
@@ -46,8 +47,10 @@ def read_conversations(
         conversations = []
         for demo in demonstrations:
             task = tasks.get(demo.task_id) or Task(id=demo.task_id, tier=demo.tier)
-            messages = with_system_prompt([*task.prompt, *demo.messages], system_prompt)
-            conversations.append(Conversation(task, messages, demo.reward, demo.success))
+            opening = settings_of(config.rollout, part_of(task)).system_prompt
+            messages = with_system_prompt([*task.prompt, *demo.messages], opening)
+            trained = _trained(messages, demo) if demo.mistakes else None
+            conversations.append(Conversation(task, messages, demo.reward, demo.success, trained))
         return conversations, []
     if is_agentgym(config.sft.data):
         return _read_agenttraj(config.sft.data, config.tasks.on_bad_line, system_prompt)
@@ -55,16 +58,32 @@ def read_conversations(
     lines = read_json(config.sft.data, "messages", answer=None, on_bad_line=on_bad_line)
     if not lines:
         raise DataError(f"sft.data: {config.sft.data} holds no conversation")
-    conversations = [
-        Conversation(
-            Task(id=line.id, source=line.source),
-            with_system_prompt(line.prompt, system_prompt),
-            _number(line.data.get("reward")),
-            _boolean(line.data.get("success")),
+    conversations = []
+    for line in lines:
+        task = _task(line)
+        opening = settings_of(config.rollout, part_of(task)).system_prompt
+        conversations.append(
+            Conversation(
+                task,
+                with_system_prompt(line.prompt, opening),
+                _number(line.data.get("reward")),
+                _boolean(line.data.get("success")),
+            )
         )
-        for line in lines
-    ]
     return conversations, [str(line) for line in lines.skipped]
+
+
+def _task(line: Task) -> Task:
+    """The task of a line: its functions and its part select the renderer."""
+    part = line.data.get(PART)
+    data = {PART: part} if isinstance(part, str) else {}
+    return Task(id=line.id, source=line.source, data=data, tools=_names(line.data.get("tools")))
+
+
+def _trained(messages: Sequence[Message], demo: Demonstration) -> list[bool]:
+    """For each assistant's turn, False if it is one of the demonstration's mistakes."""
+    earlier = sum(message.role == "assistant" for message in messages) - demo.num_turns
+    return [turn - earlier not in demo.mistakes for turn in range(earlier + demo.num_turns)]
 
 
 def _read_agenttraj(
@@ -83,14 +102,11 @@ def _read_agenttraj(
 
 
 def replay_all(
-    conversations: Iterable[Conversation],
-    renderer: Renderer,
-    context_length: int,
-    renderers: Mapping[str, Renderer] | None = None,
+    conversations: Iterable[Conversation], renderers: TaskRenderers, context_length: int
 ) -> tuple[list[Task], list[Trajectory], list[tuple[str, str]]]:
     """Returns tasks and trajectories of the conversations that fit; (task id, reason) of the rest.
 
-    `renderers` holds the renderer of each part of a mixture whose tools differ.
+    Each is rendered as a rollout of its task would be.
     """
     tasks: list[Task] = []
     trajectories: list[Trajectory] = []
@@ -100,9 +116,8 @@ def replay_all(
         trajectory = Trajectory("", "", task.id, reward=conversation.reward)
         if conversation.success is not None:
             trajectory.metrics["success"] = float(conversation.success)
-        part_renderer = (renderers or {}).get(part_of(task) or "", renderer)
         where, trained = f"{task.id}: ", conversation.trained
-        replay(conversation.messages, part_renderer, trajectory, where, trained)
+        replay(conversation.messages, renderers.of(task), trajectory, where, trained)
         if (length := trajectory.num_tokens) > context_length:
             reason = f"{length} tokens exceed model.context_length = {context_length}"
             excluded.append((task.id, reason))
@@ -114,6 +129,11 @@ def replay_all(
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
+
+
+def _names(value: Any) -> list[str] | None:
+    is_names = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return value if is_names else None
 
 
 def _boolean(value: Any) -> bool | None:

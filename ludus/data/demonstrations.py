@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,37 +17,27 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
-from ludus.core.errors import DataError, EnvError, described
+from ludus.config.schema import MarkersConfig
+from ludus.core.errors import DataError, LudusError, described, first_fault
 from ludus.core.files import atomic_file
 from ludus.core.modules import require
 from ludus.core.signals import ctrl_c_kept_from_children
-from ludus.core.types import Message, Spec, Task, Wire
+from ludus.core.types import Spec, Task, Wire
+from ludus.data.expert import CodeBlocks, Demonstration, Format, run_expert
 from ludus.envs import ENVS
-from ludus.envs.base import Env, NoExpert, awaited
-from ludus.rollout.host import LocalEnvs, check_opening, check_result, check_total
-
-Format = Literal["plain", "react", "tools"]
+from ludus.envs.base import NoExpert
+from ludus.rollout.host import LocalEnvs
+from ludus.tools.toolbox import Toolbox
 
 EPISODES_PER_JOB = 16
 """Episodes of a job. Sending a job costs as much as playing a short episode."""
 
 JOBS_PER_WORKER = 4
 """Jobs scheduled ahead of the next job to write."""
-
-
-class Demonstration(Wire):
-    """An episode of the expert: the environment's messages and the expert's turns."""
-
-    task_id: str
-    tier: str | None
-    messages: list[Message]
-    reward: float
-    success: bool
-    num_turns: int
 
 
 class Dropped(Wire):
@@ -83,7 +74,11 @@ def generate_demonstrations(
     num_workers: int = 2,
     timeout_s: float = 20.0,
     only_successful: bool = True,
-    format: Format = "plain",
+    format: Format | Callable[[Task], Format] = "plain",
+    mistakes: float = 0.0,
+    code_share: float = 1.0,
+    tools: Sequence[Spec] = (),
+    markers: Callable[[Task], MarkersConfig] | None = None,
     on_episode: Callable[[Demonstration | Dropped], object] | None = None,
 ) -> Summary:
     """Run the expert on `tasks` and write the episodes to `path`, in the order of the tasks.
@@ -92,7 +87,12 @@ def generate_demonstrations(
         env: environment of the tasks that name none.
         timeout_s: seconds after which the process of an episode is killed.
         only_successful: drop lost episodes.
-        format: format of an action: plain text, after `Action:`, or a tool call.
+        format: format of an action: plain text, after `Action:`, or a tool call; or a function
+            that returns the format of a task.
+        mistakes: probability of a wrong action before each turn of the expert.
+        code_share: share of the episodes of the format `code` that run the expert's code.
+        tools: of the format `code`; one of them runs the expert's code.
+        markers: the markers of a task in that format; None: the usual ones.
         on_episode: called after each episode, in the order of the tasks.
 
     Errors: ConfigError for a wrong spec, MissingDependency, DataError if the file cannot be
@@ -112,7 +112,14 @@ def generate_demonstrations(
             dropped_new.open("w", encoding="utf-8", newline="\n") as dropped_file,
             kept_new.open("w", encoding="utf-8", newline="\n") as kept_file,
         ):
-            for result in _play_all(env, tasks, num_workers, timeout_s, format):
+            style = _Style(mistakes=mistakes, code_share=code_share, tools=list(tools))
+            format_of = format if callable(format) else lambda _: format
+            markers_of = markers or (lambda _: MarkersConfig())
+
+            def form_of(task: Task) -> str:
+                return _Form(format=format_of(task), markers=markers_of(task)).model_dump_json()
+
+            for result in _play_all(env, tasks, num_workers, timeout_s, form_of, style):
                 if isinstance(result, Demonstration) and only_successful and not result.success:
                     reason = f"the expert's reward was {result.reward:g}"
                     result = Dropped(
@@ -152,9 +159,7 @@ def load_demonstrations(path: Path | str) -> Iterator[Demonstration]:
                 try:
                     yield Demonstration.model_validate_json(line)
                 except ValidationError as error:
-                    first = error.errors()[0]
-                    place = ".".join(str(part) for part in first["loc"])
-                    reason = f"{place}: {first['msg']}" if place else first["msg"]
+                    reason = first_fault(error, whole="")
                     raise DataError(f"{path}, line {number}: {reason}") from None
     except OSError as error:
         raise DataError(f"{path}: cannot read demonstrations: {error.strerror}") from error
@@ -164,16 +169,36 @@ def _line(record: Wire) -> str:
     return record.model_dump_json(exclude_defaults=True) + "\n"
 
 
+class _Style(Wire):
+    """The expert's way to play and write, for the worker processes."""
+
+    mistakes: float
+    code_share: float
+    tools: list[Spec]
+
+
+class _Form(Wire):
+    """The form of one episode's turns."""
+
+    format: Format
+    markers: MarkersConfig
+
+
 def _play_all(
-    env: Spec, tasks: Sequence[Task], num_workers: int, timeout_s: float, format: Format
+    env: Spec,
+    tasks: Sequence[Task],
+    num_workers: int,
+    timeout_s: float,
+    form_of: Callable[[Task], str],
+    style: _Style,
 ) -> Iterator[Demonstration | Dropped]:
-    """Yields the results of all tasks, in order."""
+    """Yields the results of all tasks, in order. Errors: LudusError if no worker can start."""
     from pebble import ProcessPool
 
     pool = ProcessPool(
         max_workers=max(1, min(num_workers, len(tasks))),
         initializer=_prepare_worker,
-        initargs=(env.model_dump_json(),),
+        initargs=(env.model_dump_json(), style.model_dump_json()),
         context=multiprocessing.get_context("spawn"),
     )
     size = EPISODES_PER_JOB
@@ -181,7 +206,7 @@ def _play_all(
     running: deque[tuple[Sequence[Task], Any]] = deque()
 
     def start(job: Sequence[Task]) -> Any:
-        args = ([task.model_dump_json() for task in job], format)
+        args = ([task.model_dump_json() for task in job], [form_of(task) for task in job])
         return pool.schedule(_play_job, args=args, timeout=timeout_s)
 
     def schedule(count: int) -> None:
@@ -201,6 +226,11 @@ def _play_all(
             for task in job:  # an episode failed its job: play each alone, with the full timeout
                 yield from _outcomes([task], start([task]), timeout_s) or ()
         pool.close()
+    except RuntimeError as error:  # the pool's: an error of an episode is in its outcome
+        raise LudusError(
+            f"{env.name}: a worker process of the expert died before an episode: it was killed, "
+            "often for its memory (then use fewer workers), or cannot import the environment"
+        ) from error
     finally:
         pool.stop()  # kills running jobs; there are none unless an exception interrupted us
         pool.join()
@@ -231,81 +261,41 @@ def _outcomes(
 # Code of the worker processes
 
 _envs: LocalEnvs
+_style: _Style
+_toolbox: Toolbox | None = None
 _runner: asyncio.Runner
 
 
-def _prepare_worker(spec_json: str) -> None:
+def _prepare_worker(spec_json: str, style_json: str) -> None:
     """Import the environment before the first episode, so the import does not count as its time."""
-    global _envs, _runner
+    global _envs, _runner, _style
     spec = Spec.model_validate_json(spec_json)
     ENVS.check(spec)
-    _envs = LocalEnvs(spec)
+    _envs, _style = LocalEnvs(spec), _Style.model_validate_json(style_json)
     _runner = asyncio.Runner()
 
 
-def _play_job(tasks: list[str], format: Format) -> list[tuple[str, str]]:
-    return [_play_one(task, format) for task in tasks]
+def _play_job(tasks: list[str], forms: list[str]) -> list[tuple[str, str]]:
+    return [_play_one(task, form) for task, form in zip(tasks, forms, strict=True)]
 
 
-def _play_one(task_json: str, format: Format) -> tuple[str, str]:
+def _play_one(task_json: str, form_json: str) -> tuple[str, str]:
     """Returns ("played", Demonstration as JSON), or (kind, reason) of a Dropped."""
     task = Task.model_validate_json(task_json)
+    form = _Form.model_validate_json(form_json)
     try:
-        return "played", _runner.run(run_expert(_envs.make(task), task, format)).model_dump_json()
+        return "played", _runner.run(_play(task, form)).model_dump_json()
     except NoExpert as error:
         return "no expert", str(error)
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         return "error", described(error)
 
 
-async def run_expert(env: Env, task: Task, format: Format = "plain") -> Demonstration:
-    """Run one episode of the environment's expert. Errors: NoExpert, and errors of the env."""
-    try:
-        messages = list(check_opening(await awaited("reset", env.reset(task))).messages)
-        reward, num_turns, success = 0.0, 0, None
-        while True:
-            action = _to_message(env, env.expert_action(), num_turns, format)
-            result = check_result(await awaited("step", env.step(action)))
-            messages += [_as_written(action, format), *_replies(action, result.messages)]
-            reward += result.reward or 0.0
-            num_turns += 1
-            if result.done:
-                success = result.info.get("success", reward >= env.success_at)
-                break
-    finally:
-        await env.close()
-    check_total(reward)
-    return Demonstration(
-        task_id=task.id,
-        tier=task.tier,
-        messages=messages,
-        reward=reward,
-        success=bool(success),
-        num_turns=num_turns,
-    )
-
-
-def _to_message(env: Env, action: Any, turn: int, format: Format) -> Message:
-    """The message for the environment: the action's text, with its tool call in that format."""
-    if not isinstance(action, str):
-        raise EnvError(f"expert_action returned {action!r:.80}; it has to return a text")
-    if format != "tools":
-        return Message(role="assistant", content=action)
-    call = env.call_of(action).model_copy(update={"id": f"call_{turn}"})
-    return Message(role="assistant", content=action, tool_calls=[call])
-
-
-def _as_written(action: Message, format: Format) -> Message:
-    """The expert's turn as a model writes it in this format."""
-    if format == "react":
-        return Message(role="assistant", content=f"Action: {action.content}")
-    return action.model_copy(update={"content": ""}) if action.tool_calls else action
-
-
-def _replies(action: Message, messages: list[Message]) -> list[Message]:
-    """The environment's messages; the first answers the tool call, if any."""
-    if not action.tool_calls or not messages:
-        return messages
-    call = action.tool_calls[0]
-    answer = {"role": "tool", "name": call.name, "tool_call_id": call.id}
-    return [messages[0].model_copy(update=answer), *messages[1:]]
+async def _play(task: Task, form: _Form) -> Demonstration:
+    global _toolbox
+    blocks = None
+    if form.format == "code" and _style.tools:
+        _toolbox = _toolbox or await Toolbox.open(_style.tools)
+        runs = random.Random(f"code/{task.id}").random() < _style.code_share
+        blocks = CodeBlocks(form.markers, _toolbox, runs)
+    return await run_expert(_envs.make(task), task, form.format, _style.mistakes, blocks)

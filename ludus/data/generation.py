@@ -28,15 +28,11 @@ from ludus.core.files import atomic_write
 from ludus.core.signals import run
 from ludus.core.types import Spec, Task
 from ludus.data.cards import EnvCard, KeepRule, Selection, build_cards, render, select
-from ludus.data.demonstrations import (
-    Demonstration,
-    Dropped,
-    dropped_path,
-    generate_demonstrations,
-    require_pool,
-)
+from ludus.data.demonstrations import Dropped, dropped_path, generate_demonstrations, require_pool
+from ludus.data.expert import Demonstration
 from ludus.data.journal import Journal, Record, expert_record, model_record
 from ludus.envs import ENVS
+from ludus.envs.base import limits_of
 from ludus.models.endpoint.client import Endpoint
 from ludus.rollout.host import LocalEnvs
 from ludus.rollout.jobs import EpisodeRecord, RolloutJob
@@ -83,6 +79,14 @@ class GenerationRequest:
     seed: int = 0
     workers: int = 2
     expert_deadline_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.rollout.format == "code":
+            raise ConfigError(
+                "format: code needs a recipe's tools, which run the code: `ludus train` with "
+                "`rollout.format: code` makes such demonstrations, and `ludus export --what sft` "
+                "writes them to a file; here choose plain, react or tools"
+            )
 
     @property
     def keep_rule(self) -> KeepRule:
@@ -202,7 +206,7 @@ class _Generator:
         missing = [t for t in tasks if not self.journal.has((spec.name, "expert", t.id, 0))]
         if not missing:
             return
-        score_range = LocalEnvs(spec).make().score_range
+        score_range, _ = limits_of(LocalEnvs(spec).make())
         system_prompt = self.request.rollout.system_prompt
 
         def add(result: Demonstration | Dropped) -> None:

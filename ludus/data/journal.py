@@ -17,7 +17,8 @@ from pydantic import Field, ValidationError
 from ludus.core.errors import DataError
 from ludus.core.files import atomic_write
 from ludus.core.types import Message, Status, Wire
-from ludus.data.demonstrations import Demonstration, Dropped
+from ludus.data.demonstrations import Dropped
+from ludus.data.expert import Demonstration
 from ludus.rollout.jobs import EpisodeRecord
 
 Source = Literal["expert", "model"]

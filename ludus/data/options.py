@@ -10,7 +10,7 @@ from typing import Any, Literal, cast, get_args
 from ludus.config.schema import RolloutConfig
 from ludus.core.errors import ConfigError, DataError, did_you_mean
 from ludus.core.types import Spec
-from ludus.data.demonstrations import Format
+from ludus.data.expert import Format
 from ludus.data.generation import EndpointModel, GenerationRequest, TaskSelection
 from ludus.data.rollouts import KEY
 from ludus.models.endpoint.client import check_url

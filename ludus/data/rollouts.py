@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ludus.config.messages import option_faults
+from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.files import atomic_write
 from ludus.core.signals import run
@@ -19,6 +20,7 @@ from ludus.core.types import Spec
 from ludus.rollout.host import LocalEnvs
 from ludus.rollout.jobs import EpisodeRecord, RolloutJob
 from ludus.rollout.requests import RolloutAnswer, RolloutRequest, agentgym_spec, answer_of, tasks_of
+from ludus.rollout.tool_use import open_tools
 
 KEY = "LUDUS_API_KEY"
 """The environment variable of the endpoint's key: a command line is visible to other users."""
@@ -36,12 +38,16 @@ def request(**options: object) -> RolloutRequest:
 
 
 def rollout(
-    env: Spec, request: RolloutRequest, out: Path | None, say: Callable[[str], object]
+    env: Spec,
+    request: RolloutRequest,
+    out: Path | None,
+    say: Callable[[str], object],
+    recipe: RunConfig | None = None,
 ) -> tuple[RolloutAnswer, KeyboardInterrupt | None]:
     """Play the job, report each finished episode, and write the answer to `out`.
 
-    Ctrl-C and SIGTERM end the job early. Returns the answer with the episodes so far, and the
-    signal's exception, or None.
+    The episodes have the tools of `recipe`, with its limits. Ctrl-C and SIGTERM end the job early.
+    Returns the answer with the episodes so far, and the signal's exception, or None.
 
     Errors: ConfigError for a wrong request, DataError where `out` cannot be written.
     """
@@ -57,7 +63,7 @@ def rollout(
             end()
         return bool(end_job) and len(stops) == 1
 
-    job = run(_play(env, request, say, end_job.append), finishes)
+    job = run(_play(env, request, recipe, say, end_job.append), finishes)
     answer = answer_of(env.name, job.episodes, time.monotonic() - started, job.stopped)
     if out is not None:
         try:
@@ -70,6 +76,7 @@ def rollout(
 async def _play(
     env: Spec,
     request: RolloutRequest,
+    recipe: RunConfig | None,
     say: Callable[[str], object],
     on_start: Callable[[Callable[[], object]], object],
 ) -> RolloutJob:
@@ -86,8 +93,9 @@ async def _play(
         error = f": {episode.error}" if episode.error else ""
         say(f"{num_done}/{len(tasks)} {episode.id} {episode.status.value}, {reward}{error}")
 
-    async with request.endpoint() as endpoint:
-        job = request.job(endpoint, envs, tasks, report)
+    tool_calls = None if recipe is None else recipe.rollout.tool_calls
+    async with open_tools(recipe) as tools, request.endpoint(tools) as endpoint:
+        job = request.job(endpoint, envs, tasks, report, tools, tool_calls)
         loop = asyncio.get_running_loop()
         on_start(lambda: loop.call_soon_threadsafe(job.stop))
         await job.run()

@@ -6,19 +6,21 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from ludus.config.schema import RunConfig
-from ludus.core.errors import DataError
+from ludus.core.errors import ConfigError, DataError
 from ludus.core.files import atomic_write
-from ludus.core.types import Spec, Task
+from ludus.core.types import NO_ENV, Spec, Task
 from ludus.data.worlds import MAX_TASKS, Worlds
 from ludus.envs import ENVS
 from ludus.envs.base import Env
 from ludus.judges import JUDGES
+from ludus.rollout.host import LocalEnvs
 from ludus.store.folders import RunFolder
+from ludus.tasks.mixture import check_distinct, part_of
 from ludus.tasks.readers import TaskList, read_tasks
 from ludus.tasks.splits import Known, refuse_shared
 from ludus.tasks.splits import Taken as IsTaken
@@ -43,10 +45,13 @@ def read_splits(config: RunConfig, folder: RunFolder | None = None) -> Splits:
     Held-out tasks that training has are replaced where the environment makes the tasks, and refused
     where they come from files. If `folder` has the outcome for these settings, nothing is compared.
 
-    Errors: DataError for files, lines and shared tasks; ConfigError for a task's unknown judge.
+    Errors: DataError for files, lines and shared tasks; ConfigError for a task's unknown
+    judge or environment, and for a task that nothing scores.
     """
     env = ENVS.build(config.env, "env") if config.env else None
     train = _read(config, env, config.tasks.train, "tasks.train")
+    if config.rl is not None:
+        check_distinct(train, train.ratios, config.rl.groups_per_step, train.distinct)
     if config.tasks.heldout is None:
         return Splits(train, TaskList())
     read_heldout = partial(_read, config, env, config.tasks.heldout, "tasks.heldout")
@@ -84,10 +89,31 @@ def _read(
 ) -> TaskList:
     on_bad_line = config.tasks.on_bad_line
     tasks = read_tasks(spec, where, maker=env, on_bad_line=on_bad_line, taken=taken)
-    judges = {task.judge.model_dump_json(): task.judge for task in tasks if task.judge}
-    for judge in judges.values():
-        JUDGES.check(judge, f"{where}: judge")
+    for part, some in _by_part(tasks).items():
+        place = f"{where}.args.parts.{part}" if part else where
+        for judge in _distinct(task.judge for task in some):
+            JUDGES.build(judge, f"{place}: judge")
+    for own in _distinct(task.env for task in tasks if task.env != NO_ENV):
+        ENVS.build(own, f"{where}: env")
+    envs, scored = LocalEnvs(config.env), config.judge is not None
+    for task in () if scored else tasks:
+        if task.judge is None and envs.spec_of(task) is None:
+            raise ConfigError(
+                f"{where}: nothing scores task {task.id!r}: it has neither an environment nor a "
+                "judge. Give its part or its reader a `judge`, or set the run's `judge`"
+            )
     return tasks
+
+
+def _by_part(tasks: Iterable[Task]) -> dict[str | None, list[Task]]:
+    parts: dict[str | None, list[Task]] = {}
+    for task in tasks:
+        parts.setdefault(part_of(task), []).append(task)
+    return parts
+
+
+def _distinct(specs: Iterable[Spec | None]) -> Iterable[Spec]:
+    return {spec.model_dump_json(): spec for spec in specs if spec is not None}.values()
 
 
 class _Seen:

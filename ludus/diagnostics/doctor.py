@@ -7,6 +7,7 @@ works on machines where torch fails.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import platform
@@ -21,7 +22,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -31,6 +32,9 @@ from rich.text import Text
 
 from ludus.core.machine import machine_memory
 from ludus.core.modules import DISTRIBUTION, extra_of
+from ludus.sandbox.attacks import Outcome, attack_all
+from ludus.sandbox.jail import Jail
+from ludus.sandbox.layers import layers
 
 MIN_MEMORY_GIB = 4.0
 MIN_DISK_GIB = 2.0
@@ -55,24 +59,37 @@ class Check:
     essential: bool = False
 
 
-def run_doctor(runs_dir: str | Path = "runs") -> list[Check]:
-    """Run all checks, in order of importance. `runs_dir` is the folder for runs."""
+def run_doctor(
+    runs_dir: str | Path = "runs", begins: Callable[[str], object] = lambda _: None
+) -> list[Check]:
+    """Run all checks, in order of importance.
+
+    Args:
+        runs_dir: the folder for runs.
+        begins: called with the name of each check at its start, from threads.
+    """
     folder = Path(runs_dir)
-    jobs: list[Callable[[], Sequence[Check]]] = [
-        lambda: [check_python()],
-        check_packages,
-        lambda: [check_machine(), check_disk(folder), check_sqlite(folder)],
-        lambda: _if_installed("torch", check_torch),
-        lambda: _if_installed("torch", check_threads),
-        lambda: _if_installed("torch", check_native),
-        lambda: _if_installed("transformers", check_transformers),
-        lambda: _if_installed("torchvision", check_companion),
-        lambda: _if_installed("torchaudio", check_companion),
-        lambda: _if_installed("psycopg", check_postgres),
-        lambda: _if_installed("wandb", check_wandb),
-    ]
+    jobs: dict[str, Callable[[], Sequence[Check]]] = {
+        "Python": lambda: [check_python()],
+        "packages": check_packages,
+        "the machine": lambda: [check_machine(), check_disk(folder), check_sqlite(folder)],
+        "the sandbox": check_sandbox,
+        "torch": lambda: _if_installed("torch", check_torch),
+        "torch's threads": lambda: _if_installed("torch", check_threads),
+        "native code, which a compiler builds once": lambda: _if_installed("torch", check_native),
+        "transformers": lambda: _if_installed("transformers", check_transformers),
+        "torchvision": lambda: _if_installed("torchvision", check_companion),
+        "torchaudio": lambda: _if_installed("torchaudio", check_companion),
+        "PostgreSQL": lambda: _if_installed("psycopg", check_postgres),
+        "wandb": lambda: _if_installed("wandb", check_wandb),
+    }
+
+    def run(name: str) -> Sequence[Check]:
+        begins(name)
+        return jobs[name]()
+
     with ThreadPoolExecutor(max_workers=2) as pool:
-        return [check for checks in pool.map(lambda job: job(), jobs) for check in checks]
+        return [check for checks in pool.map(run, jobs) for check in checks]
 
 
 def exit_code(checks: Sequence[Check]) -> int:
@@ -215,6 +232,39 @@ def _existing(folder: Path) -> Path:
     while not place.is_dir():
         place = place.parent
     return place
+
+
+# The sandbox
+
+
+def check_sandbox() -> list[Check]:
+    """Check each layer between untrusted code and this machine."""
+    return [
+        Check(f"sandbox: {layer.name}", layer.ok, layer.detail, layer.fix) for layer in layers()
+    ]
+
+
+def run_attacks(
+    begins: Callable[[str], object] = lambda _: None,
+    isolation: Literal["jail", "gvisor"] = "jail",
+) -> list[Check]:
+    """Attack the sandbox: a check for each attack, essential unless only a cgroup stops it.
+
+    Errors: ConfigError where the sandbox refuses to run.
+    """
+
+    async def attack() -> Sequence[Outcome]:
+        async with Jail(isolation) as jail:
+            return await attack_all(jail, begins=begins)
+
+    checks = []
+    for outcome in asyncio.run(attack()):
+        held, needed = outcome.held, not outcome.attack.cgroup
+        detail = f"{'stopped' if held else 'NOT stopped'} ({outcome.seconds:.2f} s): "
+        fix = "do not run untrusted code here; report it" if needed else "see sandbox: cgroup"
+        name = f"attack: {outcome.attack.name}"
+        checks.append(Check(name, held, detail + outcome.detail, "" if held else fix, needed))
+    return checks
 
 
 # Checks in a subprocess

@@ -19,14 +19,23 @@ from huggingface_hub import try_to_load_from_cache
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, EnvError
 from ludus.core.signals import run
-from ludus.core.types import Task
+from ludus.core.types import Task, ToolCall
 from ludus.data.conversations import read_conversations, replay_all
-from ludus.data.demonstrations import Demonstration, run_expert
+from ludus.data.expert import CodeBlocks, Demonstration, run_expert
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert
 from ludus.pipeline.registries import check
-from ludus.pipeline.tokenizer import make_renderer, make_renderers, make_tokenizer
+from ludus.pipeline.tokenizer import (
+    check_functions,
+    formats_of,
+    make_renderers,
+    make_tokenizer,
+)
+from ludus.rollout.host import LocalEnvs
+from ludus.tasks.mixture import part_of, settings_of
 from ludus.tasks.readers import read_tasks
+from ludus.tools.base import ToolResult
+from ludus.tools.toolbox import Toolbox
 
 T = TypeVar("T")
 
@@ -42,7 +51,8 @@ class Usage:
     """Means over the expert's episodes.
 
     Tokens: `prompt` before the first turn, then `observed` and `sampled` a turn. Seconds: `reset_s`
-    and `step_s` of the environment, `expert_s` of a whole episode with its expert.
+    and `step_s` of the environment, `expert_s` of a whole episode with its expert, without the
+    tools. `calls`: tool calls, where the expert runs its code in each episode that may.
     """
 
     prompt: float
@@ -52,6 +62,7 @@ class Usage:
     reset_s: float = 0.0
     step_s: float = 0.0
     expert_s: float = 0.0
+    calls: float = 0.0
 
 
 def measure(config: RunConfig) -> Usage | None:
@@ -65,7 +76,11 @@ def measure(config: RunConfig) -> Usage | None:
     on_bad_line = config.tasks.on_bad_line
     train = read_tasks(config.tasks.train, "tasks.train", maker=env, on_bad_line=on_bad_line)
     if config.tasks.heldout is not None:
-        read_tasks(config.tasks.heldout, "tasks.heldout", maker=env, on_bad_line=on_bad_line)
+        heldout = read_tasks(
+            config.tasks.heldout, "tasks.heldout", maker=env, on_bad_line=on_bad_line
+        )
+        check_functions(config, heldout)
+    check_functions(config, train)
     if config.env is None:
         return None
     clock = _Clock()
@@ -75,8 +90,7 @@ def measure(config: RunConfig) -> Usage | None:
     conversations, _ = read_conversations(config.model_copy(update={"sft": None}), played, train)
     messages = [message for item in conversations for message in item.messages]
     tokenizer = make_tokenizer(config, [], messages)
-    renderer, renderers = make_renderer(config, tokenizer), make_renderers(config, tokenizer)
-    _, trajectories, _ = replay_all(conversations, renderer, 10**9, renderers)
+    _, trajectories, _ = replay_all(conversations, make_renderers(config, tokenizer), 10**9)
     prompts, observed, sampled = [], 0, 0
     for trajectory in trajectories:
         first = next((n for n, s in enumerate(trajectory.segments) if s.logprobs is not None), 0)
@@ -95,6 +109,7 @@ def measure(config: RunConfig) -> Usage | None:
         reset_s=clock.seconds("reset"),
         step_s=clock.seconds("step"),
         expert_s=clock.seconds("all"),
+        calls=clock.tool_calls / len(played),
     )
 
 
@@ -117,18 +132,34 @@ def local(config: RunConfig) -> RunConfig:
 
 
 async def _play(config: RunConfig, tasks: Sequence[Task], clock: _Clock) -> list[Demonstration]:
+    """`_played`, with the tools that run the expert's code in the format `code`."""
+    if "code" not in {config.rollout.format, *formats_of(config).values()}:
+        return await _played(config, tasks, clock, None)
+    async with await Toolbox.open(config.tools) as toolbox:
+        return await _played(config, tasks, clock, cast(Toolbox, _TimedTools(toolbox, clock)))
+
+
+async def _played(
+    config: RunConfig, tasks: Sequence[Task], clock: _Clock, toolbox: Toolbox | None
+) -> list[Demonstration]:
     """Episodes that the expert finished, while there is patience."""
     spec = config.env
     assert spec is not None
     played: list[Demonstration] = []
     started = time.perf_counter()
+    envs = LocalEnvs(spec)
+    tasks = [task for task in tasks if envs.spec_of(task)]
     for task in tasks[:: max(len(tasks) // NUM_TASKS, 1)][:NUM_TASKS]:
         if time.perf_counter() - started > PATIENCE_S:
             break
-        env = ENVS.build(spec, "env")
+        env = envs.make(task)
         try:
+            settings = settings_of(config.rollout, part_of(task))
             await env.reset(task)  # not timed: JVMs start, games are translated once
-            play = partial(run_expert, cast(Env, _Timed(env, clock)), task, config.rollout.format)
+            runs = toolbox is not None and settings.format == "code"
+            blocks = CodeBlocks(settings.markers, toolbox) if runs and toolbox else None
+            timed = cast(Env, _Timed(env, clock))
+            play = partial(run_expert, timed, task, settings.format, 0.0, blocks)
             played.append(await clock.timed("all", play))
         except (NoExpert, NotImplementedError):
             continue
@@ -142,14 +173,31 @@ class _Clock:
 
     def __init__(self) -> None:
         self._calls: dict[str, list[tuple[float, float]]] = {}
+        self._tools = (0.0, 0.0)
+        self.tool_calls = 0
 
     async def timed(self, name: str, act: Callable[[], Awaitable[T]]) -> T:
-        processor, wall = time.process_time(), time.perf_counter()
+        """Time a call, without the tools that it calls."""
+        before = self._now()
         try:
             return await act()
         finally:
-            spent = time.process_time() - processor, time.perf_counter() - wall
-            self._calls.setdefault(name, []).append(spent)
+            after = self._now()
+            self._calls.setdefault(name, []).append((after[0] - before[0], after[1] - before[1]))
+
+    async def left_out(self, act: Callable[[], Awaitable[T]]) -> T:
+        """A tool's work, whose time no timed call counts."""
+        before = self._now()
+        try:
+            return await act()
+        finally:
+            after, (processor, wall) = self._now(), self._tools
+            self._tools = processor + after[0] - before[0], wall + after[1] - before[1]
+            self.tool_calls += 1
+
+    def _now(self) -> tuple[float, float]:
+        processor, wall = self._tools
+        return time.process_time() - processor, time.perf_counter() - wall
 
     def seconds(self, name: str) -> float:
         """The mean processor time of a call, which other load does not lengthen. Where this process
@@ -157,6 +205,19 @@ class _Clock:
         calls = self._calls.get(name) or [(0.0, 0.0)]
         processor, walls = fmean(call[0] for call in calls), sorted(call[1] for call in calls)
         return processor if processor > fmean(walls) / 10 else walls[len(walls) // 4]
+
+
+class _TimedTools:
+    """Tools whose calls are counted, and not timed."""
+
+    def __init__(self, toolbox: Toolbox, clock: _Clock) -> None:
+        self._toolbox, self._clock = toolbox, clock
+
+    async def call(self, calls: Sequence[ToolCall], episode: str) -> list[ToolResult]:
+        return await self._clock.left_out(lambda: self._toolbox.call(calls, episode))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._toolbox, name)
 
 
 class _Timed:

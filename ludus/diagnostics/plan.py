@@ -12,6 +12,7 @@ the fraction `efficiency` of its peak.
     sampling    max(bytes read / bandwidth, operations / peak), one pass a token of a turn
     training    3 forward passes of every token, with prefixes that a group shares computed once
     episodes    the environment's seconds, and those of ludus a turn (TURN_S)
+    tools       calls * seconds of a call (`ToolCalls`)
 
 Floors, on any device: the time of a layer's kernels (`Hardware.layer_s`) a pass, SAMPLED_S a token,
 TURN_S a turn, STEP_S a step and START_S a run. They come from the CPU runs of
@@ -21,6 +22,7 @@ docs/benchmarks/growth.json (0.9 million parameters, one core, little other load
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -32,19 +34,16 @@ from ludus.config.schema import RunConfig
 from ludus.core.types import Spec
 from ludus.diagnostics.episodes import Usage, local
 from ludus.diagnostics.hardware import Hardware
+from ludus.diagnostics.tool_calls import NO_CALLS, ToolCalls, tool_calls
 from ludus.envs import ENVS
 from ludus.models.build import model_shape
 from ludus.models.flops import Shape
 from ludus.tasks import READERS
+from ludus.tasks.ratios import shares
 from ludus.train.schedule import turn_limit
 
-GIB = 1024**3
 UNKNOWN_VOCABULARY = 1024
 """Size of a tokenizer that is not trained yet and sets no `vocab_size`."""
-
-LESS_STATE = (
-    "set model.lora, or model.dtype: bfloat16 with learner.master_weights: stochastic_rounding"
-)
 
 START_S = 10.0
 """Seconds of imports, set-up and report."""
@@ -62,18 +61,6 @@ PARTING = 0.005
 """Probability that an episode parts from its group's others at a sampled token; fitted to the
 distinct tokens of BabyAI's tiny recipe."""
 
-REMEDIES = {
-    "activations": "lower rl.tokens_per_batch and sft.tokens_per_batch, or set "
-    "learner.gradient_checkpointing: true",
-    "KV cache": "lower rollout.concurrency or model.context_length",
-    "optimizer": LESS_STATE,
-    "gradients": LESS_STATE,
-    "weights": "set model.dtype: bfloat16, or take a smaller model",
-    "packed weights": "set sampler.args.dtype: bfloat16, or take a smaller model",
-    "sampler's weights": "set sampler.args.dtype: auto, or take a smaller model",
-}
-"""Settings that reduce each part of the memory."""
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -84,6 +71,7 @@ class Plan:
     memory: dict[str, float]
     seconds: dict[str, float]
     tokens: float
+    notes: Sequence[str] = ()
 
     @property
     def fits(self) -> bool:
@@ -112,6 +100,8 @@ def plan(
     efficiency: float = 0.35,
     env_step_s: float = 0.0,
     usage: Usage | None = None,
+    num_calls: float | None = None,
+    call_s: float | None = None,
 ) -> Plan:
     """Estimate memory and time of a recipe.
 
@@ -120,6 +110,7 @@ def plan(
         fill: fraction of the turns, of the tokens a turn and of the context that episodes use.
         efficiency: fraction of the device's peak that training and sampling reach.
         env_step_s: seconds of one step of the environment, for all episodes of a round.
+        num_calls, call_s: tool calls an episode and seconds of a call, see `tool_calls`.
 
     Errors: ConfigError for a model that cannot be read.
     """
@@ -129,17 +120,12 @@ def plan(
         model = AutoModelForCausalLM.from_config(shape)
     num = sum(p.numel() for p in model.parameters())
     trained = _adapters(model, config.model.lora.rank) if config.model.lora else num
-    estimate = _Estimate(config, on, shape, Shape.of(model), fill, efficiency, env_step_s, usage)
+    calls = tool_calls(config, usage, fill, num_calls, call_s)
+    estimate = _Estimate(
+        config, on, shape, Shape.of(model), fill, efficiency, env_step_s, usage, calls
+    )
     seconds = estimate.seconds()
-    return Plan(on, num, estimate.memory(num, trained), seconds, estimate.tokens)
-
-
-def _assumptions(config: RunConfig) -> list[str]:
-    tokenizer = config.model.tokenizer
-    sized = isinstance(tokenizer, Spec) and tokenizer.args.get("vocab_size")
-    if config.model.path is not None or sized:
-        return []
-    return [f"(for {UNKNOWN_VOCABULARY:,} tokens: the tokenizer is not trained yet)"]
+    return Plan(on, num, estimate.memory(num, trained), seconds, estimate.tokens, calls.lines)
 
 
 def shape_of(config: RunConfig) -> PreTrainedConfig:
@@ -166,6 +152,7 @@ class _Estimate:
     efficiency: float
     env_step_s: float
     usage: Usage | None = None
+    calls: ToolCalls = NO_CALLS
     tokens: float = 0.0
     """Of all training episodes; counted by `seconds`."""
 
@@ -262,6 +249,8 @@ class _Estimate:
         if config.demonstrations is not None and self.usage is not None:
             played = self.usage.expert_s * config.demonstrations.num_episodes
             parts["demonstrations"] = played / config.demonstrations.num_workers
+            if self.calls.demonstrated:
+                parts["demonstrations: tools"] = self.calls.demonstration_s(config)
         if config.sft is not None:
             number = config.sft.steps * config.sft.episodes_per_step
             shown = self._shown(episode)
@@ -289,8 +278,14 @@ class _Estimate:
             parts |= {"rl: sampling": sampling, "rl: training": training}
             if waiting:
                 parts["rl: environment"] = waiting
+            played = config.rl.steps * config.rl.groups_per_step * config.rl.group_size
+            if self.calls.number:
+                parts["rl: tools"] = self.calls.time(played)
         if config.tasks.heldout is not None:
-            parts["evaluation"] = self._evaluations(episode)
+            evaluated = self._evaluated()
+            parts["evaluation"] = self._evaluation(evaluated, episode)
+            if self.calls.number and evaluated:
+                parts["evaluation: tools"] = self.calls.time(evaluated)
         return parts
 
     def _shown(self, episode: Episodes) -> Episodes:
@@ -363,14 +358,17 @@ class _Estimate:
         overhead = passes * batches * self._layers * self.on.layer_s
         return work / self._flops(self.training_item) + overhead + steps * STEP_S
 
-    def _evaluations(self, episode: Episodes) -> float:
+    def _evaluated(self) -> int:
+        """Returns the episodes of all evaluations."""
         settings, rl = self.config.evaluate, self.config.rl
         heldout = self.config.tasks.heldout
         listed = int(heldout.args.get("num_tasks", 0)) if heldout else 0
         whole = settings.num_tasks or listed
         between = settings.num_tasks_between or whole
         times = (rl.steps - 1) // settings.every if rl and settings.every else 0
-        played = (whole * (2 if rl else 1) + between * times) * settings.samples_per_task
+        return (whole * (2 if rl else 1) + between * times) * settings.samples_per_task
+
+    def _evaluation(self, played: int, episode: Episodes) -> float:
         if not played:
             return 0.0
         return self._sampling(played, episode) + self._playing(played, episode)
@@ -395,54 +393,7 @@ def _turns(config: RunConfig, limit: int | dict[str, int] | None) -> list[tuple[
     if not (members := env.members()):
         return [(1.0, env.max_turns)]
     parts = READERS.check(config.tasks.train, "tasks.train").get("parts", {})
-    ratios = {name: part.ratio for name, part in parts.items() if name in members}
-    limits, total = limit or {}, sum(ratios.values())
-    return [(r / total, limits.get(n) or members[n].max_turns) for n, r in ratios.items()]
-
-
-def lines(config: RunConfig, plan: Plan) -> list[str]:
-    """Returns the plan as text: memory, time and cost by part, and settings that reduce them."""
-    on = plan.hardware
-    text = [
-        f"{config.name}: {plan.num_parameters:,} parameters, {plan.tokens:,.0f} tokens "
-        "of training episodes",
-        *_assumptions(config),
-        f"on {on.name}: {on.memory / GIB:,.0f} GiB, {on.bandwidth / 1e9:,.0f} GB/s, "
-        f"{_peak(on.flops)} in bfloat16, {_peak(on.flops32)} in float32 ({on.source})",
-        "",
-        "memory",
-        *[f"  {part:18} {_size(count):>12}" for part, count in plan.memory.items()],
-        f"  {'total':18} {_size(sum(plan.memory.values())):>12} of {_size(on.memory)}",
-        "",
-        "time",
-        *[f"  {part:18} {_time(seconds):>12}" for part, seconds in plan.seconds.items()],
-        f"  {'total':18} {_time(plan.hours * 3600):>12}",
-    ]
-    budget = config.budget
-    if budget.price_per_hour is not None:
-        cost = plan.hours * budget.price_per_hour
-        text += ["", f"cost  {cost:,.2f} {budget.currency}"]
-        if budget.max_cost is not None and cost > budget.max_cost:
-            text.append(f"more than budget.max_cost, {budget.max_cost:g}: the run may stop there")
-    if budget.max_hours is not None and plan.hours > budget.max_hours:
-        text.append(f"longer than budget.max_hours, {budget.max_hours:g}: the run may stop there")
-    if budget.max_tokens is not None and plan.tokens > budget.max_tokens:
-        text.append(f"more than budget.max_tokens, {budget.max_tokens:,}: the run may stop there")
-    if not plan.fits:
-        largest = max(plan.memory, key=lambda part: plan.memory[part])
-        text += ["", f"out of memory: the largest part is {largest}: {REMEDIES[largest]}"]
-    return text
-
-
-def _size(count: float) -> str:
-    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 1024**2:,.0f} MiB"
-
-
-def _peak(flops: float) -> str:
-    return f"{flops / 1e12:,.2f} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:,.0f} GFLOP/s"
-
-
-def _time(seconds: float) -> str:
-    if seconds >= 3600:
-        return f"{seconds / 3600:,.1f} h"
-    return f"{seconds / 60:,.0f} min" if seconds >= 60 else f"{seconds:,.0f} s"
+    ratios, limits = shares({name: part.ratio for name, part in parts.items()}), limit or {}
+    alone = {name for name, part in parts.items() if part.env}  # without environment: one turn
+    turns = {n: 1 if n in alone else limits.get(n) or members[n].max_turns for n in ratios}
+    return [(r / sum(ratios.values()), turns[n]) for n, r in ratios.items()]

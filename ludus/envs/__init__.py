@@ -1,7 +1,7 @@
 """Environments: one file or folder each, and one row in this table."""
 
 from ludus.config.registry import Registry, Row
-from ludus.envs.base import Env
+from ludus.envs.base import Env, declaration_fault
 
 ENVS: Registry[Env] = Registry(
     "env",
@@ -9,6 +9,8 @@ ENVS: Registry[Env] = Registry(
         "alfworld": Row(
             "ludus.envs.alfworld.env:ALFWorld", "alfworld", "ALFWorld's household tasks, in text"
         ),
+        "facts": Row("ludus.envs.synthetic.facts:Facts", "", "questions on invented persons"),
+        "programs": Row("ludus.envs.synthetic.programs:Programs", "", "tiny Python functions"),
         "babyai": Row("ludus.envs.babyai.env:BabyAI", "envs", "minigrid's BabyAI levels, in text"),
         "scienceworld": Row(
             "ludus.envs.java.scienceworld:ScienceWorld", "scienceworld", "30 science tasks, in text"
@@ -28,4 +30,5 @@ ENVS: Registry[Env] = Registry(
             "ludus.envs.webshop.env:WebShop", "webshop", "buying what an instruction asks for"
         ),
     },
+    fault=declaration_fault,
 )

@@ -21,6 +21,7 @@ A complete environment:
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -39,6 +40,38 @@ async def awaited(name: str, result: Awaitable[T]) -> T:
             f"`async def {name}`"
         )
     return await result
+
+
+def declaration_fault(env: Any) -> str | None:
+    """Returns what is wrong with `score_range` or `success_at` of an environment, or of its class,
+    where they may still be properties; None: nothing."""
+    score_range = getattr(env, "score_range", Env.score_range)
+    success_at = getattr(env, "success_at", Env.success_at)
+    if not isinstance(score_range, property):
+        bounds = score_range if isinstance(score_range, tuple | list) else ()
+        if len(bounds) != 2 or not all(map(_is_number, bounds)):
+            return (
+                f"score_range is {score_range!r:.80}; it has to be two numbers, the lowest and the "
+                "highest reward of an episode"
+            )
+        if not bounds[0] < bounds[1]:
+            return f"score_range {score_range} is empty"
+    if not isinstance(success_at, property) and not _is_number(success_at):
+        return f"success_at is {success_at!r:.80}; it has to be a number"
+    return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def limits_of(env: Env) -> tuple[tuple[float, float], float]:
+    """Returns an environment's `score_range` and `success_at`. Errors: EnvError where they are no
+    numbers, or the range is empty."""
+    if fault := declaration_fault(env):
+        raise EnvError(f"{type(env).__name__}: {fault}")
+    low, high = env.score_range
+    return (low, high), env.success_at
 
 
 class NoExpert(Exception):
@@ -129,6 +162,11 @@ class Env(ABC):
     def expert_action(self) -> str:
         """The next action of a scripted expert, which may use the full state. Errors: NoExpert."""
         raise NoExpert(f"{type(self).__name__} has no expert")
+
+    def expert_code(self) -> str | None:
+        """Code that the expert runs before its next action, for demonstrations in the format
+        `code`; None: none."""
+        return None
 
     def inspect(self, what: str) -> Any:
         """A view of the running episode that is no observation, as JSON; services offer it.

@@ -22,7 +22,7 @@ from pydantic import Field
 from ludus.config.registry import Registry
 from ludus.core.errors import ConfigError, EnvError, LudusError, did_you_mean
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec
-from ludus.envs.base import Env, NoExpert, awaited
+from ludus.envs.base import Env, NoExpert, awaited, limits_of
 from ludus.tasks.mixture import PART, part_of
 
 
@@ -115,6 +115,9 @@ class Mixture(Env):
             raise NoExpert("mixture: no episode is being played")
         return self._env.expert_action()
 
+    def expert_code(self) -> str | None:
+        return self._playing().expert_code()
+
     @classmethod
     def task(cls, tier: str | None, seed: int) -> Task:
         raise ConfigError("the tasks of a mixture come from the reader `mixture`, not from `env`")
@@ -156,9 +159,7 @@ def _registry() -> Registry[Env]:
 
 
 def _scale(env: Env) -> float:
-    low, high = env.score_range
-    if not high > low:
-        raise EnvError(f"{type(env).__name__}: score_range {env.score_range} is empty")
+    (low, high), _ = limits_of(env)
     return 1.0 / (high - low)
 
 

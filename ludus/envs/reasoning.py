@@ -12,7 +12,7 @@ the library's: 1 for a correct answer; some data sets give partial scores.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import reasoning_gym
@@ -66,6 +66,11 @@ EVALUATED = {
 """Data sets whose verifiers call Python's `eval` on the answer. Only answers made of these
 characters reach them, which cannot express calls, attributes or powers."""
 
+EXPRESSIONS = {"basic_arithmetic", "chain_sum", "products"}
+"""Data sets whose question is an expression of Python."""
+
+Level = Annotated[int, Field(ge=0)]
+
 LONGEST_ANSWER = 20_000
 """Characters; a longer answer counts as wrong."""
 
@@ -90,13 +95,18 @@ class Reasoning(OneTool):
     def __init__(
         self,
         level: Annotated[
-            int | None,
-            Field(ge=0, description="Difficulty in the library's curricula; null: its defaults."),
+            Level | dict[str, Level] | None,
+            Field(
+                description="Difficulty in the library's curricula, for all data sets or by name; "
+                "null or no entry: the library's defaults."
+            ),
         ] = None,
         guide: Annotated[
             bool, Field(description="Open with instructions on the answer's format.")
         ] = False,
     ) -> None:
+        for name in level if isinstance(level, dict) else ():
+            check_name(name)
         self.level, self.guide = level, guide
         self._entry: dict[str, Any] | None = None
 
@@ -109,7 +119,8 @@ class Reasoning(OneTool):
         if type(seed) is not int or seed < 0:
             raise EnvError(f"reasoning: task {task.id!r}: data.seed is {seed!r:.40}, not 0 or more")
         self._name = name
-        self._dataset = make_dataset(self._name, seed, self.level)
+        level = self.level.get(name) if isinstance(self.level, dict) else self.level
+        self._dataset = make_dataset(name, seed, level)
         entry: dict[str, Any] = self._dataset[0]
         self._entry = entry
         text = f"{GUIDE}\n\n{entry['question']}" if self.guide else entry["question"]
@@ -156,6 +167,11 @@ class Reasoning(OneTool):
             raise NoExpert("reasoning: no episode is being played")
         return f"<answer>{self._entry['answer']}</answer>"
 
+    def expert_code(self) -> str | None:
+        if self._entry is None:
+            raise NoExpert("reasoning: no episode is being played")
+        return code_for(self._name, self._entry["metadata"])
+
     @classmethod
     def tiers(cls) -> Sequence[str]:
         """The supported data sets in alphabetical order, since difficulties do not compare."""
@@ -172,6 +188,19 @@ class Reasoning(OneTool):
         check_name(name)
         data = {"dataset": name, "seed": seed}
         return Task(id=f"reasoning/{name}/{seed}", data=data, tier=name, source="reasoning")
+
+
+def code_for(name: str, known: Mapping[str, Any]) -> str | None:
+    """Python code that prints the answer of an arithmetic or algebra task; None for others."""
+    if name in EXPRESSIONS:
+        return f"print({known['expression']})"
+    if name in ("gcd", "lcm"):
+        numbers = ", ".join(map(str, known["numbers"]))
+        return f"import math; print(math.{name}({numbers}))"
+    if name == "simple_equations":
+        left, _, right = known["equation"].partition(" = ")
+        return f"import sympy; print(sympy.solve('{left} - ({right})')[0])"
+    return None
 
 
 def check_name(name: str) -> None:

@@ -15,15 +15,22 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from functools import cache, cached_property
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import httpx
-from pydantic import Field
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
-from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout, ToolError, Unscorable
+from ludus.core.errors import (
+    ConfigError,
+    EnvError,
+    EpisodeTimeout,
+    ToolError,
+    Unscorable,
+    first_fault,
+)
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
 from ludus.envs.base import Env, NoExpert
 
@@ -44,7 +51,47 @@ EXPERT_SLACK_S = 5.0
 """Seconds that the service's own deadline is given to be reported."""
 
 MAX_BYTES = 16_000_000
+"""Limit of an answer's size."""
+
+T = TypeVar("T")
 ERRORS = {"env_timeout": EpisodeTimeout, "tool_error": ToolError, "unscorable": Unscorable}
+
+
+class _Error(BaseModel):
+    type: str
+    message: str
+
+
+class _Answer(BaseModel):
+    """An answer on the WebSocket; an error's status is not 200."""
+
+    status: int
+    result: Any = None
+    error: _Error = _Error(type="", message="no error is told")
+
+
+class _Refusal(BaseModel):
+    """The body of an HTTP answer whose status is not 200."""
+
+    error: _Error
+
+
+class _Schema(BaseModel):
+    """`GET /envs/NAME`, as far as it is read here."""
+
+    tools: list[ToolSpec]
+    score_range: tuple[float, float]
+    success_at: float
+    max_turns: int
+    expert_deadline_s: float = EXPERT_S
+
+
+class _Session(BaseModel):
+    session: str
+
+
+class _Expert(BaseModel):
+    action: str
 
 
 class RemoteEnv(Env):
@@ -91,7 +138,7 @@ class RemoteEnv(Env):
                     raise EnvError(str(error)) from error
                 await asyncio.sleep(0.2)
         self._playing = True
-        return Observation.model_validate(opening)
+        return self._read(Observation, opening)
 
     async def step(self, action: Message) -> StepResult:
         if not self._playing:
@@ -103,7 +150,7 @@ class RemoteEnv(Env):
         except _Gone as error:
             await self.close()
             raise EnvError(str(error)) from error
-        result = StepResult.model_validate(answer)
+        result = self._read(StepResult, answer)
         self._playing = not result.done
         return result
 
@@ -139,7 +186,7 @@ class RemoteEnv(Env):
             if self._name is None:
                 self._name = await asyncio.to_thread(self._only_env)
             answer = await self._call("create", session=None, env=self._name)
-            self._session = answer["session"]
+            self._session = self._read(_Session, answer).session
 
     async def _call(self, op: str, **arguments: Any) -> Any:
         """Returns the result of a call. Errors: _Gone, and the error that the service reports."""
@@ -149,14 +196,15 @@ class RemoteEnv(Env):
         text = json.dumps({key: value for key, value in call.items() if value is not None})
         try:
             await self._socket.send(text)
-            answer = json.loads(await self._answer(self._socket))
+            received = await self._answer(self._socket)
         except (OSError, WebSocketException) as error:
             message = f"the environment service at {self.url} is gone ({_reason(error)})"
             raise _Gone(message) from error
-        if answer["status"] == 200:
-            return answer["result"]
-        kind, message = answer["error"]["type"], answer["error"]["message"]
-        if answer["status"] == 503 or kind == "too_many_sessions":
+        answer = self._read(_Answer, self._parse(received))
+        if answer.status == 200:
+            return answer.result
+        kind, message = answer.error.type, answer.error.message
+        if answer.status == 503 or kind == "too_many_sessions":
             raise _Gone(f"{self.url}: {message}")
         self._session, self._playing = None, False  # the service has closed the session
         raise ERRORS.get(kind, EnvError)(f"{self.url}: {message}")
@@ -179,11 +227,10 @@ class RemoteEnv(Env):
             reading.cancel()
 
     def tools(self) -> Sequence[ToolSpec]:
-        return [ToolSpec.model_validate(tool) for tool in self._schema["tools"]]
+        return self._schema.tools
 
     def call_of(self, action: str) -> ToolCall:
-        answer = self._ask("POST", f"/envs/{self._served}/call", {"action": action})
-        call = ToolCall.model_validate(answer)
+        call = self._ask(ToolCall, "POST", f"/envs/{self._served}/call", {"action": action})
         self._texts[call.model_dump_json()] = action
         return call
 
@@ -196,31 +243,25 @@ class RemoteEnv(Env):
         if not self._playing:
             raise NoExpert("remote: no episode is being played")
         try:
-            answer = self._ask("POST", f"/sessions/{self._session}/expert", {}, self._expert_s)
+            path, limit = f"/sessions/{self._session}/expert", self._schema.expert_deadline_s
+            return self._ask(_Expert, "POST", path, {}, limit + EXPERT_SLACK_S).action
         except _NotFound as error:
             raise NoExpert(str(error)) from error
-        action: str = answer["action"]
-        return action
-
-    @property
-    def _expert_s(self) -> float:
-        return float(self._schema.get("expert_deadline_s", EXPERT_S)) + EXPERT_SLACK_S
 
     @property
     def score_range(self) -> tuple[float, float]:  # type: ignore[override]
         """The environment's score range, as the service reports it."""
-        low, high = self._schema["score_range"]
-        return low, high
+        return self._schema.score_range
 
     @property
     def success_at(self) -> float:  # type: ignore[override]
         """The environment's success threshold, as the service reports it."""
-        return float(self._schema["success_at"])
+        return self._schema.success_at
 
     @property
     def max_turns(self) -> int:  # type: ignore[override]
         """The environment's turn limit, as the service reports it."""
-        return int(self._schema["max_turns"])
+        return self._schema.max_turns
 
     @cached_property
     def _served(self) -> str:
@@ -229,39 +270,70 @@ class RemoteEnv(Env):
         return self._name
 
     @property
-    def _schema(self) -> dict[str, Any]:
+    def _schema(self) -> _Schema:
         key = (self.url, self._served)
         if key not in _SCHEMAS:
-            _SCHEMAS[key] = self._ask("GET", f"/envs/{self._served}")
+            _SCHEMAS[key] = self._ask(_Schema, "GET", f"/envs/{self._served}")
         return _SCHEMAS[key]
 
     def _only_env(self) -> str:
-        names = self._ask("GET", "/envs")
+        names = self._ask(list[str], "GET", "/envs")
         if len(names) != 1:
             raise EnvError(f"{self.url} serves {', '.join(names)}: name one as args.env")
-        return str(names[0])
+        return names[0]
 
     def _ask(
         self,
+        kind: type[T],
         method: str,
         path: str,
         body: dict[str, Any] | None = None,
         answer_s: float = CONNECT_S,
-    ) -> Any:
-        """Returns a route's answer. Blocks, for about 1 ms but for the expert's; not used during an
-        episode."""
+    ) -> T:
+        """Returns a route's answer, of type `kind`. Blocks, for about 1 ms but for the expert's;
+        not used during an episode.
+
+        Errors: EnvError where there is no such answer, of MAX_BYTES at most, within twice
+        `answer_s`.
+        """
         timeout = httpx.Timeout(CONNECT_S, read=answer_s)
+        deadline, content, url = time.monotonic() + answer_s, bytearray(), self.url + path
         try:
-            response = httpx.request(
-                method, self.url + path, json=body, headers=_headers(), timeout=timeout
-            )
-            answer = response.json()
-        except (httpx.HTTPError, ValueError) as error:
+            with httpx.stream(
+                method, url, json=body, headers=_headers(), timeout=timeout
+            ) as response:
+                for part in response.iter_bytes():
+                    content += part
+                    if len(content) > MAX_BYTES or time.monotonic() > deadline:
+                        raise EnvError(f"{url}: the answer is too large, or too slow")
+        except httpx.HTTPError as error:
             raise EnvError(self._no_answer(error)) from error
+        if response.has_redirect_location:
+            raise EnvError(
+                f"{self.url} redirects to {response.headers['location']!r:.200}: give that address"
+            )
+        answer = self._parse(bytes(content))
         if response.status_code == 200:
-            return answer
-        kind = _NotFound if response.status_code == 404 else EnvError
-        raise kind(f"{self.url}: {answer['error']['message']}")
+            return self._read(kind, answer)
+        told = self._read(_Refusal, answer).error.message
+        raise (_NotFound if response.status_code == 404 else EnvError)(f"{self.url}: {told}")
+
+    def _parse(self, text: str | bytes) -> Any:
+        try:
+            return json.loads(text)
+        except (RecursionError, ValueError) as error:
+            raise EnvError(self._no_answer(error)) from error
+
+    def _read(self, kind: type[T], answer: Any) -> T:
+        """Returns an answer as `kind`. Errors: EnvError where it is something else."""
+        try:
+            hashable: Any = kind
+            validated: T = _adapter(hashable).validate_python(answer)
+            return validated
+        except ValidationError as error:
+            raise EnvError(
+                f"{self.url} does not answer as an environment service: {first_fault(error)}"
+            ) from error
 
     def _no_answer(self, error: Exception) -> str:
         problem = f"no environment service answers at {self.url} ({_reason(error)})"
@@ -282,8 +354,13 @@ class RemoteEnv(Env):
         )
 
 
-_SCHEMAS: dict[tuple[str, str], dict[str, Any]] = {}
+_SCHEMAS: dict[tuple[str, str], _Schema] = {}
 """Cache of `GET /envs/NAME` by URL and name; the answer does not change while a service runs."""
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 class _Gone(Exception):

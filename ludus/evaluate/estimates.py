@@ -33,6 +33,7 @@ def summarise(
     *,
     success_at: float = 1.0,
     success_of: Callable[[Task], float] | None = None,
+    score_range: tuple[float, float] | None = None,
     confidence: float = 0.95,
     label: str = "",
     checkpoint: str | None = None,
@@ -43,7 +44,8 @@ def summarise(
     """Returns the evaluation of played and judged groups, one group a task.
 
     `success_of` gives the success threshold of each task, if thresholds differ. The parts of a
-    mixture are listed among the tiers, each before its own tiers.
+    mixture are listed among the tiers, each before its own tiers. `score_range` bounds the
+    intervals of scores; None: unbounded.
 
     Errors: DataError if there is no group, or no scored episode.
     """
@@ -71,7 +73,7 @@ def summarise(
         confidence=confidence,
         success=pass_at_k(outcomes, 1, success_at, confidence),
         success_bounds=(successes / len(played), (successes + num_excluded) / len(played)),
-        score=mean_score(outcomes, confidence),
+        score=mean_score(outcomes, confidence, score_range),
         pass_at={
             k: pass_at_k(outcomes, k, success_at, confidence)
             for k in range(1, samples_per_task + 1)
@@ -80,7 +82,7 @@ def summarise(
         tiers={
             tier: TierResult(
                 success=pass_at_k(some, 1, success_at, confidence),
-                score=mean_score(some, confidence),
+                score=mean_score(some, confidence, score_range),
                 num_episodes=sum(len(o.rewards) + o.num_excluded for o in some),
                 num_excluded=sum(o.num_excluded for o in some),
             )
@@ -136,12 +138,22 @@ def pass_at_k(
     )
 
 
-def mean_score(outcomes: Iterable[TaskOutcome], confidence: float) -> Estimate:
-    """The mean reward over tasks, with Student's t interval on the tasks' means."""
+def mean_score(
+    outcomes: Iterable[TaskOutcome],
+    confidence: float,
+    score_range: tuple[float, float] | None = None,
+) -> Estimate:
+    """The mean reward over tasks, with Student's t interval on the tasks' means.
+
+    The interval is cut at the ends of `score_range`, if all means are within it.
+    """
     means = [math.fsum(o.rewards) / len(o.rewards) for o in outcomes if o.rewards]
     if not means:
         raise DataError("no task has a scored episode")
     value, low, high = t_interval(means, confidence)
+    least, most = score_range or (-math.inf, math.inf)
+    if low is not None and high is not None and least <= min(means) and max(means) <= most:
+        low, high = max(low, least), min(high, most)
     return Estimate(value=value, low=low, high=high, num_tasks=len(means))
 
 

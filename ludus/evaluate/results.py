@@ -88,11 +88,20 @@ class Evaluation(_Record):
     def sampling(self) -> Literal["greedy", "sampled"]:
         return "greedy" if self.temperature == 0 else "sampled"
 
+    @property
+    def left_out(self) -> str:
+        """The excluded episodes by reason, with an example of each."""
+        return ", ".join(
+            f"{x.count} {reason}" + (f": {' '.join(x.example.split()):.200}" if x.example else "")
+            for reason, x in self.excluded.items()
+        )
+
     def __str__(self) -> str:
         left_out = f", {self.num_excluded} episodes left out" if self.num_excluded else ""
+        left_out += f": {self.left_out}" if self.num_excluded else ""
         graded = abs(self.score.value - self.success.value) > 1e-9  # more than 0 and 1
         score = f", mean score {self.score.value:.3f}" if graded else ""
-        return f"success {self.success} of {self.num_tasks} tasks{left_out}{score}"
+        return f"success {self.success} of {self.num_tasks} tasks{score}{left_out}"
 
 
 class Difference(_Record):

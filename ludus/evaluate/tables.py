@@ -33,10 +33,10 @@ def render_evaluation(evaluation: Evaluation) -> RenderableType:
         f"  {e.num_episodes} episodes, {e.mean_turns:.1f} turns{tokens} each, {e.seconds:.1f} s"
     )
     if e.num_excluded:
-        reasons = ", ".join(f"{x.count} {reason}" for reason, x in e.excluded.items())
         low, high = e.success_bounds
+        reasons = escape(e.left_out)
         lines.append(
-            f"  [yellow]{e.num_excluded} episodes left out[/] ({escape(reasons)}): success would be"
+            f"  [yellow]{e.num_excluded} episodes left out[/] ({reasons}): success would be"
             f" {_percent(low)} had all of them failed, {_percent(high)} had all succeeded"
         )
     return Rows(*lines)

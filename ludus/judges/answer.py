@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import unicodedata
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ludus.core.errors import Unscorable
+from ludus.config.sections import Markers
 from ludus.core.types import Score, Task, Trajectory
-from ludus.judges.base import final_answer
+from ludus.judges.base import accepted_answers, final_answer, last_boxed, last_tagged
 
 Extract = Literal["auto", "boxed", "answer", "number", "whole"]
 
@@ -33,6 +33,8 @@ class AnswerJudge:
     `answer is`, `####`), the last number, or the whole text. `auto` tries these in turn; the last
     number only if all accepted answers are numbers.
 
+    If the message has a pair of `markers`, only the text between the last two counts.
+
     Two integers must be equal; other numbers may differ by `tolerance`, relative to the larger.
     Parts: `correct`, and `found` (the message has an answer in the selected form).
 
@@ -47,13 +49,19 @@ class AnswerJudge:
         tolerance: Annotated[
             float, Field(ge=0, lt=1, description="Relative tolerance of numbers.")
         ] = 1e-6,
+        markers: Annotated[
+            Markers,
+            Field(description="Start and end of an answer, as `rollout.markers.answer`."),
+        ] = ("<answer>", "</answer>"),
     ) -> None:
+        self.markers: tuple[str, str] = markers
         self.extract: Extract = extract
         self.tolerance = tolerance
 
     async def __call__(self, task: Task, trajectory: Trajectory) -> Score:
-        accepted = _accepted(task)
+        accepted = accepted_answers(task)
         text = final_answer(trajectory).content
+        text = last_tagged(text, self.markers) or text
         numeric = all(parse_number(answer) is not None for answer in accepted)
         given = extract_answer(text, self.extract, numeric=numeric)
         correct = given is not None and any(self._equal(given, answer) for answer in accepted)
@@ -79,7 +87,7 @@ def extract_answer(text: str, extract: Extract = "auto", *, numeric: bool = Fals
     marked = _MARKED.findall(text)
     numbers = _IN_TEXT.findall(text.replace("−", "-")) if numeric or extract == "number" else []
     candidates: dict[Extract, str | None] = {
-        "boxed": _last_boxed(text),
+        "boxed": last_boxed(text),
         "answer": marked[-1].strip() if marked else None,
         "number": numbers[-1] if numbers else None,
         "whole": text.strip() or None,
@@ -108,25 +116,3 @@ def normalise(text: str) -> str:
     text = _TEXT.sub(r"\1", _FRACTION.sub(r"\1/\2", text))
     text = " ".join(text.replace("\\$", "$").casefold().split())
     return text.strip("*`\"'").removesuffix(".").strip("*`\"' ").removesuffix(".").strip()
-
-
-def _accepted(task: Task) -> list[str]:
-    answers: list[Any] = task.answer if isinstance(task.answer, list) else [task.answer]
-    texts = [str(answer) for answer in answers if isinstance(answer, str | int | float)]
-    if not texts or len(texts) < len(answers) or not all(text.strip() for text in texts):
-        what = "no answer" if task.answer is None else f"the answer {task.answer!r:.80}"
-        raise Unscorable(f"task {task.id} has {what}, not a text, a number or a list of these")
-    return texts
-
-
-def _last_boxed(text: str) -> str | None:
-    r"""Returns the content of the last `\boxed{...}`, inner braces included."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth, first = 1, start + len("\\boxed{")
-    for index in range(first, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[index], 0)
-        if depth == 0:
-            return text[first:index].strip() or None
-    return None

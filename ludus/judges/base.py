@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol
 
-from ludus.core.errors import Unscorable
+from ludus.core.errors import Unscorable, described
 from ludus.core.types import Message, Score, Task, Trajectory
+from ludus.telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 
 class Judge(Protocol):
     """Scores a finished trajectory; `Score.value` becomes its reward.
 
+    A judge that holds something (a sandbox) has an `async close()` too, called when the run ends.
+    One that needs a server (a sandbox) has an `async check()`, called at the start, which raises
+    ToolError or ConfigError where the server does not answer.
+    One whose signature has `limits` receives the run's rate limits, for `Endpoint(limits=...)`.
+
     Errors: Unscorable if there is no score to give (a score of 0 is a score).
     """
 
     async def __call__(self, task: Task, trajectory: Trajectory) -> Score: ...
+
+
+async def check_all(judges: Iterable[Judge]) -> None:
+    """Check the servers that judges need. Errors: ToolError, ConfigError."""
+    for judge in judges:
+        if (check := getattr(judge, "check", None)) is not None:
+            await check()
+
+
+async def close_all(judges: Iterable[Judge]) -> None:
+    """Close the judges that hold something; a failure is logged, and hides no other error."""
+    for judge in judges:
+        if (close := getattr(judge, "close", None)) is not None:
+            try:
+                await close()
+            except Exception as error:
+                name, told = type(judge).__qualname__, described(error)
+                log.warning("a judge could not release what it holds", judge=name, error=told)
 
 
 def final_answer(trajectory: Trajectory) -> Message:
@@ -24,3 +51,37 @@ def final_answer(trajectory: Trajectory) -> Message:
         if message is not None and message.role == "assistant":
             return message
     raise Unscorable(f"trajectory {trajectory.id} has no assistant message to judge")
+
+
+def accepted_answers(task: Task) -> list[str]:
+    """The task's answers as texts. Errors: Unscorable: none, or neither texts nor numbers."""
+    answers: list[Any] = task.answer if isinstance(task.answer, list) else [task.answer]
+    texts = [str(answer) for answer in answers if isinstance(answer, str | int | float)]
+    if not texts or len(texts) < len(answers) or not all(text.strip() for text in texts):
+        what = "no answer" if task.answer is None else f"the answer {task.answer!r:.80}"
+        raise Unscorable(
+            f"task {task.id} has {what}; its judge compares with an answer that is a text, a "
+            "number or a list of these"
+        )
+    return texts
+
+
+def last_tagged(text: str, markers: tuple[str, str] = ("<answer>", "</answer>")) -> str | None:
+    """The text between the last two markers; None: there are none, or nothing between them."""
+    opening, closing = markers
+    end = text.rfind(closing)
+    start = text.rfind(opening, 0, max(end, 0))
+    return text[start + len(opening) : end].strip() or None if 0 <= start < end else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last `\boxed{...}`, inner braces included; None: no such box."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth, first = 1, start + len("\\boxed{")
+    for index in range(first, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
+        if depth == 0:
+            return text[first:index].strip() or None
+    return None

@@ -7,11 +7,13 @@ asynchronous training differs in the source.
 from __future__ import annotations
 
 import gc
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ludus.backends.base import Backend
+from ludus.core.errors import TrainingError
 from ludus.core.types import Group, Trajectory
 from ludus.loop.metrics import StepClock, group_metrics, part_metrics, score_metrics
 from ludus.rollout.source import GroupSource, require_fresh
@@ -71,22 +73,31 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
             groups = await source.take(stage.groups_per_step, step, version)
             require_fresh(groups, version, source.max_staleness)
             clock.lap("rollout")
-            with busy("train"):
+            with busy("train"), _located(stage.name, step):
                 screening = algorithm.screen(groups)
                 scored = await backend.score(screening.groups, algorithm)
-                assignment = algorithm.credit(scored)
-                trained = await backend.train(to_samples(assignment), algorithm)
+                samples = to_samples(algorithm.credit(scored))
+                trained = await backend.train(samples, algorithm)
                 trained["train/policy_version"] = await backend.publish_weights()
             clock.lap("train")
             metrics = group_metrics(groups) | part_metrics(groups) | {"rollout/rounds": 1.0}
             metrics |= source.metrics() | score_metrics(scored) | trained | clock.metrics(groups)
-            excluded = {**screening.excluded, **assignment.excluded}
-            recorder.record(stage.name, step, annotated(groups, scored, excluded), metrics)
+            shown = annotated(groups, scored, screening.excluded)
+            recorder.record(stage.name, step, shown, metrics)
             if stage.after_step and not await stage.after_step(step + 1):
                 return
     finally:
         gc.unfreeze()
         await source.close()
+
+
+@contextmanager
+def _located(stage: str, step: int) -> Iterator[None]:
+    """Name the step in the message of a TrainingError."""
+    try:
+        yield
+    except TrainingError as error:
+        raise TrainingError(f"{stage}, step {step}: {error}") from error
 
 
 def annotated(

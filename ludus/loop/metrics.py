@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Sequence
+from itertools import islice
 
 from ludus.core.types import Group, Trajectory
 from ludus.tasks.mixture import part_of
@@ -11,6 +14,17 @@ from ludus.telemetry.occupancy import Split
 
 BY_PART = {f"rollout/{name}" for name in ("reward", "success", "turns", "groups_with_signal")}
 """Rollout metrics that a mixture also has for each of its environments."""
+
+TOOL_METRICS = (
+    "tool_calls", "tool_failed", "tool_malformed", "tool_refused", "tool_errors", "tool_seconds",
+    "tool_wait_seconds",
+)  # fmt: skip
+"""Of a trajectory (`rollout.tool_use`); a step has their means, as `rollout/NAME`."""
+
+MAX_PARTS = 32
+"""Number of `score/NAME` metrics of a step."""
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.@/-]+|^/|/(?=/|$)")
 
 
 class StepClock:
@@ -59,14 +73,41 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
             "rollout/turns": sum(t.num_turns for t in trainable) / size,
             "rollout/truncated": sum(t.status != "completed" for t in trainable) / size,
         }
+    metrics |= _tool_metrics(everyone)
+    if limited := [t for t in everyone if "endpoint_wait_seconds" in t.metrics]:
+        total = _total(limited, "endpoint_wait_seconds")
+        metrics["rollout/endpoint_wait_seconds"] = total / len(limited)
+    metrics |= _parts(trainable)
     with_signal = [len({t.reward for t in group.trajectories}) > 1 for group in groups]
     metrics["rollout/groups_with_signal"] = sum(with_signal) / max(len(with_signal), 1)
     return metrics
 
 
+def _tool_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:
+    """Means over the episodes that had tools on offer; none without such an episode."""
+    equipped = [t for t in everyone if "tool_calls" in t.metrics]
+    if not equipped:
+        return {}
+    return {f"rollout/{name}": _total(equipped, name) / len(equipped) for name in TOOL_METRICS}
+
+
+def _parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean of each named score over the episodes that have it, as `score/NAME`.
+
+    Characters that a metric's name cannot have become `_`: judges and environments name scores.
+    """
+    values: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.scores.items():
+            if math.isfinite(value):
+                values.setdefault(_NOT_IN_NAMES.sub("_", name) or "_", []).append(value)
+    means = {f"score/{name}": sum(values[name]) / len(values[name]) for name in sorted(values)}
+    return dict(islice(means.items(), MAX_PARTS))
+
+
 def part_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics of each environment of a mixture, as `rollout/NAME_PART`: those of BY_PART, its
-    number of groups, and the mean reward before rescaling."""
+    """Metrics of each part of a mixture, as `rollout/NAME_PART`: those of BY_PART, its
+    number of groups, and the mean reward before rescaling; `mixture/PART/share`, of the groups."""
     metrics: dict[str, float] = {}
     for part in sorted({name for g in groups if (name := part_of(g.task)) is not None}):
         own = [group for group in groups if part_of(group.task) == part]
@@ -81,6 +122,7 @@ def part_metrics(groups: Sequence[Group]) -> dict[str, float]:
         if raw:
             numbers["rollout/raw_reward"] = sum(raw) / len(raw)
         metrics |= {f"{name}_{part}": value for name, value in numbers.items()}
+        metrics[f"mixture/{part}/share"] = len(own) / len(groups)
     return metrics
 
 

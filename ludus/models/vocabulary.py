@@ -50,6 +50,11 @@ class Vocabulary:
             return table.narrow(dim, 0, min(self.size, table.shape[dim]))
         return table.index_select(dim, self.ids_S.to(table.device))
 
+    def absent(self, num_ids: int) -> list[int]:
+        """Returns the ids below `num_ids` that are never sampled."""
+        present = range(self.size) if self.ids_S is None else self.ids_S.tolist()
+        return sorted(set(range(num_ids)).difference(present))
+
     def places(self, ids_N: Tensor) -> Tensor:
         """Returns the place of each id in what `select` returns; S for an id never sampled."""
         if self.ids_S is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,26 +13,36 @@ from ludus.backends.base import Backend
 from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError, EpisodeError
 from ludus.core.files import atomic_folder
-from ludus.core.types import Task, Trajectory
+from ludus.core.types import Spec, Task, Trajectory
 from ludus.data.conversations import Conversation, read_conversations
-from ludus.data.demonstrations import (
-    Demonstration,
-    dropped_path,
-    generate_demonstrations,
-    load_demonstrations,
-)
+from ludus.data.demonstrations import dropped_path, generate_demonstrations, load_demonstrations
+from ludus.data.expert import Demonstration
 from ludus.data.splits import Splits, remember
 from ludus.judges import JUDGES
-from ludus.models.chat.renderer import Renderer
+from ludus.models.chat.by_task import TaskRenderers
 from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.models.decoders import native
 from ludus.models.samplers.base import Sampler
 from ludus.pipeline.budget import Timings
 from ludus.pipeline.progress import Observer
-from ludus.pipeline.tokenizer import make_renderer, make_renderers, make_tokenizer
+from ludus.pipeline.registries import check_judges
+from ludus.pipeline.tokenizer import (
+    check_functions,
+    formats_of,
+    functions_of,
+    make_renderers,
+    make_tokenizer,
+)
 from ludus.rollout.collect import Collector
+from ludus.rollout.host import LocalEnvs
+from ludus.rollout.tool_use import argument_of, by_address, run_tools
 from ludus.store.folders import RunFolder
+from ludus.tasks.mixture import part_of, settings_of
+from ludus.tasks.readers import TaskList
+from ludus.tasks.splits import place_of
 from ludus.telemetry.logs import get_logger
+from ludus.tools.limits.limiter import Limits, is_endpoint
+from ludus.train import ALGORITHMS
 from ludus.train.checkpoint.policy import build_policy, refuse_lost_tokenizer
 
 log = get_logger(__name__)
@@ -45,7 +55,6 @@ class Run:
     Args:
         folder: holds the run's files.
         conversations: training data of SFT.
-        renderers: by part of a mixture whose parts have tools of their own.
     """
 
     folder: RunFolder
@@ -53,8 +62,7 @@ class Run:
     splits: Splits
     conversations: Sequence[Conversation]
     tokenizer: Any
-    renderer: Renderer
-    renderers: Mapping[str, Renderer]
+    renderers: TaskRenderers
     backend: Backend
     collector: Collector
 
@@ -69,6 +77,7 @@ def build(
     on_episode: Callable[[Trajectory], None] | None = None,
     on_error: Callable[[EpisodeError], object] | None = None,
     inline: bool = False,
+    endpoints: Sequence[str] = (),
 ) -> Run:
     """Build all parts of a run. The caller closes `run.backend`; an error here closes it.
 
@@ -76,25 +85,31 @@ def build(
         on_episode: receives each finished trajectory.
         on_error: receives each error that ended an episode.
         inline: play in the calling thread, without deadlines: for debuggers.
+        endpoints: URLs that a limit may name besides those of the judges.
 
-    Errors: ConfigError, MissingDependency.
+    Errors: ConfigError, MissingDependency; DataError for a task with an unknown function.
     """
-    renderer, renderers = make_renderer(config, tokenizer), make_renderers(config, tokenizer)
+    known = (conversation.task for conversation in conversations)
+    check_functions(config, splits.train, splits.heldout, others=known)
+    _check_consistency(config, splits.train)
+    limits = make_limits(config, splits, endpoints)
+    renderers = make_renderers(config, tokenizer)
     backend = BACKENDS.build(
         config.backend,
         "backend",
         make_model=partial(build_policy, config.model, tokenizer, config.seed),
-        renderer=renderer,
+        renderer=renderers.default,
         config=config,
         run_dir=folder.path,
     )
     with ExitStack() as opened:
         opened.callback(backend.close)
+        opened.callback(limits.close)
         collector = make_collector(
             config,
             backend.sampler,
-            renderer,
-            renderers=renderers,
+            renderers,
+            limits,
             on_episode=on_episode,
             on_error=on_error,
             inline=inline,
@@ -106,27 +121,82 @@ def build(
         splits=splits,
         conversations=conversations,
         tokenizer=tokenizer,
-        renderer=renderer,
         renderers=renderers,
         backend=backend,
         collector=collector,
     )
 
 
+def _check_consistency(config: RunConfig, train: TaskList) -> None:
+    """Errors: DataError for a task without `consistency`, where the algorithm needs it."""
+    if config.rl is None:
+        return
+    algorithm = ALGORITHMS.build(config.rl.algorithm, "rl.algorithm")
+    lacking = next((task for task in train if task.consistency is None), None)
+    if lacking is not None and getattr(algorithm, "needs_consistency", False):
+        raise DataError(
+            f"{place_of(lacking, train.rows)} has no `consistency`, which the algorithm "
+            f"{config.rl.algorithm.name} needs: set the reader's `consistency` to the field with "
+            "the share of answers that agree with the task's answer"
+        )
+
+
+def make_limits(config: RunConfig, splits: Splits, endpoints: Sequence[str] = ()) -> Limits:
+    """Returns the rate limits of a run: of its tools' functions, and of endpoints.
+
+    Endpoints are those of the judges (their argument `base_url`) and `endpoints`.
+
+    Errors: ConfigError where nothing uses a limit, or two limits have the same endpoint.
+    """
+    functions = [function.name for function in functions_of(config)]
+    limits = by_address(config.limits)
+    if not any(map(is_endpoint, limits)):
+        return Limits(limits, functions)
+    from ludus.models.endpoint.client import check_url
+
+    judges = (task.judge for task in (*splits.train, *splits.heldout))
+    asked = {check_url(url) for url in (*endpoints, *_urls([config.judge, *judges]))}
+    return Limits(limits, [*functions, *asked])
+
+
+def _urls(value: Any) -> Iterator[str]:
+    """The endpoints in judges, whose arguments may hold other judges."""
+    if isinstance(value, Spec):
+        value = value.args
+    if isinstance(value, Mapping):
+        if isinstance(url := value.get("base_url"), str):
+            yield url
+        value = list(value.values())
+    for part in value if isinstance(value, list) else ():
+        yield from _urls(part)
+
+
 def make_collector(
-    config: RunConfig, sampler: Sampler | None, renderer: Renderer | None, **options: Any
+    config: RunConfig,
+    sampler: Sampler | None,
+    renderers: TaskRenderers | None,
+    limits: Limits,
+    **options: Any,
 ) -> Collector:
     """Returns a collector with the environment, judge and seed of a configuration.
 
-    `options` go to the collector; with its `endpoint`, sampler and renderer are None.
+    `options` go to the collector; with its `endpoint`, sampler and renderers are None.
     """
+    functions = functions_of(config)
+    for part in (None, *formats_of(config)):
+        if (settings := settings_of(config.rollout, part)).format == "code":
+            own = config.rollout.parts.get(part or "")
+            where = f"rollout.parts.{part}" if own is not None and own.markers else "rollout"
+            argument_of(settings.markers.tool, functions, f"{where}.markers.tool")
     return Collector(
         sampler,
-        renderer,
+        renderers,
         config.rollout,
         config.env,
-        JUDGES.build(config.judge, "judge") if config.judge else None,
+        JUDGES.build(config.judge, "judge", limits=limits) if config.judge else None,
         seed=config.seed,
+        limits=limits,
+        tools=run_tools(config, functions, limits),
         **options,
     )
 
@@ -135,6 +205,7 @@ def build_training(
     config: RunConfig, folder: RunFolder, splits: Splits, observer: Observer, timings: Timings
 ) -> Run:
     """Build a run that trains: make demonstrations and tokenizer unless the folder has them."""
+    check_judges(config)
     if config.model.device == "cpu":
         _log_native(native.absence())
     _note_skipped(observer, "tasks.train", splits.train.skipped)
@@ -168,7 +239,8 @@ def _demonstrations(
         return []
     path = folder.demonstrations
     if not path.exists():
-        tasks = train[: settings.num_episodes]
+        envs = LocalEnvs(config.env)
+        tasks = [task for task in train if envs.spec_of(task)][: settings.num_episodes]
         observer.stage("demonstrations", len(tasks))
         with timings.timed("demonstrations"):
             summary = generate_demonstrations(
@@ -178,7 +250,11 @@ def _demonstrations(
                 num_workers=settings.num_workers,
                 timeout_s=settings.timeout_s,
                 only_successful=settings.only_successful,
-                format=config.rollout.format,
+                format=lambda task: settings_of(config.rollout, part_of(task)).format,
+                mistakes=settings.mistakes,
+                code_share=settings.code_share,
+                tools=config.tools,
+                markers=lambda task: settings_of(config.rollout, part_of(task)).markers,
                 on_episode=lambda *_: observer.tick(),
             )
         observer.note(str(summary))

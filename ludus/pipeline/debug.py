@@ -23,17 +23,20 @@ from ludus.core.errors import EpisodeError
 from ludus.core.signals import run as run_async
 from ludus.core.types import Group, Sample, Spec, Task
 from ludus.data.conversations import read_conversations, replay_all
-from ludus.data.demonstrations import Demonstration, run_expert
+from ludus.data.expert import CodeBlocks, Demonstration, run_expert
 from ludus.data.splits import read_splits
-from ludus.envs import ENVS
 from ludus.envs.base import NoExpert
 from ludus.pipeline.build import build
-from ludus.pipeline.registries import check
-from ludus.pipeline.tokenizer import make_renderer, make_renderers, make_tokenizer
+from ludus.pipeline.registries import check, check_judges
+from ludus.pipeline.tokenizer import check_functions, make_renderers, make_tokenizer
+from ludus.rollout.collect import Collector
+from ludus.rollout.host import LocalEnvs
 from ludus.rollout.replay import ReplaySource
 from ludus.store.folders import RunFolder
-from ludus.store.show import render_turns
+from ludus.store.show import render_turns, render_verdict
 from ludus.tasks.curriculum import TaskSampler
+from ludus.tasks.mixture import part_of, settings_of
+from ludus.tools.toolbox import Toolbox
 from ludus.train import ALGORITHMS
 from ludus.train.algorithms.base import Assignment
 from ludus.train.samples import to_samples
@@ -67,14 +70,16 @@ def _debug(config: RunConfig, num_tasks: int, console: Console) -> None:
         console.print(Text(splits.note))
     demonstrations = _demonstrations(config, splits.train)
     conversations, _ = read_conversations(config, demonstrations, splits.train)
+    known = (conversation.task for conversation in conversations)
+    check_functions(config, splits.train, splits.heldout, others=known)
+    check_judges(config)
     messages = [message for item in conversations for message in item.messages]
     tokenizer = make_tokenizer(config, splits.train, messages)
     if config.sft:
         tasks, trajectories, excluded = replay_all(
             conversations[:num_tasks],
-            make_renderer(config, tokenizer),
-            config.model.context_length,
             make_renderers(config, tokenizer),
+            config.model.context_length,
         )
         if tasks:
             source = ReplaySource(TaskSampler(tasks, shuffle=False), trajectories)
@@ -94,11 +99,18 @@ def _debug(config: RunConfig, num_tasks: int, console: Console) -> None:
         algorithm = ALGORITHMS.build(config.rl.algorithm, "rl.algorithm")
         group_size = min(config.rl.group_size, GROUP_SIZE)
         with closing(run.backend):
-            groups = run_async(run.collector.collect(splits.train[:num_tasks], 0, group_size))
+            groups = run_async(_played(run.collector, splits.train[:num_tasks], group_size))
         if algorithm.asks_models:
             groups = assume_start(groups)
         _show(console, "RL", groups, algorithm.assign(groups), tokenizer)
     console.print("debug: nothing was trained, nothing was saved")
+
+
+async def _played(collector: Collector, tasks: Sequence[Task], group_size: int) -> list[Group]:
+    try:
+        return await collector.collect(tasks, 0, group_size)
+    finally:
+        await collector.close()
 
 
 def _inline(config: RunConfig) -> RunConfig:
@@ -121,11 +133,22 @@ def _demonstrations(config: RunConfig, tasks: Sequence[Task]) -> list[Demonstrat
         return []
 
     async def play_all() -> list[Demonstration]:
+        if not config.tools:
+            return await play(None)
+        async with await Toolbox.open(config.tools) as toolbox:
+            return await play(toolbox)
+
+    async def play(toolbox: Toolbox | None) -> list[Demonstration]:
         demonstrations: list[Demonstration] = []
-        for task in tasks[:NUM_EXPERT_EPISODES]:
+        envs = LocalEnvs(spec)
+        for task in [task for task in tasks if envs.spec_of(task)][:NUM_EXPERT_EPISODES]:
             try:
-                env = ENVS.build(spec, "env")
-                demonstrations.append(await run_expert(env, task, config.rollout.format))
+                env = envs.make(task)
+                settings = settings_of(config.rollout, part_of(task))
+                format, blocks = settings.format, None
+                if toolbox is not None and format == "code":
+                    blocks = CodeBlocks(settings.markers, toolbox)
+                demonstrations.append(await run_expert(env, task, format, 0.0, blocks))
             except NoExpert:
                 continue
         return demonstrations
@@ -145,6 +168,8 @@ def _show(
         outcome = f"status {trajectory.status.value}, reward {reward}"
         console.print(Rule(Text(f"{stage} {trajectory.id}  task {trajectory.task_id}")))
         console.print(Text(outcome + (f": {trajectory.error}" if trajectory.error else "")))
+        if trajectory.scores or trajectory.explanation:
+            console.print(render_verdict(trajectory))
         console.print(render_turns(trajectory, tokenizer.decode))
         if reason := assignment.excluded.get(trajectory.id):
             console.print(Text(f"no training row: {reason}", "yellow"))

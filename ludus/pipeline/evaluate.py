@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from ludus.config.load import load_config
 from ludus.config.schema import EvaluateConfig
 from ludus.core.types import Group, Spec, Task
 from ludus.envs import ENVS
+from ludus.envs.base import Env, limits_of
 from ludus.evaluate import summarise
 from ludus.evaluate.results import Evaluation
+from ludus.models.chat.template import load_template
 from ludus.pipeline.build import Run
 from ludus.pipeline.tokenizer import make_renderer
 from ludus.rollout.collect import Collector
+from ludus.rollout.host import LocalEnvs
 from ludus.store.folders import find_run
 from ludus.train.checkpoint.export import export_hf
 from ludus.train.checkpoint.policy import find_checkpoint, restore_policy, run_tokenizer
@@ -48,16 +52,29 @@ async def play_heldout(
     started = time.perf_counter()
     groups = await collector.collect(heldout[: settings.num_tasks], step, settings.samples_per_task)
     env = ENVS.build(env_spec, "env") if env_spec else None
+    score_range, success_at = limits_of(env) if env else (None, 1.0)
+    judged = collector.judge is not None or any(task.judge for task in heldout)
+    of_its_own = any(task.judge or task.env for task in heldout)
     result = summarise(
         groups,
-        success_at=env.success_at if env else 1.0,
-        success_of=env.success_of if env and env.members() else None,
+        success_at=success_at,
+        success_of=partial(_success_of, collector, LocalEnvs(env_spec), env)
+        if of_its_own or (env and env.members())
+        else None,
+        score_range=None if judged else score_range,
         confidence=settings.confidence,
         label=f"{label} {step}" if step else label,
         temperature=settings.temperature,
         seconds=time.perf_counter() - started,
     )
     return groups, result
+
+
+def _success_of(collector: Collector, envs: LocalEnvs, env: Env | None, task: Task) -> float:
+    """The reward from which a task counts as solved: a judge's is 1."""
+    if collector.judge or task.judge or envs.spec_of(task) is None:
+        return 1.0
+    return (env if env and task.env is None else envs.make(task)).success_of(task)
 
 
 def export_checkpoint(
@@ -75,6 +92,7 @@ def export_checkpoint(
         path,
         merge=merge,
         overwrite=overwrite,
+        chat_template=load_template(template) if (template := config.model.chat_template) else None,
         stop_token_ids=make_renderer(config, tokenizer).stop_token_ids,
         name=f"{folder.id}, {info.path.name}",
     )

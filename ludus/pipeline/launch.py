@@ -214,8 +214,9 @@ def _recorded(
     except (KeyboardInterrupt, BudgetSpent) as stop:
         stopped = Stopped(folder, stop)
         _finish(store, folder, "interrupted", stopped.exceeded or None)
-        if mirror is not None:
-            mirror.push()
+        if mirror is not None and not any(trainer.stops_at_once for trainer in trainers):
+            with suppress(KeyboardInterrupt):  # another signal ends the upload
+                mirror.push()
         raise stopped from None
     except LudusError as error:
         intact = complete and not any(trainer.rewound for trainer in trainers)

@@ -16,7 +16,7 @@ from typing import Any
 from ludus.config import yaml12
 from ludus.config.load import load_config
 from ludus.config.schema import RunConfig
-from ludus.core.errors import ConfigError, LudusError, StoreError
+from ludus.core.errors import ConfigError, LudusError, StoreError, described
 from ludus.evaluate.results import Evaluation
 from ludus.pipeline.evaluate import export_checkpoint
 from ludus.report.collect import read_evaluations
@@ -115,8 +115,9 @@ def _upload(
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="ludus")
-    with _explained(api.endpoint, repo), _given_up():
+    with _explained(api.endpoint, repo) as remedies, _given_up():
         existed = _exists_or_create(api, repo, private, update)
+        remedies.append("; nothing was committed: repeat the command with --update")
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
         commit = api.upload_folder(
@@ -148,12 +149,16 @@ def _exists_or_create(api: Any, repo: str, private: bool, update: bool) -> bool:
 
 
 @contextmanager
-def _explained(endpoint: str, repo: str) -> Iterator[None]:
-    """Turn the hub's errors into sentences. Errors: LudusError."""
+def _explained(endpoint: str, repo: str) -> Iterator[list[str]]:
+    """Turn the hub's errors into sentences; yields a list of what to append to them.
+
+    Errors: LudusError.
+    """
     from huggingface_hub.errors import HfHubHTTPError
 
+    remedies: list[str] = []
     try:
-        yield
+        yield remedies
     except LudusError:
         raise
     except HfHubHTTPError as error:
@@ -164,12 +169,20 @@ def _explained(endpoint: str, repo: str) -> Iterator[None]:
                 "with write access, or log in with `hf auth login`"
             ) from None
         reason = " ".join((error.server_message or str(error)).split())[:200]
-        raise LudusError(f"{endpoint} answered {status} for {repo}: {reason}") from None
+        told = f"{endpoint} answered {status} for {repo}: {reason}"
+        raise LudusError(told + "".join(remedies)) from None
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise LudusError(
+            f"{endpoint} does not answer as a Hugging Face hub ({described(error):.200}): set "
+            "HF_ENDPOINT to the address of one, or leave it out for huggingface.co"
+        ) from None
     except Exception as error:  # the HTTP client's own classes differ by the hub's version
-        late = "Timeout" in type(error).__name__
-        reason = f"no answer for {ANSWER_S:g} s" if late else " ".join(str(error).split())[:200]
-        reason = reason or type(error).__name__
-        raise LudusError(f"{repo} cannot be uploaded to {endpoint}: {reason}") from None
+        errors = [error, *filter(None, [error.__cause__])]
+        late = any("Timeout" in type(each).__name__ for each in errors)
+        reasons = [" ".join(str(each).split())[:200] or type(each).__name__ for each in errors]
+        reason = f"no answer for {ANSWER_S:g} s" if late else ": ".join(reasons)
+        told = f"{repo} cannot be uploaded to {endpoint}: {reason}"
+        raise LudusError(told + "".join(remedies)) from None
 
 
 def model_card(

@@ -14,17 +14,22 @@ from ludus.backends import BACKENDS
 from ludus.config.load import check_specs, specs_at
 from ludus.config.registry import Registry
 from ludus.config.schema import EvaluateConfig, ModelConfig, RLConfig, RolloutConfig, RunConfig
-from ludus.core.errors import ConfigError, did_you_mean
+from ludus.config.sections import MarkersConfig
+from ludus.core.errors import ConfigError, ToolError, did_you_mean
+from ludus.core.signals import run
 from ludus.core.sources import own_sources
 from ludus.core.types import Spec
 from ludus.data.demonstrations import require_pool
 from ludus.envs import ENVS
 from ludus.judges import JUDGES
+from ludus.judges.base import check_all
 from ludus.loop.metrics import BY_PART
 from ludus.models import ARCHITECTURES, SAMPLERS, TOKENIZERS
 from ludus.store.mirror.remote import Remote
 from ludus.tasks import READERS
+from ludus.tasks.mixture import Part, settings_of
 from ludus.telemetry.sinks import SINKS
+from ludus.tools import TOOLS
 from ludus.train import ALGORITHMS
 
 REGISTRIES: dict[str, Registry[Any]] = {
@@ -38,7 +43,11 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "rl.algorithm": ALGORITHMS,
     "sampler": SAMPLERS,
     "metrics": SINKS,
+    "tools": TOOLS,
 }
+
+MARKED = ("answer", "qa")
+"""Judges that take the answer between markers."""
 
 IGNORED_BY_VERIFY = ("path", "cache_gib")
 """Arguments of the in-process sampler."""
@@ -68,16 +77,30 @@ def check(config: RunConfig) -> None:
                 f"env: {config.env.name!r} is not an environment: derive the class from "
                 "ludus.envs.base.Env"
             ) from error
-        _check_parts(config, parts)
     else:
         parts = {}
+    names = {*parts, *parts_of(config)}
+    _check_parts(config, names)
     if config.judge is not None:
         JUDGES.build(config.judge, "judge")
     if config.rl is not None:
         ALGORITHMS.build(config.rl.algorithm, "rl.algorithm")
-    faults += _unknown_metric(config, parts)
+    faults += _unknown_metric(config, names)
     if faults:
         raise ConfigError("\n".join(faults))
+
+
+def check_judges(config: RunConfig) -> None:
+    """Check the servers that the judges of a configuration need.
+
+    Errors: ToolError, ConfigError with the place of a judge whose server does not answer.
+    """
+    specs = {place: spec for place, spec, _ in _judges(config) if spec is not None}
+    for place, spec in specs.items():
+        try:
+            run(check_all([JUDGES.build(spec, place)]))
+        except ToolError as error:
+            raise ToolError(f"{place}: {error}") from error
 
 
 def plugin_files(config: RunConfig) -> dict[str, str]:
@@ -142,6 +165,21 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
             "which ignores them: remove them, or set verify to false"
         )
     yield from _unmeasured(config)
+    settings, defaults = config.rollout, RolloutConfig()
+    if not config.tools and settings.tool_calls != defaults.tool_calls:
+        yield "rollout.tool_calls: there are no tools to call: set `tools`, or remove it"
+    if settings.format != "code" and settings.markers != defaults.markers:
+        yield (
+            f"rollout.markers: the format {settings.format} has no markers: set rollout.format to "
+            "code, or remove it"
+        )
+    for name, part in settings.parts.items():
+        if part.markers is not None and (part.format or settings.format) != "code":
+            yield (
+                f"rollout.parts.{name}.markers: the format {part.format or settings.format} has no "
+                f"markers: set rollout.parts.{name}.format to code, or remove them"
+            )
+    yield from dict.fromkeys(_other_markers(config))
     if config.sft and config.sft.data and config.demonstrations:
         yield (
             "demonstrations: sft.data replaces them, so they would be generated for nothing: set "
@@ -161,6 +199,40 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
                 )
         return
     yield from _inert_rl(config, rl)
+
+
+def _other_markers(config: RunConfig) -> Iterator[str]:
+    """Yields a message for each judge that looks for the answer between others than the policy's
+    markers: it would compare them with the answer."""
+    for place, judge, settings in _judges(config):
+        wanted = settings.markers.answer
+        if judge is None or settings.format != "code":
+            continue
+        for spec in _with_parts(judge, JUDGES):
+            read = tuple(spec.args.get("markers", MarkersConfig().answer))
+            if spec.name in MARKED and read != wanted:
+                yield (
+                    f"{place}: {spec.name} takes the answer between {read[0]} and {read[1]}, and "
+                    f"the policy writes it between {wanted[0]} and {wanted[1]} "
+                    f"(`markers.answer`): set the judge's args.markers to [{wanted[0]!r}, "
+                    f"{wanted[1]!r}]"
+                )
+
+
+def _judges(config: RunConfig) -> Iterator[tuple[str, Spec | None, RolloutConfig]]:
+    """Yields the judge of each reader and part: its place, its spec, the rollout settings."""
+    for where, reader in (
+        ("tasks.train", config.tasks.train),
+        ("tasks.heldout", config.tasks.heldout),
+    ):
+        args = READERS.check(reader, where) if reader else {}
+        parts = args.get("parts") or {}
+        for name, part in parts.items():
+            place = f"{where}.args.parts.{name}.judge" if part.judge else "judge"
+            yield place, part.judge or config.judge, settings_of(config.rollout, name)
+        if reader and not parts:
+            own = args.get("judge")
+            yield f"{where}.args.judge" if own else "judge", own or config.judge, config.rollout
 
 
 def _trains_tokenizer(model: ModelConfig) -> bool:
@@ -239,15 +311,36 @@ def _unknown_metric(config: RunConfig, parts: Collection[str]) -> Iterator[str]:
         )
 
 
+def parts_of(config: RunConfig) -> dict[str, Part]:
+    """Returns the parts of the readers' mixtures, by name."""
+    readers = {"tasks.heldout": config.tasks.heldout, "tasks.train": config.tasks.train}
+    parts = (READERS.check(spec, where).get("parts") for where, spec in readers.items() if spec)
+    return {
+        name: part
+        for found in parts
+        if isinstance(found, Mapping)
+        for name, part in found.items()
+        if isinstance(part, Part)
+    }
+
+
 def _check_parts(config: RunConfig, parts: Collection[str]) -> None:
-    """Refuse settings for environments that the mixture does not have."""
+    """Refuse settings for parts that no mixture has, and two turn limits of one part."""
     limit, horizon = config.rollout.max_turns, config.rl.horizon if config.rl else None
-    for key, setting in {"rollout.max_turns": limit, "rl.horizon": horizon}.items():
+    own = config.rollout.parts
+    by_part = {"rollout.max_turns": limit, "rl.horizon": horizon, "rollout.parts": own}
+    for key, setting in by_part.items():
         for name in setting if isinstance(setting, dict) else ():
             if name not in parts:
                 raise ConfigError(
-                    f"{key}.{name}: {name!r} is no environment of a mixture"
-                    f"{did_you_mean(name, parts)}"
+                    f"{key}.{name}: {name!r} is no part of a mixture{did_you_mean(name, parts)}"
+                )
+    for key, setting in {"rollout.max_turns": limit, "rl.horizon": horizon}.items():
+        for name, part in own.items():
+            whole = key == "rl.horizon" and isinstance(setting, list)
+            if part.max_turns and (whole or (isinstance(setting, dict) and name in setting)):
+                raise ConfigError(
+                    f"rollout.parts.{name}.max_turns: {key} limits the same episodes: remove one"
                 )
     if isinstance(horizon, dict) and isinstance(limit, int):
         raise ConfigError(

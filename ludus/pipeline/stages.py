@@ -31,7 +31,7 @@ def sft_stage(run: Run, note: Callable[[str], None]) -> tuple[Stage, list[tuple[
     config, settings, ratios = run.config, run.config.sft, run.splits.train.ratios
     assert settings is not None
     limit = config.model.context_length
-    tasks, played, excluded = replay_all(run.conversations, run.renderer, limit, run.renderers)
+    tasks, played, excluded = replay_all(run.conversations, run.renderers, limit)
     if excluded:
         task_id, reason = excluded[0]
         message = f"{len(excluded)} of {len(run.conversations)} conversations skipped, the first"
@@ -41,7 +41,13 @@ def sft_stage(run: Run, note: Callable[[str], None]) -> tuple[Stage, list[tuple[
         note(message)
     if missing := sorted(set(ratios) - {part_of(task) for task in tasks}):
         note(f"sft: no conversation of {', '.join(missing)}: the others have all")
-    sampler = task_sampler(tasks, derive_seed(config.seed, "sft"), shuffle=True, ratios=ratios)
+    sampler = task_sampler(
+        tasks,
+        derive_seed(config.seed, "sft"),
+        shuffle=True,
+        ratios=ratios,
+        batch_size=settings.episodes_per_step,
+    )
     stage = Stage(
         TrainSettings(
             stage="sft",
@@ -105,7 +111,14 @@ def rollout_source(run: Run, settings: RLConfig) -> GroupSource:
         )
 
     train, seed = run.splits.train, derive_seed(config.seed, "rl")
-    sampler = task_sampler(train, seed, shuffle=config.tasks.shuffle, ratios=train.ratios)
+    sampler = task_sampler(
+        train,
+        seed,
+        shuffle=config.tasks.shuffle,
+        ratios=train.ratios,
+        batch_size=settings.groups_per_step,
+        distinct=train.distinct,
+    )
     if not settings.max_staleness:
         fixed = partial(collector.collect, group_size=settings.group_size)
         return SyncSource(

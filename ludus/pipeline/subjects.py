@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,19 @@ from ludus.config.messages import option_faults
 from ludus.config.schema import EvaluateConfig, ModelConfig, RunConfig
 from ludus.core.errors import ConfigError, LudusError, SamplerError
 from ludus.core.signals import run as run_async
-from ludus.core.types import Message
+from ludus.core.types import Message, Trajectory
 from ludus.data.splits import Splits, read_splits
 from ludus.evaluate import compare, render_comparison, render_evaluation
+from ludus.evaluate.episodes import EpisodeFile
 from ludus.evaluate.results import Evaluation
 from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.models.samplers.base import SamplingParams
-from ludus.pipeline.build import build, make_collector
+from ludus.pipeline.build import Run, build, make_collector, make_limits
 from ludus.pipeline.evaluate import evaluate, play_heldout
-from ludus.pipeline.registries import equal_samples
+from ludus.pipeline.registries import check_judges, equal_samples
+from ludus.pipeline.tokenizer import check_functions
 from ludus.store.folders import RunFolder
+from ludus.tools.limits.limiter import Limits
 from ludus.train.checkpoint.listing import CheckpointInfo
 from ludus.train.checkpoint.policy import find_checkpoint, find_run_checkpoint, run_tokenizer
 
@@ -87,6 +90,7 @@ class EndpointSubject:
 
 
 Subject = RunSubject | FolderSubject | EndpointSubject
+Recorder = Callable[[Trajectory], None] | None
 
 
 def find_subject(text: str, runs_dir: str, beside: Subject | None = None) -> Subject:
@@ -129,10 +133,12 @@ def evaluate_subjects(
     num_tasks: int | None,
     samples: int,
     temperature: float,
+    out: Path | None = None,
 ) -> list[Evaluation]:
     """Evaluate each subject on the held-out tasks; print the results; compare two of them.
 
-    `recipe` names the tasks, else the first run among the subjects does. Writes nothing.
+    `recipe` names the tasks, else the first run among the subjects does. `out`: a new file for the
+    episodes; without it, nothing is written.
 
     Errors: ConfigError; DataError where no episode could be scored; LudusError where an endpoint
     cannot be reached.
@@ -157,12 +163,15 @@ def evaluate_subjects(
     same_run = len(runs) == len(subjects) and len({run.folder.id for run in runs}) == 1
     console = Console()
     results: list[Evaluation] = []
+    urls = [subject.url for subject in subjects if isinstance(subject, EndpointSubject)]
     same = len(subjects) == 2 and subjects[0] == subjects[1]
-    for subject in subjects[:1] if same else subjects:
-        result = _evaluate(subject, config, splits)
-        label = runs[len(results)].info.path.name if same_run else subject.name
-        results.append(result.model_copy(update={"label": label}))
-        console.print(render_evaluation(results[-1]))
+    with EpisodeFile(out) if out else nullcontext() as file:
+        for subject in subjects[:1] if same else subjects:
+            recorder = file.recorder(subject.name, splits.heldout) if file else None
+            result = _evaluate(subject, config, splits, urls, recorder)
+            label = runs[len(results)].info.path.name if same_run else subject.name
+            results.append(result.model_copy(update={"label": label}))
+            console.print(render_evaluation(results[-1]))
     if len(results) == 2:
         console.print(render_comparison(compare(*results)))
     if same:
@@ -181,49 +190,81 @@ def _with_options(settings: EvaluateConfig, options: Mapping[str, Any]) -> Evalu
     return changed
 
 
-def _evaluate(subject: Subject, config: RunConfig, splits: Splits) -> Evaluation:
+def _evaluate(
+    subject: Subject, config: RunConfig, splits: Splits, urls: Sequence[str], on_episode: Recorder
+) -> Evaluation:
+    """Evaluate a subject. `urls`: the endpoints of all subjects, which `limits` may name."""
+    check_judges(config)
     if isinstance(subject, EndpointSubject):
-        return run_async(_evaluate_endpoint(subject, config, splits))
+        check_functions(config, splits.heldout)
+        limits = make_limits(config, splits, urls)
+        return run_async(_evaluate_endpoint(subject, config, splits, limits, on_episode))
     if isinstance(subject, RunSubject):
         own = load_config(subject.folder.config)
         config = _derived(config, model=own.model.model_dump(), seed=own.seed)
         tokenizer = run_tokenizer(subject.folder)
-        return _evaluate_local(config, subject.folder, splits, tokenizer, subject.info.path)
+        checkpoint = subject.info.path
+        return _evaluate_local(
+            config, subject.folder, splits, tokenizer, urls, checkpoint, on_episode
+        )
     shared = config.model.model_dump(include={"context_length", "dtype", "device", "thinking"})
     config = _derived(config, model=ModelConfig(path=str(subject.path), **shared).model_dump())
     with tempfile.TemporaryDirectory(prefix="ludus-evaluate-") as folder:
         tokenizer = load_tokenizer(str(subject.path))
-        return _evaluate_local(config, RunFolder(Path(folder)), splits, tokenizer, None)
+        own_folder = RunFolder(Path(folder))
+        return _evaluate_local(config, own_folder, splits, tokenizer, urls, None, on_episode)
 
 
 def _evaluate_local(
-    config: RunConfig, folder: RunFolder, splits: Splits, tokenizer: Any, checkpoint: Path | None
+    config: RunConfig,
+    folder: RunFolder,
+    splits: Splits,
+    tokenizer: Any,
+    urls: Sequence[str],
+    checkpoint: Path | None,
+    on_episode: Recorder,
 ) -> Evaluation:
     """Evaluate the model that `config` builds, with the weights of a checkpoint, if given."""
-    run = build(config, folder, splits, tokenizer)
+    run = build(config, folder, splits, tokenizer, on_episode=on_episode, endpoints=urls)
     with closing(run.backend):
         if checkpoint is not None:
             run.backend.load_weights(checkpoint)
-        _, result = run_async(evaluate(run, config.evaluate, "evaluate"))
+        result = run_async(_evaluated(run, config.evaluate))
     return result if checkpoint else result.model_copy(update={"policy_version": None})
 
 
+async def _evaluated(run: Run, settings: EvaluateConfig) -> Evaluation:
+    try:
+        return (await evaluate(run, settings, "evaluate"))[1]
+    finally:
+        await run.collector.close()
+
+
 async def _evaluate_endpoint(
-    subject: EndpointSubject, config: RunConfig, splits: Splits
+    subject: EndpointSubject,
+    config: RunConfig,
+    splits: Splits,
+    limits: Limits,
+    on_episode: Recorder,
 ) -> Evaluation:
     from ludus.models.endpoint.client import Endpoint
 
     key = os.environ.get(API_KEY) or None
-    async with Endpoint(subject.url, subject.model, key) as endpoint:
+    async with Endpoint(subject.url, subject.model, key, limits=limits) as endpoint:
         await endpoint.check()
         try:  # an endpoint that is down would fail every episode, slowly
             await endpoint.chat([Message(role="user", content="Hello")], SamplingParams(1))
         except SamplerError as error:
             raise LudusError(f"{subject.name} cannot be evaluated: {error}") from None
-        collector = make_collector(config, None, None, endpoint=endpoint)
-        groups, result = await play_heldout(
-            collector, splits.heldout, config.env, config.evaluate, "evaluate"
+        collector = make_collector(
+            config, None, None, limits, endpoint=endpoint, on_episode=on_episode
         )
+        try:
+            groups, result = await play_heldout(
+                collector, splits.heldout, config.env, config.evaluate, "evaluate"
+            )
+        finally:
+            await collector.close()
     segments = (s for g in groups for t in g.trajectories for s in t.segments if s.sampled)
     versions = {v for s in segments for v in (s.policy_version, *(v for v, _ in s.runs))}
     version = versions.pop() if len(versions) == 1 else None

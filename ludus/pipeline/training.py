@@ -67,6 +67,7 @@ class Trainer:
         self.started = self.rewound = False
         self._in_stage = False
         self._stop: KeyboardInterrupt | None = None
+        self._num_signals = 0
         self._store = store
         self._metrics = metrics
         self._observer = observer
@@ -107,12 +108,19 @@ class Trainer:
             await self._evaluate("after", config.evaluate.num_tasks)
         finally:
             self._budget.keep()
+            await self.run.collector.close()
+
+    @property
+    def stops_at_once(self) -> bool:
+        """True after a second signal."""
+        return self._num_signals > 1
 
     def finish_step(self, stop: KeyboardInterrupt) -> bool:
         """Handle a signal: the first of a stage lets the step finish, saves, then raises `stop`.
 
         Returns False where nothing is left to finish: the signal ends the run at once.
         """
+        self._num_signals += 1
         if not self._in_stage or self._stop is not None:
             return False
         self._stop = stop
@@ -262,8 +270,8 @@ class Trainer:
             "rollout/dropped": float(sum(t.dropped is not None for t in trajectories)),
         }
         metrics |= run.backend.meter.metrics(groups, metrics)
-        steps_left = getattr(run.config, stage).steps - step - 1
-        metrics |= self._budget.step(metrics["rollout/tokens"], steps_left)
+        num_steps = getattr(run.config, stage).steps
+        metrics |= self._budget.step(metrics["rollout/tokens"], num_steps - step - 1)
         self._latest = metrics
         self._store.record_step(
             run.folder.id,
@@ -277,13 +285,15 @@ class Trainer:
         )
         self._metrics.log(stage, step, metrics)
         self._observer.step(stage, step, metrics)
-        self._watchdog.step(stage, groups, bool(metrics["train/optimizer_steps"]))
+        trained = bool(metrics["train/optimizer_steps"])
+        self._watchdog.step(stage, groups, trained, num_steps)
 
     def _record_untrained(self, stage: Stage, step: int, groups: Sequence[Group]) -> None:
         """Store the prefetched groups that no step is left to train on."""
         if groups:
             name = f"{stage.name}/{UNTRAINED}"
-            self._store.record_step(self.run.folder.id, name, step - 1, groups, {})
+            metrics = {"time/elapsed_s": self.timings.total}
+            self._store.record_step(self.run.folder.id, name, step - 1, groups, metrics)
             count = sum(len(group.trajectories) for group in groups)
             self._observer.note(f"{stage.name}: {count} prefetched episodes were not trained on")
 
@@ -298,12 +308,16 @@ class Trainer:
         with busy("evaluate"), self.timings.timed("evaluation"):
             groups, result = await evaluate(run, settings, label, step)
         stage = f"evaluate/{label}"
-        metrics = {"evaluate/success": result.success.value, "evaluate/score": result.score.value}
+        metrics = {
+            "evaluate/success": result.success.value,
+            "evaluate/score": result.score.value,
+            "time/elapsed_s": self.timings.total,
+        }
         for part in sorted({o.part for o in result.outcomes if o.part in result.tiers}):
             metrics[f"evaluate/success_{part}"] = result.tiers[part].success.value
         self._latest |= metrics
         self._store.record_step(run.folder.id, stage, step, groups, metrics, seconds=result.seconds)
-        self._metrics.log(stage, step, {**metrics, "time/elapsed_s": self.timings.total})
+        self._metrics.log(stage, step, metrics)
         run.folder.evaluations.mkdir(parents=True, exist_ok=True)
         path = run.folder.evaluations / f"{label}-{step:06d}.json"
         atomic_write(path, result.model_dump_json())

@@ -18,10 +18,11 @@ NAMES = {
     "checkpoint": "checkpoints",
     "sample": "sampling",
     "judge": "waiting for the judge",
+    "tool": "waiting for tools",
     "env_wait": "waiting for environments",
     "idle": "bookkeeping and idle",
 }
-ORDER = ("sample", "train", "env_wait", "judge", "evaluate", "checkpoint", "idle")
+ORDER = ("sample", "train", "env_wait", "tool", "judge", "evaluate", "checkpoint", "idle")
 
 
 @dataclass(frozen=True, slots=True)

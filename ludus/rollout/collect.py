@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -12,13 +12,17 @@ from ludus.core.errors import EpisodeError
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Spec, Task, ToolSpec, Trajectory
 from ludus.judges import JUDGES
-from ludus.models.chat.renderer import Renderer
+from ludus.judges.base import close_all
+from ludus.models.chat.by_task import TaskRenderers
 from ludus.models.samplers.base import Sampler
 from ludus.rollout.episode import Episode, run_episode
 from ludus.rollout.host import LocalEnvs
+from ludus.rollout.markers import MarkerSession
 from ludus.rollout.session import Session, TextSession, TokenSession
 from ludus.rollout.threads import run_pool
-from ludus.tasks.mixture import part_of
+from ludus.rollout.tool_use import EpisodeTools, RunTools, argument_of, shortened_to_tokens
+from ludus.tasks.mixture import part_of, settings_of
+from ludus.tools.limits.limiter import Limits
 
 if TYPE_CHECKING:
     from ludus.judges.base import Judge
@@ -35,8 +39,9 @@ class Collector:
 
     Args:
         judge: scores episodes whose task names no judge; None: the sum of the step rewards.
-        sampler, renderer: None with an endpoint.
-        renderers: by part of a mixture, where parts have their own tools.
+        sampler, renderers: None with an endpoint.
+        limits: rate limits of endpoints, for the judges of tasks; closed with the collector.
+        tools: the run's tools; with `rollout.format: code`, one of them runs the code.
         endpoint: samples from text in place of `sampler`; the trajectories have no token ids.
         on_episode: called with each finished trajectory, for progress displays.
         on_error: called with the error that ended an attempt, for debugging.
@@ -44,17 +49,18 @@ class Collector:
     """
 
     sampler: Sampler | None
-    renderer: Renderer | None
+    renderers: TaskRenderers | None
     config: RolloutConfig
     env: Spec | None
     judge: Judge | None = None
-    renderers: Mapping[str, Renderer] = field(default_factory=dict)
     seed: int = 0
     stage: str = "rl"
     on_episode: Callable[[Trajectory], None] | None = None
     on_error: Callable[[EpisodeError], object] | None = None
     inline: bool = False
     endpoint: Endpoint | None = None
+    tools: RunTools | None = None
+    limits: Limits = field(default_factory=lambda: Limits({}, ()))
     _judges: dict[str, Judge] = field(default_factory=dict, repr=False)
 
     async def collect(
@@ -83,31 +89,62 @@ class Collector:
 
     def episode(self, task: Task, trajectory: Trajectory) -> Episode:
         """Returns the episode that grows `trajectory`."""
-        envs = LocalEnvs(self.env)
-        return Episode(
-            task,
-            self._session(task, trajectory, envs),
-            envs,
-            self.config,
-            self._judge_of(task),
-            self.on_error,
-            self.on_episode,
-        )
+        if (config := settings_of(self.config, part_of(task))) is not self.config:
+            return replace(self, config=config)._episode(task, trajectory)
+        return self._episode(task, trajectory)
 
-    def _session(self, task: Task, trajectory: Trajectory, envs: LocalEnvs) -> Session:
-        part = part_of(task)
+    def _episode(self, task: Task, trajectory: Trajectory) -> Episode:
+        envs = LocalEnvs(self.env)
+        tools = self._tools_of(task, trajectory)
+        session = self._session(task, trajectory, envs, tools)
+        judge = self._judge_of(task)
+        callbacks = self.on_error, self.on_episode
+        return Episode(task, session, envs, self.config, judge, tools, *callbacks)
+
+    async def close(self) -> None:
+        """Release the tools and the judges, in the event loop of the episodes."""
+        if self.tools is not None:
+            await self.tools.close()
+        own = [] if self.judge is None else [self.judge]
+        await close_all([*own, *self._judges.values()])
+        self.limits.close()
+
+    def _session(
+        self, task: Task, trajectory: Trajectory, envs: LocalEnvs, tools: EpisodeTools | None
+    ) -> Session:
+        offered = (
+            [f for f in self.tools.functions if f.name in tools.offered]
+            if (self.tools is not None and tools is not None)
+            else []
+        )
         if self.endpoint is not None:
 
-            def tools() -> Sequence[ToolSpec]:
-                return envs.prototype.members().get(part or "", envs.prototype).tools()
+            def functions() -> Sequence[ToolSpec]:
+                if self.config.format != "tools":
+                    return offered
+                own: Sequence[ToolSpec] = ()
+                if envs.spec_of(task) is not None:
+                    prototype = envs.prototype
+                    own = prototype.members().get(part_of(task) or "", prototype).tools()
+                return [*own, *offered]
 
             keys = (self.seed, trajectory.id, 0)
-            return TextSession(trajectory, self.endpoint, self.config, tools, keys)
-        renderer = self.renderers.get(part or "", self.renderer)
+            return TextSession(trajectory, self.endpoint, self.config, functions, keys)
         assert self.sampler is not None
-        assert renderer is not None
+        assert self.renderers is not None
         seed = derive_seed(self.seed, trajectory.id)
-        return TokenSession(trajectory, self.sampler, renderer, self.config, seed)
+        parts = trajectory, self.sampler, self.renderers.of(task), self.config, seed
+        if self.config.format == "code" and self.tools is not None and tools is not None:
+            argument = argument_of(self.config.markers.tool, self.tools.functions)
+            return MarkerSession(*parts, tools, argument)
+        return TokenSession(*parts)
+
+    def _tools_of(self, task: Task, trajectory: Trajectory) -> EpisodeTools | None:
+        if self.tools is None:
+            return None
+        shorten = shortened_to_tokens if self.renderers is None else self.renderers.default.shorten
+        names, limits = self.tools.offered(task), self.config.tool_calls
+        return EpisodeTools(self.tools, names, limits, trajectory, shorten)
 
     def _judge_of(self, task: Task) -> Judge | None:
         """The task's own judge, or the run's."""
@@ -115,7 +152,8 @@ class Collector:
             return self.judge
         key = task.judge.model_dump_json()
         if key not in self._judges:
-            self._judges[key] = JUDGES.build(task.judge, f"the judge of task {task.id}")
+            where = f"the judge of task {task.id}"
+            self._judges[key] = JUDGES.build(task.judge, where, limits=self.limits)
         return self._judges[key]
 
     def with_config(self, stage: str, **changes: object) -> Collector:

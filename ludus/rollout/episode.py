@@ -15,7 +15,7 @@ import asyncio
 import time
 from bdb import BdbQuit
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ludus.config.schema import RolloutConfig
@@ -31,13 +31,17 @@ from ludus.core.errors import (
     described,
 )
 from ludus.core.types import Message, Score, Status, StepResult, Task, Trajectory
+from ludus.envs.base import limits_of
 from ludus.models.chat.parsing import parse_react
+from ludus.rollout.blocked import watched_loop
 from ludus.rollout.host import LARGEST, EnvFactory, HostedEnv, check_total
 from ludus.rollout.session import Session, Turn, with_system_prompt
 from ludus.rollout.threads import EnvThread, is_cancelled
+from ludus.rollout.tool_use import EpisodeTools
 from ludus.tasks.mixture import for_part
 from ludus.telemetry.logs import get_logger
 from ludus.telemetry.occupancy import busy
+from ludus.telemetry.waits import Waits, metered
 
 if TYPE_CHECKING:
     from ludus.judges.base import Judge
@@ -59,6 +63,7 @@ class Episode:
 
     Args:
         judge: scores the episode in place of the environment.
+        tools: answer its tool calls.
         on_error: called with the error that ended an attempt; its cause is the original error.
         on_end: called with the trajectory after the last attempt.
     """
@@ -68,6 +73,7 @@ class Episode:
     envs: EnvFactory
     config: RolloutConfig
     judge: Judge | None = None
+    tools: EpisodeTools | None = None
     on_error: Callable[[EpisodeError], object] | None = None
     on_end: Callable[[Trajectory], object] | None = None
 
@@ -79,7 +85,7 @@ async def run_episode(thread: EnvThread, episode: Episode) -> None:
     episode becomes its status and error text. Errors that concern the run (diverged weights, a
     wrong config) are raised. If the caller cancels, the trajectory keeps what was played so far.
     """
-    session, config = episode.session, episode.config
+    session, config, tools = episode.session, episode.config, episode.tools
     trajectory = session.trajectory
     deadline = None if thread.inline else config.episode_deadline_s
     try:
@@ -90,13 +96,17 @@ async def run_episode(thread: EnvThread, episode: Episode) -> None:
                 log.warning("retrying episode", trajectory=trajectory.id, **fields)
                 session.close()
             session.start()
+            if tools is not None:
+                tools.start(attempt)
             started, timer = time.monotonic(), asyncio.timeout(deadline)
             env: HostedEnv | None = None
+            waits = Waits()
             try:
                 env = episode.envs.host(episode.task, thread, config.step_deadline_s)
-                async with timer:
-                    session.end(*await _play_turns(episode, env))
-                    await _score(episode, env)
+                with watched_loop(deadline), metered() as waits:
+                    async with timer:
+                        session.end(*await _play_turns(episode, env))
+                        await _score(episode, env)
             except EpisodeError as error:
                 kinds = (status for kind, status in STATUS_OF.items() if isinstance(error, kind))
                 session.end(next(kinds, Status.ERROR_ENV), str(error))
@@ -111,8 +121,16 @@ async def run_episode(thread: EnvThread, episode: Episode) -> None:
                 session.end(Status.ABORTED, "the run was stopped")
                 raise
             finally:
-                if env is not None:
-                    await env.close()
+                try:
+                    if tools is not None:
+                        await tools.end()
+                finally:
+                    if env is not None:
+                        await env.close()
+            if tools is not None:
+                trajectory.metrics["tool_errors"] = float(tools.num_errors)
+            if waits.seconds is not None:
+                trajectory.metrics["endpoint_wait_seconds"] = waits.seconds
             trajectory.metrics["seconds"] = time.monotonic() - started
             trajectory.metrics["retries"] = float(attempt)
             if not trajectory.status.retryable:
@@ -125,7 +143,7 @@ async def run_episode(thread: EnvThread, episode: Episode) -> None:
 
 async def _play_turns(episode: Episode, env: HostedEnv | None) -> tuple[Status, str | None]:
     """Play the turns. Returns how the episode ended, and the error text of an overflow."""
-    task, session, config = episode.task, episode.session, episode.config
+    task, session, config, tools = episode.task, episode.session, episode.config, episode.tools
     messages = list(task.prompt)
     if env is not None:
         messages += (await env.reset(task)).messages
@@ -133,21 +151,50 @@ async def _play_turns(episode: Episode, env: HostedEnv | None) -> tuple[Status, 
             raise EnvError("reset returned no messages, and the task has no prompt")
     session.open(with_system_prompt(messages, config.system_prompt))
     limit = for_part(config.max_turns, task)
-    max_turns = limit or (env.max_turns if env else 1)
+    in_turns = tools is not None and config.format != "code"  # else calls stand inside a turn
+    num_calls = tools.max_calls if tools is not None and in_turns else 0
+    max_turns = limit or (env.max_turns if env else 1) + num_calls
     for number in range(1, max_turns + 1):
+        if tools is not None:
+            tools.begin_turn()
         try:
             turn = await session.turn()
         except ContextOverflow as error:  # a regular end: earned rewards count
             return Status.TRUNCATED_LENGTH, str(error)
         if turn.finish_reason == "length":
             return Status.TRUNCATED_LENGTH, None
-        if env is None:
+        result = await _answer(episode, env, turn)
+        if result is None:
             return Status.COMPLETED, None
-        result = await _act(env, turn, config.format, session.refusal)
-        session.answer(result, turn_follows=number < max_turns)
+        spent = tools is not None and tools.spent
+        session.answer(result, turn_follows=number < max_turns and not spent)
         if result.done:
             return Status.COMPLETED, None
+        if spent:
+            break
     return Status.TRUNCATED_TURNS, None
+
+
+async def _answer(episode: Episode, env: HostedEnv | None, turn: Turn) -> StepResult | None:
+    """The tools' or the environment's answer to a turn; None where the turn ends the episode."""
+    session, tools, format = episode.session, episode.tools, episode.config.format
+    message, error = turn.message, turn.error
+    if tools is not None and tools.done:  # inside the turn
+        return None
+    if tools is not None and tools.spent:
+        return StepResult()
+    if tools is not None and error is None and (calls := message.tool_calls):
+        acts = [c for c in calls if env and format == "tools" and c.name not in tools.offered]
+        if not acts:
+            return StepResult(messages=await tools.answer(calls), terminated=tools.done)
+        if len(acts) < len(calls):
+            turn = replace(turn, error="call tools, or act once: not both in one turn.")
+    if env is not None:
+        return await _act(env, turn, format, session.refusal)
+    if tools is None or error is None or format == "code":
+        return None
+    tools.malformed()
+    return StepResult(messages=session.refusal(message, error))
 
 
 async def _act(
@@ -180,7 +227,8 @@ async def _score(episode: Episode, env: HostedEnv | None) -> None:
         return
     if judge is not None:
         score = await _judge(judge, episode.task, session)
-        session.set_reward(score.value, dict(score.parts), success=score.value >= 1.0)
+        parts, success = dict(score.parts), score.succeeded
+        session.set_reward(score.value, parts, success=success, explanation=score.explanation)
         return
     # An environment may score only the last step. An episode cut before any reward earned 0.
     rewards = [s.reward for s in trajectory.segments if s.reward is not None]
@@ -188,9 +236,9 @@ async def _score(episode: Episode, env: HostedEnv | None) -> None:
         raise Unscorable("the environment gave no reward, and no `judge` is configured")
     reward = sum(rewards)
     check_total(reward)
-    success = reward >= env.env.success_at
+    score_range, success_at = limits_of(env.env)
     scores = await env.scores()
-    session.set_reward(reward, scores, success=success, score_range=env.env.score_range)
+    session.set_reward(reward, scores, success=reward >= success_at, score_range=score_range)
 
 
 async def _judge(judge: Judge, task: Task, session: Session) -> Score:
@@ -208,4 +256,8 @@ async def _judge(judge: Judge, task: Task, session: Session) -> Score:
         raise Unscorable(f"the judge raised {described(error)}") from error
     if not isinstance(score, Score) or not abs(score.value) <= LARGEST:
         raise Unscorable(f"the judge returned {score!r:.80}; it has to return a finite Score")
+    try:
+        "".join([score.explanation, *score.parts]).encode()
+    except UnicodeEncodeError:
+        raise Unscorable("the judge returned a Score with half a surrogate pair: no text") from None
     return score

@@ -19,7 +19,16 @@ from ludus.core.errors import (
     Unscorable,
     described,
 )
-from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec
+from ludus.core.types import (
+    NO_ENV,
+    Message,
+    Observation,
+    Spec,
+    StepResult,
+    Task,
+    ToolCall,
+    ToolSpec,
+)
 from ludus.envs import ENVS
 from ludus.envs.base import Env, awaited
 from ludus.rollout.threads import Act, EnvThread, Overdue, T
@@ -268,6 +277,9 @@ class LocalEnvs:
         return self.prototype.tools()
 
     def spec_of(self, task: Task) -> Spec | None:
+        """The environment of a task; None where it has none."""
+        if task.env == NO_ENV:
+            return None
         if task.env is None or self.spec is None or task.env.name != self.spec.name:
             return task.env or self.spec
         return Spec(name=task.env.name, args={**self.spec.args, **task.env.args})

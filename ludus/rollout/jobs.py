@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from pydantic import Field
 
 from ludus.config.schema import RolloutConfig
-from ludus.core.types import Message, Status, Task, Trajectory, Wire
+from ludus.core.types import Message, Status, Task, ToolSpec, Trajectory, Wire
 from ludus.models.endpoint.client import Endpoint
 from ludus.rollout.episode import Episode, run_episode
 from ludus.rollout.host import EnvFactory
 from ludus.rollout.session import TextSession, TokenRow
 from ludus.rollout.threads import EnvThread, run_pool
+from ludus.rollout.tool_use import (
+    EpisodeTools,
+    RunTools,
+    joined_functions,
+    shortened_to_tokens,
+)
 
 
 class EpisodeRecord(Wire):
@@ -60,6 +67,7 @@ class RolloutJob:
     Args:
         work: tasks, each with the record of an episode that was not started.
         deadline_s: seconds for the whole job.
+        tools: answer the calls of the episodes; whoever made them closes them.
         on_episode: called with each finished episode.
     """
 
@@ -72,6 +80,7 @@ class RolloutJob:
         *,
         seed: int = 0,
         deadline_s: float | None = None,
+        tools: RunTools | None = None,
         on_episode: Callable[[EpisodeRecord], object] = lambda _: None,
     ) -> None:
         self.endpoint = endpoint
@@ -80,7 +89,9 @@ class RolloutJob:
         self.stopped: str | None = None
         """Reason of an early end: "deadline" or "cancelled"."""
         self._envs, self._config, self._seed = envs, config, seed
-        self._deadline_s, self._on_episode = deadline_s, on_episode
+        self._deadline_s, self._on_episode, self._tools = deadline_s, on_episode, tools
+        self._name = uuid.uuid4().hex[:16]
+        """Makes ids of episodes unique: tools that keep state may be those of several jobs."""
         self._waiting = deque(enumerate(task for task, _ in work))
         self._in_progress: set[int] = set()
         self._pool: asyncio.Task[None] | None = None
@@ -115,17 +126,31 @@ class RolloutJob:
     async def _play(self, thread: EnvThread, item: tuple[int, Task]) -> None:
         index, task = item
         blank = self.episodes[index]
-        trajectory = Trajectory(str(blank.id), "", task.id)
+        trajectory = Trajectory(f"{self._name}/{blank.id}/{index}", "", task.id)
         seed_keys = (self._seed, str(blank.id), blank.sample)
-        session = TextSession(trajectory, self.endpoint, self._config, self._envs.tools, seed_keys)
+        tools = self._tools_of(task, trajectory)
+
+        def functions() -> Sequence[ToolSpec]:
+            own = self._envs.tools() if self._config.format == "tools" else ()
+            known = [] if self._tools is None else self._tools.functions
+            offered = [f for f in known if tools is not None and f.name in tools.offered]
+            return joined_functions(own, offered)
+
+        session = TextSession(trajectory, self.endpoint, self._config, functions, seed_keys)
         started = time.monotonic()
         self._in_progress.add(index)
         try:
-            await run_episode(thread, Episode(task, session, self._envs, self._config))
+            await run_episode(thread, Episode(task, session, self._envs, self._config, tools=tools))
         finally:
             self.episodes[index] = _record_of(blank, session, time.monotonic() - started)
         self._in_progress.discard(index)
         self._on_episode(self.episodes[index])
+
+    def _tools_of(self, task: Task, trajectory: Trajectory) -> EpisodeTools | None:
+        if self._tools is None:
+            return None
+        offered, limits = self._tools.offered(task), self._config.tool_calls
+        return EpisodeTools(self._tools, offered, limits, trajectory, shortened_to_tokens)
 
     def _mark_interrupted(self) -> None:
         """Give the episodes that were in progress the reason for their end."""

@@ -27,7 +27,7 @@ from ludus.rollout.threads import EnvThread
 from ludus.tasks.curriculum import Curriculum
 from ludus.telemetry.occupancy import OCCUPANCY
 
-GRACE = 0.2
+MAX_WAIT = 0.2
 """Longest wait for episodes that are due to be cut, as a share of the last step's duration."""
 
 
@@ -100,7 +100,7 @@ class PrefetchSource:
         Errors: those that concern the run and not one episode (diverged weights, a broken config).
         """
         started = asyncio.get_running_loop().time()
-        grace = 0.0 if self._taken_at is None else GRACE * (started - self._taken_at)
+        last_s = 0.0 if self._taken_at is None else started - self._taken_at
         self._version, self._taken_at = version, started
         self._start_up_to(min(self.max_staleness + 1, self._steps - step) * self._groups_per_step)
         self._queue_depth = max(self._queue_depth, len(self._complete()))
@@ -108,9 +108,7 @@ class PrefetchSource:
             await self._until(lambda: len(self._complete()) >= n)
             oldest = version - self.max_staleness
             due = [p for p in self._pending if p.began is not None and p.began <= oldest]
-            with suppress(TimeoutError):
-                async with asyncio.timeout(grace):
-                    await self._until(lambda: all(pending.complete for pending in due))
+            await self._wait_for(due, last_s)
             await self._cut([pending for pending in due if not pending.complete])
         spare = [pending for pending in self._complete() if pending not in due]
         missing = n - sum(
@@ -134,6 +132,7 @@ class PrefetchSource:
         spans = zip(now, self._last, strict=True)
         wall, trained, sampled = (after - before for after, before in spans)
         metrics = {
+            **self._tasks.metrics(),
             "rollout/staleness_mean": mean_age(self._ages),
             "rollout/staleness_max": float(max(self._ages, default=0)),
             "rollout/queue_depth": float(self._queue_depth),
@@ -179,6 +178,19 @@ class PrefetchSource:
         while not ready() and self._failure is None:
             self._changed.clear()
             await self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _wait_for(self, due: list[_PendingGroup], last_s: float) -> None:
+        """Wait for the episodes of groups that are due, no longer than they are worth."""
+        loop = asyncio.get_running_loop()
+        began, episodes = loop.time(), [e for pending in due for e in pending.episodes]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None) as limit:
+                while self._failure is None and (running := sum(not e.done() for e in episodes)):
+                    limit.reschedule(began + longest_wait(last_s, running, len(episodes)))
+                    self._changed.clear()
+                    await self._changed.wait()
         if self._failure is not None:
             raise self._failure
 
@@ -238,6 +250,15 @@ class PrefetchSource:
                 )
         if self._failure is not None:
             raise self._failure
+
+
+def longest_wait(last_s: float, running: int, due: int) -> float:
+    """Seconds to wait before `running` of the `due` episodes are cut.
+
+    Cutting them loses that share of a step, so waiting may cost as much: the share of the last
+    step's `last_s` seconds, at most MAX_WAIT of it.
+    """
+    return last_s * min(MAX_WAIT, running / due)
 
 
 def token_ages(groups: list[Group], version: int) -> Counter[int]:

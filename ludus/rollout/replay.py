@@ -46,7 +46,8 @@ def replay(
             replies = []
             if renderer.thinking == "forbid":
                 message = message.model_copy(update={"thinking": None})
-            token_ids = renderer.assistant(message)
+            begins, ends = _ends_of(messages, first + number, renderer)
+            token_ids = renderer.assistant(message, begins=begins, ends=ends)
             if trained is None or trained[num_turns]:
                 builder.add_turn(message, token_ids, [0.0] * len(token_ids), None)
             else:
@@ -56,6 +57,15 @@ def replay(
         raise DataError(f"{where}{error}") from error
     builder.add_messages(replies, [])  # after the last turn: the model never sees them
     return trajectory
+
+
+def _ends_of(messages: Sequence[Message], index: int, renderer: Renderer) -> tuple[bool, bool]:
+    """True where the message begins, and where it ends, a turn: results may stand inside a turn."""
+    inside = renderer.result_markers is not None
+    before, after = messages[index - 1], messages[index + 1 : index + 2]
+    return not (inside and before.role == "tool"), not (
+        inside and after and after[0].role == "tool"
+    )
 
 
 class ReplaySource(SyncSource):

@@ -6,21 +6,34 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import BeforeValidator, Field, SecretStr
 
-from ludus.config.schema import RolloutConfig
+from ludus.config.schema import RolloutConfig, ToolCallsConfig
 from ludus.core.errors import ConfigError, LudusError
 from ludus.core.types import Spec, Task, Wire
 from ludus.envs import ENVS
 from ludus.models.endpoint.client import Endpoint
 from ludus.rollout.host import EnvFactory
 from ludus.rollout.jobs import EpisodeRecord, RolloutJob
+from ludus.rollout.tool_use import RunTools, joined_functions, unknown_function
 from ludus.tasks.agentgym import ITEMS, index_of, task_of
 
 MAX_SEED = 2**63 - 1
 MAX_IDS = 10_000
 Id = Annotated[int, Field(ge=0, le=MAX_SEED)] | Annotated[str, Field(min_length=1, max_length=64)]
 Short = Annotated[str, Field(min_length=1, max_length=300)]
+
+
+def _no_code(value: Any) -> Any:
+    if value == "code":
+        raise ValueError(
+            "code is not possible with an endpoint, whose API cannot continue a turn after a "
+            "result: choose plain, react or tools, and the model calls the tools natively"
+        )
+    return value
+
+
+EndpointFormat = Annotated[Literal["plain", "react", "tools"], BeforeValidator(_no_code)]
 
 
 class RolloutRequest(Wire):
@@ -39,7 +52,10 @@ class RolloutRequest(Wire):
     max_round: Annotated[int, Field(ge=1, le=1000)] | None = Field(
         None, description="Turns of an episode; null: the environment's own."
     )
-    format: Literal["plain", "react", "tools"] = "react"
+    format: EndpointFormat = "react"
+    tools: list[Short] | None = Field(
+        None, max_length=1000, description="Functions of the tools on offer; null: all."
+    )
     system_prompt: Annotated[str, Field(max_length=100_000)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 512
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
@@ -52,10 +68,15 @@ class RolloutRequest(Wire):
     max_retries: Annotated[int, Field(ge=0, le=10)] = 1
     stream: bool = Field(False, description="Answer JSON lines: one an episode, as it ends.")
 
-    def endpoint(self) -> Endpoint:
-        """The model's endpoint. Errors: ConfigError for a bad `base_url`."""
+    def endpoint(self, tools: RunTools | None = None) -> Endpoint:
+        """The model's endpoint, with the limits of `tools`.
+
+        Errors: ConfigError for a bad `base_url`.
+        """
         key = self.api_key.get_secret_value() if self.api_key else None
-        return Endpoint(self.base_url, self.model, key, timeout_s=self.turn_deadline_s)
+        limits = tools.limits if tools is not None else None
+        seconds = self.turn_deadline_s
+        return Endpoint(self.base_url, self.model, key, timeout_s=seconds, limits=limits)
 
     def job(
         self,
@@ -63,10 +84,23 @@ class RolloutRequest(Wire):
         envs: EnvFactory,
         tasks: Sequence[Task],
         on_episode: Callable[[EpisodeRecord], object],
+        tools: RunTools | None = None,
+        tool_calls: ToolCallsConfig | None = None,
     ) -> RolloutJob:
-        """The job that plays `tasks`, one for each id."""
+        """The job that plays `tasks`, one for each id, with `tools` and the limits of their calls.
+
+        Errors: ConfigError for functions that `tools` do not have, or that the environment has too.
+        """
+        names = [function.name for function in tools.functions] if tools else []
+        tasks = [task.model_copy(update={"tools": self.tools}) for task in tasks]
+        for task in tasks[:1]:
+            if fault := unknown_function(task, names):
+                raise ConfigError(fault)
+        if tools is not None and self.format == "tools":
+            joined_functions(envs.tools(), tools.functions)
         config = RolloutConfig(
             format=self.format,
+            tool_calls=tool_calls or ToolCallsConfig(),
             system_prompt=self.system_prompt,
             max_turns=self.max_round,
             max_tokens_per_turn=self.max_tokens,
@@ -82,7 +116,14 @@ class RolloutRequest(Wire):
         ]
         seed, deadline = self.seed, self.deadline_s
         return RolloutJob(
-            endpoint, envs, config, work, seed=seed, deadline_s=deadline, on_episode=on_episode
+            endpoint,
+            envs,
+            config,
+            work,
+            seed=seed,
+            deadline_s=deadline,
+            tools=tools,
+            on_episode=on_episode,
         )
 
 

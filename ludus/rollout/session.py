@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ludus.config.schema import RolloutConfig
-from ludus.core.errors import ContextOverflow, EnvError
+from ludus.core.errors import ConfigError, ContextOverflow, EnvError
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Message, Segment, Status, StepResult, ToolSpec, Trajectory, Wire
 from ludus.core.versions import Run, all_runs, expand
 from ludus.models.chat.renderer import Renderer
-from ludus.models.samplers.base import Sampler, SamplingParams
+from ludus.models.samplers.base import Completion, Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from ludus.models.endpoint.client import Endpoint, Reply
@@ -23,6 +23,10 @@ def with_system_prompt(messages: Sequence[Message], system_prompt: str | None) -
     """The messages with the system prompt first, unless they already begin with it."""
     system = Message(role="system", content=system_prompt or "")
     return [system, *messages] if system_prompt and system not in messages[:1] else list(messages)
+
+
+MAX_EXPLANATION = 4000
+"""Characters of a judge's explanation that are kept."""
 
 
 class TreeBuilder:
@@ -72,6 +76,10 @@ class TreeBuilder:
         Under `strip`, a turn with thinking becomes the leaf of its own branch, where it trains. The
         conversation continues in another branch, which has the turn without its thinking.
         """
+        if renderer.result_markers is not None and all(m.role == "tool" for m in replies):
+            for reply in replies:
+                self.add_messages([reply], renderer.inline(reply))
+            return
         segment = self.trajectory.segments[self.head]
         after, turn = segment.token_ids, segment.message
         if turn is not None and turn.thinking and renderer.thinking == "strip":
@@ -112,7 +120,7 @@ class Session(ABC):
         """Begin an attempt: clear what an earlier one left."""
         trajectory = self.trajectory
         trajectory.segments, trajectory.scores, trajectory.metrics = [], {}, {}
-        trajectory.reward = self.score = None
+        trajectory.reward = self.score = trajectory.explanation = None
         self._tree = TreeBuilder(trajectory)
         self.end(Status.ABORTED)
 
@@ -144,10 +152,12 @@ class Session(ABC):
         *,
         success: bool,
         score_range: tuple[float, float] = (0.0, 1.0),
+        explanation: str = "",
     ) -> None:
         """Record what the attempt earned."""
         trajectory, (low, high) = self.trajectory, score_range
         trajectory.reward, trajectory.scores = reward, parts
+        trajectory.explanation = explanation[:MAX_EXPLANATION] or None
         trajectory.metrics["success"] = float(success)
         self.score = (reward - low) / (high - low) if high > low else None
 
@@ -184,6 +194,15 @@ class TokenSession(Session):
         self._tree.add_messages(messages, self._renderer.open(messages))
 
     async def turn(self) -> Turn:
+        prompt, params = self._request(tuple(self._config.stop))
+        completion = await self._sampler.sample(prompt, params, session=self.trajectory.id)
+        parsed = self._renderer.parse(completion.token_ids)
+        self._add(completion, parsed.message)
+        return Turn(parsed.message, parsed.error, completion.finish_reason)
+
+    def _request(self, stop: tuple[str, ...]) -> tuple[list[int], SamplingParams]:
+        """All ids so far, and the parameters of what is sampled after them. Errors:
+        ContextOverflow."""
         prompt, number = self._tree.prompt_ids, self.trajectory.num_turns
         available = self._sampler.context_length - len(prompt)
         if available < 1:
@@ -195,18 +214,19 @@ class TokenSession(Session):
             self._config,
             max_tokens=min(self._config.max_tokens_per_turn, available),
             seed=derive_seed(self._seed, number),
+            stop=stop,
             stop_token_ids=tuple(self._renderer.stop_token_ids),
         )
-        completion = await self._sampler.sample(prompt, params, session=self.trajectory.id)
-        parsed = self._renderer.parse(completion.token_ids)
+        return prompt, params
+
+    def _add(self, completion: Completion, message: Message) -> None:
         self._tree.add_turn(
-            parsed.message,
+            message,
             completion.token_ids,
             completion.logprobs,
             completion.policy_version,
             completion.version_runs,
         )
-        return Turn(parsed.message, parsed.error, completion.finish_reason)
 
     def answer(self, result: StepResult, *, turn_follows: bool) -> None:
         if result.done:
@@ -238,7 +258,8 @@ class TextSession(Session):
     """Samples from an OpenAI-compatible endpoint, which renders the whole conversation each turn.
 
     The segments carry messages and no ids. `rows` holds the token ids where the endpoint returned
-    them for every turn, else None. `seed_keys` are what the seeds of the turns derive from.
+    them for every turn, else None. `tools` returns the functions on offer. `seed_keys` are what the
+    seeds of the turns derive from.
     """
 
     def __init__(
@@ -250,6 +271,12 @@ class TextSession(Session):
         seed_keys: tuple[int, str, int],
     ) -> None:
         super().__init__(trajectory)
+        if config.format == "code":
+            raise ConfigError(
+                "rollout.format, or that of a part in rollout.parts: code is not possible with an "
+                "endpoint, whose API cannot continue a turn after a result: use the format tools, "
+                "with a system prompt for it"
+            )
         self._endpoint, self._config, self._read_tools = endpoint, config, tools
         self._seed_keys = seed_keys
         self._tools: Sequence[ToolSpec] = ()
@@ -265,15 +292,15 @@ class TextSession(Session):
 
     def open(self, messages: Sequence[Message]) -> None:
         self._tree.add_messages(messages, [])
-        if self._config.format == "tools":
-            self._tools = self._read_tools()
-            if not self._tools:
-                raise EnvError("the environment has no tools: use the format plain or react")
+        self._tools = self._read_tools()
+        if self._config.format == "tools" and not self._tools:
+            raise EnvError("the environment has no tools: use the format plain or react")
 
     async def turn(self) -> Turn:
         number = self.trajectory.num_turns
         seed = derive_seed(*self._seed_keys, number)
-        params = sampling_params(self._config, self._config.max_tokens_per_turn, seed)
+        config = self._config
+        params = sampling_params(config, config.max_tokens_per_turn, seed, tuple(config.stop))
         try:
             reply = await self._endpoint.chat(self.messages, params, self._tools)
         except ContextOverflow as error:
@@ -322,8 +349,12 @@ def extend_rows(rows: list[TokenRow] | None, reply: Reply) -> list[TokenRow] | N
 
 
 def sampling_params(
-    config: RolloutConfig, max_tokens: int, seed: int, stop_token_ids: tuple[int, ...] = ()
+    config: RolloutConfig,
+    max_tokens: int,
+    seed: int,
+    stop: tuple[str, ...],
+    stop_token_ids: tuple[int, ...] = (),
 ) -> SamplingParams:
     """The sampling parameters of one turn."""
-    sampling = (config.temperature, config.top_p, config.top_k, tuple(config.stop))
+    sampling = (config.temperature, config.top_p, config.top_k, stop)
     return SamplingParams(max_tokens, *sampling, stop_token_ids, seed)

@@ -41,7 +41,7 @@ class GroupSource(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the groups taken since the last call."""
+        """Metrics of the groups taken since the last call, and of the task sampler."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class SyncSource:
         return groups
 
     def metrics(self) -> dict[str, float]:
-        return {}
+        return self._tasks.metrics()
 
     def state_dict(self) -> dict[str, Any]:
         return {"tasks": self._tasks.state_dict()}

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from ludus.core.errors import EnvError
 
@@ -25,6 +25,12 @@ Act = Callable[[], Coroutine[Any, Any, T]]
 
 IDLE_S = 30.0
 """Seconds after which an idle worker thread ends."""
+
+
+HANDOVER_S = 0.001
+"""Seconds for which an event loop stands still so that a worker thread gets Python's lock."""
+
+Pause = Literal["start", "pause"]
 
 
 class Overdue(Exception):
@@ -65,26 +71,17 @@ class WorkerThread:
 
         self._jobs.put(leave)
 
-    async def run(self, act: Act[T]) -> T:
-        """Returns the coroutine's result. If the caller is cancelled, the thread still runs it."""
-        caller_loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = caller_loop.create_future()
+    async def run(self, act: Act[T], wait_for: Pause | None = None) -> T:
+        """Returns the coroutine's result. If the caller is cancelled, the thread still runs it.
 
-        def work(loop: asyncio.AbstractEventLoop) -> bool:
-            result: Any = None
-            failure: BaseException | None = None
-            try:
-                result = loop.run_until_complete(act())
-            except BaseException as error:
-                failure = error
-            try:
-                caller_loop.call_soon_threadsafe(_settle, future, result, failure)
-            except RuntimeError:  # the caller's loop has closed
-                return False
-            return True
-
-        self._jobs.put(work)
-        return await future
+        With `wait_for`, the caller's loop stands still until the coroutine has started, or has
+        paused or ended, for at most HANDOVER_S. So this thread gets Python's lock at once. A busy
+        event loop releases the lock often and retakes it before a waiting thread wakes up: without
+        this, the thread may wait for tens of milliseconds.
+        """
+        call = _Call(act, asyncio.get_running_loop(), wait_for)
+        self._jobs.put(call.work)
+        return await call.result()
 
     def _work(self) -> None:
         with asyncio.Runner() as runner:
@@ -107,6 +104,52 @@ _idle: deque[WorkerThread] = deque()
 os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of these threads
 
 
+class _Call(Generic[T]):
+    """A coroutine on its way through a worker thread."""
+
+    def __init__(
+        self, act: Act[T], loop: asyncio.AbstractEventLoop, wait_for: Pause | None
+    ) -> None:
+        self._act, self._loop, self._wait_for = act, loop, wait_for
+        self._turn = threading.Lock()
+        self._turn.acquire()
+        self._outcome: tuple[Any, BaseException | None] | None = None
+        self._future: asyncio.Future[T] | None = None
+
+    async def result(self) -> T:
+        if self._wait_for is not None:
+            self._turn.acquire(timeout=HANDOVER_S)
+        future: asyncio.Future[T] = self._loop.create_future()
+        if self._outcome is None:
+            self._future = future
+        if self._outcome is None:  # still: the thread will see the future
+            return await future
+        _settle(future, *self._outcome)
+        return future.result()
+
+    def work(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Run the coroutine, in the worker thread; False if the caller's loop has closed."""
+        if self._wait_for == "start":
+            self._turn.release()
+        task = loop.create_task(self._run())
+        if self._wait_for == "pause":
+            loop.call_soon(self._turn.release)  # behind the first step of the task
+        loop.run_until_complete(task)
+        assert self._outcome is not None
+        if self._future is not None:
+            try:
+                self._loop.call_soon_threadsafe(_settle, self._future, *self._outcome)
+            except RuntimeError:
+                return False
+        return True
+
+    async def _run(self) -> None:
+        try:
+            self._outcome = await self._act(), None
+        except BaseException as error:
+            self._outcome = None, error
+
+
 def _settle(future: asyncio.Future[Any], result: Any, failure: BaseException | None) -> None:
     if future.done():
         return
@@ -126,14 +169,14 @@ class EnvThread:
     """The worker thread of one of the episodes that are played at the same time.
 
     With `inline`, all runs in the calling thread and no deadline applies, so a debugger can stop
-    anywhere.
+    anywhere. `wait_for`: see `WorkerThread.run`.
     """
 
     borrows_workers: ClassVar[bool] = False
     """True if each call runs in another worker thread, even calls that do not block."""
 
-    def __init__(self, *, inline: bool = False) -> None:
-        self.inline = inline
+    def __init__(self, *, inline: bool = False, wait_for: Pause | None = None) -> None:
+        self.inline, self._wait_for = inline, wait_for
         self._thread: WorkerThread | None = None
 
     async def run(
@@ -152,7 +195,7 @@ class EnvThread:
             return await _within(deadline, _without_exit(act))
         self._thread = thread = self._thread or WorkerThread.take()
         try:
-            return await _within(deadline, thread.run(act))
+            return await _within(deadline, thread.run(act, self._wait_for))
         except (Overdue, asyncio.CancelledError):
             thread.retire(last)
             self._thread = None

@@ -3,7 +3,8 @@
     what           row
     trajectories   a trajectory: stage and step, status, segments with their tokens
     steps          a step with its metrics
-    sft            {"messages": [...], "reward": 1.0, "task_id": "..."}: chat, for `sft.data`
+    sft            {"messages": [...], "reward": 1.0, "task_id": "..."}: chat, for `sft.data`; with
+                   the task's `tools` and `part` of a mixture, where it has them
 
 SFT data has each conversation once, and none of an evaluation unless `stage` names it: those tasks
 are held out.
@@ -26,9 +27,10 @@ from typing import Any, Literal, cast, get_args
 
 from ludus.core.errors import ConfigError, MissingDependency, StoreError, did_you_mean
 from ludus.core.files import atomic_file
-from ludus.core.types import Message, Segment, Status, Trajectory
+from ludus.core.types import Message, Segment, Status, Task, Trajectory
 from ludus.store.rows import Record, TrajectoryRow
 from ludus.store.store import RunStore
+from ludus.tasks.mixture import part_of
 
 Format = Literal["jsonl", "parquet"]
 What = Literal["trajectories", "steps", "sft"]
@@ -199,12 +201,19 @@ def _sft(
             skipped["no message before the first assistant message"] += 1
         else:
             chat = [_chat(message) for message in messages]
-            digest = hashlib.sha256(json.dumps(chat, sort_keys=True).encode()).digest()
+            row = {"messages": chat, **_shown(record.task)}
+            digest = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).digest()
             if digest in seen:
                 skipped["duplicate conversation"] += 1
                 continue
             seen.add(digest)
-            yield {"messages": chat, "reward": trajectory.reward, "task_id": trajectory.task_id}
+            yield {**row, "reward": trajectory.reward, "task_id": trajectory.task_id}
+
+
+def _shown(task: Task) -> dict[str, Any]:
+    """The settings that select the functions and the format of a task's prompt."""
+    fields = {"tools": task.tools, "part": part_of(task)}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _conversation(trajectory: Trajectory, decode: Decode | None) -> list[Message] | None:
@@ -305,7 +314,8 @@ def _arrow_schema(what: What) -> Any:
         call = pa.struct({"name": text, "arguments": text, "id": text})
         fields = dict.fromkeys(("role", "content", "thinking", "tool_call_id", "name"), text)
         message = pa.struct({**fields, "tool_calls": pa.list_(call)})
-        return pa.schema({"messages": pa.list_(message), "reward": real, "task_id": text})
+        columns = {"messages": pa.list_(message), "tools": pa.list_(text), "part": text}
+        return pa.schema({**columns, "reward": real, "task_id": text})
     segment = {
         "parent": whole,
         "sampled": pa.bool_(),
@@ -325,6 +335,7 @@ def _arrow_schema(what: What) -> Any:
         **dict.fromkeys(("num_turns", "num_tokens", "num_sampled_tokens"), whole),
         "scores": numbers,
         "metrics": numbers,
+        "explanation": text,
         "error": text,
         "dropped": text,
         "segments": pa.list_(pa.struct(segment)),

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 import threading
 from collections.abc import Collection, Iterator
@@ -35,6 +36,7 @@ class RunFolder:
         path = self.path
         self.id = path.name
         self.config = path / "config.yaml"  # the resolved configuration
+        self.facts = path / "run.json"  # a random identity, which the run's checkpoints carry
         self.demonstrations = path / "demonstrations.jsonl"  # episodes of the expert
         self.splits = path / "splits.json"  # held-out tasks replaced as training tasks
         self.tokenizer = path / "tokenizer"  # a folder in Hugging Face format
@@ -67,6 +69,16 @@ class RunFolder:
         file.write(str(os.getpid()))
         file.flush()
         return file
+
+    def identity(self) -> str | None:
+        """Returns a name that no other run has; None for runs that were made without it.
+
+        It stays the same where the folder is renamed, copied or fetched from a mirror.
+
+        Errors: DataError for a damaged file.
+        """
+        identity = read_facts(self.facts).get("identity")
+        return None if identity is None else str(identity)
 
     def evaluation_files(self) -> list[tuple[str, int, Path]]:
         """Returns label, step and path of each evaluation; files with other names are ignored."""
@@ -115,6 +127,8 @@ def create_run(
         new.mkdir()
         try:
             atomic_write(new / "config.yaml", config)
+            identity = json.dumps({"identity": secrets.token_hex(8)})
+            atomic_write(RunFolder(new).facts, identity)
             for number in count(1):
                 folder = parent / f"{name}-{number}"
                 if folder.name not in taken and _rename_to(new, folder):

@@ -20,6 +20,9 @@ from ludus.store.rows import (
 
 _NAN = float("nan")
 
+ELAPSED = "time/elapsed_s"
+"""Metric of each step: the run's time so far, in seconds, without pauses."""
+
 
 def runs(connection: Connection, key: int | None = None) -> list[RunRow]:
     """Returns all runs in order of creation, or the run with this key."""
@@ -30,9 +33,14 @@ def runs(connection: Connection, key: int | None = None) -> list[RunRow]:
         .group_by(s.run_key, s.stage)
         .order_by(func.min(s.key))
     )
+    newest = select(s.run_key, s.metrics).where(
+        s.key.in_(select(func.max(s.key)).group_by(s.run_key))
+    )
     if key is not None:
         heads, stages = heads.where(r.key == key), stages.where(s.run_key == key)
+        newest = newest.where(s.run_key == key)
     all_stages = connection.execute(stages).all()
+    elapsed = {row.run_key: row.metrics.get(ELAPSED) for row in connection.execute(newest)}
     rows = []
     for row in connection.execute(heads):
         run_stages = [stage for stage in all_stages if stage.run_key == row.key]
@@ -40,7 +48,8 @@ def runs(connection: Connection, key: int | None = None) -> list[RunRow]:
         last_step = max((stage.at for stage in run_stages), default=None)
         columns = {name: value for name, value in row._mapping.items() if name != "key"}
         columns["status"] = RunStatus(row.status)
-        rows.append(RunRow(**columns, stages=steps, last_step=last_step))
+        elapsed_s = elapsed.get(row.key)
+        rows.append(RunRow(**columns, stages=steps, last_step=last_step, elapsed_s=elapsed_s))
     return rows
 
 
@@ -142,6 +151,7 @@ def record(row: Row[Any]) -> Record:
         status=head.status,
         reward=head.reward,
         scores=dict(head.scores),
+        explanation=head.explanation,
         error=head.error,
         dropped=head.dropped,
         metrics=dict(head.metrics),

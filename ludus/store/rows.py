@@ -23,7 +23,8 @@ class RunStatus(StrEnum):
 @dataclass(frozen=True, slots=True)
 class RunRow:
     """A run. `stages`: the last step of each stage, in order of their start. `last_step`: the start
-    time of the latest step."""
+    time of the latest step. `elapsed_s`: the run's time up to its end, without pauses between a
+    stop and `--resume`; None where no step recorded it."""
 
     id: str
     name: str
@@ -35,6 +36,7 @@ class RunRow:
     error: str | None
     stages: Mapping[str, int]
     last_step: datetime | None
+    elapsed_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class TrajectoryRow:
     num_sampled_tokens: int
     scores: Mapping[str, float]
     metrics: Mapping[str, float]
+    explanation: str | None
     error: str | None
     dropped: str | None
 

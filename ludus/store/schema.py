@@ -164,6 +164,7 @@ trajectories = Table(
     Column("num_sampled_tokens", BigInteger, nullable=False),
     Column("scores", ExactJSON, nullable=False),
     Column("metrics", ExactJSON, nullable=False),
+    Column("explanation", ExactText),
     Column("error", ExactText),
     Column("dropped", ExactText),
     Index(None, "run_key", "key"),

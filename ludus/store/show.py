@@ -32,7 +32,9 @@ from ludus.store.store import RunStore
 
 Decode = Callable[[list[int]], str]
 
-_NEWEST = 15
+NEWEST = 15
+"""Rows of a list that is cut."""
+
 _INDENT = 4
 _GIVEN, _SAMPLED = "dim", "green"
 _STATUS_STYLES = {
@@ -46,8 +48,8 @@ _UNPRINTABLE = re.compile(
 )
 
 
-def render_runs(store: RunStore) -> RenderableType:
-    """Returns a table of all runs, the newest last."""
+def render_runs(store: RunStore, limit: int | None = None) -> RenderableType:
+    """Returns a table of the `limit` newest runs, the newest last; None: of all."""
     runs = store.runs()
     if not runs:
         return Text(f"no runs in {store.url}: start one with ludus train RECIPE")
@@ -60,9 +62,13 @@ def render_runs(store: RunStore) -> RenderableType:
             ", ".join(_progress(stage, step) for stage, step in run.stages.items()),
             (run.error or "").partition("\n")[0],
         )
-        for run in runs
+        for run in (runs[-limit:] if limit else runs)
     ]
-    return _table(("run", "status", "started", "took", "stages", "error"), rows)
+    table = _table(("run", "status", "started", "took", "stages", "error"), rows)
+    if len(rows) == len(runs):
+        return table
+    hint = f"{_count(len(runs) - len(rows), 'older run')}: ludus runs --all"
+    return Group(Text(hint, "dim"), table)
 
 
 def render_run(store: RunStore, run_id: str) -> RenderableType:
@@ -91,9 +97,11 @@ def render_run(store: RunStore, run_id: str) -> RenderableType:
     if reasons:
         rows = [(*key, str(count)) for key, count in reasons.most_common()]
         parts += [_rule("dropped"), _table(("stage", "dropped because", "count"), rows)]
-    newest = list(store.trajectories(run_id, limit=_NEWEST, newest_first=True))
+    newest = list(store.trajectories(run_id, limit=NEWEST, newest_first=True))
     if newest:
         hint = f"ludus show {run_id} TRAJECTORY shows one trajectory, token by token"
+        if (total := sum(stage.num_trajectories for stage in stages)) > len(newest):
+            hint += f"\nludus export {run_id} FILE.jsonl writes all {total:,}"
         parts += [_rule("newest trajectories"), _trajectories(newest), Text(hint, "dim")]
     return Group(*parts)
 
@@ -117,6 +125,7 @@ def render_trajectory(
         "status": row.status.value,
         "reward": _number(row.reward),
         "scores": _numbers(row.scores),
+        "judge": row.explanation,
         "metrics": _numbers(row.metrics),
         "length": f"{_count(row.num_turns, 'turn')}, {_count(row.num_tokens, 'token')}, "
         f"{row.num_sampled_tokens} of them sampled",
@@ -130,6 +139,11 @@ def render_trajectory(
         reason = _clean(row.dropped or f"status {row.status.value}")
         legend = f"lines that begin with + were {origin}; none has loss ({reason})"
     return Group(_facts(facts), Text(legend, "dim"), *_turns(trajectory, decode))
+
+
+def render_verdict(trajectory: Trajectory) -> RenderableType:
+    """Returns the parts of a rollout's score and the judge's explanation, where there are any."""
+    return _facts({"scores": _numbers(trajectory.scores), "judge": trajectory.explanation})
 
 
 def render_turns(trajectory: Trajectory, decode: Decode | None = None) -> RenderableType:
@@ -242,13 +256,20 @@ def _metrics(steps: list[StepRow]) -> Table:
 
 
 def _trajectories(rows: list[TrajectoryRow]) -> Table:
-    columns = ("trajectory", "stage", "step", "task", "status", "reward", "turns", "dropped")
-    cells = []
-    for row in rows:
-        where = (row.id, row.stage, str(row.step), row.task_id)
-        end = (row.status.value, _number(row.reward), str(row.num_turns), row.dropped or "")
-        cells.append((*where, *end))
-    return _table(columns, cells)
+    """The columns that the ids do not tell already, and `dropped` where a trajectory was."""
+    told = all(row.id.startswith(f"{row.stage}-{row.step:06d}/") for row in rows)
+    columns: dict[str, list[str]] = {"trajectory": [row.id for row in rows]}
+    if not told:
+        columns |= {"stage": [row.stage for row in rows], "step": [str(row.step) for row in rows]}
+    columns |= {
+        "task": [row.task_id for row in rows],
+        "status": [row.status.value for row in rows],
+        "reward": [_number(row.reward) or "" for row in rows],
+        "turns": [str(row.num_turns) for row in rows],
+    }
+    if any(row.dropped for row in rows):
+        columns["dropped"] = [row.dropped or "" for row in rows]
+    return _table(list(columns), zip(*columns.values(), strict=True))
 
 
 # Cells
@@ -312,7 +333,8 @@ def _progress(stage: str, last: int) -> str:
 
 def _took(run: RunRow) -> str:
     if run.finished is not None:
-        return _span(run.finished - run.created)
+        whole = run.finished - run.created
+        return _span(whole if run.elapsed_s is None else timedelta(seconds=run.elapsed_s))
     return f"last step {_span(datetime.now(UTC) - run.last_step)} ago" if run.last_step else ""
 
 

@@ -55,6 +55,9 @@ class TaskSampler:
         self.index += 1
         return task
 
+    def start_batch(self) -> None:
+        """A new batch of tasks begins."""
+
     def observe(self, groups: Sequence[Group]) -> None:
         """Record the mean reward of each tier in the groups just played."""
         rewards: dict[str, list[float]] = defaultdict(list)

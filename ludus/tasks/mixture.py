@@ -1,71 +1,72 @@
-"""Tasks of several environments in exact ratios: the reader and the task sampler.
+"""Tasks of several sources in exact ratios: the reader and the task sampler.
 
     tasks:
       train:
         name: mixture
         args:
           parts:
-            babyai: {ratio: 2, tasks: {name: env, args: {num_tasks: 2000}}}
-            crafting: {ratio: 1, tasks: {name: env, args: {num_tasks: 500}}}
+            babyai: {ratio: 50%, tasks: {name: env, args: {num_tasks: 2000}}}
+            crafting: {ratio: 30%, tasks: {name: env, args: {num_tasks: 500}}}
+            sums:
+              {ratio: 20%, env: none, judge: answer, tasks: {name: json, args: {path: sums.jsonl}}}
 
-Among the first n tasks, for any n, a part with share w has n * w tasks, rounded up or down. So
-every step has exact shares if its number of tasks is divisible by the sum of the ratios; otherwise
-the error carries over to the next steps and stays below one task.
+`ratios` has the guarantees. Each part is visited in passes of its own, in a new order each.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from itertools import cycle
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr
 
-from ludus.core.errors import CheckpointError, ConfigError, did_you_mean
-from ludus.core.types import Group, Spec, Task
+from ludus.config.schema import RolloutConfig
+from ludus.core.errors import CheckpointError, ConfigError, DataError, did_you_mean
+from ludus.core.types import NO_ENV, Group, Spec, Task
 from ludus.tasks.curriculum import TaskSampler
+from ludus.tasks.ratios import Schedule, shares
 from ludus.tasks.readers import BadLine, OnBadLine, TaskList, TaskMaker, read_tasks
 from ludus.tasks.splits import Taken
 
 PART = "part"
 """Key in `Task.data`: the name of the task's part."""
 
+_NAME = re.compile(r"[A-Za-z0-9_.@-]+")
+
 T = TypeVar("T")
 
 
 class Part(BaseModel):
-    """A part of a mixture: its ratio and the reader of its tasks."""
+    """A part of a mixture: its ratio, the reader of its tasks, and what scores them."""
 
     model_config = ConfigDict(extra="forbid")
 
-    ratio: int = Field(1, ge=1, le=1000, description="Share of the tasks, relative to the others.")
+    ratio: StrictInt | StrictFloat | StrictStr = Field(
+        1,
+        description="Share of the tasks: whole numbers, relative to the others; or fractions or "
+        "percentages that sum to 1: 0.3, 1/3, 40%.",
+    )
     tasks: Spec = Field(description="Reader of the part's tasks.")
+    env: Literal["none"] | None = Field(
+        None, description="none: without environment; null: that of the part's name, or the run's."
+    )
+    judge: Spec | None = Field(
+        None, description="Judge of the tasks that name none; null: the run's."
+    )
+    tools: list[str] | None = Field(
+        None, description="Functions of the run's tools for the tasks that name none; null: all."
+    )
+    distinct: bool = Field(False, description="No task twice in a step; needs enough tasks.")
 
 
-def schedule(ratios: Mapping[str, int]) -> list[str]:
-    """Returns the part of each task in a round; a round has sum(ratios) tasks.
-
-    After every task, each part has had its share of the tasks so far, rounded up or down: Tijdeman
-    1980, "The chairman assignment problem", Discrete Mathematics 32. Next comes, among the parts
-    whose deficit is at least 1 / (2 * parts - 2), the part with the earliest deadline.
-    """
-    total = sum(ratios.values())
-    if len(ratios) == 1:
-        return list(ratios) * total
-    share = {name: Fraction(ratio, total) for name, ratio in ratios.items()}
-    counts = dict.fromkeys(share, 0)
-    slack = Fraction(1, 2 * len(share) - 2)
-    order: list[str] = []
-    for position in range(1, total + 1):
-        deficit = {name: position * w - counts[name] for name, w in share.items()}
-        ready = [name for name in share if deficit[name] >= slack]
-        chosen = min(ready, key=lambda name: (1 - slack - deficit[name]) / share[name])
-        counts[chosen] += 1
-        order.append(chosen)
-    return order
+def parts_of_mixture(spec: Spec | None) -> dict[str, Part]:
+    """The parts of a reader that has been read; none if it is no mixture."""
+    if spec is None or spec.name != "mixture":
+        return {}
+    return {name: Part.model_validate(part) for name, part in spec.args["parts"].items()}
 
 
 def part_of(task: Task) -> str | None:
@@ -81,6 +82,20 @@ def for_part(setting: T | dict[str, T] | None, task: Task) -> T | None:
     return setting
 
 
+def settings_of(config: RolloutConfig, part: str | None) -> RolloutConfig:
+    """The rollout settings of a part; `config` itself for a part without settings of its own.
+
+    A limit of `max_turns` by part, which `rl.horizon` sets, comes before that of `parts`.
+    """
+    own = config.parts.get(part or "")
+    if own is None:
+        return config
+    changes = {name: value for name, value in own if value is not None}
+    if isinstance(config.max_turns, dict) and part in config.max_turns:
+        changes.pop("max_turns", None)
+    return config.model_copy(update=changes)
+
+
 def read_mixture(
     parts: Annotated[
         dict[str, Part], Field(min_length=1, description="Reader and ratio by environment.")
@@ -90,35 +105,49 @@ def read_mixture(
     place: str = "",
     taken: Taken | None = None,
 ) -> TaskList:
-    """Tasks of several environments in the given ratios, for the environment `mixture`.
+    """Tasks of several sources in the given ratios.
+
+    With the environment `mixture`, a part is played in the environment of its name; with another
+    environment, in that. A part with `env: none` has none.
 
     If a part runs out of tasks, the rest of the list is of the other parts. In training each part
     repeats its own tasks, so the ratios always hold.
     """
     members = maker.members() if maker is not None else {}
-    if not members:
-        raise ConfigError("the reader 'mixture' needs the environment 'mixture': set `env`")
+    place = f"{place}.args.parts"
+    ratios = shares({name: part.ratio for name, part in parts.items()}, place)
     queues: dict[str, list[Task]] = {}
     skipped, rows = list[BadLine](), dict[str, int]()
     for name, part in parts.items():
-        where = f"{place}.args.parts.{name}"
-        if name not in members:
+        where = f"{place}.{name}"
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{place}: {name!r:.80} cannot be the name of a part, which metrics carry: "
+                "letters without accents, digits, `_`, `.`, `@` and `-`"
+            )
+        own = None if part.env else members.get(name, maker)
+        if members and part.env is None and name not in members:
             near = did_you_mean(name, members)
-            raise ConfigError(f"{where}: {name!r} is no environment of the mixture{near}")
-        member = members[name]
-        label = partial(_labelled, name=name, where=where)
-        read = read_tasks(
-            part.tasks,
-            f"{where}.tasks",
-            maker=member,
-            on_bad_line=on_bad_line,
-            taken=_through(label, taken),
-        )
+            raise ConfigError(
+                f"{where}: {name!r} is no environment of the mixture{near}; for a part without an "
+                "environment, set `env: none`"
+            )
+        label = partial(_labelled, name=name, part=part, where=where, in_mixture=bool(members))
+        try:
+            read = read_tasks(
+                part.tasks,
+                f"{where}.tasks",
+                maker=own,
+                on_bad_line=on_bad_line,
+                taken=_through(label, taken),
+            )
+        except DataError as error:
+            raise error if where in str(error) else DataError(f"{where}: {error}") from error
         queues[name] = [label(task) for task in read]
         skipped += read.skipped
         rows |= read.rows
-    ratios = {name: part.ratio for name, part in parts.items()}
-    return TaskList(_interleaved(queues, ratios), skipped, ratios, rows)
+    distinct = [name for name, part in parts.items() if part.distinct]
+    return TaskList(_interleaved(queues, ratios), skipped, ratios, rows, distinct)
 
 
 def _through(label: Callable[[Task], Task], taken: Taken | None) -> Taken | None:
@@ -126,58 +155,97 @@ def _through(label: Callable[[Task], Task], taken: Taken | None) -> Taken | None
     return None if taken is None else lambda task: taken(label(task))
 
 
-def _labelled(task: Task, name: str, where: str) -> Task:
-    if task.env is not None:
+def _labelled(task: Task, name: str, part: Part, where: str, *, in_mixture: bool) -> Task:
+    if in_mixture and task.env not in (None, NO_ENV):
         raise ConfigError(
             f"{where}: task {task.id!r} names its own environment; in a mixture, set the "
             "environment of a part in env.args.envs"
         )
-    tier = name if task.tier is None else f"{name}/{task.tier}"
-    return task.model_copy(update={"tier": tier, "data": {**task.data, PART: name}})
+    fields = {
+        "tier": name if task.tier is None else f"{name}/{task.tier}",
+        "data": {**task.data, PART: name},
+        "env": NO_ENV if part.env else task.env,
+        "judge": task.judge or part.judge,
+        "tools": part.tools if task.tools is None else task.tools,
+    }
+    return task.model_copy(update=fields)
 
 
 def _interleaved(queues: Mapping[str, list[Task]], ratios: Mapping[str, int]) -> list[Task]:
     waiting = {name: iter(tasks) for name, tasks in queues.items()}
-    num_tasks, tasks = sum(map(len, queues.values())), list[Task]()
-    for name in cycle(schedule(ratios)):
-        if len(tasks) == num_tasks:
-            break
-        if (task := next(waiting[name], None)) is not None:
+    num_tasks, tasks, order = sum(map(len, queues.values())), list[Task](), Schedule(ratios)
+    while len(tasks) < num_tasks:
+        if (task := next(waiting[next(order)], None)) is not None:
             tasks.append(task)
     return tasks
 
 
 def task_sampler(
-    tasks: Sequence[Task], seed: int, *, shuffle: bool, ratios: Mapping[str, int] | None = None
+    tasks: Sequence[Task],
+    seed: int,
+    *,
+    shuffle: bool,
+    ratios: Mapping[str, int] | None = None,
+    batch_size: int | None = None,
+    distinct: Collection[str] = (),
 ) -> TaskSampler:
     """A MixtureSampler if there are ratios and every task has a part, else a TaskSampler."""
     if not ratios or not all(part_of(task) in ratios for task in tasks):
         return TaskSampler(tasks, seed, shuffle)
-    return MixtureSampler(tasks, seed, shuffle, ratios)
+    return MixtureSampler(tasks, seed, shuffle, ratios, batch_size, distinct)
+
+
+def check_distinct(
+    tasks: Sequence[Task], ratios: Mapping[str, int], batch_size: int, distinct: Collection[str]
+) -> None:
+    """Errors: DataError if a part of `distinct` has fewer tasks than a step takes of it."""
+    counts = Counter(part_of(task) for task in tasks)
+    for name in sorted(distinct):
+        if name in ratios and counts[name] < (most := Schedule(ratios, batch_size).most(name)):
+            raise DataError(
+                f"part {name!r} has {counts[name]} tasks, but a step of {batch_size} takes up "
+                f"to {most}: give it more tasks or a smaller ratio, or set its `distinct` to false"
+            )
 
 
 class MixtureSampler(TaskSampler):
     """Visits the parts in exact ratios, and the tasks of a part in that part's own order.
 
-    The state is the number of tasks given and the state of each part's sampler.
+    The state is that of the schedule, and of each part's sampler.
+
+    Args:
+        batch_size: tasks of a step; None: the sum of the ratios.
+        distinct: parts of which a step has no task twice.
+
+    Errors: DataError if such a part has too few tasks.
     """
 
     def __init__(
-        self, tasks: Sequence[Task], seed: int, shuffle: bool, ratios: Mapping[str, int]
+        self,
+        tasks: Sequence[Task],
+        seed: int,
+        shuffle: bool,
+        ratios: Mapping[str, int],
+        batch_size: int | None = None,
+        distinct: Collection[str] = (),
     ) -> None:
         super().__init__(tasks, seed, shuffle)
         by_part: dict[str, list[Task]] = defaultdict(list)
         for task in tasks:
             by_part[part_of(task) or ""].append(task)
         self.ratios = {name: ratio for name, ratio in ratios.items() if name in by_part}
-        self.parts = {name: TaskSampler(by_part[name], seed, shuffle) for name in self.ratios}
-        self._schedule = schedule(self.ratios)
-        self._num_given = 0
+        self._schedule = Schedule(self.ratios, batch_size)
+        self.parts = {
+            name: (_Distinct if name in distinct else TaskSampler)(by_part[name], seed, shuffle)
+            for name in self.ratios
+        }
+        check_distinct(tasks, self.ratios, self._schedule.batch_size, distinct)
 
     def __next__(self) -> Task:
-        name = self._schedule[self._num_given % len(self._schedule)]
-        self._num_given += 1
-        return next(self.parts[name])
+        if not self._schedule.num_left:
+            for sampler in self.parts.values():
+                sampler.start_batch()
+        return next(self.parts[next(self._schedule)])
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Pass each part its own groups."""
@@ -186,16 +254,21 @@ class MixtureSampler(TaskSampler):
             sampler.observe([group for group in groups if part_of(group.task) == name])
 
     def metrics(self) -> dict[str, float]:
-        """`tasks/epoch_PART`: epochs of the part's tasks; `tasks/reward_TIER`: as TaskSampler."""
-        rewards = super().metrics()
-        del rewards["tasks/epoch"]
-        epochs = {f"tasks/epoch_{n}": s.metrics()["tasks/epoch"] for n, s in self.parts.items()}
-        return epochs | rewards
+        """`mixture/PART/wraps`: complete passes over the part's tasks; `mixture/PART/left`: tasks
+        left in this pass; `tasks/epoch_PART`: both as one number; `tasks/reward_TIER`: as
+        TaskSampler."""
+        metrics = super().metrics()
+        del metrics["tasks/epoch"]
+        for name, sampler in self.parts.items():
+            metrics[f"tasks/epoch_{name}"] = sampler.metrics()["tasks/epoch"]
+            metrics[f"mixture/{name}/wraps"] = float(sampler.epoch)
+            metrics[f"mixture/{name}/left"] = float(len(sampler.tasks) - sampler.index)
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {
             "ratios": self.ratios,
-            "given": self._num_given,
+            "schedule": self._schedule.state_dict(),
             "parts": {name: sampler.state_dict() for name, sampler in self.parts.items()},
         }
 
@@ -206,6 +279,42 @@ class MixtureSampler(TaskSampler):
                 f"the saved task order has the ratios {state.get('ratios')}, this run has "
                 f"{self.ratios}: resume with the configuration of the saved run"
             )
-        self._num_given = int(state["given"])
+        if "schedule" in state:
+            self._schedule.load_state_dict(state["schedule"])
+        else:  # of a version that saved only the number of tasks
+            for _ in range(int(state["given"])):
+                next(self._schedule)
         for name, sampler in self.parts.items():
             sampler.load_state_dict(state["parts"][name])
+
+
+class _Distinct(TaskSampler):
+    """Gives no task twice in a batch: tasks that a batch had before the order of a new pass began
+    come last in that order."""
+
+    _late: Sequence[int] = ()
+
+    def __init__(self, tasks: Sequence[Task], seed: int, shuffle: bool) -> None:
+        self._batch: list[int] = []
+        super().__init__(tasks, seed, shuffle)
+
+    def start_batch(self) -> None:
+        self._batch = []
+
+    def __next__(self) -> Task:
+        if self.index == len(self.tasks):
+            self._late = self._batch
+        task = super().__next__()
+        self._batch = [*self._batch, self._order[self.index - 1]]
+        return task
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"late": list(self._late), "batch": list(self._batch)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._late, self._batch = state.get("late", ()), state.get("batch", [])
+        super().load_state_dict(state)
+
+    def _permutation(self, epoch: int) -> list[int]:
+        late = set(self._late)
+        return sorted(super()._permutation(epoch), key=late.__contains__)

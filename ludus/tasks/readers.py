@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from ludus.core.errors import ConfigError, DataError, MissingDependency, did_you_mean
-from ludus.core.types import Message, Spec, Task
+from ludus.core.types import Spec, Task
 from ludus.tasks import READERS
+from ludus.tasks.fields import REMEDIES, REMEDY, FieldMapping
 from ludus.tasks.splits import Taken
 
 OnBadLine = Literal["refuse", "skip"]
 
-_MESSAGES = TypeAdapter(list[Message])
 _NUM_SHOWN = 5  # bad lines or ids that an error lists
 _MAX_TRIES = 1000  # seeds to try in place of a held-out task that training has
 
@@ -46,7 +46,7 @@ class BadLine:
 
 class TaskList(list[Task]):
     """A list of tasks, with the skipped lines, the row numbers of tasks from files by id and, for a
-    mixture, the ratios of its parts."""
+    mixture, the ratios of its parts and the parts of which a step has no task twice."""
 
     def __init__(
         self,
@@ -54,11 +54,13 @@ class TaskList(list[Task]):
         skipped: Iterable[BadLine] = (),
         ratios: Mapping[str, int] | None = None,
         rows: Mapping[str, int] | None = None,
+        distinct: Iterable[str] = (),
     ) -> None:
         super().__init__(tasks)
         self.skipped = list(skipped)
         self.ratios = dict(ratios or {})
         self.rows = dict(rows or {})
+        self.distinct = frozenset(distinct)
 
 
 class TaskMaker(Protocol):
@@ -122,10 +124,18 @@ PromptField = Annotated[str, Field(description="Field with the prompt: a text, o
 AnswerField = Annotated[str | None, Field(description="Field with the answer; null: none.")]
 IdField = Annotated[str | None, Field(description="Field with the id; null: source and number.")]
 TierField = Annotated[str | None, Field(description="Field with the tier; null: none.")]
+ToolsField = Annotated[
+    str | None,
+    Field(description="Field with the names of the task's tools, a list or null; null: all tools."),
+]
+ConsistencyField = Annotated[
+    str | None,
+    Field(description="Field with the share of answers that agree with the answer (p), 0 to 1."),
+]
 DataFields = Annotated[
     list[str] | None, Field(description="Fields kept in the task's data; null: all the others.")
 ]
-EnvSpec = Annotated[Spec | None, Field(description="Environment; null: the run's.")]
+EnvSpec = Annotated[Spec | None, Field(description="Environment; none: without; null: the run's.")]
 JudgeSpec = Annotated[Spec | None, Field(description="Judge; null: the run's.")]
 Limit = Annotated[int | None, Field(ge=1, description="Read only the first rows; null: all.")]
 
@@ -136,6 +146,8 @@ def read_json(
     answer: AnswerField = "answer",
     id: IdField = None,
     tier: TierField = None,
+    tools: ToolsField = None,
+    consistency: ConsistencyField = None,
     data: DataFields = None,
     env: EnvSpec = None,
     judge: JudgeSpec = None,
@@ -147,7 +159,7 @@ def read_json(
     if not file.is_file():
         what = "is a folder, not a file" if file.is_dir() else "does not exist"
         raise DataError(f"{path} {what}")
-    mapping = _Mapping(path, prompt, answer, id, tier, data, env, judge)
+    mapping = FieldMapping(path, prompt, answer, id, tier, tools, consistency, data, env, judge)
     with file.open("rb") as lines:
         rows = ((n, line) for n, line in enumerate(lines, start=1) if line.strip())
         return _read_rows(
@@ -164,6 +176,8 @@ def read_hf(
     answer: AnswerField = "answer",
     id: IdField = None,
     tier: TierField = None,
+    tools: ToolsField = None,
+    consistency: ConsistencyField = None,
     data: DataFields = None,
     env: EnvSpec = None,
     judge: JudgeSpec = None,
@@ -173,13 +187,16 @@ def read_hf(
     """Read a Hugging Face data set: a hub name, a saved data set, a data folder or a data file."""
     rows = _load_hf(path, name, split, revision)
     columns = list(rows.column_names)
-    for key, field in (("prompt", prompt), ("answer", answer), ("id", id), ("tier", tier)):
+    fields = {"prompt": prompt, "answer": answer, "id": id, "tier": tier, "tools": tools}
+    fields["consistency"] = consistency
+    for key, field in fields.items():
         if field is not None and field not in columns:
             raise DataError(
                 f"{path}, split {split}, has no column {field!r}{did_you_mean(field, columns)}: "
-                f"set the reader's `{key}`"
+                f"{REMEDIES.get(key, REMEDY).format(key=key)}"
             )
-    mapping = _Mapping(f"{path}/{split}", prompt, answer, id, tier, data, env, judge)
+    fixed = tools, consistency, data, env, judge
+    mapping = FieldMapping(f"{path}/{split}", prompt, answer, id, tier, *fixed)
     return _read_rows(enumerate(rows, start=1), mapping.task, mapping.source, on_bad_line, limit)
 
 
@@ -228,67 +245,6 @@ def _further(maker: TaskMaker, tier: str | None, seed: int, taken: Taken) -> tup
         f"{seed + _MAX_TRIES - 1}, so no held-out task is left: give `tasks.train` fewer tasks of "
         "this tier, hold out another tier, or set `tasks.allow_overlap: true`"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Mapping:
-    """Maps the fields of a row to the fields of a task."""
-
-    source: str
-    prompt: str
-    answer: str | None
-    id: str | None
-    tier: str | None
-    data: list[str] | None
-    env: Spec | None
-    judge: Spec | None
-
-    def task(self, number: int, row: dict[str, Any]) -> Task:
-        """Returns the task of a row. Errors: ValueError with the reason for a malformed row."""
-        tier = None if self.tier is None else self._text(row, self.tier)
-        return Task(
-            id=f"{self.source}:{number}" if self.id is None else self._text(row, self.id),
-            prompt=self._messages(self._field(row, self.prompt)),
-            answer=None if self.answer is None else self._field(row, self.answer),
-            tier=tier,
-            data=self._rest(row),
-            source=self.source,
-            env=self.env,
-            judge=self.judge,
-        )
-
-    def _field(self, row: dict[str, Any], name: str) -> Any:
-        if name not in row:
-            raise ValueError(f"has no field {name!r}{did_you_mean(name, row)}")
-        return row[name]
-
-    def _text(self, row: dict[str, Any], name: str) -> str:
-        value = self._field(row, name)
-        if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-            raise ValueError(f"field {name!r} must be a text or an integer, got {value!r:.80}")
-        return str(value)
-
-    def _messages(self, value: Any) -> list[Message]:
-        if isinstance(value, str):
-            if not value.strip():
-                raise ValueError(f"field {self.prompt!r} is empty")
-            return [Message(role="user", content=value)]
-        if not isinstance(value, list) or not value:
-            raise ValueError(
-                f"field {self.prompt!r} must be a text or a list of messages, got {value!r:.80}"
-            )
-        try:
-            return _MESSAGES.validate_python(value)
-        except ValidationError as error:
-            first = error.errors()[0]
-            path = ".".join(str(part) for part in first["loc"])
-            raise ValueError(f"field {self.prompt!r}, message {path}: {first['msg']}") from None
-
-    def _rest(self, row: dict[str, Any]) -> dict[str, Any]:
-        if self.data is not None:
-            return {name: self._field(row, name) for name in self.data}
-        named = {self.prompt, self.answer, self.id, self.tier}
-        return {name: value for name, value in row.items() if name not in named}
 
 
 def _read_rows(

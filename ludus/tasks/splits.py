@@ -101,8 +101,8 @@ def refuse_shared(
     if not found:
         return
     shown = "; ".join(
-        f"{_place(task, rows)} has the {'id' if task.id == same.id else 'content'} of "
-        f"{_place(same, rows)}"
+        f"{place_of(task, rows)} has the {'id' if task.id == same.id else 'content'} of "
+        f"{place_of(same, rows)}"
         for task, same in found[:_NUM_SHOWN]
     )
     more = f"; and {len(found) - _NUM_SHOWN} more" if len(found) > _NUM_SHOWN else ""
@@ -112,5 +112,6 @@ def refuse_shared(
     )
 
 
-def _place(task: Task, rows: Mapping[str, int]) -> str:
+def place_of(task: Task, rows: Mapping[str, int]) -> str:
+    """The file and line of a task, from the rows of its list; its id if it is of no file."""
     return f"{task.source}:{rows[task.id]}" if task.id in rows else repr(task.id)

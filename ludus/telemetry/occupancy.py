@@ -11,6 +11,7 @@ for the first busy part of this list:
     checkpoint   saving a checkpoint
     sample       the sampler computes
     judge        at least one episode waits for its judge
+    tool         at least one episode waits for its tool calls
     env_wait     at least one episode waits for its environment
     idle         the rest: bookkeeping of the rollouts
 
@@ -26,7 +27,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Literal, get_args
 
-Part = Literal["train", "evaluate", "checkpoint", "sample", "judge", "env_wait", "idle"]
+Part = Literal["train", "evaluate", "checkpoint", "sample", "judge", "tool", "env_wait", "idle"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 

@@ -20,6 +20,7 @@ _ROWS = {
     "ppo": "a critic and GAE",
     "reinforce_pp": "returns normalised over the step",
     "reinforce_pp_baseline": "REINFORCE++ with the group's mean as baseline",
+    "adpo": "GRPO that trusts uncertain labels less",
     "rloo": "REINFORCE, leave-one-out baseline",
     "sft": "cross-entropy on demonstrations",
 }

@@ -247,6 +247,7 @@ class Learner:
                 values_N=None if values_P is None else values_P[micro_batch.place_N.to(device)],
                 old_values_N=moved(micro_batch.values_N),
                 returns_N=moved(micro_batch.returns_N),
+                consistency_N=moved(micro_batch.consistency_N),
                 trajectory_log_ratio_N=None
                 if ratios is None
                 else ratios[micro_batch.trajectory_N.to(device)],

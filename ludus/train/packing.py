@@ -65,6 +65,7 @@ class MicroBatch:
         ref_logprobs_N: float32, with a reference model.
         values_N: float32, with a critic: its value before the token.
         returns_N: float32, with a critic: the target of its value.
+        consistency_N: float32, `Task.consistency` of its trajectory's task.
     """
 
     token_ids_RT: Tensor
@@ -82,6 +83,7 @@ class MicroBatch:
     ref_logprobs_N: Tensor | None = None
     values_N: Tensor | None = None
     returns_N: Tensor | None = None
+    consistency_N: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +350,8 @@ def _fill(
             for name in _OPTIONAL:
                 if (part := getattr(sample, name)) is not None:
                     parts[name].append(np.asarray(part)[index_N])
+            if sample.consistency is not None:
+                parts["consistency"].append(np.full(count, sample.consistency))
     tensors = {
         f"{name}_N": torch.from_numpy(np.concatenate(found).astype(_PER_LOSS_TOKEN[name]))
         for name, found in parts.items()
@@ -366,5 +370,7 @@ def _fill(
 _OPTIONAL = ("ref_logprobs", "values", "returns")
 _PER_LOSS_TOKEN: dict[str, Any] = {
     **dict.fromkeys(("place", "target", "sample", "index", "trajectory"), np.int64),
-    **dict.fromkeys(("old_logprobs", "advantages", "weights", *_OPTIONAL), np.float32),
+    **dict.fromkeys(
+        ("old_logprobs", "advantages", "weights", *_OPTIONAL, "consistency"), np.float32
+    ),
 }

@@ -74,6 +74,7 @@ def _row(trajectory: Trajectory, path: list[int], fresh: list[int], advantage: A
         values=None if returns is None else per_token(lambda i: (segments[i].values or [])[:-1]),
         returns=None if returns is None else per_token(returns.__getitem__),
         versions=versions,
+        consistency=advantage.consistency if isinstance(advantage, Credit) else None,
     )
 
 

@@ -81,6 +81,47 @@ def test_a_wrong_environment_is_refused_once(
     assert len(err.splitlines()) == 1
 
 
+RECIPE = """
+model: {architecture: qwen3, tokenizer: {name: words}}
+env: textcraft
+tasks: {train: {name: env, args: {num_tasks: 1}}}
+rl: {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("", "--tools: recipe.yaml has no `tools`: give a recipe that has them"),
+        ("tools: [calculatr]", "tools.0.name: 'calculatr' is not a known tool (did you mean"),
+        (
+            "tools: [calculator]\nlimits: {calc: {rate_per_s: 1}}",
+            "'calc' is no function of `tools`",
+        ),
+        (
+            "tools: [calculator]\nrollout: {format: code, markers: {tool: calculator}}",
+            "--format: code is not possible with an endpoint, whose API cannot continue a turn",
+        ),
+    ],
+    ids=["none", "unknown", "limit", "code"],
+)
+def test_tools_that_an_endpoint_cannot_have_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    more: str,
+    told: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(RECIPE + more)
+    verbs = [["rollout", "textcraft", *MODEL]]
+    verbs += [] if "code" in more else [["serve", "env", "textcraft", "--port", "0"]]
+    for verb in verbs:
+        err = refused(capsys, monkeypatch, *verb, "--tools", "recipe.yaml")
+        assert told in err
+        assert len(err.splitlines()) == 1
+
+
 def test_no_episode_is_begun_with_a_wrong_argument(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

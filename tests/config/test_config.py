@@ -78,7 +78,8 @@ def test_every_source_gives_the_same_config(recipe, tmp_path, monkeypatch):
         ),
         (
             "rollout:\n  format: tolos",
-            "recipes/tiny.yaml: rollout.format must be one of plain, react, tools, got 'tolos' "
+            "recipes/tiny.yaml: rollout.format must be one of plain, react, tools, code, "
+            "got 'tolos' "
             "(did you mean tools?) [line 4]",
         ),
         ("seed: '3'", "recipes/tiny.yaml: seed must be a whole number >= 0, got '3' [line 3]"),

@@ -114,6 +114,18 @@ def test_a_section_and_a_plugin_on_a_terminal():
     assert "pip install 'ludus-rl[envs]'" in " ".join(text.split())
 
 
+def test_a_section_lists_its_plug_ins_without_their_arguments():
+    console = Console(width=100, no_color=True)
+    with console.capture() as capture:
+        console.print(show_reference("rl", {"rl.algorithm": ENVS}))
+    text = capture.get()
+    assert "rl.optimizer.lr" in text
+    assert "walk" in text
+    assert "walking about" in text
+    assert "Cells a side" not in text
+    assert "ludus config NAME, or rl.algorithm, shows their arguments." in text
+
+
 def test_all_keys_on_a_terminal():
     text = printed(None)
     assert all(entry.key in text for entry in keys())

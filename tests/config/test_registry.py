@@ -110,6 +110,18 @@ def test_a_fault_is_told_exactly(spec, message):
     assert complaint(spec) == message
 
 
+def test_a_file_without_a_name_is_told_what_it_offers(tmp_path):
+    tools = tmp_path / "my_tools.py"
+    tools.write_text("def _own(): ...\nasync def weather(): ...\nclass Map: ...\nx = 1\n")
+    told = f"env '{tools}': write {tools}:NAME, with a function or class of the file: weather, Map"
+    assert complaint(str(tools)) == told
+    tools.write_text("x = 1\n")
+    assert complaint(str(tools)).endswith("function or class of the file: it has none")
+    tools.write_text("def (\n")
+    assert f"{tools} is not a Python file: invalid syntax" in complaint(str(tools))
+    assert complaint("nothing.py") == "env 'nothing.py': there is no file nothing.py"
+
+
 def test_where_takes_the_place_of_the_kind():
     assert complaint({"name": "walk", "args": {"sise": 3, "size": 0}}, "env").splitlines() == [
         "env.args.size must be a whole number >= 2, got 0",
@@ -145,7 +157,7 @@ part = partial(grown, clip=0.3)
 """
 
 
-def test_a_partial_is_a_plug_in(tmp_path: Path) -> None:
+def test_a_partial_is_a_plug_in(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     name = f"{tmp_path}/own.py:part"
     assert registry().build(Spec(name=name, args={"size": 2})) == (2, 0.3)

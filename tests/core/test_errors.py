@@ -49,7 +49,7 @@ def test_an_absent_package_crosses_processes():
         ("stpes", ["steps", "seed"], " (did you mean steps?)"),
         ("zzz", ["b", "a"], " (known: a, b)"),
         ("zzz", [], ""),
-        ("zzz", [f"a{i}" for i in range(13)], ""),
+        ("zzz", [f"a{i}" for i in range(21)], ""),
     ],
 )
 def test_did_you_mean(name, choices, text):

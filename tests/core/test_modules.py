@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 from ludus.config.load import load_config
 from ludus.config.registry import Registry
+from ludus.core import modules
 from ludus.core.errors import ConfigError, MissingDependency
 from ludus.core.modules import load_module, missing_dependency, require
+from ludus.core.sources import own_sources
 
 SOURCE = """
 from dataclasses import dataclass
@@ -47,6 +50,78 @@ def test_two_files_of_one_name_stay_apart(tmp_path: Path):
         (tmp_path / folder / "env.py").write_text(SOURCE.replace("3", str(size)))
     a, b = (registry().build(f"{tmp_path}/{folder}/env.py:Own") for folder in "ab")
     assert (a.size, b.size) == (1, 2)
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules and folders of a test's files are forgotten after the test."""
+    before = set(sys.modules)
+    monkeypatch.setattr(modules.SIBLINGS, "folders", [])
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("apart")
+def test_a_file_imports_the_modules_beside_it(tmp_path: Path):
+    """At its top and within functions; the module beside it may import its own neighbour."""
+    (tmp_path / "sizes_beside.py").write_text("import deep_beside\nSIZE = deep_beside.SIZE\n")
+    (tmp_path / "deep_beside.py").write_text("SIZE = 5\n")
+    (tmp_path / "late_beside").mkdir()
+    (tmp_path / "late_beside" / "__init__.py").write_text("SIZE = 6\n")
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from sizes_beside import SIZE\n"
+        "class Own:\n"
+        "    size = SIZE\n"
+        "    def late(self):\n"
+        "        import late_beside\n"
+        "        return late_beside.SIZE\n"
+    )
+    path = list(sys.path)
+    own = registry().build(f"{file}:Own")
+    assert (own.size, own.late()) == (5, 6)
+    assert sys.path == path
+    names = ["deep_beside.py", "__init__.py", "own.py", "sizes_beside.py"]
+    assert [source.name for source in own_sources(file)] == names
+
+
+@pytest.mark.usefixtures("apart")
+def test_folders_beside_a_file_are_no_packages(tmp_path: Path):
+    """`wandb/`, which a logger wrote, does not count as the package of that name."""
+    (tmp_path / "logs_beside").mkdir()
+    file = tmp_path / "own.py"
+    file.write_text(SOURCE)
+    load_module(str(file))
+    with pytest.raises(MissingDependency):
+        require("logs_beside", "metrics", "a sink")
+
+
+@pytest.mark.usefixtures("apart")
+def test_two_modules_of_one_name_beside_files_are_told(tmp_path: Path):
+    """Python would give the second file the first one's module."""
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "helper_beside.py").write_text(f"NAME = '{folder}'\n")
+        (tmp_path / folder / "own.py").write_text("from helper_beside import NAME\nOwn = dict\n")
+    registry().load(f"{tmp_path}/a/own.py:Own")
+    told = r"helper_beside is loaded from .*/a/helper_beside.py, not from .*/b: rename one"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=told):
+            registry().load(f"{tmp_path}/b/own.py:Own")
+
+
+@pytest.mark.usefixtures("apart")
+def test_a_module_of_the_working_directory_imports_others_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "late_here.py").write_text("SIZE = 7\n")
+    (tmp_path / "own_here.py").write_text(
+        "class Own:\n    def late(self):\n        import late_here\n        return late_here.SIZE\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert registry().build("own_here:Own").late() == 7
 
 
 def test_a_module_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

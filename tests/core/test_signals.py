@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from ludus.core import signals
 from ludus.core.signals import (
     HungUp,
     Terminated,
@@ -83,6 +86,27 @@ def test_a_signal_while_main_computes_raises_there(number: int, kind: type, code
         run(main())
 
 
+@ALL
+def test_a_signal_while_a_task_blocks_the_loop_raises_there(
+    number: int, kind: type, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signals, "END_S", 0.05)
+
+    async def blocks() -> None:
+        signal.raise_signal(number)
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            pass
+        raise AssertionError("not reached")
+
+    async def main() -> None:
+        await asyncio.create_task(blocks())
+
+    with pytest.raises(kind) as stopped:
+        run(main())
+    assert exit_code(stopped.value) == code
+
+
 def test_main_may_finish_by_itself_once() -> None:
     signals: list[KeyboardInterrupt] = []
 
@@ -120,6 +144,25 @@ def test_a_task_that_swallows_the_cancellation_does_not_swallow_the_signal() -> 
 
     with pytest.raises(KeyboardInterrupt):
         run(main())
+
+
+def test_a_task_that_never_ends_is_abandoned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(signals, "END_S", 0.05)
+
+    async def endless() -> None:
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+
+    async def main() -> int:
+        ignored = asyncio.create_task(endless())
+        await asyncio.sleep(0)
+        return 3 if not ignored.done() else 0
+
+    assert run(main()) == 3
+    assert "endless" in caplog.text
 
 
 def test_errors_and_results_pass_through() -> None:

@@ -12,16 +12,15 @@ from pathlib import Path
 import faulty_envs
 import pytest
 
-from ludus.core.errors import ConfigError, DataError
+from ludus.core.errors import ConfigError, DataError, LudusError
 from ludus.core.types import Spec, Task
 from ludus.data.demonstrations import (
-    Demonstration,
     Dropped,
     dropped_path,
     generate_demonstrations,
     load_demonstrations,
-    run_expert,
 )
+from ludus.data.expert import Demonstration, run_expert
 from ludus.envs.babyai.env import BabyAI
 from ludus.envs.textcraft.env import TextCraft
 
@@ -55,6 +54,16 @@ def test_faults_are_recorded_and_the_others_go_on(tmp_path: Path) -> None:
         "demonstrations.dropped.jsonl",
         "demonstrations.jsonl",
     ]
+
+
+def test_a_worker_that_dies_outside_of_an_episode_is_told_in_a_sentence(tmp_path: Path) -> None:
+    """As where the system kills it for its memory while it imports the environment."""
+    env = tmp_path / "mortal.py"
+    env.write_text(faulty_envs.MORTAL)
+    tasks = [Task(id="digit/3", data={"seed": 3})]
+    with pytest.raises(LudusError, match="a worker process of the expert died before an episode"):
+        generate_demonstrations(Spec(name=f"{env}:Digit"), tasks, tmp_path / "d.jsonl")
+    assert [file.name for file in tmp_path.iterdir()] == ["mortal.py"]
 
 
 @pytest.mark.parametrize(

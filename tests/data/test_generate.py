@@ -17,7 +17,7 @@ from ludus.core.types import Message, Spec
 from ludus.data import options
 from ludus.data.cards import KeepRule, select
 from ludus.data.conversations import read_conversations as read_sft
-from ludus.data.demonstrations import run_expert
+from ludus.data.expert import run_expert
 from ludus.data.generation import EndpointModel, GenerationRequest, TaskSelection, generate_dataset
 from ludus.data.journal import JOURNAL, Record
 from ludus.envs.textcraft.env import TextCraft
@@ -263,6 +263,7 @@ def test_agentevals_items_are_tasks(tmp_path: Path) -> None:
     [
         ({"source": "experts"}, "--source: 'experts' is unknown"),
         ({"format": "xml"}, "--format: 'xml' is unknown"),
+        ({"format": "code"}, "format: code needs a recipe's tools"),
         ({"source": "model"}, "needs --model and --base-url"),
         ({"source": "model", "model": "m", "base_url": "nowhere"}, "base_url"),
         ({"ids": "9-1"}, "not a range"),

@@ -26,7 +26,11 @@ CORE = (
 
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Check]:
-    return {c.name: c for c in run_doctor(tmp_path_factory.mktemp("here") / "runs")}
+    begun: list[str] = []
+    found = run_doctor(tmp_path_factory.mktemp("here") / "runs", begun.append)
+    assert begun[0] == "Python"
+    assert {"torch", "transformers", "the machine"} <= set(begun), "each check is told at its start"
+    return {c.name: c for c in found}
 
 
 def printed(checks: list[Check]) -> str:
@@ -49,6 +53,8 @@ def test_this_machine_is_well(checks):
     assert "libpq" in checks["PostgreSQL client"].detail
     assert "`wandb sync`" in checks["wandb"].detail
     assert "GiB of memory" in checks["machine"].detail
+    layers = ("platform", "unprivileged user", "bubblewrap", "namespaces", "system-call filter")
+    assert {f"sandbox: {name}" for name in (*layers, "cgroup", "gvisor")} <= set(checks)
 
 
 def test_a_machine_without_a_compiler(monkeypatch, tmp_path):

@@ -21,6 +21,7 @@ from ludus.core.errors import ConfigError
 from ludus.diagnostics import plan as planning
 from ludus.diagnostics.episodes import Usage, measure
 from ludus.diagnostics.hardware import HARDWARE, Hardware, find_hardware
+from ludus.diagnostics.plan_lines import lines
 from ludus.models.flops import Shape
 from ludus.train.algorithms.losses import cross_entropy
 from ludus.train.learner import Learner
@@ -120,13 +121,9 @@ def test_time_depends_on_work_and_hardware() -> None:
 
 def test_peaks_of_small_machines_keep_their_digits() -> None:
     laptop = replace(HARDWARE["h200"], flops=9.3e9, flops32=140e9)
-    [on] = [x for x in planning.lines(recipe(), planning.plan(recipe(), laptop)) if "FLOP" in x]
+    [on] = [x for x in lines(recipe(), planning.plan(recipe(), laptop)) if "FLOP" in x]
     assert "9 GFLOP/s in bfloat16, 140 GFLOP/s in float32" in on
-    [on] = [
-        x
-        for x in planning.lines(recipe(), planning.plan(recipe(), HARDWARE["h200"]))
-        if "FLOP" in x
-    ]
+    [on] = [x for x in lines(recipe(), planning.plan(recipe(), HARDWARE["h200"])) if "FLOP" in x]
     assert "TFLOP/s in bfloat16" in on
 
 
@@ -206,6 +203,69 @@ def test_usage_is_that_of_the_experts_episodes() -> None:
     small = planning.plan(recipe(), CPU, usage=found)
     assert small.tokens < 0.5 * planning.plan(recipe(), CPU).tokens
     assert small.memory == planning.plan(recipe(), CPU).memory, "memory has to hold the largest"
+
+
+def test_demonstrations_with_code_are_measured_as_they_are_written() -> None:
+    sums = "{name: env, args: {num_tasks: 4, tiers: [chain_sum]}}"
+    changes = ["env=reasoning", f"tasks.train={sums}", "tasks.heldout=null"]
+    changes += ["model.tokenizer={name: bpe}", "rollout.max_turns=null"]
+    plain = measure(recipe(*changes))
+    code = measure(recipe(*changes, "rollout.format=code", f"tools=[{PLAIN}]"))
+    assert plain is not None
+    assert code is not None
+    assert (plain.turns, code.turns) == (1, 2)  # the code, then the answer
+    assert (plain.calls, code.calls) == (0, 1)
+    assert code.observed > plain.observed  # the results of the code
+    assert code.sampled * code.turns > 2 * plain.sampled
+
+
+PLAIN = "{name: python, args: {sandbox: 'plain_sandbox:PlainSandbox'}}"
+
+
+def test_each_part_of_a_mixture_is_measured_with_its_own_markers() -> None:
+    documents = "{name: ludus.envs.synthetic.facts:documents}"
+    few = [
+        f"tasks.train.args.parts.{part}.tasks.args.num_tasks=10"
+        for part in ("code", "search", "maths")
+    ]
+    changes = [f"tools=[{PLAIN}, {documents}]", "tasks.heldout=null", *few]
+    found = measure(load_config(str(RECIPES / "mixed-tiny.yaml"), changes))
+    assert found is not None
+    assert 0.4 < found.calls < 0.8  # 60 % of the tasks have a tool: search, maths
+
+
+def tools_recipe(*changes: str) -> RunConfig:
+    return load_config(str(RECIPES / "math-tool-tiny.yaml"), list(changes))
+
+
+def test_tool_calls_take_time() -> None:
+    usage = Usage(20, 7, 17, 2, expert_s=0.001, calls=1)
+    config = tools_recipe()
+    found = planning.plan(config, CPU, usage=usage, call_s=0.5)
+    assert found.seconds["rl: tools"] == pytest.approx(40 * 16 * 8 * 0.5 / 64)
+    assert found.seconds["evaluation: tools"] == pytest.approx((2 * 384 + 192) * 0.5 / 64)
+    assert found.seconds["demonstrations: tools"] == pytest.approx(8000 * 0.5 * 0.5 / 2)
+    assert "(tools: 1 calls an episode, as the expert; 0.5 s for each, 64 at the same time)" in (
+        lines(config, found)
+    )
+    twice = planning.plan(config, CPU, usage=usage, call_s=0.5, num_calls=2)
+    assert twice.seconds["rl: tools"] == 2 * found.seconds["rl: tools"]
+    here = planning.plan(config, CPU, usage=usage)
+    assert here.seconds["rl: tools"] > 5  # 79 s of one core
+    assert "as a warm Python call, on" in "".join(lines(config, here))
+    without = tools_recipe("tools=[]", "rollout.format=plain", "demonstrations.code_share=1")
+    assert not [
+        part for part in planning.plan(without, CPU, usage=usage).seconds if "tools" in part
+    ]
+
+
+def test_without_an_expert_episodes_use_their_calls_by_fill() -> None:
+    config = tools_recipe()
+    found = planning.plan(config, CPU, fill=0.5, call_s=1)  # 0.5 of 2 calls
+    assert found.seconds["rl: tools"] == pytest.approx(40 * 16 * 8 / 64)
+    silent = planning.plan(config, CPU, usage=Usage(20, 7, 17, 2))
+    assert "rl: tools" not in silent.seconds
+    assert any("--tool-calls sets" in line for line in lines(config, silent))
 
 
 @pytest.mark.parametrize("group_size", [1, 8])

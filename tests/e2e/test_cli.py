@@ -21,7 +21,7 @@ from ludus.models.samplers.engine import InProcessSampler
 FILES = {
     "config.yaml", "demonstrations.jsonl", "demonstrations.dropped.jsonl", "tokenizer",
     "checkpoints", "evaluations", "metrics.jsonl", "log.jsonl", "report.html", "timings.json",
-    "budget.json", ".lock", "code.json", "splits.json",
+    "budget.json", ".lock", "code.json", "splits.json", "run.json",
 }  # fmt: skip
 
 
@@ -82,6 +82,7 @@ def test_runs_and_show(reference: Ludus) -> None:
     assert "success" in shown
 
     with reference.store() as store:
+        assert all("time/elapsed_s" in step.metrics for step in store.steps("tiny-1"))
         row = next(iter(store.trajectories("tiny-1", "rl", 0)))
     rollout = reference("show", "tiny-1", row.id).ok().out
     assert "mission: go to" in rollout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import shutil
 from pathlib import Path
@@ -56,11 +55,11 @@ def test_two_of_any_kind_are_compared(reference: Ludus, exported: Path, tmp_path
 
 
 def test_failures_of_an_endpoint_are_left_out(reference: Ludus) -> None:
-    count = itertools.count()
+    openings: list[str] = []
 
     def say(body: dict[str, Any]) -> Any:
-        number = next(count)
-        if number and number % 2:
+        openings.append(str(body["messages"][:2]))
+        if openings.index(openings[-1]) == 1:  # that of the first episode
             return JSONResponse({"error": {"message": "out of memory"}}, 500)
         return text("turn left")
 

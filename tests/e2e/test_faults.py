@@ -15,47 +15,34 @@ from harness import BABYAI, Ludus
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from ludus.models.chat.template import load_template
+
 BROKEN = Path(__file__).parents[1] / "support" / "broken_envs.py"
-
-ECHO = """\
-name: echo
-model:
-  architecture:
-    name: qwen3
-    args: {{hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 8}}
-  tokenizer: {{name: words}}
-  chat_template: plain
-  context_length: 32
-env: {{name: "{broken}:{env}"}}
-tasks: {{train: {{name: env, args: {{num_tasks: 8}}}}}}
-rollout:
-  {{max_tokens_per_turn: 4, step_deadline_s: 2.0, max_retries: 0, concurrency: 16}}
-rl: {{steps: 6, groups_per_step: 8, group_size: 3}}
-checkpoint: {{every: 3}}
-threads: 1
-"""
-
-ONE_TURN = """\
-name: sums
-model:
-  architecture:
-    name: qwen3
-    args: {hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 8}
-  tokenizer: {name: words}
-  chat_template: plain
-  context_length: 64
-judge: answer
-tasks: {train: {name: json, args: {path: tasks.jsonl}}}
-rollout: {max_tokens_per_turn: 4}
-rl: {steps: 1, groups_per_step: 2, group_size: 2}
-threads: 1
-"""
 
 
 def echo(ludus: Ludus, env: str) -> str:
-    recipe = ludus.cwd / "echo.yaml"
-    recipe.write_text(ECHO.format(broken=BROKEN, env=env))
-    return recipe.name
+    rollout = {"max_tokens_per_turn": 4, "step_deadline_s": 2.0}
+    return ludus.recipe(
+        "echo",
+        context_length=32,
+        env=f"{BROKEN}:{env}",
+        tasks={"train": {"name": "env", "args": {"num_tasks": 8}}},
+        rollout={**rollout, "max_retries": 0, "concurrency": 16},
+        rl={"steps": 6, "groups_per_step": 8, "group_size": 3},
+        checkpoint={"every": 3},
+    )
+
+
+def sums(ludus: Ludus) -> str:
+    """Single turns on `tasks.jsonl`."""
+    return ludus.recipe(
+        "sums",
+        context_length=64,
+        judge="answer",
+        tasks={"train": {"name": "json", "args": {"path": "tasks.jsonl"}}},
+        rollout={"max_tokens_per_turn": 4},
+        rl={"steps": 1, "groups_per_step": 2, "group_size": 2},
+    )
 
 
 # What the user wrote
@@ -119,7 +106,7 @@ def test_malformed_lines(ludus: Ludus) -> None:
     good = [{"prompt": f"say {n}", "answer": str(n)} for n in range(3)]
     lines = [*map(json.dumps, good), '{"prompt": "say', '{"prompt": 3, "answer": "x"}']
     (ludus.cwd / "tasks.jsonl").write_text("\n".join(lines))
-    (ludus.cwd / "sums.yaml").write_text(ONE_TURN)
+    sums(ludus)
     refused = ludus("train", "sums.yaml").refused(1, "line 4 is not JSON", "line 5 field 'prompt'")
     assert "tasks.on_bad_line: skip" in refused.err
     done = ludus("train", "sums.yaml", "tasks.on_bad_line=skip").ok()
@@ -238,14 +225,15 @@ def test_methods_that_are_not_async(ludus: Ludus) -> None:
 
 
 def test_an_environment_that_is_gone(ludus: Ludus) -> None:
-    """Before anything trains, where it has to speak; else the run goes on, and says so."""
+    """Before anything trains, where it has to speak; else after five steps."""
     recipe = echo(ludus, "Gone")
     done = ludus("train", recipe).refused(1, "opens no episode", "the level file is gone")
     plain = ["model.tokenizer=tokenizer", "model.chat_template=null"]
     ludus("train", echo(ludus, "Echo"), "rl.steps=1").ok()
     shutil.copytree(ludus.run("echo-2") / "tokenizer", ludus.cwd / "tokenizer")
-    done = ludus("train", echo(ludus, "Gone"), *plain).ok()
-    assert "5 steps in a row trained nothing: 24 x error_env" in done.err
+    done = ludus("train", echo(ludus, "Gone"), *plain)
+    done.refused(1, "5 steps in a row: no episode could be trained on: 24 x error_env")
+    assert ludus.status("echo-3") == "failed"
     heldout = "tasks.heldout={name: env, args: {num_tasks: 3, first_seed: 100}}"
     ludus("train", echo(ludus, "Gone"), *plain, heldout).refused(
         1, "nothing to evaluate", "the level file is gone"
@@ -255,7 +243,7 @@ def test_an_environment_that_is_gone(ludus: Ludus) -> None:
 def test_code_that_exits_is_a_failure(ludus: Ludus) -> None:
     """Exit code 0 would tell of a complete run."""
     (ludus.cwd / "tasks.jsonl").write_text('{"prompt": "say 1", "answer": "1"}\n')
-    (ludus.cwd / "sums.yaml").write_text(ONE_TURN)
+    sums(ludus)
     (ludus.cwd / "own.py").write_text(
         "import sys\n\nclass Quits:\n    def log(self, *values: object) -> None:\n"
         "        sys.exit()\n\n    rewind = close = lambda self, *values: None\n"
@@ -263,6 +251,35 @@ def test_code_that_exits_is_a_failure(ludus: Ludus) -> None:
     done = ludus("train", "sums.yaml", "metrics=[{name: 'own.py:Quits'}]")
     done.refused(1, "run sums-1 failed", "SystemExit", "[own.py, line 5]", "must not exit")
     assert ludus.status("sums-1") == "failed"
+
+
+OWN = """\
+import math
+from dataclasses import replace
+
+from ludus.core.types import Score
+from ludus.train.algorithms.credit import Outcome
+from ludus.train.algorithms.table import GRPO
+
+
+def undefined():
+    return replace(GRPO, name="undefined", advantages=Outcome(lambda r: [math.nan] * len(r)))
+
+
+class Undefined:
+    async def __call__(self, task, trajectory):
+        return Score(value=math.nan)
+"""
+
+
+def test_advantages_and_scores_that_are_not_finite_are_a_failure(ludus: Ludus) -> None:
+    """An own algorithm's stop the step that has them; a judge's leave no episode to train on."""
+    (ludus.cwd / "own.py").write_text(OWN)
+    done = ludus("train", echo(ludus, "Echo"), "rl.algorithm=own.py:undefined")
+    done.refused(1, "rl, step 0: rl.algorithm: `advantages` of undefined returned nan", "finite")
+    done = ludus("train", echo(ludus, "Echo"), "judge=own.py:Undefined", "rl.steps=2")
+    done.refused(1, "rl: 2 steps in a row: no episode could be trained on", "24 x unscorable")
+    assert ludus.status("echo-2") == "failed"
 
 
 def test_a_loss_that_is_not_finite(ludus: Ludus) -> None:
@@ -366,6 +383,19 @@ def swap_two_tokens(path: Path) -> None:
     path.write_text(json.dumps(tokenizer))
 
 
+def test_an_export_has_the_template_of_the_training(ludus: Ludus, reference: Ludus) -> None:
+    """`model.chat_template` may differ from the tokenizer's own."""
+    shutil.copytree(reference.cwd / "runs", ludus.cwd / "runs")
+    template = ludus.run() / "tokenizer" / "chat_template.jinja"
+    trained = template.read_text()
+    template.write_text(load_template("qwen3"))
+    ludus("checkpoint", "export", "tiny-1", "hf").ok()
+    assert (ludus.cwd / "hf" / "chat_template.jinja").read_text() == trained
+    template.write_text("{% for m in messages %}\n{% endfr %}")
+    for verb in (("evaluate", "tiny-1"), ("checkpoint", "export", "tiny-1", "other")):
+        ludus(*verb).refused(2, "tokenizer/chat_template.jinja, line 2: Encountered unknown tag")
+
+
 def test_a_run_that_was_tampered_with(ludus: Ludus, reference: Ludus) -> None:
     shutil.copytree(reference.cwd / "runs", ludus.cwd / "runs")
     config = ludus.run() / "config.yaml"
@@ -373,6 +403,14 @@ def test_a_run_that_was_tampered_with(ludus: Ludus, reference: Ludus) -> None:
     config.write_text(told.replace("max_turns", "max_truns"))
     ludus("train", "--resume", "tiny-1").refused(2, "config.yaml: rollout.max_truns is not a key")
     config.write_text(told)
+    checkpoints = ludus.run() / "checkpoints"
+    shutil.copytree(checkpoints / "sft-000024", checkpoints / "rl-000006")
+    for verb in (("evaluate", "tiny-1"), ("checkpoint", "export", "tiny-1", "hf")):
+        ludus(*verb, "--checkpoint", "rl-000006").refused(1, "was saved as sft-000024: rename it")
+    done = ludus("checkpoint", "check", "tiny-1")
+    assert done.code == 1
+    assert "rl-000006/manifest.json is foreign" in done.out
+    shutil.rmtree(checkpoints / "rl-000006")
     swap_two_tokens(ludus.run() / "tokenizer" / "tokenizer.json")
     ludus("evaluate", "tiny-1").refused(1, "were trained with another tokenizer")
     ludus("train", "--resume", "tiny-1", "rl.steps=9").refused(1, "with another tokenizer")

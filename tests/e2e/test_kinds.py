@@ -10,22 +10,24 @@ from harness import BABYAI, TEXTCRAFT, Ludus
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-ONE_TURN = """\
-name: sums
-model:
-  architecture:
-    name: llama
-    args: {{hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 8}}
-  tokenizer: {{name: words}}
-  chat_template: plain
-  context_length: 64
-judge: answer
-tasks:
-  train: {{name: json, args: {{path: {path}, tier: kind}}}}
-rollout: {{max_tokens_per_turn: 2, temperature: 1.0}}
-rl: {{algorithm: rloo, steps: 3, groups_per_step: 6, group_size: 8, optimizer: {{lr: 1.0e-2}}}}
-threads: 1
-"""
+
+def sums(ludus: Ludus, tier: str) -> str:
+    """Single turns on `tasks.jsonl`; `tier` is the key of a task's tier."""
+    return ludus.recipe(
+        "sums",
+        context_length=64,
+        architecture="llama",
+        judge="answer",
+        tasks={"train": {"name": "json", "args": {"path": "tasks.jsonl", "tier": tier}}},
+        rollout={"max_tokens_per_turn": 2, "temperature": 1.0},
+        rl={
+            "algorithm": "rloo",
+            "steps": 3,
+            "groups_per_step": 6,
+            "group_size": 8,
+            "optimizer": {"lr": 1.0e-2},
+        },
+    )
 
 
 def stages(ludus: Ludus, name: str = "tiny-1") -> list[str]:
@@ -98,8 +100,7 @@ def test_single_turns_with_a_judge_and_no_environment(ludus: Ludus) -> None:
     ]
     tasks = ludus.cwd / "tasks.jsonl"
     tasks.write_text("\n".join(map(json.dumps, rows)))
-    (ludus.cwd / "sums.yaml").write_text(ONE_TURN.format(path="tasks.jsonl"))
-    ludus("train", "sums.yaml").ok()
+    ludus("train", sums(ludus, "kind")).ok()
     assert stages(ludus, "sums-1") == ["rl"]
     with ludus.store() as store:
         rows_ = list(store.trajectories("sums-1", "rl"))
@@ -113,7 +114,7 @@ def test_single_turns_with_a_judge_and_no_environment(ludus: Ludus) -> None:
 def test_a_task_s_own_judge_comes_before_the_run_s(ludus: Ludus) -> None:
     rows = [{"prompt": "say one", "answer": "one"}]
     (ludus.cwd / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (ludus.cwd / "sums.yaml").write_text(ONE_TURN.format(path="tasks.jsonl").replace("kind", "id"))
+    sums(ludus, "id")
     own = "tasks.train.args={path: tasks.jsonl, judge: {name: answer, args: {extract: boxed}}}"
     ludus("train", "sums.yaml", "judge={name: answer, args: {extract: whole}}", own).ok()
     with ludus.store() as store:

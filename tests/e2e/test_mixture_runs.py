@@ -6,9 +6,10 @@ import json
 import re
 import signal
 from collections import Counter
+from pathlib import Path
 
 import pytest
-from harness import MIXTURE, Ludus, Zygote
+from harness import MIXTURE, SOURCES, Ludus, Zygote
 
 from ludus.models.chat.tokenizers import load_tokenizer
 
@@ -106,15 +107,86 @@ def test_by_tool_calls_each_task_shows_the_tools_of_its_environment(ludus: Ludus
     assert len(seen) == 4
 
 
+def with_sayings(ludus: Ludus) -> Ludus:
+    """`sayings.jsonl` in its folder: the file of the recipe `sources`."""
+    words = ["go forward", "turn left", "turn right"]
+    rows = [
+        {"prompt": f"say {words[n % 3]} , {n} times", "answer": words[n % 3]} for n in range(10)
+    ]
+    (ludus.cwd / "sayings.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ludus
+
+
+def test_an_environment_a_file_and_puzzles_in_one_run_killed_and_resumed(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "whole").mkdir()
+    whole = with_sayings(Ludus(zygote, tmp_path / "whole"))
+    whole("train", SOURCES).ok()
+    run, parts = "sources-1", {"babyai": 4, "puzzles": 3, "sayings": 3}
+    given: Counter[str] = Counter()
+    with whole.store() as store:
+        for step in range(6):
+            groups = store.groups(run, "rl", step)
+            for task, played in ((group.task, t) for group in groups for t in group.trajectories):
+                opening = played.segments[0].message
+                assert opening is not None
+                judged = task.data["part"] == "sayings"
+                assert set(played.scores) >= ({"correct", "found"} if judged else {"raw_reward"})
+                assert (opening.content == "Repeat.") == judged
+                assert played.num_turns <= {"babyai": 6}.get(task.data["part"], 1)
+            shares = Counter(group.task.data["part"] for group in groups)
+            given += shares
+            for part, tenths in parts.items():
+                assert tenths * 4 // 10 <= shares[part] <= -(-tenths * 4 // 10)
+                assert abs(given[part] - tenths * 4 * (step + 1) / 10) < 1
+    lines = [line for line in whole.metrics(run) if line["stage"] == "rl"]
+    assert sum(line["mixture/babyai/share"] for line in lines) == given["babyai"] / 4
+    assert lines[-1]["mixture/sayings/left"] == 10 - given["sayings"]
+    assert any(line["train/optimizer_steps"] for line in lines), "RL has to change the weights"
+    killed = with_sayings(Ludus(zygote, tmp_path / "killed"))
+    strike = 'strike("ludus.rollout.collect:run_episode", 49, "kill")'  # in the fourth step
+    assert killed("train", SOURCES, setup=strike).code == -signal.SIGKILL
+    killed("train", "--resume", run).ok()
+    mine, other = killed.state(run), whole.state(run)
+    for part in other:
+        assert mine[part] == other[part], f"{part} differ"
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("rollout.max_turns={baby: 3}", "rollout.max_turns.baby: 'baby' is no environment"),
+        ("rollout.parts={babyia: {max_turns: 3}}", "rollout.parts.babyia: 'babyia' is no part of"),
+        ("rl.horizon=[[0, 3]]", "rollout.parts.babyai.max_turns: rl.horizon limits the same"),
+        ("tasks.train.args.parts.sayings.judge=null", "nothing scores task 'sayings.jsonl:1'"),
+        ("tasks.train.args.parts.sayings.judge=answr", "'answr' is not a known judge"),
+        ("tasks.train.args.parts.babyai.ratio=50%", "50% + 0.3 + 3/10 sum to 1.1"),
+        ("tasks.train.args.parts.sayings.tasks.args.path=no.jsonl", "parts.sayings: no.jsonl does"),
+        ("tasks.train.args.parts.sayings.tasks.args.limit=1", "part 'sayings' has 1 tasks, but"),
+        ("tasks.train.args.parts.sayings.env=null", "'sayings' is no environment of the mixture"),
+    ],
+)
+def test_sources_that_do_not_fit_are_refused_by_name(
+    ludus: Ludus, setting: str, message: str
+) -> None:
+    code = 1 if "tasks.args" in setting else 2  # bad data, not a bad configuration
+    with_sayings(ludus)("train", SOURCES, setting).refused(code, message)
+    assert not ludus.run("sources-1").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "rollout.max_turns={baby: 3}",
+            "rollout.max_turns.baby: 'baby' is no part of a mixture (did you mean babyai?)",
+        ),
         ("rl.horizon={babyai: [[1, 3]]}", "rl: `horizon` must be a list of [first step, turns]"),
         ("rollout.max_turns=4", "rollout.max_turns must be by environment, or null"),
         ("env.args.envs.babyai={name: babyay}", "'babyay' is not a known env"),
         ("tasks.train.args.parts.babyai.ratio=0", "ratio must be a whole number >= 1"),
-        ("env=babyai", "is no environment of a mixture"),
+        ("env=babyai", "is not a tier of BabyAI"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(ludus: Ludus, setting: str, message: str) -> None:

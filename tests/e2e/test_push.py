@@ -87,6 +87,54 @@ def test_a_hub_that_never_answers_is_given_up(reference: Ludus) -> None:
     done.refused(1, f"me/x cannot be uploaded to {url}", "no answer for 0.5 s")
 
 
+class Hostile(HubServer):
+    """Answers in its own way where the path has `where`."""
+
+    where = "create"
+
+    def __init__(self, status: int, content: Any) -> None:
+        super().__init__(TOKEN)
+        self.given = status, content
+
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
+        return self.given if self.where in path else super().answer(method, path, body)
+
+
+NO_HUB = "does not answer as a Hugging Face hub", "HF_ENDPOINT"
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "said"),
+    [
+        (200, None, NO_HUB),
+        (200, ["x"], NO_HUB),
+        (302, "", NO_HUB),
+        (429, {"error": "slow down"}, ("answered 429", "slow down")),
+    ],
+)
+def test_what_is_no_hub(reference: Ludus, status: int, content: Any, said: tuple[str, ...]) -> None:
+    with Hostile(status, content) as hub:
+        push(reference, hub.url, "tiny-1", "me/x", "--license", "mit").refused(1, *said)
+
+
+class Cut(HubServer):
+    """Closes the connection in the middle of an upload."""
+
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
+        if path.startswith("/upload/"):
+            raise ConnectionAbortedError
+        return super().answer(method, path, body)
+
+
+def test_an_upload_that_is_cut_can_be_repeated(reference: Ludus) -> None:
+    named = ("tiny-1", "me/x", "--license", "mit")
+    hurried = ONLINE + "import time\ntime.sleep = lambda seconds: None\n"
+    with Cut(TOKEN) as hub:
+        done = push(reference, hub.url, *named, setup=hurried)
+        done.refused(1, "me/x cannot be uploaded", "nothing was committed", "--update")
+        assert hub.files["me/x", "main"] == {}, "one commit, or none"
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

@@ -13,23 +13,6 @@ from service_world import Command, start, until
 pytest.importorskip("websockets", reason="needs the extra remote")
 
 PAYS = "served_envs:Pays"
-RECIPE = """\
-name: far
-model:
-  architecture:
-    name: qwen3
-    args: {{hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 8}}
-  tokenizer: {{name: words}}
-  chat_template: plain
-  context_length: 256
-env: {{name: remote, args: {{url: "{url}", env: "{env}"}}}}
-tasks: {{train: {{name: env, args: {{num_tasks: 8}}}}}}
-rollout:
-  {{max_tokens_per_turn: 24, max_turns: 8, concurrency: 16, max_retries: 3, stop: [a, e, i, o, u]}}
-rl: {{steps: 5, groups_per_step: 4, group_size: 4}}
-checkpoint: {{every: 5}}
-threads: 1
-"""
 
 
 def num_playing(service: Command) -> int:
@@ -41,9 +24,22 @@ def test_a_killed_service_loses_no_episode_and_scores_none_as_0(ludus: Ludus) ->
     """Every episode of this environment ends with the reward 1, after six steps."""
     service = start(PAYS)
     try:
-        recipe = RECIPE.format(url=service.url, env=PAYS)
-        (ludus.cwd / "far.yaml").write_text(recipe)
-        run = ludus.start("train", "far.yaml")
+        recipe = ludus.recipe(
+            "far",
+            context_length=256,
+            env={"name": "remote", "args": {"url": service.url, "env": PAYS}},
+            tasks={"train": {"name": "env", "args": {"num_tasks": 8}}},
+            rollout={
+                "max_tokens_per_turn": 24,
+                "max_turns": 8,
+                "concurrency": 16,
+                "max_retries": 3,
+                "stop": ["a", "e", "i", "o", "u"],
+            },
+            rl={"steps": 5, "groups_per_step": 4, "group_size": 4},
+            checkpoint={"every": 5},
+        )
+        run = ludus.start("train", recipe)
         killed_during = []
         for _ in range(2):
             until(lambda service=service: num_playing(service) >= 8, 120)

@@ -165,3 +165,33 @@ def test_generating_data_stops_and_says_how_it_goes_on(ludus: Ludus) -> None:
     done.refused(143, "stopped", "the same command continues")
     assert not (ludus.cwd / "data" / "data.jsonl").exists()
     ludus(*generate, "40").ok()
+
+
+UPLOADS = """
+import signal, sys
+from ludus.store.mirror.sync import RunMirror
+push = RunMirror._push
+def told(self):
+    status = self._store.run(self._folder.id).status
+    print(f"upload of a run that is {status}", file=sys.stderr, flush=True)
+    push(self)
+    if status == "interrupted":
+        signal.raise_signal(signal.SIGINT)
+        print("after the signal", file=sys.stderr, flush=True)
+RunMirror._push = told
+"""
+"""Tells of each upload; Ctrl-C comes during the last one of an interrupted run."""
+
+
+def test_another_signal_ends_the_upload_of_a_stopped_run(ludus: Ludus) -> None:
+    command = ("train", BABYAI, f"mirror=file://{ludus.cwd}/copy")
+    once = f"{UPLOADS}strike({TRAIN_STEP!r}, 1, 'terminate')"
+    done = ludus(*command, setup=once)
+    assert f"stopped; resume with: {AGAIN}" in one_sentence(done, signal.SIGTERM)
+    assert "upload of a run that is interrupted" in done.err
+    assert "after the signal" not in done.err
+    twice = f"{UPLOADS}strike({TRAIN_STEP!r}, 1, 'terminate twice')"
+    done = ludus(*command, setup=twice)
+    assert f"stopped; resume with: {AGAIN}" in one_sentence(done, signal.SIGTERM)
+    assert "upload" not in done.err.partition("finishing this step")[2], "it was not at once"
+    assert ludus.status() == "interrupted"

@@ -9,7 +9,8 @@ import pytest
 
 from ludus.core.errors import ConfigError, EnvError
 from ludus.core.types import Message, Spec, Task, ToolCall
-from ludus.data.demonstrations import generate_demonstrations, load_demonstrations, run_expert
+from ludus.data.demonstrations import generate_demonstrations, load_demonstrations
+from ludus.data.expert import run_expert
 from ludus.envs.babyai.env import BabyAI
 from ludus.envs.base import NoExpert
 from ludus.envs.checks.check import check_env

@@ -165,6 +165,17 @@ async def test_what_a_verifier_cannot_read_is_wrong() -> None:
         assert (await say(env, text)).reward in (0.0, 0.01)
 
 
+async def test_a_level_by_data_set() -> None:
+    env = Reasoning(level={"chain_sum": 0})
+    for name, level in (("chain_sum", 0), ("gcd", None)):
+        task = Reasoning.task(name, 3)
+        opening = await env.reset(task)
+        alone = await Reasoning(level=level).reset(task)
+        assert opening == alone
+    with pytest.raises(ConfigError, match=r"chain_summ.*did you mean chain_sum"):
+        Reasoning(level={"chain_summ": 1})
+
+
 async def test_levels_are_the_librarys() -> None:
     sizes = []
     for level in (0, 3):

@@ -79,6 +79,20 @@ def test_score_interval_is_students():
     assert ends(summarise(groups([[1.0]])).score) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("score_range", "within"),
+    [((0.0, 1.0), True), ((-1.0, 1.0), True), (None, False), ((0.0, 0.9), False)],
+    ids=["the env's", "with losses", "of a judge", "of another env"],
+)
+def test_score_interval_is_within_the_possible_scores(
+    score_range: tuple[float, float] | None, within: bool
+):
+    played = groups([[1.0]] * 9 + [[0.2]])
+    low, high = ends(summarise(played, score_range=score_range).score)
+    assert low == pytest.approx(0.739, abs=1e-3)  # 0.92 -+ t(0.975, 9) * 0.08
+    assert high == pytest.approx(1.0 if within else 1.101, abs=1e-3)
+
+
 def test_pass_at_k_by_hand():
     # 2 of 4 succeed: pass@2 = 1 - C(2,2)/C(4,2) = 5/6; none of 4: 0; 1 of 4: 1 - 3/6 = 1/2
     evaluation = summarise(groups([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0]]), temperature=1.0)
@@ -136,6 +150,10 @@ def test_excluded_episodes_are_reported_not_failed():
         "reward is not finite": 1,
     }
     assert evaluation.excluded["error_env"].example == "KeyError: 'key'"
+    reasons = "1 error_timeout: 60 s passed, 1 error_env: KeyError: 'key', 1 no reward"
+    assert f"4 episodes left out: {reasons}" in str(evaluation)
+    shown = " ".join(printed(render_evaluation(evaluation)).split())
+    assert f"4 episodes left out ({reasons}" in shown
 
 
 def test_nothing_scored():

@@ -1,23 +1,37 @@
 import pytest
+from judged import said
 
 from ludus.core.errors import ConfigError, Unscorable
-from ludus.core.types import Message, Segment, Spec, Task, Trajectory
+from ludus.core.types import Message, Segment, Spec, Task
 from ludus.judges import JUDGES
 from ludus.judges.answer import AnswerJudge, extract_answer, parse_number
-
-
-def said(*texts):
-    trajectory = Trajectory(id="t", group_id="g", task_id="q")
-    trajectory.segments = [Segment(-1, [1], message=Message(role="user", content="?"))]
-    for index, text in enumerate(texts):
-        message = Message(role="assistant", content=text)
-        trajectory.segments.append(Segment(index, [2], [-0.1], message=message))
-    return trajectory
 
 
 async def value(text, answer, **args):
     judge = JUDGES.build(Spec(name="answer", args=args))
     return (await judge(Task(id="q", answer=answer), said(text))).value
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "args"),
+    [
+        ("<answer>Paris</answer>", "Paris", {}),
+        ("<answer> x^2 </answer> of 3 terms", "x^2", {}),
+        ("No 7. <answer>42</answer> and 3 more", 42, {"extract": "number"}),
+        ("<answer>1</answer> no, <answer>\\boxed{2}</answer>", 2, {}),
+        ("[[Paris]]", "Paris", {"markers": ["[[", "]]"], "extract": "whole"}),
+        ("<answer></answer> Answer: 42", 42, {}),
+        ("</answer> Answer: 42", 42, {}),
+    ],
+)
+async def test_the_answer_is_between_the_markers(text, answer, args):
+    assert await value(text, answer, **args) == 1.0
+    assert await value(text, f"{answer}0", **args) == 0.0
+
+
+def test_wrong_markers_are_refused():
+    with pytest.raises(ConfigError, match="markers"):
+        JUDGES.build(Spec(name="answer", args={"markers": ["", "x"]}), "judge")
 
 
 RIGHT = [

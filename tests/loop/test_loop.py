@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 from loop_helpers import LEVERS, PLACES, Recording, World, task
 
 from ludus.core.errors import TrainingError
-from ludus.core.types import Group, Score, Segment, Spec, Task, Trajectory
+from ludus.core.types import Group, Score, Segment, Spec, Status, Task, Trajectory
 from ludus.loop.loop import run_stage
 from ludus.loop.metrics import group_metrics, score_metrics
 from ludus.rollout.source import SyncSource
 from ludus.tasks.curriculum import TaskSampler
+from ludus.telemetry.metrics import NAME
 from ludus.telemetry.occupancy import PARTS
 from ludus.train.minibatches import train_metrics
 
@@ -28,6 +30,7 @@ ALWAYS = {
     "rollout/sampled_tokens",
     "rollout/groups_with_signal",
     "rollout/rounds",
+    "tasks/epoch",
     "train/optimizer_steps",
     "train/policy_version",
     "time/rollout_s",
@@ -37,7 +40,9 @@ ALWAYS = {
     "time/tokens_per_s",
     *(f"time/{part}_s" for part in PARTS),
 }
-SCORED = {"rollout/reward", "rollout/success", "rollout/turns", "rollout/truncated"}
+SCORED = {"rollout/reward", "rollout/success", "rollout/turns", "rollout/truncated"} | {
+    "tasks/reward_all"
+}
 TRAINED = {
     f"train/{name}"
     for name in ("loss", "entropy", "ratio", "kl", "clip_fraction", "grad_norm", "lr", "padding")
@@ -278,3 +283,33 @@ async def test_the_time_of_a_step_is_split(tmp_path: Path) -> None:
 async def sleepy_judge(task: Task, trajectory: Trajectory) -> Score:
     await asyncio.sleep(0.05)
     return Score(value=float(len(trajectory.segments)))
+
+
+def test_parts_of_scores_are_averaged_over_the_episodes_that_have_them() -> None:
+    scores = [{"a": 1.0, "b": 0.5}, {"a": 0.0}, {"a": math.inf}, {"a": 7.0}]
+    trajectories = [
+        Trajectory(str(i), "g", "t", reward=1.0, scores=parts) for i, parts in enumerate(scores)
+    ]
+    trajectories[-1].status = Status.UNSCORABLE
+    metrics = group_metrics([Group("g", Task(id="t"), trajectories)])
+    assert {k: v for k, v in metrics.items() if k.startswith("score/")} == {
+        "score/a": 0.5,
+        "score/b": 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [
+        ("exact match (%)", "score/exact_match_"),
+        ("math/correct", "score/math/correct"),
+        ("", "score/_"),
+        ("/a//b/", "score/_a_/b_"),
+        ("größe\n", "score/gr_e_"),
+    ],
+)
+def test_names_of_scores_become_names_of_metrics(name: str, metric: str) -> None:
+    trajectory = Trajectory("0", "g", "t", reward=1.0, scores={name: 0.5})
+    metrics = group_metrics([Group("g", Task(id="t"), [trajectory])])
+    assert metrics[metric] == 0.5
+    assert NAME.fullmatch(metric)

@@ -32,7 +32,7 @@ from ludus.core.versions import mean_age
 from ludus.loop.loop import Stage, run_stage
 from ludus.models.samplers.base import SamplingParams
 from ludus.pipeline.stages import sample_until_signal
-from ludus.rollout.prefetch import PrefetchSource, token_ages
+from ludus.rollout.prefetch import PrefetchSource, longest_wait, token_ages
 from ludus.rollout.source import require_fresh
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train.packing import pack
@@ -179,6 +179,11 @@ async def test_stragglers_are_cut_and_the_rest_of_their_group_trains(tmp_path: P
         ]
     assert sum(len(group.trajectories) for group in hit) > len(cut)
     assert len(kept.steps) == 6
+
+
+@pytest.mark.parametrize(("running", "seconds"), [(1, 10 / 64), (6, 60 / 64), (40, 2.0)])
+def test_a_step_waits_for_stragglers_as_long_as_they_are_worth(running: int, seconds: float):
+    assert longest_wait(10.0, running, 64) == pytest.approx(seconds)
 
 
 RELEASE = threading.Event()

@@ -46,7 +46,8 @@ async def test_a_row_finds_the_lever_that_pays(
 ) -> None:
     world, kept = world_of(tmp_path, taught), Recording()
     row = Spec(name=name, args={"max_rounds": 1} if name == "dapo" else {})
-    stage = world.rl(TASKS, 10, row, minibatches=2)
+    tasks = [task.model_copy(update={"consistency": 0.5}) for task in TASKS]
+    stage = world.rl(tasks, 10, row, minibatches=2)
     await run_stage(stage, world.backend, kept)
     success = kept.metric("rollout/success")
     assert sum(success[:2]) / 2 < 0.6

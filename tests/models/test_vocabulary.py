@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import CONTEXT, VOCAB, episode, sampler, tiny
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from engine_helpers import CONTEXT, VOCAB, episode, sampler, tiny, tokenizer_of
 
 from ludus.config.schema import ModelConfig
 from ludus.core.errors import ConfigError
@@ -24,12 +22,6 @@ from ludus.train.verify import ExactForward, verify
 
 GAPS = [0, 1, 2, 3, 7, 11, 12, 40, 41, 50]
 """Ids of a tokenizer of 10 tokens, for models of 61 ids."""
-
-
-def tokenizer_of(ids: list[int]) -> PreTrainedTokenizerFast:
-    vocab = {"<unk>" if not id else f"t{id}": id for id in ids}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", pad_token="<unk>")
 
 
 async def sampled(engine: Any, prompt: list[int]) -> Any:
@@ -114,7 +106,9 @@ def test_places_and_ids() -> None:
     assert (gaps.size, gaps.places(torch.tensor(GAPS)).tolist()) == (51, list(range(10)))
     assert gaps.ids(torch.arange(10)).tolist() == GAPS
     assert gaps.places(torch.tensor([4, 49])).tolist() == [10, 10]
+    assert gaps.absent(53) == [id for id in range(53) if id not in GAPS]
     plain = Vocabulary.from_ids(range(5))
+    assert (plain.absent(7), plain.absent(5), plain.absent(4)) == ([5, 6], [], [])
     assert (plain.size, plain.ids_S) == (5, None)
     logits_BV = torch.randn(2, 9)
     assert torch.equal(plain.select(logits_BV), logits_BV[:, :5])

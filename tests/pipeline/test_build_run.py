@@ -8,26 +8,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollout_world import Scripted
 
 import ludus
 from ludus.config.load import load_config
 from ludus.config.schema import RunConfig
-from ludus.core.errors import ConfigError, DataError, EnvError
+from ludus.core.errors import ConfigError, DataError, EnvError, ToolError
 from ludus.core.modules import load_module
-from ludus.core.types import Message, Spec, Task
+from ludus.core.types import Group, Message, Segment, Spec, Task, Trajectory
 from ludus.data.conversations import read_conversations, replay_all
-from ludus.data.demonstrations import Demonstration, run_expert
+from ludus.data.expert import Demonstration, run_expert
 from ludus.data.splits import read_splits
 from ludus.envs import ENVS as ENVIRONMENTS
-from ludus.pipeline.build import build
+from ludus.pipeline.budget import Timings
+from ludus.pipeline.build import build, build_training, make_collector
+from ludus.pipeline.progress import Display
 from ludus.pipeline.registries import check, plugin_files
 from ludus.pipeline.tokenizer import (
+    check_functions,
     environment_messages,
+    functions_of,
     make_renderer,
+    make_renderers,
     make_tokenizer,
     tools_of,
 )
+from ludus.store import RunStore
+from ludus.store.export import export
 from ludus.store.folders import RunFolder
+from ludus.tools.limits.limiter import Limits
 
 ENVS = f"{Path(ludus.__file__).parents[1]}/tests/support/debugged_envs.py"
 RECIPE = f"""
@@ -169,6 +178,122 @@ def test_tools_need_an_environment_that_has_some(load: Any):
         tools_of(load("rollout.format=tools", "env=null", "judge=answer"))
 
 
+def test_tools_of_a_recipe_are_shown_and_checked(load: Any):
+    config = load("tools=[calculator]", "env=null", "judge=answer")
+    assert [tool.name for tool in tools_of(config)] == ["calculator"]
+    assert [tool.name for tool in functions_of(config)] == ["calculator"]
+    code = ("rollout.format=code", "rollout.markers.tool=calculator")
+    assert tools_of(load("tools=[calculator]", *code)) == ()
+    with pytest.raises(ConfigError, match=r"`rollout\.format: code` needs `tools`"):
+        load(*code)
+    with pytest.raises(ConfigError, match="the end markers of code and answer must differ"):
+        load("tools=[calculator]", *code, 'rollout.markers.answer=["<a>", "</code>"]')
+    tokenizer = make_tokenizer(load("model.tokenizer=words"), [], [user("say red")])
+    with pytest.raises(ConfigError, match=r"rollout\.markers\.code: the tokenizer cannot write"):
+        make_renderer(load("tools=[calculator]", *code), tokenizer)
+
+
+TOOLS = 'tools=["played_tools:double", "played_tools:wordy"]', "model.tokenizer={name: bpe}"
+
+
+@pytest.mark.parametrize("names", [None, ["double"], ["wordy", "double"], []])
+def test_sft_shows_the_functions_that_a_rollout_of_the_task_shows(load: Any, names: Any):
+    config = load(*TOOLS, "demonstrations={}", "sft={}", "model.context_length=4096")
+    task = Task(id="Count-0", data={"seed": 0}, tools=names)
+    demo = asyncio.run(run_expert(ENVIRONMENTS.build(config.env, "env"), task))
+    conversations, _ = read_conversations(config, [demo], [task])
+    tokenizer = make_tokenizer(config, [task], demo.messages)
+    renderers = make_renderers(config, tokenizer)
+    _, (taught,), _ = replay_all(conversations, renderers, 4096)
+    said = [message for message in demo.messages if message.role == "assistant"]
+    sampler: Any = Scripted(renderers.default, *said)
+    collector = make_collector(config, sampler, renderers, Limits({}, []))
+    ((played,),) = [g.trajectories for g in asyncio.run(collector.collect([task], 0, 1))]
+    last = len(taught.segments) - 1
+    assert played.token_ids(last) == taught.token_ids(last)
+    assert [s.sampled for s in played.segments] == [s.sampled for s in taught.segments]
+    shown = tokenizer.decode(played.segments[0].token_ids)
+    for name in ("double", "wordy"):
+        assert (f'"{name}"' in shown) == (names is None or name in names)
+
+
+def test_a_task_with_an_unknown_function_is_refused_with_its_line(load: Any, tmp_path: Path):
+    path, row = tmp_path / "t.jsonl", {"prompt": "a", "answer": 1, "key": "k1", "has": ["duble"]}
+    rows = {**row, "prompt": "b", "key": "k0", "has": ["double"]}, row
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train = f"tasks.train={{name: json, args: {{path: {path}, id: key, tools: has}}}}"
+    config = load(*TOOLS, train, "env=null", "judge=answer", "tasks.heldout=null")
+    splits = read_splits(config)
+    told = rf"{path}:2: tools: 'duble' is no function on offer \(did you mean double\?\)"
+    with pytest.raises(DataError, match=told):
+        build(config, RunFolder(tmp_path), splits, None)
+    check_functions(load(*TOOLS), splits.heldout, others=[Task(id="a", tools=["wordy"])])
+    with pytest.raises(DataError, match=r"'x': tools: 'double' .* \(no tools are configured\)"):
+        check_functions(load(), splits.heldout, others=[Task(id="x", tools=["double"])])
+
+
+def test_adpo_refuses_a_task_without_consistency_at_the_start(load: Any, tmp_path: Path):
+    path = tmp_path / "t.jsonl"
+    rows = {"prompt": "a", "answer": 1, "p": 0.5}, {"prompt": "b", "answer": 1, "p": None}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train = f"tasks.train={{name: json, args: {{path: {path}, consistency: p}}}}"
+    config = load(train, "env=null", "judge=answer", "tasks.heldout=null", "rl.algorithm=adpo")
+    with pytest.raises(
+        DataError, match=rf"{path}:2 has no `consistency`, which the algorithm adpo"
+    ):
+        build(config, RunFolder(tmp_path), read_splits(config), None)
+
+
+def test_conversations_of_a_file_may_name_their_functions(load: Any, tmp_path: Path):
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    schemas = [{"type": "function", "function": {"name": "double"}}]
+    rows = [{"messages": chat, "tools": tools} for tools in (["double"], [], schemas, None)]
+    path = tmp_path / "sft.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, _ = read_conversations(load(f"sft={{data: {path}}}"), [], [])
+    assert [conversation.task.tools for conversation in found] == [["double"], [], None, None]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_judge_whose_sandbox_does_not_answer_is_refused_at_the_start(
+    load: Any, nested: bool, tmp_path: Path
+):
+    folder, splits = RunFolder(tmp_path), read_splits(load())
+    sandbox = '{name: remote, args: {url: "http://127.0.0.1:1", deadline_s: 0.1}}'
+    code = f"{{name: code, args: {{sandbox: {sandbox}}}}}"
+    judge = f"{{name: sum, args: {{parts: {{tests: {code}}}}}}}" if nested else code
+    config = load(f"judge={judge}")
+    with pytest.raises(ToolError, match=r"judge: sandbox http://127\.0\.0\.1:1.*serve sandbox"):
+        build_training(config, folder, splits, Display(), Timings())
+
+
+def test_exported_sft_data_shows_the_functions_of_the_rollout(load: Any, tmp_path: Path):
+    tasks = [Task(id="a", tools=["double"]), Task(id="b"), Task(id="c", tools=[])]
+    tasks.append(Task(id="d", data={"part": "easy"}))
+    said = [("user", "you count ."), ("assistant", "one")]
+    groups = []
+    for task in tasks:
+        messages = [Message(role=role, content=content) for role, content in said]
+        segments = [Segment(-1, [1], None, messages[0]), Segment(0, [2], [-0.1], messages[1])]
+        trajectory = Trajectory(task.id, "g", task.id, segments, reward=1.0)
+        groups.append(Group("g", task, [trajectory]))
+    path = tmp_path / "sft.jsonl"
+    with RunStore.open(None, tmp_path) as store:
+        store.create_run("run", "demo", {}, {})
+        store.record_step("run", "rl", 0, groups, {})
+        export(store, "run", path, what="sft")
+    config = load(*TOOLS, f"sft={{data: {path}}}")
+    found, _ = read_conversations(config, [], [])
+    renderers = make_renderers(
+        config, make_tokenizer(config, [], [user("double one 1 you count .")])
+    )
+    shown = [[tool.name for tool in renderers.of(task).tools] for task in tasks]
+    assert [[t.name for t in renderers.of(one.task).tools] for one in found] == shown
+    assert shown[0] == ["double"]
+    assert shown[2] == []
+    assert [one.task.data for one in found] == [{}, {}, {}, {"part": "easy"}]
+
+
 def test_conversations_open_like_rollouts(load: Any):
     config = load("rollout.system_prompt=be brief", "demonstrations={}", "sft={}")
     task = Task(id="a", prompt=[user("you count .")], tier="easy")
@@ -215,7 +340,7 @@ def test_conversations_longer_than_the_context_are_excluded_with_the_reason(load
     ]
     known, _ = read_conversations(config, demonstrations, [])
     tokenizer = make_tokenizer(config, [], [m for c in known for m in c.messages])
-    tasks, played, left_out = replay_all(known, make_renderer(config, tokenizer), 64)
+    tasks, played, left_out = replay_all(known, make_renderers(config, tokenizer), 64)
     assert [t.id for t in tasks] == [t.task_id for t in played] == ["fits"]
     assert played[0].metrics["success"] == 1.0
     ((task_id, reason),) = left_out
@@ -223,7 +348,7 @@ def test_conversations_longer_than_the_context_are_excluded_with_the_reason(load
     assert "tokens exceed model.context_length = 64" in reason
     bad, _ = read_conversations(config, [demonstration("bad", assistant("2"))], [])
     with pytest.raises(DataError, match=r"^bad: a conversation needs"):
-        replay_all(bad, make_renderer(config, tokenizer), 64)
+        replay_all(bad, make_renderers(config, tokenizer), 64)
 
 
 def test_a_tokenizer_has_the_words_of_error_messages():

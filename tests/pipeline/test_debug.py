@@ -170,6 +170,14 @@ def test_a_breakpoint_in_the_environment_works(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["recipe.yaml"]
 
 
+def test_the_parts_of_a_score_and_the_judges_explanation_are_shown(tmp_path: Path) -> None:
+    length = "{name: overlong, args: {max_tokens: 99, buffer: 9}}"
+    judge = f"judge: {{name: sum, args: {{parts: {{length: {length}}}}}}}"
+    text = shown(tmp_path, more=judge)
+    assert re.search(r"scores +length 0\s", text)
+    assert re.search(r"judge +length 0: \d+ sampled tokens\s", text)
+
+
 def test_quitting_the_debugger_stops_the_command(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         shown(tmp_path, env="Quits")

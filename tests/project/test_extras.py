@@ -41,6 +41,7 @@ NEEDS = {
     ("runs", "--store", "postgresql://u:p@127.0.0.1:9/d"): "postgres",
     ("serve", "env", "textcraft"): "serve",
     ("serve", "model", "demo-1"): "serve,train",
+    ("serve", "tools", "calculator"): "serve",
 }
 """Calls of the command line, and the extras that the core alone asks for."""
 

@@ -24,7 +24,12 @@ ROOT = Path(ludus.__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-COMES_WITH = {"markupsafe": "jinja2", "pydantic-core": "pydantic"}
+COMES_WITH = {
+    "httpx2": "mcp",
+    "markupsafe": "jinja2",
+    "pydantic-core": "pydantic",
+    "referencing": "jsonschema",
+}
 """Packages that are part of another: imported as such, declared through it."""
 
 NOT_IMPORTED = {

@@ -117,6 +117,9 @@ def records():
     return made
 
 
+SCORES = {"correct": 1.0, "length": -0.25}
+
+
 @pytest.fixture(scope="module")
 def data():
     before, after = (
@@ -135,7 +138,7 @@ def data():
         comparison=compare(before, after),
         rollouts=[
             rollout("First", 0.0, 6, status=Status.TRUNCATED_TURNS),
-            rollout("Best", 0.97, 2),
+            rollout("Best", 0.97, 2, scores=SCORES, explanation="5, equal to <5>"),
             rollout("Worst", 0.0, 5, dropped="all rewards of the group are equal"),
             rollout("Broken", None, 1, status=Status.ERROR_ENV, error=f"KeyError: {EVIL}"),
         ],
@@ -215,7 +218,7 @@ def test_the_page_says_what_happened(page):
         "Success on held-out tasks rose from",
         "after SFT",
         "UnlockLocal",
-        "could not be scored (4 error_timeout)",
+        "could not be scored (4 error_timeout: 30 s passed)",
         "Excluded from training: all rewards of the group are equal",
         "group without signal",
         "policy version 40 (1 token), 41 (",
@@ -224,6 +227,8 @@ def test_the_page_says_what_happened(page):
         "Resolved configuration",
         "grpo (clip 0.2, normalised advantages)",
         "train/entropy",
+        "Scores: correct 1, length -0.25",
+        "Judge: 5, equal to &lt;5&gt;",
     ):
         assert said in text, said
 

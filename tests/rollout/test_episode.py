@@ -333,6 +333,10 @@ async def test_a_judge_scores_a_task_without_environment(world: World):
         (Status.COMPLETED, 0.0, 1, 0.0),
     ]
     assert right.scores == {"correct": 1.0, "found": 1.0}
+    assert (right.explanation, wrong.explanation) == (
+        "'red', equal to 'red'",
+        "'blue', expected 'red'",
+    )
     no_answer = task.model_copy(update={"answer": None})
     unscored = await play(world, "red", env=None, judge=judge, task=no_answer)
     assert (unscored.status, unscored.reward) == (Status.UNSCORABLE, None)
@@ -355,6 +359,8 @@ async def test_a_judge_overrides_the_environments_rewards(world: World):
         (Score(value=1e300), "has to return a finite Score"),
         (Score(value=float("nan")), "has to return a finite Score"),
         (None, "the judge returned None"),
+        (Score(value=1, parts={"\ud800": 1}), "half a surrogate pair"),
+        (Score(value=1, explanation="\ud800"), "half a surrogate pair"),
     ],
 )
 async def test_a_failing_judge_makes_the_episode_unscorable(world: World, verdict: Any, error: str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import socket
 import threading
 from typing import Any
@@ -12,13 +13,13 @@ import pytest
 from chat_server import ChatServer, call, num_turns, text
 from played_envs import Say, task_of
 from rollout_world import CONTEXT, World
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from ludus.config.schema import RolloutConfig
 from ludus.core.errors import ConfigError, SamplerError
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Message, Spec, Status
-from ludus.data.demonstrations import run_expert
+from ludus.data.expert import run_expert
 from ludus.models.endpoint import addresses
 from ludus.models.endpoint.addresses import is_blocked
 from ludus.models.endpoint.client import Endpoint, Reply, check_url
@@ -264,6 +265,42 @@ def test_faults_of_the_endpoint_touch_their_own_ids_only() -> None:
     assert "did not answer within 2 s" in told[3]
     numbers = answer_of("say", episodes, 1.0, None)
     assert (numbers.num_evaluated, numbers.success_rate) == (2, 1.0)
+
+
+LARGE = f'{{"logprobs": {{"content": [{{"logprob": 1{"0" * 400}}}]}}, "token_ids": [1]'
+SURROGATES = {
+    "choices": [
+        {"message": {"content": "\ud800 x", "reasoning_content": "\udfff", "tool_calls": []}}
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (RedirectResponse("/v2"), r"answered 307, a redirect to '/v2': give the address it leads"),
+        (
+            Response(f'{{"prompt_token_ids": [1], "choices": [{LARGE}, "message": {{}}}}]}}'),
+            "malformed response .OverflowError",
+        ),
+        (Response(json.dumps({"error": {"message": "\ud800"}}), 500), r"answered 500: \?$"),
+    ],
+)
+async def test_answers_of_a_hostile_endpoint_are_told_in_words(answer: Any, said: str) -> None:
+    with ChatServer(lambda _: answer) as server:
+        async with Endpoint(server.url, "m") as endpoint:
+            with pytest.raises(SamplerError, match=said) as caught:
+                await endpoint.chat([Message(role="user", content="x")], SamplingParams(4))
+    assert str(caught.value).encode()
+
+
+async def test_lone_surrogates_of_an_endpoint_are_replaced() -> None:
+    """They cannot be written to a file or a terminal."""
+    with ChatServer(lambda _: Response(json.dumps(SURROGATES))) as server:
+        async with Endpoint(server.url, "m") as endpoint:
+            reply = await endpoint.chat([Message(role="user", content="x")], SamplingParams(4))
+    assert (reply.message.content, reply.message.thinking) == ("? x", "?")
+    assert reply.message.model_dump_json()
 
 
 def test_an_unreachable_endpoint_is_not_a_reward_of_zero() -> None:

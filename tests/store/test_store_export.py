@@ -50,7 +50,16 @@ def test_trajectories_as_json_lines(filled: RunStore, tmp_path: Path) -> None:
     for row, record in zip(rows, filled.records("run-1"), strict=True):
         trajectory = record.trajectory
         assert (row["run"], row["stage"], row["step"]) == ("run-1", "rl", record.row.step)
-        for name in ("id", "task_id", "reward", "scores", "error", "dropped", "metrics"):
+        for name in (
+            "id",
+            "task_id",
+            "reward",
+            "scores",
+            "explanation",
+            "error",
+            "dropped",
+            "metrics",
+        ):
             assert row[name] == getattr(trajectory, name)
         segments = [
             Segment(
@@ -235,6 +244,32 @@ def test_sft_data_leaves_out_what_is_no_conversation(filled: RunStore, tmp_path:
         "no assistant message": 1,
         "status error_tool": 1,
     }
+
+
+def test_sft_data_keeps_the_functions_and_the_part_of_a_task(
+    filled: RunStore, tmp_path: Path
+) -> None:
+    def group(id: str, **fields: Any) -> Group:
+        question = Segment(-1, [1], None, Message(role="user", content="?"))
+        answer = Segment(0, [2], [-0.1], Message(role="assistant", content="!"))
+        trajectory = Trajectory(id, "g", id, [question, answer], reward=1.0)
+        return Group("g", Task(id=id, **fields), [trajectory])
+
+    groups = [
+        group("all"),
+        group("none", tools=[]),
+        group("one", tools=["add"], data={"part": "maths"}),
+        group("twice", tools=["add"], data={"part": "maths"}),
+    ]
+    filled.record_step("run-1", "x", 0, groups, {})
+    done = export(filled, "run-1", tmp_path / "sft.jsonl", what="sft", stage="x")
+    assert done.skipped == {"duplicate conversation": 1}, "equal messages and functions"
+    rows = [(row.get("tools"), row.get("part")) for row in lines(done.path)]
+    assert rows == [(None, None), ([], None), (["add"], "maths")]
+    parquet = pytest.importorskip("pyarrow.parquet")
+    export(filled, "run-1", tmp_path / "sft.parquet", what="sft", stage="x")
+    found = parquet.read_table(tmp_path / "sft.parquet").to_pylist()
+    assert [(row["tools"], row["part"]) for row in found] == rows
 
 
 def test_sft_data_as_parquet_keeps_tool_calls(filled: RunStore, tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ NEXT = '''
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0002"
-down_revision = "0001"
+revision = "9999"
+down_revision = "0002"
 
 
 def upgrade():
@@ -46,7 +46,7 @@ def later(tmp_path: Path) -> Path:
     """The migration scripts of a later ludus."""
     scripts = tmp_path / "later"
     shutil.copytree(MIGRATIONS, scripts)
-    (scripts / "versions" / "r0002_later.py").write_text(NEXT)
+    (scripts / "versions" / "r9999_later.py").write_text(NEXT)
     return scripts
 
 
@@ -79,6 +79,19 @@ def test_opening_again_changes_nothing(url: str, store: RunStore, open_store: Op
     store.record_step("run-1", "rl", 0, make_groups(0), {})
     store.close()
     assert open_store().groups("run-1", "rl", 0) == make_groups(0)
+
+
+def test_a_store_of_the_first_schema_is_upgraded(
+    database: Database, open_store: Open, tmp_path: Path
+) -> None:
+    scripts = shutil.copytree(MIGRATIONS, tmp_path / "first")
+    for later in (scripts / "versions").glob("r000[2-9]*.py"):
+        later.unlink()
+    migrate(database, scripts)
+    store = open_store()
+    store.create_run("run-1", "demo", {}, {})
+    store.record_step("run-1", "rl", 0, make_groups(0), {})
+    assert store.groups("run-1", "rl", 0) == make_groups(0)
 
 
 @pytest.mark.parametrize("nth", [1, 5, 12])
@@ -114,7 +127,7 @@ def test_a_newer_schema_is_refused(
     store.close()
     for read_only in (False, True):
         with pytest.raises(
-            StoreError, match=r"newer ludus \(schema 0002; this ludus reads up to 0001"
+            StoreError, match=r"newer ludus \(schema 9999; this ludus reads up to 0002"
         ):
             RunStore.open(url, read_only=read_only)
 
@@ -122,7 +135,7 @@ def test_a_newer_schema_is_refused(
 def test_a_reader_does_not_migrate(url: str, store: RunStore, later: Path) -> None:
     store.close()
     reader = Database(url, read_only=True)
-    with pytest.raises(StoreError, match=r"schema 0001 of an older ludus \(this one reads 0002\)"):
+    with pytest.raises(StoreError, match=r"schema 0002 of an older ludus \(this one reads 9999\)"):
         migrate(reader, later)
     reader.close()
 

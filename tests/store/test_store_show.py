@@ -106,7 +106,7 @@ def test_text_cannot_steer_the_terminal(local: RunStore) -> None:
     evil = "\x1b[2J\x1b]0;owned\x07 \u202e [red]not markup[/red] [/] :boom:"
     message = Message(role="user", content=evil)
     trajectory = Trajectory("t", "g", evil, [Segment(-1, [1], None, message)], error=evil)
-    trajectory.dropped, trajectory.scores = evil, {evil: 1.0}
+    trajectory.dropped, trajectory.scores, trajectory.explanation = evil, {evil: 1.0}, evil
     group = Group("g", Task(id=evil), [trajectory])
     local.record_step("run-1", evil, 0, [group], {evil: 1.0}, dropped=[(evil, evil)])
     local.finish_run("run-1", "failed", error=evil)
@@ -138,12 +138,40 @@ def test_a_run_at_a_glance(local: RunStore) -> None:
     assert "sft 2, rl 1" in runs, "numbers of steps, not the last one's, which counts from 0"
 
 
+def test_a_pause_does_not_count_as_time_of_a_run(local: RunStore) -> None:
+    """The trainer counts the time of a run; it continues where a resumed run goes on."""
+    local.finish_run("run-1", "completed")
+    assert " 0 s" in text_of(render_runs(local), width=140), "no step was recorded"
+    local.record_step("run-1", "sft", 0, [], {"time/elapsed_s": 60.0})
+    local.record_step("run-1", "rl", 0, [], {"time/elapsed_s": 100.0})
+    local.create_run("run-2", "demo", {}, {})
+    local.record_step("run-2", "rl", 0, [], {"time/elapsed_s": 7.0})
+    for shown in (render_runs(local), render_run(local, "run-1")):
+        assert "1 min 40 s" in text_of(shown, width=140)
+
+
+def test_long_lists_are_cut_and_say_how_to_see_all(local: RunStore) -> None:
+    for number in range(2, 5):
+        local.create_run(f"run-{number}", "run", {}, {})
+    text = text_of(render_runs(local, 2))
+    assert "2 older runs: ludus runs --all" in text
+    assert [f"run-{n}" in text for n in range(1, 5)] == [False, False, True, True]
+    for limit in (None, 4):
+        assert "older" not in text_of(render_runs(local, limit))
+    local.record_step("run-1", "rl", 0, make_groups(0), {})
+    assert "ludus export" not in text_of(render_run(local, "run-1"))
+    for step in range(1, 4):
+        local.record_step("run-1", "rl", step, make_groups(step), {})
+    assert "ludus export run-1 FILE.jsonl writes all 24" in text_of(render_run(local, "run-1"))
+
+
 def test_a_trajectory_id_is_in_one_piece_on_a_narrow_screen(local: RunStore) -> None:
     id = "evaluate/after-000000/g0019/e000"
     trajectory = Trajectory(id, "g", "a-task-12345", [Segment(-1, [1], None)], reward=1.0)
     group = Group("g", Task(id="a-task-12345"), [trajectory])
     local.record_step("run-1", "evaluate/after", 0, [group], {})
-    assert id in text_of(render_run(local, "run-1"), width=80)
+    (line,) = [x for x in text_of(render_run(local, "run-1"), width=80).splitlines() if id in x]
+    assert line.split() == [id, "a-task-12345", "completed", "1", "0"], "the id has stage and step"
 
 
 def test_a_demonstration_is_not_shown_as_sampled(local: RunStore) -> None:

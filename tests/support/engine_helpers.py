@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -19,6 +20,7 @@ from transformers import (
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -137,3 +139,10 @@ async def episode(
 
 def tokens(played: Sequence[Turn]) -> list[list[int]]:
     return [completion.token_ids for _, _, completion in played]
+
+
+def tokenizer_of(ids: list[int]) -> PreTrainedTokenizerFast:
+    """A tokenizer of the tokens <unk> (id 0) and t1, t7 and so on."""
+    vocab = {"<unk>" if not id else f"t{id}": id for id in ids}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", pad_token="<unk>")

@@ -11,6 +11,14 @@ from ludus.core.errors import EnvError
 from ludus.core.types import Message, Observation, StepResult, Task
 from ludus.envs.base import Env, NoExpert
 
+MORTAL = """
+import multiprocessing, os, signal
+if multiprocessing.parent_process() is not None:
+    os.kill(os.getpid(), signal.SIGKILL)
+from faulty_envs import Digit
+"""
+"""Source of a module whose import kills a child process, as the system does for its memory."""
+
 
 def user(text: str) -> list[Message]:
     return [Message(role="user", content=text)]

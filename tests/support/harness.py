@@ -23,7 +23,8 @@ from ludus.train.checkpoint.state import raw
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 BABYAI, TEXTCRAFT = str(RECIPES / "babyai.yaml"), str(RECIPES / "textcraft.yaml")
-MIXTURE = str(RECIPES / "mixture.yaml")
+MIXTURE, SOURCES = str(RECIPES / "mixture.yaml"), str(RECIPES / "sources.yaml")
+SMALLEST = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
 TIMEOUT_S = 120  # a guard against a hang
 
 
@@ -157,6 +158,20 @@ class Ludus:
     ) -> Process:
         return self.zygote.start(self.cwd, *map(str, argv), setup=setup, env=env)
 
+    def recipe(
+        self, name: str, context_length: int, architecture: str = "qwen3", **sections: Any
+    ) -> str:
+        """Write NAME.yaml: the smallest model, and these sections. Returns the file's name."""
+        model = {
+            "architecture": {"name": architecture, "args": SMALLEST},
+            "tokenizer": "words",
+            "chat_template": "plain",
+            "context_length": context_length,
+        }
+        path = self.cwd / f"{name}.yaml"
+        path.write_text(json.dumps({"name": name, "model": model, **sections, "threads": 1}))
+        return path.name
+
     def run(self, name: str = "tiny-1") -> Path:
         return self.cwd / "runs" / name
 
@@ -184,7 +199,9 @@ class Ludus:
                     path.name: {**json.loads(path.read_text()), "seconds": 0}
                     for path in sorted((self.run(name) / "evaluations").glob("*.json"))
                 },
-                "demonstrations": (self.run(name) / "demonstrations.jsonl").read_text(),
+                "demonstrations": [
+                    path.read_text() for path in self.run(name).glob("demonstrations.jsonl")
+                ],
             }
 
 

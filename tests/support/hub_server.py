@@ -30,7 +30,11 @@ class HubServer:
         class Handler(_Handler):
             server_of = hub
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Quiet(ThreadingHTTPServer):
+            def handle_error(self, *_: object) -> None:
+                """Print nothing: a test may cut a connection."""
+
+        self._server = Quiet(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> HubServer:

@@ -15,6 +15,7 @@ from ludus.core.types import Group, Message, Observation, Spec, StepResult, Task
 from ludus.envs.base import Env
 from ludus.loop.loop import Stage
 from ludus.models.build import build_model
+from ludus.models.chat.by_task import TaskRenderers
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.pipeline.stages import sample_until_signal
@@ -111,7 +112,7 @@ class World:
     def collector(self, **settings: Any) -> Collector:
         return Collector(
             self.backend.sampler,
-            self.renderer,
+            TaskRenderers(self.renderer),
             self.config.rollout.model_copy(update=settings),
             self.config.env,
         )

@@ -11,8 +11,9 @@ from played_envs import COLOURS, SAY, Say, task_of
 
 from ludus.config.schema import ModelConfig, RolloutConfig
 from ludus.core.types import Message, Spec, Trajectory
-from ludus.data.demonstrations import Format, run_expert
+from ludus.data.expert import Format, run_expert
 from ludus.models.build import build_model
+from ludus.models.chat.by_task import TaskRenderers
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.models.samplers.base import Completion, SamplingParams
@@ -78,7 +79,7 @@ class World:
         }
         return Collector(
             sampler=sampler or self.sampler(),
-            renderer=self.renderer(style, thinking),
+            renderers=TaskRenderers(self.renderer(style, thinking)),
             config=RolloutConfig(**settings),
             env=Spec(name=f"played_envs:{env}") if env else None,
             judge=judge,
@@ -192,7 +193,7 @@ def _teach(world: World, conversations: dict[str, list[list[Message]]]) -> None:
     found.sort(key=lambda row: len(row.token_ids))
     optimizer = torch.optim.AdamW(world.model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(100):
+    for _ in range(130):
         start = int(torch.randint(0, len(found) - 11, (1,), generator=generator))
         batch = found[start : start + 12]
         width = max(len(row.token_ids) for row in batch)

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from ludus.config.schema import RunConfig
 from ludus.core.types import Spec
 from ludus.services.envs.manager import SessionLimits
 from ludus.services.envs.service import environment_service
@@ -37,6 +38,7 @@ def service(
     tokens: tuple[str, ...] = (),
     isolate: bool = False,
     connections: ConnectionLimits | None = None,
+    recipe: RunConfig | None = None,
     **limits: Any,
 ) -> Iterator[str]:
     """A service in a thread; yields its address."""
@@ -46,6 +48,7 @@ def service(
         Settings(tokens=tokens, max_body_bytes=900_000),
         SessionLimits(**limits),
         isolate=isolate,
+        recipe=recipe,
     )
     config = server_config(app, connections or ConnectionLimits())
     server = uvicorn.Server(config)
@@ -78,9 +81,11 @@ class Command:
         self.process.wait(30)
 
 
-def start(*words: str, env: dict[str, str] | None = None, port: int = 0) -> Command:
-    """Start the command and wait until it serves."""
-    command = [sys.executable, "-m", "ludus", "serve", "env", *words, "--port", str(port)]
+def start(
+    *words: str, env: dict[str, str] | None = None, port: int = 0, verb: str = "env"
+) -> Command:
+    """Start `ludus serve` and wait until it serves."""
+    command = [sys.executable, "-m", "ludus", "serve", verb, *words, "--port", str(port)]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -96,9 +101,11 @@ def start(*words: str, env: dict[str, str] | None = None, port: int = 0) -> Comm
 
 
 @contextmanager
-def command(*words: str, env: dict[str, str] | None = None) -> Iterator[Command]:
+def command(
+    *words: str, env: dict[str, str] | None = None, port: int = 0, verb: str = "env"
+) -> Iterator[Command]:
     """The command, running during a test."""
-    started = start(*words, env=env)
+    started = start(*words, env=env, port=port, verb=verb)
     try:
         yield started
     finally:

@@ -33,6 +33,7 @@ def branched(id_: str, group_id: str, reward: float | None = 1.0) -> Trajectory:
         status=Status.COMPLETED,
         reward=reward,
         scores={"success": 1.0, "speed": 0.125},
+        explanation='it opened C:\\door "\x00\ud800"',
         metrics={"seconds": 1.5},
     )
 

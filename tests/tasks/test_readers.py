@@ -67,6 +67,31 @@ def test_fields_are_mapped_by_name(lines):
     assert (task.id, task.tier, task.answer, task.data) == ("17", "2", 1, {"kept": "k"})
 
 
+def test_a_row_gives_the_consistency_of_its_answer(lines):
+    rows = [{**GOOD, "p": 0.7}, {**GOOD, "p": 1}, {**GOOD, "p": None}]
+    tasks = read(lines(*rows), consistency="p")
+    assert [task.consistency for task in tasks] == [0.7, 1.0, None]
+    assert "p" not in tasks[0].data
+    for wrong in (1.5, -0.1, "0.7", True, [0.5]):
+        with pytest.raises(DataError, match="line 1 field 'p' must be a number from 0 to 1"):
+            read(lines({**GOOD, "p": wrong}), consistency="p")
+
+
+def test_a_row_names_the_tools_of_its_task(lines):
+    rows = [
+        {**GOOD, "prompt": str(n), "has": names} for n, names in enumerate((["a", "b"], [], None))
+    ]
+    tasks = read(lines(*rows), tools="has")
+    assert [task.tools for task in tasks] == [["a", "b"], [], None]
+    assert "has" not in tasks[0].data
+    assert [task.tools for task in read(lines(*rows))] == [None] * 3
+    for wrong in ("a", [1], {"a": 1}):
+        with pytest.raises(DataError, match=r"line 1 field 'has' must be a list of names or null"):
+            read(lines({**GOOD, "has": wrong}), tools="has")
+    with pytest.raises(DataError, match=r"line 1 has no field 'tools'"):
+        read(lines(GOOD), tools="tools")
+
+
 def test_limit_stops_reading_before_what_follows(lines):
     tasks = read(lines(GOOD, {**GOOD, "prompt": "b"}, b"{not json"), limit=2)
     assert len(tasks) == 2
@@ -76,7 +101,8 @@ BAD = {
     b'{"prompt": ': "is not JSON: ",
     b"[1, 2]": "is not an object but list",
     b'{"promt": "x", "answer": 1}': "has no field 'prompt' (did you mean promt?)",
-    b'{"prompt": "x"}': "has no field 'answer'",
+    b'{"prompt": "x"}': "has no field 'answer' (known: prompt): set the reader's `answer` to "
+    "the field that holds it, or to null where judge and environment need no answer",
     b'{"prompt": 7, "answer": 1}': "field 'prompt' must be a text or a list of messages, got 7",
     b'{"prompt": [{"role": "boss"}], "answer": 1}': "field 'prompt', message 0.role: ",
     b'{"prompt": "  ", "answer": 1}': "field 'prompt' is empty",
@@ -194,7 +220,9 @@ def hf(tmp_path, monkeypatch):
 
 
 def test_hf_reads_a_saved_data_set(hf, tmp_path):
-    hf.rows.save_to_disk(str(tmp_path / "one"))
+    rows = hf.rows.add_column("has", [["a"], None, [], ["b"]])
+    rows.save_to_disk(str(tmp_path / "one"))
+    assert [t.tools for t in hf(tmp_path / "one", tools="has")] == [["a"], None, [], ["b"]]
     tasks = hf(tmp_path / "one", tier="level", limit=3)
     assert [(t.answer, t.tier) for t in tasks] == [("0", "0"), ("2", "1"), ("4", "0")]
     assert tasks[0].id == f"{tmp_path / 'one'}/train:1"

@@ -1,26 +1,26 @@
-"""Exact ratios at every place of the order of visits, before and after a resume; the reader."""
+"""Mixtures: the order of visits, before and after a resume; the reader."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from fractions import Fraction
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ludus.core.errors import CheckpointError, ConfigError, DataError
 from ludus.core.types import Spec, Task
+from ludus.envs.babyai.env import BabyAI
 from ludus.envs.mixture import Mixture
+from ludus.rollout.host import LocalEnvs
 from ludus.tasks.curriculum import TaskSampler
 from ludus.tasks.mixture import (
     PART,
     MixtureSampler,
     for_part,
     part_of,
-    read_mixture,
-    schedule,
     task_sampler,
 )
 from ludus.tasks.readers import read_tasks
@@ -38,32 +38,6 @@ def tasks_of(**counts: int) -> list[Task]:
 
 def parts_of(sampler: TaskSampler, count: int) -> list[str | None]:
     return [part_of(task) for task in islice(sampler, count)]
-
-
-@pytest.mark.parametrize(
-    "ratios",
-    [
-        (1,),
-        (3,),
-        (1, 1),
-        (2, 1),
-        (5, 1),
-        (7, 5, 3),
-        (1, 1, 1, 1, 1),
-        (40, 1, 1, 1),
-        (9, 8, 7, 6, 5),
-    ],
-    ids=str,
-)
-def test_at_every_place_each_part_has_its_share_rounded_up_or_down(ratios: tuple[int, ...]) -> None:
-    by_name = {f"p{n}": ratio for n, ratio in enumerate(ratios)}
-    order, total = schedule(by_name), sum(ratios)
-    assert Counter(order) == by_name
-    had: Counter[str] = Counter()
-    for place, name in enumerate(order * 2, start=1):
-        had[name] += 1
-        for other, ratio in by_name.items():
-            assert abs(had[other] - Fraction(place * ratio, total)) < 1
 
 
 def test_a_step_that_the_ratios_divide_has_exactly_its_shares_and_others_carry_over() -> None:
@@ -167,7 +141,22 @@ REFUSED: dict[str, tuple[Spec, str]] = {
     ),
     "ratio": (
         mixture(grid={"ratio": 0, "tasks": reader(1, "GoToObj")}),
-        r"parts\.grid\.ratio must be a whole number >= 1",
+        r"tasks\.train\.args\.parts\.grid\.ratio must be a whole number >= 1, a fraction",
+    ),
+    "ratios that do not sum to 1": (
+        mixture(
+            grid={"ratio": "60%", "tasks": reader(1, "GoToObj")},
+            crafting={"ratio": 0.3, "tasks": reader(1, "depth-1")},
+        ),
+        r"tasks\.train\.args\.parts: the ratios 60% \+ 0\.3 sum to 0\.9; .*have to sum to 1",
+    ),
+    "generated tasks without an environment": (
+        mixture(grid={"env": "none", "tasks": reader(1, "GoToObj")}),
+        "the reader 'env' needs an environment",
+    ),
+    "a name that is none for a metric": (
+        mixture(**{"my grid": {"tasks": reader(1, "GoToObj")}}),
+        r"tasks\.train\.args\.parts: 'my grid' cannot be the name of a part",
     ),
     "no parts": (mixture(), r"tasks\.train\.args\.parts"),
 }
@@ -187,6 +176,108 @@ def test_the_same_tasks_twice_are_refused() -> None:
         read_tasks(spec, "tasks.train", maker=twice)
 
 
-def test_the_reader_needs_the_environment() -> None:
-    with pytest.raises(ConfigError, match="needs the environment 'mixture'"):
-        read_mixture({})
+def file_of(path: Path, count: int) -> dict[str, Any]:
+    rows = [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"name": "json", "args": {"path": str(path)}}
+
+
+def test_a_part_of_a_file_has_its_own_judge_and_tools_and_no_environment(tmp_path: Path) -> None:
+    sums = {"env": "none", "judge": "answer", "tools": ["calculate"]}
+    spec = mixture(
+        grid={"ratio": "1/3", "tasks": reader(2, "GoToObj")},
+        sums={"ratio": "2/3", "tasks": file_of(tmp_path / "sums.jsonl", 4), **sums},
+    )
+    tasks = read_tasks(spec, "tasks.train", maker=ENV)
+    assert tasks.ratios == {"grid": 1, "sums": 2}
+    of = {name: [task for task in tasks if part_of(task) == name] for name in tasks.ratios}
+    envs = LocalEnvs(Spec(name="mixture", args={"envs": {"grid": "babyai"}}))
+    for task in of["sums"]:
+        assert envs.spec_of(task) is None
+        assert (task.judge, task.tools) == (Spec(name="answer"), ["calculate"])
+    for task in of["grid"]:
+        assert envs.spec_of(task) == envs.spec
+        assert (task.judge, task.tools) == (None, None)
+    alone = read_tasks(mixture(sums={"tasks": file_of(tmp_path / "s.jsonl", 4)}), "tasks.train")
+    assert [task.env for task in alone] == [None] * 4, "a run without environment"
+
+
+def test_the_functions_of_a_row_come_before_those_of_its_part(tmp_path: Path) -> None:
+    own: list[list[str] | None] = [["search"], [], None]
+    rows = [{"prompt": str(tools), "answer": "1", "has": tools} for tools in own]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = {"name": "json", "args": {"path": str(path), "tools": "has"}}
+    tasks = read_tasks(mixture(rows={"tasks": file, "tools": ["calculate"]}), "tasks.train")
+    assert [task.tools for task in tasks] == [["search"], [], ["calculate"]]
+
+
+def test_with_a_plain_environment_all_parts_are_played_in_it() -> None:
+    levels = {name: {"tasks": reader(3, name)} for name in ("GoToObj", "GoToLocal")}
+    tasks = read_tasks(mixture(**levels), "tasks.train", maker=BabyAI())
+    assert Counter(task.tier for task in tasks) == {"GoToObj/GoToObj": 3, "GoToLocal/GoToLocal": 3}
+
+
+@pytest.mark.parametrize("fault", ["missing", "empty"])
+def test_a_source_that_is_missing_or_empty_is_refused_with_its_part(
+    tmp_path: Path, fault: str
+) -> None:
+    tasks = file_of(tmp_path / "sums.jsonl", 0)
+    if fault == "missing":
+        (tmp_path / "sums.jsonl").unlink()
+    spec = mixture(grid={"tasks": reader(2, "GoToObj")}, sums={"env": "none", "tasks": tasks})
+    says = "does not exist" if fault == "missing" else "gives no task"
+    with pytest.raises(DataError, match=rf"tasks\.train\.args\.parts\.sums\b.* {says}"):
+        read_tasks(spec, "tasks.train", maker=ENV)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 7, 13, 20])
+def test_a_distinct_part_has_no_task_twice_in_a_step(stop: int) -> None:
+    def make(distinct: tuple[str, ...] = ("a",)) -> MixtureSampler:
+        return MixtureSampler(tasks_of(a=4, b=9), 3, True, {"a": 1, "b": 2}, 10, distinct)
+
+    sampler = make()
+    ids = [task.id for task in islice(sampler, 300)]
+    a = [[id for id in ids[i : i + 10] if id.startswith("a")] for i in range(0, 300, 10)]
+    assert {len(step) for step in a} == {3, 4}
+    assert all(len(set(step)) == len(step) for step in a)
+    assert Counter(id for step in a for id in step) == dict.fromkeys(
+        ["a/0", "a/1", "a/2", "a/3"], 25
+    )
+    free = [task.id for task in islice(make(()), 300)]
+    steps = [free[i : i + 10] for i in range(0, 300, 10)]
+    assert any(len(set(step)) < 10 for step in steps), "without `distinct`, a task comes twice"
+    first, again = make(), make()
+    for _ in range(stop):
+        next(first)
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [task.id for task in islice(again, 300 - stop)] == ids[stop:]
+
+
+def test_a_distinct_part_with_too_few_tasks_is_refused() -> None:
+    with pytest.raises(DataError, match=r"part 'a' has 3 tasks, but a step of 10 takes up to 4"):
+        MixtureSampler(tasks_of(a=3, b=9), 3, True, {"a": 1, "b": 2}, 10, ["a"])
+
+
+def test_a_state_that_has_only_the_number_of_tasks_is_read() -> None:
+    whole = MixtureSampler(tasks_of(a=3, b=4), 7, True, {"a": 2, "b": 1}, 4)
+    ids = [task.id for task in islice(whole, 50)]
+    first, again = (MixtureSampler(tasks_of(a=3, b=4), 7, True, {"a": 2, "b": 1}, 4) for _ in "ab")
+    for _ in range(12):
+        next(first)
+    old = {key: value for key, value in first.state_dict().items() if key != "schedule"}
+    again.load_state_dict({**old, "given": 12})
+    assert [task.id for task in islice(again, 38)] == ids[12:]
+
+
+def test_its_composition_is_measured() -> None:
+    sampler = MixtureSampler(tasks_of(a=3, b=40), 7, True, {"a": 1, "b": 3}, 8)
+    for _ in range(32):
+        next(sampler)
+    metrics = sampler.metrics()
+    assert {key: value for key, value in metrics.items() if key.startswith("mixture/")} == {
+        "mixture/a/wraps": 2.0,
+        "mixture/a/left": 1.0,
+        "mixture/b/wraps": 0.0,
+        "mixture/b/left": 16.0,
+    }

@@ -46,6 +46,7 @@ def test_a_moment_goes_to_the_first_part_that_is_busy() -> None:
         "checkpoint": 0,
         "sample": 5,
         "judge": 4,
+        "tool": 0,
         "env_wait": 4,  # 1 to 3 and 8 to 10: then somebody waits, and nothing computes
         "idle": 4,
     }

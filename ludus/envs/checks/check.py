@@ -22,7 +22,7 @@ from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout
 from ludus.core.modules import require
 from ludus.core.types import Message, Spec, Task, ToolCall
 from ludus.envs import ENVS
-from ludus.envs.base import Env, NoExpert
+from ludus.envs.base import Env, NoExpert, limits_of
 from ludus.envs.checks.play import MAX_TURNS, Player, Turn, play_in_process
 
 RUBBISH = {
@@ -179,11 +179,9 @@ async def _guarded(name: str, check: Check, subject: _Subject, player: Player) -
 
 async def _declarations(subject: _Subject, player: Player) -> None:
     env = subject.make()
-    low, high = env.score_range
-    if not low < high:
-        subject.error("declarations", f"score_range {env.score_range} is empty")
-    elif not low <= env.success_at <= high:
-        subject.error("declarations", f"success_at {env.success_at} is outside of score_range")
+    (low, high), success_at = limits_of(env)
+    if not low <= success_at <= high:
+        subject.error("declarations", f"success_at {success_at} is outside of score_range")
     if env.max_turns < 1:
         subject.error("declarations", f"max_turns is {env.max_turns}; an episode needs a turn")
     await player.close_env(env)
@@ -209,7 +207,7 @@ async def _expert(subject: _Subject, player: Player) -> None:
     without: list[str] = []
     for task in subject.tasks:
         env = subject.make()
-        low, high = env.score_range
+        (low, high), _ = limits_of(env)
         total, done, num_turns = 0.0, False, 0
         try:
             await player.reset(env, task)

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from ludus.core.errors import EnvError, EpisodeTimeout
@@ -161,15 +162,18 @@ def _dump(messages: Iterable[Message]) -> tuple[str, ...]:
 def play_in_process(spec: Spec, task: Task, actions: list[str], timeout_s: float) -> list[Turn]:
     """Play the episode in a new process, with another hash seed.
 
-    Errors: TimeoutError, and errors of the episode.
+    Errors: TimeoutError, EnvError if the process dies, and errors of the episode.
     """
-    from pebble import ProcessPool
+    from pebble import ProcessExpired, ProcessPool
 
     with ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn")) as pool:
         args = (spec.model_dump_json(), task.model_dump_json(), actions)
         with ctrl_c_kept_from_children():
             played = pool.schedule(_play_here, args=args, timeout=timeout_s)
-        turns: list[Turn] = played.result()
+        try:
+            turns: list[Turn] = played.result()
+        except (ProcessExpired, BrokenProcessPool) as error:
+            raise EnvError(f"a new process that plays {task.id} died") from error
         return turns
 
 

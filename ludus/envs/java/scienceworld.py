@@ -14,7 +14,6 @@ ambiguous, the engine asks, and the next action is a number.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -32,15 +31,18 @@ from ludus.envs.actions import (
     Texts,
     action_text,
     answer,
-    command_text,
-    parameters_of,
-    pattern_of,
     printable,
-    tool_spec,
 )
 from ludus.envs.base import NoExpert
 from ludus.envs.java.machine import Engine, find_java
 from ludus.envs.java.pool import JvmEnv, NumJvms, Pool, pool_of
+from ludus.envs.java.scienceworld_commands import (
+    COMMANDS,
+    command_tool,
+    read_command,
+    shown,
+    write_command,
+)
 from ludus.envs.java.scienceworld_tasks import EASIEST_FIRST, KINDS, SPLITS, Split, agentgym_task
 
 ENGINE = Engine(
@@ -57,54 +59,6 @@ SIMPLIFICATIONS = (
     "openDoors",
     "noElectricalAction",
 )
-
-COMMANDS: dict[str, str] = {
-    "look_around": "look around",
-    "look_at": "look at {thing}",
-    "look_in": "look in {thing}",
-    "go_to": "go to {place}",
-    "teleport_to": "teleport to {place}",
-    "open": "open {thing}",
-    "close": "close {thing}",
-    "pick_up": "pick up {thing}",
-    "put_down": "put down {thing}",
-    "move": "move {thing} to {place}",
-    "focus_on": "focus on {thing}",
-    "activate": "activate {thing}",
-    "deactivate": "deactivate {thing}",
-    "use_on": "use {thing} on {other}",
-    "use": "use {thing}",
-    "connect": "connect {thing} to {other}",
-    "disconnect": "disconnect {thing}",
-    "pour": "pour {thing} in {place}",
-    "dunk": "dunk {thing} in {place}",
-    "mix": "mix {thing}",
-    "read": "read {thing}",
-    "eat": "eat {thing}",
-    "flush": "flush {thing}",
-    "inventory": "inventory",
-    "task": "task",
-    "wait_once": "wait1",
-    "wait": "wait",
-    "choose": "{number}",
-}
-"""Tools and engine commands. A command belongs to the first tool with a matching pattern."""
-
-ALIASES = {
-    "drop {thing}": "put_down",
-    "examine {thing}": "look_at",
-    "pour {thing} into {place}": "pour",
-    "dunk {thing} into {place}": "dunk",
-}
-"""Other forms of commands in gold paths, and their tools."""
-
-DESCRIPTIONS = {
-    "go_to": "Go to a place next to this one, through an open door.",
-    "focus_on": "Tell what the task is about; the wrong thing ends the episode as lost.",
-    "wait_once": "Let one step of time pass.",
-    "wait": "Let ten steps of time pass.",
-    "choose": "Answer the question which of several things is meant, by its number.",
-}
 
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "action_hint": lambda engine: {
@@ -174,7 +128,7 @@ class ScienceWorld(JvmEnv):
         if self._tidy is str:  # AgentGym's client joins the two so
             text = f"{description}\n{look}"
         if self.guide:
-            commands = [_shown(tool.name) for tool in self.tools() if tool.name != "choose"]
+            commands = [shown(tool.name) for tool in self.tools() if tool.name != "choose"]
             text = f"{GUIDE.format(commands=', '.join(commands))}\n\n{text}"
         return Observation(
             messages=[Message(role="user", content=text)],
@@ -232,7 +186,7 @@ class ScienceWorld(JvmEnv):
 
     def tools(self) -> Sequence[ToolSpec]:
         teleports = _teleports(self.simplifications)
-        return [_tool(name) for name in COMMANDS if name != "teleport_to" or teleports]
+        return [command_tool(name) for name in COMMANDS if name != "teleport_to" or teleports]
 
     def text_of(self, call: ToolCall) -> str:
         return write_command(call)
@@ -294,52 +248,6 @@ class ScienceWorld(JvmEnv):
             tier=name,
             source="agentgym",
         )
-
-
-def _pattern(command: str) -> re.Pattern[str]:
-    """The pattern that parses a command's arguments."""
-    text = pattern_of(command).pattern
-    return re.compile(text.replace("(?P<number>.+)", r"(?P<number>0|[1-9]\d{0,2})"))
-
-
-PATTERNS = [
-    *((_pattern(command), name) for command, name in ALIASES.items()),
-    *((_pattern(command), name) for name, command in COMMANDS.items()),
-]
-
-
-def read_command(action: str) -> ToolCall:
-    """Returns the tool call of a command. Errors: ValueError."""
-    for pattern, name in PATTERNS:
-        if match := pattern.fullmatch(action):
-            arguments: dict[str, Any] = match.groupdict()
-            if name == "choose":
-                arguments = {"number": int(arguments["number"])}
-            return ToolCall(name=name, arguments=arguments)
-    raise ValueError(f"{action!r} is not a command of scienceworld")
-
-
-def write_command(call: ToolCall) -> str:
-    """Returns the command of a tool call. Errors: ValueError."""
-    if call.name not in COMMANDS:
-        raise ValueError(f"there is no such tool{did_you_mean(call.name, COMMANDS)}")
-    return command_text(COMMANDS[call.name], call, {"number": int})
-
-
-def _tool(name: str) -> ToolSpec:
-    command = COMMANDS[name]
-    properties: dict[str, Any] = {
-        argument: {"type": "string", "description": "As the observations name it."}
-        for argument in parameters_of(command)
-    }
-    if name == "choose":
-        properties = {"number": {"type": "integer", "minimum": 0}}
-    description = DESCRIPTIONS.get(name, f"The command: {_shown(name)}.")
-    return tool_spec(name, description, **properties)
-
-
-def _shown(name: str) -> str:
-    return re.sub(r"\{(\w+)\}", lambda match: match[1].upper(), COMMANDS[name])
 
 
 def _named(task: Task) -> tuple[str, int]:

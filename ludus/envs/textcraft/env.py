@@ -34,7 +34,7 @@ from ludus.envs.actions import Guide, MaxSteps, Texts, action_text, answer, call
 from ludus.envs.base import Env, NoExpert
 from ludus.envs.textcraft import agentgym
 from ludus.envs.textcraft.recipes import Plan, Recipe, Table, load_table
-from ludus.envs.textcraft.renaming import Names, draw_names
+from ludus.envs.textcraft.renaming import Names, draw_counts, draw_names
 
 MAX_GET = 999
 """Maximum number of items of a `get`."""
@@ -51,7 +51,7 @@ class TextCraft(Env):
 
     `StepResult.info` has `success` and `depth`. A task's data is `{"goal": item, "seed": n}`; the
     seed draws the shown recipes (if there are alternatives), the distractors and the order. With
-    `"renamed": true` it also permutes the words of the items' names.
+    `"renamed": true` it also permutes the words of the items' names, and draws the recipes' counts.
     """
 
     agentgym: ClassVar[str | None] = "textcraft"
@@ -86,13 +86,14 @@ class TextCraft(Env):
         # A string seed goes through SHA-512, so it does not depend on PYTHONHASHSEED.
         rng = random.Random(f"textcraft/{goal}/{seed}")
         self._plan = make_plan(self._table, goal, rng)
-        self._names = Names({})
-        if task.data.get("renamed"):
+        self._names, self._renamed = Names({}), bool(task.data.get("renamed"))
+        if self._renamed:
             if self.texts == "agentgym":
                 where = f"textcraft: task {task.id!r}"
                 raise EnvError(f"{where}: texts: agentgym has no renamed tasks; use depth-N/train")
-            words = random.Random(f"textcraft/renamed/{goal}/{seed}")
-            self._names = draw_names(words, self._plan.recipes)
+            drawn = random.Random(f"textcraft/renamed/{goal}/{seed}")
+            self._names = draw_names(drawn, self._plan.recipes)
+            self._plan = draw_counts(drawn, self._plan, goal)
         commands = self._commands(rng)
         text = "\n".join(["commands:", *commands, f"goal: craft {goal}"])
         if self.texts == "agentgym":
@@ -180,7 +181,9 @@ class TextCraft(Env):
             return f"{item} cannot be crafted. get it.", None
         for tag in sorted(given.keys() & self._table.tags.keys()):
             return f"{tag} is one of {', '.join(self._table.tags[tag])}.", None
-        if not any(fits(self._table, r, count, given) for r in self._table.recipes[item]):
+        planned = self._plan.recipes.get(item)
+        ways = [planned] if planned and self._renamed else self._table.recipes[item]
+        if not any(fits(self._table, way, count, given) for way in ways):
             return f"there is no such recipe for {item}.", None
         missing = [name for name, needed in given.items() if self._inventory[name] < needed]
         if missing:
@@ -252,8 +255,8 @@ class TextCraft(Env):
         """The tier's goal number `seed % num_goals(tier)`; no tier: goals of all depths.
 
         `depth-2/heldout` has a part of `depth-2`'s goals, `depth-2/train` the others, and
-        `depth-2/renamed` these with other words. `depth-2:40` has the first 40 goals of `depth-2`;
-        goals are in pseudo-random order.
+        `depth-2/renamed` these with other words and counts. `depth-2:40` has the first 40 goals of
+        `depth-2`; goals are in pseudo-random order.
         """
         goals = _goals(tier)
         goal = goals[seed % len(goals)]

@@ -1,7 +1,7 @@
-"""TextCraft with other words: a task's seed permutes the words of which items' names consist.
+"""TextCraft with other words and counts: drawn by a task's seed, words as a permutation.
 
-    craft 4 oak planks using 1 oak logs             craft 4 oak planks using 1 oak logs
-    craft 1 iron sword using 1 stick, 2 iron ingot  craft 1 bell melon using 1 rail, 2 bell disc
+    craft 4 oak planks using 1 oak logs             craft 3 oak planks using 2 oak logs
+    craft 1 iron sword using 1 stick, 2 iron ingot  craft 6 bell melon using 5 rail, 1 bell disc
     goal: craft iron sword                          goal: craft bell melon
 
 Recipes keep their structure, but nothing can be known by heart: a policy that succeeds reads the
@@ -13,15 +13,23 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 
-from ludus.envs.textcraft.recipes import load_table
+from ludus.envs.textcraft.recipes import Plan, Recipe, load_table
 
 WORD = re.compile(r"[a-z]+")
 
 GRAMMAR = frozenset({"a", "of", "on", "the"})
 """Words of items' names that mean little."""
+
+
+MADE = (1, 2, 3, 4, 6, 8, 16)
+USED = tuple(range(1, 10))
+"""Counts of the table's recipes: of what they make, and of an ingredient."""
+
+MAX_DRAWS = 100
 
 
 class Names:
@@ -45,6 +53,25 @@ def draw_names(rng: random.Random, crafted: Collection[str]) -> Names:
         names = Names(dict(zip(words, rng.sample(words, len(words)), strict=True)))
         if not any(names.shown(item) in heldout for item in crafted):
             return names
+
+
+def draw_counts(rng: random.Random, plan: Plan, goal: str) -> Plan:
+    """The plan with other counts in its recipes. It takes no more actions than with the real ones,
+    which remain where no draw is as short."""
+    limit = len(plan.actions(goal, Counter()))
+    for _ in range(MAX_DRAWS):
+        recipes = {
+            item: Recipe(
+                item,
+                rng.choice(MADE),
+                tuple((name, rng.choice(USED)) for name, _ in recipe.ingredients),
+            )
+            for item, recipe in plan.recipes.items()
+        }
+        drawn = Plan(recipes, plan.members)
+        if len(drawn.actions(goal, Counter())) <= limit:
+            return drawn
+    return plan
 
 
 @cache

@@ -24,7 +24,6 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 CALL_FORM = f'{CALL_OPEN}{{"name": ..., "arguments": {{...}}}}{CALL_CLOSE}'
 
-_CALL = re.compile(f"{CALL_OPEN}(.*?){CALL_CLOSE}", re.DOTALL)
 _MAX_ERROR = 400
 
 
@@ -79,9 +78,21 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str | None, str,
     return None, text, True
 
 
+def between(text: str, opening: str, closing: str) -> tuple[list[str], str]:
+    """Returns the texts from each mark `opening` to the next `closing`, and the text around them.
+
+    The time is linear: no mark is looked for behind the last `closing`, so a model that repeats
+    `opening` thousands of times holds up nothing.
+    """
+    last = text.rfind(closing)
+    end = 0 if last < 0 else last + len(closing)
+    marked = re.compile(f"{re.escape(opening)}(.*?){re.escape(closing)}", re.DOTALL)
+    return marked.findall(text[:end]), marked.sub("", text[:end]) + text[end:]
+
+
 def without_calls(text: str) -> str:
     """The text around the complete tool calls."""
-    return _CALL.sub("", text)
+    return between(text, CALL_OPEN, CALL_CLOSE)[1]
 
 
 class ToolParser:
@@ -105,12 +116,12 @@ class ToolParser:
     def parse(self, text: str) -> tuple[str, list[ToolCall], str | None]:
         """Returns (text around the calls, calls, error). One bad call invalidates all calls."""
         calls: list[ToolCall] = []
-        for match in _CALL.finditer(text):
-            call = self._call(match.group(1))
+        found, rest = between(text, CALL_OPEN, CALL_CLOSE)
+        for written in found:
+            call = self._call(written)
             if isinstance(call, str):
                 return text, [], call[:_MAX_ERROR]
             calls.append(call)
-        rest = without_calls(text)
         if CALL_OPEN in rest or CALL_CLOSE in rest:
             return text, [], f"A tool call is not complete. Write {CALL_FORM}"
         return (rest.strip() if calls else text), calls, None

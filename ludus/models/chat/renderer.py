@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from ludus.core.errors import ConfigError
@@ -54,6 +55,8 @@ class Renderer:
     `thinking` is the policy for thinking blocks. "keep" and "strip" allow them; with "strip", the
     caller replaces a sampled turn by its `strip_thinking` in a new branch. "forbid" renders with
     `enable_thinking=False`, and `parse` reports a block as an error.
+    `result_markers`: tool messages stand between these markers inside the assistant's turn
+    (`inline`), not in turns of their own.
 
     Content never becomes a special token: `<|im_end|>` in an observation is tokenised as ordinary
     text. This protection is not possible for a template whose framing is ordinary text to the
@@ -72,9 +75,12 @@ class Renderer:
         chat_template: str | None = None,
         tools: Sequence[ToolSpec] = (),
         thinking: Thinking = "keep",
+        result_markers: tuple[str, str] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.thinking = thinking
+        self.tools = tuple(tools)
+        self.result_markers = result_markers
         source = _source(tokenizer, chat_template)
         variables = {"enable_thinking": False} if thinking == "forbid" else {}
         self._template = ChatTemplate(tokenizer, source, **variables)
@@ -115,11 +121,43 @@ class Renderer:
 
         return self._cached("after its end" if ended else "after", messages, render)
 
-    def assistant(self, message: Message) -> list[int]:
+    def with_tools(self, tools: Sequence[ToolSpec]) -> Renderer:
+        """A renderer of the same template that shows other tools; its probes are not repeated."""
+        other = copy(self)
+        other.tools, other._cache = tuple(tools), {}
+        other._tools = self._encoder.tools(tools)
+        other._parser = ToolParser(tools) if tools else None
+        return other
+
+    def inline(self, message: Message) -> list[int]:
+        """Returns the ids of a tool's result inside the assistant's turn, with its markers."""
+        assert self.result_markers is not None
+        opening, closing = self.result_markers
+        text = f"\n{opening}\n{self._encoder.defuse(message.content)}\n{closing}\n"
+        return self._encoder.encode(text)
+
+    def shorten(self, text: str, max_tokens: int) -> str:
+        """Returns the text; if it has more than `max_tokens` tokens, its head and its tail.
+
+        A note between them tells the number of characters that were left out.
+        """
+        return self._encoder.shorten(text, max_tokens)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Returns sampled ids as text, without the end of the turn."""
+        ids = list(token_ids)
+        return self._decode(ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids)
+
+    def assistant(self, message: Message, *, begins: bool = True, ends: bool = True) -> list[int]:
         """Returns the ids a model would sample for `message`, including the end-of-turn id.
 
-        With "forbid", the message's thinking is omitted.
+        With "forbid", the message's thinking is omitted. Not `begins`: the message continues a turn
+        after a result (`inline`). Not `ends`: a result follows in the turn.
         """
+        if not (begins and ends):
+            text = (self._lead if begins else "") + self._encoder.defuse(message.content)
+            text += self._closing + self._end if ends else ""
+            return self._encoder.encode_after(self._end, text)
         lead = self._think_close if self._think_prompted else self._lead
         if message.thinking is not None and self.thinking != "forbid":
             thought = self._encoder.defuse(message.thinking)

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from ludus.core.errors import ConfigError, did_you_mean
 from ludus.core.types import Message, ToolSpec
@@ -29,6 +29,9 @@ BREAK = "\ufdd0"  # splits the text of a special token inside content; the encod
 SENTINEL = "\ufdd1"  # placeholder for content when probing a template
 THOUGHT = "\ufdd2"  # placeholder for thinking when probing a template
 
+LONGEST_TOKEN = 32
+"""Characters of a token, for a first cut of long texts: few tokens have more."""
+
 PARSED_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Markers that structure a turn, whether or not a tokenizer has them as special tokens."""
 
@@ -40,7 +43,7 @@ _TOKEN_LIKE = re.compile(
 def load_template(name: str) -> str:
     """Returns the Jinja source of a shipped template (plain, qwen3) or of a file.
 
-    Errors: ConfigError where the template or file does not exist, or is not text.
+    Errors: ConfigError where the template or file does not exist, or is not a template.
     """
     if name in SHIPPED:
         templates = resources.files("ludus.models.chat") / "templates"
@@ -48,13 +51,29 @@ def load_template(name: str) -> str:
     path = Path(name).expanduser()
     if path.is_file():
         try:
-            return path.read_text("utf-8")
+            source = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"model.chat_template: {path} cannot be read: {error}") from None
+        require_template(source, str(path))
+        return source
     raise ConfigError(
         f"model.chat_template: {name!r} is neither a shipped template nor a file"
         f"{did_you_mean(name, SHIPPED)}"
     )
+
+
+def require_template(source: str, origin: str) -> None:
+    """Errors: ConfigError, with the line, where `source` is not a Jinja template."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template(conversations=[[]], chat_template=source)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"model.chat_template: {origin}, line {error.lineno}: {error.message}"
+        ) from None
+    except Exception:  # it needs messages
+        return
 
 
 def special_tokens(source: str) -> list[str]:
@@ -161,6 +180,36 @@ class Encoder:
         if isinstance(value, list):
             return [self.defuse(item) for item in value]
         return value
+
+    def shorten(self, text: str, max_tokens: int) -> str:
+        """Returns head and tail of a text of more than `max_tokens` tokens, around a note.
+
+        The cuts are between tokens. Only as much of a long text is encoded as could be kept.
+        """
+        text = str(self.defuse(text))
+        reach = LONGEST_TOKEN * max_tokens
+        head = self._spans(text[:reach])
+        if len(text) <= reach and len(head) <= max_tokens:
+            return text.replace(BREAK, "")
+        tail, start = (head, 0) if len(text) <= reach else (self._spans(text[-reach:]), -reach)
+        start += len(text) if start else 0
+        room = max_tokens
+        while True:
+            num_head = min(len(head), (room + 1) // 2)
+            first = head[num_head - 1][1] if num_head else 0
+            num_tail = min(len(tail), room // 2)
+            last = start + tail[-num_tail][0] if num_tail else len(text)
+            cut = max(0, last - first)
+            note = f"\n[... {cut:,} characters left out ...]\n"
+            kept = text[:first] + note + text[max(first, last) :]
+            excess = len(self._spans(kept)) - max_tokens
+            if excess <= 0 or room <= 0:
+                return kept.replace(BREAK, "")
+            room = max(0, room - excess)
+
+    def _spans(self, text: str) -> list[tuple[int, int]]:
+        """The characters, from and to, of each token."""
+        return list(self._backend.encode(text, add_special_tokens=False).offsets)
 
     def message(self, message: Message) -> dict[str, Any]:
         """Returns the message in the form templates expect, with defused content."""

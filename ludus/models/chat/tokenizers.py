@@ -25,6 +25,7 @@ from ludus.models.chat.template import (
     ChatTemplate,
     end_of_turn,
     load_template,
+    require_template,
     special_tokens,
 )
 
@@ -39,8 +40,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     """Load the tokenizer of a Hugging Face folder or hub name.
 
     Errors: ConfigError where the folder does not exist (with the nearest name), the hub cannot be
-    reached, or there is no tokenizer.
+    reached, there is no tokenizer, or its chat template has a wrong syntax.
     """
+    own = Path(path).expanduser() / "chat_template.jinja"
+    if own.is_file():
+        load_template(str(own))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # of transformers' readers and validators
@@ -50,6 +54,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
             f"model.tokenizer: {path} has no tokenizer (no token but special ones); name "
             "another folder in model.tokenizer, or add its files, such as tokenizer.json"
         )
+    if isinstance(tokenizer.chat_template, str):
+        require_template(tokenizer.chat_template, f"the chat template of {path}")
     return tokenizer
 
 

@@ -13,17 +13,21 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx
 
-from ludus.core.errors import ConfigError, ContextOverflow, SamplerError
+from ludus.core.errors import ConfigError, ContextOverflow, SamplerError, ToolError
+from ludus.core.remote import retry_after
 from ludus.core.types import Message, ToolCall, ToolSpec
 from ludus.core.versions import Run, check_runs, several
+from ludus.models.chat.template import well_formed
 from ludus.models.endpoint.addresses import BlockedAddress, check_host, guard, is_blocked
 from ludus.models.samplers.base import SamplingParams
+from ludus.telemetry.waits import waited
+from ludus.tools.limits.limiter import Limits
 
 MAX_BYTES = 16_000_000
 """Limit of a response's size."""
@@ -32,7 +36,12 @@ CONNECT_S = 5.0
 RETRY_PAUSES_S = (0.2, 1.0)
 """Seconds before each retry, where the endpoint is down or busy."""
 
-BUSY_STATUS = (408, 429, 502, 503, 504)
+_MALFORMED = (
+    ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
+)  # fmt: skip
+BUSY_STATUS = (408, 425, 429, 500, 502, 503, 504, 529)
+"""Statuses after which a request is sent again: it has no effect beyond its answer."""
+
 TOKEN_OPTIONS = {"logprobs": True, "return_token_ids": True}
 
 
@@ -56,13 +65,13 @@ class Reply:
     version_runs: list[Run] | None = None
 
 
-def check_url(base_url: str) -> str:
-    """Returns the URL without a trailing slash.
+def check_url(base_url: str, place: str = "base_url") -> str:
+    """Returns the URL without a trailing slash. `place` names the key in messages.
 
     Errors: ConfigError for a URL that is not http(s)://host[:port][/path], that contains a
     password, or whose IP address is blocked (`addresses`).
     """
-    where = f"base_url: {base_url!r:.100}"
+    where = f"{place}: {base_url!r:.100}"
     try:
         url = httpx.URL(base_url)
     except (httpx.InvalidURL, TypeError, ValueError) as error:
@@ -83,12 +92,23 @@ class Endpoint:
         base_url: up to and including `/v1`.
         api_key: sent as a bearer token.
         timeout_s: time limit of one turn, in seconds.
+        pauses_s: seconds before each retry.
+        tokens: ask for token ids and log-probabilities.
+        limits: rate limits by URL; each request, retries included, takes a permit.
 
     Errors: ConfigError for a wrong `base_url`.
     """
 
     def __init__(
-        self, base_url: str, model: str, api_key: str | None = None, *, timeout_s: float = 120.0
+        self,
+        base_url: str,
+        model: str,
+        api_key: str | None = None,
+        *,
+        timeout_s: float = 120.0,
+        pauses_s: Sequence[float] = RETRY_PAUSES_S,
+        tokens: bool = True,
+        limits: Limits | None = None,
     ) -> None:
         self.base_url, self.model = check_url(base_url), model
         self._url = httpx.URL(f"{self.base_url}/chat/completions")
@@ -102,7 +122,9 @@ class Endpoint:
             limits=httpx.Limits(max_connections=None),
         )
         self._timeout_s = timeout_s
-        self._request_tokens = True
+        self._pauses_s = pauses_s
+        self._limits = limits if limits is not None and self.base_url in limits else None
+        self._request_tokens, self._constrain = tokens, True
 
     async def __aenter__(self) -> Endpoint:
         return self
@@ -118,9 +140,13 @@ class Endpoint:
             raise ConfigError(f"base_url: {error}") from error
 
     async def chat(
-        self, messages: Sequence[Message], params: SamplingParams, tools: Sequence[ToolSpec] = ()
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        tools: Sequence[ToolSpec] = (),
+        schema: Mapping[str, Any] | None = None,
     ) -> Reply:
-        """Sample one turn.
+        """Sample one turn; with `schema`, JSON of that schema if the endpoint can constrain it.
 
         Errors: SamplerError where the endpoint is down, times out, refuses, or sends a malformed
         response; ContextOverflow where the conversation is too long for it.
@@ -132,6 +158,13 @@ class Endpoint:
         }
         if tools:
             body["tools"] = [{"type": "function", "function": t.model_dump()} for t in tools]
+        if schema is not None and self._constrain:
+            form = {"name": "answer", "strict": True, "schema": schema}
+            constrained = {"type": "json_schema", "json_schema": form}
+            status, content = await self._post({**body, "response_format": constrained})
+            if status not in (400, 422) or _too_long(content):
+                return self._read(status, content)
+            self._constrain = False
         if self._request_tokens:
             status, content = await self._post({**body, **TOKEN_OPTIONS})
             if status not in (400, 422) or _too_long(content):
@@ -141,13 +174,23 @@ class Endpoint:
         return reply
 
     async def _post(self, body: dict[str, Any]) -> tuple[int, bytes]:
-        """Send a request, with retries; returns status and body of the response."""
-        for pause in (*RETRY_PAUSES_S, None):
+        """Send a request, with retries; returns status and body of the response.
+
+        A retry waits as long as `Retry-After` asks for, at most `timeout_s`.
+        """
+        for pause in (*self._pauses_s, None):
+            after_s = 0.0
+            await self._permit()
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    status, content = await self._send(body)
+                    status, content, after_s = await self._send(body)
                 if status not in BUSY_STATUS or pause is None:
                     return status, content
+                if after_s > self._timeout_s:
+                    raise SamplerError(
+                        f"{self.base_url} answered {status} and asks to wait {after_s:.0f} s, "
+                        f"longer than the {self._timeout_s:g} s of a turn: {_error_text(content)}"
+                    )
             except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout):
                 raise SamplerError(
                     f"{self.base_url} did not answer within {self._timeout_s:g} s"
@@ -158,18 +201,31 @@ class Endpoint:
                 if pause is None:
                     reason = str(error) or type(error).__name__
                     raise SamplerError(f"{self.base_url} cannot be reached: {reason}") from error
-            await asyncio.sleep(pause)
+            await asyncio.sleep(max(pause, after_s))
         raise AssertionError("the last attempt returns or raises")
 
-    async def _send(self, body: dict[str, Any]) -> tuple[int, bytes]:
+    async def _permit(self) -> None:
+        """Wait for the endpoint's rate limit. Errors: SamplerError: no permit in time."""
+        if self._limits is not None:
+            try:
+                waited(await self._limits.acquire(self.base_url))
+            except ToolError as error:
+                raise SamplerError(str(error)) from error
+
+    async def _send(self, body: dict[str, Any]) -> tuple[int, bytes, float]:
         content = bytearray()
         trace = {"trace": guard(self._host)}
         async with self._client.stream("POST", self._url, json=body, extensions=trace) as answer:
+            if answer.has_redirect_location:
+                raise SamplerError(
+                    f"{self.base_url} answered {answer.status_code}, a redirect to "
+                    f"{answer.headers['location']!r:.200}: give the address it leads to, up to /v1"
+                )
             async for part in answer.aiter_bytes():
                 content += part
                 if len(content) > MAX_BYTES:
                     raise SamplerError(f"{self.base_url}: the response exceeds {MAX_BYTES} bytes")
-            return answer.status_code, bytes(content)
+            return answer.status_code, bytes(content), retry_after(answer.headers)
 
     def _read(self, status: int, content: bytes) -> Reply:
         if status != 200:
@@ -177,8 +233,8 @@ class Endpoint:
                 raise ContextOverflow(f"{self.base_url}: {_error_text(content)}")
             raise SamplerError(f"{self.base_url} answered {status}: {_error_text(content)}")
         try:
-            return _parse_reply(json.loads(content))
-        except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as e:
+            return _parse_reply(well_formed(json.loads(content)))
+        except _MALFORMED as e:
             reason = f"{type(e).__name__}: {e}"
             raise SamplerError(f"{self.base_url}: malformed response ({reason:.200})") from e
 
@@ -224,7 +280,6 @@ def _parse_reply(answer: Any) -> Reply:
     if not isinstance(content, str) or not isinstance(thinking, str | None):
         raise TypeError("the message's content is not a string")
     calls, error = _parse_calls(sampled.get("tool_calls") or [])
-    content = content.encode("utf-8", "replace").decode()
     message = Message(role="assistant", content=content, thinking=thinking, tool_calls=calls)
     reason: Literal["stop", "length"] = (
         "length" if choice.get("finish_reason") == "length" else "stop"
@@ -298,7 +353,7 @@ def _too_long(content: bytes) -> bool:
 def _error_text(content: bytes) -> str:
     """Returns the message of an error response, shortened to one line."""
     try:
-        answer = json.loads(content)
+        answer = well_formed(json.loads(content))
         error = answer.get("error", answer)
         text = str(error.get("message", error) if isinstance(error, dict) else error)
     except (AttributeError, RecursionError, ValueError):

@@ -15,6 +15,7 @@ import json
 import math
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,12 +28,16 @@ from ludus.models.build import merge_lora
 from ludus.models.samplers.base import Completion, SamplingParams, check_turn, num_embeddings
 from ludus.models.samplers.vllm_server import VllmServer, require_vllm
 from ludus.models.samplers.weights import WEIGHTS, probe_logprobs, write_model
+from ludus.models.vocabulary import Vocabulary
 from ludus.telemetry.logs import get_logger
 from ludus.telemetry.occupancy import busy
 
 log = get_logger(__name__)
 
 NUM_PROBE_TOKENS = 32
+NEVER = -1e9
+"""Added to a logit, it makes the probability 0 in float32. JSON has no infinity."""
+
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.25}
 """Allowed difference of the probe's log-probabilities between vLLM and the learner."""
 
@@ -89,6 +94,7 @@ class VllmSampler:
         self._python = python or sys.executable
         require_vllm(self._python)
         self._model, self._tokenizer = model, tokenizer
+        self._never: Sequence[int] = Vocabulary.of(tokenizer).absent(num_embeddings(model))
         self._folder = folder
         self.context_length = context_length
         self._dtype = dtype or str(model.dtype).removeprefix("torch.")
@@ -166,7 +172,7 @@ class VllmSampler:
 
     async def _sample(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
         server = await self._running_server()
-        body = {"token_ids": prompt_ids, "sampling_params": _sampling_params(params)}
+        body = {"token_ids": prompt_ids, "sampling_params": _sampling_params(params, self._never)}
         try:
             async with _client_of(server) as client:
                 response = await client.post("/inference/v1/generate", json=body)
@@ -311,8 +317,12 @@ def _client_of(server: VllmServer) -> httpx.AsyncClient:
     )
 
 
-def _sampling_params(params: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters under vLLM's names. Only `stop_token_ids` and `stop` end a turn."""
+def _sampling_params(params: SamplingParams, never: Sequence[int]) -> dict[str, Any]:
+    """Sampling parameters under vLLM's names. Only `stop_token_ids` and `stop` end a turn.
+
+    `never`: ids without a token (Qwen3 has 267). vLLM would sample them, and the learner normalises
+    over the ids of tokens only. `logit_bias` is short; `allowed_token_ids` would list all others.
+    """
     fields: dict[str, Any] = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
@@ -324,6 +334,8 @@ def _sampling_params(params: SamplingParams) -> dict[str, Any]:
         "logprobs": 0,  # of the sampled token only
         "detokenize": bool(params.stop),
     }
+    if never:
+        fields["logit_bias"] = dict.fromkeys(never, NEVER)
     if params.stop:
         fields |= {"stop": list(params.stop), "skip_special_tokens": False}
     return fields

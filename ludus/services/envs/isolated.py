@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from ludus.core.errors import EnvError
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec
-from ludus.envs.base import Env
+from ludus.envs.base import Env, limits_of
 from ludus.rollout.host import LocalEnvs
 
 CLOSE_WAIT_S = 2.0
@@ -138,7 +138,7 @@ def _serve_calls(pipe: Connection, spec: Spec) -> None:
             try:
                 env = env or LocalEnvs(spec).make()
                 if method == _LIMITS:
-                    answer: Any = (env.score_range, env.success_at, env.max_turns)
+                    answer: Any = (*limits_of(env), env.max_turns)
                 elif method in ("reset", "step", "close"):
                     answer = runner.run(getattr(env, method)(*args))
                 else:

@@ -78,7 +78,7 @@ class BorrowedThread(EnvThread):
         self, act: Act[T], deadline: float, *, blocking: bool, last: Act[None] | None = None
     ) -> T:
         async with self._slots:
-            thread = EnvThread()
+            thread = EnvThread(wait_for="pause")  # soon, for the environment does not block
             try:
                 return await thread.run(act, deadline, blocking=True, last=last)
             finally:
@@ -149,7 +149,7 @@ class SessionManager:
             raise ServiceError(429, "too_many_sessions", message)
         if 0 < limit_mb < resident_mb():
             raise ServiceError(503, "out_of_memory", f"more than {limit_mb} MB are in use")
-        thread = EnvThread() if served.blocking else BorrowedThread(self._slots)
+        thread = EnvThread(wait_for="start") if served.blocking else BorrowedThread(self._slots)
         deadlines = self.limits.step_deadline_s, self.limits.expert_deadline_s
         session = EnvSession(self.new_number(), client, served, thread, *deadlines)
         self._sessions[session.number] = session

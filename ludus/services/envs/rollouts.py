@@ -28,10 +28,12 @@ from fastapi.responses import Response, StreamingResponse
 from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
+from ludus.config.schema import RunConfig
 from ludus.core.errors import LudusError
-from ludus.core.types import Wire
+from ludus.core.types import ToolSpec, Wire
 from ludus.rollout.jobs import EpisodeRecord, RolloutJob
 from ludus.rollout.requests import RolloutAnswer, RolloutRequest, agentgym_spec, answer_of, tasks_of
+from ludus.rollout.tool_use import RunTools
 from ludus.services.envs.manager import SessionManager
 from ludus.services.envs.session import ServedEnv, format_id
 from ludus.services.server.app import ERRORS, ServiceError, Settings, owner_of
@@ -90,10 +92,14 @@ class OwnedJob:
 
 
 class Jobs:
-    """The jobs of a process. Errors of all methods: ServiceError."""
+    """The jobs of a process, with the tools of `recipe`. Errors of all methods: ServiceError."""
 
-    def __init__(self, sessions: SessionManager, settings: Settings) -> None:
-        self._sessions = sessions
+    def __init__(
+        self, sessions: SessionManager, settings: Settings, recipe: RunConfig | None
+    ) -> None:
+        self._sessions, self._recipe = sessions, recipe
+        self.tools: RunTools | None = None
+        """The opened tools of the recipe."""
         self._shares = Shares(MAX_JOBS, 0, settings.tokens)
         self._jobs: dict[str, OwnedJob] = {}
         self._episodes = Counter(
@@ -108,19 +114,20 @@ class Jobs:
         served = self._sessions.env(request.env)
         self._require_place(client)
         try:
-            endpoint = request.endpoint()
+            endpoint = request.endpoint(self.tools)
             await endpoint.check()
             spec = agentgym_spec(served.spec, request.tier)
             tasks = await asyncio.to_thread(
                 lambda: list(tasks_of(served.spec, request.ids, request.tier))
             )
             env = served if spec == served.spec else ServedEnv(spec, served.isolate)
+            done: list[EpisodeRecord] = []
+            tool_calls = self._recipe.rollout.tool_calls if self._recipe else None
+            job = request.job(endpoint, env, tasks, done.append, self.tools, tool_calls)
         except LudusError as error:
             if isinstance(error, ServiceError):
                 raise
             raise ServiceError(422, "invalid", str(error)) from error
-        done: list[EpisodeRecord] = []
-        job = request.job(endpoint, env, tasks, done.append)
         self._require_place(client)  # others may have taken it during the check
         owned = OwnedJob(format_id(self._sessions.new_number()), client, request, job, done)
         self._jobs[owned.id] = owned
@@ -155,6 +162,9 @@ class Jobs:
             raise ServiceError(404, "unknown_rollout", "no job with this id is running")
         return job
 
+    def functions(self) -> list[ToolSpec]:
+        return [] if self.tools is None else list(self.tools.functions)
+
     def stop_all(self) -> None:
         for owned in list(self._jobs.values()):
             owned.job.stop()
@@ -163,9 +173,11 @@ class Jobs:
 JobId = Annotated[str, Path(max_length=64)]
 
 
-def add_routes(app: FastAPI, sessions: SessionManager, settings: Settings) -> Jobs:
-    """Serve `/rollouts` for the environments of `sessions`."""
-    jobs = Jobs(sessions, settings)
+def add_routes(
+    app: FastAPI, sessions: SessionManager, settings: Settings, recipe: RunConfig | None = None
+) -> Jobs:
+    """Serve `/rollouts` for the environments of `sessions`, with the tools of `recipe`."""
+    jobs = Jobs(sessions, settings, recipe)
     options: dict[str, Any] = {"responses": ERRORS, "tags": ["rollouts"]}
 
     @app.post("/rollouts", response_model=RolloutAnswer, **options)
@@ -183,6 +195,11 @@ def add_routes(app: FastAPI, sessions: SessionManager, settings: Settings) -> Jo
         finally:
             await _ensure_ended(owned, running)
         return Response(owned.answer().model_dump_json(), media_type="application/json")
+
+    @app.get("/tools", response_model=list[ToolSpec], **options)
+    async def read_tools() -> list[ToolSpec]:
+        """The functions that episodes may have."""
+        return jobs.functions()
 
     @app.get("/rollouts", response_model=list[Progress], **options)
     async def read_all(request: Request) -> list[Progress]:

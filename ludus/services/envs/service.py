@@ -21,7 +21,10 @@ from fastapi import FastAPI, Path, Request
 from fastapi.responses import Response
 from starlette.middleware import Middleware
 
+from ludus.config.schema import RunConfig
+from ludus.core.signals import run
 from ludus.core.types import Observation, Spec, StepResult, Task, ToolCall, Wire
+from ludus.rollout.tool_use import open_tools
 from ludus.services.envs import isolated
 from ludus.services.envs.api import (
     Act,
@@ -55,9 +58,12 @@ def environment_service(
     limits: SessionLimits,
     *,
     isolate: bool = False,
+    recipe: RunConfig | None = None,
     peers: Peers | None = None,
 ) -> FastAPI:
     """An application that serves `envs` with ludus' API, AgentGym's and OpenEnv's.
+
+    Rollout jobs have the tools of `recipe`, with its limits.
 
     Errors: ConfigError, MissingDependency.
     """
@@ -72,15 +78,16 @@ def environment_service(
         if isolate:
             modules = [env.env_class.__module__ for env in served.values()]
             await asyncio.to_thread(isolated.warm_up, modules)
-        expiry = asyncio.create_task(sessions.close_idle())
-        try:
-            yield
-        finally:
-            expiry.cancel()
-            jobs.stop_all()
-            await sessions.close_all()
-            if peers is not None:
-                await peers.close()
+        async with open_tools(recipe) as jobs.tools:
+            expiry = asyncio.create_task(sessions.close_idle())
+            try:
+                yield
+            finally:
+                expiry.cancel()
+                jobs.stop_all()
+                await sessions.close_all()
+                if peers is not None:
+                    await peers.close()
 
     def health() -> Mapping[str, Any]:
         return {"sessions": sessions.count(), "envs": sorted(served)}
@@ -95,7 +102,7 @@ def environment_service(
     _add_env_routes(app, sessions)
     _add_session_routes(app, executor)
     add_socket(app, executor)
-    jobs = rollouts.add_routes(app, sessions, settings)
+    jobs = rollouts.add_routes(app, sessions, settings, recipe)
     for spec in envs:
         openenv.add_routes(app, sessions, served[spec.name])
         if spec.name in agentgym_rows.ROWS:
@@ -109,6 +116,7 @@ def serve_envs(
     limits: SessionLimits,
     isolate: bool,
     say: Callable[[str], object],
+    recipe: RunConfig | None = None,
 ) -> None:
     """`ludus serve env`: serve until stopped. `limits` hold for all workers together.
 
@@ -116,12 +124,19 @@ def serve_envs(
     """
     for spec in specs:  # report mistakes before the service listens
         ServedEnv(spec).schema(limits.expert_deadline_s)
+    if recipe is not None:
+        run(_check_tools(recipe))
     names = ", ".join(spec.name for spec in specs)
     serve(
-        partial(environment_service, tuple(specs), limits=limits, isolate=isolate),
+        partial(environment_service, tuple(specs), limits=limits, isolate=isolate, recipe=recipe),
         options,
         lambda address: say(f"{names}: {address} (description: {address}/docs)"),
     )
+
+
+async def _check_tools(recipe: RunConfig) -> None:
+    async with open_tools(recipe):
+        pass
 
 
 def _json(model: Wire) -> Response:

@@ -12,7 +12,7 @@ from typing import Any
 from ludus.core.errors import EnvLost, EpisodeError, EpisodeTimeout, LudusError
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec, Wire
 from ludus.envs import ENVS
-from ludus.envs.base import Env, NoExpert
+from ludus.envs.base import Env, NoExpert, limits_of
 from ludus.rollout.host import HostedEnv, LocalEnvs
 from ludus.rollout.threads import EnvThread, Overdue, T
 from ludus.services.envs.isolated import IsolatedEnv
@@ -69,11 +69,12 @@ class ServedEnv:
 
     def schema(self, expert_deadline_s: float) -> EnvSchema:
         env = self._local.prototype
+        score_range, success_at = limits_of(env)
         return EnvSchema(
             name=self.name,
             tools=list(env.tools()),
-            score_range=env.score_range,
-            success_at=env.success_at,
+            score_range=score_range,
+            success_at=success_at,
             max_turns=env.max_turns,
             tiers=list(self.env_class.tiers()),
             expert_deadline_s=expert_deadline_s,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge
+from starlette.types import Receive, Scope, Send
 
 from ludus.core.errors import LudusError, SamplerError, TrainingError
 from ludus.models.samplers.base import Completion, SamplingParams
@@ -34,14 +35,10 @@ SLOW_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRequest:
-    """One choice to generate. `params` is None if the prompt is only echoed.
-
-    `tenant` is whose share it counts against.
-    """
+    """One choice to generate. `params` is None if the prompt is only echoed."""
 
     prompt_ids: list[int]
     params: SamplingParams | None
-    tenant: str = ""
 
 
 class StreamQueue:
@@ -81,6 +78,21 @@ class Disconnected(Exception):
     """The client has closed its connection."""
 
 
+class TurnStream(StreamingResponse):
+    """A stream that cancels its turns when it ends, and where it cannot start."""
+
+    def __init__(self, events: AsyncIterator[str], turns: Sequence[asyncio.Task[None]]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._turns = turns
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for turn in self._turns:
+                turn.cancel()
+
+
 class Generator:
     """Generates the choices of requests, at most `max_turns` concurrently."""
 
@@ -112,18 +124,36 @@ class Generator:
         if not self._shares.allows(tenant, len(choices)):
             message = f"more than {self._shares.limit} turns at a time, your share"
             raise ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
-        choices = [replace(choice, tenant=tenant) for choice in choices]
+        # No await from the check to the start: another request would pass the check too.
         if body.stream:
-            events = self._stream(request, choices, builder)
-            return StreamingResponse(events, media_type="text/event-stream")
-        work = [self._generate(choice, builder) for choice in choices]
+            queue = StreamQueue(lambda: [turn.cancel() for turn in turns])
+            turns = [
+                self._start(tenant, self._feed(queue, index, choice, builder))
+                for index, choice in enumerate(choices)
+            ]
+            return TurnStream(self._events(request, choices, builder, queue), turns)
+        work = [self._start(tenant, self._generate(choice, builder)) for choice in choices]
         try:
-            results = await _unless_disconnected(request, _gather(work))
+            results = await _unless_disconnected(request, asyncio.gather(*work))
         except Disconnected:
             return Response(status_code=499)
         except LudusError as error:
             raise server_error(error) from error
+        finally:
+            for task in work:
+                task.cancel()
         return JSONResponse(builder.body(results))
+
+    def _start(self, tenant: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a choice; it counts from now until its task ends, even if that never runs."""
+        self._count(tenant, 1)
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._count(tenant, -1))
+        return task
+
+    def _count(self, tenant: str, number: int) -> None:
+        self.num_open += number
+        self._shares.add(tenant, number)
 
     async def _generate(self, choice: ChoiceRequest, builder: ResponseBuilder) -> Choice:
         """Generate a choice, with alternatives and prompt scores as requested."""
@@ -145,35 +175,41 @@ class Generator:
             tokens = tokens_of(completion)
         return Choice(choice.prompt_ids, completion, tokens, scores)
 
-    async def _stream(
-        self, request: Request, choices: Sequence[ChoiceRequest], builder: ResponseBuilder
-    ) -> AsyncIterator[str]:
-        """Server-sent events. All generation ends with the stream."""
-        queue = StreamQueue(lambda: [task.cancel() for task in tasks])
+    async def _feed(
+        self, queue: StreamQueue, index: int, choice: ChoiceRequest, builder: ResponseBuilder
+    ) -> None:
+        """Put the tokens of a choice into the queue, then its Completion or error."""
         loop = asyncio.get_running_loop()
 
-        async def generate(index: int, choice: ChoiceRequest) -> None:
-            def on_token(token: Token) -> None:
-                loop.call_soon_threadsafe(queue.put, index, token)
+        def on_token(token: Token) -> None:
+            loop.call_soon_threadsafe(queue.put, index, token)
 
-            assert choice.params is not None
-            try:
-                result: Any = await self._counted(
-                    choice,
-                    self._engine.sample(
-                        choice.prompt_ids, choice.params, on_token, builder.num_alternatives
-                    ),
-                )
-            except Exception as error:  # reported in the stream
-                result = server_error(error)
-            queue.put(index, result)
+        assert choice.params is not None
+        try:
+            result: Any = await self._counted(
+                choice,
+                self._engine.sample(
+                    choice.prompt_ids, choice.params, on_token, builder.num_alternatives
+                ),
+            )
+        except Exception as error:  # reported in the stream
+            result = server_error(error)
+        queue.put(index, result)
+
+    async def _events(
+        self,
+        request: Request,
+        choices: Sequence[ChoiceRequest],
+        builder: ResponseBuilder,
+        queue: StreamQueue,
+    ) -> AsyncIterator[str]:
+        """Server-sent events, up to the first error or the client's disconnect."""
 
         async def watch_connection() -> None:
             await _wait_for_disconnect(request)
             queue.put(-1, Disconnected())
 
-        tasks = [asyncio.create_task(generate(i, choice)) for i, choice in enumerate(choices)]
-        tasks.append(asyncio.create_task(watch_connection()))
+        watching = asyncio.create_task(watch_connection())
         try:
             version = self._engine.policy_version
             yield builder.first_events([choice.prompt_ids for choice in choices], version)
@@ -193,12 +229,9 @@ class Generator:
                 queue.sending_since = None
             yield builder.last_events()
         finally:
-            for task in tasks:
-                task.cancel()
+            watching.cancel()
 
     async def _counted(self, choice: ChoiceRequest, sampling: Awaitable[Completion]) -> Completion:
-        self.num_open += 1
-        self._shares.add(choice.tenant)
         end = "gone"
         try:
             completion = await sampling
@@ -207,22 +240,10 @@ class Generator:
             end = "failed"
             raise
         finally:
-            self.num_open -= 1
-            self._shares.add(choice.tenant, -1)
             self._ends.labels(end).inc()
         self._tokens.labels("prompt").inc(len(choice.prompt_ids))
         self._tokens.labels("sampled").inc(len(completion.token_ids))
         return completion
-
-
-async def _gather(work: list[Any]) -> list[Any]:
-    """All results, or the first error; on an error or cancellation the rest is cancelled."""
-    tasks = [asyncio.ensure_future(item) for item in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T:

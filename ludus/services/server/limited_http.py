@@ -25,8 +25,8 @@ MAX_CHUNKS = 256
 MIN_CHUNK_BYTES = 16
 """Number of small chunks of a body, and size of those that are not small, on average."""
 
-QUIET = logging.getLogger("ludus.services.http")
-QUIET.setLevel(logging.ERROR)  # no line for each request that is not HTTP
+REQUESTS_LOG = logging.getLogger("ludus.services.http")
+REQUESTS_LOG.setLevel(logging.ERROR)  # no line for each request that is not HTTP
 
 MAX_PIPELINED = 16
 """Requests that a client may send ahead of its answers."""
@@ -38,7 +38,7 @@ class LimitedHttp(Sending, HttpToolsProtocol):
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._connections, self._limits = connections, connections.limits
-        self.logger = QUIET
+        self.logger = REQUESTS_LOG
         self.address = ""
         self._due: float | None = None
         self._phase = "idle"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import multiprocessing
 import os
 import resource
@@ -31,11 +32,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from ludus.core.errors import ConfigError
+from ludus.core.signals import end_tasks
 from ludus.services.server.app import Settings
 from ludus.services.server.auth import require_tokens
 from ludus.services.server.connections import ConnectionLimits, Connections
 from ludus.services.server.gate import Gate, Lanes
-from ludus.services.server.limited_http import LimitedHttp
+from ludus.services.server.limited_http import REQUESTS_LOG, LimitedHttp
 from ludus.services.server.limited_websocket import LimitedWebSocket
 from ludus.services.server.peers import Peers, socket_path
 from ludus.telemetry.logs import get_logger
@@ -122,7 +124,7 @@ def server_config(app: FastAPI, limits: ConnectionLimits) -> uvicorn.Config:
 
     http: Any = gate
     websocket: Any = partial(LimitedWebSocket, connections=connections)
-    return uvicorn.Config(
+    config = uvicorn.Config(
         app,
         http=http,
         ws=websocket,
@@ -135,6 +137,14 @@ def server_config(app: FastAPI, limits: ConnectionLimits) -> uvicorn.Config:
         ws_max_size=1_000_000,
         backlog=BACKLOG,
     )
+    for logger in (REQUESTS_LOG, logging.getLogger("uvicorn.error")):
+        logger.addFilter(_is_no_cancellation)
+    return config
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """False for a call that was cancelled at the end of GRACE_S: uvicorn logs its traceback."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def run(app: FastAPI, sockets: list[socket.socket], limits: ConnectionLimits) -> None:
@@ -146,7 +156,10 @@ def run(app: FastAPI, sockets: list[socket.socket], limits: ConnectionLimits) ->
         asyncio.Runner(loop_factory=config.get_loop_factory()) as runner,
         contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt),
     ):
-        runner.run(uvicorn.Server(config).serve(sockets=sockets))
+        try:
+            runner.run(uvicorn.Server(config).serve(sockets=sockets))
+        finally:
+            runner.run(end_tasks())
 
 
 def _within_open_files(limits: ConnectionLimits) -> ConnectionLimits:

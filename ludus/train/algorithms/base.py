@@ -117,6 +117,7 @@ class Algorithm:
         reference: divergence from a reference model; None: no reference model.
         critic_lr: learning rate of the critic; None: no critic.
         importance: correction for a sampler that differs from the learner.
+        needs_consistency: whether each task needs `Task.consistency`.
     """
 
     name: str
@@ -133,6 +134,7 @@ class Algorithm:
     reference: ReferenceKl | None = None
     critic_lr: float | None = None
     importance: Importance | None = None
+    needs_consistency: bool = False
 
     def __post_init__(self) -> None:
         for part in ("advantages", "loss", "aggregate"):
@@ -149,8 +151,7 @@ class Algorithm:
     def assign(self, groups: Sequence[Group]) -> Assignment:
         """Screen the groups and assign advantages, for algorithms that ask no model."""
         screening = self.screen(groups)
-        assignment = self.credit(screening.groups)
-        return Assignment(assignment.pairs, {**screening.excluded, **assignment.excluded})
+        return Assignment(self.credit(screening.groups).pairs, screening.excluded)
 
     def screen(self, groups: Sequence[Group]) -> Screening:
         """Separate the trajectories that can train from those that cannot.
@@ -172,26 +173,50 @@ class Algorithm:
 
     def credit(self, groups: Sequence[Group]) -> Assignment:
         """Assign an advantage to each trajectory of screened groups, scored by the models that the
-        algorithm asks."""
-        earned = [[self._earned(t) for t in group.trajectories] for group in groups]
-        pairs: list[tuple[Trajectory, Advantage]] = []
-        excluded: dict[str, str] = {}
+        algorithm asks.
+
+        Errors: TrainingError where an advantage is not finite, or is no number.
+        """
+        earned = [
+            [
+                replace(self._earned(t), consistency=group.task.consistency)
+                for t in group.trajectories
+            ]
+            for group in groups
+        ]
         with calling("`advantages`"):
             rows = self.advantages(earned)
         _require_lengths(rows, groups)
-        for group, advantages in zip(groups, rows, strict=True):
-            for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
-                if reason := _not_finite(trajectory, advantage):
-                    excluded[trajectory.id] = reason
-                else:
-                    pairs.append((trajectory, self._corrected(trajectory, advantage)))
-        return Assignment(pairs, excluded)
+        pairs = [
+            (trajectory, self._finite(trajectory, advantage))
+            for group, advantages in zip(groups, rows, strict=True)
+            for trajectory, advantage in zip(group.trajectories, advantages, strict=True)
+        ]
+        return Assignment([(t, self._corrected(t, value)) for t, value in pairs], {})
 
     def _earned(self, trajectory: Trajectory) -> Earned:
         bonus = self.overlong(trajectory) if self.overlong else 0.0
         if self.reference is None or self.reference.within != "reward":
             return Earned(trajectory, bonus)
         return Earned(trajectory, bonus, self.reference.penalties(trajectory))
+
+    def _finite(self, trajectory: Trajectory, advantage: Advantage) -> Advantage:
+        """Returns the advantage. Errors: TrainingError unless all its values are finite: to train
+        without the trajectory would hide a fault of the algorithm."""
+        try:
+            values = [x for row in spread(trajectory, advantage) for x in row]
+            wrong = next((x for x in values if not math.isfinite(x)), None)
+        except (TypeError, ValueError) as error:
+            raise TrainingError(
+                f"rl.algorithm: `advantages` returned {advantage!r:.80} for trajectory "
+                f"{trajectory.id}; it has to return a number or a Credit ({error})"
+            ) from error
+        if wrong is not None:
+            raise TrainingError(
+                f"rl.algorithm: `advantages` of {self.name} returned {wrong} for trajectory "
+                f"{trajectory.id}, whose reward is {trajectory.reward}; it has to be finite"
+            )
+        return advantage
 
     def _corrected(self, trajectory: Trajectory, advantage: Advantage) -> Advantage:
         if self.importance is None:
@@ -240,18 +265,6 @@ def _require_lengths(rows: Any, groups: Sequence[Group]) -> None:
     for row, group in zip(rows, groups, strict=True):
         if not isinstance(row, Sequence) or len(row) != len(group.trajectories):
             refuse(row, f"the {len(group.trajectories)} trajectories of group {group.id}")
-
-
-def _not_finite(trajectory: Trajectory, advantage: Advantage) -> str | None:
-    values = [x for row in spread(trajectory, advantage) for x in row]
-    try:
-        wrong = next((x for x in values if not math.isfinite(x)), None)
-    except (TypeError, ValueError) as error:
-        raise TrainingError(
-            f"rl.algorithm: `advantages` returned {advantage!r:.80} for trajectory "
-            f"{trajectory.id}; it has to return a number or a Credit ({error})"
-        ) from error
-    return None if wrong is None else f"its advantage is not finite: {wrong}"
 
 
 def _opens_sampled(trajectory: Trajectory, leaf: int) -> bool:

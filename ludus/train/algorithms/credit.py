@@ -35,10 +35,12 @@ class Credit:
     Args:
         advantages: one number per token.
         returns: the critic's target before each token; None without a critic.
+        consistency: `Task.consistency`, for a loss that depends on it.
     """
 
     advantages: PerToken
     returns: PerToken | None = None
+    consistency: float | None = None
 
 
 Advantage = float | Credit
@@ -52,11 +54,13 @@ class Earned:
     Args:
         bonus: added at the last token (e.g. DAPO's penalty of overlong answers, below 0).
         penalties: subtracted from each token's reward (the divergence from a reference).
+        consistency: `Task.consistency`.
     """
 
     trajectory: Trajectory
     bonus: float = 0.0
     penalties: PerToken | None = None
+    consistency: float | None = None
 
     @property
     def total(self) -> float:
@@ -279,7 +283,7 @@ def weighted(trajectory: Trajectory, advantage: Advantage, weights: PerToken) ->
         [a * w for a, w in zip(row, row_weights, strict=True)]
         for row, row_weights in zip(spread(trajectory, advantage), weights, strict=True)
     ]
-    return Credit(rows, advantage.returns if isinstance(advantage, Credit) else None)
+    return replace(advantage, advantages=rows) if isinstance(advantage, Credit) else Credit(rows)
 
 
 def spread(trajectory: Trajectory, advantage: Advantage) -> PerToken:
@@ -292,7 +296,7 @@ def spread(trajectory: Trajectory, advantage: Advantage) -> PerToken:
 def _scaled(advantage: Advantage, mean: float, scale: float) -> Advantage:
     if isinstance(advantage, Credit):
         rows = [[(x - mean) * scale for x in row] for row in advantage.advantages]
-        return Credit(rows, advantage.returns)
+        return replace(advantage, advantages=rows)
     return (advantage - mean) * scale
 
 

@@ -38,6 +38,7 @@ class LossInputs:
         returns_N: the critic's target.
         trajectory_log_ratio_N: mean log-ratio of each token's trajectory, without gradient, if the
             micro-batch does not hold the whole trajectory.
+        consistency_N: `Task.consistency` of the token's task, for algorithms that need it.
     """
 
     logprobs_N: Tensor
@@ -50,6 +51,7 @@ class LossInputs:
     old_values_N: Tensor | None = None
     returns_N: Tensor | None = None
     trajectory_log_ratio_N: Tensor | None = None
+    consistency_N: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +175,19 @@ def clipped(low: float, high: float) -> LossFn:
 
 @depends_on("token")
 def _clipped(inputs: LossInputs, low: float, high: float) -> LossOutput:
+    return clipped_surrogate(inputs, low, high)
+
+
+def clipped_surrogate(inputs: LossInputs, low: float, high: float | Tensor) -> LossOutput:
+    """The loss of `clipped`; `high` is a number, or one a token [N]."""
     log_ratio_N = _log_ratio(inputs)
     ratio_N = log_ratio_N.exp()
     unclipped_N = ratio_N * inputs.advantages_N
-    clipped_N = ratio_N.clamp(1 - low, 1 + high) * inputs.advantages_N
+    if isinstance(high, Tensor):
+        bounded_N = torch.minimum(ratio_N.clamp(min=1 - low), 1 + high)
+    else:
+        bounded_N = ratio_N.clamp(1 - low, 1 + high)
+    clipped_N = bounded_N * inputs.advantages_N
     metrics = {**_drift(log_ratio_N, ratio_N), "clip_fraction": (clipped_N < unclipped_N).float()}
     return LossOutput(-torch.minimum(unclipped_N, clipped_N), metrics)
 

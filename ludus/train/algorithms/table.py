@@ -26,6 +26,7 @@ from ludus.train.algorithms.aggregates import (
     trajectory_mean,
     trajectory_sum,
 )
+from ludus.train.algorithms.ambiguity import ScaledByTrust, Trust, clipped_by_trust
 from ludus.train.algorithms.base import Algorithm, Overlong
 from ludus.train.algorithms.credit import Gae, Outcome, TokenReturns, TurnReturns, Unit, Whitened
 from ludus.train.algorithms.losses import (
@@ -123,6 +124,15 @@ REINFORCE_PP_BASELINE = Algorithm(
     source="REINFORCE++ with a group's mean as baseline, Hu et al. 2025, arXiv:2501.03262",
 )
 
+ADPO = Algorithm(
+    "adpo",
+    advantages=ScaledByTrust(Outcome(group_normalised)),
+    loss=clipped_by_trust(0.2, 0.2, 0.1, Trust()),
+    aggregate=token_mean,
+    needs_consistency=True,
+    source="Agent0, Xia et al. 2025, arXiv:2511.16043, section 3.3",
+)
+
 PPO = Algorithm(
     "ppo",
     advantages=Whitened(Gae()),
@@ -146,7 +156,7 @@ SFT = Algorithm(
 
 ROWS = [
     GRPO, DR_GRPO, DAPO, GSPO, GSPO_TOKEN, CISPO, TURN_GRPO, RLOO, REINFORCE_PP,
-    REINFORCE_PP_BASELINE, PPO, SFT,
+    REINFORCE_PP_BASELINE, ADPO, PPO, SFT,
 ]  # fmt: skip
 """All rows, with the papers' settings."""
 
@@ -264,6 +274,60 @@ def reinforce_pp_baseline(
     """REINFORCE++ with the group's mean subtracted from the rewards first."""
     advantages = Whitened(Outcome(group_centred), whiten_over)
     return replace(REINFORCE_PP_BASELINE, loss=clipped(clip_low, clip_high), advantages=advantages)
+
+
+@shared
+def adpo(
+    scale_advantages: Annotated[
+        bool, Field(description="Multiply advantages by s(p), from `min_scale` to 1.")
+    ] = True,
+    dynamic_clip: Annotated[
+        bool, Field(description="Widen the upper clip by up to `clip_extra`, for low p.")
+    ] = True,
+    min_scale: Annotated[float, Field(gt=0, le=1, description="s(p) for p up to `p_low`.")] = 0.6,
+    clip_low: ClipLow = 0.2,
+    clip_high: ClipHigh = 0.2,
+    clip_extra: Annotated[
+        float, Field(gt=0, description="Added to `clip_high` for p up to `p_low`.")
+    ] = 0.1,
+    p_low: Annotated[
+        float, Field(ge=0, lt=1, description="Consistency p up to which a label has no trust.")
+    ] = 0.3,
+    p_high: Annotated[
+        float, Field(gt=0, le=1, description="Consistency p from which a label is trusted fully.")
+    ] = 0.8,
+    average: Annotated[
+        Literal["token", "trajectory"],
+        Field(description="Mean over all tokens, or of each trajectory's mean, as in GRPO."),
+    ] = "token",
+) -> Algorithm:
+    """ADPO: GRPO with a scale of advantages and an upper clip that depend on the label's certainty.
+
+    p is `Task.consistency`. Without `scale_advantages` and `dynamic_clip`, and with `average:
+    trajectory`, it is GRPO. Errors: ConfigError for `p_low` not below `p_high`, or a key without
+    effect.
+    """
+    if not p_low < p_high:
+        raise ConfigError(f"p_low = {p_low} must be below p_high = {p_high}")
+    unused = {"min_scale": (scale_advantages, min_scale, 0.6)}
+    unused["clip_extra"] = (dynamic_clip, clip_extra, 0.1)
+    for key, (used, value, default) in unused.items():
+        if not used and value != default:
+            switch = "scale_advantages" if key == "min_scale" else "dynamic_clip"
+            raise ConfigError(f"{key} = {value} has no effect with `{switch}: false`: remove it")
+    trust = Trust(p_low, p_high)
+    credit = Outcome(group_normalised)
+    return replace(
+        ADPO,
+        advantages=ScaledByTrust(credit, trust, min_scale if scale_advantages else 1.0)
+        if scale_advantages or dynamic_clip
+        else credit,
+        loss=clipped_by_trust(clip_low, clip_high, clip_extra, trust)
+        if dynamic_clip
+        else clipped(clip_low, clip_high),
+        aggregate=token_mean if average == "token" else trajectory_mean,
+        needs_consistency=scale_advantages or dynamic_clip,
+    )
 
 
 @shared

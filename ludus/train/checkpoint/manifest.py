@@ -2,6 +2,7 @@
 
 {"format": 1, "sequence": 7, "stage": "rl", "step": 40, "pinned": false,
  "metric": 0.81, "metric_name": "evaluate/success",
+ "run": {"id": "babyai-tiny-1", "identity": "5f0c93d2a1b4e6f0"},
  "ludus": "0.1.0", "torch": "2.13.0", "model": {"class": ..., "tensors": {...}, ...},
  "files": {"model.safetensors": {"size": 3230416, "sha256": "..."}, ...},
  "sha256": "..."}          of the manifest's other content, to detect damage of the manifest itself
@@ -16,15 +17,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ludus.core.errors import CheckpointError
+from ludus.store.folders import RunFolder
 
 FORMAT = 1
 MANIFEST, MODEL, STATE = "manifest.json", "model.safetensors", "state.json"
-Kind = Literal["missing", "truncated", "altered", "unreadable", "extra"]
+Kind = Literal["missing", "truncated", "altered", "unreadable", "extra", "foreign"]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A damaged, missing or extra file of a checkpoint."""
+    """A damaged, missing or extra file of a checkpoint; foreign: a manifest of another run."""
 
     checkpoint: Path
     file: str
@@ -36,7 +38,11 @@ class Problem:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | Problem:
-    """Returns the manifest of a checkpoint, or the problem that makes it unusable."""
+    """Returns the manifest of a checkpoint, or the problem that makes it unusable.
+
+    In a run's folder, a checkpoint of another run is unusable: its weights fit where the shapes are
+    equal, but they were trained with other settings. A copy outside of any run is usable.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -48,7 +54,29 @@ def read_manifest(folder: Path) -> dict[str, Any] | Problem:
     if manifest["format"] != FORMAT:
         detail = f"format {manifest['format']}, this ludus reads format {FORMAT}"
         return Problem(folder, MANIFEST, "unreadable", detail)
-    return manifest
+    foreign = _foreign(folder, manifest)
+    return Problem(folder, MANIFEST, "foreign", foreign) if foreign else manifest
+
+
+def run_of(folder: Path) -> RunFolder:
+    """Returns the run whose checkpoint lies in `folder`: `<run>/checkpoints/<name>`."""
+    return RunFolder(folder.absolute().parent.parent)
+
+
+def _foreign(folder: Path, manifest: dict[str, Any]) -> str | None:
+    """Returns why a checkpoint does not belong to the run, or to the step, that its path names."""
+    run = run_of(folder)
+    if (identity := run.identity()) is None:
+        return None
+    origin = manifest.get("run") or {}
+    if origin.get("identity") != identity:
+        saver = origin.get("id", "of an unknown id")
+        other = "another run of the same id" if saver == run.id else f"run {saver}"
+        return f"{other} saved the checkpoint, but this is the folder of run {run.id}: move it out"
+    name = f"{manifest['stage']}-{manifest['step']:06d}"
+    if folder.name != name and not folder.name.startswith("."):
+        return f"the checkpoint was saved as {name}: rename it back, or move it out"
+    return None
 
 
 def problems_of(folder: Path, *, hashes: bool = True) -> list[Problem]:

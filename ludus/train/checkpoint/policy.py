@@ -73,7 +73,7 @@ def refuse_lost_tokenizer(folder: RunFolder) -> None:
 def find_checkpoint(folder: RunFolder, name: str | None = None) -> CheckpointInfo:
     """Returns a run's checkpoint by name; `latest` and None: the newest; `best`: by its metric.
 
-    Errors: ConfigError; CheckpointError where the newest is damaged.
+    Errors: ConfigError; CheckpointError where the newest, or the named one, is damaged.
     """
     store = CheckpointStore(folder.checkpoints)
     if name is None or name == LATEST:
@@ -92,6 +92,9 @@ def find_checkpoint(folder: RunFolder, name: str | None = None) -> CheckpointInf
             )
         return best
     if name not in checkpoints:
+        for problem in store.unreadable():
+            if problem.checkpoint.name == name:
+                raise CheckpointError(str(problem))
         near = did_you_mean(name, [BEST, LATEST, *checkpoints])
         raise ConfigError(f"run {folder.id} has no checkpoint {name!r}{near}")
     return checkpoints[name]

@@ -55,6 +55,7 @@ from ludus.train.checkpoint.manifest import (
     manifest_sha256,
     read_manifest,
     require_intact,
+    run_of,
 )
 from ludus.train.checkpoint.state import (
     all_tensors,
@@ -136,6 +137,7 @@ class CheckpointStore:
         moments, groups = optimizer_state(optimizer, model) if optimizer else ({}, None)
         target = self.folder / f"{stage}-{step:06d}"
         num_bytes = sum(t.nbytes for t in [*trained.values(), *moments.values()]) + 4096
+        run = run_of(target)
         with checkpoint_folder(target, num_bytes) as folder:
             _write_tensors(folder / MODEL, trained)
             if groups is not None:
@@ -145,6 +147,7 @@ class CheckpointStore:
             manifest = {
                 "format": FORMAT,
                 "sequence": max((info.sequence for info in self.list()), default=0) + 1,
+                "run": {"id": run.id, "identity": run.identity()},
                 "stage": stage,
                 "step": step,
                 **self._measured(metric),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from pathlib import Path
 
 import faulty_envs as faulty
 import pytest
@@ -73,6 +74,14 @@ async def test_a_hash_seed_is_seen_through_in_another_process() -> None:
     findings = await check_env(Spec(name="faulty_envs:HashDependent"), num_tasks=1)
     assert [f.check for f in findings] == ["determinism"]
     assert "another process" in findings[0].detail
+
+
+async def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
+    env = tmp_path / "mortal.py"
+    env.write_text(faulty.MORTAL)
+    findings = await check_env(Spec(name=f"{env}:Digit"), num_tasks=1)
+    assert [f.check for f in findings] == ["determinism"]
+    assert "a new process that plays" in findings[0].detail
 
 
 async def test_a_step_out_of_turn_has_to_be_refused() -> None:

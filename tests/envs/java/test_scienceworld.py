@@ -25,7 +25,8 @@ except ConfigError as missing:
 
 from scienceworld.constants import ID2TASK
 
-from ludus.envs.java.scienceworld import COMMANDS, ScienceWorld, read_command, write_command
+from ludus.envs.java.scienceworld import ScienceWorld
+from ludus.envs.java.scienceworld_commands import COMMANDS, read_command, write_command
 from ludus.envs.java.scienceworld_tasks import KINDS, SPLITS, agentgym_task, num_agentgym_tasks
 
 

@@ -63,20 +63,45 @@ async def test_no_training_episode_crafts_a_held_out_goal(split: str) -> None:
     assert not crafted & heldout
 
 
-async def test_a_renamed_task_has_the_recipes_in_other_words() -> None:
+async def test_a_renamed_task_has_the_recipes_in_other_words_and_counts() -> None:
     env = TextCraft(num_distractors=0)
     task = TextCraft.task("depth-2/renamed", 3)
     renamed = (await env.reset(task)).messages[0].content
     plain = TextCraft(num_distractors=0)
     await plain.reset(task.model_copy(update={"data": {**task.data, "renamed": False}}))
-    assert re.findall(r"\d+", env.expert_action()) == re.findall(r"\d+", plain.expert_action())
-    assert env.expert_action() != plain.expert_action()
+    assert re.findall(r"\d+", env.expert_action()) != re.findall(r"\d+", plain.expert_action())
+    assert re.findall(r"[a-z]+", env.expert_action()) != re.findall(
+        r"[a-z]+", plain.expert_action()
+    )
     other = TextCraft(num_distractors=0)
     again = await other.reset(TextCraft.task("depth-2/renamed", 3 + 171))
     assert again.info["depth"] == 2
     assert again.messages[0].content != renamed
     with pytest.raises(EnvError, match="has no renamed tasks; use depth-N/train"):
         await TextCraft(texts="agentgym").reset(task)
+
+
+async def test_renamed_tasks_are_as_long_as_the_real_ones_and_real_counts_are_refused() -> None:
+    refused = 0
+    for seed in range(60):
+        task = TextCraft.task("depth-2/renamed", seed)
+        real = task.model_copy(update={"data": {**task.data, "renamed": False}})
+        lengths = []
+        for each in (task, real):
+            env = TextCraft(num_distractors=0)
+            opening = (await env.reset(each)).messages[0].content
+            commands = opening.partition("\ngoal")[0].splitlines()[1:]
+            lengths.append(0)
+            while not (reply := await act(env, env.expert_action())).done:
+                lengths[-1] += 1
+            assert reply.reward == 1
+        assert lengths[0] <= lengths[1]
+        await env.reset(task)
+        names = env._names.shown  # the real counts in the task's words
+        for command in commands:
+            (reply, *_) = (await act(env, names(command))).messages
+            refused += reply.content.startswith("there is no such recipe")
+    assert refused > 60
 
 
 @pytest.mark.parametrize("name", ["textcraft-qwen3-0.6b"])

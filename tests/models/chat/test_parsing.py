@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from ludus.core.errors import ConfigError
 from ludus.core.types import ToolCall, ToolSpec
-from ludus.models.chat.parsing import ReAct, ToolParser, parse_react, split_thinking
+from ludus.models.chat.parsing import (
+    ReAct,
+    ToolParser,
+    between,
+    parse_react,
+    split_thinking,
+    without_calls,
+)
 
 TURN = ToolSpec(
     name="turn",
@@ -39,6 +46,16 @@ def test_several_calls_and_missing_arguments() -> None:
     content, calls, error = PARSER.parse(call('{"name": "look"}') + "\n" + call('{"name":"look"}'))
     assert (content, error) == ("", None)
     assert calls == [ToolCall(name="look")] * 2
+
+
+def test_an_opening_mark_repeated_without_end_is_read_at_once() -> None:
+    text = "<tool_call>" * 300_000  # in quadratic time: hours
+    content, calls, error = PARSER.parse(text)
+    assert (content, calls) == (text, [])
+    assert error is not None
+    assert "not complete" in error
+    assert without_calls(text) == text
+    assert between(f"a</x>{text}<x>b</x>c<x>", "<x>", "</x>") == (["b"], f"a</x>{text}c<x>")
 
 
 def test_text_without_calls_is_unchanged() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import Qwen3Config
 from ludus.core.errors import ConfigError
 from ludus.core.types import Message, Spec, ToolSpec
 from ludus.models.chat.renderer import Renderer
+from ludus.models.chat.template import load_template
 from ludus.models.chat.tokenizers import load_tokenizer, train_tokenizer
 
 TEXTS = [
@@ -151,6 +153,34 @@ def test_load_errors(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "qwen3-small"))
     with pytest.raises(ConfigError, match="hub did not provide it"):
         load_tokenizer("nobody/no-such-model")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (b"{% for m in messages %}\n{{ m.content }}{% endfr %}", "line 2: Encountered unknown tag"),
+        (b"\n\n{{ messages", "line 3: unexpected end of template"),
+        (b"{{ messages | nothing }}", "line 1: No filter named 'nothing'"),
+        (b"\xff", "cannot be read: 'utf-8' codec"),
+    ],
+)
+def test_a_broken_template_of_a_folder_is_named(tmp_path: Path, template: bytes, said: str) -> None:
+    """Also where the recipe names another template: an export would carry the broken one."""
+    train_tokenizer(Spec(name="words"), TEXTS).save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(template)
+    with pytest.raises(ConfigError, match=rf"chat_template\.jinja,? {said}"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"chat_template\.jinja,? {said}"):
+        load_template(str(tmp_path / "chat_template.jinja"))
+
+
+def test_a_broken_template_in_the_tokenizers_configuration_is_named(tmp_path: Path) -> None:
+    train_tokenizer(Spec(name="words"), TEXTS).save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": "{% if %}"}))
+    with pytest.raises(ConfigError, match=f"the chat template of {tmp_path}, line 1: Expected"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_what_gives_no_tokenizer_is_refused() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import os
 import re
 import signal
@@ -21,7 +22,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from engine_helpers import expected_logprobs, tiny
+from engine_helpers import expected_logprobs, tiny, tokenizer_of
 from engines import engine_python
 
 from ludus.backends.local import LocalBackend
@@ -36,9 +37,10 @@ from ludus.core.errors import (
 from ludus.core.types import Group, Message, Spec, Status, Task
 from ludus.loop.loop import Stage, run_stage
 from ludus.models.build import build_model
+from ludus.models.chat.by_task import TaskRenderers
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
-from ludus.models.samplers.base import Completion, SamplingParams
+from ludus.models.samplers.base import Completion, SamplingParams, num_embeddings
 from ludus.models.samplers.vllm import VllmSampler, _completion
 from ludus.models.samplers.vllm_server import VllmServer
 from ludus.models.samplers.weights import WEIGHTS, write_model
@@ -94,7 +96,7 @@ class World:
 
     def collector(self, **settings: Any) -> Collector:
         config = self.config.rollout.model_copy(update=settings)
-        return Collector(self.sampler, self.renderer, config, None, ByLever())
+        return Collector(self.sampler, TaskRenderers(self.renderer), config, None, ByLever())
 
 
 class ByLever:
@@ -171,6 +173,59 @@ async def test_logprobs_are_of_the_distribution_sampled_from(
     assert len({tuple(c.token_ids) for c in done}) == (
         1 if settings.get("temperature") == 0 else 12
     )
+
+
+@pytest.mark.parametrize(
+    ("ids", "never"),
+    [([0, 1, 2, 5], [3, 4, *range(6, 61)]), (range(59), [59, 60]), (range(61), None)],
+    ids=["gaps", "padding", "all ids"],
+)
+async def test_ids_without_a_token_are_asked_not_to_be_sampled(
+    ids: Any, never: list[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the in-process sampler: the learner normalises over the ids of tokens only."""
+    asked: list[dict[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content)["sampling_params"])
+        choice = {
+            "token_ids": [1],
+            "logprobs": {"content": [{"logprob": -1.0}]},
+            "finish_reason": "length",
+            "weight_versions": [{"version": "0", "start": 0, "end": 1}],
+        }
+        return httpx.Response(200, json={"choices": [choice]})
+
+    def client(_: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://vllm")
+
+    class Server:
+        alive = True
+
+    monkeypatch.setattr("ludus.models.samplers.vllm.require_vllm", lambda _: None)
+    monkeypatch.setattr("ludus.models.samplers.vllm._client_of", client)
+    made = VllmSampler(tiny(), tokenizer_of(list(ids)), tmp_path, CONTEXT)
+    made.server = Server()  # type: ignore[assignment]
+    made.open("a")
+    await made.sample(PROMPT, SamplingParams(1), session="a")
+    expected = None if never is None else {str(id): -1e9 for id in never}
+    assert asked[0].get("logit_bias") == expected
+
+
+@needs_vllm
+async def test_sampled_ids_are_tokens(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise half of the ids of this model, which knows nothing, would be others."""
+    size = num_embeddings(world.model)
+    monkeypatch.setattr(world.sampler, "_never", range(size // 2, size))
+    params = SamplingParams(60, temperature=2.0, seed=3)
+    done = await sample(world, params)
+    assert max(done.token_ids) < size // 2
+    rows = torch.tensor([[*PROMPT, *done.token_ids]])
+    with torch.no_grad():
+        logits_LV = world.model(rows).logits[0, len(PROMPT) - 1 : -1, : size // 2]
+    logprobs_LV = (logits_LV / 2.0).log_softmax(-1)
+    expected = logprobs_LV.gather(-1, torch.tensor(done.token_ids)[:, None])[:, 0]
+    assert done.logprobs == pytest.approx(expected.tolist(), abs=1e-3)
 
 
 @needs_vllm

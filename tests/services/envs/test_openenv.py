@@ -15,7 +15,7 @@ import pytest
 from service_world import OBEYS, service, until
 from websockets.sync.client import ClientConnection, connect
 
-from ludus.data.demonstrations import run_expert
+from ludus.data.expert import run_expert
 from ludus.envs.textcraft.env import TextCraft
 
 

@@ -17,13 +17,14 @@ from service_world import OBEYS, Command, command, service, start
 from ludus.config.schema import ModelConfig, RolloutConfig
 from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout, ToolError
 from ludus.core.types import Group, Message, Spec, Status, Task, ToolCall
-from ludus.data.demonstrations import run_expert
+from ludus.data.expert import run_expert
 from ludus.envs.babyai.env import BabyAI
 from ludus.envs.base import Env
 from ludus.envs.checks.check import check_env
 from ludus.envs.remote import RemoteEnv
 from ludus.envs.textcraft.env import TextCraft
 from ludus.models.build import build_model
+from ludus.models.chat.by_task import TaskRenderers
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.models.samplers.base import Completion
@@ -88,7 +89,7 @@ class Policy:
         sampler = kind(self.model, context_length=1024, decode=self.tokenizer.decode)
         sampler.end = self.renderer.stop_token_ids[0]
         config = RolloutConfig(format=self.format, max_turns=4, max_tokens_per_turn=6)  # type: ignore[arg-type]
-        collector = Collector(sampler=sampler, renderer=self.renderer, config=config, env=env)
+        collector = Collector(sampler, TaskRenderers(self.renderer), config, env)
         return asyncio.run(collector.collect(tasks, step=0, group_size=3))
 
 

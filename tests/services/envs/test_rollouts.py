@@ -17,7 +17,7 @@ from chat_server import ChatServer, num_turns, text
 from service_world import OBEYS, alive, service, until
 from starlette.responses import Response
 
-from ludus.data.demonstrations import run_expert
+from ludus.data.expert import run_expert
 from ludus.envs.textcraft.env import TextCraft
 from ludus.rollout.requests import tasks_of
 from ludus.services.server.connections import ConnectionLimits

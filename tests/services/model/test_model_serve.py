@@ -23,11 +23,27 @@ from ludus.services.server.connections import ConnectionLimits
 COMMAND = [sys.executable, "-m", "ludus", "serve", "model"]
 
 
-def test_run_is_served_until_a_signal(tmp_path: Path) -> None:
+IMPATIENT = """
+import sys
+from ludus.cli import main
+from ludus.services.server import serve
+serve.GRACE_S = 0.01
+sys.argv = ["ludus", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "ludus", [COMMAND[:3], [sys.executable, "-c", IMPATIENT]], ids=["5 s to end", "no time to end"]
+)
+def test_run_is_served_until_a_signal(tmp_path: Path, ludus: list[str]) -> None:
     make_run(tmp_path / "tiny-1", lora={"rank": 2})
     words = ["tiny-1", "--runs-dir", str(tmp_path), "--port", "0", "--name", "mine"]
     process = subprocess.Popen(
-        [*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*ludus, "serve", "model", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stderr is not None

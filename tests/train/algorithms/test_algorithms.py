@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ludus.core.errors import ConfigError
+from ludus.core.errors import ConfigError, TrainingError
 from ludus.core.types import Group, Sample, Segment, Spec, Status, Task, Trajectory
 from ludus.train import ALGORITHMS
 from ludus.train.algorithms.aggregates import (
@@ -27,6 +27,7 @@ from ludus.train.algorithms.aggregates import (
 )
 from ludus.train.algorithms.losses import LossInputs
 from ludus.train.algorithms.table import (
+    ADPO,
     CISPO,
     DAPO,
     DR_GRPO,
@@ -57,7 +58,7 @@ def episode(name: str, reward: float | None, num_sampled: int = 1, **more: objec
 
 
 def group(*trajectories: Trajectory) -> Group:
-    return Group("g", Task(id="task"), list(trajectories))
+    return Group("g", Task(id="task", consistency=0.55), list(trajectories))
 
 
 def masked(samples: list[Sample], lists: Sequence[Sequence[float]]) -> Tensor:
@@ -67,15 +68,20 @@ def masked(samples: list[Sample], lists: Sequence[Sequence[float]]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)[torch.tensor(mask)]
 
 
-def step(algorithm: Algorithm) -> tuple[float, list[float]]:
-    """Loss of the step and its gradient in the four log-probabilities."""
-    samples = to_samples(algorithm.assign([group(episode("X", 1.0, 1), episode("Y", 0.0, 3))]))
+def step(algorithm: Algorithm, p: float = 0.55) -> tuple[float, list[float]]:
+    """Loss of the step and its gradient in the four log-probabilities. `p`: task's consistency."""
+    played = group(episode("X", 1.0, 1), episode("Y", 0.0, 3))
+    played.task = Task(id="task", consistency=p)
+    samples = to_samples(algorithm.assign([played]))
     old_N = masked(samples, [s.logprobs for s in samples])
     advantages_N = masked(samples, [s.advantages for s in samples])
     weights_N = masked(samples, algorithm.aggregate(samples))
     logprobs_N = torch.tensor([-1 + math.log(r) for r in RATIOS], dtype=torch.float64)
     logprobs_N.requires_grad_()
     inputs = LossInputs(logprobs_N, old_N, advantages_N, torch.tensor([0, 1, 1, 1]))
+    if samples[0].consistency is not None:
+        each = [[s.consistency or 0.0] * len(s.token_ids) for s in samples]
+        inputs = replace(inputs, consistency_N=masked(samples, each))
     if algorithm.critic_lr:
         returns_N = masked(samples, [s.returns or [] for s in samples])
         old_values_N = masked(samples, [s.values or [] for s in samples])
@@ -189,6 +195,56 @@ def test_reinforce_pp_baseline_by_hand() -> None:
     # 3/16: the same as without the baseline, for there is one group.
     based, plain = step(REINFORCE_PP_BASELINE), step(REINFORCE_PP)
     assert [based[0], *based[1]] == pytest.approx([plain[0], *plain[1]])
+
+
+@pytest.mark.parametrize(
+    ("p", "scale", "high"),
+    [(0.1, 0.6, 0.3), (0.3, 0.6, 0.3), (0.55, 0.8, 0.25), (0.8, 1.0, 0.2), (1.0, 1.0, 0.2)],
+)
+def test_adpo_by_hand(p: float, scale: float, high: float) -> None:
+    # Agent0 (2511.16043): GRPO's advantages times s(p), lower clip 0.2, upper clip
+    # 0.2 + 0.1 clip((0.8 - p) / 0.5, 0, 1), mean over the 4 tokens.
+    # X: min(1.5 b, (1 + high) b) = (1 + high) b, clipped, with b = s(p) a
+    # Y: -1.1 b; min(-0.5 b, -0.8 b) clipped; -1.5 b
+    b = scale * 0.5 / (math.sqrt(0.5) + 1e-4)
+    loss, gradient = step(ADPO, p)
+    assert loss == pytest.approx((3.4 - 1 - high) * b / 4)
+    assert gradient == pytest.approx([0, 1.1 * b / 4, 0, 1.5 * b / 4])
+
+
+def adpo(**args: object) -> Algorithm:
+    return ALGORITHMS.build(Spec(name="adpo", args=args))
+
+
+def test_the_parts_of_adpo_alone_and_none() -> None:
+    a = 0.5 / (math.sqrt(0.5) + 1e-4)
+    scaled, clip_only = adpo(dynamic_clip=False), adpo(scale_advantages=False)
+    assert step(scaled, 0.3)[0] == pytest.approx((3.4 - 1.2) * 0.6 * a / 4)
+    assert step(clip_only, 0.3)[0] == pytest.approx((3.4 - 1.3) * a / 4)
+    none = adpo(dynamic_clip=False, scale_advantages=False, average="trajectory")
+    assert step(none) == step(GRPO)
+    assert not none.needs_consistency
+    assert len({step(ADPO, p)[0] for p in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)}) == 6  # moves with p
+
+
+def test_adpo_needs_the_consistency_of_each_task() -> None:
+    played = group(episode("X", 1.0), episode("Y", 0.0))
+    played.task = Task(id="q7", answer="4")
+    with pytest.raises(TrainingError, match="task task has no `consistency`"):
+        ADPO.assign([played])
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ({"p_low": 0.8, "p_high": 0.5}, "p_low = 0.8 must be below p_high = 0.5"),
+        ({"dynamic_clip": False, "clip_extra": 0.3}, "clip_extra = 0.3 has no effect"),
+        ({"scale_advantages": False, "min_scale": 0.3}, "min_scale = 0.3 has no effect"),
+    ],
+)
+def test_settings_of_adpo_without_effect_are_refused(args: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        adpo(**args)
 
 
 def test_ppo_by_hand() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ludus.core.errors import ConfigError
+from ludus.core.errors import ConfigError, TrainingError
 from ludus.core.types import Group, Message, Segment, Spec, Status, Task, Trajectory
 from ludus.train import ALGORITHMS
 from ludus.train.algorithms.advantages import EPS, group_centred, group_normalised
@@ -249,11 +249,11 @@ def test_divergence_as_a_price_on_the_reward(kind: str, one: float | None) -> No
 # Who trains
 
 
-def test_advantages_that_are_not_finite_are_dropped() -> None:
+def test_an_advantage_that_is_not_finite_is_refused() -> None:
     broken = replace(GRPO, advantages=Outcome(lambda rewards: [math.nan, 1.0]))
     a, b = played("a", (1, 1.0)), played("b", (1, 0.0))
-    assigned = broken.assign([Group("g", Task(id="t"), [a, b])])
-    assert assigned == Assignment([(b, 1.0)], {"a": "its advantage is not finite: nan"})
+    with pytest.raises(TrainingError, match="of grpo returned nan for trajectory a, "):
+        broken.assign([Group("g", Task(id="t"), [a, b])])
 
 
 def test_a_trajectory_alone_can_train_where_nothing_is_compared() -> None:

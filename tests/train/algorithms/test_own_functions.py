@@ -101,6 +101,10 @@ def test_a_right_loss_is_passed_on() -> None:
         ({"advantages": Outcome(lambda rewards: [1.0])}, r"\[1.0\] for the 2 rewards of a gr"),
         ({"advantages": Outcome(lambda rewards: ["x", "y"])}, r"'x' for trajectory t0"),  # type: ignore[list-item]
         ({"advantages": Outcome(lambda rewards: torch.zeros(2, 2))}, "for trajectory t0"),  # type: ignore[arg-type,return-value]
+        (
+            {"advantages": Outcome(lambda rewards: [1.0, math.inf])},
+            "returned inf for trajectory t1",
+        ),
         ({"advantages": lambda earned: 3}, "returned 3 for 1 groups"),
         ({"advantages": lambda earned: []}, r"returned \[\] for 1 groups"),
         ({"advantages": lambda earned: [[1.0]]}, r"\[1.0\] for the 2 trajectories of group g"),
@@ -111,11 +115,6 @@ def test_a_right_loss_is_passed_on() -> None:
 def test_advantages_that_are_none_are_refused(own: dict[str, Any], said: str) -> None:
     with pytest.raises(TrainingError, match=rf"^rl\.algorithm: .*{said}"):
         algorithm(**own).assign(groups())
-
-
-def test_advantages_that_are_not_finite_are_left_out_with_the_reason() -> None:
-    assigned = algorithm(advantages=Outcome(lambda rewards: [math.nan, 1.0])).assign(groups())
-    assert assigned.excluded == {"t0": "its advantage is not finite: nan"}
 
 
 @pytest.mark.parametrize(

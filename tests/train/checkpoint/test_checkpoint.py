@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -23,9 +24,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ludus.core.errors import CheckpointError, ConfigError
 from ludus.core.files import recover
+from ludus.store.folders import RunFolder, create_run
 from ludus.train.checkpoint import store as checkpoint
 from ludus.train.checkpoint.folder import checkpoint_folder
 from ludus.train.checkpoint.listing import check
+from ludus.train.checkpoint.policy import find_checkpoint
 from ludus.train.checkpoint.state import fingerprint, random_state, set_random_state
 from ludus.train.checkpoint.store import CheckpointStore, load, read_state
 
@@ -394,6 +397,75 @@ def test_an_extra_file_is_found_but_does_no_harm(run: Path) -> None:
     assert load(latest.path, model=small()) == {"step": 2}
 
 
+def made_run(runs: Path, name: str) -> RunFolder:
+    """A run with checkpoints of the steps 1 and 2."""
+    folder = create_run(runs, name, "name: x\n")
+    store = CheckpointStore(folder.checkpoints)
+    for step in (1, 2):
+        store.save("rl", step, model=small(), state={"run": folder.id}, metric=float(step))
+    return folder
+
+
+def test_a_checkpoint_of_another_run_is_refused_in_a_runs_folder(tmp_path: Path) -> None:
+    mine, other = made_run(tmp_path, "mine"), made_run(tmp_path, "other")
+    taken, copied = mine.checkpoints / "rl-000002", other.checkpoints / "rl-000002"
+    assert check(mine.path) == check(other.path) == []
+    shutil.rmtree(taken)
+    shutil.copytree(copied, taken)
+    told = "manifest.json is foreign: run other-1 saved the checkpoint, .*folder of run mine-1"
+    for place in (mine.path, taken):
+        (problem,) = check(place)
+        assert re.search(told, str(problem))
+    for use in (
+        lambda: load(taken, model=small()),
+        lambda: read_state(taken),
+        lambda: find_checkpoint(mine),
+        lambda: find_checkpoint(mine, "rl-000002"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            use()
+    assert find_checkpoint(mine, "rl-000001").step == 1
+    store = CheckpointStore(mine.checkpoints)
+    assert [info.step for info in store.list()] == [1]
+    skipped = store.latest(skip_damaged=True)
+    assert skipped is not None
+    assert skipped.step == 1
+
+
+def test_runs_of_one_id_differ(tmp_path: Path) -> None:
+    mine, other = made_run(tmp_path / "a", "demo"), made_run(tmp_path / "b", "demo")
+    shutil.rmtree(mine.checkpoints)
+    shutil.copytree(other.checkpoints, mine.checkpoints)
+    problems = check(mine.path)
+    assert len(problems) == 2
+    assert "another run of the same id saved the checkpoint" in str(problems[0])
+
+
+def test_a_checkpoint_may_be_copied_out_and_a_run_renamed(tmp_path: Path) -> None:
+    run = made_run(tmp_path, "demo")
+    outside = tmp_path / "kept"
+    shutil.copytree(run.checkpoints / "rl-000002", outside)
+    assert load(outside, model=small()) == {"run": "demo-1"}
+    os.rename(run.path, tmp_path / "renamed")
+    moved = RunFolder(tmp_path / "renamed")
+    assert check(moved.path) == []
+    assert load(find_checkpoint(moved).path, model=small()) == {"run": "demo-1"}
+
+
+def test_a_checkpoint_of_another_step_is_refused(tmp_path: Path) -> None:
+    run = made_run(tmp_path, "demo")
+    shutil.rmtree(run.checkpoints / "rl-000002")
+    shutil.copytree(run.checkpoints / "rl-000001", run.checkpoints / "rl-000002")
+    with pytest.raises(CheckpointError, match="was saved as rl-000001: rename it back"):
+        load(run.checkpoints / "rl-000002", model=small())
+
+
+def test_checkpoints_of_a_run_without_an_identity_are_accepted(tmp_path: Path) -> None:
+    run = made_run(tmp_path, "demo")
+    run.facts.unlink()
+    assert check(run.path) == []
+
+
 def test_check_needs_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="neither a checkpoint nor a run"):
         check(tmp_path)
@@ -641,6 +713,7 @@ from pathlib import Path
 
 import torch
 
+from ludus.train.checkpoint.policy import find_checkpoint
 from ludus.train.checkpoint.state import fingerprint
 from ludus.train.checkpoint.listing import check
 from ludus.train.checkpoint.store import CheckpointStore, load

@@ -1,0 +1,144 @@
+"""The sections of the training stages: SFT, RL, their optimizers, the learner."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from ludus.config.sections import Horizon, Section
+from ludus.core.types import Spec
+
+Moment = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(1e-3, gt=0, le=1e30, description="Peak learning rate.")
+    betas: tuple[Moment, Moment] = Field((0.9, 0.95), description="AdamW's beta1 and beta2.")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay, on matrices only.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up to the peak.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Schedule after the warm-up, until the stage's last step."
+    )
+
+
+class LearnerConfig(Section):
+    """Computation of a training step. The results are the same up to rounding."""
+
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Data type of matrix products; weights keep model.dtype (bfloat16: autocast).",
+    )
+    share_prefixes: bool = Field(
+        True, description="Compute a prefix that samples share once, as a tree of tokens."
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass: slower, less memory."
+    )
+    compile: bool = Field(
+        False,
+        description="torch.compile the layers. Needs a C++ compiler; little gain on a CPU.",
+    )
+    master_weights: Literal["float32", "stochastic_rounding"] = Field(
+        "float32",
+        description="For weights in bfloat16 (model.dtype): `float32` updates a float32 copy of "
+        "them (18 bytes a weight in all); `stochastic_rounding` keeps no copy and rounds updates "
+        "at random (8 bytes a weight).",
+    )
+
+
+class RLOptimizerConfig(OptimizerConfig):
+    """AdamW and its schedule, with a lower peak learning rate."""
+
+    lr: float = Field(3e-4, gt=0, le=1e30, description="Peak learning rate.")
+
+
+class DemonstrationsConfig(Section):
+    """Episodes of the environment's expert, on the first training tasks."""
+
+    num_episodes: int = Field(1000, ge=1, description="Episodes that the expert plays.")
+    num_workers: int = Field(2, ge=1, description="Worker processes.")
+    timeout_s: float = Field(20.0, gt=0, description="Time limit of an episode, in seconds.")
+    only_successful: bool = Field(True, description="Exclude episodes that the expert lost.")
+    mistakes: float = Field(
+        0.0,
+        ge=0,
+        le=0.9,
+        description="Probability that a wrong action is played before a turn of the expert. SFT "
+        "does not train the wrong action, but the turns after it, so that the policy learns to go "
+        "on after a mistake.",
+    )
+    code_share: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Share of the demonstrations in which the expert runs its code (format "
+        "`code`). The others answer at once: RL has to find out when the tool pays.",
+    )
+
+
+class SFTConfig(Section):
+    """Supervised fine-tuning on demonstrations, or on a file of them."""
+
+    data: str | None = Field(
+        None, description="A JSON-lines file of conversations; null: the demonstrations."
+    )
+    steps: int = Field(300, ge=1, description="Optimizer steps.")
+    episodes_per_step: int = Field(32, ge=1, description="Demonstrations per optimizer step.")
+    tokens_per_batch: int = Field(8192, ge=1, description="Maximum tokens of a forward pass.")
+    optimizer: OptimizerConfig = Field(
+        default_factory=OptimizerConfig, description="The optimizer of this stage."
+    )
+
+
+class RLConfig(Section):
+    """Reinforcement learning: sample groups, score, assign advantages, train."""
+
+    algorithm: Spec = Field(
+        default_factory=lambda: Spec(name="grpo"), description="A row of the algorithm table."
+    )
+    steps: int = Field(100, ge=1, description="Policy iterations: rollouts, then training.")
+    groups_per_step: int = Field(16, ge=1, description="Tasks sampled per step.")
+    group_size: int = Field(8, ge=1, description="Episodes per task, compared with one another.")
+    horizon: Horizon | dict[str, Horizon] | None = Field(
+        None,
+        description="Maximum turns by step: [[0, 5], [100, 10]] is 5 turns, and 10 from step 100 "
+        "on; for a `mixture` also by environment. Null: rollout.max_turns in all steps.",
+    )
+    epochs: int = Field(1, ge=1, description="Passes over a step's samples.")
+    minibatches: int = Field(1, ge=1, description="Optimizer steps per pass.")
+    tokens_per_batch: int = Field(8192, ge=1, description="Maximum tokens of a forward pass.")
+    optimizer: RLOptimizerConfig = Field(
+        default_factory=RLOptimizerConfig, description="The optimizer of this stage."
+    )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="Play episodes ahead while the policy trains: the maximum number of weight "
+        "versions published between the start of an episode and the step that trains on it. "
+        "0: play and train alternately, reproducibly.",
+    )
+    min_success_to_stop: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="End the stage when a periodic evaluation reaches this success rate.",
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RLConfig:
+        if self.horizon is None:
+            return self
+        schedules = self.horizon.values() if isinstance(self.horizon, dict) else [self.horizon]
+        for schedule in schedules:
+            steps = [step for step, _ in schedule]
+            if steps[:1] != [0] or steps != sorted(set(steps)) or min(t for _, t in schedule) < 1:
+                raise ValueError(
+                    "`horizon` must be a list of [first step, turns] that begins with step 0, with "
+                    "ascending steps and at least 1 turn: [[0, 5], [100, 10]]"
+                )
+        return self

@@ -1,0 +1,1 @@
+"""Generated tasks for small models: nothing is downloaded."""

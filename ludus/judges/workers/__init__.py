@@ -1,0 +1,1 @@
+"""Worker processes of judges: the pool, and what runs in them."""

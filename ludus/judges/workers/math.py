@@ -1,0 +1,68 @@
+"""Worker process of the judge `math`: math-verify on one answer after the other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+from ludus.judges.base import last_boxed
+from ludus.judges.workers.pool import Record, serve
+
+TAIL = 4000
+"""Characters at the end of a message in which an answer without a box is looked for."""
+
+MAX_CHARACTERS = 10_000
+"""Limit of an answer's length."""
+
+
+def prepare() -> Callable[[Record], Iterable[Record]]:
+    """Import math-verify; returns the function that compares.
+
+    Its own time limits are off: they are signals to Python code, and do not end a long operation
+    in C. The timer of `serve` does.
+    """
+    import math_verify
+
+    logging.disable()
+    latex = math_verify.LatexExtractionConfig(boxed_match_priority=0)
+    kinds = [latex, math_verify.ExprExtractionConfig()]
+
+    def parse(text: str) -> list[Any]:
+        return list(math_verify.parse(text, kinds, parsing_timeout=None))
+
+    @lru_cache(maxsize=256)
+    def parse_gold(text: str) -> list[Any]:
+        marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
+        gold = parse(text if marked else f"\\boxed{{{text}}}")
+        math_verify.verify(gold, parse("$0$"), timeout_seconds=None)  # one without end stops here
+        return gold
+
+    def compare(request: Record) -> Iterable[Record]:
+        golds = [parse_gold(text) for text in request["golds"]]
+        unread = [text for text, gold in zip(request["golds"], golds, strict=True) if not gold]
+        yield {"unread": unread}
+        text, box = request["text"], last_boxed(request["text"])
+        if box is not None:
+            text = f"\\boxed{{{box}}}"
+        elif request["extract"] == "boxed":
+            text = ""
+        else:
+            text = text[-TAIL:]
+        if len(text) > MAX_CHARACTERS:
+            fault = f"{len(box or text):,} characters"
+            yield {"answer": text[:80], "correct": False, "fault": fault}
+            return
+        answer = parse(text) if text.strip() else []
+        options = {"float_rounding": request["digits"], "timeout_seconds": None}
+        correct = any(math_verify.verify(gold, answer, **options) for gold in golds)
+        shown = None if not answer else text[-200:] if box is None else box[:200]
+        yield {"answer": shown, "correct": correct}
+
+    list(compare({"golds": ["1/2"], "text": "\\boxed{0.5}", "extract": "boxed", "digits": 6}))
+    return compare
+
+
+if __name__ == "__main__":
+    serve(prepare)

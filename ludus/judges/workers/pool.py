@@ -1,0 +1,212 @@
+"""Worker processes for computations that may never end.
+
+A request goes to an idle worker as a line of JSON, and comes back as lines. The kernel ends a
+worker whose computation exceeds its CPU time, even where it hangs in C code or its parent is dead:
+
+    worker   starts a timer of CPU time, computes, answers     (`serve`)
+    pool     reads the answers; a worker that died is replaced  (`Workers`)
+
+The limit is CPU time, so the load of the machine does not decide a score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from ludus.core.errors import Unscorable
+
+START_S = 120.0
+"""Seconds in which a worker has to start."""
+
+MAX_REQUESTS = 1000
+"""Requests after which a worker is replaced: what its packages keep in memory is released."""
+
+Record = dict[str, Any]
+
+
+class TooLong(Exception):
+    """The computation exceeded its CPU time. `answers` holds what came before."""
+
+    def __init__(self, answers: list[Record]) -> None:
+        super().__init__("the computation exceeded its CPU time")
+        self.answers = answers
+
+
+class Workers:
+    """A pool of processes that run `module`, whose main block calls `serve`.
+
+    Starts processes when they are needed. At most `size` requests run at once; others wait. Use
+    from any thread and any event loop.
+
+    Args:
+        cpu_s: CPU seconds of a request.
+        memory_mb: address space of a worker.
+    """
+
+    def __init__(self, module: str, size: int, cpu_s: float, memory_mb: int) -> None:
+        self._command = [sys.executable, "-P", "-m", module, repr(cpu_s), str(memory_mb)]
+        self._module = module
+        self._wall_s = 30.0 + 10.0 * cpu_s
+        self._threads = ThreadPoolExecutor(size, "ludus-judge")
+        self._idle: list[subprocess.Popen[bytes]] = []
+        weakref.finalize(self, _end_all, self._idle)
+
+    async def ask(self, request: Record) -> list[Record]:
+        """Returns the worker's answers to a request.
+
+        Errors: TooLong; Unscorable where the worker cannot start, or died for another reason, also
+        in a second attempt.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._ask, request)
+
+    def _ask(self, request: Record) -> list[Record]:
+        for attempt in range(2):
+            try:
+                return self._try(request)
+            except _Died as error:
+                if attempt:
+                    raise Unscorable(f"a worker of {self._module} {error}, twice") from error
+        raise AssertionError("the last attempt returns or raises")
+
+    def _try(self, request: Record) -> list[Record]:
+        """Errors: TooLong, _Died, Unscorable."""
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            worker = self._start()
+        answers: list[Record] = []
+        try:
+            self._exchange(worker, request, answers, self._wall_s)
+        except BaseException:
+            _end(worker)
+            if worker.returncode == -signal.SIGPROF:
+                raise TooLong(answers) from None
+            raise
+        if answers[-1]["ends"]:
+            _end(worker)
+        else:
+            self._idle.append(worker)
+        return answers
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}  # the order of sympy's terms
+        worker = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # Ctrl+C is for the parent
+        )
+        answers: list[Record] = []
+        try:
+            self._exchange(worker, None, answers, START_S)
+        except BaseException as error:
+            _end(worker)
+            raise Unscorable(f"a worker of {self._module} cannot start: it {error}") from error
+        if fault := answers[-1].get("fault"):
+            _end(worker)
+            raise Unscorable(f"a worker of {self._module} cannot start: {fault}")
+        return worker
+
+    def _exchange(
+        self,
+        worker: subprocess.Popen[bytes],
+        request: Record | None,
+        answers: list[Record],
+        seconds: float,
+    ) -> None:
+        """Add the worker's answers up to its last. Errors: _Died."""
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        timer = threading.Timer(seconds, worker.kill)
+        timer.start()
+        try:
+            if request is not None:
+                worker.stdin.write(json.dumps(request).encode() + b"\n")
+                worker.stdin.flush()
+            while line := worker.stdout.readline():
+                answers.append(json.loads(line))
+                if "ends" in answers[-1]:
+                    return
+        except OSError:
+            pass  # a broken pipe: it died
+        finally:
+            timer.cancel()
+        worker.wait()
+        raise _Died(f"died with exit code {worker.returncode}")
+
+
+class _Died(Exception):
+    """A worker ended before its last answer."""
+
+
+def _end(worker: subprocess.Popen[bytes]) -> None:
+    worker.kill()
+    worker.wait()
+    for pipe in (worker.stdin, worker.stdout):
+        assert pipe is not None
+        with suppress(OSError):  # what was left to write
+            pipe.close()
+
+
+def _end_all(workers: list[subprocess.Popen[bytes]]) -> None:
+    while workers:
+        _end(workers.pop())
+
+
+def serve(prepare: Callable[[], Callable[[Record], Iterable[Record]]]) -> NoReturn:
+    """Answer requests from stdin until it ends; call this in the worker's main block.
+
+    Args:
+        prepare: imports what the requests need, and returns the function that answers them.
+    """
+    cpu_s, memory_mb = float(sys.argv[1]), int(sys.argv[2])
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a package prints is no answer
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+
+    def write(record: Record) -> None:
+        output.write(json.dumps(record).encode() + b"\n")
+        output.flush()
+
+    try:
+        answer = prepare()
+    except Exception as error:
+        write({"fault": f"{type(error).__name__}: {error}", "ends": True})
+        sys.exit(1)
+    write({"ends": False})
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        for record in answer(json.loads(line)):
+            write(record)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        ends = number >= MAX_REQUESTS or _peak_mb() > memory_mb // 2
+        write({"ends": ends})
+        if ends:
+            break
+    sys.exit(0)
+
+
+def _peak_mb() -> int:
+    """Peak memory of this process in MB."""
+    try:  # Linux starts `ru_maxrss` at that of the parent, which may be a large trainer
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) >> 10 for line in status if line.startswith("VmHWM:"))
+    except OSError:  # macOS, in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 20

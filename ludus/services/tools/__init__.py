@@ -1,0 +1,1 @@
+"""Tools over HTTP, with verl-tool's protocol."""

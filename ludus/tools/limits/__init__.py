@@ -1,0 +1,1 @@
+"""Limits on the rate of calls, over processes and hosts."""
