@@ -7,6 +7,7 @@ JUDGES: Registry[Judge] = Registry(
     "judge",
     {
         "answer": Row("ludus.judges.answer:AnswerJudge", "", "the final answer against the task's"),
+        "bbeh": Row("ludus.judges.bbeh:BBEHJudge", "", "the answer as BIG-Bench Extra Hard has it"),
         "choice": Row("ludus.judges.choice:ChoiceJudge", "", "the letter of a multiple choice"),
         "code": Row("ludus.judges.code:CodeJudge", "", "tests of code, in the sandbox"),
         "first": Row("ludus.judges.combine:FirstJudge", "", "a second judge where one fails"),

@@ -7,6 +7,9 @@ READERS: Registry[list[Task]] = Registry(
     "reader",
     {
         "agentgym": Row("ludus.tasks.agentgym:read_agentgym", "", "the items of AgentGym's files"),
+        "benchmark": Row(
+            "ludus.tasks.benchmarks.reader:read_benchmark", "", "a published benchmark, by name"
+        ),
         "env": Row("ludus.tasks.readers:read_env", "", "tasks that the environment makes"),
         "hf": Row("ludus.tasks.readers:read_hf", "data", "a Hugging Face data set, local or hub"),
         "json": Row("ludus.tasks.readers:read_json", "", "a file of JSON lines"),

@@ -162,7 +162,7 @@ def read_json(
     mapping = FieldMapping(path, prompt, answer, id, tier, tools, consistency, data, env, judge)
     with file.open("rb") as lines:
         rows = ((n, line) for n, line in enumerate(lines, start=1) if line.strip())
-        return _read_rows(
+        return read_rows(
             rows, lambda n, line: mapping.task(n, parse_line(line)), path, on_bad_line, limit
         )
 
@@ -185,7 +185,7 @@ def read_hf(
     on_bad_line: OnBadLine = "refuse",
 ) -> TaskList:
     """Read a Hugging Face data set: a hub name, a saved data set, a data folder or a data file."""
-    rows = _load_hf(path, name, split, revision)
+    rows = load_hf(path, name, split, revision)
     columns = list(rows.column_names)
     fields = {"prompt": prompt, "answer": answer, "id": id, "tier": tier, "tools": tools}
     fields["consistency"] = consistency
@@ -197,7 +197,7 @@ def read_hf(
             )
     fixed = tools, consistency, data, env, judge
     mapping = FieldMapping(f"{path}/{split}", prompt, answer, id, tier, *fixed)
-    return _read_rows(enumerate(rows, start=1), mapping.task, mapping.source, on_bad_line, limit)
+    return read_rows(enumerate(rows, start=1), mapping.task, mapping.source, on_bad_line, limit)
 
 
 def read_env(
@@ -247,14 +247,22 @@ def _further(maker: TaskMaker, tier: str | None, seed: int, taken: Taken) -> tup
     )
 
 
-def _read_rows(
+def read_rows(
     rows: Iterable[tuple[int, Any]],
     make: Callable[[int, Any], Task],
     source: str,
     on_bad_line: OnBadLine,
     limit: int | None,
+    skip: str = "tasks.on_bad_line: skip",
 ) -> TaskList:
-    """Make a task of each numbered row, up to `limit`; refuse or report the malformed rows."""
+    """Make a task of each numbered row, up to `limit`; refuse or report the malformed rows.
+
+    Args:
+        make: raises ValueError with the reason for a malformed row.
+        skip: the setting that skips malformed rows, for the error.
+
+    Errors: DataError.
+    """
     tasks: list[Task] = []
     numbers: dict[str, int] = {}
     bad_lines: list[BadLine] = []
@@ -269,7 +277,7 @@ def _read_rows(
     if bad_lines and on_bad_line == "refuse":
         raise DataError(
             f"{source}: {len(bad_lines)} malformed {'line' if len(bad_lines) == 1 else 'lines'} "
-            "(`tasks.on_bad_line: skip` skips them): "
+            f"(`{skip}` skips them): "
             + _listed(f"line {bad.number} {bad.reason}" for bad in bad_lines)
         )
     return TaskList(tasks, bad_lines, rows=numbers)
@@ -308,7 +316,11 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"has {name}, which is not JSON")
 
 
-def _load_hf(path: str, name: str | None, split: str, revision: str | None) -> Any:
+def load_hf(path: str, name: str | None, split: str, revision: str | None) -> Any:
+    """Load a split of a Hugging Face data set: hub name, saved data set, folder or file.
+
+    Errors: DataError, MissingDependency.
+    """
     try:
         import datasets
     except ModuleNotFoundError as error:
