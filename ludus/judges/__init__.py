@@ -10,6 +10,11 @@ JUDGES: Registry[Judge] = Registry(
         "bbeh": Row("ludus.judges.bbeh:BBEHJudge", "", "the answer as BIG-Bench Extra Hard has it"),
         "choice": Row("ludus.judges.choice:ChoiceJudge", "", "the letter of a multiple choice"),
         "code": Row("ludus.judges.code:CodeJudge", "", "tests of code, in the sandbox"),
+        "curriculum": Row(
+            "ludus.judges.proposals.judge:CurriculumJudge",
+            "coevolve",
+            "a proposed problem, by an executor's votes",
+        ),
         "first": Row("ludus.judges.combine:FirstJudge", "", "a second judge where one fails"),
         "format": Row("ludus.judges.format:FormatJudge", "", "markers, a pattern, thinking"),
         "math": Row("ludus.judges.math:MathJudge", "math", "equal mathematics, by math-verify"),
@@ -19,6 +24,6 @@ JUDGES: Registry[Judge] = Registry(
         "rubric": Row("ludus.judges.rubric:RubricJudge", "remote", "weighted criteria, by a model"),
         "sum": Row("ludus.judges.combine:SumJudge", "", "the weighted sum of judges"),
     },
-    context=frozenset({"limits"}),
+    context=frozenset({"limits", "make_player"}),
     needs=("__call__",),
 )

@@ -44,6 +44,14 @@ class TooLong(Exception):
         self.answers = answers
 
 
+class Crashed(Unscorable):
+    """The worker died twice on a request. `answers` holds what came before."""
+
+    def __init__(self, told: str, answers: list[Record]) -> None:
+        super().__init__(told)
+        self.answers = answers
+
+
 class Workers:
     """A pool of processes that run `module`, whose main block calls `serve`.
 
@@ -51,14 +59,17 @@ class Workers:
     from any thread and any event loop.
 
     Args:
-        cpu_s: CPU seconds of a request.
+        cpu_s: CPU seconds of a request, or of a step whose worker calls `restart_limit`.
         memory_mb: address space of a worker.
+        num_limits: the limits that a request can take, for the limit of wall time.
     """
 
-    def __init__(self, module: str, size: int, cpu_s: float, memory_mb: int) -> None:
+    def __init__(
+        self, module: str, size: int, cpu_s: float, memory_mb: int, num_limits: float = 1.0
+    ) -> None:
         self._command = [sys.executable, "-P", "-m", module, repr(cpu_s), str(memory_mb)]
         self._module = module
-        self._wall_s = 30.0 + 10.0 * cpu_s
+        self._wall_s = 30.0 + 10.0 * cpu_s * num_limits
         self._threads = ThreadPoolExecutor(size, "ludus-judge")
         self._idle: list[subprocess.Popen[bytes]] = []
         weakref.finalize(self, _end_all, self._idle)
@@ -66,8 +77,8 @@ class Workers:
     async def ask(self, request: Record) -> list[Record]:
         """Returns the worker's answers to a request.
 
-        Errors: TooLong; Unscorable where the worker cannot start, or died for another reason, also
-        in a second attempt.
+        Errors: TooLong; Crashed where the worker died for another reason, also in a second attempt;
+        Unscorable where it cannot start.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._ask, request)
@@ -78,7 +89,8 @@ class Workers:
                 return self._try(request)
             except _Died as error:
                 if attempt:
-                    raise Unscorable(f"a worker of {self._module} {error}, twice") from error
+                    told = f"a worker of {self._module} {error}, twice"
+                    raise Crashed(told, error.answers) from error
         raise AssertionError("the last attempt returns or raises")
 
     def _try(self, request: Record) -> list[Record]:
@@ -147,11 +159,15 @@ class Workers:
         finally:
             timer.cancel()
         worker.wait()
-        raise _Died(f"died with exit code {worker.returncode}")
+        raise _Died(f"died with exit code {worker.returncode}", answers)
 
 
 class _Died(Exception):
     """A worker ended before its last answer."""
+
+    def __init__(self, told: str, answers: list[Record]) -> None:
+        super().__init__(told)
+        self.answers = answers
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:
@@ -201,6 +217,11 @@ def serve(prepare: Callable[[], Callable[[Record], Iterable[Record]]]) -> NoRetu
         if ends:
             break
     sys.exit(0)
+
+
+def restart_limit() -> None:
+    """Begin the limit of CPU time anew. Call this in a worker, before each step of a request."""
+    signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
 
 
 def _peak_mb() -> int:

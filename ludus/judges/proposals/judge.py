@@ -1,0 +1,270 @@
+"""The judge `curriculum`: rewards proposals by the votes of an executor on them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Protocol
+
+from pydantic import Field
+
+from ludus.config.sections import Markers
+from ludus.core.errors import ConfigError, Unscorable
+from ludus.core.modules import require
+from ludus.core.types import NO_ENV, Group, Message, Score, Spec, Status, Task, Trajectory
+from ludus.judges.base import final_answer
+from ludus.judges.proposals.parse import QUESTION_MARKERS, Proposal, Refused, parse_proposal
+from ludus.judges.proposals.repetition import cluster_sizes
+from ludus.judges.proposals.rewards import (
+    Weights,
+    proposal_reward,
+    repetition,
+    tool_bonus,
+    uncertainty,
+)
+from ludus.judges.proposals.votes import ANSWER_MARKERS, Extract, Vote, Voter, mean_tool_calls
+
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+LABEL = "votes"
+"""Stage of the executor's episodes, in their ids and seeds."""
+
+MAX_EXPLANATION = 4000
+"""Characters of an explanation that are kept."""
+
+
+class Player(Protocol):
+    """The executor: answers each task k times; one group a task, in order."""
+
+    async def __call__(
+        self, tasks: Sequence[Task], label: str, step: int, k: int
+    ) -> list[Group]: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The executor's answers to a proposal. `vote` is the reason where there is none."""
+
+    vote: Vote | str
+    tool_calls: float
+    agrees: bool | None = None
+
+
+class CurriculumJudge:
+    r"""Agent0's reward of a curriculum agent (arXiv 2511.16043).
+
+        R_C = R_format * max(0, uncertainty * R_unc + tool * R_tool - R_rep)
+
+    A proposal is `<question>...</question>` followed by `\boxed{answer}`. The executor answers
+    each distinct question `num_answers` times. With p, the share of the answers that agree with
+    the majority:
+
+        R_unc   1 - 2 |p - 0.5|
+        R_tool  gamma * min(mean executed tool calls of an answer, max_tool_calls)
+        R_rep   repetition * size of the question's cluster / number of proposals in the step
+
+    Clusters join by average linkage while 1 - BLEU is below `bleu_distance`. Proposals of a step
+    are scored together (`score_groups`); one alone has a score of its format (`__call__`).
+
+    A text that is no proposal earns 0, and is not played. Where no episode of the executor could
+    be counted, the proposal is excluded with the reason.
+
+    Parts: `format`; `uncertainty`, `tool`, `repetition` (R_unc, R_tool, R_rep); `consistency` (p),
+    `tool_calls`, `cluster_size`, `unparsed` (share of the answers); `claim` (the proposal's own
+    answer agrees with the majority; it earns nothing).
+    """
+
+    def __init__(
+        self,
+        executor: Annotated[
+            str, Field(min_length=1, description="YAML file of the executor's configuration.")
+        ],
+        num_answers: Annotated[
+            int, Field(ge=1, le=1024, description="Answers of the executor to a question (k).")
+        ] = 10,
+        uncertainty: Annotated[Weight, Field(description="Weight of R_unc.")] = 1.0,
+        tool: Annotated[Weight, Field(description="Weight of R_tool.")] = 0.6,
+        gamma: Annotated[Weight, Field(description="Scale of R_tool.")] = 1.0,
+        max_tool_calls: Annotated[
+            Weight, Field(description="Tool calls of an answer that count (C).")
+        ] = 4.0,
+        repetition: Annotated[Weight, Field(description="Weight of R_rep.")] = 1.0,
+        bleu_distance: Annotated[
+            float, Field(gt=0, le=1, description="Mean distance below which clusters join.")
+        ] = 0.5,
+        question_markers: Annotated[
+            Markers, Field(description="Start and end of a question.")
+        ] = QUESTION_MARKERS,
+        answer_markers: Annotated[
+            Markers,
+            Field(description="Start and end of an executor's answer: its `markers.answer`."),
+        ] = ANSWER_MARKERS,
+        extract: Annotated[
+            Extract,
+            Field(description="Part of an executor's last message: `boxed`, or what is found."),
+        ] = "auto",
+        digits: Annotated[
+            int, Field(ge=0, le=15, description="Decimal places in which numbers must agree.")
+        ] = 6,
+        limit_s: Annotated[
+            float, Field(gt=0, le=600, description="Seconds of CPU time for one comparison.")
+        ] = 2.0,
+        workers: Annotated[
+            int, Field(ge=1, le=256, description="Votes at once, each in its process.")
+        ] = 2,
+        make_player: Callable[[str], Player] | None = None,
+    ) -> None:
+        for package in ("math_verify", "sacrebleu", "scipy"):
+            require(package, "coevolve", "the judge `curriculum`")
+        self._executor, self._num_answers = executor, num_answers
+        self._weights = Weights(uncertainty, tool, gamma, max_tool_calls, repetition)
+        self._bleu_distance = bleu_distance
+        self._question_markers, self._answer_markers = question_markers, answer_markers
+        self._extract = extract
+        self._voter = Voter(extract, answer_markers, digits, limit_s, workers)
+        self._make_player = make_player
+        self._player: Player | None = None
+
+    async def __call__(self, task: Task, trajectory: Trajectory) -> Score:
+        """The format alone: the rest takes the other proposals of the step."""
+        found = self._parse(trajectory)
+        well = float(isinstance(found, Proposal))
+        told = found.reason if isinstance(found, Refused) else ""
+        return Score(value=well, parts={"format": well}, explanation=told)
+
+    def _parse(self, trajectory: Trajectory) -> Proposal | Refused:
+        return parse_proposal(final_answer(trajectory).content, self._question_markers)
+
+    async def score_groups(self, groups: Sequence[Group], step: int) -> list[Group]:
+        """Score the proposals of a step together.
+
+        Returns new groups. Trajectories that are excluded already stay as they are, and are not in
+        the batch.
+
+        Errors: ConfigError without an executor; what the player raises.
+        """
+        player = self._open()
+        batch = [t for g in groups for t in g.trajectories if t.status.trainable and not t.dropped]
+        parsed = {t.id: self._parse(t) for t in batch}
+        proposals = {key: found for key, found in parsed.items() if isinstance(found, Proposal)}
+        sizes = asyncio.create_task(
+            asyncio.to_thread(
+                cluster_sizes, [p.question for p in proposals.values()], self._bleu_distance
+            )
+        )
+        try:
+            verdicts = await self._verdicts(player, proposals, step)
+        finally:
+            clusters = dict(zip(proposals, await sizes, strict=True))
+        scored: dict[str, Trajectory] = {}
+        for trajectory in batch:
+            found, key = parsed[trajectory.id], trajectory.id
+            if isinstance(found, Refused):
+                scored[key] = _refused(trajectory, found)
+            else:
+                size = clusters[key]
+                scored[key] = self._scored(trajectory, found, verdicts[key], size, len(batch))
+        return [
+            replace(group, trajectories=[scored.get(t.id, t) for t in group.trajectories])
+            for group in groups
+        ]
+
+    async def _verdicts(
+        self, player: Player, proposals: dict[str, Proposal], step: int
+    ) -> dict[str, Verdict]:
+        """The executor's verdict on each proposal. A question that repeats is played once."""
+        asked: dict[str, list[str]] = {}
+        for key, proposal in proposals.items():
+            asked.setdefault(proposal.question, []).append(key)
+        if not asked:
+            return {}
+        tasks = [self.task(keys[0], question) for question, keys in asked.items()]
+        played = await player(tasks, LABEL, step, self._num_answers)
+
+        async def judged(group: Group, keys: list[str]) -> dict[str, Verdict]:
+            calls = mean_tool_calls(group.trajectories)
+            try:
+                claims = [proposals[key].answer for key in keys]
+                vote = await self._voter(group.trajectories, claims)
+            except Unscorable as error:
+                return {key: Verdict(str(error), calls) for key in keys}
+            pairs = zip(keys, vote.claims, strict=True)
+            return {key: Verdict(vote, calls, agrees) for key, agrees in pairs}
+
+        pairs = zip(played, asked.values(), strict=True)
+        found = await asyncio.gather(*(judged(group, keys) for group, keys in pairs))
+        return {key: verdict for verdicts in found for key, verdict in verdicts.items()}
+
+    def task(self, id: str, question: str) -> Task:
+        """The executor's task of a question. Its judge notes whether there is an answer."""
+        args = {"extract": self._extract, "markers": list(self._answer_markers)}
+        return Task(
+            id=id,
+            prompt=[Message(role="user", content=question)],
+            env=NO_ENV,
+            judge=Spec(name="ludus.judges.proposals.votes:Answered", args=args),
+        )
+
+    def _scored(
+        self, trajectory: Trajectory, proposal: Proposal, verdict: Verdict, size: int, batch: int
+    ) -> Trajectory:
+        vote, calls, w = verdict.vote, verdict.tool_calls, self._weights
+        if isinstance(vote, str):
+            return replace(trajectory, status=Status.UNSCORABLE, reward=None, error=vote)
+        reward = proposal_reward(vote.p, calls, size, batch, w)
+        parts = {
+            "format": 1.0,
+            "uncertainty": uncertainty(vote.p),
+            "tool": tool_bonus(calls, w.gamma, w.max_tool_calls),
+            "repetition": repetition(size, batch, w.repetition),
+            "consistency": vote.p,
+            "tool_calls": calls,
+            "cluster_size": float(size),
+            "unparsed": vote.num_unparsed / vote.num_answers,
+            "claim": float(bool(verdict.agrees)),
+        }
+        told = _explanation(vote, proposal, verdict, size, batch)
+        return replace(trajectory, reward=reward, scores=parts, explanation=told[:MAX_EXPLANATION])
+
+    def _open(self) -> Player:
+        """The executor, opened at the first call. Errors: ConfigError."""
+        if self._make_player is None:
+            raise ConfigError(
+                "judge: `curriculum` has no executor here, and can score the format alone: use it "
+                "in `ludus coevolve`, or in a run that trains"
+            )
+        if self._player is None:
+            self._player = self._make_player(self._executor)
+        return self._player
+
+    async def close(self) -> None:
+        """Close the executor."""
+        if self._player is not None:
+            player, self._player = self._player, None
+            await player.close()
+
+
+def _refused(trajectory: Trajectory, refused: Refused) -> Trajectory:
+    return replace(
+        trajectory, reward=0.0, scores={"format": 0.0}, explanation=f"no proposal: {refused.reason}"
+    )
+
+
+def _explanation(vote: Vote, proposal: Proposal, verdict: Verdict, size: int, batch: int) -> str:
+    """Two lines: the vote; the claim, the tool calls, the cluster."""
+    classes = [f"{_short(text)} {count}" for text, count in vote.counts[:4]]
+    classes += [f"{len(vote.counts) - 4} more"] * (len(vote.counts) > 4)
+    classes += [f"unread {vote.num_unparsed}"] * (vote.num_unparsed > 0)
+    tie = ", a tie" if vote.tie else ""
+    agrees = {True: "the majority agrees", False: "the majority differs", None: "not read"}
+    return (
+        f"p {vote.p:.2f} of {vote.num_answers} answers{tie}: {', '.join(classes)}\n"
+        f"claimed {_short(proposal.answer)}: {agrees[verdict.agrees]}; "
+        f"{verdict.tool_calls:.2g} tool calls an answer; cluster of {size} in {batch}"
+    )
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
