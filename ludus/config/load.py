@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -31,6 +31,7 @@ from ludus.core.modules import load_module, told
 from ludus.core.types import Spec
 
 Source = str | Path | Mapping[str, Any] | RunConfig | Callable[[], Any]
+Config = TypeVar("Config", bound=BaseModel)
 
 
 def load_config(source: Source, overrides: Sequence[str] = ()) -> RunConfig:
@@ -46,11 +47,20 @@ def load_config(source: Source, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: one line per fault: the file or the override, the dotted path, the allowed
             values, and the nearest name.
     """
+    return load_as(RunConfig, source, overrides)
+
+
+def load_as(
+    schema: type[Config], source: Source | BaseModel, overrides: Sequence[str] = ()
+) -> Config:
+    """As `load_config`, for another schema of a whole recipe."""
     raw = _read(source)
     faults: list[str] = []
     data = _plain(raw.data, (), faults, raw)
     if not faults and not isinstance(data, dict):
         faults.append(f"{raw.origin}: must be a mapping of keys, got {show(data)}")
+    elif not faults and (remedy := other_kind(data, schema)):
+        faults.append(f"{raw.origin}: {remedy}")
     if faults:
         raise ConfigError("\n".join(faults))
     for override in overrides:
@@ -63,25 +73,34 @@ def load_config(source: Source, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError("\n".join(faults + unwritable))
     try:
         # JSON, because strict mode then accepts a list for a tuple, and no other conversion.
-        config = RunConfig.model_validate_json(json.dumps(data), strict=True)
+        config = schema.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        faults += [raw.message(path, line) for path, line in explain(error, RunConfig)]
+        faults += [raw.message(path, line) for path, line in explain(error, schema)]
     if faults:
         raise ConfigError("\n".join(faults))
     return config
 
 
-def dump_config(config: RunConfig) -> str:
+def other_kind(data: Mapping[str, Any], schema: type[BaseModel]) -> str:
+    """Returns what to do with a recipe of the other kind (run, co-evolution); else ""."""
+    if ("iterations" in data and "curriculum" in data) == ("iterations" in schema.model_fields):
+        return ""
+    if schema is RunConfig:
+        return "this is a recipe of co-evolution: run it with `ludus coevolve`"
+    return "this is the recipe of a run, without `iterations` and `curriculum`: use `ludus train`"
+
+
+def dump_config(config: BaseModel) -> str:
     """The resolved configuration with all keys, as YAML that `load_config` reads back."""
     return yaml12.dump(config.model_dump(mode="json"))
 
 
-def diff(before: RunConfig, after: RunConfig) -> list[str]:
+def diff(before: BaseModel, after: BaseModel) -> list[str]:
     """Returns the dotted keys whose values differ, in the order of the configuration."""
     return list(_differences((), before.model_dump(mode="json"), after.model_dump(mode="json")))
 
 
-def lookup(config: RunConfig, key: str) -> Any:
+def lookup(config: BaseModel, key: str) -> Any:
     """Returns the value at a dotted key of `diff`; None where the path ends early."""
     value: Any = config.model_dump(mode="json")
     for part in key.split("."):
@@ -172,8 +191,8 @@ class _Raw:
 # Reading a source
 
 
-def _read(source: Source) -> _Raw:
-    if isinstance(source, RunConfig | Mapping):
+def _read(source: Source | BaseModel) -> _Raw:
+    if isinstance(source, BaseModel | Mapping):
         return _Raw("config", source)
     if callable(source):
         name = f"{source.__module__}:{getattr(source, '__qualname__', type(source).__name__)}"

@@ -49,12 +49,12 @@ def read_splits(config: RunConfig, folder: RunFolder | None = None) -> Splits:
     judge or environment, and for a task that nothing scores.
     """
     env = ENVS.build(config.env, "env") if config.env else None
-    train = _read(config, env, config.tasks.train, "tasks.train")
+    train = read_split(config, env, config.tasks.train, "tasks.train")
     if config.rl is not None:
         check_distinct(train, train.ratios, config.rl.groups_per_step, train.distinct)
     if config.tasks.heldout is None:
         return Splits(train, TaskList())
-    read_heldout = partial(_read, config, env, config.tasks.heldout, "tasks.heldout")
+    read_heldout = partial(read_split, config, env, config.tasks.heldout, "tasks.heldout")
     if (stored := _stored(config, folder)) is not None:
         return Splits(train, read_heldout(lambda task: task.id in stored), None)
     started = time.perf_counter()
@@ -84,9 +84,10 @@ def remember(splits: Splits, config: RunConfig, folder: RunFolder) -> None:
         atomic_write(folder.splits, json.dumps(taken))
 
 
-def _read(
+def read_split(
     config: RunConfig, env: Env | None, spec: Spec, where: str, taken: IsTaken | None = None
 ) -> TaskList:
+    """Read one split. Errors: as `read_splits`."""
     on_bad_line = config.tasks.on_bad_line
     tasks = read_tasks(spec, where, maker=env, on_bad_line=on_bad_line, taken=taken)
     for part, some in _by_part(tasks).items():

@@ -18,7 +18,10 @@ class Judge(Protocol):
     A judge that holds something (a sandbox) has an `async close()` too, called when the run ends.
     One that needs a server (a sandbox) has an `async check()`, called at the start, which raises
     ToolError or ConfigError where the server does not answer.
-    One whose signature has `limits` receives the run's rate limits, for `Endpoint(limits=...)`.
+    One whose signature has `limits` receives the run's rate limits, for `Endpoint(limits=...)`; one
+    with `make_player` receives a function that opens another model, to play tasks with it.
+    One that compares the trajectories of a training step has `async score_groups(groups, step)`,
+    which is asked after all of them are played, and returns the groups with their final scores.
 
     Errors: Unscorable if there is no score to give (a score of 0 is a score).
     """

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ludus.backends import BACKENDS
 from ludus.backends.base import Backend
+from ludus.config.load import load_config
 from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError, EpisodeError
 from ludus.core.files import atomic_folder
-from ludus.core.types import Spec, Task, Trajectory
+from ludus.core.types import Group, Spec, Task, Trajectory
 from ludus.data.conversations import Conversation, read_conversations
 from ludus.data.demonstrations import dropped_path, generate_demonstrations, load_demonstrations
 from ludus.data.expert import Demonstration
@@ -141,6 +144,57 @@ def _check_consistency(config: RunConfig, train: TaskList) -> None:
         )
 
 
+class Player:
+    """Plays tasks with a model that does not train, and with the settings of its configuration.
+
+    Its trajectories have a reward where the configuration has a judge or the tasks name one.
+    """
+
+    def __init__(
+        self, config: RunConfig, on_episode: Callable[[Trajectory], None] | None = None
+    ) -> None:
+        """Load the model. Errors: ConfigError, MissingDependency."""
+        config = config.model_copy(update={"sft": None, "rl": None, "demonstrations": None})
+        tokenizer = make_tokenizer(config, (), ())
+        folder, none = RunFolder(Path(os.devnull)), Splits(TaskList(), TaskList())
+        self.run = build(config, folder, none, tokenizer, on_episode=on_episode)
+
+    @classmethod
+    def open(cls, path: str) -> Player:
+        """Open the model of a configuration file."""
+        return cls(load_config(path))
+
+    async def __call__(
+        self, tasks: Sequence[Task], label: str, step: int, k: int, first_group: int = 0
+    ) -> list[Group]:
+        """Play each task `k` times; returns a group for each task, in order.
+
+        The seeds derive from label, step, place and the configuration's seed.
+        """
+        collector = self.run.collector.with_config(label)
+        with self.run.backend.meter.rollout():
+            return await collector.collect(tasks, step, k, first_group=first_group)
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(
+        cls, config: RunConfig, on_episode: Callable[[Trajectory], None] | None = None
+    ) -> AsyncIterator[Player]:
+        """Yields a player, and closes it."""
+        player = cls(config, on_episode)
+        try:
+            yield player
+        finally:
+            await player.close()
+
+    async def close(self) -> None:
+        """Release tools, judges and model."""
+        try:
+            await self.run.collector.close()
+        finally:
+            self.run.backend.close()
+
+
 def make_limits(config: RunConfig, splits: Splits, endpoints: Sequence[str] = ()) -> Limits:
     """Returns the rate limits of a run: of its tools' functions, and of endpoints.
 
@@ -193,7 +247,9 @@ def make_collector(
         renderers,
         config.rollout,
         config.env,
-        JUDGES.build(config.judge, "judge", limits=limits) if config.judge else None,
+        JUDGES.build(config.judge, "judge", limits=limits, make_player=Player.open)
+        if config.judge
+        else None,
         seed=config.seed,
         limits=limits,
         tools=run_tools(config, functions, limits),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ludus.config.schema import RLConfig
-from ludus.core.errors import DataError
+from ludus.core.errors import ConfigError, DataError
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Task
 from ludus.data.conversations import replay_all
@@ -105,10 +105,17 @@ def rollout_source(run: Run, settings: RLConfig) -> GroupSource:
             return collector
         return collector.with_config("rl", max_turns=turn_limit(config, step))
 
+    score_groups = getattr(collector.judge, "score_groups", None)
+    if score_groups is not None and settings.max_staleness:
+        raise ConfigError(
+            "rl.max_staleness must be 0 with a judge that scores the groups of a step together"
+        )
+
     async def collect(tasks: Sequence[Task], step: int, *, first_group: int) -> list[Group]:
-        return await collector_of(step).collect(
+        groups = await collector_of(step).collect(
             tasks, step, settings.group_size, first_group=first_group
         )
+        return groups if score_groups is None else await score_groups(groups, step)
 
     train, seed = run.splits.train, derive_seed(config.seed, "rl")
     sampler = task_sampler(
@@ -123,7 +130,7 @@ def rollout_source(run: Run, settings: RLConfig) -> GroupSource:
         fixed = partial(collector.collect, group_size=settings.group_size)
         return SyncSource(
             sampler,
-            collect if settings.horizon else fixed,
+            collect if settings.horizon or score_groups else fixed,
             run.backend.meter.rollout,
             run.backend.verify if config.verify else None,
         )

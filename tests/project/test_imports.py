@@ -42,6 +42,7 @@ FLOORS = (
     "loop",
     "pipeline",
     "diagnostics",
+    "coevolve",
     "cli",
 )
 """Folders from the ground up; a dotted name is an inner floor of its folder.

@@ -1,0 +1,87 @@
+"""`ludus coevolve`: train a curriculum agent and an executor agent in turns."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ludus.core.errors import ConfigError
+
+app = typer.Typer()
+
+
+@app.command()
+def coevolve(
+    recipe: Annotated[
+        str, typer.Argument(help="A YAML file, or a recipe's name (coevolve-tiny, ...).")
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[STAGE] [KEY=VALUE]...",
+            help="One stage (start, curriculum, generate, score, filter, executor, evaluate), or "
+            "all; then settings to change.",
+        ),
+    ] = None,
+    iteration: Annotated[
+        int | None,
+        typer.Option(min=0, help="Iteration of STAGE; default: the first that lacks it."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show stages, counts, memory, time, cost; stop.")
+    ] = False,
+    test_mode: Annotated[
+        bool,
+        typer.Option("--test-mode", help="One tiny iteration of all stages, in a folder NAME-test."),
+    ] = False,
+    hardware: Annotated[
+        str, typer.Option(help="Of --dry-run: a GPU by name, or `here`: measure this machine.")
+    ] = "here",
+    storage: Annotated[
+        str | None, typer.Option("--storage", help="Folder with a folder for each co-evolution.")
+    ] = None,
+) -> None:
+    """Train a curriculum agent and an executor agent in turns; resumes what is there."""
+    words = words or []
+    stages = [word for word in words if "=" not in word]
+    overrides = [word for word in words if "=" in word]
+    if len(stages) > 1:
+        raise ConfigError(f"{' '.join(stages)}: name one stage, or none for all")
+    if iteration is not None and not stages:
+        raise ConfigError("--iteration belongs to a stage: name one")
+    if dry_run and (stages or test_mode):
+        raise ConfigError("--dry-run shows the whole plan: give no stage and no --test-mode")
+    if not dry_run and hardware != "here":
+        raise ConfigError("--hardware belongs to --dry-run")
+    if storage is not None:
+        overrides.append(f"storage={storage}")
+    from ludus.config.coevolve import CoevolveConfig
+    from ludus.config.load import load_as
+
+    config = load_as(CoevolveConfig, recipe, overrides)
+    if dry_run:
+        from ludus.coevolve.plan import plan_lines
+
+        for line in plan_lines(config, hardware):
+            typer.echo(line)
+        return
+    from ludus.coevolve.flow import Coevolution, Stopped, storage_of
+    from ludus.coevolve.test_mode import tiny
+    from ludus.pipeline.progress import Display
+
+    if test_mode:
+        config = tiny(config)
+    display = Display()
+    try:
+        flow = Coevolution(config, storage_of(config), display)
+        flow.run(stages[0] if stages else None, iteration)
+    except Stopped as stopped:
+        display.close()
+        again = f"ludus coevolve {' '.join([recipe, *overrides])}"
+        again += " --test-mode" if test_mode else ""
+        typer.echo(f"{stopped}; resume with: {again}", err=True)
+        raise typer.Exit(stopped.exit_code) from None
+    finally:
+        display.close()
+    typer.echo(f"{flow.storage.root}")

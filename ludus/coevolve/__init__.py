@@ -1,0 +1,1 @@
+"""Co-evolution: a curriculum agent and an executor agent train in turns."""

@@ -1,0 +1,217 @@
+"""The program of a co-evolution: its stages in order, each complete before the next.
+
+    start                                   once: a first run, whose model both roles start from
+    iteration-0/evaluate                    the executor before any iteration
+    iteration-1/curriculum                  train the curriculum agent against the executor
+               /generate /score /filter     proposals -> answers and votes -> problems with labels
+               /executor                    train the executor on the problems
+               /evaluate                    held-out tasks; the first executor on these problems
+
+A stage's files are written atomically, then the stage is recorded. A killed stage runs again from
+its last checkpoint (runs) or chunk (proposals and answers), and makes the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ludus.coevolve import evaluation, questions
+from ludus.coevolve.child import Child, beside
+from ludus.coevolve.roles import Role, Roles, run_name
+from ludus.coevolve.storage import Storage
+from ludus.config.coevolve import CoevolveConfig
+from ludus.config.load import diff, dump_config, load_as, lookup
+from ludus.config.schema import RunConfig
+from ludus.core.errors import ConfigError
+from ludus.core.files import atomic_write
+from ludus.core.signals import exit_code
+from ludus.pipeline import launch
+from ludus.pipeline.evaluate import export_checkpoint
+from ludus.pipeline.progress import Observer
+
+STAGES = ("curriculum", "generate", "score", "filter", "executor", "evaluate")
+"""The stages of an iteration, in order."""
+
+GROWS = {"iterations", "storage"}
+"""Keys of the recipe that a resumed co-evolution may change."""
+
+
+class Stopped(Exception):
+    """A signal, or a run's budget, stopped the co-evolution; it can be resumed."""
+
+    def __init__(self, label: str, reason: str, exit_code: int) -> None:
+        super().__init__(f"stopped in {label}{reason and ': '}{reason}")
+        self.exit_code = exit_code
+
+
+def storage_of(config: CoevolveConfig) -> Storage:
+    """Returns the folder of a co-evolution."""
+    return Storage(Path(config.storage) / config.name)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StageId:
+    """A stage of an iteration; `start` and the first evaluation belong to iteration 0."""
+
+    iteration: int
+    name: str
+
+    @property
+    def label(self) -> str:
+        return "start" if self.name == "start" else f"iteration-{self.iteration}/{self.name}"
+
+
+def stages_of(config: CoevolveConfig) -> list[StageId]:
+    """Returns all stages in order."""
+    stages = [StageId(0, "start")] if config.start is not None else []
+    if (config.executor.get("tasks") or {}).get("heldout") is not None:
+        stages.append(StageId(0, "evaluate"))
+    for iteration in range(1, config.iterations + 1):
+        stages += [StageId(iteration, name) for name in STAGES]
+    if config.curriculum.get("rl") is None:
+        stages = [stage for stage in stages if stage.name != "curriculum"]
+    return stages
+
+
+class Coevolution:
+    """A co-evolution in its folder."""
+
+    def __init__(self, config: CoevolveConfig, storage: Storage, observer: Observer) -> None:
+        """Errors: ConfigError for a wrong section, before anything runs."""
+        self.config, self.storage, self.observer = config, storage, observer
+        self.roles = Roles(config, storage)
+
+    def run(self, only: str | None = None, iteration: int | None = None) -> None:
+        """Run the stages that are not complete; with `only`, one of them.
+
+        Errors: Stopped after a signal; LudusError. What is complete stays.
+        """
+        with self.storage.locked():
+            self._remember()
+            if only is None:
+                chosen = [stage for stage in stages_of(self.config) if not self._is_complete(stage)]
+            else:
+                chosen = [self._single(only, iteration)]
+            for stage in chosen:
+                if not self._is_complete(stage):  # it may have run beside the one before
+                    self._run(stage, alone=only is not None)
+
+    def _is_complete(self, stage: StageId) -> bool:
+        return stage.label in self.storage.complete()
+
+    def _single(self, name: str, iteration: int | None) -> StageId:
+        """The stage of this name that is next, or that of `iteration`. Errors: ConfigError."""
+        stages = stages_of(self.config)
+        named = [stage for stage in stages if stage.name == name]
+        if not named:
+            raise ConfigError(f"{name}: this recipe has no such stage{_why_absent(name)}")
+        if iteration is None:
+            left = [stage for stage in named if not self._is_complete(stage)]
+            if not left:
+                raise ConfigError(f"{name}: complete in all {self.config.iterations} iterations")
+            chosen = left[0]
+        else:
+            found = [stage for stage in named if stage.iteration == iteration]
+            if not found:
+                counts = f"{named[0].iteration} to {named[-1].iteration}"
+                raise ConfigError(f"--iteration {iteration}: {name} has the iterations {counts}")
+            chosen = found[0]
+            if self._is_complete(chosen):
+                raise ConfigError(f"{chosen.label} is complete: its files are in {self.storage.root}")
+        before = [stage for stage in stages[: stages.index(chosen)] if not self._is_complete(stage)]
+        needed = [stage for stage in before if stage.name != "evaluate"]
+        if needed:
+            raise ConfigError(f"{chosen.label} needs {needed[0].label}, which is not complete")
+        return chosen
+
+    def _run(self, stage: StageId, *, alone: bool) -> None:
+        later = StageId(stage.iteration + 1, "curriculum")
+        paired = self.config.side_by_side and stage.name == "executor" and not alone
+        child = None
+        if paired and later in stages_of(self.config) and not self._is_complete(later):
+            self.observer.note(f"{self.config.name}: {stage.label} beside {later.label}")
+            log = self.storage.root / f"{run_name('curriculum', later.iteration)}.log"
+            child = Child(self.storage.recipe, "curriculum", later.iteration, log)
+        else:
+            self.observer.note(f"{self.config.name}: {stage.label}")
+        started = time.perf_counter()
+        work: Callable[[], Mapping[str, Any]] = {
+            "start": lambda: self._train(self.roles.start(), run_name("start", 0)),
+            "curriculum": lambda: self.train_role("curriculum", stage.iteration),
+            "executor": lambda: self.train_role("executor", stage.iteration),
+            "generate": lambda: questions.generate(self.roles, stage.iteration, self.observer),
+            "score": lambda: questions.score(self.roles, stage.iteration, self.observer),
+            "filter": lambda: questions.select_problems(self.roles, stage.iteration),
+            "evaluate": lambda: evaluation.evaluate(self.roles, stage.iteration, self.observer),
+        }[stage.name]
+        try:
+            with beside(child):
+                result = work()
+        except launch.Stopped as stopped:
+            raise Stopped(stage.label, stopped.exceeded, stopped.exit_code) from None
+        except KeyboardInterrupt as stop:
+            raise Stopped(stage.label, "", exit_code(stop)) from None
+        seconds = round(time.perf_counter() - started, 3)
+        self.storage.record(stage.label, {**result, "seconds": seconds})
+        told = ", ".join(f"{key} {_told(value)}" for key, value in result.items())
+        self.observer.note(f"{stage.label}: {told} ({seconds:.0f} s)")
+        if child is not None:
+            run = f"{run_name('curriculum', later.iteration)}-1"
+            self.storage.record(later.label, {"run": run, "beside": stage.label})
+
+    # Training
+
+    def train_role(self, role: Role, iteration: int) -> Mapping[str, Any]:
+        return self._train(self.roles.training(role, iteration), run_name(role, iteration))
+
+    def _train(self, config: RunConfig, name: str) -> Mapping[str, Any]:
+        """Train a run, or resume it; export its model."""
+        path = self.storage.runs / f"{name}-1"
+        if (path / "config.yaml").is_file():
+            folder = launch.resume(path.name, str(self.storage.runs), self.observer)
+        else:
+            folder = launch.train(config, self.observer)
+        model = self.storage.model(name)
+        model.parent.mkdir(parents=True, exist_ok=True)
+        runs_dir = str(self.storage.runs)
+        export_checkpoint(
+            folder.id, runs_dir, None, model, merge=config.model.lora is not None, overwrite=True
+        )
+        return {"run": folder.id, "steps": _num_steps(config)}
+
+    def _remember(self) -> None:
+        """Write the recipe, or compare it with that of an earlier process. Errors: ConfigError."""
+        if self.storage.recipe.is_file():
+            before = load_as(CoevolveConfig, self.storage.recipe)
+            changed = [key for key in diff(before, self.config) if key not in GROWS]
+            if changed:
+                told = "; ".join(
+                    f"{key} was {lookup(before, key)!r}, is {lookup(self.config, key)!r}"
+                    for key in changed[:5]
+                )
+                raise ConfigError(
+                    f"{self.storage.root} holds a co-evolution with another recipe: {told}. Only "
+                    "`iterations` may change: give the new one another `name`"
+                )
+        atomic_write(self.storage.recipe, dump_config(self.config))
+
+
+def _num_steps(config: RunConfig) -> int:
+    return sum(stage.steps for stage in (config.sft, config.rl) if stage is not None)
+
+
+def _why_absent(name: str) -> str:
+    reasons = {
+        "start": " (`start` is null)",
+        "curriculum": " (`curriculum.rl` is null: the agent does not train)",
+        "evaluate": " (`executor.tasks.heldout` is null)",
+    }
+    return reasons.get(name, f": the stages are start, {', '.join(STAGES)}")
+
+
+def _told(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,219 @@
+"""Problems between the roles: proposals, the executor's answers to them, and the filter.
+
+    generate   the curriculum agent's proposals     -> proposals.jsonl
+    score      k answers to each, with their votes  -> answers.jsonl
+    filter     problems with labels, and the others -> problems.jsonl, rejected.jsonl
+
+`generate` and `score` write a chunk of problems at a time. Seeds belong to a problem's number, so
+chunks that are done stay, and the rest gets the same bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ludus.coevolve.roles import Roles
+from ludus.coevolve.storage import Row, read_rows, write_rows
+from ludus.config.schema import RunConfig
+from ludus.core.errors import DataError, Unscorable
+from ludus.core.signals import run as run_async
+from ludus.core.types import Group, Task, Trajectory
+from ludus.envs import ENVS
+from ludus.judges.base import final_answer
+from ludus.judges.proposals.judge import CurriculumJudge
+from ludus.judges.proposals.parse import Proposal, visible
+from ludus.judges.proposals.select import Problem, explain_empty, select
+from ludus.judges.proposals.votes import Vote, mean_tool_calls
+from ludus.pipeline.build import Player
+from ludus.pipeline.progress import Observer
+from ludus.tasks.readers import read_tasks
+
+HELD_OUT = "the question is one of the held-out tasks"
+OVER_MAX = "more than `questions.max_problems`"
+
+ChunkPlayer = Callable[[Player, int, Sequence[Any]], Coroutine[Any, Any, list[Row]]]
+
+
+def generate(roles: Roles, iteration: int, observer: Observer) -> Row:
+    """Let the curriculum agent propose problems. Returns what the state records."""
+    config = roles.proposing(iteration, iteration)
+    tasks = list(islice(cycle(_prompts(config)), roles.config.questions.proposals))
+    judge = roles.judge()
+
+    async def play(player: Player, first: int, some: Sequence[Task]) -> list[Row]:
+        groups = await player(some, "generate", iteration, 1, first_group=first)
+        return [_proposal_row(judge, group) for group in groups]
+
+    rows = _in_chunks(roles, iteration, "proposals", tasks, config, play, observer)
+    write_rows(roles.storage.questions(iteration, "proposals"), rows)
+    valid = [row["question"] for row in rows if row["question"] is not None]
+    return {"proposals": len(rows), "valid": len(valid), "distinct": len(set(valid))}
+
+
+def _prompts(config: RunConfig) -> Sequence[Task]:
+    env = ENVS.build(config.env, "env") if config.env else None
+    where = "curriculum.tasks.train"
+    return read_tasks(config.tasks.train, where, maker=env, on_bad_line=config.tasks.on_bad_line)
+
+
+def _proposal_row(judge: CurriculumJudge, group: Group) -> Row:
+    (trajectory,) = group.trajectories
+    row: Row = {"id": trajectory.id, "status": trajectory.status.value, "text": None}
+    row |= {"question": None, "claimed": None, "reason": trajectory.error}
+    try:
+        row["text"] = final_answer(trajectory).content
+    except Unscorable as error:
+        return {**row, "reason": row["reason"] or str(error)}
+    if not trajectory.status.trainable:
+        return row
+    found = judge.parse(row["text"])
+    if isinstance(found, Proposal):
+        return {**row, "question": found.question, "claimed": found.answer}
+    return {**row, "reason": found.reason}
+
+
+def score(roles: Roles, iteration: int, observer: Observer) -> Row:
+    """Let the executor answer each distinct problem k times, and count the votes."""
+    proposals = read_rows(roles.storage.questions(iteration, "proposals"))
+    first_of: dict[str, Row] = {}
+    for row in proposals:
+        if row["question"] is not None:
+            first_of.setdefault(row["question"], row)
+    number, judge = roles.config.answers.number, roles.judge()
+
+    async def play(player: Player, first: int, some: Sequence[Row]) -> list[Row]:
+        tasks = [judge.task(row["id"], row["question"]) for row in some]
+        groups = await player(tasks, "score", iteration, number, first_group=first)
+        votes = zip(some, groups, strict=True)
+        return list(await asyncio.gather(*(_answer_row(judge, *vote) for vote in votes)))
+
+    config = roles.answering(iteration - 1, iteration)
+    problems = list(first_of.values())
+    rows = _in_chunks(roles, iteration, "answers", problems, config, play, observer)
+    write_rows(roles.storage.temporary(iteration, "answers"), rows)
+    voted = [row for row in rows if row["consistency"] is not None]
+    result: Row = {"problems": len(rows), "voted": len(voted)}
+    if voted:
+        result["mean_p"] = fmean(row["consistency"] for row in voted)
+        result["tool_calls"] = fmean(row["mean_tool_calls"] for row in voted)
+    return result
+
+
+async def _answer_row(judge: CurriculumJudge, proposal: Row, group: Group) -> Row:
+    row: Row = {key: proposal[key] for key in ("id", "question", "claimed")}
+    row["statuses"] = [t.status.value for t in group.trajectories]
+    row["tool_calls"] = [int(t.metrics.get("tool_calls", 0)) for t in group.trajectories]
+    row["texts"] = [_last_text(t) for t in group.trajectories]
+    try:
+        vote = await judge.vote(group.trajectories, [proposal["claimed"]])
+    except Unscorable as error:
+        return {**row, "consistency": None, "reason": str(error)}
+    return {
+        **row,
+        "consistency": vote.p,
+        "answer": vote.answer,
+        "counts": [list(count) for count in vote.counts],
+        "classes": list(vote.classes),
+        "tie": vote.tie,
+        "agrees": vote.claims[0],
+        "mean_tool_calls": mean_tool_calls(group.trajectories),
+        "reason": None,
+    }
+
+
+def _last_text(trajectory: Trajectory) -> str | None:
+    try:
+        return final_answer(trajectory).content
+    except Unscorable:
+        return None
+
+
+def select_problems(roles: Roles, iteration: int) -> Row:
+    """Keep the problems with p in the band; the others are written with the reason.
+
+    Errors: DataError where none is kept, with the distribution of p and what to change.
+    """
+    settings, storage = roles.config.questions, roles.storage
+    proposals = read_rows(storage.questions(iteration, "proposals"))
+    answers = {row["question"]: row for row in read_rows(storage.temporary(iteration, "answers"))}
+    band = settings.min_consistency, settings.max_consistency
+    problems = [_problem(row, answers.get(row["question"])) for row in proposals]
+    kept, rejected = select(
+        problems, min_consistency=band[0], max_consistency=band[1], ties=settings.ties
+    )
+    known = roles.heldout_questions()
+    held_out = [problem for problem in kept if visible(problem.question or "") in known]
+    kept = [problem for problem in kept if problem not in held_out]
+    rows = [{"id": p.id, "question": p.question, "reason": str(why)} for p, why in rejected]
+    rows += [{"id": p.id, "question": p.question, "reason": HELD_OUT} for p in held_out]
+    more = kept[settings.max_problems :] if settings.max_problems else []
+    rows += [{"id": p.id, "question": p.question, "reason": OVER_MAX} for p in more]
+    kept = kept[: settings.max_problems]
+    write_rows(storage.questions(iteration, "rejected"), rows)
+    if not kept:
+        raise DataError(explain_empty(rejected, *band))
+    write_rows(
+        storage.questions(iteration, "problems"),
+        [_problem_row(p, answers[p.question]) for p in kept],
+    )
+    shares = [problem.vote.p for problem in kept if problem.vote is not None]
+    return {"kept": len(kept), "rejected": len(rows), "mean_p": fmean(shares)}
+
+
+def _problem(proposal: Row, answer: Row | None) -> Problem:
+    vote = None
+    if answer is not None and answer["consistency"] is not None:
+        vote = Vote(
+            p=answer["consistency"],
+            answer=answer["answer"],
+            counts=tuple((text, count) for text, count in answer["counts"]),
+            classes=tuple(answer["classes"]),
+            tie=answer["tie"],
+        )
+    return Problem(proposal["id"], proposal["question"], vote)
+
+
+def _problem_row(problem: Problem, answer: Row) -> Row:
+    keys = ("answer", "consistency", "tie", "claimed", "agrees", "mean_tool_calls")
+    return {"id": problem.id, "question": problem.question, **{key: answer[key] for key in keys}}
+
+
+def _in_chunks(
+    roles: Roles,
+    iteration: int,
+    name: str,
+    items: Sequence[Any],
+    config: RunConfig,
+    play: ChunkPlayer,
+    observer: Observer,
+) -> list[Row]:
+    """Play the items, a chunk at a time; chunks that an earlier process wrote are read."""
+    size = roles.config.questions.chunk
+    starts = range(0, len(items), size)
+    paths = [roles.storage.temporary(iteration, f"{name}-{n:05d}") for n in range(len(starts))]
+    missing = [n for n, path in enumerate(paths) if not path.is_file()]
+    if missing:
+        observer.stage(name, len(starts), len(starts) - len(missing))
+        run_async(_play_missing(config, missing, size, items, paths, play, observer))
+    return [row for path in paths for row in read_rows(path)]
+
+
+async def _play_missing(
+    config: RunConfig,
+    missing: Sequence[int],
+    size: int,
+    items: Sequence[Any],
+    paths: Sequence[Path],
+    play: ChunkPlayer,
+    observer: Observer,
+) -> None:
+    async with Player.opened(config, observer.episode) as player:
+        for number in missing:
+            first = number * size
+            write_rows(paths[number], await play(player, first, items[first : first + size]))
+            observer.tick()

@@ -1,0 +1,131 @@
+"""The folder of a co-evolution: its files, its lock, and the list of complete stages.
+
+    recipe.yaml                            the resolved recipe
+    state.json                             complete stages, with their results and seconds
+    configs/                               the configuration of each run and player
+    runs/                                  the runs: `ludus runs --runs-dir FOLDER/runs`
+    models/                                start/, curriculum-1/, executor-1/: Hugging Face folders
+    generated_question/iteration-1/        proposals.jsonl, problems.jsonl, rejected.jsonl
+    temp_results/iteration-1/              chunks of proposals and answers; answers.jsonl
+    evaluation/                            iteration-0.json, iteration-1.json
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ludus.core.errors import DataError, LudusError
+from ludus.core.files import atomic_write
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Paths of a co-evolution."""
+
+    root: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.root / "recipe.yaml"
+
+    @property
+    def state(self) -> Path:
+        return self.root / "state.json"
+
+    @property
+    def configs(self) -> Path:
+        return self.root / "configs"
+
+    @property
+    def runs(self) -> Path:
+        return self.root / "runs"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    def model(self, name: str) -> Path:
+        """The Hugging Face folder of `start`, `curriculum-1`, `executor-1`, ..."""
+        return self.root / "models" / name
+
+    def questions(self, iteration: int, name: str) -> Path:
+        return self.root / "generated_question" / f"iteration-{iteration}" / f"{name}.jsonl"
+
+    def temporary(self, iteration: int, name: str) -> Path:
+        return self.root / "temp_results" / f"iteration-{iteration}" / f"{name}.jsonl"
+
+    def evaluation(self, iteration: int) -> Path:
+        return self.root / "evaluation" / f"iteration-{iteration}.json"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for this process; creates it. Errors: LudusError where it is in use."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            file = open(self.root / ".lock", "a+")  # noqa: SIM115 - closed below
+        except OSError as error:
+            raise LudusError(f"{self.root}: cannot be used: {error.strerror}") from None
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                owner = file.read().strip() or "?"
+                raise LudusError(
+                    f"{self.root} is in use by process {owner}: wait for its end, or give this "
+                    "co-evolution another `name` or `storage`"
+                ) from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+    def complete(self) -> dict[str, Row]:
+        """The results of the complete stages, by label. Errors: DataError for a damaged file."""
+        try:
+            return dict(json.loads(self.state.read_text(encoding="utf-8"))["stages"])
+        except FileNotFoundError:
+            return {}
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{self.state} is damaged: {error!r}") from None
+
+    def record(self, label: str, result: Mapping[str, Any]) -> None:
+        """Note that a stage is complete; its files are."""
+        stages = {**self.complete(), label: dict(result)}
+        atomic_write(self.state, json.dumps({"stages": stages}, indent=1))
+
+    def forget(self, labels: Iterable[str]) -> None:
+        """Note that stages have to run again."""
+        gone = set(labels)
+        stages = {label: row for label, row in self.complete().items() if label not in gone}
+        atomic_write(self.state, json.dumps({"stages": stages}, indent=1))
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write JSON lines atomically; creates the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read the JSON lines that `write_rows` wrote. Errors: DataError names the line."""
+    rows: list[Row] = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist: the stage that writes it did not run") from None
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        try:
+            rows.append(dict(json.loads(line)))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{path}: line {number} is damaged: {error}") from None
+    return rows

@@ -1,0 +1,53 @@
+"""`--test-mode`: one tiny iteration of every stage, to see that all parts work here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ludus.config.coevolve import CoevolveConfig
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "sft": {"steps": 2, "episodes_per_step": 4},
+    "rl": {"steps": 2, "groups_per_step": 2, "group_size": 2},
+    "demonstrations": {"num_episodes": 64},
+    "evaluate": {"num_tasks": 8, "samples_per_task": 2},
+    "rollout": {"max_tokens_per_turn": 64, "max_turns": 4},
+}
+"""Largest values of a run's keys."""
+
+
+def tiny(config: CoevolveConfig) -> CoevolveConfig:
+    """Returns the recipe with small counts, in a folder of its own.
+
+    The band of the filter is open. Where the model's proposals do not parse, as those of an
+    untrained model, stand-in problems let the later stages run; a line says so.
+    """
+    data = config.model_dump(mode="json")
+    shared = data["shared"]
+    for section in ("shared", "start", "curriculum", "executor"):
+        if data[section] is not None:
+            data[section] = _limited(data[section])
+    data |= {"name": f"{config.name}-test", "iterations": 1, "shared": shared and data["shared"]}
+    data["answers"] |= {"number": min(config.answers.number, 2)}
+    data["questions"] |= {
+        "proposals": min(config.questions.proposals, 8),
+        "min_consistency": 0.0,
+        "max_consistency": 1.0,
+        "stand_ins": 4,
+    }
+    data["frontier"] |= {"num_tasks": min(config.frontier.num_tasks, 4)}
+    return CoevolveConfig.model_validate(data)
+
+
+def _limited(section: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(section)
+    for name, limits in LIMITS.items():
+        if isinstance(own := section.get(name), Mapping):
+            small = {
+                key: min(own[key], limit)
+                for key, limit in limits.items()
+                if isinstance(own.get(key), int)
+            }
+            result[name] = {**own, **small}
+    return result
