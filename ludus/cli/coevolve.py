@@ -67,14 +67,14 @@ def coevolve(
             typer.echo(line)
         return
     from ludus.coevolve.flow import Coevolution, Stopped, storage_of
-    from ludus.coevolve.test_mode import tiny
+    from ludus.coevolve.test_mode import STAND_INS, tiny
     from ludus.pipeline.progress import Display
 
     if test_mode:
         config = tiny(config)
     display = Display()
     try:
-        flow = Coevolution(config, storage_of(config), display)
+        flow = Coevolution(config, storage_of(config), display, STAND_INS if test_mode else 0)
         flow.run(stages[0] if stages else None, iteration)
     except Stopped as stopped:
         display.close()

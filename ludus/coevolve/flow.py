@@ -78,11 +78,18 @@ def stages_of(config: CoevolveConfig) -> list[StageId]:
 
 
 class Coevolution:
-    """A co-evolution in its folder."""
+    """A co-evolution in its folder.
 
-    def __init__(self, config: CoevolveConfig, storage: Storage, observer: Observer) -> None:
+    Args:
+        stand_ins: problems of a test where the filter keeps none (`test_mode`).
+    """
+
+    def __init__(
+        self, config: CoevolveConfig, storage: Storage, observer: Observer, stand_ins: int = 0
+    ) -> None:
         """Errors: ConfigError for a wrong section, before anything runs."""
         self.config, self.storage, self.observer = config, storage, observer
+        self._stand_ins = stand_ins
         self.roles = Roles(config, storage)
 
     def run(self, only: str | None = None, iteration: int | None = None) -> None:
@@ -145,7 +152,9 @@ class Coevolution:
             "executor": lambda: self.train_role("executor", stage.iteration),
             "generate": lambda: questions.generate(self.roles, stage.iteration, self.observer),
             "score": lambda: questions.score(self.roles, stage.iteration, self.observer),
-            "filter": lambda: questions.select_problems(self.roles, stage.iteration),
+            "filter": lambda: questions.select_problems(
+                self.roles, stage.iteration, self._stand_ins
+            ),
             "evaluate": lambda: evaluation.evaluate(self.roles, stage.iteration, self.observer),
         }[stage.name]
         try:

@@ -133,8 +133,10 @@ def _last_text(trajectory: Trajectory) -> str | None:
         return None
 
 
-def select_problems(roles: Roles, iteration: int) -> Row:
+def select_problems(roles: Roles, iteration: int, stand_ins: int = 0) -> Row:
     """Keep the problems with p in the band; the others are written with the reason.
+
+    Where none is kept, `stand_ins` sums take their place: for `--test-mode`.
 
     Errors: DataError where none is kept, with the distribution of p and what to change.
     """
@@ -155,6 +157,9 @@ def select_problems(roles: Roles, iteration: int) -> Row:
     rows += [{"id": p.id, "question": p.question, "reason": OVER_MAX} for p in more]
     kept = kept[: settings.max_problems]
     write_rows(storage.questions(iteration, "rejected"), rows)
+    if not kept and stand_ins:
+        write_rows(storage.questions(iteration, "problems"), map(_stand_in, range(stand_ins)))
+        return {"kept": 0, "rejected": len(rows), "stand_ins": stand_ins}
     if not kept:
         raise DataError(explain_empty(rejected, *band))
     write_rows(
@@ -163,6 +168,16 @@ def select_problems(roles: Roles, iteration: int) -> Row:
     )
     shares = [problem.vote.p for problem in kept if problem.vote is not None]
     return {"kept": len(kept), "rejected": len(rows), "mean_p": fmean(shares)}
+
+
+def _stand_in(number: int) -> Row:
+    return {
+        "id": f"stand-in-{number}",
+        "question": f"{number} + {number} = ?",
+        "answer": str(2 * number),
+        "consistency": 0.5,
+        "tie": False,
+    }
 
 
 def _problem(proposal: Row, answer: Row | None) -> Problem:

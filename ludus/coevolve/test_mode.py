@@ -7,6 +7,9 @@ from typing import Any
 
 from ludus.config.coevolve import CoevolveConfig
 
+STAND_INS = 4
+"""Problems where the model proposes none, as an untrained one."""
+
 LIMITS: dict[str, dict[str, Any]] = {
     "sft": {"steps": 2, "episodes_per_step": 4},
     "rl": {"steps": 2, "groups_per_step": 2, "group_size": 2},
@@ -20,8 +23,8 @@ LIMITS: dict[str, dict[str, Any]] = {
 def tiny(config: CoevolveConfig) -> CoevolveConfig:
     """Returns the recipe with small counts, in a folder of its own.
 
-    The band of the filter is open. Where the model's proposals do not parse, as those of an
-    untrained model, stand-in problems let the later stages run; a line says so.
+    The band of the filter is open. Where no proposal is kept, STAND_INS sums let the later stages
+    run; the stage's line says so.
     """
     data = config.model_dump(mode="json")
     shared = data["shared"]
@@ -34,7 +37,6 @@ def tiny(config: CoevolveConfig) -> CoevolveConfig:
         "proposals": min(config.questions.proposals, 8),
         "min_consistency": 0.0,
         "max_consistency": 1.0,
-        "stand_ins": 4,
     }
     data["frontier"] |= {"num_tasks": min(config.frontier.num_tasks, 4)}
     return CoevolveConfig.model_validate(data)
