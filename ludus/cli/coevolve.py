@@ -28,16 +28,12 @@ def coevolve(
         int | None,
         typer.Option(min=0, help="Iteration of STAGE; default: the first that lacks it."),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show stages, counts, memory, time, cost; stop.")
-    ] = False,
     test_mode: Annotated[
         bool,
-        typer.Option("--test-mode", help="One tiny iteration of all stages, in a folder NAME-test."),
+        typer.Option(
+            "--test-mode", help="One tiny iteration of all stages, in a folder NAME-test."
+        ),
     ] = False,
-    hardware: Annotated[
-        str, typer.Option(help="Of --dry-run: a GPU by name, or `here`: measure this machine.")
-    ] = "here",
     storage: Annotated[
         str | None, typer.Option("--storage", help="Folder with a folder for each co-evolution.")
     ] = None,
@@ -50,22 +46,12 @@ def coevolve(
         raise ConfigError(f"{' '.join(stages)}: name one stage, or none for all")
     if iteration is not None and not stages:
         raise ConfigError("--iteration belongs to a stage: name one")
-    if dry_run and (stages or test_mode):
-        raise ConfigError("--dry-run shows the whole plan: give no stage and no --test-mode")
-    if not dry_run and hardware != "here":
-        raise ConfigError("--hardware belongs to --dry-run")
     if storage is not None:
         overrides.append(f"storage={storage}")
     from ludus.config.coevolve import CoevolveConfig
     from ludus.config.load import load_as
 
     config = load_as(CoevolveConfig, recipe, overrides)
-    if dry_run:
-        from ludus.coevolve.plan import plan_lines
-
-        for line in plan_lines(config, hardware):
-            typer.echo(line)
-        return
     from ludus.coevolve.flow import Coevolution, Stopped, storage_of
     from ludus.coevolve.test_mode import STAND_INS, tiny
     from ludus.pipeline.progress import Display

@@ -41,7 +41,9 @@ class Child:
         """Wait for its end. Errors: LudusError with its last line where it failed."""
         if (code := self._process.wait()) != 0:
             lines = self._log.read_text(errors="replace").strip().splitlines() or ["no output"]
-            raise LudusError(f"{self._name} failed with exit code {code}: {lines[-1]} ({self._log})")
+            raise LudusError(
+                f"{self._name} failed with exit code {code}: {lines[-1]} ({self._log})"
+            )
 
     def stop(self) -> None:
         """Let it save its last step and end; does nothing where it has ended."""

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import logging as transformers_logging
+
 from ludus.coevolve import evaluation, questions
 from ludus.coevolve.child import Child, beside
 from ludus.coevolve.roles import Role, Roles, run_name
@@ -97,6 +99,7 @@ class Coevolution:
 
         Errors: Stopped after a signal; LudusError. What is complete stays.
         """
+        transformers_logging.disable_progress_bar()  # a bar for each of many small models
         with self.storage.locked():
             self._remember()
             if only is None:
@@ -128,7 +131,9 @@ class Coevolution:
                 raise ConfigError(f"--iteration {iteration}: {name} has the iterations {counts}")
             chosen = found[0]
             if self._is_complete(chosen):
-                raise ConfigError(f"{chosen.label} is complete: its files are in {self.storage.root}")
+                raise ConfigError(
+                    f"{chosen.label} is complete: its files are in {self.storage.root}"
+                )
         before = [stage for stage in stages[: stages.index(chosen)] if not self._is_complete(stage)]
         needed = [stage for stage in before if stage.name != "evaluate"]
         if needed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from ludus.coevolve.storage import Storage
 from ludus.config.coevolve import CoevolveConfig
@@ -42,12 +42,16 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        if both and "name" not in value and "name" not in old:
+        if _has_keys(old) and _has_keys(value):
             result[key] = merged(old, value)
         else:
             result[key] = value
     return result
+
+
+def _has_keys(value: object) -> TypeGuard[Mapping[str, Any]]:
+    """True for a mapping of keys, which is no plug-in."""
+    return isinstance(value, Mapping) and "name" not in value
 
 
 def run_name(role: str, iteration: int) -> str:
@@ -68,9 +72,13 @@ def check_roles(config: CoevolveConfig) -> None:
             if key in refused
         ]
         if name == "executor" and "train" in (section.get("tasks") or {}):
-            faults.append("executor.tasks.train: the executor trains on the kept problems: remove it")
+            faults.append(
+                "executor.tasks.train: the executor trains on the kept problems: remove it"
+            )
         if name == "curriculum" and (section.get("tasks") or {}).get("heldout") is not None:
-            faults.append("curriculum.tasks.heldout: the curriculum agent is not evaluated: remove it")
+            faults.append(
+                "curriculum.tasks.heldout: the curriculum agent is not evaluated: remove it"
+            )
     if faults:
         raise ConfigError("\n".join(faults))
 
@@ -180,12 +188,13 @@ class Roles:
             return set()
         return {visible(task.prompt[-1].content) for task in self.heldout(config) if task.prompt}
 
-    def _player(
-        self, role: Role, keys: dict[str, Any], name: str, iteration: int
-    ) -> RunConfig:
+    def _player(self, role: Role, keys: dict[str, Any], name: str, iteration: int) -> RunConfig:
         """A model that does not train. Its training tasks are not read."""
         tasks = keys.get("tasks") or {}
-        keys["tasks"] = {**tasks, "train": tasks.get("train") or {"name": "env", "args": {"num_tasks": 1}}}
+        keys["tasks"] = {
+            **tasks,
+            "train": tasks.get("train") or {"name": "env", "args": {"num_tasks": 1}},
+        }
         keys["rl"] = None
         return self._load(role, keys, name, iteration)
 

@@ -1,13 +1,13 @@
 """The folder of a co-evolution: its files, its lock, and the list of complete stages.
 
-    recipe.yaml                            the resolved recipe
-    state.json                             complete stages, with their results and seconds
-    configs/                               the configuration of each run and player
-    runs/                                  the runs: `ludus runs --runs-dir FOLDER/runs`
-    models/                                start/, curriculum-1/, executor-1/: Hugging Face folders
-    generated_question/iteration-1/        proposals.jsonl, problems.jsonl, rejected.jsonl
-    temp_results/iteration-1/              chunks of proposals and answers; answers.jsonl
-    evaluation/                            iteration-0.json, iteration-1.json
+recipe.yaml                            the resolved recipe
+state.json                             complete stages, with their results and seconds
+configs/                               the configuration of each run and player
+runs/                                  the runs: `ludus runs --runs-dir FOLDER/runs`
+models/                                start/, curriculum-1/, executor-1/: Hugging Face folders
+generated_question/iteration-1/        proposals.jsonl, problems.jsonl, rejected.jsonl
+temp_results/iteration-1/              chunks of proposals and answers; answers.jsonl
+evaluation/                            iteration-0.json, iteration-1.json
 """
 
 from __future__ import annotations

@@ -42,13 +42,16 @@ class QuestionsConfig(Section):
     )
     max_consistency: float = Field(0.75, ge=0, le=1, description="Largest p of a kept problem.")
     ties: Literal["keep", "drop"] = Field(
-        "keep", description="Problems with several largest classes: the first is the label, or none."
+        "keep",
+        description="Problems with several largest classes: the first is the label, or none.",
     )
     max_problems: int | None = Field(
         None, ge=1, description="Most problems of an iteration, the first ones; null: all."
     )
     chunk: int = Field(
-        512, ge=1, description="Problems between two writes to the disk: a kill loses at most these."
+        512,
+        ge=1,
+        description="Problems between two writes to the disk: a kill loses at most these.",
     )
 
     @model_validator(mode="after")

@@ -129,13 +129,18 @@ class CurriculumJudge:
 
     async def __call__(self, task: Task, trajectory: Trajectory) -> Score:
         """The format alone: the rest takes the other proposals of the step."""
-        found = self._parse(trajectory)
+        found = self.parse(final_answer(trajectory).content)
         well = float(isinstance(found, Proposal))
         told = found.reason if isinstance(found, Refused) else ""
         return Score(value=well, parts={"format": well}, explanation=told)
 
-    def _parse(self, trajectory: Trajectory) -> Proposal | Refused:
-        return parse_proposal(final_answer(trajectory).content, self._question_markers)
+    def parse(self, text: str) -> Proposal | Refused:
+        """Read a proposal from the text of a message."""
+        return parse_proposal(text, self._question_markers)
+
+    async def vote(self, answers: Sequence[Trajectory], claims: Sequence[str] = ()) -> Vote:
+        """Take the vote of an executor's answers. Errors: Unscorable where none counts."""
+        return await self._voter(answers, claims)
 
     async def score_groups(self, groups: Sequence[Group], step: int) -> list[Group]:
         """Score the proposals of a step together.
@@ -147,7 +152,7 @@ class CurriculumJudge:
         """
         player = self._open()
         batch = [t for g in groups for t in g.trajectories if t.status.trainable and not t.dropped]
-        parsed = {t.id: self._parse(t) for t in batch}
+        parsed = {t.id: self.parse(final_answer(t).content) for t in batch}
         proposals = {key: found for key, found in parsed.items() if isinstance(found, Proposal)}
         sizes = asyncio.create_task(
             asyncio.to_thread(
