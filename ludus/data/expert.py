@@ -91,9 +91,10 @@ async def run_expert(
         messages = list(check_opening(await awaited("reset", env.reset(task))).messages)
         reward, num_turns, success = 0.0, 0, None
         while True:
-            if blocks is not None and blocks.runs and (code := env.expert_code()):
-                messages += await blocks.played(code, task.id)
-                num_turns += 1
+            if blocks is not None and blocks.runs:
+                for code in _codes(env):
+                    messages += await blocks.played(code, task.id)
+                    num_turns += 1
             action = _to_message(env, env.expert_action(), num_turns, format)
             if rng.random() < mistakes and num_turns - 1 not in wrong:
                 text = mistaken(action.content, [m.content for m in messages], rng)
@@ -121,6 +122,12 @@ async def run_expert(
         num_turns=num_turns,
         mistakes=wrong,
     )
+
+
+def _codes(env: Env) -> Sequence[str]:
+    """The blocks of code that the expert runs before its next action."""
+    code = env.expert_code()
+    return [code] if isinstance(code, str) else code or ()
 
 
 def mistaken(action: str, texts: Sequence[str], rng: random.Random) -> str:

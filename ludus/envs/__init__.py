@@ -11,6 +11,12 @@ ENVS: Registry[Env] = Registry(
         ),
         "facts": Row("ludus.envs.synthetic.facts:Facts", "", "questions on invented persons"),
         "programs": Row("ludus.envs.synthetic.programs:Programs", "", "tiny Python functions"),
+        "problems": Row(
+            "ludus.envs.synthetic.problems:Problems", "", "arithmetic and small algebra to solve"
+        ),
+        "proposals": Row(
+            "ludus.envs.synthetic.proposals:Proposals", "", "writing problems of that kind"
+        ),
         "babyai": Row("ludus.envs.babyai.env:BabyAI", "envs", "minigrid's BabyAI levels, in text"),
         "scienceworld": Row(
             "ludus.envs.java.scienceworld:ScienceWorld", "scienceworld", "30 science tasks, in text"

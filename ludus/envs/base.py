@@ -163,9 +163,9 @@ class Env(ABC):
         """The next action of a scripted expert, which may use the full state. Errors: NoExpert."""
         raise NoExpert(f"{type(self).__name__} has no expert")
 
-    def expert_code(self) -> str | None:
+    def expert_code(self) -> str | Sequence[str] | None:
         """Code that the expert runs before its next action, for demonstrations in the format
-        `code`; None: none."""
+        `code`: one block, or several that run in turn; None: none."""
         return None
 
     def inspect(self, what: str) -> Any:

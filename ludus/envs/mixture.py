@@ -115,7 +115,7 @@ class Mixture(Env):
             raise NoExpert("mixture: no episode is being played")
         return self._env.expert_action()
 
-    def expert_code(self) -> str | None:
+    def expert_code(self) -> str | Sequence[str] | None:
         return self._playing().expert_code()
 
     @classmethod
