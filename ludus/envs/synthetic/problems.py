@@ -33,7 +33,7 @@ MAX_CHARS = 400
 MAX_DIGITS = 12
 """A question with a longer number has no answer here."""
 
-_SIDE = r"[\d a-z+*/()-]+"
+_SIDE = r"(?:[\d +*/()-]|\b[a-z]\b)+"
 _LET = re.compile(rf"let ([a-z]) = ({_SIDE}) \. ")
 _ASKED = re.compile(rf"what is ({_SIDE}) \?|solve ({_SIDE}) = ({_SIDE}) \.")
 _INVERSE = {"+": "-", "-": "+"}

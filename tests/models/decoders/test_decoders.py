@@ -128,6 +128,17 @@ def check_logits(model: Any, decoder: Decoder) -> None:
         assert float((found - expected).abs().max() / expected.abs().max()) < 5e-5
 
 
+@needs_native
+def test_many_rows_share_few_tokens() -> None:
+    """Equal prompts share a token, so there are more rows of logits than tokens."""
+    reader = Reader(NativeDecoder(read(made(Qwen3Config(**GROUPED)), CONTEXT)))
+    rows = 4000
+    logits = reader.logits({row: [3, 1, 4] for row in range(rows)})
+    assert logits.shape[0] == rows
+    assert (logits == logits[0]).all()
+    assert len(reader.decoder._scratch) >= rows * GROUPED["hidden_size"]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("wrong", [VOCAB, -1, 10**9, -(10**9)])
 def test_inputs_that_the_model_lacks_are_refused(wrong: int) -> None:
     """Native code and CUDA kernels would read out of bounds."""

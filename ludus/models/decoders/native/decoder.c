@@ -171,7 +171,10 @@ long ludus_scratch(const Model *m, const StepInputs *p, int threads) {
     long o = (long)m->heads * m->head_dim, q = o + 2L * m->kv_heads * m->head_dim;
     long row = 2 * round_up(m->hidden, PANEL) + round_up(q, PANEL) + o + (PAIR > 1 ? o : 0) +
                round_up(m->inner, LANES);
-    return p->tokens * row + round_up(p->tokens + 1, PANEL) + PANEL +
+    /* The final norm writes a row per output, over buffers that are no longer read. Outputs may
+       outnumber tokens: equal prompts share theirs. */
+    long outputs = p->outputs * round_up(m->hidden, PANEL);
+    return p->tokens * row + round_up(p->tokens + 1, PANEL) + PANEL + outputs +
            threads * thread_scratch(score_stride(p->max_length), m->head_dim);
 }
 
