@@ -142,6 +142,7 @@ class Roles:
     def proposing(self, version: int, iteration: int) -> RunConfig:
         """The curriculum agent after `version` iterations, as it generates proposals."""
         keys = self._keys("curriculum", version)
+        keys["judge"] = self._judge("none").model_dump()  # of the format, which takes no executor
         return self._player("curriculum", keys, f"proposals-{iteration}", iteration)
 
     def solving(self, version: int, name: str) -> RunConfig:
