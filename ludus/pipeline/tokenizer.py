@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import cycle, islice, pairwise
 from pathlib import Path
@@ -227,7 +229,13 @@ def check_functions(config: RunConfig, *lists: TaskList, others: Iterable[Task] 
 
 @cache
 def _functions(tools: str) -> list[ToolSpec]:
-    return run(read_functions([Spec(**tool) for tool in json.loads(tools)]))
+    opening = read_functions([Spec(**tool) for tool in json.loads(tools)])
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run(opening)
+    with ThreadPoolExecutor(1) as pool:  # a judge opens a player in the event loop of a run
+        return pool.submit(asyncio.run, opening).result()
 
 
 def _markers(markers: MarkersConfig) -> list[tuple[str, str]]:

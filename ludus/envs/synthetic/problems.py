@@ -20,10 +20,12 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
-from ludus.core.errors import EnvError
-from ludus.core.types import Message, Observation, StepResult, Task
+from pydantic import Field
+
+from ludus.core.errors import ConfigError, EnvError
+from ludus.core.types import NO_ENV, Message, Observation, StepResult, Task
 from ludus.envs.base import Env, NoExpert
 from ludus.judges.answer import parse_number
 
@@ -32,6 +34,9 @@ MAX_CHARS = 400
 
 MAX_DIGITS = 12
 """A question with a longer number has no answer here."""
+
+MAX_TRIES = 1000
+"""Seeds in a row that may repeat a question."""
 
 _SIDE = r"(?:[\d +*/()-]|\b[a-z]\b)+"
 _LET = re.compile(rf"let ([a-z]) = ({_SIDE}) \. ")
@@ -286,3 +291,33 @@ class Problems(Env):
             tier=tier,
             source="problems",
         )
+
+
+def read_problems(
+    num_tasks: Annotated[int, Field(ge=1, description="Number of problems.")],
+    tiers: Annotated[
+        list[str] | None, Field(min_length=1, description="Kinds of problems; null: all.")
+    ] = None,
+    first_seed: Annotated[int, Field(ge=0, description="Seed of the first problem.")] = 0,
+) -> list[Task]:
+    """Different problems as tasks without an environment: question and answer, for a judge.
+
+    The reader `{name: "ludus.envs.synthetic.problems:read_problems"}`. Tiers take turns.
+
+    Errors: ConfigError for an unknown tier, and where a tier has too few problems.
+    """
+    chosen = tiers or list(TIERS)
+    found: dict[str, Task] = {}
+    seeds = dict.fromkeys(chosen, first_seed)
+    for number in range(num_tasks):
+        tier = chosen[number % len(chosen)]
+        for seed in range(seeds[tier], seeds[tier] + MAX_TRIES):
+            task = Problems.task(tier, seed)
+            if (question := task.data["question"]) not in found:
+                break
+        else:
+            raise ConfigError(f"num_tasks: {num_tasks} is too many for the tier {tier}")
+        seeds[tier] = seed + 1
+        prompt = [Message(role="user", content=question)]
+        found[question] = task.model_copy(update={"prompt": prompt, "data": {}, "env": NO_ENV})
+    return list(found.values())

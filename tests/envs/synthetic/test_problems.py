@@ -9,11 +9,12 @@ import pytest
 
 from ludus.config.schema import MarkersConfig
 from ludus.core.errors import ConfigError, EnvError
-from ludus.core.types import Message, Spec, Task
+from ludus.core.types import NO_ENV, Message, Spec, Task
 from ludus.data.demonstrations import generate_demonstrations, load_demonstrations
 from ludus.envs.checks.check import check_env
 from ludus.envs.synthetic.problems import TIERS, Problems, calculations, true_answer
 from ludus.envs.synthetic.proposals import PROMPT, Proposals
+from ludus.tasks.readers import read_tasks
 from ludus.tools.calculator import evaluate
 
 MARKERS = MarkersConfig(tool="calculator")
@@ -150,3 +151,17 @@ async def test_experts_propose_many_different_problems_of_all_kinds() -> None:
     assert [await env.world(task) for task in tasks[:2]] == [None, None]
     with pytest.raises(ConfigError, match="'hard' is not a tier of Proposals"):
         Proposals.task("hard", 0)
+
+
+def test_the_reader_gives_different_problems_with_their_prompts() -> None:
+    spec = Spec(name="ludus.envs.synthetic.problems:read_problems", args={"num_tasks": 200})
+    tasks = read_tasks(spec)
+    questions = [task.prompt[0].content for task in tasks]
+    assert len(set(questions)) == 200
+    assert {task.tier for task in tasks} == set(TIERS)
+    for task, question in zip(tasks, questions, strict=True):
+        assert str(true_answer(question)) == task.answer
+        assert (task.env, task.data) == (NO_ENV, {})
+    args = {"num_tasks": 1, "tiers": ["sums"]}
+    with pytest.raises(ConfigError, match=r"'sums' is not a tier of Problems \(did you mean sum"):
+        read_tasks(spec.model_copy(update={"args": args}))
