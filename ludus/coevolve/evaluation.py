@@ -15,8 +15,8 @@ from ludus.coevolve.roles import Roles, run_name
 from ludus.coevolve.storage import Row, read_rows
 from ludus.config.schema import RunConfig
 from ludus.core.files import atomic_write
-from ludus.core.signals import run as run_async
 from ludus.core.types import NO_ENV, Group, Message, Task
+from ludus.evaluate.results import Evaluation
 from ludus.judges.proposals.votes import mean_tool_calls
 from ludus.pipeline.build import Player
 from ludus.pipeline.evaluate import play_heldout
@@ -32,11 +32,11 @@ def evaluate(roles: Roles, iteration: int, observer: Observer) -> Row:
     if config.tasks.heldout is not None:
         heldout = roles.heldout(config)
         observer.stage("evaluate", len(heldout))
-        found = run_async(_heldout(config, heldout, observer))
+        found = _heldout(config, heldout, observer)
         record["heldout"] = found
         result |= {"heldout": found["success"]["value"], "tool_calls": found["tool_calls"]}
     if iteration and roles.config.frontier.num_tasks:
-        record["frontier"] = frontier = run_async(_frontier(roles, iteration))
+        record["frontier"] = frontier = _frontier(roles, iteration)
         result |= {f"frontier_{key}": frontier[key] for key in ("pass_rate", "tool_calls")}
     path = roles.storage.evaluation(iteration)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,22 +44,26 @@ def evaluate(roles: Roles, iteration: int, observer: Observer) -> Row:
     return result
 
 
-async def _heldout(config: RunConfig, heldout: TaskList, observer: Observer) -> Row:
+def _heldout(config: RunConfig, heldout: TaskList, observer: Observer) -> Row:
     """Returns the evaluation, and the mean tool calls of an answer."""
-    async with Player.opened(config, lambda _: observer.tick()) as player:
-        groups, found = await play_heldout(
-            player.run.collector, heldout, config.env, config.evaluate, "heldout"
-        )
+
+    async def play(player: Player) -> tuple[list[Group], Evaluation]:
+        collector = player.run.collector
+        return await play_heldout(collector, heldout, config.env, config.evaluate, "heldout")
+
+    groups, found = Player.run_with(config, play, lambda _: observer.tick())
     return {**found.model_dump(mode="json"), "tool_calls": _tool_calls(groups)}
 
 
-async def _frontier(roles: Roles, iteration: int) -> Row:
+def _frontier(roles: Roles, iteration: int) -> Row:
     """Play a sample of the iteration's problems with the executor of the first iteration."""
     problems = read_rows(roles.storage.questions(iteration, "problems"))
-    problems = problems[: roles.config.frontier.num_tasks]
-    tasks = [problem_task(row) for row in problems]
-    async with Player.opened(roles.frontier()) as player:
-        groups = await player(tasks, "frontier", iteration, 1)
+    tasks = [problem_task(row) for row in problems[: roles.config.frontier.num_tasks]]
+
+    async def play(player: Player) -> list[Group]:
+        return await player(tasks, "frontier", iteration, 1)
+
+    groups = Player.run_with(roles.frontier(), play)
     scored = [t for group in groups for t in group.trajectories if t.reward is not None]
     return {
         "executor": run_name("executor", 1),

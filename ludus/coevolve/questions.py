@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from itertools import cycle, islice
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -21,7 +20,6 @@ from ludus.coevolve.roles import Roles
 from ludus.coevolve.storage import Row, read_rows, write_rows
 from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError, Unscorable
-from ludus.core.signals import run as run_async
 from ludus.core.types import Group, Task, Trajectory
 from ludus.envs import ENVS
 from ludus.judges.base import final_answer
@@ -214,21 +212,12 @@ def _in_chunks(
     missing = [n for n, path in enumerate(paths) if not path.is_file()]
     if missing:
         observer.stage(name, len(starts), len(starts) - len(missing))
-        run_async(_play_missing(config, missing, size, items, paths, play, observer))
+
+        async def play_missing(player: Player) -> None:
+            for number in missing:
+                first = number * size
+                write_rows(paths[number], await play(player, first, items[first : first + size]))
+                observer.tick()
+
+        Player.run_with(config, play_missing, observer.episode)
     return [row for path in paths for row in read_rows(path)]
-
-
-async def _play_missing(
-    config: RunConfig,
-    missing: Sequence[int],
-    size: int,
-    items: Sequence[Any],
-    paths: Sequence[Path],
-    play: ChunkPlayer,
-    observer: Observer,
-) -> None:
-    async with Player.opened(config, observer.episode) as player:
-        for number in missing:
-            first = number * size
-            write_rows(paths[number], await play(player, first, items[first : first + size]))
-            observer.tick()

@@ -142,7 +142,7 @@ class Roles:
     def proposing(self, version: int, iteration: int) -> RunConfig:
         """The curriculum agent after `version` iterations, as it generates proposals."""
         keys = self._keys("curriculum", version)
-        keys["judge"] = self._judge("none").model_dump()  # of the format, which takes no executor
+        keys["judge"] = self._judge(None).model_dump()  # of the format
         return self._player("curriculum", keys, f"proposals-{iteration}", iteration)
 
     def solving(self, version: int, name: str) -> RunConfig:
@@ -159,11 +159,11 @@ class Roles:
 
     def judge(self) -> CurriculumJudge:
         """The judge of proposals, without an executor: for `parse`, `task` and `vote`."""
-        built = JUDGES.build(self._judge("none"), "reward")
+        built = JUDGES.build(self._judge(None), "reward")
         assert isinstance(built, CurriculumJudge)
         return built
 
-    def _judge(self, executor: str) -> Spec:
+    def _judge(self, executor: str | None) -> Spec:
         """Errors: ConfigError with the key of `reward`."""
         args = {**self.config.reward, "executor": executor}
         args["num_answers"] = self.config.answers.number

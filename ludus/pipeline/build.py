@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ludus.backends import BACKENDS
 from ludus.backends.base import Backend
@@ -16,6 +16,7 @@ from ludus.config.load import load_config
 from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError, EpisodeError
 from ludus.core.files import atomic_folder
+from ludus.core.signals import run as run_async
 from ludus.core.types import Group, Spec, Task, Trajectory
 from ludus.data.conversations import Conversation, read_conversations
 from ludus.data.demonstrations import dropped_path, generate_demonstrations, load_demonstrations
@@ -49,6 +50,8 @@ from ludus.train import ALGORITHMS
 from ludus.train.checkpoint.policy import build_policy, refuse_lost_tokenizer
 
 log = get_logger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,8 @@ def _check_consistency(config: RunConfig, train: TaskList) -> None:
 class Player:
     """Plays tasks with a model that does not train, and with the settings of its configuration.
 
+    Make it outside of an event loop: the tools' functions are read in one.
+
     Its trajectories have a reward where the configuration has a judge or the tasks name one.
     """
 
@@ -176,16 +181,22 @@ class Player:
             return await collector.collect(tasks, step, k, first_group=first_group)
 
     @classmethod
-    @asynccontextmanager
-    async def opened(
-        cls, config: RunConfig, on_episode: Callable[[Trajectory], None] | None = None
-    ) -> AsyncIterator[Player]:
-        """Yields a player, and closes it."""
+    def run_with(
+        cls,
+        config: RunConfig,
+        play: Callable[[Player], Coroutine[Any, Any, T]],
+        on_episode: Callable[[Trajectory], None] | None = None,
+    ) -> T:
+        """Open a player, run `play` with it in an event loop, and close it."""
         player = cls(config, on_episode)
-        try:
-            yield player
-        finally:
-            await player.close()
+
+        async def main() -> T:
+            try:
+                return await play(player)
+            finally:
+                await player.close()
+
+        return run_async(main())
 
     async def close(self) -> None:
         """Release tools, judges and model."""

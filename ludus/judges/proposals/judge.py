@@ -79,8 +79,12 @@ class CurriculumJudge:
     def __init__(
         self,
         executor: Annotated[
-            str, Field(min_length=1, description="YAML file of the executor's configuration.")
-        ],
+            str | None,
+            Field(
+                min_length=1,
+                description="YAML file of the executor's configuration; null: the format counts.",
+            ),
+        ] = None,
         num_answers: Annotated[
             int, Field(ge=1, le=1024, description="Answers of the executor to a question (k).")
         ] = 10,
@@ -118,14 +122,13 @@ class CurriculumJudge:
     ) -> None:
         for package in ("math_verify", "sacrebleu", "scipy"):
             require(package, "coevolve", "the judge `curriculum`")
-        self._executor, self._num_answers = executor, num_answers
+        self._num_answers = num_answers
         self._weights = Weights(uncertainty, tool, gamma, max_tool_calls, repetition)
         self._bleu_distance = bleu_distance
         self._question_markers, self._answer_markers = question_markers, answer_markers
         self._extract = extract
         self._voter = Voter(extract, answer_markers, digits, limit_s, workers)
-        self._make_player = make_player
-        self._player: Player | None = None
+        self._player = make_player(executor) if make_player and executor else None
 
     async def __call__(self, task: Task, trajectory: Trajectory) -> Score:
         """The format alone: the rest takes the other proposals of the step."""
@@ -150,7 +153,7 @@ class CurriculumJudge:
 
         Errors: ConfigError without an executor; what the player raises.
         """
-        player = self._open()
+        player = self._executor()
         batch = [t for g in groups for t in g.trajectories if t.status.trainable and not t.dropped]
         parsed = {t.id: self.parse(final_answer(t).content) for t in batch}
         proposals = {key: found for key, found in parsed.items() if isinstance(found, Proposal)}
@@ -233,15 +236,13 @@ class CurriculumJudge:
         told = _explanation(vote, proposal, verdict, size, batch)
         return replace(trajectory, reward=reward, scores=parts, explanation=told[:MAX_EXPLANATION])
 
-    def _open(self) -> Player:
-        """The executor, opened at the first call. Errors: ConfigError."""
-        if self._make_player is None:
-            raise ConfigError(
-                "judge: `curriculum` has no executor here, and can score the format alone: use it "
-                "in `ludus coevolve`, or in a run that trains"
-            )
+    def _executor(self) -> Player:
+        """The executor. Errors: ConfigError where there is none."""
         if self._player is None:
-            self._player = self._make_player(self._executor)
+            raise ConfigError(
+                "judge: `curriculum` scores the proposals of a step by an executor's answers: set "
+                "its `executor`"
+            )
         return self._player
 
     async def close(self) -> None:
