@@ -18,6 +18,7 @@ from ludus.data.worlds import MAX_TASKS, Worlds
 from ludus.envs import ENVS
 from ludus.envs.base import Env
 from ludus.judges import JUDGES
+from ludus.judges.base import refuse_of_steps
 from ludus.rollout.host import LocalEnvs
 from ludus.store.folders import RunFolder
 from ludus.tasks.mixture import check_distinct, part_of
@@ -93,7 +94,7 @@ def read_split(
     for part, some in _by_part(tasks).items():
         place = f"{where}.args.parts.{part}" if part else where
         for judge in _distinct(task.judge for task in some):
-            JUDGES.build(judge, f"{place}: judge")
+            refuse_of_steps(JUDGES.build(judge, f"{place}: judge"), f"{place}: judge")
     for own in _distinct(task.env for task in tasks if task.env != NO_ENV):
         ENVS.build(own, f"{where}: env")
     envs, scored = LocalEnvs(config.env), config.judge is not None

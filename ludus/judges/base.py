@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from ludus.core.errors import Unscorable, described
+from ludus.core.errors import ConfigError, Unscorable, described
 from ludus.core.types import Message, Score, Task, Trajectory
 from ludus.telemetry.logs import get_logger
 
@@ -21,7 +21,8 @@ class Judge(Protocol):
     One whose signature has `limits` receives the run's rate limits, for `Endpoint(limits=...)`; one
     with `make_player` receives a function that opens another model, to play tasks with it.
     One that compares the trajectories of a training step has `async score_groups(groups, step)`,
-    which is asked after all of them are played, and returns the groups with their final scores.
+    which is asked after all of them are played, and returns the groups with their final scores; it
+    can only be the run's judge.
 
     Errors: Unscorable if there is no score to give (a score of 0 is a score).
     """
@@ -34,6 +35,16 @@ async def check_all(judges: Iterable[Judge]) -> None:
     for judge in judges:
         if (check := getattr(judge, "check", None)) is not None:
             await check()
+
+
+def refuse_of_steps(judge: Judge, place: str) -> None:
+    """Refuse a judge that scores the groups of a step together, where it would have to score an
+    episode alone. Errors: ConfigError."""
+    if hasattr(judge, "score_groups"):
+        raise ConfigError(
+            f"{place}: this judge scores the episodes of a step together: it can only be the "
+            "run's `judge`"
+        )
 
 
 async def close_all(judges: Iterable[Judge]) -> None:

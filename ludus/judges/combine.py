@@ -11,7 +11,7 @@ from pydantic import Field
 from ludus.core.errors import ConfigError, Unscorable, did_you_mean
 from ludus.core.types import Score, Spec, Task, Trajectory
 from ludus.judges import JUDGES
-from ludus.judges.base import Judge, check_all, close_all
+from ludus.judges.base import Judge, check_all, close_all, refuse_of_steps
 from ludus.tools.limits.limiter import Limits
 
 
@@ -131,9 +131,12 @@ class FirstJudge:
 
 
 def _build(key: str, judges: Mapping[str, Spec], limits: Limits | None) -> dict[str, Judge]:
-    return {
+    built = {
         name: JUDGES.build(spec, f"{key}.{name}", limits=limits) for name, spec in judges.items()
     }
+    for name, judge in built.items():
+        refuse_of_steps(judge, f"{key}.{name}")
+    return built
 
 
 async def _ask(name: str, judge: Judge, task: Task, trajectory: Trajectory) -> Score:

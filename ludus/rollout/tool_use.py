@@ -233,7 +233,7 @@ class EpisodeTools:
         self.spent = False
         """The model called on after it was told that no calls are left."""
         self._told = False
-        self._num_in_turn = 0
+        self._num_in_turn = self._num_in_episode = 0
         self._trajectory.metrics |= dict.fromkeys(
             (*COUNTS, "tool_seconds", "tool_wait_seconds"), 0.0
         )
@@ -255,12 +255,13 @@ class EpisodeTools:
 
         Errors: ToolError where a tool failed.
         """
-        limits, metrics = self._limits, self._trajectory.metrics
-        left = limits.max_per_episode - int(metrics["tool_calls"])
+        limits = self._limits
+        left = limits.max_per_episode - self._num_in_episode
         allowed = max(0, min(left, limits.max_per_turn - self._num_in_turn))
         self.spent = self._told and left <= 0
         run, refused = calls[:allowed], calls[allowed:]
         self._num_in_turn += len(calls)
+        self._num_in_episode += len(run)
         messages = await self._answers(run) if run else []
         if refused:
             self._count("tool_refused", len(refused))
@@ -280,8 +281,9 @@ class EpisodeTools:
         return f"{id}/retry-{self._attempt}" if self._attempt else id
 
     async def _answers(self, calls: Sequence[ToolCall]) -> list[Message]:
-        self._count("tool_calls", len(calls))
         known = [call for call in calls if call.name in self.offered]
+        self._count("tool_calls", len(known))
+        self._count("tool_malformed", int(len(known) < len(calls)))
         started = time.monotonic()
         try:
             with busy("tool"), queueing() as queue:
@@ -299,7 +301,6 @@ class EpisodeTools:
         for call in calls:
             if call.name not in self.offered:
                 text = f"There is no tool {call.name!r:.80}{did_you_mean(call.name, self.offered)}."
-                self._count("tool_failed")
             else:
                 result = next(results)
                 text = self._shorten(result.content, self._limits.max_result_tokens)

@@ -68,8 +68,8 @@ class CurriculumJudge:
     Clusters join by average linkage while 1 - BLEU is below `bleu_distance`. Proposals of a step
     are scored together (`score_groups`); one alone has a score of its format (`__call__`).
 
-    A text that is no proposal earns 0, and is not played. Where no episode of the executor could
-    be counted, the proposal is excluded with the reason.
+    A text that is no proposal earns 0, and is not played. Where the infrastructure failed more than
+    half of the executor's episodes, the proposal is excluded with the reason.
 
     Parts: `format`; `uncertainty`, `tool`, `repetition` (R_unc, R_tool, R_rep); `consistency` (p),
     `tool_calls`, `cluster_size`, `unparsed` (share of the answers); `claim` (the proposal's own
@@ -86,7 +86,7 @@ class CurriculumJudge:
             ),
         ] = None,
         num_answers: Annotated[
-            int, Field(ge=1, le=1024, description="Answers of the executor to a question (k).")
+            int, Field(ge=2, le=1024, description="Answers of the executor to a question (k).")
         ] = 10,
         uncertainty: Annotated[Weight, Field(description="Weight of R_unc.")] = 1.0,
         tool: Annotated[Weight, Field(description="Weight of R_tool.")] = 0.6,
@@ -142,8 +142,14 @@ class CurriculumJudge:
         return parse_proposal(text, self._question_markers)
 
     async def vote(self, answers: Sequence[Trajectory], claims: Sequence[str] = ()) -> Vote:
-        """Take the vote of an executor's answers. Errors: Unscorable where none counts."""
+        """Take the vote of an executor's answers. Errors: Unscorable where too few count."""
         return await self._voter(answers, claims)
+
+    def _proposal(self, trajectory: Trajectory) -> Proposal | Refused:
+        try:
+            return self.parse(final_answer(trajectory).content)
+        except Unscorable:
+            return Refused("the curriculum agent wrote nothing")
 
     async def score_groups(self, groups: Sequence[Group], step: int) -> list[Group]:
         """Score the proposals of a step together.
@@ -155,17 +161,14 @@ class CurriculumJudge:
         """
         player = self._executor()
         batch = [t for g in groups for t in g.trajectories if t.status.trainable and not t.dropped]
-        parsed = {t.id: self.parse(final_answer(t).content) for t in batch}
+        parsed = {t.id: self._proposal(t) for t in batch}
         proposals = {key: found for key, found in parsed.items() if isinstance(found, Proposal)}
-        sizes = asyncio.create_task(
-            asyncio.to_thread(
-                cluster_sizes, [p.question for p in proposals.values()], self._bleu_distance
-            )
+        questions = [proposal.question for proposal in proposals.values()]
+        verdicts, sizes = await asyncio.gather(
+            self._verdicts(player, proposals, step),
+            asyncio.to_thread(cluster_sizes, questions, self._bleu_distance),
         )
-        try:
-            verdicts = await self._verdicts(player, proposals, step)
-        finally:
-            clusters = dict(zip(proposals, await sizes, strict=True))
+        clusters = dict(zip(proposals, sizes, strict=True))
         scored: dict[str, Trajectory] = {}
         for trajectory in batch:
             found, key = parsed[trajectory.id], trajectory.id
@@ -195,7 +198,7 @@ class CurriculumJudge:
             calls = mean_tool_calls(group.trajectories)
             try:
                 claims = [proposals[key].answer for key in keys]
-                vote = await self._voter(group.trajectories, claims)
+                vote = await self.vote(group.trajectories, claims)
             except Unscorable as error:
                 return {key: Verdict(str(error), calls) for key in keys}
             pairs = zip(keys, vote.claims, strict=True)

@@ -63,10 +63,11 @@ def parse_proposal(text: str, markers: tuple[str, str] = QUESTION_MARKERS) -> Pr
 
 def _fault(noun: str, text: str, limit: int) -> str | None:
     """What is wrong with a question or an answer; None: nothing."""
-    if not any(character.isalnum() for character in visible(text)):
-        return f"the {noun} has no letter and no digit"
     if len(text) > limit:
         return f"the {noun} has {len(text):,} characters, more than {limit:,}"
+    shown = visible(text)
+    if not shown or (noun == "question" and not any(c.isalnum() for c in shown)):
+        return f"the {noun} has no letter and no digit"
     if found := _HIDDEN.search(text):
         return f"the {noun} has the control character U+{ord(found[0]):04X}"
     return None

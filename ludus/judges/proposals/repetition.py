@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from ludus.judges.proposals.parse import visible
@@ -51,22 +50,23 @@ def distances(questions: Sequence[str]) -> Any:
 
     texts = [visible(question).casefold() for question in questions]
     place = {text: index for index, text in enumerate(dict.fromkeys(texts))}
-    bleu = _bleu_of_pairs([_tokens(text) for text in place])
+    bleu = _bleu_of_pairs(_split(list(place)))
     found = 1.0 - (bleu + bleu.T) / 2.0
     np.fill_diagonal(found, 0.0)
     at = [place[text] for text in texts]
     return found[np.ix_(at, at)].clip(0.0, 1.0)
 
 
-def _tokens(text: str) -> list[str]:
-    return str(_tokenizer()(text)).split()
-
-
-@cache
-def _tokenizer() -> Any:
+def _split(texts: Sequence[str]) -> list[list[str]]:
+    """The tokens of texts."""
+    from sacrebleu.tokenizers.tokenizer_re import TokenizerRegexp
     from sacrebleu.tokenizers.tokenizer_zh import TokenizerZh
 
-    return TokenizerZh()
+    tokenizer = TokenizerZh()
+    found = [str(tokenizer(text)).split() for text in texts]
+    for kind in (TokenizerZh, TokenizerRegexp):  # they keep 65,536 texts for the process
+        kind.__call__.cache_clear()
+    return found
 
 
 def _bleu_of_pairs(texts: Sequence[Sequence[str]]) -> Any:

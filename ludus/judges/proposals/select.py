@@ -23,7 +23,7 @@ class Reason(StrEnum):
     """Why a problem is rejected."""
 
     UNREAD = "the text is no proposal"
-    NO_VOTE = "no episode of the executor could be counted"
+    NO_VOTE = "too few episodes of the executor could be counted"
     NO_ANSWER = "no answer of the executor could be read"
     TIE = "two answers are equally frequent"
     TOO_HARD = "p is below the band"
@@ -37,7 +37,7 @@ class Problem:
 
     Args:
         question: None: the text was no proposal.
-        vote: None: no episode of the executor could be counted.
+        vote: None: too few episodes of the executor could be counted.
     """
 
     id: str

@@ -164,14 +164,15 @@ class Voter:
     ) -> Vote:
         """The vote of episodes of one task.
 
-        Errors: Unscorable if no episode counts, or the workers cannot start.
+        Errors: Unscorable if fewer than half of the episodes count, or the workers cannot start.
         """
         episodes = counted(trajectories)
-        if not episodes:
-            reasons = sorted({str(t.error or t.status.value) for t in trajectories})
+        if 2 * len(episodes) < max(len(trajectories), 1):
+            failed = (t for t in trajectories if not t.status.trainable)
+            reasons = sorted({str(t.error or t.status.value) for t in failed})
             raise Unscorable(
-                f"none of {len(trajectories)} episodes of the executor could be counted: "
-                f"{'; '.join(reasons)[:400] or 'none was played'}"
+                f"{len(episodes)} of {len(trajectories)} episodes of the executor count, fewer "
+                f"than half: {'; '.join(reasons)[:400] or 'none was played'}"
             )
         answers = [read_answer(t, self._extract, self._markers) for t in episodes]
         answers += [Answer(claim, True) for claim in claims]
@@ -206,7 +207,7 @@ class Voter:
                 if not steps:
                     raise Unscorable(str(error)) from error
                 ended.append(steps[-1])
-                if len(steps[-1]) == 1:
+                if len(steps[-1]) == 1 and isinstance(error, TooLong):
                     self._remember(answers[steps[-1][0]])
         found: dict[Answer, tuple[str | None, int | None]] = {}
         for record in records:
