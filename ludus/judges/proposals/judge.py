@@ -132,7 +132,7 @@ class CurriculumJudge:
 
     async def __call__(self, task: Task, trajectory: Trajectory) -> Score:
         """The format alone: the rest takes the other proposals of the step."""
-        found = self.parse(final_answer(trajectory).content)
+        found = self._proposal(trajectory)
         well = float(isinstance(found, Proposal))
         told = found.reason if isinstance(found, Refused) else ""
         return Score(value=well, parts={"format": well}, explanation=told)
