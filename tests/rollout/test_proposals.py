@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from judged import said
-from test_tools import calls, made, tokenizer  # noqa: F401
+from test_tools import calls, fresh_tools, made, tokenizer  # noqa: F401
 
 from ludus.core.types import Group, Message, Status, Task
 from ludus.judges.proposals.judge import CurriculumJudge
