@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from ludus import __version__
-from ludus.cli import checkpoints, coevolve, data, look, serve, train
+from ludus.cli import benchmark, checkpoints, coevolve, data, look, serve, train
 from ludus.core.errors import LudusError
 from ludus.core.modules import missing_dependency
 from ludus.core.signals import EXIT_CODES, exit_code, handling, leave, raise_stop
@@ -51,6 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(train.app)
+app.add_typer(benchmark.app)
 app.add_typer(coevolve.app)
 app.add_typer(look.app)
 app.add_typer(data.app)

@@ -7,11 +7,13 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """A result: strict and immutable."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Estimate(_Record):
+class Estimate(Record):
     """A mean over tasks and its interval; the ends are None if there is too little data."""
 
     value: float
@@ -26,7 +28,7 @@ class Estimate(_Record):
         return f"{100 * self.value:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f})"
 
 
-class TaskOutcome(_Record):
+class TaskOutcome(Record):
     """Rewards of a task's scored episodes.
 
     `part` is the task's environment in a mixture, `success_at` that environment's threshold.
@@ -41,7 +43,7 @@ class TaskOutcome(_Record):
     success_at: float | None = None
 
 
-class TierResult(_Record):
+class TierResult(Record):
     """The results of one tier's tasks."""
 
     success: Estimate
@@ -50,14 +52,14 @@ class TierResult(_Record):
     num_excluded: int
 
 
-class Exclusion(_Record):
+class Exclusion(Record):
     """Episodes excluded for one reason, with an example of their error messages."""
 
     count: int
     example: str = ""
 
 
-class Evaluation(_Record):
+class Evaluation(Record):
     """The results of a policy on a list of tasks.
 
     `mean_sampled_tokens` is None for an endpoint, which returns text.
@@ -104,7 +106,7 @@ class Evaluation(_Record):
         return f"success {self.success} of {self.num_tasks} tasks{score}{left_out}"
 
 
-class Difference(_Record):
+class Difference(Record):
     """b minus a over the tasks scored in both, with its interval and p-value."""
 
     a: float
@@ -117,7 +119,7 @@ class Difference(_Record):
     num_tasks: int
 
 
-class Comparison(_Record):
+class Comparison(Record):
     """Two evaluations on the same tasks. Tiers have no correction for multiple tests."""
 
     a: str

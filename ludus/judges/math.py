@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -11,6 +10,7 @@ from ludus.core.errors import Unscorable
 from ludus.core.modules import require
 from ludus.core.types import Score, Task, Trajectory
 from ludus.judges.base import accepted_answers, final_answer
+from ludus.judges.workers.math import plain_number
 from ludus.judges.workers.pool import TooLong, Workers
 
 
@@ -21,6 +21,9 @@ class MathJudge:
     intervals, tuples, equations, matrices, in LaTeX or plain. A task's `answer` is such a text, a
     number, or a list of accepted answers. The final answer is the last `\boxed{...}` of the last
     message; with `extract: auto` and no box, what math-verify finds in the last 4,000 characters.
+
+    Numbers agree in `digits` decimal places; one that has only zeros there, in as many significant
+    digits. `3e2` is 300.
 
     Comparisons run in worker processes. An answer that takes longer than `limit_s` of CPU time (a
     tower of powers), or is longer than 10,000 characters, scores 0.
@@ -54,7 +57,7 @@ class MathJudge:
         self._workers = Workers("ludus.judges.workers.math", workers, limit_s, memory_mb)
 
     async def __call__(self, task: Task, trajectory: Trajectory) -> Score:
-        golds = [_plain(text) for text in accepted_answers(task)]
+        golds = [plain_number(text) for text in accepted_answers(task)]
         text = final_answer(trajectory).content
         request = {"golds": golds, "text": text, "extract": self._extract, "digits": self._digits}
         expected = " or ".join(repr(gold[:200]) for gold in golds)
@@ -85,13 +88,3 @@ class MathJudge:
             parts={"correct": correct, "found": float(given is not None), "in_time": 1.0},
             explanation=f"{told}, {'equal to' if correct else 'expected'} {expected}",
         )
-
-
-def _plain(answer: str) -> str:
-    """A number such as 1e-05 with all its digits: LaTeX reads `e` as Euler's number."""
-    try:
-        number = Decimal(answer)
-    except ArithmeticError:
-        return answer
-    small = number.is_finite() and abs(number.adjusted()) < 400
-    return format(number, "f") if "e" in answer.lower() and small else answer

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from rich.console import Console
@@ -25,7 +25,7 @@ from ludus.config.messages import option_faults
 from ludus.config.schema import EvaluateConfig, ModelConfig, RunConfig
 from ludus.core.errors import ConfigError, LudusError, SamplerError
 from ludus.core.signals import run as run_async
-from ludus.core.types import Message, Trajectory
+from ludus.core.types import Group, Message, Task, Trajectory
 from ludus.data.splits import Splits, read_splits
 from ludus.evaluate import compare, render_comparison, render_evaluation
 from ludus.evaluate.episodes import EpisodeFile
@@ -33,7 +33,7 @@ from ludus.evaluate.results import Evaluation
 from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.models.samplers.base import SamplingParams
 from ludus.pipeline.build import Run, build, make_collector, make_limits
-from ludus.pipeline.evaluate import evaluate, play_heldout
+from ludus.pipeline.evaluate import play_heldout
 from ludus.pipeline.registries import check_judges, equal_samples
 from ludus.pipeline.tokenizer import check_functions
 from ludus.store.folders import RunFolder
@@ -91,6 +91,9 @@ class EndpointSubject:
 
 Subject = RunSubject | FolderSubject | EndpointSubject
 Recorder = Callable[[Trajectory], None] | None
+Play = Callable[[Sequence[Task], EvaluateConfig, str], Awaitable[tuple[list[Group], Evaluation]]]
+"""Plays tasks with a subject's model; the text is the label of the result."""
+T = TypeVar("T")
 
 
 def find_subject(text: str, runs_dir: str, beside: Subject | None = None) -> Subject:
@@ -155,7 +158,7 @@ def evaluate_subjects(
         recipe = load_config(origin.config)
     options = {"num_tasks": num_tasks, "samples_per_task": samples, "temperature": temperature}
     settings = _with_options(recipe.evaluate, options).model_dump()
-    config = _derived(recipe, evaluate=settings, sft=None, rl=None, demonstrations=None)
+    config = derived(recipe, evaluate=settings, sft=None, rl=None, demonstrations=None)
     splits = read_splits(config, origin)
     if not splits.heldout:
         where = f"run {origin.id}" if origin else "the recipe"
@@ -165,10 +168,14 @@ def evaluate_subjects(
     results: list[Evaluation] = []
     urls = [subject.url for subject in subjects if isinstance(subject, EndpointSubject)]
     same = len(subjects) == 2 and subjects[0] == subjects[1]
+
+    async def heldout(play: Play) -> Evaluation:
+        return (await play(splits.heldout, config.evaluate, "evaluate"))[1]
+
     with EpisodeFile(out) if out else nullcontext() as file:
         for subject in subjects[:1] if same else subjects:
             recorder = file.recorder(subject.name, splits.heldout) if file else None
-            result = _evaluate(subject, config, splits, urls, recorder)
+            result = play_subject(subject, config, splits, heldout, urls=urls, on_episode=recorder)
             label = runs[len(results)].info.path.name if same_run else subject.name
             results.append(result.model_copy(update={"label": label}))
             console.print(render_evaluation(results[-1]))
@@ -190,63 +197,72 @@ def _with_options(settings: EvaluateConfig, options: Mapping[str, Any]) -> Evalu
     return changed
 
 
-def _evaluate(
-    subject: Subject, config: RunConfig, splits: Splits, urls: Sequence[str], on_episode: Recorder
-) -> Evaluation:
-    """Evaluate a subject. `urls`: the endpoints of all subjects, which `limits` may name."""
+def play_subject(
+    subject: Subject,
+    config: RunConfig,
+    splits: Splits,
+    playing: Callable[[Play], Awaitable[T]],
+    *,
+    urls: Sequence[str] = (),
+    on_episode: Recorder = None,
+) -> T:
+    """Build the model of a subject, and return the result of `playing`, which plays tasks with it.
+
+    Args:
+        splits: all tasks that `playing` may play.
+        urls: the endpoints of all subjects, which `limits` may name.
+        on_episode: receives each finished trajectory.
+
+    Errors: ConfigError, CheckpointError; LudusError where an endpoint cannot be reached.
+    """
     check_judges(config)
     if isinstance(subject, EndpointSubject):
         check_functions(config, splits.heldout)
         limits = make_limits(config, splits, urls)
-        return run_async(_evaluate_endpoint(subject, config, splits, limits, on_episode))
+        return run_async(_play_endpoint(subject, config, limits, on_episode, playing))
     if isinstance(subject, RunSubject):
         own = load_config(subject.folder.config)
-        config = _derived(config, model=own.model.model_dump(), seed=own.seed)
+        config = derived(config, model=own.model.model_dump(), seed=own.seed)
         tokenizer = run_tokenizer(subject.folder)
-        checkpoint = subject.info.path
-        return _evaluate_local(
-            config, subject.folder, splits, tokenizer, urls, checkpoint, on_episode
+        run = build(
+            config, subject.folder, splits, tokenizer, on_episode=on_episode, endpoints=urls
         )
+        with closing(run.backend):
+            run.backend.load_weights(subject.info.path)
+            return run_async(_play(run, playing, versioned=True))
     shared = config.model.model_dump(include={"context_length", "dtype", "device", "thinking"})
-    config = _derived(config, model=ModelConfig(path=str(subject.path), **shared).model_dump())
-    with tempfile.TemporaryDirectory(prefix="ludus-evaluate-") as folder:
+    config = derived(config, model=ModelConfig(path=str(subject.path), **shared).model_dump())
+    with tempfile.TemporaryDirectory(prefix="ludus-evaluate-") as path:
         tokenizer = load_tokenizer(str(subject.path))
-        own_folder = RunFolder(Path(folder))
-        return _evaluate_local(config, own_folder, splits, tokenizer, urls, None, on_episode)
+        folder = RunFolder(Path(path))
+        run = build(config, folder, splits, tokenizer, on_episode=on_episode, endpoints=urls)
+        with closing(run.backend):
+            return run_async(_play(run, playing, versioned=False))
 
 
-def _evaluate_local(
-    config: RunConfig,
-    folder: RunFolder,
-    splits: Splits,
-    tokenizer: Any,
-    urls: Sequence[str],
-    checkpoint: Path | None,
-    on_episode: Recorder,
-) -> Evaluation:
-    """Evaluate the model that `config` builds, with the weights of a checkpoint, if given."""
-    run = build(config, folder, splits, tokenizer, on_episode=on_episode, endpoints=urls)
-    with closing(run.backend):
-        if checkpoint is not None:
-            run.backend.load_weights(checkpoint)
-        result = run_async(_evaluated(run, config.evaluate))
-    return result if checkpoint else result.model_copy(update={"policy_version": None})
+async def _play(run: Run, playing: Callable[[Play], Awaitable[T]], *, versioned: bool) -> T:
+    """Play with a model in this process; `versioned`: results carry its policy version."""
 
+    async def play(
+        tasks: Sequence[Task], settings: EvaluateConfig, label: str
+    ) -> tuple[list[Group], Evaluation]:
+        groups, result = await play_heldout(run.collector, tasks, run.config.env, settings, label)
+        version = run.backend.sampler.policy_version if versioned else None
+        return groups, result.model_copy(update={"policy_version": version})
 
-async def _evaluated(run: Run, settings: EvaluateConfig) -> Evaluation:
     try:
-        return (await evaluate(run, settings, "evaluate"))[1]
+        return await playing(play)
     finally:
         await run.collector.close()
 
 
-async def _evaluate_endpoint(
+async def _play_endpoint(
     subject: EndpointSubject,
     config: RunConfig,
-    splits: Splits,
     limits: Limits,
     on_episode: Recorder,
-) -> Evaluation:
+    playing: Callable[[Play], Awaitable[T]],
+) -> T:
     from ludus.models.endpoint.client import Endpoint
 
     key = os.environ.get(API_KEY) or None
@@ -259,18 +275,26 @@ async def _evaluate_endpoint(
         collector = make_collector(
             config, None, None, limits, endpoint=endpoint, on_episode=on_episode
         )
+
+        async def play(
+            tasks: Sequence[Task], settings: EvaluateConfig, label: str
+        ) -> tuple[list[Group], Evaluation]:
+            groups, result = await play_heldout(collector, tasks, config.env, settings, label)
+            return groups, result.model_copy(update={"policy_version": _version(groups)})
+
         try:
-            groups, result = await play_heldout(
-                collector, splits.heldout, config.env, config.evaluate, "evaluate"
-            )
+            return await playing(play)
         finally:
             await collector.close()
+
+
+def _version(groups: Sequence[Group]) -> int | None:
+    """The one policy version that an endpoint named for all turns; None: none, or several."""
     segments = (s for g in groups for t in g.trajectories for s in t.segments if s.sampled)
     versions = {v for s in segments for v in (s.policy_version, *(v for v, _ in s.runs))}
-    version = versions.pop() if len(versions) == 1 else None
-    return result.model_copy(update={"policy_version": version})
+    return versions.pop() if len(versions) == 1 else None
 
 
-def _derived(config: RunConfig, **changes: Any) -> RunConfig:
+def derived(config: RunConfig, **changes: Any) -> RunConfig:
     """Returns the configuration with sections replaced, validated. Errors: ConfigError."""
     return load_config({**config.model_dump(mode="json"), **changes})

@@ -184,3 +184,19 @@ def running(pid):
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "value"),
+    [
+        ("\\boxed{2.6 \\times 10^{-9}}", "1.3e-9", 0.0),
+        ("\\boxed{0}", "1.3e-9", 0.0),
+        ("\\boxed{1.3 \\times 10^{-9}}", "1.3e-9", 1.0),
+        ("\\boxed{0.0000000013}", "1.3e-9", 1.0),
+        ("\\boxed{3e2}", "300", 1.0),
+        ("\\boxed{6 \\times 10^{13}}", "6e13", 1.0),
+    ],
+)
+async def test_small_and_large_numbers(judge, text, gold, value):
+    """Rounded to six places, 1.3e-9 and 2.6e-9 are both 0."""
+    assert (await judge(Task(id="q", answer=gold), said(text))).value == value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -45,7 +46,7 @@ def prepare() -> Callable[[Record], Iterable[Record]]:
         yield {"unread": unread}
         text, box = request["text"], last_boxed(request["text"])
         if box is not None:
-            text = f"\\boxed{{{box}}}"
+            text = f"\\boxed{{{plain_number(box)}}}"
         elif request["extract"] == "boxed":
             text = ""
         else:
@@ -56,12 +57,38 @@ def prepare() -> Callable[[Record], Iterable[Record]]:
             return
         answer = parse(text) if text.strip() else []
         options = {"float_rounding": request["digits"], "timeout_seconds": None}
-        correct = any(math_verify.verify(gold, answer, **options) for gold in golds)
+        correct = any(
+            math_verify.verify(gold, answer, **options)
+            and same_small_number(gold, answer, request["digits"])
+            for gold in golds
+        )
         shown = None if not answer else text[-200:] if box is None else box[:200]
         yield {"answer": shown, "correct": correct}
 
     list(compare({"golds": ["1/2"], "text": "\\boxed{0.5}", "extract": "boxed", "digits": 6}))
     return compare
+
+
+def plain_number(answer: str) -> str:
+    """A number such as 1e-05 with all its digits: LaTeX reads `e` as Euler's number."""
+    try:
+        number = Decimal(answer)
+    except ArithmeticError:
+        return answer
+    small = number.is_finite() and abs(number.adjusted()) < 400
+    return format(number, "f") if "e" in answer.lower() and small else answer
+
+
+def same_small_number(gold: list[Any], answer: list[Any], digits: int) -> bool:
+    """False for two numbers that agree only because the first has no digit but zeros where they are
+    compared: 1.3e-9 and 2.6e-9. True for all else."""
+    try:
+        expected, given = float(gold[0]), float(answer[0])
+    except (ArithmeticError, IndexError, TypeError, ValueError):
+        return True
+    if expected == 0 or abs(expected) >= 0.5 * 10.0**-digits:
+        return True
+    return abs(given - expected) <= 10.0**-digits * abs(expected)
 
 
 if __name__ == "__main__":
