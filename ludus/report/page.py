@@ -9,16 +9,11 @@ policy allows only the page's own script, by its hash.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from ludus.core.files import atomic_write
 from ludus.core.types import Segment, Task, Trajectory
@@ -27,6 +22,7 @@ from ludus.evaluate.results import Comparison, Difference, Estimate, Evaluation
 from ludus.report import charts
 from ludus.report.charts import CURVES, Curve, Record
 from ludus.report.stacked import make_stacked
+from ludus.report.templates import assets, environment
 
 MAX_TEXT = 20_000  # characters shown of one segment; the page reports the rest as cut
 
@@ -85,47 +81,26 @@ def write_report(path: Path, data: ReportData) -> Path:
 
 def render(data: ReportData) -> str:
     """Returns the page as text."""
-    environment = Environment(
-        loader=PackageLoader("ludus.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "duration": charts.duration,
-        "percent": lambda value: f"{100 * value:.1f}\u202f%",
-        "points": lambda value: f"{100 * value:+.1f}",
-    }
-    loader = environment.loader
-    assert loader is not None
-    style, script = (loader.get_source(environment, name)[0] for name in ("page.css", "page.js"))
     stacked = [make_stacked(data.records, stage) for stage in ("rl", "sft")]
     drawn = [charts.make_chart(data.records, curve) for curve in data.curves]
     curves = [chart for chart in drawn if chart is not None]
     axes = {plot.axis for chart in curves for plot in chart.plots}
-    return environment.get_template("page.html").render(
-        data=data,
-        outcome=data.outcome or headline(data),
-        figures=key_figures(data),
-        compared=_compared(data),
-        charts=curves,
-        axes=[axis for axis in ("step", "episodes", "time") if axis in axes],
-        size={
-            "width": charts.WIDTH,
-            "height": charts.HEIGHT,
-            "left": charts.LEFT,
-            "right": charts.WIDTH - charts.RIGHT,
-            "top": charts.TOP,
-            "bottom": charts.HEIGHT - charts.BOTTOM,
-        },
-        sparks=charts.make_sparks(data.records, [chart.curve for chart in curves]),
-        stacked=[chart for chart in stacked if chart is not None],
-        rollouts=[view(rollout) for rollout in data.rollouts],
-        total=math.fsum(data.timings.values()),
-        style=Markup(style),
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    return (
+        environment()
+        .get_template("page.html")
+        .render(
+            data=data,
+            outcome=data.outcome or headline(data),
+            figures=key_figures(data),
+            compared=_compared(data),
+            charts=curves,
+            axes=[axis for axis in ("step", "episodes", "time") if axis in axes],
+            sparks=charts.make_sparks(data.records, [chart.curve for chart in curves]),
+            stacked=[chart for chart in stacked if chart is not None],
+            rollouts=[view(rollout) for rollout in data.rollouts],
+            total=math.fsum(data.timings.values()),
+            **assets(),
+        )
     )
 
 

@@ -1,0 +1,54 @@
+"""Jinja's environment of the report's pages: escapes every value; style and script are inline."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from typing import Any
+
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from ludus.report import charts
+
+PACKAGE = "ludus.report"
+
+
+@cache
+def environment(package: str = PACKAGE) -> Environment:
+    """Returns the templates of a package, and those of this one."""
+    packages = dict.fromkeys((package, PACKAGE))
+    made = Environment(
+        loader=ChoiceLoader([PackageLoader(name, ".") for name in packages]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {
+        "duration": charts.duration,
+        "percent": lambda value: f"{100 * value:.1f}\u202f%",
+        "points": lambda value: f"{100 * value:+.1f}",
+    }
+    return made
+
+
+def assets() -> dict[str, Any]:
+    """Returns what a template needs beside its data: style, script, the script's hash, sizes."""
+    loader = environment().loader
+    assert loader is not None
+    style, script = (loader.get_source(environment(), name)[0] for name in ("page.css", "page.js"))
+    return {
+        "style": Markup(style),
+        "script": Markup(script),
+        "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "size": {
+            "width": charts.WIDTH,
+            "height": charts.HEIGHT,
+            "left": charts.LEFT,
+            "right": charts.WIDTH - charts.RIGHT,
+            "top": charts.TOP,
+            "bottom": charts.HEIGHT - charts.BOTTOM,
+        },
+    }
