@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ludus.cli.options import show_on_screen
 from ludus.core.errors import ConfigError
 
 app = typer.Typer()
@@ -21,12 +22,20 @@ def coevolve(
         typer.Argument(
             metavar="[STAGE] [KEY=VALUE]...",
             help="One stage (start, curriculum, generate, score, filter, executor, evaluate), or "
-            "all; then settings to change.",
+            "all; or report (write the report again) or show (list problems); then settings to "
+            "change.",
         ),
     ] = None,
     iteration: Annotated[
         int | None,
-        typer.Option(min=0, help="Iteration of STAGE; default: the first that lacks it."),
+        typer.Option(
+            min=0,
+            help="Iteration of STAGE; default: the first that lacks it. Of show: its problems.",
+        ),
+    ] = None,
+    problem: Annotated[
+        str | None,
+        typer.Option(help="Of show: one problem of the iteration in full, by number or id."),
     ] = None,
     test_mode: Annotated[
         bool,
@@ -46,18 +55,33 @@ def coevolve(
         raise ConfigError(f"{' '.join(stages)}: name one stage, or none for all")
     if iteration is not None and not stages:
         raise ConfigError("--iteration belongs to a stage: name one")
+    if problem is not None and (stages != ["show"] or iteration is None):
+        raise ConfigError("--problem belongs to show --iteration N: give both")
+    if iteration is not None and stages == ["report"]:
+        raise ConfigError("--iteration: the report holds all iterations: remove it")
     if storage is not None:
         overrides.append(f"storage={storage}")
     from ludus.config.coevolve import CoevolveConfig
     from ludus.config.load import load_as
 
     config = load_as(CoevolveConfig, recipe, overrides)
-    from ludus.coevolve.flow import Coevolution, Stopped, storage_of
+    from ludus.coevolve.flow import Coevolution, Stopped, stages_of, storage_of
     from ludus.coevolve.test_mode import STAND_INS, tiny
     from ludus.pipeline.progress import Display
 
     if test_mode:
         config = tiny(config)
+    if stages == ["report"]:
+        from ludus.coevolve.report.page import write_report
+
+        planned = [stage.label for stage in stages_of(config)]
+        typer.echo(write_report(storage_of(config), planned))
+        return
+    if stages == ["show"]:
+        from ludus.coevolve.report.show import render
+
+        show_on_screen(render(storage_of(config), iteration, problem))
+        return
     display = Display()
     try:
         flow = Coevolution(config, storage_of(config), display, STAND_INS if test_mode else 0)

@@ -113,7 +113,17 @@ class Storage:
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write JSON lines atomically; creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    atomic_write(path, "".join(map(_line, rows)))
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """A line of JSON. Half a surrogate pair, which a model may write, is no UTF-8: escaped."""
+    line = json.dumps(row, ensure_ascii=False)
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        line = json.dumps(row)
+    return f"{line}\n"
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -64,7 +64,7 @@ def render_runs(store: RunStore, limit: int | None = None) -> RenderableType:
         )
         for run in (runs[-limit:] if limit else runs)
     ]
-    table = _table(("run", "status", "started", "took", "stages", "error"), rows)
+    table = make_table(("run", "status", "started", "took", "stages", "error"), rows)
     if len(rows) == len(runs):
         return table
     hint = f"{_count(len(runs) - len(rows), 'older run')}: ludus runs --all"
@@ -96,7 +96,7 @@ def render_run(store: RunStore, run_id: str) -> RenderableType:
     reasons = Counter((row.stage, row.reason) for row in store.dropped(run_id))
     if reasons:
         rows = [(*key, str(count)) for key, count in reasons.most_common()]
-        parts += [_rule("dropped"), _table(("stage", "dropped because", "count"), rows)]
+        parts += [_rule("dropped"), make_table(("stage", "dropped because", "count"), rows)]
     newest = list(store.trajectories(run_id, limit=NEWEST, newest_first=True))
     if newest:
         hint = f"ludus show {run_id} TRAJECTORY shows one trajectory, token by token"
@@ -246,13 +246,13 @@ def _stages(stages: list[StageSummary]) -> Table:
         )
         for stage in stages
     ]
-    return _table(("stage", "steps", "last", "trajectories", "mean reward", "ended"), rows)
+    return make_table(("stage", "steps", "last", "trajectories", "mean reward", "ended"), rows)
 
 
 def _metrics(steps: list[StepRow]) -> Table:
     first, last = steps[0].metrics, steps[-1].metrics
     rows = [(name, _number(first.get(name)), _number(value)) for name, value in last.items()]
-    return _table(("metric", "first", "last"), rows)
+    return make_table(("metric", "first", "last"), rows)
 
 
 def _trajectories(rows: list[TrajectoryRow]) -> Table:
@@ -269,19 +269,20 @@ def _trajectories(rows: list[TrajectoryRow]) -> Table:
     }
     if any(row.dropped for row in rows):
         columns["dropped"] = [row.dropped or "" for row in rows]
-    return _table(list(columns), zip(*columns.values(), strict=True))
+    return make_table(list(columns), zip(*columns.values(), strict=True))
 
 
 # Cells
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+def make_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+    """Returns a table without lines; its first column is not wrapped."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
         # The first column names its row: in one piece, to be copied into a command.
         table.add_column(column, overflow="fold", no_wrap=not index)
     for row in rows:
-        table.add_row(*(_plain(cell) if isinstance(cell, str) else cell for cell in row))
+        table.add_row(*(plain(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 
@@ -291,7 +292,7 @@ def _facts(facts: Mapping[str, str | None]) -> Table:
     table.add_column(overflow="fold")
     for name, value in facts.items():
         if value:
-            table.add_row(name, _plain(value))
+            table.add_row(name, plain(value))
     return table
 
 
@@ -300,12 +301,13 @@ def _clean(text: str) -> str:
     return _UNPRINTABLE.sub(lambda hit: hit[0].encode("unicode_escape").decode(), text)
 
 
-def _plain(text: str) -> Text:
+def plain(text: str) -> Text:
+    """Returns untrusted text as a cell: control characters escaped, markup not interpreted."""
     return Text(_clean(text))
 
 
 def _rule(title: str) -> Rule:
-    return Rule(_plain(title), align="left", style="dim")
+    return Rule(plain(title), align="left", style="dim")
 
 
 def _count(number: int, noun: str) -> str:

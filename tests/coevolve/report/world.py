@@ -119,7 +119,7 @@ def questions(
         key = f"generate-{iteration:06d}/g{number:04d}/e000"
         row: dict[str, Any] = {"id": key, "status": "completed", "reason": None}
         if number % 10 == 3:
-            text = f"{EVIL} no question {RTL} \x1b[31m"
+            text = f"{EVIL} no question {RTL} \x1b[31m \ud800"
             reason = "no <question>...</question>"
             rows.append({**row, "text": text, "question": None, "claimed": None, "reason": reason})
             continue
