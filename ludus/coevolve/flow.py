@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from ludus.coevolve import evaluation, questions
 from ludus.coevolve.child import Child, beside
-from ludus.coevolve.report.page import write_report
+from ludus.coevolve.report.page import try_report
 from ludus.coevolve.roles import Role, Roles, run_name
 from ludus.coevolve.storage import Storage
 from ludus.config.coevolve import CoevolveConfig
@@ -35,9 +35,6 @@ from ludus.core.signals import exit_code
 from ludus.pipeline import launch
 from ludus.pipeline.evaluate import export_checkpoint
 from ludus.pipeline.progress import Observer
-from ludus.telemetry.logs import get_logger
-
-log = get_logger(__name__)
 
 STAGES = ("curriculum", "generate", "score", "filter", "executor", "evaluate")
 """The stages of an iteration, in order."""
@@ -178,23 +175,11 @@ class Coevolution:
         told = ", ".join(f"{key} {_told(value)}" for key, value in result.items())
         self.observer.note(f"{stage.label}: {told} ({seconds:.0f} s)")
         if stage.name == "evaluate":
-            self._report(stage.iteration)
+            planned = [stage.label for stage in stages_of(self.config)]
+            try_report(self.storage, planned, stage.iteration, self.observer)
         if child is not None:
             run = f"{run_name('curriculum', later.iteration)}-1"
             self.storage.record(later.label, {"run": run, "beside": stage.label})
-
-    def _report(self, iteration: int) -> None:
-        """Write the report. What fails there is told, and fails no stage."""
-        planned = [stage.label for stage in stages_of(self.config)]
-        try:
-            path = write_report(self.storage, planned, iteration)
-        except KeyboardInterrupt as stop:
-            raise Stopped("the report", "", exit_code(stop)) from None
-        except Exception as error:
-            log.exception("the report was not written", folder=str(self.storage.root))
-            self.observer.note(f"the report was not written: {error}")
-        else:
-            self.observer.note(f"report: {path}")
 
     # Training
 

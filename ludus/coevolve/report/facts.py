@@ -88,10 +88,20 @@ class Facts:
 
 
 def read_facts(storage: Storage) -> Facts:
-    """Read a co-evolution's numbers. Errors: DataError for a damaged file."""
-    stages = storage.complete()
+    """Read a co-evolution's numbers.
+
+    Errors: DataError for a folder without a complete stage, and for a damaged file.
+    """
+    stages = stages_done(storage)
     numbers = sorted({number for label in stages if (number := _number(label)) is not None} | {0})
     return Facts(storage.root.name, stages, [read_iteration(storage, n) for n in numbers])
+
+
+def stages_done(storage: Storage) -> dict[str, Row]:
+    """The complete stages. Errors: DataError where there is none."""
+    if not (stages := storage.complete()):
+        raise DataError(f"{storage.root} holds no co-evolution: no stage is complete there")
+    return stages
 
 
 def read_iteration(storage: Storage, number: int) -> Iteration:

@@ -11,11 +11,15 @@ from ludus.coevolve.report.facts import Facts, read_facts
 from ludus.coevolve.report.pages import templates, write_pages
 from ludus.coevolve.report.problems import read_problems
 from ludus.coevolve.storage import Storage
-from ludus.core.errors import DataError
+from ludus.core.errors import DataError, LudusError
 from ludus.core.files import atomic_write
 from ludus.evaluate import compare
+from ludus.pipeline.progress import Observer
 from ludus.report.charts import show
 from ludus.report.templates import assets
+from ludus.telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 STAGES = ("curriculum", "generate", "score", "filter", "executor", "evaluate")
 
@@ -26,15 +30,34 @@ def write_report(storage: Storage, planned: Sequence[str], only: int | None = No
     Args:
         planned: labels of the stages, in order: those that did not run are listed, too.
 
-    Errors: DataError for a damaged file; OSError.
+    Errors: DataError for a folder without a complete stage, and for a damaged file; LudusError
+        where a file cannot be written.
     """
     facts = read_facts(storage)
-    for iteration in facts.iterations:
-        if iteration.number and only in (None, iteration.number):
-            write_pages(storage, iteration.number, read_problems(storage, iteration.number))
     text = render(facts, storage, planned)
-    atomic_write(storage.report, text.encode("utf-8", "replace"))
+    try:
+        for one in facts.iterations:
+            if one.number and only in (None, one.number):
+                write_pages(storage, one.number, read_problems(storage, one.number))
+        atomic_write(storage.report, text.encode("utf-8", "replace"))
+    except OSError as error:
+        raise LudusError(
+            f"{error.filename or storage.root}: the report cannot be written: {error.strerror}"
+        ) from None
     return storage.report
+
+
+def try_report(
+    storage: Storage, planned: Sequence[str], iteration: int, observer: Observer
+) -> None:
+    """Write the report after an iteration's evaluation. A fault there is told, not raised."""
+    try:
+        path = write_report(storage, planned, iteration)
+    except Exception as error:
+        log.exception("the report was not written", folder=str(storage.root))
+        observer.note(f"the report was not written: {error}")
+    else:
+        observer.note(f"report: {path}")
 
 
 def render(facts: Facts, storage: Storage, planned: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ludus.coevolve.report.facts import COUNTS, Facts, read_facts
+from ludus.coevolve.report.facts import COUNTS, Facts, read_facts, stages_done
 from ludus.coevolve.report.problems import Answer, Problem, read_problems
 from ludus.coevolve.storage import Storage
 from ludus.core.errors import ConfigError, DataError
@@ -31,8 +31,7 @@ def render(storage: Storage, iteration: int | None, problem: str | None) -> Rend
     Errors: DataError where the folder or the iteration has no problems, or a file is damaged;
         ConfigError for a problem that is not there.
     """
-    if not storage.state.is_file():
-        raise DataError(f"{storage.root} holds no co-evolution: no stage is complete there")
+    stages_done(storage)
     if iteration is None:
         return render_iterations(read_facts(storage))
     problems = read_problems(storage, iteration)
@@ -47,7 +46,7 @@ def render(storage: Storage, iteration: int | None, problem: str | None) -> Rend
 
 def render_iterations(facts: Facts) -> RenderableType:
     """Returns a row for each iteration."""
-    head = ("iteration", *COUNTS, "claims agree", "tool calls", "frontier", "held-out accuracy")
+    head = ("iteration", *COUNTS, "claims", "calls", "frontier", "held-out")
     rows = []
     for one in facts.iterations:
         front = one.frontier.pass_rate if one.frontier else None

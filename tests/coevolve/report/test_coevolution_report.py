@@ -16,12 +16,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from world import EVIL, RTL, World, make_world
 
 from ludus.coevolve.report.facts import read_facts
-from ludus.coevolve.report.page import headline, write_report
+from ludus.coevolve.report.page import headline, try_report, write_report
 from ludus.coevolve.report.pages import PER_PAGE, make_pages, write_pages
 from ludus.coevolve.report.problems import KEPT, Answer, Problem, read_problems
 from ludus.coevolve.report.show import render
 from ludus.coevolve.storage import Storage, read_rows, write_rows
-from ludus.core.errors import ConfigError, DataError
+from ludus.core.errors import ConfigError, DataError, LudusError
+from ludus.pipeline.progress import Display
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +209,32 @@ def test_what_is_not_there_is_named(world: World, tmp_path: Path) -> None:
         render(world.storage, 9, None)
     with pytest.raises(ConfigError, match="has the problems 1 to 80"):
         render(world.storage, 1, "99")
+
+
+def test_a_report_that_cannot_be_written(world: World, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no co-evolution"):
+        write_report(Storage(tmp_path / "none"), [])
+    root = tmp_path / "full"
+    shutil.copytree(world.storage.root, root)
+    (root / "report.html").unlink()
+    (root / "report.html").mkdir()
+    with pytest.raises(LudusError, match=r"report\.html.*: the report cannot be written: "):
+        write_report(Storage(root), [])
+
+
+def test_a_failed_report_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    storage = Storage(tmp_path)
+    storage.record("iteration-0/evaluate", {})
+    display = Display()
+    try_report(storage, [], 0, display)
+    assert storage.report.is_file()
+    storage.report.unlink()
+    storage.report.mkdir()
+    try_report(storage, [], 0, display)
+    display.close()
+    told = capsys.readouterr().err
+    assert "report: " in told
+    assert "the report was not written: " in told
 
 
 @pytest.fixture(scope="module")
