@@ -114,7 +114,7 @@ class CurriculumJudge:
         ] = 6,
         limit_s: Annotated[
             float, Field(gt=0, le=600, description="Seconds of CPU time for one comparison.")
-        ] = 2.0,
+        ] = 1.0,
         workers: Annotated[
             int, Field(ge=1, le=256, description="Votes at once, each in its process.")
         ] = 2,

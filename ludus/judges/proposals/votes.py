@@ -148,7 +148,7 @@ class Voter:
         extract: Extract = "auto",
         markers: Markers = ANSWER_MARKERS,
         digits: int = 6,
-        limit_s: float = 2.0,
+        limit_s: float = 1.0,
         workers: int = 2,
         memory_mb: int = 2048,
     ) -> None:
@@ -238,7 +238,7 @@ def numbers_only(
     found: dict[Answer, tuple[str | None, int | None]] = {}
     firsts: list[tuple[Fraction, bool]] = []
     for answer in answers:
-        number = plain_number(answer.text) if answer.exact else None
+        number = exact_number(answer.text) if answer.exact else None
         if number is None:
             return None
         value, decimal = number
@@ -255,7 +255,7 @@ def numbers_only(
     return found
 
 
-def plain_number(text: str) -> tuple[Fraction, bool] | None:
+def exact_number(text: str) -> tuple[Fraction, bool] | None:
     r"""The exact value of `-12`, `0.5`, `3/4` or `\frac{3}{4}`, and whether it is a decimal."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None:

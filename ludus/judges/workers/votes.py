@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ludus.judges.workers.math import plain_number, same_small_number
 from ludus.judges.workers.pool import Record, restart_limit, serve
 
 TOTAL = 4.0
@@ -23,14 +24,17 @@ def prepare() -> Callable[[Record], Iterator[Record]]:
     zero = math_verify.parse("$0$", kinds, parsing_timeout=None)
 
     def parse(text: str, boxed: bool) -> list[Any]:
-        source = f"\\boxed{{{text}}}" if boxed else text
+        source = f"\\boxed{{{plain_number(text)}}}" if boxed else text
         found = list(math_verify.parse(source, kinds, parsing_timeout=None))
         math_verify.verify(found, zero, timeout_seconds=None)  # one without end stops here
         return found
 
     def equal(a: list[Any], b: list[Any], digits: int) -> bool:
         options = {"float_rounding": digits, "timeout_seconds": None}
-        return any(math_verify.verify(*pair, **options) for pair in ((a, b), (b, a)))
+        return any(
+            math_verify.verify(*pair, **options) and same_small_number(*pair, digits)
+            for pair in ((a, b), (b, a))
+        )
 
     def text_of(answer: list[Any]) -> str:
         """The text that math-verify read; it stands beside what became of it."""

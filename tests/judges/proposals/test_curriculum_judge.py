@@ -116,5 +116,80 @@ async def test_without_an_executor_only_the_format_is_scored():
     task = Task(id="q")
     assert (await judge(task, said(asks("3 + 4?")))).value == 1
     assert (await judge(task, said("3 + 4?"))).value == 0
-    with pytest.raises(ConfigError, match="no executor here"):
+    with pytest.raises(ConfigError, match="set its `executor`"):
         await judge.score_groups(step_of(asks("3 + 4?")), 0)
+
+
+async def test_one_proposal_alone():
+    executor = Executor({"a1": box(7, 8)})
+    [group] = await judge_of(executor, num_answers=2).score_groups(step_of(asks("a1")), 0)
+    assert group.trajectories[0].reward == 0.0  # 1 - 1/1, a tie
+    assert "p 0.50 of 2 answers, a tie: '7' 1, '8' 1" in group.trajectories[0].explanation
+
+
+async def test_all_proposals_alike():
+    executor = Executor({"a1": box(7, 8)}, calls=1.0)
+    groups = step_of(*[asks("a1")] * 64)
+    [group] = await judge_of(executor, num_answers=2).score_groups(groups, 0)
+    [reward] = {t.reward for t in group.trajectories}
+    assert reward == pytest.approx(0.6)  # 1 + 0.6 - 64/64
+    assert executor.asked == [["a1"]]
+
+
+async def test_no_proposal_at_all():
+    executor = Executor({})
+    [group] = await judge_of(executor, num_answers=2).score_groups(step_of("a", "b"), 0)
+    assert [t.reward for t in group.trajectories] == [0.0, 0.0]
+    assert executor.asked == []
+    assert await judge_of(executor, num_answers=2).score_groups([], 0) == []
+
+
+async def test_a_proposal_without_a_message():
+    [group] = step_of(asks("a1"))
+    group.trajectories[0].segments = []
+    [scored] = await judge_of(Executor({}), num_answers=2).score_groups([group], 0)
+    told = "no proposal: the curriculum agent wrote nothing"
+    assert scored.trajectories[0].explanation == told
+
+
+async def test_a_hostile_step():
+    deep = "(" * 400 + "1" + ")" * 400
+    texts = {
+        "towers": box("10^{10^{10}}", "9^{9^{9^9}}", "\\infty", "\\infty"),
+        "long": box("1" * 100_000, "}" * 99, "\\{1,2\\}", "\\{2,1\\}"),
+        "brackets \u202e": box(deep, "\ud800", "5\\text{ cm}", "5"),
+    }
+    judge = judge_of(Executor(texts), num_answers=4, limit_s=0.5)
+    proposals = [asks(question, "10^{10^{10}}") for question in texts]
+    noise = ["<question>" * 50_000, "\\boxed{" * 20_000, "\0" * 100_000, "\ud800", ""]
+    [group] = await judge.score_groups(step_of(*proposals, *noise), 0)
+    assert [t.scores.get("consistency") for t in group.trajectories] == [0.5] * 3 + [None] * 5
+    assert [t.scores.get("claim") for t in group.trajectories[:3]] == [0.0] * 3
+    for trajectory in group.trajectories:
+        trajectory.explanation.encode()
+        assert len(trajectory.explanation) < 1000
+
+
+@pytest.mark.parametrize("name", ["sum", "first"])
+def test_it_cannot_be_a_part_of_another_judge(name):
+    key = {"sum": "parts", "first": "judges"}[name]
+    part = {"name": "curriculum", "args": {"executor": "e.yaml"}}
+    with pytest.raises(ConfigError, match=rf"{key}.a: this judge scores the episodes of a step"):
+        JUDGES.build(Spec(name=name, args={key: {"a": part}}))
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ({"executor": ""}, "executor"),
+        ({"executor": "e", "num_answers": 1}, "num_answers"),
+        ({"executor": "e", "tool": -1}, "tool"),
+        ({"executor": "e", "tool": float("nan")}, "tool"),
+        ({"executor": "e", "bleu_distance": 0}, "bleu_distance"),
+        ({"executor": "e", "question_markers": ["", "b"]}, "question_markers"),
+        ({"executor": "e", "make_player": None}, "make_player"),
+    ],
+)
+def test_wrong_arguments_are_named(args, told):
+    with pytest.raises(ConfigError, match=rf"args\.{told}"):
+        JUDGES.build(Spec(name="curriculum", args=args))

@@ -17,9 +17,9 @@ from ludus.judges.proposals.votes import (
     Answer,
     Answered,
     Voter,
+    exact_number,
     mean_tool_calls,
     numbers_only,
-    plain_number,
     read_answer,
     tally,
 )
@@ -62,6 +62,8 @@ EQUAL = [
     ("1{,}234", "1234"),
     ("5\\text{ cm}", "5"),
     ("7", "7.0"),
+    ("1e-5", "0.00001"),
+    ("3e2", "300"),
     ("0.333333", "1/3"),
     ("1/3", "0.333333"),
     ("\\frac{2}{6}", "1/3"),
@@ -76,6 +78,7 @@ UNEQUAL = [
     ("123456789012345678901", "123456789012345678902"),
     ("1/3", "0.33"),
     ("0.1", "0.10001"),
+    ("1.3e-9", "2.6e-9"),
 ]  # fmt: skip
 
 
@@ -125,8 +128,8 @@ def test_numbers_are_grouped_here_as_math_verify_groups_them(voter, answers):
         ("", None),
     ],
 )
-def test_plain_numbers(text, value):
-    found = plain_number(text)
+def test_exact_numbers(text, value):
+    found = exact_number(text)
     assert (None if found is None else found[0]) == value
 
 
