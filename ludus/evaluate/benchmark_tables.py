@@ -26,11 +26,14 @@ def render_report(report: BenchmarkReport) -> RenderableType:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """The last part of each name, or all of it where two models have the same last part."""
-    last = [name.rstrip("/").rpartition("/")[2] for name in names]
+    """The last part of a path, the model of an endpoint; the whole name where two are equal."""
+    short = [
+        name.partition("@http")[0] if "@http" in name else name.rstrip("/").rpartition("/")[2]
+        for name in names
+    ]
     return {
-        name: short if last.count(short) == 1 and "@" not in name else name
-        for name, short in zip(names, last, strict=True)
+        name: part if short.count(part) == 1 else name
+        for name, part in zip(names, short, strict=True)
     }
 
 
@@ -44,31 +47,25 @@ def _table(title: str, *columns: str) -> Table:
 def _model_table(report: BenchmarkReport, model: str) -> Table:
     results = [result for result in report.results if result.model == model]
     level = next((f"{100 * r.evaluation.confidence:g} %" for r in results if r.evaluation), "")
-    table = _table(
-        model, "benchmark", "tasks", "k", "mean@k", f"{level} interval", "pass@k",
-        f"{level} interval", "truncated", "left out",
-    )  # fmt: skip
+    several = any(result.best is not None for result in results)
+    columns = ["mean@k", f"{level} interval"]
+    columns += ["pass@k", f"{level} interval"] if several else []
+    table = _table(model, "benchmark", "tasks", "k", *columns)
     for result in results:
-        table.add_row(escape(result.benchmark), *_cells(result))
+        table.add_row(escape(result.benchmark), *_cells(result, several=several))
     if len(results) > 1 and (mean := report.averages.get(model)) is not None:
         table.add_section()
         table.add_row("average", "", "", f"{100 * mean:.1f} %", style="bold")
     return table
 
 
-def _cells(result: BenchmarkResult) -> list[str]:
+def _cells(result: BenchmarkResult, *, several: bool) -> list[str]:
     e = result.evaluation
     if e is None:
-        return ["-", "-", "not scored", *["-"] * 5]
-    partial = f" of {result.num_published}" if e.num_tasks < result.num_published else ""
-    return [
-        f"{e.num_tasks}{partial}",
-        str(e.samples_per_task),
-        *_value(result.mean),
-        *_value(result.best),
-        str(result.num_truncated),
-        str(e.num_excluded),
-    ]
+        return ["-", "-", "no result"]
+    partial = f"/{result.num_published}" if e.num_tasks < result.num_published else ""
+    best = _value(result.best) if several else ()
+    return [f"{e.num_tasks}{partial}", str(e.samples_per_task), *_value(result.mean), *best]
 
 
 def _value(estimate: Estimate | None) -> tuple[str, str]:
@@ -76,7 +73,7 @@ def _value(estimate: Estimate | None) -> tuple[str, str]:
         return "-", "-"
     if estimate.low is None or estimate.high is None:
         return f"{100 * estimate.value:.1f} %", "-"
-    ends = f"{100 * estimate.low:.1f} to {100 * estimate.high:.1f} %"
+    ends = f"{100 * estimate.low:.1f} to {100 * estimate.high:.1f}"
     return f"{100 * estimate.value:.1f} %", ends
 
 
@@ -85,7 +82,11 @@ def _left_out(results: Sequence[BenchmarkResult]) -> Iterator[str]:
         place = escape(f"  {result.benchmark}, {result.model}: ")
         if result.evaluation is None:
             yield f"{place}[red]nothing scored[/]: {escape(result.failure)}"
-        elif result.evaluation.num_excluded:
+            continue
+        if result.num_truncated:
+            total = result.evaluation.num_episodes
+            yield f"{place}{result.num_truncated} of {total} answers truncated"
+        if result.evaluation.num_excluded:
             low, high = (100 * end for end in result.evaluation.success_bounds)
             yield (
                 f"{place}[yellow]{result.evaluation.num_excluded} answers left out[/] "

@@ -91,9 +91,9 @@ def test_truncated_and_unscorable_answers_are_told() -> None:
     text = shown(made)
     assert "1 answers left out (1 unscorable: math-verify cannot read it)" in text
     assert "the mean would be 25.0 % had all of them been wrong, 50.0 % had all been right" in text
+    assert "amc, m: 1 of 4 answers truncated" in text
     row = next(line for line in text.splitlines() if line.strip().startswith("amc  "))
-    assert row.split()[:4] == ["amc", "2", "of", "40"]
-    assert row.split()[-2:] == ["1", "1"], "truncated, left out"
+    assert row.split()[:5] == ["amc", "2/40", "2", "25.0", "%"]
 
 
 def test_average_and_change() -> None:
@@ -172,5 +172,5 @@ def test_a_wrong_file_of_thresholds(tmp_path: Path) -> None:
 
 
 def test_short_names() -> None:
-    names = ["models/start", "models/executor-1/", "a/x", "b/x", "m@http://h/v1"]
-    assert list(short_names(names).values()) == ["start", "executor-1", "a/x", "b/x", names[-1]]
+    names = ["models/start", "models/executor-1/", "a/x", "b/x", "org/m@http://h/v1"]
+    assert list(short_names(names).values()) == ["start", "executor-1", "a/x", "b/x", "org/m"]

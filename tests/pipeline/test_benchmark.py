@@ -100,7 +100,7 @@ def test_mean_and_pass_at_k_of_sampled_answers(tmp_path: Path) -> None:
     (result,) = json.loads((tmp_path / "r.json").read_text())["results"]
     assert result["evaluation"]["success"]["value"] == pytest.approx(0.5)
     assert result["evaluation"]["pass_at"]["4"]["value"] == pytest.approx(2 / 3)
-    assert "3 of 1319" in done.output
+    assert "3/1319" in done.output
     assert "66.7 %" in done.output
     assert below.exit_code == 1, "all answers are wrong by now"
     assert below.output.rstrip().splitlines()[-1].split()[-3:] == ["50", "%", "below"]

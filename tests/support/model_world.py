@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,12 +88,12 @@ ANSWERS = {
 """Greedy answers of the model of `taught`; the last uses the tool."""
 
 
-def taught(path: Path) -> Path:
-    """A Hugging Face folder of a model that has memorized ANSWERS."""
+def taught(path: Path, answers: Mapping[str, Message] = ANSWERS) -> Path:
+    """A Hugging Face folder of a model that has memorized answers."""
     tokenizer = make_tokenizer()
     model = build_model(model_config(), tokenizer, 0).train()
     rows = []
-    for asked, answer in ANSWERS.items():
+    for asked, answer in answers.items():
         tools = [ToolSpec(**TOOL["function"])] if answer.tool_calls else []
         renderer = Renderer(tokenizer, None, tools)
         prompt = renderer.open([Message(role="user", content=asked)])
