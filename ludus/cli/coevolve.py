@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from contextlib import AbstractContextManager
+from typing import Annotated, Any
 
 import typer
 
-from ludus.cli.options import show_on_screen
+from ludus.cli.options import named_origins, show_on_screen
 from ludus.core.errors import ConfigError
 
 app = typer.Typer()
@@ -43,6 +44,26 @@ def coevolve(
             "--test-mode", help="One tiny iteration of all stages, in a folder NAME-test."
         ),
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print all stages with memory, time and cost, and stop. Writes nothing.",
+        ),
+    ] = False,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="Of --dry-run: a GPU by name (h200, ...), or `here`, the default."),
+    ] = None,
+    fill: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            max=1,
+            help="Of --dry-run: fraction of turns and context that episodes use; default: as the "
+            "expert plays, or all.",
+        ),
+    ] = None,
     storage: Annotated[
         str | None, typer.Option("--storage", help="Folder with a folder for each co-evolution.")
     ] = None,
@@ -59,6 +80,12 @@ def coevolve(
         raise ConfigError("--problem belongs to show --iteration N: give both")
     if iteration is not None and stages == ["report"]:
         raise ConfigError("--iteration: the report holds all iterations: remove it")
+    if dry_run and (stages or test_mode):
+        given = stages[0] if stages else "--test-mode"
+        raise ConfigError(f"--dry-run shows all stages of a whole co-evolution: remove {given}")
+    for option, value in {"--hardware": hardware, "--fill": fill}.items():
+        if value is not None and not dry_run:
+            raise ConfigError(f"{option} belongs to --dry-run: give both, or none")
     if storage is not None:
         overrides.append(f"storage={storage}")
     from ludus.config.coevolve import CoevolveConfig
@@ -82,9 +109,14 @@ def coevolve(
 
         show_on_screen(render(storage_of(config), iteration, problem))
         return
+    if dry_run:
+        _show_plan(config, named_origins(recipe, overrides), hardware or "here", fill)
+        return
     display = Display()
     try:
-        flow = Coevolution(config, storage_of(config), display, STAND_INS if test_mode else 0)
+        with named_origins(recipe, overrides):
+            stand_ins = STAND_INS if test_mode else 0
+            flow = Coevolution(config, storage_of(config), display, stand_ins)
         flow.run(stages[0] if stages else None, iteration)
     except Stopped as stopped:
         display.close()
@@ -95,3 +127,23 @@ def coevolve(
     finally:
         display.close()
     typer.echo(f"{flow.storage.root}")
+
+
+def _show_plan(
+    config: Any, origins: AbstractContextManager[None], hardware: str, fill: float | None
+) -> None:
+    """Print the plan; exit code 1 where it does not fit."""
+    from ludus.coevolve.checks import check_all
+    from ludus.coevolve.flow import storage_of
+    from ludus.coevolve.plan import plan
+    from ludus.coevolve.plan_lines import lines
+    from ludus.coevolve.roles import Roles
+
+    with origins:
+        roles = Roles(config, storage_of(config))
+        check_all(roles)
+    estimate = plan(roles, hardware, fill)
+    for line in lines(roles, estimate):
+        typer.echo(line)
+    if estimate.too_large:
+        raise typer.Exit(1)

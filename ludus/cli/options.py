@@ -57,8 +57,15 @@ def check(config: Any, recipe: str, overrides: Sequence[str] | None) -> None:
     """Check the plug-ins of a configuration. Each line of an error names its override or recipe."""
     from ludus.pipeline.registries import check as check_plugins
 
-    try:
+    with named_origins(recipe, overrides):
         check_plugins(config)
+
+
+@contextmanager
+def named_origins(recipe: str, overrides: Sequence[str] | None) -> Iterator[None]:
+    """Put the override or the recipe before each line of a ConfigError."""
+    try:
+        yield
     except ConfigError as error:
         lines = [f"{_origin(line, recipe, overrides)}: {line}" for line in str(error).splitlines()]
         raise ConfigError("\n".join(lines)) from None

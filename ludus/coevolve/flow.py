@@ -22,6 +22,7 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from ludus.coevolve import evaluation, questions
+from ludus.coevolve.checks import check_all
 from ludus.coevolve.child import Child, beside
 from ludus.coevolve.report.page import try_report
 from ludus.coevolve.roles import Role, Roles, run_name
@@ -94,6 +95,7 @@ class Coevolution:
         self.config, self.storage, self.observer = config, storage, observer
         self._stand_ins = stand_ins
         self.roles = Roles(config, storage)
+        check_all(self.roles)
 
     def run(self, only: str | None = None, iteration: int | None = None) -> None:
         """Run the stages that are not complete; with `only`, one of them.
@@ -184,6 +186,8 @@ class Coevolution:
     # Training
 
     def train_role(self, role: Role, iteration: int) -> Mapping[str, Any]:
+        if role == "curriculum":
+            self.roles.write_opponent(iteration)
         return self._train(self.roles.training(role, iteration), run_name(role, iteration))
 
     def _train(self, config: RunConfig, name: str) -> Mapping[str, Any]:

@@ -102,9 +102,7 @@ class Roles:
         """The run that trains a role in an iteration."""
         keys = self._keys(role, iteration - 1)
         if role == "curriculum":
-            opponent = iteration - (2 if self.config.side_by_side and iteration > 1 else 1)
-            player = self.config_file(f"answers-{iteration}", self.answering(opponent, iteration))
-            keys["judge"] = self._judge(str(player)).model_dump()
+            keys["judge"] = self._judge(str(self._opponent_file(iteration))).model_dump()
         else:
             keys["tasks"] = {
                 **keys.get("tasks", {}),
@@ -114,6 +112,19 @@ class Roles:
             keys.setdefault("judge", JUDGED_BY)
             keys.pop("evaluate", None)
         return self._load(role, keys, role, iteration)
+
+    def opponent(self, iteration: int) -> RunConfig:
+        """The executor that rewards the curriculum agent in an iteration's training."""
+        version = iteration - (2 if self.config.side_by_side and iteration > 1 else 1)
+        return self.answering(version, iteration)
+
+    def write_opponent(self, iteration: int) -> None:
+        """Write the configuration that the judge of the curriculum agent's run names."""
+        self.storage.configs.mkdir(parents=True, exist_ok=True)
+        atomic_write(self._opponent_file(iteration), dump_config(self.opponent(iteration)))
+
+    def _opponent_file(self, iteration: int) -> Path:
+        return self.storage.configs / f"answers-{iteration}.yaml"
 
     def _problems(self, iteration: int, keys: Mapping[str, Any]) -> dict[str, Any]:
         args: dict[str, Any] = {
@@ -223,10 +234,3 @@ class Roles:
         except ConfigError as error:
             lines = [line.removeprefix("config: ") for line in str(error).splitlines()]
             raise ConfigError("\n".join(f"{section}.{line}" for line in lines)) from None
-
-    def config_file(self, name: str, config: RunConfig) -> Path:
-        """Write a configuration to the folder, and return its path."""
-        self.storage.configs.mkdir(parents=True, exist_ok=True)
-        path = self.storage.configs / f"{name}.yaml"
-        atomic_write(path, dump_config(config))
-        return path

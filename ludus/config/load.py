@@ -86,7 +86,10 @@ def other_kind(data: Mapping[str, Any], schema: type[BaseModel]) -> str:
     if ("iterations" in data and "curriculum" in data) == ("iterations" in schema.model_fields):
         return ""
     if schema is RunConfig:
-        return "this is a recipe of co-evolution: run it with `ludus coevolve`"
+        return (
+            "this is a recipe of co-evolution: run it with `ludus coevolve`, which shows its plan "
+            "with --dry-run"
+        )
     return "this is the recipe of a run, without `iterations` and `curriculum`: use `ludus train`"
 
 

@@ -62,6 +62,10 @@ PARTING = 0.005
 distinct tokens of BabyAI's tiny recipe."""
 
 
+WEIGHTS = ("weights", "packed weights", "sampler's weights")
+"""Parts of the memory that any model needs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Bytes and seconds by part, in the order of the run."""
@@ -114,6 +118,48 @@ def plan(
 
     Errors: ConfigError for a model that cannot be read.
     """
+    estimate, num, trained = _estimate(
+        config, on, fill, efficiency, env_step_s, usage, num_calls, call_s
+    )
+    seconds = estimate.seconds()
+    memory = estimate.memory(num, trained)
+    return Plan(on, num, memory, seconds, estimate.tokens, estimate.calls.lines)
+
+
+def playing(
+    config: RunConfig,
+    on: Hardware,
+    num_tasks: int,
+    samples: int,
+    *,
+    fill: float = 1.0,
+    efficiency: float = 0.35,
+    usage: Usage | None = None,
+    num_calls: float | None = None,
+    call_s: float | None = None,
+) -> Plan:
+    """Estimate memory and time of episodes of a model that does not train: `samples` a task.
+
+    Further arguments and errors: as `plan`. Without the time of a start.
+    """
+    estimate, num, _ = _estimate(config, on, fill, efficiency, 0.0, usage, num_calls, call_s)
+    memory = estimate.memory(num, 0)
+    memory = {part: memory[part] for part in (*WEIGHTS, "KV cache") if part in memory}
+    seconds = estimate.played(num_tasks * samples, samples)
+    return Plan(on, num, memory, seconds, 0.0, estimate.calls.lines)
+
+
+def _estimate(
+    config: RunConfig,
+    on: Hardware,
+    fill: float,
+    efficiency: float,
+    env_step_s: float,
+    usage: Usage | None,
+    num_calls: float | None,
+    call_s: float | None,
+) -> tuple[_Estimate, int, int]:
+    """Returns the estimate, all parameters, and the trained ones."""
     config = local(config)
     shape = shape_of(config)
     with torch.device("meta"):
@@ -121,11 +167,9 @@ def plan(
     num = sum(p.numel() for p in model.parameters())
     trained = _adapters(model, config.model.lora.rank) if config.model.lora else num
     calls = tool_calls(config, usage, fill, num_calls, call_s)
-    estimate = _Estimate(
-        config, on, shape, Shape.of(model), fill, efficiency, env_step_s, usage, calls
-    )
-    seconds = estimate.seconds()
-    return Plan(on, num, estimate.memory(num, trained), seconds, estimate.tokens, calls.lines)
+    cost = Shape.of(model)
+    found = _Estimate(config, on, shape, cost, fill, efficiency, env_step_s, usage, calls)
+    return found, num, trained
 
 
 def shape_of(config: RunConfig) -> PreTrainedConfig:
@@ -209,7 +253,7 @@ class _Estimate:
             "optimizer": float(trained * state),
             "activations": max(stages, default=0) * self._activations(),
         }
-        if config.env is not None or config.rl is not None:
+        if config.env is not None or config.rl is not None or not config.sft:
             parts["KV cache"] = float(config.rollout.concurrency * context * self.cache_item)
         if config.model.device == "cpu" and config.sampler.name == "in_process":
             text = self.shape.get_text_config()
@@ -286,6 +330,17 @@ class _Estimate:
             parts["evaluation"] = self._evaluation(evaluated, episode)
             if self.calls.number and evaluated:
                 parts["evaluation: tools"] = self.calls.time(evaluated)
+        return parts
+
+    def played(self, episodes: int, samples: int) -> dict[str, float]:
+        """Returns seconds by part of episodes that do not train, `samples` a task."""
+        if not episodes:
+            return {}
+        one = self._episode(self.config.rollout.max_turns)
+        parts = {"sampling": self._sampling(episodes, one, self._distinct(one, samples))}
+        parts["environment"] = self._playing(episodes, one)
+        if self.calls.number:
+            parts["tools"] = self.calls.time(episodes)
         return parts
 
     def _shown(self, episode: Episodes) -> Episodes:

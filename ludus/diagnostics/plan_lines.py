@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ludus.config.schema import RunConfig
 from ludus.core.types import Spec
+from ludus.diagnostics.hardware import Hardware
 from ludus.diagnostics.plan import UNKNOWN_VOCABULARY, Plan
 
 GIB = 1024**3
@@ -34,16 +35,15 @@ def lines(config: RunConfig, plan: Plan) -> list[str]:
         "of training episodes",
         *_assumptions(config),
         *plan.notes,
-        f"on {on.name}: {on.memory / GIB:,.0f} GiB, {on.bandwidth / 1e9:,.0f} GB/s, "
-        f"{_peak(on.flops)} in bfloat16, {_peak(on.flops32)} in float32 ({on.source})",
+        device_line(on),
         "",
         "memory",
-        *[f"  {part:{WIDTH}} {_size(count):>12}" for part, count in plan.memory.items()],
-        f"  {'total':{WIDTH}} {_size(sum(plan.memory.values())):>12} of {_size(on.memory)}",
+        *[f"  {part:{WIDTH}} {size(count):>12}" for part, count in plan.memory.items()],
+        f"  {'total':{WIDTH}} {size(sum(plan.memory.values())):>12} of {size(on.memory)}",
         "",
         "time",
-        *[f"  {part:{WIDTH}} {_time(seconds):>12}" for part, seconds in plan.seconds.items()],
-        f"  {'total':{WIDTH}} {_time(plan.hours * 3600):>12}",
+        *[f"  {part:{WIDTH}} {duration(seconds):>12}" for part, seconds in plan.seconds.items()],
+        f"  {'total':{WIDTH}} {duration(plan.hours * 3600):>12}",
     ]
     budget = config.budget
     if budget.price_per_hour is not None:
@@ -61,7 +61,16 @@ def lines(config: RunConfig, plan: Plan) -> list[str]:
     return text
 
 
-def _size(count: float) -> str:
+def device_line(on: Hardware) -> str:
+    """Returns the device and its rates."""
+    return (
+        f"on {on.name}: {on.memory / GIB:,.0f} GiB, {on.bandwidth / 1e9:,.0f} GB/s, "
+        f"{_peak(on.flops)} in bfloat16, {_peak(on.flops32)} in float32 ({on.source})"
+    )
+
+
+def size(count: float) -> str:
+    """Returns bytes in MiB or GiB."""
     return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 1024**2:,.0f} MiB"
 
 
@@ -69,7 +78,8 @@ def _peak(flops: float) -> str:
     return f"{flops / 1e12:,.2f} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:,.0f} GFLOP/s"
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Returns seconds as s, min or h."""
     if seconds >= 3600:
         return f"{seconds / 3600:,.1f} h"
     return f"{seconds / 60:,.0f} min" if seconds >= 60 else f"{seconds:,.0f} s"

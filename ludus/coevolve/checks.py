@@ -1,0 +1,87 @@
+"""Checks of all derived configurations, before the first stage: an hour later is too late."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ludus.coevolve.roles import Roles
+from ludus.config.load import check_specs
+from ludus.config.schema import RunConfig
+from ludus.core.errors import ConfigError
+from ludus.pipeline.registries import REGISTRIES, check, equal_samples
+
+_KEY = re.compile(r"^[a-z_]+(?:\.\w+)+|^[a-z_]+")
+_HINT = re.compile(r"did you mean ([a-z_]+(?:\.\w+)*)\?")
+_SECTIONS = ("start", "curriculum", "executor")
+
+
+def check_all(roles: Roles) -> None:
+    """Refuse wrong keys, plug-ins and settings without effect in all runs and players.
+
+    Nothing is written; models, and the problems of later stages, need not exist.
+
+    Errors: ConfigError, a line a fault, each with its key in the recipe; MissingDependency.
+    """
+    faults: dict[str, None] = {}
+    for section, attempt in _attempts(roles):
+        try:
+            attempt()
+        except ConfigError as error:
+            placed = (_placed(line, section, roles) for line in str(error).splitlines())
+            faults.update(dict.fromkeys(placed))
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _attempts(roles: Roles) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yields a section, and what refuses its faults."""
+    if roles.config.start is not None:
+        yield "start", lambda: check(roles.start())
+    yield "curriculum", lambda: _check_player(roles.proposing(1, 1))
+    yield "executor", lambda: _check_player(roles.answering(0, 1))
+    if roles.config.curriculum.get("rl") is not None:
+        yield "curriculum", lambda: check(roles.training("curriculum", 1))
+    yield "executor", lambda: check(roles.training("executor", 1))
+    yield "executor", lambda: _check_evaluated(roles.solving(1, "evaluate"))
+    yield "reward", roles.judge
+
+
+def _check_player(config: RunConfig) -> None:
+    check_specs(config, REGISTRIES)
+
+
+def _check_evaluated(config: RunConfig) -> None:
+    _check_player(config)
+    if config.tasks.heldout is not None and (faults := list(equal_samples(config.evaluate))):
+        raise ConfigError("\n".join(faults))
+
+
+def _placed(line: str, section: str, roles: Roles) -> str:
+    """The fault with its key in the recipe: the role's section, or `shared` if the key is there."""
+    if line.startswith(tuple(f"{name}." for name in (*_SECTIONS, "shared", "reward"))):
+        name, _, line = line.partition(".")
+        if name in ("shared", "reward"):
+            return f"{name}.{line}"
+        section = name
+    match = _KEY.match(line)
+    own = getattr(roles.config, section, None) or {}
+    place = section
+    if match and not _has(own, match[0]) and _has(roles.config.shared, match[0]):
+        place = "shared"
+    if " is not a key" in line:
+        line = _HINT.sub(rf"did you mean {place}.\1?", line)
+    return f"{place}.{line}"
+
+
+def _has(keys: Mapping[str, Any], dotted: str) -> bool:
+    """True if the mapping has the key, or a plug-in above it."""
+    value: Any = keys
+    for part in dotted.split("."):
+        if not isinstance(value, Mapping) or "name" in value:
+            return True
+        if part not in value:
+            return False
+        value = value[part]
+    return True
