@@ -81,7 +81,8 @@ def plan(roles: Roles, hardware: str = "here", fill: float | None = None) -> Coe
 
     Args:
         hardware, fill: as `ludus plan` has them. Without `fill`, the expert of a role's
-            environment is played; a role without one uses all turns and the whole context.
+            environment is played, else that of the start; without one, episodes use all turns and
+            the whole context.
 
     Errors: ConfigError, DataError.
     """
@@ -123,8 +124,7 @@ class _Planner:
 
     def _start(self) -> StagePlan:
         config = self.roles.start()
-        usage = None if self._fill or config.env is None else measure(config)
-        return self._row("start", _work(config), (config, self._run(config, usage)))
+        return self._row("start", _work(config), (config, self._run(config, self._started)))
 
     def _curriculum(self) -> StagePlan:
         config = self._shaped("curriculum", self.roles.training("curriculum", 1))
@@ -141,7 +141,9 @@ class _Planner:
         config = self._shaped("curriculum", self.roles.proposing(1, 1))
         number = self.config.questions.proposals
         work = f"{number:,} proposals"
-        return self._row("generate", work, (config, self._played(config, number, 1, None)))
+        return self._row(
+            "generate", work, (config, self._played(config, number, 1, self._proposes))
+        )
 
     def _score(self) -> StagePlan:
         config = self._shaped("executor", self.roles.answering(0, 1))
@@ -195,10 +197,9 @@ class _Planner:
     ) -> StagePlan:
         """Returns a stage of a run or player, and of a second model that plays in between."""
         memory: Counter[str] = Counter()
-        parts = dict(main[1].seconds)
+        parts = {"start": START_S, **main[1].seconds}
         for config, found in (main, *([other] if other else [])):
             memory[config.model.device] += int(sum(found.memory.values()))
-        parts.setdefault("start", START_S)
         if other is not None:
             parts[label] = sum(other[1].seconds.values())
         return StagePlan(name, work, sum(parts.values()), dict(memory), parts)
@@ -250,21 +251,30 @@ class _Planner:
         return config.model_copy(update={"model": config.model.model_copy(update=changes)})
 
     @cached_property
+    def _started(self) -> Usage | None:
+        """Sizes of the expert's episodes of the start."""
+        if self._fill or self.config.start is None or (config := self.roles.start()).env is None:
+            return None
+        return measure(config)
+
+    @cached_property
     def _proposes(self) -> Usage | None:
-        """Sizes of the curriculum agent's episodes, where its environment has an expert."""
-        config = self._shaped("curriculum", self.roles.training("curriculum", 1))
-        return None if self._fill or config.env is None else measure(config)
+        """Sizes of the curriculum agent's episodes: as its expert's, or as the start's."""
+        config = self._shaped("curriculum", self.roles.proposing(1, 1))
+        if self._fill or config.env is None or self.config.curriculum.get("rl") is None:
+            return self._started
+        return measure(self._shaped("curriculum", self.roles.training("curriculum", 1)))
 
     @cached_property
     def _solves(self) -> Usage | None:
-        """Sizes of the executor's episodes, measured on the held-out tasks: the problems that it
-        trains on do not exist yet."""
+        """Sizes of the executor's episodes: as its expert's on the held-out tasks, because the
+        problems that it trains on do not exist yet, or as the start's."""
         config = self._shaped("executor", self.roles.training("executor", 1))
         heldout = self.roles.solving(0, "evaluate").tasks.heldout
         if self._fill or config.env is None or heldout is None:
-            return None
+            return self._started
         tasks = config.tasks.model_copy(update={"train": heldout})
-        return measure(config.model_copy(update={"tasks": tasks}))
+        return measure(config.model_copy(update={"tasks": tasks})) or self._started
 
     def _num_heldout(self, config: RunConfig) -> int | None:
         """Held-out tasks; None where the hub would have to tell."""

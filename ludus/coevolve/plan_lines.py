@@ -19,33 +19,48 @@ def lines(roles: Roles, plan: CoevolutionPlan) -> list[str]:
     number = config.iterations
     each = "iteration 1" if number == 1 else f"each of the iterations 1 to {number}"
     text = [f"{config.name}: {_progress(roles)}", *plan.notes]
-    shown = {f"{hardware.name}{device}": (device, hardware) for device, hardware in
-             plan.hardware.items()}  # fmt: skip
-    text += [f"{device}: {device_line(hardware)}" for device, hardware in shown.values()]
-    text += ["", f"{'stage':14}{'work':{WIDTH}}{'time':>8}  memory"]
+    text += _devices(plan)
+    text += ["", f"{'stage':15}{'work':{WIDTH}}{'time':>8}  memory"]
     text += [line for stage in plan.first for line in _row(stage)]
     text += [f"{each}:", *[line for stage in plan.each for line in _row(stage)]]
     if plan.pair is not None:
         text += ["side by side, from the first iteration to the last:", *_row(plan.pair)]
-    text += [f"{'total':{14 + WIDTH}}{duration(plan.seconds):>8}"]
+    text += [f"{'total':{15 + WIDTH}}{duration(plan.seconds):>8}"]
     text += _cost(roles.training("executor", 1), plan.seconds / 3600)
-    text += [
-        f"out of memory: {name} needs {size(count)} on {device}, which has "
-        f"{size(plan.hardware[device].memory)}: `ludus config rollout`, `model` and `learner` have "
-        "the settings that reduce it"
-        for name, device, count in plan.too_large
-    ]
+    for device, (name, count) in _largest(plan).items():
+        text.append(
+            f"out of memory: {name} needs {size(count)} on {device}, which has "
+            f"{size(plan.hardware[device].memory)}: lower rollout.concurrency, "
+            "model.context_length or rl.tokens_per_batch, or give the roles devices of their own"
+        )
     return text
+
+
+def _devices(plan: CoevolutionPlan) -> list[str]:
+    """A line for each kind of hardware, with the devices that have it."""
+    shown: dict[str, list[str]] = {}
+    for device, hardware in sorted(plan.hardware.items()):
+        shown.setdefault(device_line(hardware), []).append(device)
+    return [f"{', '.join(devices)} {line}" for line, devices in shown.items()]
+
+
+def _largest(plan: CoevolutionPlan) -> dict[str, tuple[str, float]]:
+    """The stage that exceeds a device's memory by most, by device."""
+    found: dict[str, tuple[str, float]] = {}
+    for name, device, count in plan.too_large:
+        if count > found.get(device, ("", 0.0))[1]:
+            found[device] = name, count
+    return found
 
 
 def _row(stage: StagePlan) -> list[str]:
     memory = ", ".join(f"{device} {size(count)}" for device, count in stage.memory.items())
     words = _wrapped(stage.work)
-    rows = [f"  {stage.name:12}{words[0]:{WIDTH}}{duration(stage.seconds):>8}  {memory}".rstrip()]
-    rows += [f"{'':14}{line}" for line in words[1:]]
+    rows = [f"  {stage.name:13}{words[0]:{WIDTH}}{duration(stage.seconds):>8}  {memory}".rstrip()]
+    rows += [f"{'':15}{line}" for line in words[1:]]
     if len(stage.parts) > 2:
         parts = ", ".join(f"{part} {duration(took)}" for part, took in stage.parts.items())
-        rows.append(f"{'':14}({parts})")
+        rows.append(f"{'':15}({parts})")
     return rows
 
 

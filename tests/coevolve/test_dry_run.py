@@ -1,0 +1,196 @@
+"""`ludus coevolve --dry-run`: all stages with time and memory; wrong keys are refused; no file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ludus.cli import app
+from ludus.coevolve.checks import check_all
+from ludus.coevolve.flow import storage_of
+from ludus.coevolve.plan import CoevolutionPlan, StagePlan, plan
+from ludus.coevolve.roles import Roles
+from ludus.config import yaml12
+from ludus.config.coevolve import CoevolveConfig
+from ludus.config.load import load_as, load_config
+from ludus.core.errors import ConfigError, LudusError
+
+RECIPE: dict[str, Any] = {
+    "name": "sums",
+    "iterations": 3,
+    "shared": {
+        "model": {
+            "architecture": {
+                "name": "qwen3",
+                "args": {"hidden_size": 64, "num_layers": 2, "intermediate_size": 128},
+            },
+            "tokenizer": {"name": "words", "args": {"vocab_size": 512}},
+            "context_length": 128,
+        },
+        "rollout": {"max_tokens_per_turn": 32, "concurrency": 16},
+        "budget": {"price_per_hour": 2.0, "currency": "EUR"},
+    },
+    "curriculum": {
+        "tasks": {"train": {"name": "prompts", "args": {"prompts": ["A sum!"], "num_tasks": 8}}},
+        "rl": {"algorithm": "grpo", "steps": 5, "groups_per_step": 8, "group_size": 4},
+    },
+    "executor": {
+        "judge": "answer",
+        "tasks": {"heldout": {"name": "benchmark", "args": {"name": "math-500"}}},
+        "rl": {"algorithm": "adpo", "steps": 7, "groups_per_step": 2, "group_size": 4},
+    },
+    "answers": {"number": 10},
+    "questions": {"proposals": 300, "max_problems": 200},
+}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("sums.yaml").write_text(yaml12.dump(RECIPE))
+    return "sums.yaml"
+
+
+def roles(*overrides: str) -> Roles:
+    config = load_as(CoevolveConfig, RECIPE, overrides)
+    return Roles(config, storage_of(config))
+
+
+def stages(found: CoevolutionPlan) -> dict[str, StagePlan]:
+    return {stage.name: stage for stage in found.each}
+
+
+def test_all_stages_with_counts_and_nothing_is_written(recipe: str, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    done = CliRunner().invoke(app, ["coevolve", recipe, "--dry-run", "--hardware", "l4"])
+    assert done.exit_code == 0, done.output
+    assert sorted(tmp_path.rglob("*")) == before
+    rows = [line.split() for line in done.output.splitlines()]
+    names = ["evaluate", "curriculum", "generate", "score", "filter", "executor", "evaluate"]
+    assert [row[0] for row in rows if row and row[0] in names] == names
+    for text in (
+        "19 stages in coevolve/sums",
+        "each of the iterations 1 to 3",
+        "rl: 5 steps of 8 x 4; 10 answers to each of 160 proposals",
+        "10 answers to each of 300 proposals at most",
+        "200 problems at most, p from 0.25 to 0.75",
+        "rl: 7 steps of 2 x 4; of 200 problems at most",
+        "500 held-out tasks, 200 problems with executor-1",
+        "no expert",
+        "EUR",
+    ):
+        assert text in done.output
+
+
+def test_training_of_the_curriculum_counts_the_answers_and_both_models() -> None:
+    alike = "executor.rl.groups_per_step=8"
+    few, many = (stages(plan(roles(alike, f"answers.number={k}"), "l4")) for k in (10, 40))
+    own = few["curriculum"].seconds - few["curriculum"].parts["answers"]
+    assert many["curriculum"].parts["answers"] > 2 * few["curriculum"].parts["answers"]
+    assert many["curriculum"].seconds - many["curriculum"].parts["answers"] == pytest.approx(own)
+    [alone] = few["generate"].memory.values()
+    [trains] = few["executor"].memory.values()
+    [both] = few["curriculum"].memory.values()
+    assert both == pytest.approx(alone + trains, rel=0.1)
+
+
+def test_roles_on_two_devices_have_their_memory_there() -> None:
+    devices = 'curriculum.model={device: "cuda:0"}', 'executor.model={device: "cuda:1"}'
+    found = stages(plan(roles(*devices), "l4"))
+    assert set(found["curriculum"].memory) == {"cuda:0", "cuda:1"}
+    assert set(found["generate"].memory) == {"cuda:0"}
+    assert set(found["executor"].memory) == set(found["score"].memory) == {"cuda:1"}
+
+
+def test_side_by_side_takes_the_longer_one_and_the_memory_of_both() -> None:
+    turns, beside = plan(roles(), "l4"), plan(roles("side_by_side=true"), "l4")
+    one, other = (stages(turns)[name] for name in ("executor", "curriculum"))
+    assert turns.pair is None
+    assert beside.pair is not None
+    assert beside.pair.seconds == max(one.seconds, other.seconds)
+    assert beside.pair.memory["cpu"] == pytest.approx(one.memory["cpu"] + other.memory["cpu"])
+    saved = 2 * min(one.seconds, other.seconds)
+    assert beside.seconds == pytest.approx(turns.seconds - saved)
+
+
+def test_too_large_a_recipe_is_told_of_with_exit_code_1(recipe: str) -> None:
+    words = ["coevolve", recipe, "--dry-run", "--hardware", "t4"]
+    done = CliRunner().invoke(app, [*words, "shared.rollout.concurrency=1000000"])
+    assert done.exit_code == 1
+    assert "out of memory: curriculum needs" in done.output
+
+
+def test_complete_stages_are_counted(recipe: str) -> None:
+    state = Path("coevolve/sums/state.json")
+    state.parent.mkdir(parents=True)
+    state.write_text(json.dumps({"stages": {"iteration-0/evaluate": {}}}))
+    done = CliRunner().invoke(app, ["coevolve", recipe, "--dry-run", "--hardware", "l4"])
+    assert "1 are complete, next: iteration-1/curriculum" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["score", "--dry-run"],
+            "--dry-run shows all stages of a whole co-evolution: remove score",
+        ),
+        (["--test-mode", "--dry-run"], "remove --test-mode"),
+        (["--hardware", "l4"], "--hardware belongs to --dry-run"),
+        (["--fill", "0.5"], "--fill belongs to --dry-run"),
+        (["--dry-run", "--hardware", "h1000"], "--hardware: there is no 'h1000'"),
+    ],
+)
+def test_options_at_wrong_places(recipe: str, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CliRunner().invoke(app, ["coevolve", recipe, *words], catch_exceptions=False)
+    assert not Path("coevolve").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "executor.rollout.max_truns=3",
+            "override executor.rollout.max_truns=3: executor.rollout.max_truns is not a key "
+            "(did you mean executor.rollout.max_turns?)",
+        ),
+        ("shared.modle.path=x", "shared.modle is not a key (did you mean shared.model?)"),
+        ("curriculum.rl.stepps=3", "curriculum.rl.stepps is not a key"),
+        ("executor.judge=maths", "executor.judge.name: 'maths' is not a known judge"),
+        ("executor.rl.algorithm={name: adpo, args: {clip: 1}}", "executor.rl.algorithm.args.clip"),
+        ("executor.tasks.heldout=jsonn", "executor.tasks.heldout.name: 'jsonn' is not a known"),
+        ("curriculum.rollout.top_p=0.99", "curriculum.rollout.top_p must be 1"),
+        ("executor.evaluate={samples_per_task: 4}", "executor.evaluate.samples_per_task: 4 "),
+        ("reward.toool=1", "reward.toool is not an argument"),
+        ("reward.num_answers=1", "reward.num_answers: the co-evolution sets it itself"),
+    ],
+)
+@pytest.mark.parametrize("dry", [True, False])
+def test_wrong_keys_are_refused_before_the_first_stage(
+    recipe: str, override: str, message: str, dry: bool
+) -> None:
+    words = ["coevolve", recipe, override, *(["--dry-run"] if dry else [])]
+    with pytest.raises(LudusError) as caught:
+        CliRunner().invoke(app, words, catch_exceptions=False)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith((f"override {override}: ", recipe))
+    assert not Path("coevolve").exists()
+
+
+def test_faults_of_a_shared_key_are_reported_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_all(roles("shared.rollout.max_truns=3", "executor.rl.stepps=4"))
+    assert sorted(line.partition(" is")[0] for line in str(caught.value).splitlines()) == [
+        "executor.rl.stepps",
+        "shared.rollout.max_truns",
+    ]
+
+
+def test_plan_and_train_name_the_verb_of_such_a_recipe(recipe: str) -> None:
+    with pytest.raises(ConfigError, match="`ludus coevolve`, which shows its plan with --dry-run"):
+        load_config(recipe)
