@@ -113,7 +113,10 @@ def export(
 @app.command()
 def config(
     key: Annotated[
-        str | None, typer.Argument(help="A key, a section, or a plug-in's name; default: all.")
+        str | None,
+        typer.Argument(
+            help="A key, a section, a plug-in's name, or `coevolve`; default: all keys of a run."
+        ),
     ] = None,
     markdown: Annotated[
         bool, typer.Option(help="Print the documentation page (Markdown).")
@@ -160,7 +163,8 @@ def recipes(
             file.write(text)
     except OSError as error:
         raise ConfigError(f"{copy}: cannot be written: {error.strerror}") from error
-    typer.echo(f"{copy}: change it, then: ludus train {copy}")
+    verb = "coevolve" if name.startswith("coevolve") else "train"
+    typer.echo(f"{copy}: change it, then: ludus {verb} {copy}")
 
 
 @app.command("check-env")

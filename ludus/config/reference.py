@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ludus.config import yaml12
+from ludus.config.coevolve import CoevolveConfig
 from ludus.config.messages import Type, dotted, type_at, walk
 from ludus.config.registry import Registry
 from ludus.config.schema import RunConfig, Section
@@ -80,9 +81,12 @@ def plugin(registry: Registry[Any], name: str) -> Plugin:
 def config_reference(registries: Registries) -> str:
     """Returns the whole reference as Markdown: one table per section, then one per plug-in."""
     lines = ["# Configuration", ""]
-    for section, title, about, entries in _sections():
+    for section, title, about, entries in _sections(RunConfig):
         lines += [f"## {title}", "", about, ""] if section else [about, ""]
         lines += [*_table(entries, "key"), ""]
+    for section, title, about, entries in _sections(CoevolveConfig):
+        lines += [f"### {title} of a co-evolution" if section else "## Co-evolution", ""]
+        lines += [about, "", *_table(entries, "key"), ""]
     for paths, registry in _by_registry(registries):
         where = ", ".join(f"`{path}`" for path in paths)
         lines += [f"## Plug-ins: {registry.kind}", "", f"Named by {where}.", ""]
@@ -94,7 +98,8 @@ def config_reference(registries: Registries) -> str:
 def show_reference(key: str | None, registries: Registries) -> RenderableType:
     """Returns the output of `ludus config [KEY]`: all keys, or one key or section and its plug-ins.
 
-    A section lists its plug-ins; the key of a plug-in shows their arguments too.
+    A section lists its plug-ins; the key of a plug-in shows their arguments too. `coevolve` shows
+    the keys of a co-evolution.
 
     Raises:
         ConfigError: unknown key.
@@ -102,6 +107,8 @@ def show_reference(key: str | None, registries: Registries) -> RenderableType:
     entries = keys()
     if key is None:
         return _grid(entries)
+    if key == "coevolve":
+        return _grid(keys(CoevolveConfig))
     chosen = [entry for entry in entries if entry.key == key or entry.key.startswith(f"{key}.")]
     if not chosen:
         return _one_plugin(key, registries, [entry.key for entry in entries])
@@ -163,12 +170,12 @@ def _default(field: FieldInfo) -> str:
     return yaml12.inline(value)
 
 
-def _sections() -> Iterator[tuple[str, str, str, list[Entry]]]:
+def _sections(root: type[BaseModel]) -> Iterator[tuple[str, str, str, list[Entry]]]:
     """Path, title, docstring and direct entries of each section, the root first."""
-    paths = [(), *walk(RunConfig)]
-    entries = {entry.key: entry for entry in keys()}
+    paths = [(), *walk(root)]
+    entries = {entry.key: entry for entry in keys(root)}
     for path in paths:
-        at = type_at(RunConfig, path)
+        at = type_at(root, path)
         model = at.model() if at else None
         if model is None or not issubclass(model, Section):
             continue

@@ -50,3 +50,17 @@ def test_a_recipe_is_printed_and_copied(tmp_path: Path) -> None:
 def test_wrong_uses(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         call(*words)
+
+
+def test_a_copied_recipe_of_co_evolution_names_its_verb(tmp_path: Path) -> None:
+    copy = tmp_path / "mine.yaml"
+    done = call("coevolve-qwen3-4b", "--copy", str(copy))
+    assert f"ludus coevolve {copy}" in done
+    with pytest.raises(ConfigError, match="this is a recipe of co-evolution"):
+        load_config(copy)
+
+
+def test_the_keys_of_a_co_evolution_are_printed() -> None:
+    done = CliRunner().invoke(app, ["config", "coevolve"], catch_exceptions=False)
+    assert "questions.min_consistency" in done.stdout
+    assert "frontier.num_tasks" in done.stdout
