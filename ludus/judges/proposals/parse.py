@@ -65,7 +65,8 @@ def _fault(noun: str, text: str, limit: int) -> str | None:
     """What is wrong with a question or an answer; None: nothing."""
     if len(text) > limit:
         return f"the {noun} has {len(text):,} characters, more than {limit:,}"
-    shown = visible(text)
+    if len(shown := visible(text)) > limit:  # a character may stand for eighteen
+        return f"the {noun} has {len(shown):,} characters as it looks, more than {limit:,}"
     if not shown or (noun == "question" and not any(c.isalnum() for c in shown)):
         return f"the {noun} has no letter and no digit"
     if found := _HIDDEN.search(text):

@@ -83,6 +83,10 @@ REFUSED = {
         f"<question>{'a ' * 50_000}</question> \\boxed{{7}}",
         f"the question has 99,999 characters, more than {MAX_QUESTION:,}",
     ),
+    "characters that unfold": (
+        "<question>" + "\ufdfa" * 7000 + "</question> \\boxed{7}",
+        f"the question has 126,000 characters as it looks, more than {MAX_QUESTION:,}",
+    ),
     "a long answer": (
         f"<question>a</question> \\boxed{{{'1' * 100_000}}}",
         f"the answer has 100,000 characters, more than {MAX_ANSWER:,}",
