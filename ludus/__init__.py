@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "AsyncEvaluationClient": "ludus.judges.remote.client",
     "Env": "ludus.envs.base",
+    "EvaluationClient": "ludus.judges.remote.client",
     "Group": "ludus.core.types",
     "LudusError": "ludus.core.errors",
     "Message": "ludus.core.types",
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from ludus.core.types import ToolSpec as ToolSpec
     from ludus.core.types import Trajectory as Trajectory
     from ludus.envs.base import Env as Env
+    from ludus.judges.remote.client import AsyncEvaluationClient as AsyncEvaluationClient
+    from ludus.judges.remote.client import EvaluationClient as EvaluationClient
 
 __all__ = [*sorted(_EXPORTS), "__version__"]
 

@@ -1,4 +1,4 @@
-"""`ludus serve`: environments, models, tools, the sandbox."""
+"""`ludus serve`: environments, models, tools, the sandbox, evaluation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ludus.cli.options import RunsDir, env_specs, named_specs, recipe_with_tools, spec
+from ludus.core.errors import ConfigError
 
 MaxConnections = Annotated[
     int, typer.Option(min=16, help="Maximum number of connections, per process.")
@@ -223,3 +224,59 @@ def sandbox(
     connections = ConnectionLimits(max_connections, max_per_address)
     options = ServeOptions(host, port, 1, client_tokens(), connections)
     serve_sandbox(spec("jail", arguments), options, limits, typer.echo)
+
+
+@app.command("evaluation")
+def evaluation(
+    judges: Annotated[
+        str, typer.Option(help="Judges that clients may name, separated by commas; see --config.")
+    ] = "answer,choice,math,qa",
+    config: Annotated[
+        str | None,
+        typer.Option(help="YAML file of further judges, with arguments of yours: an endpoint's."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8100,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.")] = 1,
+    deadline: Annotated[
+        float, typer.Option(min=0.001, help="Seconds of a request that names no deadline.")
+    ] = 30.0,
+    max_deadline: Annotated[
+        float, typer.Option(min=0.001, help="Most seconds that a request may ask for.")
+    ] = 300.0,
+    max_items: Annotated[int, typer.Option(min=1, help="Outputs in a request.")] = 4096,
+    max_chars: Annotated[
+        int, typer.Option(min=1, help="Characters of an output with its truth, prompt and data.")
+    ] = 100_000,
+    max_pending_mb: Annotated[
+        int, typer.Option(min=1, help="Characters of all requests under way, in millions.")
+    ] = 128,
+    max_body_mb: Annotated[int, typer.Option(min=1, help="Size of a request.")] = 16,
+    max_judges: Annotated[
+        int, typer.Option(min=1, help="Judges kept, one for each set of arguments.")
+    ] = 16,
+    max_connections: MaxConnections = 8192,
+    max_per_address: MaxPerAddress = 4096,
+) -> None:
+    """Score outputs of models with judges (POST /evaluate). Tokens: LUDUS_TOKENS=a,b."""
+    from ludus.services.evaluation.config import served_judges
+    from ludus.services.evaluation.evaluator import EvaluationLimits
+    from ludus.services.evaluation.service import serve_evaluation
+    from ludus.services.server.auth import client_tokens
+    from ludus.services.server.connections import ConnectionLimits
+    from ludus.services.server.serve import ServeOptions
+
+    if deadline > max_deadline:
+        raise ConfigError(f"--deadline {deadline:g} exceeds --max-deadline, {max_deadline:g}")
+    limits = EvaluationLimits(
+        max_items=max_items,
+        max_chars=max_chars,
+        max_pending_chars=max_pending_mb * 1_000_000,
+        max_judges=max_judges,
+        deadline_s=deadline,
+        max_deadline_s=max_deadline,
+        max_body_bytes=max_body_mb * 1_000_000,
+    )
+    connections = ConnectionLimits(max_connections, max_per_address)
+    options = ServeOptions(host, port, workers, client_tokens(), connections)
+    serve_evaluation(served_judges(judges, config), options, limits, typer.echo)

@@ -21,6 +21,7 @@ JUDGES: Registry[Judge] = Registry(
         "model": Row("ludus.judges.model:ModelJudge", "remote", "a model at an endpoint"),
         "overlong": Row("ludus.judges.overlong:OverlongJudge", "", "DAPO's length penalty"),
         "qa": Row("ludus.judges.qa:QAJudge", "", "exact match or F1 of the words, as in SQuAD"),
+        "remote": Row("ludus.judges.remote.judge:RemoteJudge", "remote", "an evaluation service"),
         "rubric": Row("ludus.judges.rubric:RubricJudge", "remote", "weighted criteria, by a model"),
         "sum": Row("ludus.judges.combine:SumJudge", "", "the weighted sum of judges"),
     },

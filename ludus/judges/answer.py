@@ -64,7 +64,7 @@ class AnswerJudge:
         text = last_tagged(text, self.markers) or text
         numeric = all(parse_number(answer) is not None for answer in accepted)
         given = extract_answer(text, self.extract, numeric=numeric)
-        correct = given is not None and any(self._equal(given, answer) for answer in accepted)
+        correct = given is not None and self._equals_one(given, accepted)
         expected = " or ".join(repr(answer) for answer in accepted)
         answer_text = "no answer found" if given is None else f"{given[:200]!r}"
         return Score(
@@ -73,10 +73,18 @@ class AnswerJudge:
             explanation=f"{answer_text}, {'equal to' if correct else 'expected'} {expected}",
         )
 
-    def _equal(self, given: str, answer: str) -> bool:
-        a, b = parse_number(given), parse_number(answer)
-        if a is None or b is None:
-            return normalise(given) == normalise(answer)
+    def _equals_one(self, given: str, accepted: list[str]) -> bool:
+        text, number = normalise(given), parse_number(given)  # once: it may be long
+        for answer in accepted:
+            other = None if number is None else parse_number(answer)
+            if number is None or other is None:
+                if text == normalise(answer):
+                    return True
+            elif self._close(number, other):
+                return True
+        return False
+
+    def _close(self, a: Fraction, b: Fraction) -> bool:
         if a.denominator == b.denominator == 1:
             return a == b
         return abs(a - b) <= Fraction(self.tolerance) * max(abs(a), abs(b))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -68,9 +69,13 @@ def final_answer(trajectory: Trajectory) -> Message:
 
 
 def accepted_answers(task: Task) -> list[str]:
-    """The task's answers as texts. Errors: Unscorable: none, or neither texts nor numbers."""
+    """The task's answers as texts. Errors: Unscorable: none, or no texts and finite numbers."""
     answers: list[Any] = task.answer if isinstance(task.answer, list) else [task.answer]
-    texts = [str(answer) for answer in answers if isinstance(answer, str | int | float)]
+    texts = [
+        str(answer)
+        for answer in answers
+        if isinstance(answer, str | int) or (isinstance(answer, float) and math.isfinite(answer))
+    ]
     if not texts or len(texts) < len(answers) or not all(text.strip() for text in texts):
         what = "no answer" if task.answer is None else f"the answer {task.answer!r:.80}"
         raise Unscorable(

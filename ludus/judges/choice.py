@@ -73,6 +73,7 @@ def chosen(text: str, options: list[str]) -> str | None:
     Args:
         options: their texts; empty texts for options of which the letter alone is known.
     """
+    options = [normalise(option) for option in options]  # once: they may be long
     if (box := last_boxed(text)) is not None:
         return _read(_TEXT.sub(r"\1", box), options) or None
     text = text[-TAIL:]
@@ -90,7 +91,10 @@ def chosen(text: str, options: list[str]) -> str | None:
 
 
 def _read(text: str, options: list[str]) -> str | None:
-    """The letter that a short text begins with or that belongs to it; "" for several letters."""
+    """The letter that a short text begins with or that belongs to it; "" for several letters.
+
+    `options` are normalised.
+    """
     if letter := _by_text(text, options):
         return letter
     match = _LETTER.match(text)
@@ -101,9 +105,7 @@ def _read(text: str, options: list[str]) -> str | None:
 
 def _by_text(text: str, options: list[str]) -> str | None:
     given = normalise(text)
-    places = [
-        place for place, option in enumerate(options) if option and normalise(option) == given
-    ]
+    places = [place for place, option in enumerate(options) if option and option == given]
     return ascii_uppercase[places[0]] if len(places) == 1 else None
 
 
@@ -122,7 +124,7 @@ def _expected(task: Task, options: list[str]) -> str:
         letters = ascii_uppercase[: len(options) or 26]
         if (letter := answer.strip().strip("().").upper()) in letters and len(letter) == 1:
             return letter
-        if found := _by_text(answer, options):
+        if found := _by_text(answer, [normalise(option) for option in options]):
             return found
     raise Unscorable(
         f"task {task.id}: the answer {answer!r:.80} is none of its options: give a letter, the "

@@ -45,7 +45,7 @@ class FormatJudge:
             raise ConfigError("markers, pattern, thinking: set at least one of them")
         try:
             re.compile(pattern or "")
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise ConfigError(f"pattern: {pattern!r} is no regular expression: {error}") from error
         self._markers, self._pattern, self._thinking = markers, pattern, thinking
         self._workers = Workers("ludus.judges.workers.format", 2, 1.0, 1024)
@@ -68,6 +68,10 @@ class FormatJudge:
             told = "there is a thinking block" if there else "there is no thinking block"
             faults += [] if parts["thinking"] else [told]
         return Score(value=min(parts.values()), parts=parts, explanation="; ".join(faults))
+
+    async def close(self) -> None:
+        """End the idle worker processes."""
+        await self._workers.close()
 
     async def _matches(self, text: str) -> bool:
         try:

@@ -88,3 +88,7 @@ class MathJudge:
             parts={"correct": correct, "found": float(given is not None), "in_time": 1.0},
             explanation=f"{told}, {'equal to' if correct else 'expected'} {expected}",
         )
+
+    async def close(self) -> None:
+        """End the worker processes."""
+        await self._workers.close()

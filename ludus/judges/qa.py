@@ -59,7 +59,7 @@ class QAJudge:
         words = None if given is None else normalised_words(given)
         parts = {
             "exact_match": max(float(words == normalised_words(a)) for a in accepted),
-            "f1": 0.0 if words is None else max(f1(words, normalised_words(a)) for a in accepted),
+            "f1": 0.0 if words is None else _best_f1(words, accepted),
             "found": float(words is not None),
         }
         expected = " or ".join(repr(answer[:200]) for answer in accepted[:8])
@@ -78,7 +78,16 @@ def normalised_words(text: str) -> list[str]:
 
 def f1(words: list[str], accepted: list[str]) -> float:
     """The F1 of two lists of words; 1 for two empty ones, as in SQuAD 2.0."""
-    if not words or not accepted:
-        return float(words == accepted)
-    common = (Counter(words) & Counter(accepted)).total()
-    return 2 * common / (len(words) + len(accepted))
+    return _f1(Counter(words), accepted)
+
+
+def _best_f1(words: list[str], accepted: list[str]) -> float:
+    counts = Counter(words)  # once: there may be many
+    return max(_f1(counts, normalised_words(answer)) for answer in accepted)
+
+
+def _f1(counts: Counter[str], accepted: list[str]) -> float:
+    if not counts or not accepted:
+        return float(not counts and not accepted)
+    common = sum(min(counts[word], number) for word, number in Counter(accepted).items())
+    return 2 * common / (counts.total() + len(accepted))

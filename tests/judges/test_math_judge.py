@@ -200,3 +200,26 @@ def running(pid):
 async def test_small_and_large_numbers(judge, text, gold, value):
     """Rounded to six places, 1.3e-9 and 2.6e-9 are both 0."""
     assert (await judge(Task(id="q", answer=gold), said(text))).value == value
+
+
+async def test_a_comparison_that_nobody_waits_for_ends() -> None:
+    """Its process would go on for `limit_s` otherwise, and the next comparison would wait."""
+    judge = MathJudge(limit_s=600, workers=1)
+    assert (await judge(Task(id="q", answer="7"), said(r"\boxed{7}"))).value == 1.0
+    looping = asyncio.create_task(judge(Task(id="q", answer="7"), said(r"\boxed{10^{10^{10}}}")))
+    await asyncio.sleep(0.5)
+    looping.cancel()
+    async with asyncio.timeout(60):
+        assert (await judge(Task(id="q", answer="7"), said(r"\boxed{7}"))).value == 1.0
+
+
+async def test_a_judge_that_is_closed_ends_what_it_computes() -> None:
+    judge = MathJudge(limit_s=600, workers=1)
+    assert (await judge(Task(id="q", answer="7"), said(r"\boxed{7}"))).value == 1.0
+    looping = asyncio.create_task(judge(Task(id="q", answer="7"), said(r"\boxed{10^{10^{10}}}")))
+    await asyncio.sleep(0.5)
+    await judge.close()
+    with pytest.raises(Unscorable, match="died with exit code"):  # not a score of 0
+        await looping
+    assert (await judge(Task(id="q", answer="7"), said(r"\boxed{7}"))).value == 1.0
+    await judge.close()

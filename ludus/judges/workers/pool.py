@@ -20,9 +20,9 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from ludus.core.errors import Unscorable
@@ -32,6 +32,10 @@ START_S = 120.0
 
 MAX_REQUESTS = 1000
 """Requests after which a worker is replaced: what its packages keep in memory is released."""
+
+ABANDONED_S = 1.0
+"""Seconds for which a computation goes on that nobody waits for. Most end sooner, and to start
+another process costs about as much."""
 
 Record = dict[str, Any]
 
@@ -72,36 +76,56 @@ class Workers:
         self._wall_s = 30.0 + 10.0 * cpu_s * num_limits
         self._threads = ThreadPoolExecutor(size, "ludus-judge")
         self._idle: list[subprocess.Popen[bytes]] = []
+        self._jobs: set[_Job] = set()
         weakref.finalize(self, _end_all, self._idle)
 
     async def ask(self, request: Record) -> list[Record]:
-        """Returns the worker's answers to a request.
+        """Returns the worker's answers to a request. If the caller is cancelled, the worker ends.
 
         Errors: TooLong; Crashed where the worker died for another reason, also in a second attempt;
         Unscorable where it cannot start.
         """
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._ask, request)
+        job = _Job()
+        self._jobs.add(job)
+        try:
+            return await loop.run_in_executor(self._threads, self._ask, request, job)
+        except asyncio.CancelledError:
+            job.abandon_later()
+            raise
+        finally:
+            self._jobs.discard(job)
 
-    def _ask(self, request: Record) -> list[Record]:
+    async def close(self) -> None:
+        """End the workers and what they compute; a later request starts new ones."""
+        for job in list(self._jobs):
+            job.abandon()
+        await asyncio.to_thread(_end_all, self._idle)
+
+    def _ask(self, request: Record, job: _Job) -> list[Record]:
         for attempt in range(2):
             try:
-                return self._try(request)
+                return self._try(request, job)
             except _Died as error:
+                if job.abandoned:
+                    raise Unscorable(f"a worker of {self._module} {error}") from error
                 if attempt:
                     told = f"a worker of {self._module} {error}, twice"
                     raise Crashed(told, error.answers) from error
         raise AssertionError("the last attempt returns or raises")
 
-    def _try(self, request: Record) -> list[Record]:
+    def _try(self, request: Record, job: _Job) -> list[Record]:
         """Errors: TooLong, _Died, Unscorable."""
+        if job.abandoned:
+            raise _Died("was not asked: nobody waits for its answer", [])
         try:
             worker = self._idle.pop()
         except IndexError:
             worker = self._start()
         answers: list[Record] = []
         try:
-            self._exchange(worker, request, answers, self._wall_s)
+            with job.by(worker):
+                self._exchange(worker, request, answers, self._wall_s)
         except BaseException:
             _end(worker)
             if worker.returncode == -signal.SIGPROF:
@@ -160,6 +184,41 @@ class Workers:
             timer.cancel()
         worker.wait()
         raise _Died(f"died with exit code {worker.returncode}", answers)
+
+
+class _Job:
+    """A request, and the worker that computes it."""
+
+    def __init__(self) -> None:
+        self.abandoned = False
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def by(self, worker: subprocess.Popen[bytes]) -> Iterator[None]:
+        """The time in which `worker` computes this, and may be killed for it."""
+        with self._lock:
+            self._worker = worker
+            if self.abandoned:
+                worker.kill()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._worker = None
+
+    def abandon(self) -> None:
+        """End the computation."""
+        with self._lock:
+            self.abandoned = True
+            if self._worker is not None:
+                self._worker.kill()
+
+    def abandon_later(self) -> None:
+        """End the computation if it goes on for ABANDONED_S."""
+        timer = threading.Timer(ABANDONED_S, self.abandon)
+        timer.daemon = True
+        timer.start()
 
 
 class _Died(Exception):

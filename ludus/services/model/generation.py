@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from ludus.models.samplers.base import Completion, SamplingParams
 from ludus.services.model.engine import EngineThread, PromptScores, Token, tokens_of
 from ludus.services.model.requests import ApiError, CommonRequest
 from ludus.services.model.responses import Choice, ResponseBuilder, event
+from ludus.services.server.disconnect import Disconnected, unless_disconnected, wait_for_disconnect
 from ludus.services.server.shares import Shares, client_of
 from ludus.telemetry.logs import get_logger
 
@@ -72,10 +72,6 @@ class StreamQueue:
         while not self._items.empty():
             items.append(self._items.get_nowait())
         return items
-
-
-class Disconnected(Exception):
-    """The client has closed its connection."""
 
 
 class TurnStream(StreamingResponse):
@@ -134,7 +130,7 @@ class Generator:
             return TurnStream(self._events(request, choices, builder, queue), turns)
         work = [self._start(tenant, self._generate(choice, builder)) for choice in choices]
         try:
-            results = await _unless_disconnected(request, asyncio.gather(*work))
+            results = await unless_disconnected(request, asyncio.gather(*work))
         except Disconnected:
             return Response(status_code=499)
         except LudusError as error:
@@ -206,7 +202,7 @@ class Generator:
         """Server-sent events, up to the first error or the client's disconnect."""
 
         async def watch_connection() -> None:
-            await _wait_for_disconnect(request)
+            await wait_for_disconnect(request)
             queue.put(-1, Disconnected())
 
         watching = asyncio.create_task(watch_connection())
@@ -244,27 +240,6 @@ class Generator:
         self._tokens.labels("prompt").inc(len(choice.prompt_ids))
         self._tokens.labels("sampled").inc(len(completion.token_ids))
         return completion
-
-
-async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`. Errors: Disconnected; the work is then cancelled."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_wait_for_disconnect(request))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Disconnected
-        return working.result()
-    finally:
-        watching.cancel()
-        working.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await working
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def server_error(error: Exception) -> ApiError:

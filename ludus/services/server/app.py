@@ -73,7 +73,8 @@ class ServiceError(LudusError):
         if first["type"] == "json_invalid":
             return cls.not_json(str(first.get("ctx", {})))
         return cls.invalid(
-            ".".join(str(part) for part in first["loc"] if part != "body"), first["msg"]
+            ".".join(str(part) for part in first["loc"] if part != "body"),
+            first["msg"].removeprefix("Value error, "),
         )
 
     @classmethod

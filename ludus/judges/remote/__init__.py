@@ -1,0 +1,1 @@
+"""Scoring by an evaluation service: its wire format, its client, and the judge `remote`."""

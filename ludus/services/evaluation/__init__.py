@@ -1,0 +1,1 @@
+"""Evaluation service: scores outputs over HTTP."""
