@@ -25,6 +25,9 @@ from ludus.diagnostics.hardware import Hardware, find_hardware
 from ludus.diagnostics.plan import START_S, Plan
 from ludus.tasks.benchmarks import BENCHMARKS
 
+STAGE_S = 1.0
+"""Seconds to open and close a small model: all stages run in one process, which starts once."""
+
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
@@ -56,8 +59,8 @@ class CoevolutionPlan:
 
     @property
     def seconds(self) -> float:
-        """Of all stages."""
-        total = sum(stage.seconds for stage in self.first)
+        """Of all stages, and of the process's start."""
+        total = START_S + sum(stage.seconds for stage in self.first)
         total += self.iterations * sum(stage.seconds for stage in self.each)
         if self.pair is not None:
             alone = sum(s.seconds for s in self.each if s.name in ("curriculum", "executor"))
@@ -184,7 +187,7 @@ class _Planner:
         for player_config, player in players:  # one after the other: the larger one counts
             device = player_config.model.device
             total[device] = max(total[device], int(sum(player.memory.values())))
-        seconds = sum(START_S + sum(player.seconds.values()) for _, player in players)
+        seconds = sum(STAGE_S + sum(player.seconds.values()) for _, player in players)
         return StagePlan("evaluate", ", ".join(work) or "nothing", seconds, dict(total), {})
 
     def _row(
@@ -197,7 +200,7 @@ class _Planner:
     ) -> StagePlan:
         """Returns a stage of a run or player, and of a second model that plays in between."""
         memory: Counter[str] = Counter()
-        parts = {"start": START_S, **main[1].seconds}
+        parts = {"start": STAGE_S, **{k: s for k, s in main[1].seconds.items() if k != "start"}}
         for config, found in (main, *([other] if other else [])):
             memory[config.model.device] += int(sum(found.memory.values()))
         if other is not None:

@@ -13,6 +13,9 @@ from ludus.tasks.ratios import shares
 CORE_S = 2 / 129
 """Core seconds of a warm Python call: 129 a second on 2 cores (docs/benchmarks/sandbox.md)."""
 
+CALCULATOR_S = 0.25e-3
+"""Seconds of a call of `calculator`, in this process: 500 calls on one core, Intel Xeon."""
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCalls:
@@ -50,7 +53,8 @@ def tool_calls(
         number: calls an episode; None: as the expert's, or the fraction `fill` of
             `rollout.tool_calls.max_per_episode`.
         call_s: seconds of a call that waits for another machine, so that all episodes under way
-            can wait at the same time; None: a warm Python call, on the cores of this machine.
+            can wait at the same time; None: a warm Python call, on the cores of this machine, or
+            the calculator's where there is no other tool.
     """
     if not config.tools:
         return NO_CALLS
@@ -63,7 +67,10 @@ def tool_calls(
         number = fill * limit * _share(config)
         source = f"{fill:g} of rollout.tool_calls.max_per_episode, {limit}"
     cores = os.cpu_count() or 1
-    if call_s is None:
+    if call_s is None and {tool.name for tool in config.tools} == {"calculator"}:
+        call_s, parallel = CALCULATOR_S, 1
+        each = f"{CALCULATOR_S * 1e3:g} ms for each, as the calculator"
+    elif call_s is None:
         call_s, parallel = CORE_S, cores
         each = f"{CORE_S * 1e3:.1f} ms of a core for each, as a warm Python call, on {cores} cores"
     else:

@@ -18,6 +18,7 @@ from ludus.config import yaml12
 from ludus.config.coevolve import CoevolveConfig
 from ludus.config.load import load_as, load_config
 from ludus.core.errors import ConfigError, LudusError
+from ludus.diagnostics.hardware import HARDWARE, Hardware
 
 RECIPE: dict[str, Any] = {
     "name": "sums",
@@ -189,6 +190,18 @@ def test_faults_of_a_shared_key_are_reported_once() -> None:
         "executor.rl.stepps",
         "shared.rollout.max_truns",
     ]
+
+
+def test_the_estimate_is_near_a_measured_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """546 s on two cores with other load: 384, 43, 50 and 67 s for start and iterations."""
+    laptop = Hardware("laptop", memory=16e9, bandwidth=15e9, flops=140e9, flops32=140e9)
+    monkeypatch.setitem(HARDWARE, "laptop", laptop)
+    steps = "start.sft.steps=1500", "curriculum.rl.steps=8", "executor.rl.steps=20"
+    config = load_as(CoevolveConfig, "coevolve-tiny", [*steps, "questions.proposals=800"])
+    found = plan(Roles(config, storage_of(config)), "laptop")
+    iteration = sum(stage.seconds for stage in found.each)
+    assert 384 / 3 < found.first[0].seconds < 384 * 3
+    assert 53 / 3 < iteration < 53 * 3
 
 
 def test_plan_and_train_name_the_verb_of_such_a_recipe(recipe: str) -> None:
