@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from ludus.evaluate.benchmarks import BenchmarkReport, BenchmarkResult
+from ludus.evaluate.benchmarks import BenchmarkReport, BenchmarkResult, Check
 from ludus.evaluate.results import Difference, Estimate
 
 
@@ -89,7 +89,8 @@ def _left_out(results: Sequence[BenchmarkResult]) -> Iterator[str]:
         if result.evaluation.num_excluded:
             low, high = (100 * end for end in result.evaluation.success_bounds)
             yield (
-                f"{place}[yellow]{result.evaluation.num_excluded} answers left out[/] "
+                f"{place}[yellow]{result.evaluation.num_excluded} of "
+                f"{result.evaluation.num_episodes} answers left out[/] "
                 f"({escape(result.evaluation.left_out)}): the mean would be {low:.1f} % had all of "
                 f"them been wrong, {high:.1f} % had all been right"
             )
@@ -133,6 +134,13 @@ def _checks(report: BenchmarkReport) -> Table:
             escape(check.threshold.benchmark),
             *_value(check.reached),
             f"{check.threshold.percent:g} %",
-            "reached" if check.passed else "[red]below[/]",
+            _verdict(check),
         )
     return table
+
+
+def _verdict(check: Check) -> str:
+    verdict = "reached" if check.passed else "[red]below[/]"
+    if check.reached is None or check.least >= check.reached.value:
+        return verdict
+    return f"{verdict} ({100 * check.least:.1f} % with those left out as wrong)"

@@ -48,6 +48,14 @@ class BenchmarkResult(Record):
         return self.evaluation.success if self.evaluation else None
 
     @property
+    def least(self) -> float:
+        """The mean with the answers that were left out as wrong ones; 0 without a result."""
+        if self.evaluation is None:
+            return 0.0
+        e = self.evaluation
+        return e.success_bounds[0] if e.num_excluded else e.success.value
+
+    @property
     def best(self) -> Estimate | None:
         """pass@k, for the k of the evaluation; None for k = 1, which is the mean."""
         if self.evaluation is None or self.evaluation.samples_per_task == 1:
@@ -56,17 +64,21 @@ class BenchmarkResult(Record):
 
 
 class Check(Record):
-    """A threshold and what was reached; `reached` is None where nothing could be scored."""
+    """A threshold and what was reached; `reached` is None where nothing could be scored.
+
+    `least` is the mean with the answers that were left out as wrong ones: leaving answers out must
+    not reach a threshold.
+    """
 
     model: str
     threshold: Threshold
     reached: Estimate | None
+    least: float = 0.0
 
     @property
     def passed(self) -> bool:
-        """True if the mean is at least the threshold."""
-        at_least = self.threshold.percent / 100
-        return self.reached is not None and self.reached.value >= at_least - 1e-12
+        """True if `least` is at least the threshold."""
+        return self.reached is not None and self.least >= self.threshold.percent / 100 - 1e-12
 
 
 class BenchmarkReport(Record):
@@ -109,7 +121,7 @@ def make_report(
     by_key = {(result.model, result.benchmark): result for result in results}
     last = models[-1]
     checks = [
-        Check(model=last, threshold=threshold, reached=found.mean)
+        Check(model=last, threshold=threshold, reached=found.mean, least=found.least)
         for threshold in thresholds
         if (found := by_key.get((last, threshold.benchmark)))
     ]

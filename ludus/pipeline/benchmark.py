@@ -323,6 +323,11 @@ def _defaults(subjects: Sequence[Subject], request: Request, train: Spec) -> Run
     context = min([max(CONTEXT, most + PROMPT), *(positions for positions in known if positions)])
     if request.max_tokens is None:
         most = min(most, context // 2)
+    elif most >= context:
+        raise ConfigError(
+            f"--max-tokens {most}: prompt and answer of the model have {context} tokens together: "
+            f"give fewer than {context}"
+        )
     model: dict[str, Any] = {"path": str(folders[0] if folders else "none")}
     if folders:
         import torch

@@ -89,7 +89,7 @@ def test_mean_and_pass_at_k() -> None:
 def test_truncated_and_unscorable_answers_are_told() -> None:
     made = report(result("m", "amc", "1t", "0x"))
     text = shown(made)
-    assert "1 answers left out (1 unscorable: math-verify cannot read it)" in text
+    assert "1 of 4 answers left out (1 unscorable: math-verify cannot read it)" in text
     assert "the mean would be 25.0 % had all of them been wrong, 50.0 % had all been right" in text
     assert "amc, m: 1 of 4 answers truncated" in text
     row = next(line for line in text.splitlines() if line.strip().startswith("amc  "))
@@ -129,6 +129,18 @@ def test_thresholds_hold_for_the_last_model() -> None:
     assert "thresholds of b" in text
     assert text.rstrip().splitlines()[-1].split()[:3] == ["gsm8k", "50.0", "%"]
     assert text.rstrip().splitlines()[-1].split()[-3:] == ["50.1", "%", "below"]
+
+
+def test_answers_left_out_do_not_reach_a_threshold() -> None:
+    """One of the two scored answers is right, and one of four with those left out as wrong."""
+    made = report(
+        result("m", "gsm8k", "1", "0", "x", "x"),
+        thresholds=[Threshold(benchmark="gsm8k", percent=50)],
+    )
+    assert not made.passed
+    assert "below (25.0 % with those left out as wrong)" in shown(made)
+    (check,) = made.checks
+    assert check.model_copy(update={"threshold": Threshold(benchmark="gsm8k", percent=25)}).passed
 
 
 def test_a_report_is_read_back() -> None:

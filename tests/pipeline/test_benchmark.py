@@ -15,7 +15,9 @@ from starlette.responses import JSONResponse
 from typer.testing import CliRunner
 
 from ludus.cli import app
-from ludus.core.errors import LudusError
+from ludus.config.load import load_config
+from ludus.core.errors import DataError, LudusError
+from ludus.data.splits import read_splits
 from ludus.evaluate.benchmarks import BenchmarkReport
 from ludus.tasks.benchmarks import BENCHMARKS
 from ludus.tasks.benchmarks.reader import benchmark_tasks
@@ -140,7 +142,7 @@ def test_a_gold_answer_that_math_verify_cannot_read_is_unscorable(tmp_path: Path
         (tmp_path / "m.jsonl").write_text(json.dumps(rows[1]))
         none = play(*argv)
     assert done.exit_code == 0
-    assert "1 answers left out (1 unscorable: " in done.output
+    assert "1 of 2 answers left out (1 unscorable: " in done.output
     assert "math-verify cannot read its answer '$$'" in done.output
     assert none.exit_code == 1
     assert "nothing scored: nothing to evaluate" in none.output
@@ -269,3 +271,24 @@ def test_the_list_shows_every_benchmark() -> None:
     for name, row in BENCHMARKS.items():
         assert f"\n{name}\n  source    {row.hub}: {row.size:,} rows\n" in f"\n{done.output}"
     assert done.output.count("mean@32 at temperature 0.7") == 3
+
+
+def test_a_recipe_holds_a_benchmark_out(tmp_path: Path) -> None:
+    """It is played without the recipe's environment; a training task of the same text is refused."""
+    (task, *_) = benchmark_tasks("amc", sample("amc"))
+    row = {"prompt": task.prompt[0].content, "answer": "9"}
+    (tmp_path / "train.jsonl").write_text(json.dumps({**row, "prompt": "2 + 2?"}) + "\n")
+    args = {"name": "amc", "path": sample("amc")}
+    recipe: dict[str, Any] = {
+        "model": {"architecture": "qwen3", "tokenizer": "bpe"},
+        "judge": "answer",
+        "tasks": {
+            "train": {"name": "json", "args": {"path": str(tmp_path / "train.jsonl")}},
+            "heldout": {"name": "benchmark", "args": args},
+        },
+    }
+    splits = read_splits(load_config(recipe))
+    assert [task.answer for task in splits.heldout] == ["9", "720"]
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match="1 of 2 held-out tasks are training tasks too"):
+        read_splits(load_config(recipe))

@@ -15,6 +15,7 @@ import yaml
 from benchmark_samples import sample
 from model_world import served, taught
 
+from ludus.core.errors import ConfigError
 from ludus.core.types import Message
 from ludus.evaluate.benchmarks import BenchmarkResult
 from ludus.pipeline.benchmark import Request, benchmark_subjects
@@ -117,6 +118,12 @@ def lm_eval(folder: Path, questions: Path, model: str, args: Mapping[str, Any]) 
     rows = sorted(done["samples"]["own_gsm8k"], key=lambda row: row["doc_id"])
     accuracy = done["results"]["own_gsm8k"]["exact_match,boxed"]
     return [*(float(row["exact_match"]) for row in rows), accuracy]
+
+
+def test_an_answer_longer_than_the_context_is_refused(model: Path, questions: Path) -> None:
+    request = Request(on=["gsm8k"], data={"gsm8k": str(questions)}, max_tokens=3000)
+    with pytest.raises(ConfigError, match=r"--max-tokens 3000: .* have 2048 tokens together"):
+        benchmark_subjects([FolderSubject(model)], request)
 
 
 @pytest.mark.slow
