@@ -274,7 +274,7 @@ def test_the_list_shows_every_benchmark() -> None:
 
 
 def test_a_recipe_holds_a_benchmark_out(tmp_path: Path) -> None:
-    """It is played without the recipe's environment; a training task of the same text is refused."""
+    """A training task of the same text is refused."""
     (task, *_) = benchmark_tasks("amc", sample("amc"))
     row = {"prompt": task.prompt[0].content, "answer": "9"}
     (tmp_path / "train.jsonl").write_text(json.dumps({**row, "prompt": "2 + 2?"}) + "\n")
