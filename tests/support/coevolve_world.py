@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from harness import Ludus
 from safetensors.torch import load_file
 
 from ludus.coevolve.roles import merged
 from ludus.train.checkpoint.state import raw
 
+Disturbed = Callable[[str], Ludus]
+
+ROOT = "coevolve/sums"
 PROMPT = "propose a sum"
 SUMS = [(3, 4), (2, 5), (1, 3), (6, 2), (4, 4), (5, 1)]
 ALL = (
@@ -48,7 +52,7 @@ RECIPE: dict[str, Any] = {
         "threads": 1,
     },
     "start": {
-        "judge": "math",
+        "judge": "answer",
         "tools": ["calculator"],
         "rollout": {"format": "code", "markers": {"tool": "calculator"}},
         "tasks": {"train": {"name": "json", "args": {"path": "prompts.jsonl", "answer": None}}},
@@ -64,6 +68,7 @@ RECIPE: dict[str, Any] = {
         "rl": {"steps": 2, "groups_per_step": 2, "group_size": 4, "optimizer": LEARN},
     },
     "executor": {
+        "judge": "answer",
         "tools": ["calculator"],
         "rollout": {
             "format": "code",
@@ -107,24 +112,15 @@ def write_data(folder: Path) -> None:
     )
 
 
-def write_recipe(folder: Path, name: str = "sums.yaml", **changes: Any) -> Path:
-    """Write the data, and the recipe with changed sections. Returns its path.
+def write_recipe(folder: Path, name: str = "sums.yaml", **changes: Any) -> str:
+    """Write the data, and the recipe with changed sections. Returns the file's name.
 
-    `changes` are merged into RECIPE as a role's keys into the shared ones.
+    `changes` are merged into RECIPE as a role's keys into the shared ones. Paths are relative, so
+    that a copy of the folder is the same co-evolution.
     """
     write_data(folder)
-    path = folder / name
-    path.write_text(json.dumps(recipe(folder, **changes)), encoding="utf-8")
-    return path
-
-
-def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
-    """The recipe, with the paths of its files in `folder`."""
-    keys = merged(RECIPE, changes)
-    text = json.dumps({"storage": str(folder / "coevolve"), **keys})
-    for file in ("taught", "prompts", "held"):
-        text = text.replace(f'"{file}.jsonl"', json.dumps(str(folder / f"{file}.jsonl")))
-    return dict(json.loads(text))
+    (folder / name).write_text(json.dumps(merged(RECIPE, changes)), encoding="utf-8")
+    return name
 
 
 def bits(root: Path) -> dict[str, Any]:
@@ -158,3 +154,8 @@ def _said(text: str) -> dict[str, str]:
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

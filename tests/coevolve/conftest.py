@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from coevolve_world import Disturbed, write_recipe
+from harness import Ludus, Zygote
+
+SNAPSHOTS = """
+import shutil
+from ludus.coevolve.storage import Storage
+record = Storage.record
+def recorded(self, label, result):
+    record(self, label, result)
+    shutil.copytree(".", "../" + label.replace("/", "-"))
+Storage.record = recorded
+"""
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    started = Zygote(tmp_path_factory.mktemp("printed"))
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def ludus(zygote: Zygote, tmp_path: Path) -> Ludus:
+    """The command line in an empty folder."""
+    return Ludus(zygote, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Ludus:
+    """A co-evolution that nothing disturbed; to be read, not changed.
+
+    Beside its folder lies a copy of it after each stage.
+    """
+    ludus = Ludus(zygote, tmp_path_factory.mktemp("whole") / "end")
+    ludus.cwd.mkdir()
+    ludus("coevolve", write_recipe(ludus.cwd), setup=SNAPSHOTS).ok()
+    return ludus
+
+
+@pytest.fixture
+def after(whole: Ludus, ludus: Ludus) -> Disturbed:
+    """Copies the co-evolution as it was after a stage: `after("iteration-1/generate")`."""
+
+    def copy(label: str) -> Ludus:
+        shutil.copytree(whole.cwd.parent / label.replace("/", "-"), ludus.cwd, dirs_exist_ok=True)
+        return ludus
+
+    return copy
