@@ -22,26 +22,25 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from ludus.coevolve import evaluation, questions
+from ludus.coevolve.changes import check_changes
 from ludus.coevolve.checks import check_all
 from ludus.coevolve.child import Child, beside
 from ludus.coevolve.report.page import try_report
 from ludus.coevolve.roles import Role, Roles, run_name
 from ludus.coevolve.storage import Storage
 from ludus.config.coevolve import CoevolveConfig
-from ludus.config.load import diff, dump_config, load_as, lookup
+from ludus.config.load import dump_config, load_as, load_config
 from ludus.config.schema import RunConfig
-from ludus.core.errors import ConfigError
+from ludus.core.errors import ConfigError, did_you_mean
 from ludus.core.files import atomic_write
 from ludus.core.signals import exit_code
 from ludus.pipeline import launch
 from ludus.pipeline.evaluate import export_checkpoint
 from ludus.pipeline.progress import Observer
+from ludus.store.folders import RunFolder, disk_faults
 
 STAGES = ("curriculum", "generate", "score", "filter", "executor", "evaluate")
 """The stages of an iteration, in order."""
-
-GROWS = {"iterations", "storage"}
-"""Keys of the recipe that a resumed co-evolution may change."""
 
 
 class Stopped(Exception):
@@ -103,7 +102,7 @@ class Coevolution:
         Errors: Stopped after a signal; LudusError. What is complete stays.
         """
         transformers_logging.disable_progress_bar()  # a bar for each of many small models
-        with self.storage.locked():
+        with self.storage.locked(), disk_faults(RunFolder(self.storage.root)):
             self._remember()
             if only is None:
                 chosen = [stage for stage in stages_of(self.config) if not self._is_complete(stage)]
@@ -180,8 +179,9 @@ class Coevolution:
             planned = [stage.label for stage in stages_of(self.config)]
             try_report(self.storage, planned, stage.iteration, self.observer)
         if child is not None:
-            run = f"{run_name('curriculum', later.iteration)}-1"
-            self.storage.record(later.label, {"run": run, "beside": stage.label})
+            run = self._newest_run(run_name("curriculum", later.iteration))
+            assert run is not None
+            self.storage.record(later.label, {"run": run.name, "beside": stage.label})
 
     # Training
 
@@ -192,9 +192,9 @@ class Coevolution:
 
     def _train(self, config: RunConfig, name: str) -> Mapping[str, Any]:
         """Train a run, or resume it; export its model."""
-        path = self.storage.runs / f"{name}-1"
-        if (path / "config.yaml").is_file():
-            folder = launch.resume(path.name, str(self.storage.runs), self.observer)
+        run = self._newest_run(name)
+        if run is not None and (_has_steps(run) or load_config(run / "config.yaml") == config):
+            folder = launch.resume(run.name, str(self.storage.runs), self.observer)
         else:
             folder = launch.train(config, self.observer)
         model = self.storage.model(name)
@@ -205,21 +205,37 @@ class Coevolution:
         )
         return {"run": folder.id, "steps": _num_steps(config)}
 
+    def _newest_run(self, name: str) -> Path | None:
+        """The folder of a training; it has a higher number if an earlier one failed at once."""
+        runs = [path.parent for path in self.storage.runs.glob(f"{name}-*/config.yaml")]
+        numbered = {int(end): run for run in runs if (end := run.name[len(name) + 1 :]).isdigit()}
+        return numbered[max(numbered)] if numbered else None
+
     def _remember(self) -> None:
         """Write the recipe, or compare it with that of an earlier process. Errors: ConfigError."""
         if self.storage.recipe.is_file():
             before = load_as(CoevolveConfig, self.storage.recipe)
-            changed = [key for key in diff(before, self.config) if key not in GROWS]
-            if changed:
-                told = "; ".join(
-                    f"{key} was {lookup(before, key)!r}, is {lookup(self.config, key)!r}"
-                    for key in changed[:5]
-                )
-                raise ConfigError(
-                    f"{self.storage.root} holds a co-evolution with another recipe: {told}. Only "
-                    "`iterations` may change: give the new one another `name`"
-                )
+            begun = [stage.label for stage in stages_of(before) if self._has_begun(stage)]
+            for line in check_changes(before, self.config, self.storage, begun):
+                self.observer.note(f"changed: {line}")
         atomic_write(self.storage.recipe, dump_config(self.config))
+
+    def _has_begun(self, stage: StageId) -> bool:
+        """Whether the stage is complete, or has files that depend on the recipe."""
+        if self._is_complete(stage):
+            return True
+        if stage.name in ("start", "curriculum", "executor"):
+            run = self._newest_run(run_name(stage.name, stage.iteration))
+            return run is not None and _has_steps(run)
+        chunks = {"generate": "proposals", "score": "answers"}.get(stage.name)
+        return (
+            chunks is not None
+            and self.storage.temporary(stage.iteration, f"{chunks}-00000").is_file()
+        )
+
+
+def _has_steps(run: Path) -> bool:
+    return any((run / "checkpoints").glob("*/manifest.json"))
 
 
 def _num_steps(config: RunConfig) -> int:
@@ -232,7 +248,7 @@ def _why_absent(name: str) -> str:
         "curriculum": " (`curriculum.rl` is null: the agent does not train)",
         "evaluate": " (`executor.tasks.heldout` is null)",
     }
-    return reasons.get(name, f": the stages are start, {', '.join(STAGES)}")
+    return reasons.get(name, did_you_mean(name, ("start", *STAGES)))
 
 
 def _told(value: Any) -> str:

@@ -13,14 +13,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from itertools import cycle, islice
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from ludus.coevolve.roles import Roles
 from ludus.coevolve.storage import Row, read_rows, write_rows
 from ludus.config.schema import RunConfig
-from ludus.core.errors import DataError, Unscorable
-from ludus.core.types import Group, Task, Trajectory
+from ludus.core.errors import DataError, ToolError, Unscorable
+from ludus.core.types import Group, Status, Task, Trajectory
 from ludus.envs import ENVS
 from ludus.judges.base import final_answer
 from ludus.judges.proposals.judge import CurriculumJudge
@@ -33,6 +34,11 @@ from ludus.tasks.readers import read_tasks
 
 HELD_OUT = "the question is one of the held-out tasks"
 OVER_MAX = "more than `questions.max_problems`"
+
+GO_ON = (
+    "Nothing is lost: run the same command with `questions.min_consistency=...` or "
+    "`questions.max_consistency=...`, and only the filter runs again."
+)
 
 ChunkPlayer = Callable[[Player, int, Sequence[Any]], Coroutine[Any, Any, list[Row]]]
 
@@ -88,18 +94,31 @@ def score(roles: Roles, iteration: int, observer: Observer) -> Row:
         tasks = [judge.task(row["id"], row["question"]) for row in some]
         groups = await player(tasks, "score", iteration, number, first_group=first)
         votes = zip(some, groups, strict=True)
-        return list(await asyncio.gather(*(_answer_row(judge, *vote) for vote in votes)))
+        rows = list(await asyncio.gather(*(_answer_row(judge, *vote) for vote in votes)))
+        _refuse_lost_tools(rows)
+        return rows
 
     config = roles.answering(iteration - 1, iteration)
     problems = list(first_of.values())
     rows = _in_chunks(roles, iteration, "answers", problems, config, play, observer)
     write_rows(roles.storage.temporary(iteration, "answers"), rows)
     voted = [row for row in rows if row["consistency"] is not None]
-    result: Row = {"problems": len(rows), "voted": len(voted)}
+    statuses = [Status(status) for row in rows for status in row["statuses"]]
+    excluded = sum(not status.trainable for status in statuses)
+    result: Row = {"problems": len(rows), "voted": len(voted), "excluded_answers": excluded}
     if voted:
         result["mean_p"] = fmean(row["consistency"] for row in voted)
         result["tool_calls"] = fmean(row["mean_tool_calls"] for row in voted)
     return result
+
+
+def _refuse_lost_tools(rows: Sequence[Row]) -> None:
+    """Errors: ToolError where every answer of a chunk failed in a tool: its server is lost."""
+    if all(status == Status.ERROR_TOOL for row in rows for status in row["statuses"]):
+        raise ToolError(
+            f"all answers to {len(rows)} problems failed in a tool. {rows[0]['reason']}. Once the "
+            "tool works again, run the same command: what is complete stays"
+        )
 
 
 async def _answer_row(judge: CurriculumJudge, proposal: Row, group: Group) -> Row:
@@ -159,13 +178,14 @@ def select_problems(roles: Roles, iteration: int, stand_ins: int = 0) -> Row:
         write_rows(storage.questions(iteration, "problems"), map(_stand_in, range(stand_ins)))
         return {"kept": 0, "rejected": len(rows), "stand_ins": stand_ins}
     if not kept:
-        raise DataError(explain_empty(rejected, *band))
+        raise DataError(f"{explain_empty(rejected, *band)}\n{GO_ON}")
     write_rows(
         storage.questions(iteration, "problems"),
         [_problem_row(p, answers[p.question]) for p in kept],
     )
     shares = [problem.vote.p for problem in kept if problem.vote is not None]
-    return {"kept": len(kept), "rejected": len(rows), "mean_p": fmean(shares)}
+    result: Row = {"kept": len(kept), "rejected": len(rows), "mean_p": fmean(shares)}
+    return {**result, "band": list(band)}
 
 
 def _stand_in(number: int) -> Row:
@@ -220,4 +240,16 @@ def _in_chunks(
                 observer.tick()
 
         Player.run_with(config, play_missing, observer.episode)
-    return [row for path in paths for row in read_rows(path)]
+    chunks = [_chunk(path, len(items[n * size :][:size])) for n, path in enumerate(paths)]
+    return [row for chunk in chunks for row in chunk]
+
+
+def _chunk(path: Path, length: int) -> list[Row]:
+    """Errors: DataError where the chunk is damaged."""
+    try:
+        rows = read_rows(path, ("id", "question"))
+        if len(rows) != length:
+            raise DataError(f"{path}: {len(rows)} lines in place of {length}")
+    except DataError as error:
+        raise DataError(f"{error}. Remove the file: its problems are played again") from None
+    return rows

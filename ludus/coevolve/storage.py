@@ -15,7 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from ludus.core.errors import DataError, LudusError
 from ludus.core.files import atomic_write
 
 Row = dict[str, Any]
+STATE = "state.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Storage:
 
     @property
     def state(self) -> Path:
-        return self.root / "state.json"
+        return self.root / STATE
 
     @property
     def configs(self) -> Path:
@@ -96,17 +97,14 @@ class Storage:
         except FileNotFoundError:
             return {}
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{self.state} is damaged: {error!r}") from None
+            raise DataError(
+                f"{self.state} is damaged: {error!r}. Remove it: the stages run again, from "
+                "the files that are there"
+            ) from None
 
     def record(self, label: str, result: Mapping[str, Any]) -> None:
         """Note that a stage is complete; its files are."""
         stages = {**self.complete(), label: dict(result)}
-        atomic_write(self.state, json.dumps({"stages": stages}, indent=1))
-
-    def forget(self, labels: Iterable[str]) -> None:
-        """Note that stages have to run again."""
-        gone = set(labels)
-        stages = {label: row for label, row in self.complete().items() if label not in gone}
         atomic_write(self.state, json.dumps({"stages": stages}, indent=1))
 
 
@@ -126,16 +124,24 @@ def _line(row: Mapping[str, Any]) -> str:
     return f"{line}\n"
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Read the JSON lines that `write_rows` wrote. Errors: DataError names the line."""
+def read_rows(path: Path, keys: Collection[str] = ()) -> list[Row]:
+    """Read the JSON lines that `write_rows` wrote.
+
+    Errors: DataError names the line that is damaged, or has none of a key of `keys`.
+    """
     rows: list[Row] = []
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise DataError(f"{path} does not exist: the stage that writes it did not run") from None
+        raise DataError(
+            f"{path} does not exist: remove the stage that writes it, and those after it, from "
+            f"{STATE}; it runs again"
+        ) from None
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
             rows.append(dict(json.loads(line)))
         except (TypeError, ValueError) as error:
             raise DataError(f"{path}: line {number} is damaged: {error}") from None
+        if lacking := [key for key in keys if key not in rows[-1]]:
+            raise DataError(f"{path}: line {number} has no `{lacking[0]}`")
     return rows

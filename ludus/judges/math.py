@@ -9,7 +9,7 @@ from pydantic import Field
 from ludus.core.errors import Unscorable
 from ludus.core.modules import require
 from ludus.core.types import Score, Task, Trajectory
-from ludus.judges.base import accepted_answers, final_answer
+from ludus.judges.base import accepted_answers, final_answer, last_boxed, last_tagged
 from ludus.judges.workers.math import plain_number
 from ludus.judges.workers.pool import TooLong, Workers
 
@@ -20,7 +20,8 @@ class MathJudge:
     Uses math-verify (https://github.com/huggingface/Math-Verify): numbers, fractions, roots, sets,
     intervals, tuples, equations, matrices, in LaTeX or plain. A task's `answer` is such a text, a
     number, or a list of accepted answers. The final answer is the last `\boxed{...}` of the last
-    message; with `extract: auto` and no box, what math-verify finds in the last 4,000 characters.
+    message; with `extract: auto` and no box, what stands between its last `<answer>` and
+    `</answer>`, or else what math-verify finds in the last 4,000 characters.
 
     Numbers agree in `digits` decimal places; one that has only zeros there, in as many significant
     digits. `3e2` is 300.
@@ -59,6 +60,8 @@ class MathJudge:
     async def __call__(self, task: Task, trajectory: Trajectory) -> Score:
         golds = [plain_number(text) for text in accepted_answers(task)]
         text = final_answer(trajectory).content
+        if self._extract == "auto" and last_boxed(text) is None and (tagged := last_tagged(text)):
+            text = f"\\boxed{{{tagged}}}"
         request = {"golds": golds, "text": text, "extract": self._extract, "digits": self._digits}
         expected = " or ".join(repr(gold[:200]) for gold in golds)
         limit = f"{self._limit_s:g} s of CPU time"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from coevolve_world import Disturbed, write_recipe
+from coevolve_world import Disturbed, label_after, write_recipe
 from harness import Ludus, Zygote
 
 SNAPSHOTS = """
@@ -40,7 +40,9 @@ def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Ludus:
     """
     ludus = Ludus(zygote, tmp_path_factory.mktemp("whole") / "end")
     ludus.cwd.mkdir()
-    ludus("coevolve", write_recipe(ludus.cwd), setup=SNAPSHOTS).ok()
+    recipe = write_recipe(ludus.cwd)
+    shutil.copytree(ludus.cwd, ludus.cwd.parent / "nothing")
+    ludus("coevolve", recipe, setup=SNAPSHOTS).ok()
     return ludus
 
 
@@ -49,7 +51,7 @@ def after(whole: Ludus, ludus: Ludus) -> Disturbed:
     """Copies the co-evolution as it was after a stage: `after("iteration-1/generate")`."""
 
     def copy(label: str) -> Ludus:
-        shutil.copytree(whole.cwd.parent / label.replace("/", "-"), ludus.cwd, dirs_exist_ok=True)
+        shutil.copytree(whole.cwd.parent / label_after(label), ludus.cwd, dirs_exist_ok=True)
         return ludus
 
     return copy

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 
-from coevolve_world import ALL, ROOT, rows
+from coevolve_world import ALL, ROOT, groups, rows
 from harness import Ludus
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 
 from ludus.coevolve.storage import Storage
+from ludus.models.chat.tokenizers import load_tokenizer
 
 
 def test_the_folder_has_all_files_of_the_layout(whole: Ludus) -> None:
@@ -19,7 +20,8 @@ def test_the_folder_has_all_files_of_the_layout(whole: Ludus) -> None:
     models = ["curriculum-1", "curriculum-2", "executor-1", "executor-2", "start"]
     assert sorted(path.name for path in (root / "models").iterdir()) == models
     for name in models:
-        assert AutoModelForCausalLM.from_pretrained(root / "models" / name).num_parameters() > 0
+        assert load_tokenizer(str(root / "models" / name)).eos_token
+        assert load_file(root / "models" / name / "model.safetensors")
     for iteration in ("iteration-1", "iteration-2"):
         made = sorted(path.name for path in (root / "generated_question" / iteration).iterdir())
         assert made == ["problems.jsonl", "proposals.jsonl", "rejected.jsonl"]
@@ -93,10 +95,3 @@ def test_p_reaches_the_trained_samples(whole: Ludus) -> None:
     assert len(tasks) == 4
     for task in tasks:
         assert task.consistency == known[task.prompt[-1].content]
-
-
-def groups(ludus: Ludus, run: str):
-    from ludus.store import RunStore
-
-    with RunStore.open(None, ludus.cwd / ROOT / "runs", read_only=True) as store:
-        return [g for row in store.steps(run) for g in store.groups(run, row.stage, row.step)]

@@ -223,3 +223,16 @@ async def test_a_judge_that_is_closed_ends_what_it_computes() -> None:
         await looping
     assert (await judge(Task(id="q", answer="7"), said(r"\boxed{7}"))).value == 1.0
     await judge.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("<answer>8</answer>", 1.0),
+        ("first <answer>9</answer>, no: <answer> 16/2 </answer>", 1.0),
+        ("<answer>9</answer> is not 8", 0.0),
+        ("\\boxed{8} <answer>9</answer>", 1.0),
+    ],
+)
+async def test_an_answer_between_markers_is_read(judge, text, value):
+    assert (await judged(judge, text, "8")).value == value

@@ -11,6 +11,8 @@ from harness import Ludus
 from safetensors.torch import load_file
 
 from ludus.coevolve.roles import merged
+from ludus.core.types import Group
+from ludus.store import RunStore
 from ludus.train.checkpoint.state import raw
 
 Disturbed = Callable[[str], Ludus]
@@ -159,3 +161,14 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 def rows(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def label_after(stage: str) -> str:
+    """The folder of the copy that was made after a stage."""
+    return stage.replace("/", "-")
+
+
+def groups(ludus: Ludus, run: str) -> list[Group]:
+    """All groups that a run of the co-evolution trained on."""
+    with RunStore.open(None, ludus.cwd / ROOT / "runs", read_only=True) as store:
+        return [g for row in store.steps(run) for g in store.groups(run, row.stage, row.step)]
