@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -47,11 +48,16 @@ def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Ludus:
 
 
 @pytest.fixture
-def after(whole: Ludus, ludus: Ludus) -> Disturbed:
-    """Copies the co-evolution as it was after a stage: `after("iteration-1/generate")`."""
+def after(whole: Ludus, zygote: Zygote, tmp_path: Path) -> Disturbed:
+    """Copies the co-evolution as it was after a stage: `after("iteration-1/generate")`.
+
+    "nothing" is before the first. Each copy has a folder of its own.
+    """
+    numbers = count()
 
     def copy(label: str) -> Ludus:
-        shutil.copytree(whole.cwd.parent / label_after(label), ludus.cwd, dirs_exist_ok=True)
-        return ludus
+        folder = tmp_path / f"copy-{next(numbers)}"
+        shutil.copytree(whole.cwd.parent / label_after(label), folder)
+        return Ludus(zygote, folder)
 
     return copy

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from harness import Ludus
+from harness import TIMEOUT_S, Ludus
 from safetensors.torch import load_file
 
 from ludus.coevolve.roles import merged
@@ -15,6 +16,7 @@ from ludus.core.types import Group
 from ludus.store import RunStore
 from ludus.train.checkpoint.state import raw
 
+T = TypeVar("T")
 Disturbed = Callable[[str], Ludus]
 
 ROOT = "coevolve/sums"
@@ -172,3 +174,12 @@ def groups(ludus: Ludus, run: str) -> list[Group]:
     """All groups that a run of the co-evolution trained on."""
     with RunStore.open(None, ludus.cwd / ROOT / "runs", read_only=True) as store:
         return [g for row in store.steps(run) for g in store.groups(run, row.stage, row.step)]
+
+
+def until(found: Callable[[], T | None]) -> T:
+    """Wait until there is an answer, and return it."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (answer := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return answer
