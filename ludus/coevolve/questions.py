@@ -113,11 +113,13 @@ def score(roles: Roles, iteration: int, observer: Observer) -> Row:
 
 
 def _refuse_lost_tools(rows: Sequence[Row]) -> None:
-    """Errors: ToolError where every answer of a chunk failed in a tool: its server is lost."""
-    if all(status == Status.ERROR_TOOL for row in rows for status in row["statuses"]):
+    """Errors: ToolError where tools failed in every problem of a chunk, so that none has a vote:
+    their server is lost."""
+    lost = [row for row in rows if row["consistency"] is None]
+    if lost == rows and all(Status.ERROR_TOOL in row["statuses"] for row in rows):
         raise ToolError(
-            f"all answers to {len(rows)} problems failed in a tool. {rows[0]['reason']}. Once the "
-            "tool works again, run the same command: what is complete stays"
+            f"a tool failed in the answers to all of {len(rows)} problems. {rows[0]['reason']}. "
+            "Once the tool works again, run the same command: what is complete stays"
         )
 
 
