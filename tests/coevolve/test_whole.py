@@ -23,7 +23,9 @@ def test_the_folder_has_all_files_of_the_layout(whole: Ludus) -> None:
         assert load_tokenizer(str(root / "models" / name)).eos_token
         assert load_file(root / "models" / name / "model.safetensors")
     for iteration in ("iteration-1", "iteration-2"):
-        made = sorted(path.name for path in (root / "generated_question" / iteration).iterdir())
+        made = sorted(
+            path.name for path in (root / "generated_question" / iteration).glob("*.jsonl")
+        )
         assert made == ["problems.jsonl", "proposals.jsonl", "rejected.jsonl"]
         assert (root / "temp_results" / iteration / "answers.jsonl").is_file()
         assert (root / "evaluation" / f"{iteration}.json").is_file()
