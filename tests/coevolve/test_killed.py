@@ -9,17 +9,17 @@ from harness import Ludus
 from ludus.coevolve.storage import Storage
 
 KILLS = [
-    ("start", "ludus.train.learner:Learner.step", 30, "kill"),
+    ("start", "ludus.train.learner:Learner.train_step", 30, "kill"),
     ("start", "ludus.coevolve.flow:export_checkpoint", 1, "kill after"),
     ("iteration-0/evaluate", "ludus.pipeline.build:Player.close", 1, "kill"),
     ("iteration-1/curriculum", "ludus.judges.proposals.votes:Voter.__call__", 3, "kill"),
-    ("iteration-1/curriculum", "ludus.train.learner:Learner.step", 2, "kill after"),
+    ("iteration-1/curriculum", "ludus.train.learner:Learner.train_step", 2, "kill after"),
     ("iteration-1/curriculum", "ludus.coevolve.storage:Storage.record", 1, "kill"),
     ("iteration-1/generate", "ludus.coevolve.questions:write_rows", 2, "kill after"),
     ("iteration-1/score", "ludus.tools.toolbox:Toolbox.call", 1, "kill after"),
     ("iteration-1/score", "ludus.coevolve.questions:write_rows", 2, "kill"),
     ("iteration-1/filter", "ludus.coevolve.questions:write_rows", 1, "kill after"),
-    ("iteration-1/executor", "ludus.train.learner:Learner.step", 2, "kill"),
+    ("iteration-1/executor", "ludus.train.learner:Learner.train_step", 2, "kill"),
     ("iteration-1/executor", "ludus.coevolve.flow:export_checkpoint", 1, "kill after"),
     ("iteration-1/evaluate", "ludus.coevolve.evaluation:atomic_write", 1, "kill after"),
     ("iteration-2/score", "ludus.coevolve.storage:Storage.record", 1, "kill"),
@@ -48,11 +48,11 @@ def test_killed_again_and_again_to_the_end_it_makes_the_same_bits(
 ) -> None:
     ludus = after("iteration-1/filter")
     for target, nth in [
-        ("ludus.train.learner:Learner.step", 1),
+        ("ludus.train.learner:Learner.train_step", 1),
         ("ludus.coevolve.storage:Storage.record", 2),
         ("ludus.judges.proposals.votes:Voter.__call__", 5),
         ("ludus.coevolve.questions:write_rows", 3),
-        ("ludus.train.learner:Learner.step", 2),
+        ("ludus.train.learner:Learner.train_step", 2),
     ]:
         strike = f"strike({target!r}, {nth}, 'kill')"
         assert ludus("coevolve", "sums.yaml", setup=strike).code == -9
@@ -75,7 +75,7 @@ def test_without_the_list_of_stages_it_finds_the_files_and_makes_the_same_bits(
 @pytest.mark.parametrize(
     ("stage", "target", "nth"),
     [
-        ("iteration-1/curriculum", "ludus.train.learner:Learner.step", 1),
+        ("iteration-1/curriculum", "ludus.train.learner:Learner.train_step", 1),
         ("iteration-1/score", "ludus.tools.toolbox:Toolbox.call", 1),
         ("iteration-1/evaluate", "ludus.tools.toolbox:Toolbox.call", 1),
     ],
