@@ -4,16 +4,13 @@ import io
 import json
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from made_coevolution import EVIL, RTL, World, make_world
 from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parent))
-from world import EVIL, RTL, World, make_world
 
 from ludus.coevolve.report.facts import read_facts
 from ludus.coevolve.report.page import headline, try_report, write_report
