@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import typer
 
@@ -69,23 +69,9 @@ def coevolve(
     ] = None,
 ) -> None:
     """Train a curriculum agent and an executor agent in turns; resumes what is there."""
-    words = words or []
-    stages = [word for word in words if "=" not in word]
-    overrides = [word for word in words if "=" in word]
-    if len(stages) > 1:
-        raise ConfigError(f"{' '.join(stages)}: name one stage, or none for all")
-    if iteration is not None and not stages:
-        raise ConfigError("--iteration belongs to a stage: name one")
-    if problem is not None and (stages != ["show"] or iteration is None):
-        raise ConfigError("--problem belongs to show --iteration N: give both")
-    if iteration is not None and stages == ["report"]:
-        raise ConfigError("--iteration: the report holds all iterations: remove it")
-    if dry_run and (stages or test_mode):
-        given = stages[0] if stages else "--test-mode"
-        raise ConfigError(f"--dry-run shows all stages of a whole co-evolution: remove {given}")
-    for option, value in {"--hardware": hardware, "--fill": fill}.items():
-        if value is not None and not dry_run:
-            raise ConfigError(f"{option} belongs to --dry-run: give both, or none")
+    stages, overrides = _sorted_words(words or [])
+    of_dry_run = {"--hardware": hardware, "--fill": fill}
+    _refuse_combinations(stages, iteration, problem, test_mode, dry_run, of_dry_run)
     if storage is not None:
         overrides.append(f"storage={storage}")
     from ludus.config.coevolve import CoevolveConfig
@@ -110,7 +96,7 @@ def coevolve(
         show_on_screen(render(storage_of(config), iteration, problem))
         return
     if dry_run:
-        _show_plan(config, named_origins(recipe, overrides), hardware or "here", fill)
+        show_plan(recipe, overrides, hardware or "here", fill)
         return
     display = Display()
     try:
@@ -129,20 +115,58 @@ def coevolve(
     typer.echo(f"{flow.storage.root}")
 
 
-def _show_plan(
-    config: Any, origins: AbstractContextManager[None], hardware: str, fill: float | None
+def _sorted_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the stage, if one is named, and the settings. Errors: ConfigError for two stages."""
+    stages = [word for word in words if "=" not in word]
+    if len(stages) > 1:
+        raise ConfigError(f"{' '.join(stages)}: name one stage, or none for all")
+    return stages, [word for word in words if "=" in word]
+
+
+def _refuse_combinations(
+    stages: Sequence[str],
+    iteration: int | None,
+    problem: str | None,
+    test_mode: bool,
+    dry_run: bool,
+    of_dry_run: Mapping[str, object],
+) -> None:
+    """Refuse options that have no effect beside the others. Errors: ConfigError."""
+    if iteration is not None and not stages:
+        raise ConfigError("--iteration belongs to a stage: name one")
+    if problem is not None and (stages != ["show"] or iteration is None):
+        raise ConfigError("--problem belongs to show --iteration N: give both")
+    if iteration is not None and stages == ["report"]:
+        raise ConfigError("--iteration: the report holds all iterations: remove it")
+    if dry_run and (stages or test_mode):
+        given = stages[0] if stages else "--test-mode"
+        raise ConfigError(f"--dry-run shows all stages of a whole co-evolution: remove {given}")
+    for option, value in of_dry_run.items():
+        if value is not None and not dry_run:
+            raise ConfigError(f"{option} belongs to --dry-run: give both, or none")
+
+
+def show_plan(
+    recipe: str,
+    overrides: Sequence[str],
+    hardware: str,
+    fill: float | None,
+    efficiency: float | None = None,
 ) -> None:
     """Print the plan; exit code 1 where it does not fit."""
     from ludus.coevolve.checks import check_all
     from ludus.coevolve.flow import storage_of
-    from ludus.coevolve.plan import plan
+    from ludus.coevolve.plan import EFFICIENCY, plan
     from ludus.coevolve.plan_lines import lines
     from ludus.coevolve.roles import Roles
+    from ludus.config.coevolve import CoevolveConfig
+    from ludus.config.load import load_as
 
-    with origins:
+    config = load_as(CoevolveConfig, recipe, overrides)
+    with named_origins(recipe, overrides):
         roles = Roles(config, storage_of(config))
         check_all(roles)
-    estimate = plan(roles, hardware, fill)
+    estimate = plan(roles, hardware, fill, efficiency or EFFICIENCY)
     for line in lines(roles, estimate):
         typer.echo(line)
     if estimate.too_large:

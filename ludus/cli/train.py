@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ludus.cli.coevolve import show_plan
 from ludus.cli.options import Overrides, Recipe, RunsDir, check, load
 from ludus.core.errors import ConfigError
 
@@ -181,8 +182,18 @@ def plan(
 ) -> None:
     """Estimate memory, time and cost of a recipe on given hardware. Trains nothing.
 
-    Plays a few episodes of the environment's expert. Uses no network.
+    Plays a few episodes of the environment's expert. Uses no network. Of a co-evolution, it prints
+    the plan of all stages, as `ludus coevolve RECIPE --dry-run` does.
     """
+    from ludus.config.load import is_coevolution
+
+    if is_coevolution(recipe):
+        of_a_run = {"--tool-calls": tool_calls, "--tool-call-s": tool_call_s}
+        of_a_run["--env-step-s"] = env_step_s or None
+        if given := [option for option, value in of_a_run.items() if value is not None]:
+            raise ConfigError(f"{given[0]} belongs to the plan of a run: remove it")
+        show_plan(recipe, overrides or [], hardware, fill, efficiency)
+        return
     from ludus.diagnostics import plan as planning
     from ludus.diagnostics.episodes import measure
     from ludus.diagnostics.hardware import find_hardware

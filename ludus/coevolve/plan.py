@@ -29,6 +29,10 @@ STAGE_S = 1.0
 """Seconds to open and close a small model: all stages run in one process, which starts once."""
 
 
+EFFICIENCY = 0.35
+"""Fraction of the hardware's peak that is reached."""
+
+
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """A stage: its work in words, seconds, and bytes by device.
@@ -79,23 +83,28 @@ class CoevolutionPlan:
         ]
 
 
-def plan(roles: Roles, hardware: str = "here", fill: float | None = None) -> CoevolutionPlan:
+def plan(
+    roles: Roles,
+    hardware: str = "here",
+    fill: float | None = None,
+    efficiency: float = EFFICIENCY,
+) -> CoevolutionPlan:
     """Estimate a co-evolution.
 
     Args:
-        hardware, fill: as `ludus plan` has them. Without `fill`, the expert of a role's
+        hardware, fill, efficiency: as `ludus plan` has them. Without `fill`, the expert of a role's
             environment is played, else that of the start; without one, episodes use all turns and
             the whole context.
 
     Errors: ConfigError, DataError.
     """
-    return _Planner(roles, hardware, fill).plan()
+    return _Planner(roles, hardware, fill, efficiency).plan()
 
 
 class _Planner:
-    def __init__(self, roles: Roles, hardware: str, fill: float | None) -> None:
+    def __init__(self, roles: Roles, hardware: str, fill: float | None, efficiency: float) -> None:
         self.roles, self.config = roles, roles.config
-        self._name, self._fill = hardware, fill
+        self._name, self._fill, self._efficiency = hardware, fill, efficiency
         self._hardware: dict[str, Hardware] = {}
         self._notes: dict[str, None] = {}
 
@@ -221,11 +230,14 @@ class _Planner:
 
     def _run(self, config: RunConfig, usage: Usage | None) -> Plan:
         self._note(config, usage)
-        return planning.plan(config, self._on(config), fill=self._fill or 1.0, usage=usage)
+        fill, on = self._fill or 1.0, self._on(config)
+        return planning.plan(config, on, fill=fill, efficiency=self._efficiency, usage=usage)
 
     def _played(self, config: RunConfig, num_tasks: int, samples: int, usage: Usage | None) -> Plan:
         fill, on = self._fill or 1.0, self._on(config)
-        return planning.playing(config, on, num_tasks, samples, fill=fill, usage=usage)
+        return planning.playing(
+            config, on, num_tasks, samples, fill=fill, efficiency=self._efficiency, usage=usage
+        )
 
     def _on(self, config: RunConfig) -> Hardware:
         device = config.model.device

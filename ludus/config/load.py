@@ -81,15 +81,21 @@ def load_as(
     return config
 
 
+def is_coevolution(source: Source) -> bool:
+    """Returns whether a recipe is of a co-evolution, and not of a run. Errors: ConfigError."""
+    return _coevolves(_read(source).data)
+
+
+def _coevolves(data: Any) -> bool:
+    return isinstance(data, Mapping) and {"iterations", "curriculum"} <= set(data)
+
+
 def other_kind(data: Mapping[str, Any], schema: type[BaseModel]) -> str:
     """Returns what to do with a recipe of the other kind (run, co-evolution); else ""."""
-    if ("iterations" in data and "curriculum" in data) == ("iterations" in schema.model_fields):
+    if _coevolves(data) == ("iterations" in schema.model_fields):
         return ""
     if schema is RunConfig:
-        return (
-            "this is a recipe of co-evolution: run it with `ludus coevolve`, which shows its plan "
-            "with --dry-run"
-        )
+        return "this is a recipe of co-evolution: run it with `ludus coevolve`"
     return "this is the recipe of a run, without `iterations` and `curriculum`: use `ludus train`"
 
 

@@ -16,7 +16,7 @@ from ludus.coevolve.plan import CoevolutionPlan, StagePlan, plan
 from ludus.coevolve.roles import Roles
 from ludus.config import yaml12
 from ludus.config.coevolve import CoevolveConfig
-from ludus.config.load import load_as, load_config
+from ludus.config.load import load_as
 from ludus.core.errors import ConfigError, LudusError
 from ludus.diagnostics.hardware import HARDWARE, Hardware
 
@@ -204,6 +204,14 @@ def test_the_estimate_is_near_a_measured_run(monkeypatch: pytest.MonkeyPatch) ->
     assert 53 / 3 < iteration < 53 * 3
 
 
-def test_plan_and_train_name_the_verb_of_such_a_recipe(recipe: str) -> None:
-    with pytest.raises(ConfigError, match="`ludus coevolve`, which shows its plan with --dry-run"):
-        load_config(recipe)
+def test_plan_shows_the_same_and_train_names_the_verb(recipe: str) -> None:
+    dry = CliRunner().invoke(app, ["coevolve", recipe, "--dry-run", "--hardware", "l4"])
+    done = CliRunner().invoke(app, ["plan", recipe, "--hardware", "l4"])
+    assert (done.exit_code, done.output) == (dry.exit_code, dry.output)
+    slower = CliRunner().invoke(app, ["plan", recipe, "--hardware", "l4", "--efficiency", "0.1"])
+    assert slower.exit_code == 0
+    assert slower.output != done.output
+    with pytest.raises(ConfigError, match="--tool-calls belongs to the plan of a run"):
+        CliRunner().invoke(app, ["plan", recipe, "--tool-calls", "3"], catch_exceptions=False)
+    with pytest.raises(ConfigError, match="run it with `ludus coevolve`"):
+        CliRunner().invoke(app, ["train", recipe], catch_exceptions=False)
