@@ -31,6 +31,7 @@ def coevolve(
         int | None,
         typer.Option(
             min=0,
+            max=1000,
             help="Iteration of STAGE; default: the first that lacks it. Of show: its problems.",
         ),
     ] = None,

@@ -253,7 +253,7 @@ def evaluation(
     ] = 128,
     max_body_mb: Annotated[int, typer.Option(min=1, help="Size of a request.")] = 16,
     max_judges: Annotated[
-        int, typer.Option(min=1, help="Judges kept, one for each set of arguments.")
+        int, typer.Option(min=1, help="Judges with arguments of clients, one for each set.")
     ] = 16,
     max_connections: MaxConnections = 8192,
     max_per_address: MaxPerAddress = 4096,

@@ -93,10 +93,11 @@ class Storage:
     def complete(self) -> dict[str, Row]:
         """The results of the complete stages, by label. Errors: DataError for a damaged file."""
         try:
-            return dict(json.loads(self.state.read_text(encoding="utf-8"))["stages"])
+            stages = json.loads(self.state.read_text(encoding="utf-8"))["stages"]
+            return {label: _stage(row) for label, row in dict(stages).items()}
         except FileNotFoundError:
             return {}
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise DataError(
                 f"{self.state} is damaged: {error!r}. Remove it: the stages run again, from "
                 "the files that are there"
@@ -106,6 +107,14 @@ class Storage:
         """Note that a stage is complete; its files are."""
         stages = {**self.complete(), label: dict(result)}
         atomic_write(self.state, json.dumps({"stages": stages}, indent=1))
+
+
+def _stage(row: Any) -> Row:
+    """A stage's results. Errors: TypeError, ValueError."""
+    if not isinstance(row, dict):
+        raise TypeError(f"the results of a stage are {row!r:.80}")
+    float(row.get("seconds") or 0.0)
+    return row
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -137,10 +146,15 @@ def read_rows(path: Path, keys: Collection[str] = ()) -> list[Row]:
             f"{path} does not exist: remove the stage that writes it, and those after it, from "
             f"{STATE}; it runs again"
         ) from None
-    for number, line in enumerate(text.split("\n")[:-1], start=1):
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    *lines, rest = text.split("\n")
+    if rest:
+        raise DataError(f"{path}: line {len(lines) + 1} is damaged: its end is missing")
+    for number, line in enumerate(lines, start=1):
         try:
             rows.append(dict(json.loads(line)))
-        except (TypeError, ValueError) as error:
+        except (RecursionError, TypeError, ValueError) as error:
             raise DataError(f"{path}: line {number} is damaged: {error}") from None
         if lacking := [key for key in keys if key not in rows[-1]]:
             raise DataError(f"{path}: line {number} has no `{lacking[0]}`")

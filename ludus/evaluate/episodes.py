@@ -42,7 +42,10 @@ class EpisodeFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        empty = self._file.tell() == 0
         self._file.close()
+        if empty:  # nothing was played: the same command may run again
+            self.path.unlink(missing_ok=True)
 
     def recorder(self, model: str, tasks: Iterable[Task]) -> Callable[[Trajectory], None]:
         """Returns a function that writes an episode of `model` with one of these tasks."""

@@ -78,16 +78,16 @@ def normalised_words(text: str) -> list[str]:
 
 def f1(words: list[str], accepted: list[str]) -> float:
     """The F1 of two lists of words; 1 for two empty ones, as in SQuAD 2.0."""
-    return _f1(Counter(words), accepted)
+    return _f1(Counter(words), len(words), accepted)
 
 
 def _best_f1(words: list[str], accepted: list[str]) -> float:
     counts = Counter(words)  # once: there may be many
-    return max(_f1(counts, normalised_words(answer)) for answer in accepted)
+    return max(_f1(counts, len(words), normalised_words(answer)) for answer in accepted)
 
 
-def _f1(counts: Counter[str], accepted: list[str]) -> float:
+def _f1(counts: Counter[str], total: int, accepted: list[str]) -> float:
     if not counts or not accepted:
         return float(not counts and not accepted)
     common = sum(min(counts[word], number) for word, number in Counter(accepted).items())
-    return 2 * common / (counts.total() + len(accepted))
+    return 2 * common / (total + len(accepted))

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from pydantic import ValidationError
@@ -90,16 +91,33 @@ class Outputs:
     plot: Path | None = None
 
     def check(self, num_models: int) -> None:
-        """Errors: ConfigError for a file that exists, without a folder, or without a chart."""
+        """Errors: ConfigError for a file that cannot be made, for two that are one, or for a chart
+        of one model.
+        """
         if self.plot is not None and num_models < 2:
             raise ConfigError("--plot: a curve needs two models or more: name them in their order")
-        for option, path in (("--json", self.results), ("--plot", self.plot)):
+        files = {"--out": self.episodes, "--json": self.results, "--plot": self.plot}
+        named: dict[Path, str] = {}
+        for option, path in files.items():
             if path is None:
                 continue
-            if path.exists():
-                raise ConfigError(f"{option} {path}: it exists; name a new file")
-            if not path.parent.is_dir():
-                raise ConfigError(f"{option} {path}: there is no folder {path.parent}")
+            if (other := named.setdefault(path.absolute(), option)) != option:
+                raise ConfigError(f"{option} {path}: it is the file of {other}, too")
+            if option != "--out":  # which is made at once
+                _check_new(option, path)
+
+
+def _check_new(option: str, path: Path) -> None:
+    """Errors: ConfigError where the file exists, or cannot be made: after hours is too late."""
+    try:
+        if path.exists():
+            raise ConfigError(f"{option} {path}: it exists; name a new file")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{option} {path}: there is no folder {path.parent}")
+        TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        told = f"cannot be written: {error.strerror}"
+        raise ConfigError(f"{option} {path!s:.200}: {told}") from None
 
 
 def named_pairs(pairs: Sequence[str], on: Sequence[str]) -> dict[str, str]:

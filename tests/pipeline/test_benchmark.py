@@ -237,6 +237,9 @@ REFUSED: list[tuple[list[str], str]] = [
     ([M, "--on", "amc", "--num-tasks", "0"], "--num-tasks must be"),
     ([M, "--on", "amc", "--plot", "c.svg"], "--plot: a curve needs two models"),
     ([M, "--on", "amc", "--json", "absent/r.json"], "there is no folder absent"),
+    ([M, "--on", "amc", "--json", "/proc/r.json"], "--json /proc/r.json: cannot be written: "),
+    ([M, "--on", "amc", "--json", "r" * 300], "cannot be written: File name too long"),
+    ([M, "--on", "amc", "--json", "r", "--out", "r"], "--json r: it is the file of --out, too"),
     ([M, "--on", "amc", "--list"], "--list plays nothing"),
     (["no-such-run", "--on", "amc"], "Hugging Face folder"),
 ]
@@ -264,6 +267,15 @@ def test_files_are_not_overwritten(tmp_path: Path) -> None:
         done = play(M, "--on", "amc", *data("amc"), option, tmp_path / "r.json")
         assert done.exit_code == 2
         assert "name a new" in done.output
+
+
+def test_a_file_of_no_episodes_does_not_stay(tmp_path: Path) -> None:
+    """The endpoint is not there: once it is, the same command has to be right."""
+    words = (M, "--on", "amc", *data("amc"), "--out", tmp_path / "episodes.jsonl")
+    for _ in range(2):
+        done = play(*words)
+        assert "cannot be reached" in done.output
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_list_shows_every_benchmark() -> None:

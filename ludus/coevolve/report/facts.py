@@ -6,14 +6,13 @@ A stage that did not run leaves its numbers empty, so the report can be written 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-from pydantic import ValidationError
 
 from ludus.coevolve.report.problems import KEPT, Problem, read_problems
 from ludus.coevolve.roles import run_name
@@ -137,8 +136,8 @@ def share(hits: float, number: int, confidence: float = 0.95) -> Estimate:
 
 
 def _number(label: str) -> int | None:
-    head, _, number = label.partition("/")[0].partition("-")
-    return int(number) if head == "iteration" and number.isdigit() else None
+    match = re.match(r"iteration-([0-9]{1,4})/", label)
+    return int(match[1]) if match else None
 
 
 def _first_of_each(problems: Iterable[Problem]) -> list[Problem]:
@@ -192,7 +191,7 @@ def _evaluation(path: Path) -> dict[str, Any]:
         return found
     except FileNotFoundError:
         return {}
-    except (OSError, KeyError, TypeError, ValueError, ValidationError) as error:
+    except (OSError, KeyError, RecursionError, TypeError, ValueError) as error:
         told = str(error).splitlines()[0]
         raise DataError(
             f"{path} is no evaluation of a co-evolution ({told}): restore the file, or remove it "

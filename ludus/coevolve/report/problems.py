@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, TypeVar
 
-from ludus.coevolve.storage import Row, Storage, read_rows
+from pydantic import BaseModel, Field, FiniteFloat, InstanceOf, ValidationError, model_validator
+
+from ludus.coevolve.storage import Storage, read_rows
+from ludus.core.errors import DataError, first_fault
 from ludus.core.types import Status
 
 KEPT = "kept"
+
+Text = InstanceOf[str]
+"""A text of a model: it may hold half a surrogate pair, which pydantic refuses in `str`."""
+
+R = TypeVar("R", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,55 +76,109 @@ def read_problems(storage: Storage, iteration: int) -> list[Problem]:
 
     Errors: DataError for a damaged file.
     """
-    answered = {row["question"]: row for row in _rows(storage, iteration, "answers")}
-    fates = {str(row["id"]): str(row["reason"]) for row in _rows(storage, iteration, "rejected")}
-    fates |= {str(row["id"]): KEPT for row in _rows(storage, iteration, "problems")}
+    proposals = _rows(storage.questions(iteration, "proposals"), _Proposal)
+    answered = {row.question: row for row in _rows(storage.temporary(iteration, "answers"), _Vote)}
+    fates = {row.id: row.reason for row in _rows(storage.questions(iteration, "rejected"), _Fate)}
+    kept = _rows(storage.questions(iteration, "problems"), _Kept)
+    fates |= {row.id: KEPT for row in kept}
     found, seen = [], set[str]()
-    for number, row in enumerate(_rows(storage, iteration, "proposals"), start=1):
-        question = row["question"]
-        vote = answered.get(question) if question is not None else None
-        fate, repeats = fates.get(str(row["id"]), ""), question in seen
-        found.append(_problem(number, row, vote, fate, repeats))
+    for number, row in enumerate(proposals, start=1):
+        question = row.question
+        vote = None if question is None else answered.get(question)
+        found.append(_problem(number, row, vote, fates.get(row.id, ""), question in seen))
         if question is not None:
             seen.add(question)
     return found
 
 
-def _rows(storage: Storage, iteration: int, name: str) -> list[Row]:
-    folder = storage.temporary if name == "answers" else storage.questions
-    path = folder(iteration, name)
-    return read_rows(path) if path.is_file() else []
+class _Proposal(BaseModel):
+    """A row of `proposals.jsonl`."""
+
+    id: str
+    text: Text | None
+    question: Text | None
+    claimed: Text | None
+    reason: Text | None
 
 
-def _problem(number: int, row: Row, vote: Row | None, fate: str, repeats: bool) -> Problem:
-    vote = vote or {}
-    p = vote.get("consistency")
-    return Problem(
+class _Vote(BaseModel):
+    """A row of `answers.jsonl`; without a vote it ends with the texts."""
+
+    question: Text
+    statuses: list[Status]
+    tool_calls: list[int]
+    texts: list[Text | None]
+    consistency: Annotated[float, Field(ge=0, le=1)] | None
+    answer: Text | None = None
+    counts: list[tuple[Text, int]] = []
+    classes: list[int | None] = []
+    tie: bool = False
+    agrees: bool | None = None
+    mean_tool_calls: FiniteFloat | None = None
+    reason: Text | None
+
+    @model_validator(mode="after")
+    def _same_length(self) -> _Vote:
+        if not len(self.statuses) == len(self.tool_calls) == len(self.texts):
+            raise ValueError("`statuses`, `tool_calls` and `texts` have to be equally many")
+        return self
+
+
+class _Fate(BaseModel):
+    """A row of `rejected.jsonl`."""
+
+    id: str
+    reason: Text
+
+
+class _Kept(BaseModel):
+    """A row of `problems.jsonl`."""
+
+    id: str
+
+
+def _rows(path: Path, form: type[R]) -> list[R]:
+    """The rows of a file; none where it is absent. Errors: DataError names the line."""
+    rows = []
+    for number, row in enumerate(read_rows(path) if path.is_file() else [], start=1):
+        try:
+            rows.append(form.model_validate(row))
+        except ValidationError as error:
+            told = first_fault(error, "the row")
+            raise DataError(f"{path}: line {number} is damaged: {told}") from None
+    return rows
+
+
+def _problem(number: int, row: _Proposal, vote: _Vote | None, fate: str, repeats: bool) -> Problem:
+    problem = Problem(
         number=number,
-        id=str(row["id"]),
-        text=row["text"],
-        question=row["question"],
-        claimed=row["claimed"],
-        p=p,
-        answer=vote.get("answer"),
-        agrees=vote.get("agrees") if not repeats else None,
-        tie=bool(vote.get("tie")),
-        counts=[(str(text), int(count)) for text, count in vote.get("counts", ())],
-        mean_tool_calls=vote.get("mean_tool_calls"),
-        answers=[] if repeats else _answers(vote),
+        id=row.id,
+        text=row.text,
+        question=row.question,
+        claimed=row.claimed,
         fate=fate,
-        remark=str((row["reason"] if row["question"] is None else vote.get("reason")) or ""),
+        remark=(row.reason if row.question is None else vote and vote.reason) or "",
         repeats=repeats,
+    )
+    if vote is None:
+        return problem
+    return replace(
+        problem,
+        p=vote.consistency,
+        answer=vote.answer,
+        agrees=None if repeats else vote.agrees,
+        tie=vote.tie,
+        counts=vote.counts,
+        mean_tool_calls=vote.mean_tool_calls,
+        answers=[] if repeats else _answers(vote),
     )
 
 
-def _answers(vote: Row) -> list[Answer]:
+def _answers(vote: _Vote) -> list[Answer]:
     """`classes` has an entry for each episode that counts."""
-    if not vote:
-        return []
-    classes = iter(vote.get("classes", ()))
-    rows = zip(vote["statuses"], vote["tool_calls"], vote["texts"], strict=True)
+    classes = iter(vote.classes)
+    rows = zip(vote.statuses, vote.tool_calls, vote.texts, strict=True)
     return [
-        Answer(status, calls, text, next(classes, None) if Status(status).trainable else None)
+        Answer(status.value, calls, text, next(classes, None) if status.trainable else None)
         for status, calls, text in rows
     ]

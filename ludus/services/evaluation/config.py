@@ -31,11 +31,14 @@ CLIENT_ARGS: dict[str, tuple[str, ...]] = {
     "answer": ("extract", "markers", "tolerance"),
     "choice": ("options",),
     "code": ("max_tests", "reward"),
-    "format": ("markers", "pattern", "thinking"),
+    "format": ("markers", "thinking"),
     "math": ("digits", "extract"),
     "qa": ("extract", "markers", "metric"),
 }
-"""Arguments without effect on what a judge may reach, or how much it may use."""
+"""Arguments without effect on what a judge may reach, or how much it may use.
+
+Not `pattern` of `format`: a short one can take seconds to compile, and each has its processes.
+"""
 
 CONCURRENT = 16
 

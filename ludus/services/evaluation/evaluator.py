@@ -24,7 +24,7 @@ from ludus.judges.remote.wire import (
     Item,
 )
 from ludus.services.evaluation.config import ServedJudge
-from ludus.services.evaluation.kept import KeptJudges
+from ludus.services.evaluation.kept import KeptJudges, TooManyJudges
 from ludus.services.evaluation.turns import Turns
 from ludus.services.server.app import BUCKETS_S, ServiceError
 from ludus.telemetry.logs import get_logger
@@ -33,6 +33,9 @@ log = get_logger(__name__)
 
 MAX_TEXT = 2_000
 """Characters of an explanation, and of an error, that are sent back."""
+
+MAX_ARGS = 10_000
+"""Characters and values of a judge's arguments from a client: they are read for every output."""
 
 END_S = 5.0
 """Seconds that a cancelled judge may take to end before it is left alone."""
@@ -43,7 +46,7 @@ class EvaluationLimits:
     """Limits of requests, and of all requests together.
 
     `max_chars` counts an item's characters and values. `max_pending_chars` is shared equally by the
-    clients' tokens. `max_judges` are kept with their processes.
+    clients' tokens, and so is `max_judges`: the judges with arguments of clients.
     """
 
     max_items: int = 4_096
@@ -68,7 +71,7 @@ class Evaluator:
         self._judges = {served.name: served for served in judges}
         self._limits, self._metrics = limits, _Metrics(registry)
         self._turns = {served.name: Turns(served.concurrent) for served in judges}
-        self._kept = KeptJudges(limits.max_judges)
+        self._kept = KeptJudges(limits.max_judges, max(1, limits.max_judges // max(1, num_tokens)))
         self._pending = _Pending(limits.max_pending_chars // max(1, num_tokens))
         self.num_items = 0
         Gauge(
@@ -90,13 +93,17 @@ class Evaluator:
             told = f"{len(items)} of them, at most {self._limits.max_items} in a request"
             raise ServiceError.invalid("items", told)
         seconds = self._deadline_s(request)
+        if (size := _size(request.judge.args)) > MAX_ARGS:
+            told = f"{size:,} characters and values, at most {MAX_ARGS:,}"
+            raise ServiceError.invalid("judge.args", told)
         sizes = [size_of(item) for item in items]
         end = "gone"
         with self._pending.holding(tenant, sum(sizes)):
             try:
                 self.num_items += len(items)
                 spec = served.with_args(request.judge.args)
-                async with self._kept.using(spec) as judge:
+                own = not request.judge.args
+                async with self._kept.using(spec, tenant, is_operators=own) as judge:
                     scoring = _Scoring(
                         judge, served.name, self._turns[served.name], tenant, self._metrics
                     )
@@ -104,6 +111,10 @@ class Evaluator:
                     pairs = list(zip(items, sizes, strict=True))
                     results = await scoring.all(pairs, lanes, seconds, self._limits.max_chars)
                 end = "complete" if all(one.scored for one in results) else "partial"
+            except TooManyJudges as error:
+                end = "refused"
+                told = f"{error}: send it again later"
+                raise ServiceError(429, "too_many_judges", told) from None
             except LudusError as error:
                 end = "refused"
                 raise ServiceError(422, "invalid", _text(str(error))) from error
@@ -287,8 +298,13 @@ def size_of(item: Item) -> int:
         prompt = item.prompt if isinstance(item.prompt, str) else ""
         if not item.prompt or prompt:
             return len(item.output) + len(item.truth) + len(prompt)
+    return _size(item.output, item.truth, item.prompt, item.data)
+
+
+def _size(*values: Any) -> int:
+    """Characters and values in nested lists and mappings."""
     size = 0
-    waiting: list[Any] = [item.output, item.truth, item.prompt, item.data]
+    waiting: list[Any] = list(values)
     while waiting:
         value = waiting.pop()
         size += 1

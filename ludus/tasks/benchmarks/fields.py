@@ -109,6 +109,7 @@ class Fields:
                 f"the answer {answer} is none of its {len(options)} options, A to "
                 f"{ascii_uppercase[len(options) - 1]}"
             )
+        check_unicode([question, answer, *options, category, id])
         return Item(question, answer, options, category, id)
 
     def _listed(self, row: Row) -> tuple[str, ...]:
@@ -150,7 +151,6 @@ def _text(row: Row, names: Names) -> str:
         raise ValueError(f"field {name!r} must be a text, got {value!r:.80}")
     if not value.strip():
         raise ValueError(f"field {name!r} is empty")
-    check_unicode(value)
     return value.strip()
 
 

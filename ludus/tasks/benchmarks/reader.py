@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import csv
 import json
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -122,9 +123,15 @@ def file_rows(path: str) -> Rows:
     Errors: DataError for a file that is absent, of another kind, damaged or empty.
     """
     file = Path(path)
-    if not file.is_file():
-        what = "is a folder, not a file" if file.is_dir() else "does not exist"
-        raise DataError(f"{path} {what}")
+    try:
+        mode = file.stat().st_mode
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist") from None
+    except OSError as error:
+        raise DataError(f"{path:.200}: cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(mode):
+        what = "a folder, not a file" if stat.S_ISDIR(mode) else "no regular file"
+        raise DataError(f"{path} is {what}")
     kinds = {
         ".jsonl": _json_rows,
         ".json": _json_rows,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -118,6 +119,65 @@ def test_a_damaged_evaluation_is_named(world: World, tmp_path: Path) -> None:
     path.write_text('{"heldout": {"success": 1}}')
     with pytest.raises(DataError, match=r"iteration-2\.json is no evaluation"):
         read_facts(Storage(root))
+
+
+PROPOSAL = {"id": "a", "text": "t", "question": "q", "claimed": "1", "reason": None}
+VOTE = {
+    "question": "q",
+    "statuses": ["completed"],
+    "tool_calls": [0],
+    "texts": ["x"],
+    "consistency": 1.0,
+    "counts": [["1", 1]],
+    "classes": [0],
+    "reason": None,
+}
+FILES = {"proposals": PROPOSAL, "answers": VOTE, "rejected": {"id": "a", "reason": "p"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("proposals", {"question": ["q"]}),
+        ("proposals", {"text": 7}),
+        ("answers", {"statuses": ["done"]}),
+        ("answers", {"texts": []}),
+        ("answers", {"consistency": math.nan}),
+        ("answers", {"counts": [1]}),
+        ("rejected", {"reason": None}),
+        ("state", {"iteration-1/filter": 5}),
+        ("state", {"iteration-1/filter": {"seconds": "x"}}),
+        pytest.param("proposals", b"\xff\xfe\n", id="binary"),
+        pytest.param("proposals", b"[" * 100_000 + b"\n", id="deep"),
+        pytest.param("state", b"[" * 100_000, id="deep-state"),
+        pytest.param("answers", json.dumps(VOTE).encode(), id="no end of line"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, change: Any) -> None:
+    storage = Storage(tmp_path)
+    storage.record("iteration-1/generate", {"seconds": 1.0})
+    paths = {file: storage.questions(1, file) for file in FILES}
+    paths |= {"answers": storage.temporary(1, "answers"), "state": storage.state}
+    for file, row in FILES.items():
+        write_rows(paths[file], [row])
+    render(storage, 1, "1")
+    if isinstance(change, bytes):
+        paths[name].write_bytes(change)
+    elif name == "state":
+        storage.state.write_text(json.dumps({"stages": change}))
+    else:
+        write_rows(paths[name], [{**FILES[name], **change}])
+    for use in (lambda: render(storage, 1, "1"), lambda: write_report(storage, [])):
+        with pytest.raises(DataError, match=f"{name}.json"):
+            use()
+
+
+def test_a_label_that_is_no_stage_is_listed(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    storage.record("iteration-1/generate", {})
+    for label in ("iteration-\u00b2/score", f"iteration-{'9' * 5000}/score"):
+        storage.record(label, {})
+    assert [one.number for one in read_facts(storage).iterations] == [0, 1]
 
 
 def test_every_problem_is_on_one_page(tmp_path: Path) -> None:

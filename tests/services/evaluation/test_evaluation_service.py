@@ -192,6 +192,10 @@ async def test_failures_of_a_judge_are_never_scores() -> None:
             {"output": "7", "judge": {"name": "math", "args": {"digits": 99}}},
             "judge.args.digits must be a whole number",
         ),
+        (
+            {"output": "7", "judge": {"name": "answer", "args": {"markers": ["a" * 10_000, "b"]}}},
+            "judge.args: ",
+        ),
         ({"output": "7", "judge": {"nam": "math"}}, "judge.name"),
         ({"output": "7", "deadline_s": 0}, "deadline_s"),
         ({"output": "7", "deadline_s": 301}, "deadline_s: 301, at most 300 on this service"),
@@ -291,12 +295,48 @@ async def test_judges_with_many_arguments_are_closed(tmp_path: Path) -> None:
         slow = asyncio.create_task(ask(-1, 1.0))
         await asyncio.sleep(0.1)
         assert [await ask(number) for number in range(10)] == [1.0] * 10
-        assert sorted(Opens.open) == [-1, 7, 8, 9]
+        assert sorted(Opens.open) == [-1, 8, 9]
         assert "ludus_evaluation_judges 3.0" in (await client.get("/metrics")).text
         assert await slow == 1.0
+        assert await ask(10) == 1.0
         await asyncio.sleep(0.1)
-        assert sorted(Opens.open) == [7, 8, 9]
+        assert sorted(Opens.open) == [8, 9, 10]
     assert Opens.open == []
+
+
+async def test_a_pattern_is_the_operators() -> None:
+    """One of 300 characters takes seconds to compile, and the service waits."""
+    args = {"pattern": "(?i)" + r"[\x00-\uffff]" * 20}
+    async with served("format") as client:
+        told = await refusal(client, {"output": "7", "judge": {"name": "format", "args": args}})
+    assert told.startswith("judge.args.pattern: set by the operator")
+
+
+@pytest.mark.parametrize(("tokens", "most"), [((), 2), (("a" * 32, "b" * 32), 1)])
+async def test_no_more_judges_are_built_than_may_be_in_use(
+    tmp_path: Path, tokens: tuple[str, ...], most: int
+) -> None:
+    """Each judge may have processes: many arguments at once must not start more of them."""
+    config = tmp_path / "judges.yaml"
+    config.write_text(
+        "judges: {opens: {name: 'served_judges:Opens', args: {}, client_args: [number]}}"
+    )
+    Opens.open.clear()
+    async with served("answer", str(config), tokens, max_judges=2) as client:
+        if tokens:
+            client.headers["Authorization"] = f"Bearer {tokens[0]}"
+
+        async def ask(number: int) -> httpx.Response:
+            judge = {"name": "opens", "args": {"number": number}}
+            return await client.post("/evaluate", json={"output": "7", "truth": 1, "judge": judge})
+
+        answers = await asyncio.gather(*(ask(number) for number in range(9)))
+        statuses = sorted(answer.status_code for answer in answers)
+        assert statuses == [200] * most + [429] * (9 - most)
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert refused.json()["error"]["type"] == "too_many_judges"
+        assert len(Opens.open) == most
+        assert (await ask(20)).status_code == 200
 
 
 async def test_a_batch_of_a_client_does_not_hold_up_another(tmp_path: Path) -> None:

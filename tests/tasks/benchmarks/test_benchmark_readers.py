@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,16 @@ def test_bbehs_prompt() -> None:
         "question is multiple choice with a single correct answer, the final answer must only be "
         'the letter corresponding to the correct answer. For example, "The answer is: (a)".'
     )
+
+
+@pytest.mark.parametrize("key", ["question", "options", "category", "question_id"])
+def test_half_a_surrogate_pair_is_refused_in_every_field(tmp_path: Path, key: str) -> None:
+    """Also in a JSON list, whose rows are not read line by line: a prompt would not be encoded."""
+    row = {**PRO, key: ["a", "b\ud800"] if key == "options" else "\ud800"}
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([row]))
+    with pytest.raises(DataError, match="line 1 has a lone surrogate"):
+        read("mmlu-pro", str(path))
 
 
 def test_a_question_is_no_template(tmp_path: Path) -> None:
@@ -227,6 +238,14 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
         read("gsm8k", str(tmp_path / "absent.jsonl"))
     with pytest.raises(DataError, match="is a folder"):
         read("gsm8k", str(tmp_path))
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match=r"pipe\.jsonl is no regular file"):
+        read("gsm8k", str(tmp_path / "pipe.jsonl"))
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    with pytest.raises(DataError, match=r"loop\.jsonl: cannot be read: Too many levels"):
+        read("gsm8k", str(tmp_path / "loop.jsonl"))
+    with pytest.raises(DataError, match="cannot be read: File name too long"):
+        read("gsm8k", str(tmp_path / f"{'a' * 300}.jsonl"))
     with pytest.raises(DataError, match="all 1 lines are malformed"):
         read("gsm8k", write(tmp_path, b"{"), on_bad_line="skip")
 
