@@ -40,7 +40,8 @@ GO_ON = (
     "`questions.max_consistency=...`, and only the filter runs again."
 )
 
-ChunkPlayer = Callable[[Player, int, Sequence[Any]], Coroutine[Any, Any, list[Row]]]
+ChunkPlayer = Callable[[Player, int, Sequence[Any]], Coroutine[Any, Any, list[Group]]]
+ChunkFinisher = Callable[[Sequence[Any], Sequence[Group]], Coroutine[Any, Any, list[Row]]]
 
 
 def generate(roles: Roles, iteration: int, observer: Observer) -> Row:
@@ -49,11 +50,13 @@ def generate(roles: Roles, iteration: int, observer: Observer) -> Row:
     tasks = list(islice(cycle(_prompts(config)), roles.config.questions.proposals))
     judge = roles.judge()
 
-    async def play(player: Player, first: int, some: Sequence[Task]) -> list[Row]:
-        groups = await player(some, "generate", iteration, 1, first_group=first)
+    async def play(player: Player, first: int, some: Sequence[Task]) -> list[Group]:
+        return await player(some, "generate", iteration, 1, first_group=first)
+
+    async def finish(some: Sequence[Task], groups: Sequence[Group]) -> list[Row]:
         return [_proposal_row(judge, group) for group in groups]
 
-    rows = _in_chunks(roles, iteration, "proposals", tasks, config, play, observer)
+    rows = _in_chunks(roles, iteration, "proposals", tasks, config, play, finish, observer)
     write_rows(roles.storage.questions(iteration, "proposals"), rows)
     valid = [row["question"] for row in rows if row["question"] is not None]
     return {"proposals": len(rows), "valid": len(valid), "distinct": len(set(valid))}
@@ -90,9 +93,11 @@ def score(roles: Roles, iteration: int, observer: Observer) -> Row:
             first_of.setdefault(row["question"], row)
     number, judge = roles.config.answers.number, roles.judge()
 
-    async def play(player: Player, first: int, some: Sequence[Row]) -> list[Row]:
+    async def play(player: Player, first: int, some: Sequence[Row]) -> list[Group]:
         tasks = [judge.task(row["id"], row["question"]) for row in some]
-        groups = await player(tasks, "score", iteration, number, first_group=first)
+        return await player(tasks, "score", iteration, number, first_group=first)
+
+    async def finish(some: Sequence[Row], groups: Sequence[Group]) -> list[Row]:
         votes = zip(some, groups, strict=True)
         rows = list(await asyncio.gather(*(_answer_row(judge, *vote) for vote in votes)))
         _refuse_lost_tools(rows)
@@ -100,7 +105,7 @@ def score(roles: Roles, iteration: int, observer: Observer) -> Row:
 
     config = roles.answering(iteration - 1, iteration)
     problems = list(first_of.values())
-    rows = _in_chunks(roles, iteration, "answers", problems, config, play, observer)
+    rows = _in_chunks(roles, iteration, "answers", problems, config, play, finish, observer)
     write_rows(roles.storage.temporary(iteration, "answers"), rows)
     voted = [row for row in rows if row["consistency"] is not None]
     statuses = [Status(status) for row in rows for status in row["statuses"]]
@@ -225,9 +230,13 @@ def _in_chunks(
     items: Sequence[Any],
     config: RunConfig,
     play: ChunkPlayer,
+    finish: ChunkFinisher,
     observer: Observer,
 ) -> list[Row]:
-    """Play the items, a chunk at a time; chunks that an earlier process wrote are read."""
+    """Play the items, a chunk at a time; chunks that an earlier process wrote are read.
+
+    While a chunk is played, the one before is finished (its votes) and written.
+    """
     size = roles.config.questions.chunk
     starts = range(0, len(items), size)
     paths = [roles.storage.temporary(iteration, f"{name}-{n:05d}") for n in range(len(starts))]
@@ -235,11 +244,24 @@ def _in_chunks(
     if missing:
         observer.stage(name, len(starts), len(starts) - len(missing))
 
+        async def write(number: int, some: Sequence[Any], groups: Sequence[Group]) -> None:
+            write_rows(paths[number], await finish(some, groups))
+            observer.tick()
+
         async def play_missing(player: Player) -> None:
-            for number in missing:
-                first = number * size
-                write_rows(paths[number], await play(player, first, items[first : first + size]))
-                observer.tick()
+            before: asyncio.Task[None] | None = None
+            try:
+                for number in missing:
+                    some = items[number * size :][:size]
+                    groups = await play(player, number * size, some)
+                    if before is not None:
+                        await before
+                    before = asyncio.create_task(write(number, some, groups))
+                if before is not None:
+                    await before
+            finally:
+                if before is not None:
+                    before.cancel()
 
         Player.run_with(config, play_missing, observer.episode)
     chunks = [_chunk(path, len(items[n * size :][:size])) for n, path in enumerate(paths)]

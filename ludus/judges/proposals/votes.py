@@ -94,7 +94,7 @@ def read_answer(
 
     It is what stands between the last two markers of the last message, or in its last
     `\boxed{...}`. Without these, `auto` returns the last characters of a message, if the episode
-    was not cut short: what math-verify finds there is the answer.
+    was not cut short: what math-verify finds there is the answer, unless the message is a number.
     """
     try:
         text = final_answer(trajectory).content.encode("utf-8", "replace").decode()
@@ -106,7 +106,7 @@ def read_answer(
         return Answer(exact, True)
     if extract == "boxed" or trajectory.status is not Status.COMPLETED or not text.strip():
         return None
-    return Answer(text[-TAIL:], False)
+    return Answer(text[-TAIL:], exact_number(text) is not None)
 
 
 def tally(

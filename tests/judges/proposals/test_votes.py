@@ -237,6 +237,13 @@ def test_the_answer_of_an_episode(text, status, extract, expected):
     assert read_answer(trajectory, extract) == expected
 
 
+async def test_messages_that_are_numbers_take_no_worker():
+    voter = Voter()
+    vote = await voter([said("42"), said(" 42 "), said("84/2"), said("-3")], ["42"])
+    assert (vote.p, vote.answer, vote.classes, vote.claims) == (0.75, "42", (0, 0, 0, 1), (True,))
+    assert not voter._workers._idle
+
+
 def test_an_episode_without_a_message_has_no_answer():
     assert read_answer(Trajectory("t", "g", "q")) is None
     assert read_answer(Trajectory("t", "g", "q", [Segment(-1, [1])])) is None
