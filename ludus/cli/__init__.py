@@ -11,7 +11,7 @@ import typer
 
 from ludus import __version__
 from ludus.cli import benchmark, checkpoints, coevolve, data, look, serve, train
-from ludus.core.errors import LudusError
+from ludus.core.errors import LudusError, printable
 from ludus.core.modules import missing_dependency
 from ludus.core.signals import EXIT_CODES, exit_code, handling, leave, raise_stop
 from ludus.telemetry.logs import check_settings
@@ -99,5 +99,5 @@ def main() -> None:
 
 
 def _fail(error: LudusError) -> NoReturn:
-    typer.echo(f"ludus: {error}", err=True)
+    typer.echo(f"ludus: {printable(str(error))}", err=True)
     raise SystemExit(error.exit_code) from None

@@ -24,6 +24,7 @@ without a traceback and exits with 1 (2 for ConfigError and MissingDependency: n
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Self
 
@@ -110,6 +111,17 @@ class MirrorError(LudusError):
 class TrainingError(LudusError):
     """Training cannot continue: a loss that is not finite, weights of the wrong version, or a
     function of an algorithm that fails."""
+
+
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """Returns the text with a terminal's control characters and direction marks escaped: a model or
+    a server may have written it."""
+    return _UNPRINTABLE.sub(lambda hit: hit[0].encode("unicode_escape").decode(), text)
 
 
 def described(error: BaseException) -> str:

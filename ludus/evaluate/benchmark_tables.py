@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from ludus.core.errors import printable
 from ludus.evaluate.benchmarks import BenchmarkReport, BenchmarkResult, Check
 from ludus.evaluate.results import Difference, Estimate
 
@@ -81,7 +82,7 @@ def _left_out(results: Sequence[BenchmarkResult]) -> Iterator[str]:
     for result in results:
         place = escape(f"  {result.benchmark}, {result.model}: ")
         if result.evaluation is None:
-            yield f"{place}[red]nothing scored[/]: {escape(result.failure)}"
+            yield f"{place}[red]nothing scored[/]: {escape(printable(result.failure))}"
             continue
         if result.num_truncated:
             total = result.evaluation.num_episodes

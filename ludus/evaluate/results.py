@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ludus.core.errors import printable
+
 
 class Record(BaseModel):
     """A result: strict and immutable."""
@@ -94,7 +96,8 @@ class Evaluation(Record):
     def left_out(self) -> str:
         """The excluded episodes by reason, with an example of each."""
         return ", ".join(
-            f"{x.count} {reason}" + (f": {' '.join(x.example.split()):.200}" if x.example else "")
+            f"{x.count} {reason}"
+            + (f": {printable(' '.join(x.example.split())):.200}" if x.example else "")
             for reason, x in self.excluded.items()
         )
 

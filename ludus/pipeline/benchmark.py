@@ -22,7 +22,7 @@ from ludus import __version__
 from ludus.config.load import load_config
 from ludus.config.messages import option_faults
 from ludus.config.schema import EvaluateConfig, RunConfig
-from ludus.core.errors import ConfigError, DataError, did_you_mean
+from ludus.core.errors import ConfigError, DataError, did_you_mean, printable
 from ludus.core.files import atomic_write
 from ludus.core.types import Spec, Task, Trajectory
 from ludus.data.splits import Splits
@@ -402,7 +402,7 @@ class _Bar:
         self._progress.add_task(f"{self._model}: {name}", total=total)
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(printable(text), markup=False, soft_wrap=True)
 
     def counting(
         self, recorder: Callable[[Trajectory], None] | None

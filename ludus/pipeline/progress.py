@@ -16,6 +16,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from ludus.core.errors import printable
 from ludus.core.types import Trajectory
 from ludus.telemetry.occupancy import PARTS
 
@@ -125,7 +126,7 @@ class Display:
     def _print(self, text: str) -> None:
         """Print verbatim: no mark-up, and no wrapped lines in a log."""
         wrap = self.console.is_terminal
-        self.console.print(Text(text), highlight=False, soft_wrap=not wrap)
+        self.console.print(Text(printable(text)), highlight=False, soft_wrap=not wrap)
 
 
 def _bar(console: Console) -> Progress:

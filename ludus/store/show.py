@@ -14,7 +14,6 @@ not interpreted.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from ludus.core.errors import printable
 from ludus.core.types import Message, Segment, Trajectory
 from ludus.core.versions import spell_runs
 from ludus.store.rows import RunRow, RunStatus, StageSummary, StepRow, TrajectoryRow
@@ -43,9 +43,6 @@ _STATUS_STYLES = {
     RunStatus.INTERRUPTED: "yellow",
     RunStatus.FAILED: "red",
 }
-_UNPRINTABLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
 
 
 def render_runs(store: RunStore, limit: int | None = None) -> RenderableType:
@@ -136,7 +133,7 @@ def render_trajectory(
     origin = "demonstrated" if taught else "sampled by the policy"
     legend = f"lines that begin with + were {origin}: only they have loss"
     if row.dropped is not None or not row.status.trainable:
-        reason = _clean(row.dropped or f"status {row.status.value}")
+        reason = printable(row.dropped or f"status {row.status.value}")
         legend = f"lines that begin with + were {origin}; none has loss ({reason})"
     return Group(_facts(facts), Text(legend, "dim"), *_turns(trajectory, decode))
 
@@ -182,7 +179,7 @@ def _turns(trajectory: Trajectory, decode: Decode | None) -> Iterator[Renderable
             turns += segment.sampled
             yield _heading(index, segment, turns, decode)
             style, mark = (_SAMPLED, "+ ") if segment.sampled else (_GIVEN, "  ")
-            yield _Marked(Text(_clean(_body(segment, decode)), style), mark)
+            yield _Marked(Text(printable(_body(segment, decode)), style), mark)
         shown.update(fresh)
 
 
@@ -199,7 +196,7 @@ def _heading(index: int, segment: Segment, turn: int, decode: Decode | None) -> 
         least = min(range(len(segment.logprobs)), key=segment.logprobs.__getitem__)
         mean = sum(segment.logprobs) / len(segment.logprobs)
         token = segment.token_ids[least]
-        name = f'"{_clean(decode([token]))}"' if decode else f"id {token}"
+        name = f'"{printable(decode([token]))}"' if decode else f"id {token}"
         facts.append(f"logprob mean {mean:.2f}, least {segment.logprobs[least]:.2f} ({name})")
     if segment.reward is not None:
         facts.append(f"reward {_number(segment.reward)}")
@@ -296,14 +293,9 @@ def _facts(facts: Mapping[str, str | None]) -> Table:
     return table
 
 
-def _clean(text: str) -> str:
-    """Returns the text with terminal control characters escaped."""
-    return _UNPRINTABLE.sub(lambda hit: hit[0].encode("unicode_escape").decode(), text)
-
-
 def plain(text: str) -> Text:
     """Returns untrusted text as a cell: control characters escaped, markup not interpreted."""
-    return Text(_clean(text))
+    return Text(printable(text))
 
 
 def _rule(title: str) -> Rule:
@@ -319,7 +311,7 @@ def _number(value: float | None) -> str:
 
 
 def _numbers(values: Mapping[str, float]) -> str:
-    return ", ".join(f"{_clean(name)} {_number(value)}" for name, value in values.items())
+    return ", ".join(f"{printable(name)} {_number(value)}" for name, value in values.items())
 
 
 def _moment(moment: datetime) -> str:

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmark_samples import sample
 from chat_server import ChatServer, text
+from starlette.responses import JSONResponse
 
 from ludus.cli import main
 
@@ -34,12 +36,17 @@ URL = "http://127.0.0.1:1/v1"
 MODEL = ["--model", "m", "--base-url", URL]
 
 
-def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
+def refused(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    *argv: str,
+    exit_code: int = 2,
+) -> str:
     """Returns what the command prints to stderr."""
     monkeypatch.setattr(sys, "argv", ["ludus", *argv])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code == 2
+    assert ended.value.code == exit_code
     return capsys.readouterr().err
 
 
@@ -178,3 +185,15 @@ def test_a_full_disk_is_told_in_a_sentence() -> None:
         1,
         "ludus: standard output: No space left on device\n",
     )
+
+
+def test_errors_of_a_server_do_not_steer_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evil = "\x1b]8;;http://evil\x07L\x9b31m\u202e"
+    with ChatServer(lambda body: JSONResponse({"error": {"message": evil}}, 400)) as server:
+        data = f"gsm8k={sample('gsm8k')}"
+        words = ["benchmark", f"m@{server.url}", "--on", "gsm8k", "--data", data]
+        err = refused(capsys, monkeypatch, *words, exit_code=1)
+    assert r"\x1b]8;;http://evil\x07L\x9b31m\u202e" in err
+    assert err.rstrip("\n").isprintable()

@@ -170,6 +170,22 @@ def test_a_failing_endpoint_keeps_the_other_results(tmp_path: Path) -> None:
     assert amc.mean.value == 1.0
 
 
+def test_errors_of_an_endpoint_do_not_steer_the_terminal(tmp_path: Path) -> None:
+    """A server's text is untrusted: links, titles, colours and returns are escaped."""
+    known, evil = answers("gsm8k"), "\x1b]8;;http://evil\x07L\x9b31m\u202e"
+
+    def say(body: dict[str, Any]) -> Any:
+        if len(server.bodies) > 1:
+            return JSONResponse({"error": {"message": evil}}, 400)
+        return text(known.get(asked(body), "Hello"))
+
+    with ChatServer(say) as server:
+        argv = (f"m@{server.url}", "--on", "gsm8k", *data("gsm8k"))
+        done = play(*argv)
+    assert r"\x1b]8;;http://evil\x07L" in done.output
+    assert not set(evil) & set(done.output) & {"\x1b", "\x07", "\x9b", "\u202e"}
+
+
 def test_tools_of_a_recipe_are_offered(tmp_path: Path) -> None:
     recipe = tmp_path / "tools.yaml"
     recipe.write_text(
