@@ -213,7 +213,7 @@ class Coevolution:
 
     def _remember(self) -> None:
         """Write the recipe, or compare it with that of an earlier process. Errors: ConfigError."""
-        if self.storage.recipe.is_file():
+        if self.storage.recipe.exists():
             before = load_as(CoevolveConfig, self.storage.recipe)
             begun = [stage.label for stage in stages_of(before) if self._has_begun(stage)]
             for line in check_changes(before, self.config, self.storage, begun):

@@ -36,7 +36,7 @@ class AnswersConfig(Section):
 class QuestionsConfig(Section):
     """The problems that the trained curriculum agent proposes, and those that are kept."""
 
-    proposals: int = Field(8000, ge=1, description="Proposals of each iteration.")
+    proposals: int = Field(8000, ge=1, le=10_000_000, description="Proposals of each iteration.")
     min_consistency: float = Field(
         0.25, ge=0, le=1, description="Least p of a kept problem: the share of the majority."
     )
