@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from ludus.coevolve.roles import Roles
 from ludus.config.load import check_specs
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError
+from ludus.core.types import Spec
 from ludus.pipeline.registries import REGISTRIES, check, equal_samples
 
 _KEY = re.compile(r"^[a-z_]+(?:\.\w+)+|^[a-z_]+")
 _HINT = re.compile(r"did you mean ([a-z_]+(?:\.\w+)*)\?")
+_READ_A_FILE = {"agentgym", "benchmark", "json"}
 _SECTIONS = ("start", "curriculum", "executor")
 
 
@@ -29,7 +32,10 @@ def check_all(roles: Roles) -> None:
         try:
             attempt()
         except ConfigError as error:
-            placed = (_placed(line, section, roles) for line in str(error).splitlines())
+            lines = str(error).splitlines()
+            if section == "start" and "tasks" not in (roles.config.start or {}):
+                lines = [line for line in lines if "tasks.train." not in line]  # the curriculum's
+            placed = (_placed(line, section, roles) for line in lines)
             faults.update(dict.fromkeys(placed))
     if faults:
         raise ConfigError("\n".join(faults))
@@ -39,6 +45,8 @@ def _attempts(roles: Roles) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yields a section, and what refuses its faults."""
     if roles.config.start is not None:
         yield "start", lambda: check(roles.start())
+        if not roles.storage.model("start").exists():  # later its data may be gone
+            yield "start", lambda: _check_start_files(roles.start())
     yield "curriculum", lambda: _check_player(roles.proposing(1, 1))
     yield "executor", lambda: _check_player(roles.answering(0, 1))
     if roles.config.curriculum.get("rl") is not None:
@@ -54,8 +62,31 @@ def _check_player(config: RunConfig) -> None:
 
 def _check_evaluated(config: RunConfig) -> None:
     _check_player(config)
-    if config.tasks.heldout is not None and (faults := list(equal_samples(config.evaluate))):
+    if config.tasks.heldout is None:
+        return
+    faults = [*equal_samples(config.evaluate), *_missing(config.tasks.heldout, "tasks.heldout")]
+    if faults:
         raise ConfigError("\n".join(faults))
+
+
+def _check_start_files(config: RunConfig) -> None:
+    faults = _missing(config.tasks.train, "tasks.train")
+    if (
+        config.sft is not None
+        and config.sft.data is not None
+        and not Path(config.sft.data).exists()
+    ):
+        faults.append(f"sft.data: {config.sft.data} does not exist")
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _missing(reader: Spec, place: str) -> list[str]:
+    """The fault of a reader whose file is absent: it would be read after an hour of training."""
+    path = reader.args.get("path")
+    if reader.name not in _READ_A_FILE or not isinstance(path, str) or Path(path).exists():
+        return []
+    return [f"{place}.args.path: {path} does not exist"]
 
 
 def _placed(line: str, section: str, roles: Roles) -> str:
@@ -70,7 +101,7 @@ def _placed(line: str, section: str, roles: Roles) -> str:
     place = section
     if match and not _has(own, match[0]) and _has(roles.config.shared, match[0]):
         place = "shared"
-    if " is not a key" in line:
+    if " is not a" in line:  # key, or argument
         line = _HINT.sub(rf"did you mean {place}.\1?", line)
     return f"{place}.{line}"
 

@@ -31,7 +31,7 @@ def evaluate(roles: Roles, iteration: int, observer: Observer) -> Row:
     result: Row = {}
     if config.tasks.heldout is not None:
         heldout = roles.heldout(config)
-        observer.stage("evaluate", len(heldout))
+        observer.stage("evaluate", len(heldout[: config.evaluate.num_tasks]))
         found = _heldout(config, heldout, observer)
         record["heldout"] = found
         result |= {"heldout": found["success"]["value"], "tool_calls": found["tool_calls"]}

@@ -71,6 +71,12 @@ def check_roles(config: CoevolveConfig) -> None:
             for key in section
             if key in refused
         ]
+        if name == "shared":
+            faults += [
+                f"shared.{key}: only the first run has it: move it to `start`"
+                for key in ("sft", "demonstrations")
+                if section.get(key) is not None
+            ]
         if name == "executor" and "train" in (section.get("tasks") or {}):
             faults.append(
                 "executor.tasks.train: the executor trains on the kept problems: remove it"
@@ -94,9 +100,22 @@ class Roles:
         self.config, self.storage = config, storage
 
     def start(self) -> RunConfig:
-        """The run whose model both roles start from."""
+        """The run whose model both roles start from.
+
+        Without an environment it has, unless the recipe says otherwise, the curriculum agent's
+        tasks and the executor's judge: SFT on a file plays neither, but a run needs both.
+        """
         assert self.config.start is not None
-        return self._load("start", merged(self.config.shared, self.config.start), "start", 0)
+        keys = merged(self.config.shared, self.config.start)
+        if keys.get("env") is None:
+            proposer = merged(self.config.shared, self.config.curriculum)
+            tasks = keys.get("tasks") or {}
+            train = (proposer.get("tasks") or {}).get("train")
+            if "train" not in tasks and train is not None and proposer.get("env") is None:
+                keys["tasks"] = {**tasks, "train": train}
+            judge = merged(self.config.shared, self.config.executor).get("judge")
+            keys.setdefault("judge", judge or JUDGED_BY)
+        return self._load("start", keys, "start", 0)
 
     def training(self, role: Role, iteration: int) -> RunConfig:
         """The run that trains a role in an iteration."""

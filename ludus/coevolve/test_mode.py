@@ -31,6 +31,7 @@ def tiny(config: CoevolveConfig) -> CoevolveConfig:
     for section in ("shared", "start", "curriculum", "executor"):
         if data[section] is not None:
             data[section] = _limited(data[section])
+    _limit_heldout(data["executor"], shared)
     data |= {"name": f"{config.name}-test", "iterations": 1, "shared": shared and data["shared"]}
     data["answers"] |= {"number": min(config.answers.number, 2)}
     data["questions"] |= {
@@ -40,6 +41,15 @@ def tiny(config: CoevolveConfig) -> CoevolveConfig:
     }
     data["frontier"] |= {"num_tasks": min(config.frontier.num_tasks, 4)}
     return CoevolveConfig.model_validate(data)
+
+
+def _limit_heldout(executor: dict[str, Any], shared: Mapping[str, Any]) -> None:
+    """A benchmark's hundreds of questions would take hours with a large model."""
+    if any((keys.get("tasks") or {}).get("heldout") for keys in (executor, shared)):
+        most = LIMITS["evaluate"]["num_tasks"]
+        given = {**(shared.get("evaluate") or {}), **(executor.get("evaluate") or {})}
+        own = executor.get("evaluate") or {}
+        executor["evaluate"] = {**own, "num_tasks": min(given.get("num_tasks") or most, most)}
 
 
 def _limited(section: Mapping[str, Any]) -> dict[str, Any]:
