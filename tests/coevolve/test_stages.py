@@ -80,8 +80,9 @@ def test_keys_of_the_filter_may_change_before_it_runs(after: Disturbed) -> None:
 
 
 def test_a_fault_in_the_recipe_of_a_stage_that_never_began_can_be_mended(ludus: Ludus) -> None:
-    recipe = write_recipe(ludus.cwd, start={"sft": {"data": "away.jsonl"}})
-    ludus("coevolve", recipe, "start").refused(1, "away.jsonl")
+    (ludus.cwd / "wrong.jsonl").write_text('{"text": "no messages"}\n')
+    recipe = write_recipe(ludus.cwd, start={"sft": {"data": "wrong.jsonl"}})
+    ludus("coevolve", recipe, "start").refused(1, "wrong.jsonl")
     words = ["start.sft.data=taught.jsonl", "start.sft.steps=2", "iterations=1"]
     ludus("coevolve", recipe, "start", *words).ok()
     assert Storage(ludus.cwd / ROOT).complete()["start"]["steps"] == 2
