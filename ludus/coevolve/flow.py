@@ -124,7 +124,7 @@ class Coevolution:
         if iteration is None:
             left = [stage for stage in named if not self._is_complete(stage)]
             if not left:
-                raise ConfigError(f"{name}: complete in all {self.config.iterations} iterations")
+                raise ConfigError(f"{name}: complete in all iterations ({self.config.iterations})")
             chosen = left[0]
         else:
             found = [stage for stage in named if stage.iteration == iteration]

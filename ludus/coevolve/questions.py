@@ -175,7 +175,11 @@ def select_problems(roles: Roles, iteration: int, stand_ins: int = 0) -> Row:
     known = roles.heldout_questions()
     held_out = [problem for problem in kept if visible(problem.question or "") in known]
     kept = [problem for problem in kept if problem not in held_out]
-    rows = [{"id": p.id, "question": p.question, "reason": str(why)} for p, why in rejected]
+    faults = {row["id"]: row["reason"] for row in proposals}  # of texts that are no proposal
+    rows = [
+        {"id": p.id, "question": p.question, "reason": str(why), "detail": faults[p.id]}
+        for p, why in rejected
+    ]
     rows += [{"id": p.id, "question": p.question, "reason": HELD_OUT} for p in held_out]
     more = kept[settings.max_problems :] if settings.max_problems else []
     rows += [{"id": p.id, "question": p.question, "reason": OVER_MAX} for p in more]
