@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -110,7 +111,8 @@ class Bundle:
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            opening.add_done_callback(_close_opened)
+            with suppress(ToolError):  # of a start that nobody waits for any more
+                (await opening).close()
             raise
 
     def _open(self, cgroup: Cgroup | None) -> GvisorSlot:
@@ -160,11 +162,6 @@ class Bundle:
         """Remove the folder."""
         self.ended = True
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _close_opened(opening: asyncio.Future[GvisorSlot]) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
 
 
 def make_bundle(who: Jailed, settings: Mapping[str, Any], user: Mapping[str, Any]) -> Bundle:

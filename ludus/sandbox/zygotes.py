@@ -153,10 +153,12 @@ async def start_zygote(
         try:
             await send(ours, settings)
             header, _ = await asyncio.wait_for(receive(ours), START_TIMEOUT_S)
-        except (ToolError, TimeoutError, OSError) as error:
+        except BaseException as error:
             ours.close()
             process.kill()
             process.wait()
+            if not isinstance(error, ToolError | TimeoutError | OSError):
+                raise
             log.seek(0)
             said = log.read(2000).decode(errors="replace").strip() or str(error)
             raise ToolError(f"sandbox: the jail does not start: {said}") from None

@@ -103,7 +103,7 @@ async def test_the_last_judge_decides_even_if_it_cannot_score():
 
 async def test_maths_then_an_exact_text():
     judge = build("first", judges={"rule": "math", "text": "qa"})
-    score = await judge(Task(id="q", answer="five"), said("<answer>five</answer>"))
+    score = await judge(Task(id="q", answer="five"), said("<answer>The five.</answer>"))
     assert (score.value, score.parts["text"]) == (1, 1)
 
 
