@@ -175,7 +175,7 @@ def select_problems(roles: Roles, iteration: int, stand_ins: int = 0) -> Row:
     known = roles.heldout_questions()
     held_out = [problem for problem in kept if visible(problem.question or "") in known]
     kept = [problem for problem in kept if problem not in held_out]
-    faults = {row["id"]: row["reason"] for row in proposals}  # of texts that are no proposal
+    faults = {row["id"]: row.get("reason") for row in proposals}  # of texts that are no proposal
     rows = [
         {"id": p.id, "question": p.question, "reason": str(why), "detail": faults[p.id]}
         for p, why in rejected
