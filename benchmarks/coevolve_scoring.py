@@ -102,7 +102,7 @@ class Arena:
     def __init__(self, folder: Path, proposals: int) -> None:
         config = recipe(folder)
         self.storage = storage_of(config)
-        flow = Coevolution(config, self.storage, Observer())
+        flow = Coevolution(config, self.storage, Counting())
         flow.run("start")
         self.roles = flow.roles
         sums = random.Random(1).sample(
