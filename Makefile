@@ -3,14 +3,16 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 READY := .venv/.ready
-# One thread a test process: two processes of one thread are fastest on two cores.
-JOBS ?= auto
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest
+# One thread a test process: two processes of one thread are fastest on two cores. Bytecode is kept,
+# also where the shell forbids it: the tests start hundreds of processes.
+# One more than cores: some tests wait.
+JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest
 PARALLEL := -n $(JOBS) --maxprocesses 8 --dist loadfile
 QUICK := tests/core tests/config tests/tasks tests/judges tests/evaluate tests/train/algorithms \
 	tests/models/kv_cache tests/envs/textcraft
 
-.PHONY: help setup test-setup vllm demo test quick test-slow test-engines gpu-kit gpu
+.PHONY: help setup test-setup vllm sglang verifiers appworld verl trinity demo test quick test-slow test-engines gpu-kit gpu
 .PHONY: audit check lint types layers format docs constraints clean
 
 help:  ## list the commands
@@ -27,6 +29,21 @@ test-setup: setup  ## install what only tests need: ALFWorld's engine, system pr
 vllm: setup  ## install vLLM's CPU build into .venv-vllm
 	@scripts/setup-vllm.sh
 
+sglang: setup  ## install SGLang for a CPU into .venv-sglang (CI does not: its tests are run by hand)
+	@scripts/setup-sglang.sh
+
+verifiers: setup  ## install verifiers, for its tasksets, into .venv-verifiers
+	@scripts/setup-verifiers.sh
+
+appworld: setup  ## install AppWorld's engine into .venv-appworld
+	@scripts/setup-appworld.sh
+
+verl: setup  ## install verl and vLLM's CPU build, for `backend: verl`, into .venv-verl
+	@scripts/setup-verl.sh
+
+trinity: setup  ## install Trinity-RFT and vLLM for `backend: trinity` into .venv-trinity (CI does not: its tests are run by hand)
+	@scripts/setup-trinity.sh
+
 demo: setup  ## train an agent on BabyAI: demonstrations, SFT, GRPO, evaluation, report
 	$(BIN)/ludus train recipes/babyai-tiny.yaml
 
@@ -36,10 +53,10 @@ test: test-setup lint types  ## run all checks, and all tests but those of the n
 quick: lint layers  ## run the fast unit tests (under a minute)
 	$(PYTEST) -q $(PARALLEL) -m "not slow and not engine" $(QUICK)
 
-test-slow: test-setup  ## run the slow tests
+test-slow: test-setup  ## run the slow tests, and the variants that `make test` leaves out
 	$(PYTEST) $(PARALLEL) -m "slow and not engine"
 
-test-engines: setup  ## run the tests of foreign engines: those installed by `make vllm`
+test-engines: setup  ## run the tests of foreign engines: of `make vllm`, `sglang`, `verifiers`, `appworld`, `verl`, `trinity`
 	$(PYTEST) -m engine
 
 gpu-kit: setup  ## collect the wheels that a bare GPU machine lacks
@@ -74,5 +91,5 @@ constraints: setup  ## pin the versions installed in .venv
 	$(BIN)/python scripts/write_constraints.py
 
 clean:  ## remove everything built; runs/ stays
-	rm -rf .venv .venv-vllm .venv-audit gpu-kit build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang .venv-verifiers .venv-appworld .venv-verl .venv-trinity .venv-audit gpu-kit build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

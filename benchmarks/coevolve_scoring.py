@@ -4,18 +4,25 @@
 
 `score` is the stage of `ludus coevolve`: chunks, votes, files. `rollouts` plays the same tasks at
 once, and nothing else: same model, collector, concurrency and seeds, so the same tokens. A policy
-of 0.9 M parameters has learned answers by heart: sums, and for one problem in four an expression,
-which math-verify has to compare. It answers 1,024 problems 10 times each, 64 episodes at a time,
-in chunks of 512.
+of 0.9 M parameters has learned answers by heart. It answers 1,024 problems 10 times each, 64
+episodes at a time, in chunks of 512. Answers:
 
-Both times include the opening of the model. Processor time is that of this process; wall time
-includes what other programs take, and the waits for the processes of math-verify.
+    numbers        sums: no process is needed
+    polynomials    one problem in four: x + 57, which math-verify reads and ludus compares
+    roots          one problem in four: \\sqrt{57}; math-verify reads them, and compares equal ones
+    long roots     the same, after 240 tokens of reasoning; 128 problems
+
+The sampler computes on one thread; the two processes of math-verify use what is left.
+Processor time is that of the sampler's process; wall time includes the waits for votes. Both
+include the opening of the model.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -48,15 +55,27 @@ class Counting(Observer):
         self.tokens += sum(len(s.token_ids) for s in trajectory.segments if s.logprobs is not None)
 
 
-def recipe(folder: Path) -> CoevolveConfig:
+SQRT = "\\sqrt {{ {} }}"
+KINDS = {
+    "numbers": ("{}", 1, 1024),
+    "polynomials": ("x + {}", 1, 1024),
+    "roots": (SQRT, 1, 1024),
+    "long roots": (SQRT, 60, 128),
+}
+"""Form of an answer in four, length of the reasoning in steps of 4 tokens, number of problems."""
+
+
+def recipe(folder: Path, kind: str) -> CoevolveConfig:
     """Write the data of the first run; returns the recipe."""
+    form, steps, _ = KINDS[kind]
     rng = random.Random(0)
     taught = []
     for _ in range(256):
         a, b = rng.randrange(10, 100), rng.randrange(10, 100)
         total = a + b + rng.randrange(2)
-        answer = f"x + {total}" if (a + b) % 4 == 0 else str(total)
-        text = f"let us add {a} and {b} step by step : <answer>{answer}</answer>"
+        answer = (form if (a + b) % 4 == 0 else "{}").format(total)
+        reasoning = " ".join(["let us step by"] * steps)
+        text = f"{reasoning} {a} and {b} : <answer>{answer}</answer>"
         question = {"role": "user", "content": f"{a} + {b} ="}
         taught.append({"messages": [question, {"role": "assistant", "content": text}]})
     _lines(folder / "taught.jsonl", taught)
@@ -70,9 +89,9 @@ def recipe(folder: Path) -> CoevolveConfig:
                     "architecture": {"name": "qwen3", "args": ARCHITECTURE},
                     "tokenizer": {"name": "words"},
                     "chat_template": "plain",
-                    "context_length": 128,
+                    "context_length": 384,
                 },
-                "rollout": {"max_tokens_per_turn": 64, "concurrency": 64},
+                "rollout": {"max_tokens_per_turn": 320, "concurrency": 64},
                 "report": False,
                 "threads": 1,
             },
@@ -99,8 +118,8 @@ def _lines(path: Path, rows: list[dict[str, Any]]) -> None:
 class Arena:
     """A co-evolution with a first model, and proposals to be scored."""
 
-    def __init__(self, folder: Path, proposals: int) -> None:
-        config = recipe(folder)
+    def __init__(self, folder: Path, kind: str, proposals: int) -> None:
+        config = recipe(folder, kind)
         self.storage = storage_of(config)
         flow = Coevolution(config, self.storage, Counting())
         flow.run("start")
@@ -136,11 +155,10 @@ class Arena:
         return counting.tokens
 
 
-def main() -> None:
-    args = arguments(__doc__ or "")
-    facts = machine(args.threads) | {"clock": "processor and wall"}
+def measure(kind: str, args: Any) -> list[dict[str, Any]]:
+    """Returns the rows of both programs."""
     with tempfile.TemporaryDirectory() as folder:
-        arena = Arena(Path(folder), 32 if args.quick else 1024)
+        arena = Arena(Path(folder), kind, 32 if args.quick else KINDS[kind][2])
         programs = {"rollouts": arena.rollouts, "score": arena.score}
         times: dict[str, dict[str, list[float]]] = {
             name: {"cpu": [], "wall": []} for name in programs
@@ -153,8 +171,9 @@ def main() -> None:
                 times[name]["cpu"].append(time.process_time() - cpu)
                 times[name]["wall"].append(time.perf_counter() - wall)
     (count,) = tokens  # both played the same episodes
-    rows = [
+    return [
         {
+            "kind": kind,
             "program": name,
             "tokens": count,
             "seconds": own,
@@ -162,15 +181,21 @@ def main() -> None:
         }
         for name, own in times.items()
     ]
+
+
+def main() -> None:
+    args = arguments(__doc__ or "")
+    if hasattr(os, "sched_setaffinity"):  # the processes of math-verify use the other cores
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    facts = machine(args.threads) | {"clock": "processor and wall"}
+    rows = [row for kind in KINDS for row in measure(kind, args)]
     text = tabulate(
         rows,
+        ("answers", lambda row: row["kind"]),
         ("program", lambda row: row["program"]),
-        (
-            "tokens / s of processor time",
-            lambda row: f"{count / _median(row['seconds']['cpu']):,.0f}",
-        ),
+        ("tokens / s of processor time", lambda row: _speed(row, "cpu")),
         ("ratio", lambda row: row["ratio_cpu"].bold()),
-        ("tokens / s of wall time", lambda row: f"{count / _median(row['seconds']['wall']):,.0f}"),
+        ("tokens / s of wall time", lambda row: _speed(row, "wall")),
         ("ratio", lambda row: row["ratio_wall"].bold()),
     )
     told = (__doc__ or "").partition("\n")[2].partition("[--quick]\n")[2]
@@ -181,8 +206,8 @@ def main() -> None:
         write("coevolve-scoring", page, facts, rows)
 
 
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
+def _speed(row: dict[str, Any], clock: str) -> str:
+    return f"{row['tokens'] / statistics.median(row['seconds'][clock]):,.0f}"
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def latency(rng: random.Random) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step does.
+    """The work of a step.
 
     Args:
         prompt: tokens before the first turn, roles included.

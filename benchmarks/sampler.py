@@ -103,8 +103,8 @@ def run_generate_batch(model: Any, prompts: list[list[int]]) -> None:
 
 @torch.inference_mode()
 def deviation(model: Any, prompts: list[list[int]], sampler: InProcessSampler) -> float:
-    """How far the sampler's log-probabilities of its own tokens are from those of the model in
-    float32, in nats, in the mean of their sizes."""
+    """The mean distance, in nats, of the sampler's log-probabilities of its own tokens from those
+    of the model in float32."""
     [found] = sample_turns(sampler, prompts[:1], COMPLETION)
     ids = torch.tensor([[*prompts[0], *found.token_ids]])
     logprobs = model(ids).logits[0, len(prompts[0]) - 1 : -1].log_softmax(-1)

@@ -51,8 +51,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
         "sampler": {"name": "in_process", "args": {"dtype": "bfloat16"}},
     },
 }
-"""What ludus is told where TRL has `bf16=True`, which samples in bfloat16, too. The weights stay in
-float32."""
+"""Settings of ludus that match TRL's `bf16=True`, which samples in bfloat16, too. The
+weights stay in float32."""
 CASES = [
     ("0.9 M", ONE, "float32"),
     ("0.9 M", LONG, "float32"),

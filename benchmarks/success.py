@@ -107,7 +107,7 @@ class Course:
         _, result = await evaluate(self.run, settings, "course", step)
         success, seconds = result.success.value, self.steps[-1]["seconds"] if step else 0.0
         self.points.append({"step": step, "seconds": seconds, "success": success})
-        # What TRL prints is kept from the terminal; this is not.
+        # TRL's own lines are kept from the terminal; this one is not.
         print(f"  step {step}, {seconds:.1f} s: {success:.1%}", file=sys.__stdout__, flush=True)
         return success
 

@@ -1,6 +1,7 @@
-"""vLLM as ludus's sampler: start-up time, tokens per second, time to load new weights.
+"""vLLM or SGLang as ludus's sampler: start-up time, tokens per second, time to load new weights.
 
     make vllm && python benchmarks/vllm_server.py
+    make sglang && python benchmarks/vllm_server.py --sglang
 
 Through the public interface: turns over the server's socket, with every token's log-probability.
 Processor time is that of the server's processes; other load on the machine affects it little.
@@ -28,14 +29,17 @@ from common import (
 
 from ludus.core.types import Spec
 from ludus.models.chat.tokenizers import train_tokenizer
+from ludus.models.samplers.served import ServedSampler
+from ludus.models.samplers.sglang import SglangSampler
 from ludus.models.samplers.vllm import VllmSampler
 
-PYTHON = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+ROOT = Path(__file__).parents[1]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 MODEL, PROMPT, COMPLETION = "5.8 M", 64, 64
 BATCHES = (1, 16, 64)
 
 
-def play(sampler: VllmSampler, batch: int, run: int) -> None:
+def play(sampler: ServedSampler, batch: int, run: int) -> None:
     prompts = [
         [1 + (31 * i + 7 * number + run) % 4000 for i in range(PROMPT)] for number in range(batch)
     ]
@@ -44,19 +48,23 @@ def play(sampler: VllmSampler, batch: int, run: int) -> None:
 
 
 def main() -> None:
-    args = arguments(__doc__ or "")
+    args = arguments(__doc__ or "", sglang="measure SGLang instead of vLLM")
+    name = "sglang" if args.sglang else "vllm"
+    made: type[Any] = SglangSampler if args.sglang else VllmSampler
+    engine, build = ("SGLang", "SGLang 0.4.10") if args.sglang else ("vLLM", "vLLM's CPU build")
+    command = f"make {name} && python benchmarks/vllm_server.py{' --sglang' * args.sglang}"
     os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the server has a core of its own
     facts = {**machine(args.threads), "clock": "wall"}
     folder = Path(tempfile.mkdtemp())
     tokenizer = train_tokenizer(Spec(name="words"), ["go"])
     rows: list[dict[str, Any]] = []
     for dtype in ("float32", "bfloat16"):
-        sampler = VllmSampler(
+        sampler = made(
             make_model(MODEL),
             tokenizer,
             folder / dtype,
             1024,
-            python=str(PYTHON),
+            python=str(ROOT / f".venv-{name}" / "bin" / "python"),
             dtype=dtype,
             eager=True,
             threads=args.threads,
@@ -91,20 +99,20 @@ def main() -> None:
         lines += [(f"batch {batch}, tokens per second of the server's processor time", used)]
     lines += [("new weights, ms", [row["swap_ms"].show(".0f") for row in rows])]
     text = f"""
-# vLLM as the sampler
+# {engine} as the sampler
 
-vLLM's CPU build behind `sampler: vllm`, one thread, a Qwen3-shaped model of {MODEL} parameters and
+{build} behind `sampler: {name}`, one thread, a Qwen3-shaped model of {MODEL} parameters and
 random weights, prompts of {PROMPT} tokens, completions of {COMPLETION}, every token with its
 log-probability. *New weights* is the whole `publish`: writing, hashing, loading, the probe. Medians
 and quartiles of {args.repeats} runs in wall time, except the lines in the server's processor time.
 
 {table(["", *[row["dtype"] for row in rows]], [[name, *cells] for name, cells in lines])}
 
-    make vllm && python benchmarks/vllm_server.py
+    {command}
 """
     if not args.quick:
-        write("vllm", text, facts, rows)
-        print(RESULTS / "vllm.md")
+        write(name, text, facts, rows)
+        print(RESULTS / f"{name}.md")
 
 
 if __name__ == "__main__":

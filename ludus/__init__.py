@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "AgentEnv": "ludus.rollout.agent_env",
+    "AgentTools": "ludus.rollout.agent_tools",
     "AsyncEvaluationClient": "ludus.judges.remote.client",
     "Env": "ludus.envs.base",
     "EvaluationClient": "ludus.judges.remote.client",
     "Group": "ludus.core.types",
     "LudusError": "ludus.core.errors",
     "Message": "ludus.core.types",
+    "Model": "ludus.rollout.workflow",
     "Observation": "ludus.core.types",
+    "Outcome": "ludus.rollout.workflow",
     "RunConfig": "ludus.config.schema",
     "Segment": "ludus.core.types",
     "Spec": "ludus.core.types",
@@ -27,10 +31,12 @@ _EXPORTS = {
     "ToolCall": "ludus.core.types",
     "ToolSpec": "ludus.core.types",
     "Trajectory": "ludus.core.types",
+    "breakpoint_at": "ludus.core.breakpoints",
 }
 
 if TYPE_CHECKING:
     from ludus.config.schema import RunConfig as RunConfig
+    from ludus.core.breakpoints import breakpoint_at as breakpoint_at
     from ludus.core.errors import LudusError as LudusError
     from ludus.core.types import Group as Group
     from ludus.core.types import Message as Message
@@ -45,6 +51,10 @@ if TYPE_CHECKING:
     from ludus.envs.base import Env as Env
     from ludus.judges.remote.client import AsyncEvaluationClient as AsyncEvaluationClient
     from ludus.judges.remote.client import EvaluationClient as EvaluationClient
+    from ludus.rollout.agent_env import AgentEnv as AgentEnv
+    from ludus.rollout.agent_tools import AgentTools as AgentTools
+    from ludus.rollout.workflow import Model as Model
+    from ludus.rollout.workflow import Outcome as Outcome
 
 __all__ = [*sorted(_EXPORTS), "__version__"]
 

@@ -55,7 +55,7 @@ RAW = {
 """Craftable only from what is crafted from them, or (bone meal, netherite) as good as that."""
 
 Recipe = tuple[str, int, tuple[tuple[str, int], ...]]
-"""What is made, how many, and from what: (ingredient or tag, how many), in the table's order."""
+"""Product, number, and ingredients: (ingredient or tag, number), in the table's order."""
 
 
 def main() -> None:

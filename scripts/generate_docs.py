@@ -8,11 +8,15 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from ludus.backends.hosts import Table
+from ludus.backends.trinity.keys import TABLE as TRINITY
+from ludus.backends.verl.keys import TABLE as VERL
 from ludus.cli import app
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -31,14 +35,18 @@ ludus train recipes/babyai-tiny.yaml rl.steps=50 'env.args={level: GoToObj}'
 """
 
 
-def configuration() -> str:
+def configuration(page: str | None = None) -> str:
     """The configuration page, as `ludus config --markdown` prints it.
+
+    Args:
+        page: what the command printed; None: run it.
 
     Raises:
         LookupError: a plug-in's package is not installed, so its arguments are unknown.
     """
-    command = [sys.executable, "-m", "ludus", "config", "--markdown"]
-    page = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    if page is None:
+        command = [sys.executable, "-m", "ludus", "config", "--markdown"]
+        page = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     if missing := re.findall(r"^.* which is not installed: .*$", page, re.MULTILINE):
         raise LookupError("; ".join(missing))
     return page
@@ -57,6 +65,14 @@ def command_line() -> str:
             lines += ["| | | default |", "|---|---|---|", *rows, ""]
         parts.append("\n".join(lines))
     return "\n".join(parts).rstrip() + "\n"
+
+
+def host(table: Table) -> str:
+    """The page of a host, with the table of recipe keys."""
+    text = (DOCS / f"{table.host}.md").read_text(encoding="utf-8")
+    head, start, rest = text.partition("<!-- keys: written by `make docs` -->\n")
+    _, end, tail = rest.partition("<!-- end -->")
+    return f"{head}{start}{table.markdown()}\n{end}{tail}"
 
 
 def decisions() -> str:
@@ -223,6 +239,8 @@ PAGES = {
     "configuration.md": configuration,
     "cli.md": command_line,
     "decisions/README.md": decisions,
+    "verl.md": partial(host, VERL),
+    "trinity.md": partial(host, TRINITY),
 }
 
 

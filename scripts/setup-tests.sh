@@ -3,11 +3,12 @@
 #
 # 1. Programs from the system's packages: Chromium (opens the report), PostgreSQL (the run store on a
 #    server), Java (ScienceWorld, TextWorldExpress), a C++ compiler and make (ALFWorld's engine),
-#    bubblewrap, gVisor, Node.js and util-linux (the sandbox), Redis (the rate limiter on several hosts).
+#    bubblewrap, gVisor, Node.js and util-linux (the sandbox), Redis (the rate limiter on several hosts),
+#    OpenSSH's server (clusters).
 #    They are installed as root where apt-get exists.
 # 2. The extra `alfworld` into .venv: its planner is compiled, which takes some minutes.
 #
-# What cannot be installed is named; the tests that need it are skipped with the same reason.
+# A part that cannot be installed is named; the tests that need it are skipped with the same reason.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,6 +23,8 @@ command -v bwrap >/dev/null || missing+=(bubblewrap)
 command -v setpriv >/dev/null || missing+=(util-linux)
 command -v node >/dev/null || missing+=(nodejs)
 command -v redis-server >/dev/null || missing+=(redis-server)
+command -v sshd >/dev/null || [[ -x /usr/sbin/sshd ]] || missing+=(openssh-server)
+command -v ssh >/dev/null || missing+=(openssh-client)
 if [[ ${#missing[@]} -gt 0 ]]; then
     export DEBIAN_FRONTEND=noninteractive
     if command -v apt-get >/dev/null && [[ $(id -u) -eq 0 ]] &&

@@ -1,15 +1,26 @@
-"""Settings of all tests: no internet, one thread, seeded property tests, skips by marker."""
+"""Settings of all tests: no internet, one thread, seeded property tests, skips by marker.
+
+Fixtures of several folders: the command line (`ludus`), the sandbox's layers and a browser.
+"""
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
+import shutil
 import signal
 import sys
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from engines import engine_python
 from hypothesis import settings
+
+if TYPE_CHECKING:  # for the folders that run no commands: torch takes seconds
+    from harness import Ludus, Zygote
 
 # Set before torch and transformers are imported, and inherited by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,6 +41,14 @@ settings.load_profile("ludus")
 LOOPBACK = ("127.", "localhost", "::1", "0.0.0.0")
 
 
+@functools.cache
+def _own_addresses() -> frozenset[str]:
+    """Addresses of this machine: a node of Ray on it listens at one."""
+    import psutil
+
+    return frozenset(a.address for found in psutil.net_if_addrs().values() for a in found)
+
+
 def _refuse_internet(event: str, args: tuple[Any, ...]) -> None:
     if event == "socket.getaddrinfo":
         host = args[0]
@@ -38,12 +57,18 @@ def _refuse_internet(event: str, args: tuple[Any, ...]) -> None:
     else:
         return
     name = host.decode() if isinstance(host, bytes) else host
-    if name and not name.startswith(LOOPBACK):
+    if name and not name.startswith(LOOPBACK) and name not in _own_addresses():
         raise OSError(f"a test reached for {name}: tests use this machine only")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     sys.addaudithook(_refuse_internet)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector the imported modules, which it would look through each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -55,3 +80,50 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def layers() -> None:
+    """The sandbox's jail, all its layers; without one of them, the test is skipped."""
+    from ludus.core.errors import ConfigError
+    from ludus.sandbox.layers import require_layers
+
+    try:
+        require_layers()
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """The process that all commands of this test process are forked from."""
+    from harness import Zygote
+
+    started = Zygote(tmp_path_factory.mktemp("printed"))
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def ludus(zygote: Zygote, tmp_path: Path) -> Ludus:
+    """The command line in an empty folder."""
+    from harness import Ludus
+
+    return Ludus(zygote, tmp_path)
+
+
+@pytest.fixture(scope="module")  # its event loop would stop other modules' own
+def browser() -> Iterator[Any]:
+    """Chromium, driven by Playwright."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    names = ("chromium", "google-chrome", "chromium-browser")
+    chromium = next(filter(None, map(shutil.which, names)), None)
+    if chromium is None:
+        pytest.skip("no chromium on this machine (apt-get install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(
+            executable_path=chromium,
+            args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"],
+        )
+        yield started
+        started.close()

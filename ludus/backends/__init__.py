@@ -13,7 +13,14 @@ BACKENDS: Registry[Backend] = Registry(
     "backend",
     {
         "local": Row("ludus.backends.local:LocalBackend", "train", "trains in this process"),
+        "ray": Row(
+            "ludus.backends.ray.backend:RayBackend", "ray", "trains on a Ray cluster, in actors"
+        ),
         "debug": Row("ludus.backends.local:LocalBackend", "train", "shows N tasks and stops"),
+        "verl": Row("ludus.backends.verl.host:VerlHost", "train", "a host: trains in verl"),
+        "trinity": Row(
+            "ludus.backends.trinity.host:TrinityHost", "train", "a host: trains in Trinity-RFT"
+        ),
     },
     context=frozenset({"make_model", "renderer", "config", "run_dir"}),
     needs=("begin_stage", "train", "save", "load", "close"),

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ludus.core.types import Group, Sample
+from ludus.core.types import Group, Sample, Spec
+from ludus.judges.base import Judge
 from ludus.models.samplers.base import PolicySampler
+from ludus.rollout.host import LocalEnvs
 from ludus.train.algorithms.base import Algorithm
 from ludus.train.checkpoint.store import CheckpointStore
 from ludus.train.meter import Meter
@@ -36,6 +38,13 @@ class Backend(Protocol):
     @property
     def policy_version(self) -> int:
         """Version of the published weights: 0 at first, that of the checkpoint after `load`."""
+
+    def make_envs(self, spec: Spec | None) -> LocalEnvs:
+        """Returns the environments of episodes: `spec` is that of tasks that name none."""
+
+    def host_judge(self, spec: Spec, judge: Judge) -> Judge:
+        """Returns the judge of `spec` where this back end runs it: `judge`, which is built in this
+        process, or one that asks a worker."""
 
     def begin_stage(self, settings: TrainSettings, algorithm: Algorithm) -> None:
         """Create the optimizer, and the critic and reference model that `algorithm` asks for.

@@ -1,8 +1,11 @@
 """Conformance suite: what every back end must do.
 
+    def make(folder):
+        return BACKENDS.build(Spec(name="my.py:MyBackend"), "backend", **tiny_context(folder))
+
     @pytest.mark.parametrize("check", CHECKS)
     async def test_conformance(check, tmp_path):
-        await check(lambda folder: MyBackend(...), tmp_path)
+        await check(make, tmp_path)
 
 A factory makes a fresh back end with the same initial weights in a folder. Its context holds at
 least 16 tokens and its vocabulary 8.
@@ -15,14 +18,28 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ludus.backends.base import Backend
-from ludus.config.schema import OptimizerConfig
-from ludus.core.errors import CheckpointError, TrainingError
-from ludus.core.types import Group, Sample, Segment, Task, Trajectory
+from ludus.config.schema import OptimizerConfig, RunConfig
+from ludus.core.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextOverflow,
+    TrainingError,
+    Unscorable,
+)
+from ludus.core.types import Group, Message, Sample, Segment, Spec, Task, Trajectory
+from ludus.judges import JUDGES
+from ludus.judges.base import close_all
+from ludus.models.chat.renderer import Renderer
+from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.models.samplers.base import Completion, SamplingParams
+from ludus.rollout.host import LocalEnvs
 from ludus.rollout.source import require_fresh
+from ludus.rollout.threads import EnvThread
 from ludus.train import ALGORITHMS
+from ludus.train.checkpoint.policy import build_policy
 from ludus.train.minibatches import TrainSettings
 from ludus.train.samples import to_samples
 
@@ -36,6 +53,32 @@ METRICS = {
     f"train/{name}"
     for name in ("loss", "grad_norm", "lr", "tokens", "loss_tokens", "staleness", "optimizer_steps")
 }
+
+
+def tiny_context(folder: Path, **changes: Any) -> dict[str, Any]:
+    """The arguments that a registry gives a back end: a model of two small layers from scratch, its
+    tokenizer, a configuration with `changes` of the top-level keys, and the run's folder."""
+    shape = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "init_range": 0.2}
+    fields: dict[str, Any] = {
+        "model": {
+            "architecture": {"name": "qwen3", "args": {**shape, "intermediate_size": 48}},
+            "tokenizer": "words",
+            "context_length": 48,
+        },
+        "tasks": {"train": "env"},
+        "rollout": {"max_tokens_per_turn": 8},
+        "threads": 1,
+        **changes,
+    }
+    config = RunConfig.model_validate(fields)
+    texts = ["go left", "go right", "stop here now"]
+    renderer = Renderer(train_tokenizer(Spec(name="words"), texts))
+    return {
+        "make_model": lambda: build_policy(config.model, renderer.tokenizer, config.seed),
+        "renderer": renderer,
+        "config": config,
+        "run_dir": folder,
+    }
 
 
 async def versions_count_up(make: Factory, folder: Path) -> None:
@@ -178,6 +221,104 @@ async def failures_are_errors(make: Factory, folder: Path) -> None:
     backend.close()
 
 
+async def an_ended_episode_frees_its_session(make: Factory, folder: Path) -> None:
+    """Closing a session cancels its turn; its name may be used again, by a turn of any length."""
+    backend = _begin(make(folder))
+    expected = await _sample(backend, 1)
+    backend.sampler.open("1")
+    params = SamplingParams(max_tokens=12, seed=1)
+    turn = asyncio.create_task(backend.sampler.sample(PROMPT, params, session="1"))
+    await _yield_to_others(3)
+    turn.cancel()
+    backend.sampler.close("1")
+    backend.sampler.close("1")
+    await asyncio.gather(turn, return_exceptions=True)
+    assert await _sample(backend, 1) == expected
+    backend.close()
+
+
+async def faulty_turns_are_errors(make: Factory, folder: Path) -> None:
+    """A prompt beyond the context is a ContextOverflow, an unknown id a ValueError; the sampler
+    goes on."""
+    backend = _begin(make(folder))
+    expected = await _sample(backend, 1)
+    limit = backend.sampler.context_length
+    for prompt, kind in (([3] * limit, ContextOverflow), ([10**6], ValueError)):
+        backend.sampler.open("bad")
+        try:
+            params = SamplingParams(max_tokens=4)
+            await backend.sampler.sample(prompt, params, session="bad")
+        except kind:
+            pass
+        else:
+            raise AssertionError(f"a turn that is wrong raised no {kind.__name__}")
+        finally:
+            backend.sampler.close("bad")
+    assert await _sample(backend, 1) == expected
+    backend.close()
+
+
+async def environments_play(make: Factory, folder: Path) -> None:
+    """Environments of the back end answer as those of this process, and report their limits."""
+    from ludus.envs import ENVS
+
+    backend = make(folder)
+    spec = Spec(name="textcraft")
+    env_class: Any = ENVS.load(spec.name)
+    task = env_class.task(env_class.tiers()[0], 1)
+    action = Message(role="assistant", content="inventory")
+    seen = []
+    for envs in (LocalEnvs(spec), backend.make_envs(spec)):
+        thread = EnvThread()
+        env = envs.host(task, thread, 60.0)
+        assert env is not None
+        opening = await env.reset(task)
+        step = await env.step(action)
+        seen.append((opening, step, env.max_turns, env.env.success_at, await env.scores()))
+        await env.close()
+        thread.close()
+        assert env.seconds > 0  # a metric of the episode
+    assert seen[0] == seen[1]
+    backend.close()
+
+
+async def judges_score(make: Factory, folder: Path) -> None:
+    """A judge scores where the back end runs it as it does in this process."""
+    backend = make(folder)
+    spec = Spec(name="answer")
+    task = Task(id="t", answer="42")
+    answers = [Message(role="assistant", content=text) for text in ("It is 42.", "41", "42")]
+    own = JUDGES.build(spec, "judge")
+    hosted = backend.host_judge(spec, own)
+    for number, message in enumerate(answers):
+        segments = [Segment(-1, PROMPT), Segment(0, [6], [-0.1], message=message)]
+        trajectory = Trajectory(f"t{number}", "g", "t", segments)
+        assert await hosted(task, trajectory) == await own(task, trajectory)
+    silent = Trajectory("t9", "g", "t", [Segment(-1, PROMPT)])
+    for judge in (own, hosted):
+        try:
+            await judge(task, silent)
+        except Unscorable:
+            continue
+        raise AssertionError("a trajectory without an answer was scored")
+    await close_all([hosted])
+    backend.close()
+
+
+async def check_refusal(make: Callable[[], Backend], key: str) -> None:
+    """A back end that cannot honour a recipe's key refuses it, and names the key and the back ends
+    that can. `make` builds it with a recipe that has the key."""
+    try:
+        backend = make()
+    except ConfigError as error:
+        message = str(error)
+        assert key in message, f"{message!r} does not name {key}"
+        assert "backend" in message, f"{message!r} does not name a back end that honours {key}"
+        return
+    backend.close()
+    raise AssertionError(f"{key} was accepted")
+
+
 CHECKS: list[Check] = [
     versions_count_up,
     stale_turns_are_refused,
@@ -188,7 +329,33 @@ CHECKS: list[Check] = [
     resuming_equals_never_having_stopped,
     weights_load_without_a_stage,
     failures_are_errors,
+    an_ended_episode_frees_its_session,
+    faulty_turns_are_errors,
+    environments_play,
+    judges_score,
 ]
+
+
+async def turns(backend: Backend, count: int = 8, max_tokens: int = 24) -> list[Completion]:
+    """Sample turns of as many sessions, all at once; turn n has the seed n."""
+    return await asyncio.gather(
+        *(_sample(backend, n, SamplingParams(max_tokens=max_tokens, seed=n)) for n in range(count))
+    )
+
+
+def rewarded(done: Sequence[Completion]) -> list[Sample]:
+    """Returns samples for `Backend.train`: turns with the advantages -1 and 1 in alternation."""
+    return [
+        Sample(
+            token_ids=[*PROMPT, *turn.token_ids],
+            loss_mask=[False] * len(PROMPT) + [True] * len(turn.token_ids),
+            logprobs=[0.0] * len(PROMPT) + turn.logprobs,
+            advantages=[0.0] * len(PROMPT) + [2.0 * (n % 2) - 1.0] * len(turn.token_ids),
+            trajectory_id=f"t{n}",
+            policy_version=turn.policy_version,
+        )
+        for n, turn in enumerate(done)
+    ]
 
 
 def _begin(backend: Backend) -> Backend:

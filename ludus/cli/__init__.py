@@ -10,7 +10,20 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from ludus import __version__
-from ludus.cli import benchmark, checkpoints, coevolve, data, look, serve, train
+from ludus.cli import (
+    benchmark,
+    checkpoints,
+    cluster,
+    coevolve,
+    control,
+    data,
+    jobs,
+    look,
+    serve,
+    train,
+    view,
+    vscode,
+)
 from ludus.core.errors import LudusError, printable
 from ludus.core.modules import missing_dependency
 from ludus.core.signals import EXIT_CODES, exit_code, handling, leave, raise_stop
@@ -19,9 +32,16 @@ from ludus.telemetry.logs import check_settings
 EXTRAS = {
     "rollout": "remote",
     "rubric": "remote",
+    "augment": "remote",
     "generate-data": "remote",
+    "view": "serve",
+    "doctor": "remote",
     "env": "serve",
     "model": "serve,train",
+    "submit": "ray",
+    "logs": "ray",
+    "attach": "ray",
+    "stop": "ray",
 }
 """Extras of the verbs; `train` for the others."""
 
@@ -53,9 +73,14 @@ app = typer.Typer(
 app.add_typer(train.app)
 app.add_typer(benchmark.app)
 app.add_typer(coevolve.app)
+app.add_typer(control.app)
+app.add_typer(jobs.app)
 app.add_typer(look.app)
+app.add_typer(view.app)
+app.add_typer(vscode.app)
 app.add_typer(data.app)
 app.add_typer(checkpoints.app, name="checkpoint")
+app.add_typer(cluster.app, name="cluster")
 app.add_typer(serve.app, name="serve")
 
 
@@ -81,7 +106,7 @@ def main() -> None:
     except LudusError as error:
         _fail(error)
     except ModuleNotFoundError as error:
-        words = sys.argv[1 : 3 if sys.argv[1:2] in (["serve"], ["checkpoint"]) else 2]
+        words = sys.argv[1 : 3 if sys.argv[1:2] in (["serve"], ["checkpoint"], ["cluster"]) else 2]
         extra = EXTRAS.get(words[-1], "train")
         missing = missing_dependency(error, extra, f"`ludus {' '.join(words)}`")
         if missing is None:

@@ -22,9 +22,9 @@ def coevolve(
         list[str] | None,
         typer.Argument(
             metavar="[STAGE] [KEY=VALUE]...",
-            help="One stage (start, curriculum, generate, score, filter, executor, evaluate), or "
-            "all; or report (write the report again) or show (list problems); then settings to "
-            "change.",
+            help="One stage (start, curriculum, generate, score, filter, executor, evaluate), none "
+            "for all; or report (write the report again) or show (list problems); then settings "
+            "to change.",
         ),
     ] = None,
     iteration: Annotated[

@@ -1,4 +1,4 @@
-"""Verbs that ask an endpoint or an expert: rollout, rubric, generate-data."""
+"""Verbs that ask an endpoint or an expert: rollout, rubric, generate-data, augment."""
 
 from __future__ import annotations
 
@@ -184,3 +184,90 @@ def generate_data(
     )
     num_kept = generate_dataset(wanted, folder, lambda line: typer.echo(line, err=True))
     typer.echo(f"{num_kept} episodes: {folder}/data.jsonl (card: {folder}/README.md)")
+
+
+@app.command()
+def augment(
+    seeds: Annotated[Path, typer.Argument(help="JSON lines of seed tasks: prompt and answer.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder to write; an unfinished augmentation is continued.")
+    ],
+    model: Annotated[str, typer.Option(help="Name of the model that writes the tasks.")],
+    base_url: Annotated[
+        str, typer.Option(help="OpenAI-compatible endpoint, up to /v1. API key: LUDUS_API_KEY.")
+    ],
+    num_tasks: Annotated[int, typer.Option(min=1, help="Tasks to keep.")] = 100,
+    max_requests: Annotated[
+        int | None, typer.Option(min=1, help="Requests at most; default: 10 a task.")
+    ] = None,
+    shots: Annotated[int, typer.Option(min=1, max=64, help="Seeds that a request shows.")] = 3,
+    prompt: Annotated[str, typer.Option(help="Field of a seed's prompt.")] = "prompt",
+    answer: Annotated[str, typer.Option(help="Field of a seed's answer.")] = "answer",
+    num_seeds: Annotated[
+        int | None, typer.Option(min=1, help="Use the first seeds only; default: all.")
+    ] = None,
+    instructions: Annotated[
+        Path | None, typer.Option(help="File with further instructions to the writing model.")
+    ] = None,
+    judge: Annotated[str, typer.Option(help="Judge that has to accept a task's answer.")] = "math",
+    judge_arg: Annotated[
+        list[str] | None, typer.Option(help="Argument of the judge: key=value; repeatable.")
+    ] = None,
+    max_similarity: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Jaccard index of word 3-grams that makes a duplicate."),
+    ] = 0.6,
+    attempts: Annotated[
+        int, typer.Option(min=0, max=1024, help="Attempts of the solver a task; 0: none.")
+    ] = 0,
+    solver_model: Annotated[
+        str | None, typer.Option(help="Name of the solving model; default: --model.")
+    ] = None,
+    solver_base_url: Annotated[
+        str | None, typer.Option(help="Its endpoint (API key: LUDUS_SOLVER_API_KEY); --base-url.")
+    ] = None,
+    solver_prompt: Annotated[
+        Path | None, typer.Option(help="File with a system message for the solver.")
+    ] = None,
+    min_solved: Annotated[
+        float, typer.Option(min=0, max=1, help="Lowest share of solved attempts to keep.")
+    ] = 0.2,
+    max_solved: Annotated[
+        float, typer.Option(min=0, max=1, help="Highest share of solved attempts to keep.")
+    ] = 0.8,
+    temperature: Temperature = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a text.")] = 1024,
+    seed: Seed = 0,
+    concurrency: Annotated[int, typer.Option(min=1, max=512, help="Requests at once.")] = 16,
+) -> None:
+    """Let a model write new tasks from seed tasks, and keep the valid and new ones."""
+    from ludus.data import options
+    from ludus.data.augmentation.augment import augment as augment_tasks
+
+    wanted = options.augmentation(
+        seeds,
+        spec(judge, judge_arg),
+        model=model,
+        base_url=base_url,
+        num_tasks=num_tasks,
+        max_requests=10 * num_tasks if max_requests is None else max_requests,
+        shots=shots,
+        prompt=prompt,
+        answer=answer,
+        num_seeds=num_seeds,
+        instructions=instructions,
+        max_similarity=max_similarity,
+        attempts=attempts,
+        solver_model=solver_model,
+        solver_base_url=solver_base_url,
+        solver_prompt=solver_prompt,
+        min_solved=min_solved,
+        max_solved=max_solved,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        seed=seed,
+        concurrency=concurrency,
+    )
+    num_kept = augment_tasks(wanted, out, lambda line: typer.echo(line, err=True))
+    few = "" if num_kept == num_tasks else f" of {num_tasks}: --max-requests was reached"
+    typer.echo(f"{num_kept} tasks{few}: {out}/tasks.jsonl (card: {out}/README.md)")

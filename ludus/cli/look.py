@@ -78,9 +78,11 @@ def export(
     run: Run,
     path: Annotated[Path, typer.Argument(help="The file to write.")],
     format: Annotated[
-        str | None, typer.Option(help="jsonl or parquet; default: by the file's suffix.")
+        str | None, typer.Option(help="jsonl, parquet or eval; default: by the file's suffix.")
     ] = None,
-    what: Annotated[str, typer.Option(help="trajectories, steps, or sft.")] = "trajectories",
+    what: Annotated[
+        str, typer.Option(help="trajectories, steps, sft, or inspect: a log for `inspect view`.")
+    ] = "trajectories",
     stage: Annotated[
         str | None,
         typer.Option(help="Only this stage; default: all, but for sft no held-out evaluations."),
@@ -108,6 +110,8 @@ def export(
     typer.echo(f"{written.num_rows} lines in {written.path}")
     for reason, count in written.skipped.items():
         typer.echo(f"skipped: {count} ({reason})", err=True)
+    for lack, count in written.incomplete.items():
+        typer.echo(f"incomplete: {count} ({lack})", err=True)
 
 
 @app.command()
@@ -174,11 +178,14 @@ def check_env_command(
         list[str] | None, typer.Argument(help="Arguments of the environment: key=value ...")
     ] = None,
     tasks: Annotated[int, typer.Option(min=1, help="Number of tasks to play.")] = 6,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that a reset or a step may take.")
+    ] = 10.0,
 ) -> None:
     """Check that an environment follows the protocol: deterministic, robust, no output."""
     from ludus.envs.checks.check import check_env
 
-    findings = run(check_env(spec(name, args), num_tasks=tasks))
+    findings = run(check_env(spec(name, args), num_tasks=tasks, timeout_s=timeout))
     for finding in findings:
         typer.echo(finding)
     if any(finding.severity == "error" for finding in findings):
@@ -195,14 +202,29 @@ def doctor(
     isolation: Annotated[
         Literal["jail", "gvisor"], typer.Option(help="The sandbox's isolation that is attacked.")
     ] = "jail",
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            help="Check these environment hosts instead: addresses separated by commas, "
+            "file:PATH, or dns+http://NAME:PORT."
+        ),
+    ] = None,
 ) -> None:
     """Check this machine and print what to install."""
     from rich.console import Console
 
-    from ludus.diagnostics.doctor import exit_code, render_checks, run_attacks, run_doctor
+    from ludus.diagnostics.doctor import (
+        check_hosts,
+        exit_code,
+        render_checks,
+        run_attacks,
+        run_doctor,
+    )
 
     with Console(stderr=True).status("checking") as status:  # on a terminal only
-        if attack:
+        if hosts is not None:
+            checks = check_hosts(hosts)
+        elif attack:
             checks = run_attacks(lambda name: status.update(f"attack: {name}"), isolation)
         else:
             checks = run_doctor(runs_dir, lambda name: status.update(f"checking {name}"))

@@ -19,6 +19,10 @@ Recipe = Annotated[
         "returns a RunConfig."
     ),
 ]
+NewRecipe = Annotated[
+    str | None,
+    typer.Argument(help="A YAML file, a recipe's name, or `file.py:function`; not with --resume."),
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to change: dotted.key=value ...")
 ]
@@ -30,6 +34,21 @@ Run = Annotated[str, typer.Argument(help="A run's id (see `ludus runs`).")]
 Checkpoint = Annotated[
     str | None,
     typer.Option("--checkpoint", help="best, latest, or a name, e.g. rl-000100; default: latest."),
+]
+Break = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--break",
+        metavar="TAG",
+        help='Stop at breakpoint_at("TAG") of your code; repeatable.',
+    ),
+]
+Debugger = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="What breakpoints of a run wait for: pdb (default), or debugpy for an editor.",
+    ),
 ]
 Merge = Annotated[bool, typer.Option(help="Merge LoRA adapters into the weights.")]
 
@@ -73,12 +92,14 @@ def named_origins(recipe: str, overrides: Sequence[str] | None) -> Iterator[None
 
 def _origin(line: str, recipe: str, overrides: Sequence[str] | None) -> str:
     """The override that a message's dotted key comes from, else the recipe."""
+    from ludus.config.secrets import shown_override
+
     match = re.match(r"[\w.]+", line)
     place = f"{match[0]}." if match else ""
     for override in reversed(overrides or []):
         key = override.partition("=")[0].strip().removesuffix(".name") + "."
         if place.startswith(key) or place.removesuffix("name.") == key:
-            return f"override {override}"
+            return f"override {shown_override(override)}"
     return recipe
 
 

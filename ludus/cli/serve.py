@@ -57,6 +57,10 @@ def serve_env(
     expert_deadline: Annotated[
         float, typer.Option(min=0.1, help="Seconds that a call of the expert may take.")
     ] = 150.0,
+    drain: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds that open sessions have to finish after SIGTERM."),
+    ] = 0.0,
     max_connections: MaxConnections = 8192,
     max_per_address: MaxPerAddress = 4096,
     tools: Annotated[
@@ -83,7 +87,7 @@ def serve_env(
         expert_deadline_s=expert_deadline,
     )
     connections = ConnectionLimits(max_connections, max_per_address)
-    options = ServeOptions(host, port, workers, client_tokens(), connections)
+    options = ServeOptions(host, port, workers, client_tokens(), connections, drain)
     recipe = recipe_with_tools(tools)
     serve_envs(env_specs(envs), options, limits, isolate, typer.echo, recipe)
 
@@ -102,7 +106,7 @@ def model(
         str | None,
         typer.Option(help="The model's name for clients; default: the run's or folder's."),
     ] = None,
-    sampler: Annotated[str, typer.Option(help="in_process, exact or vllm.")] = "in_process",
+    sampler: Annotated[str, typer.Option(help="in_process, exact, vllm or sglang.")] = "in_process",
     sampler_arg: Annotated[
         list[str] | None, typer.Option(help="A sampler argument, key=value; repeatable.")
     ] = None,

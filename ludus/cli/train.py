@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ludus.cli.coevolve import show_plan
-from ludus.cli.options import Overrides, Recipe, RunsDir, check, load
+from ludus.cli.options import Break, Debugger, NewRecipe, Overrides, Recipe, RunsDir, check, load
 from ludus.core.errors import ConfigError
 
 app = typer.Typer()
@@ -16,12 +18,7 @@ app = typer.Typer()
 
 @app.command()
 def train(
-    recipe: Annotated[
-        str | None,
-        typer.Argument(
-            help="A YAML file, a recipe's name, or `file.py:function`; not with --resume."
-        ),
-    ] = None,
+    recipe: NewRecipe = None,
     overrides: Overrides = None,
     resume: Annotated[
         str | None, typer.Option("--resume", metavar="RUN", help="Resume this run.")
@@ -29,6 +26,19 @@ def train(
     skip_damaged: Annotated[
         bool, typer.Option(help="Resume from an older checkpoint where the newest is damaged.")
     ] = False,
+    with_env_service: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Play this environment of the recipe in a service of its own (`ludus serve env "
+            "NAME`), started and ended with the run.",
+        ),
+    ] = None,
+    view: Annotated[
+        bool, typer.Option("--view", help="Serve the live page (`ludus view`) while the run goes.")
+    ] = False,
+    break_at: Break = None,
+    debugger: Debugger = None,
     runs_dir: RunsDir = "runs",
 ) -> None:
     """Train a recipe: demonstrations, SFT, RL, evaluation, report."""
@@ -38,29 +48,41 @@ def train(
 
     from ludus.config.load import dump_config
     from ludus.pipeline import launch
+    from ludus.pipeline.breakpoints import switched_on
+    from ludus.pipeline.companions import LaunchOptions, check_options
     from ludus.pipeline.progress import Display
 
-    display = Display()
+    display, options = Display(), LaunchOptions(with_env_service, bool(break_at), view)
+    in_process = config is not None and config.backend.name == "debug"
+    stops = switched_on(break_at or [], display.note, debugger=debugger, here=in_process)
+    opened = ExitStack()
     try:
+        opened.enter_context(stops)
         if config is None:
             changes = ([recipe] if recipe else []) + (overrides or [])
             folder = launch.resume(
-                str(resume), runs_dir, display, changes, skip_damaged=skip_damaged
+                str(resume), runs_dir, display, changes, skip_damaged=skip_damaged, options=options
             )
         else:
-            if config.backend.name != "debug":
+            if not in_process:
                 check(config, str(recipe), overrides)  # before the long configuration
+                check_options(options, config.env)
+            elif with_env_service:
+                raise ConfigError("--with-env-service: `backend: debug` plays in one process")
+            elif view:
+                raise ConfigError("--view: `backend: debug` leaves no run to show")
             typer.echo(dump_config(config), err=True)
-            if config.backend.name == "debug":
+            if in_process:
                 debug(str(recipe), overrides)
                 return
-            folder = launch.train(config, display, skip_damaged=skip_damaged)
+            folder = launch.train(config, display, skip_damaged=skip_damaged, options=options)
     except launch.Stopped as stopped:
         display.close()
         typer.echo(str(stopped), err=True)
         raise typer.Exit(stopped.exit_code) from None
     finally:
         display.close()
+        opened.close()
     where = folder.report if folder.report.exists() else folder.path
     typer.echo(f"run {folder.id} is complete: {where}")
 
@@ -70,13 +92,16 @@ def debug(
     recipe: Recipe,
     overrides: Overrides = None,
     tasks: Annotated[int, typer.Option(min=1, help="Tasks to play.")] = 1,
+    break_at: Break = None,
 ) -> None:
     """Play a few tasks in one thread; print every turn and training row. Trains nothing."""
+    from ludus.pipeline.breakpoints import switched_on
     from ludus.pipeline.debug import debug as run_debug
 
     config = load(recipe, overrides)
     check(config, recipe, overrides)
-    run_debug(config, tasks)
+    with switched_on(break_at or [], partial(typer.echo, err=True), here=True):
+        run_debug(config, tasks)
 
 
 @app.command()
@@ -179,14 +204,39 @@ def plan(
             help="Seconds of a tool call on another machine; default: Python in the sandbox here.",
         ),
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC",
+            help="Simulate the RL stage on the cluster of this YAML file "
+            "(docs/cluster-planning.md).",
+        ),
+    ] = None,
+    advice: Annotated[
+        bool, typer.Option("--advice", help="With --cluster: search for the best placements.")
+    ] = False,
+    runs_dir: RunsDir = "runs",
 ) -> None:
     """Estimate memory, time and cost of a recipe on given hardware. Trains nothing.
 
     Plays a few episodes of the environment's expert. Uses no network. Of a co-evolution, it prints
-    the plan of all stages, as `ludus coevolve RECIPE --dry-run` does.
+    the plan of all stages, as `ludus coevolve RECIPE --dry-run` does. With --cluster, it simulates
+    the RL stage on many machines; overrides of SPEC begin with `cluster.`.
     """
     from ludus.config.load import is_coevolution
 
+    if advice and cluster is None:
+        raise ConfigError("--advice belongs to --cluster SPEC")
+    if cluster is not None:
+        if is_coevolution(recipe):
+            raise ConfigError("--cluster: a co-evolution cannot be simulated: name a run's recipe")
+        differs = {"--hardware": hardware != "here", "--efficiency": efficiency != 0.35}
+        differs |= {"--env-step-s": env_step_s != 0, "--tool-calls": tool_calls is not None}
+        differs |= {"--tool-call-s": tool_call_s is not None}
+        if wrong := [option for option, differing in differs.items() if differing]:
+            raise ConfigError(f"{wrong[0]} does not belong to --cluster: set it in {cluster}")
+        _simulate(recipe, overrides or [], cluster, fill, advice, runs_dir)
+        return
     if is_coevolution(recipe):
         of_a_run = {"--tool-calls": tool_calls, "--tool-call-s": tool_call_s}
         of_a_run["--env-step-s"] = env_step_s or None
@@ -217,6 +267,43 @@ def plan(
         typer.echo(line)
     if not estimate.fits:
         raise typer.Exit(1)
+
+
+def _simulate(
+    recipe: str,
+    overrides: list[str],
+    cluster: str,
+    fill: float | None,
+    advice: bool,
+    runs_dir: str,
+) -> None:
+    """`ludus plan --cluster`."""
+    from ludus.core.modules import require
+    from ludus.diagnostics.simulation.spec import load_spec
+
+    require("simpy", "plan", "--cluster")
+    prefix = "cluster."
+    changes = [item.removeprefix(prefix) for item in overrides if item.startswith(prefix)]
+    spec = load_spec(cluster, changes)
+    config = load(recipe, [item for item in overrides if not item.startswith(prefix)], runs_dir)
+
+    from ludus.diagnostics.episodes import measure
+    from ludus.diagnostics.simulation import plan as simulation
+    from ludus.diagnostics.simulation.advice import advice_lines, search
+    from ludus.diagnostics.simulation.bottleneck import find_bottleneck
+    from ludus.diagnostics.simulation.lines import lines
+
+    usage = None
+    if fill is None and spec.episodes.turns is None and not simulation.measured_runs(spec):
+        usage = measure(config)
+    inputs = simulation.inputs_of(config, spec, usage, 1.0 if fill is None else fill, runs_dir)
+    outcome = simulation.simulate(inputs, spec)
+    for line in lines(inputs, outcome, find_bottleneck(inputs, spec)):
+        typer.echo(line)
+    if advice:
+        typer.echo("")
+        for line in advice_lines(search(inputs, spec)):
+            typer.echo(line)
 
 
 @app.command()

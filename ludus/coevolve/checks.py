@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ludus.coevolve.roles import Roles
+from ludus.coevolve.roles import Roles, trains_curriculum
 from ludus.config.load import check_specs
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError
@@ -15,6 +15,7 @@ from ludus.core.types import Spec
 from ludus.pipeline.registries import REGISTRIES, check, equal_samples
 
 _KEY = re.compile(r"^[a-z_]+(?:\.\w+)+|^[a-z_]+")
+_NO_KEY = re.compile(r" is not (?:a key|an argument)\b")
 _HINT = re.compile(r"did you mean ([a-z_]+(?:\.\w+)*)\?")
 _READ_A_FILE = {"agentgym", "benchmark", "json"}
 _SECTIONS = ("start", "curriculum", "executor")
@@ -49,11 +50,12 @@ def _attempts(roles: Roles) -> Iterator[tuple[str, Callable[[], object]]]:
             yield "start", lambda: _check_start_files(roles.start())
     yield "curriculum", lambda: _check_player(roles.proposing(1, 1))
     yield "executor", lambda: _check_player(roles.answering(0, 1))
-    if roles.config.curriculum.get("rl") is not None:
+    if trains_curriculum(roles.config):
         yield "curriculum", lambda: check(roles.training("curriculum", 1))
     yield "executor", lambda: check(roles.training("executor", 1))
     yield "executor", lambda: _check_evaluated(roles.solving(1, "evaluate"))
     yield "reward", roles.judge
+    yield "reward", lambda: _check_answer_markers(roles)
 
 
 def _check_player(config: RunConfig) -> None:
@@ -67,6 +69,18 @@ def _check_evaluated(config: RunConfig) -> None:
     faults = [*equal_samples(config.evaluate), *_missing(config.tasks.heldout, "tasks.heldout")]
     if faults:
         raise ConfigError("\n".join(faults))
+
+
+def _check_answer_markers(roles: Roles) -> None:
+    """Votes that look for an answer between other markers than the executor's read none of them."""
+    own, rollout = roles.config.reward.get("answer_markers"), roles.answering(0, 1).rollout
+    written = list(rollout.markers.answer)
+    if own is not None and rollout.format == "code" and own != written:
+        raise ConfigError(
+            f"reward.answer_markers: {own}, but the executor writes its answers between those of "
+            f"executor.rollout.markers.answer, {written}: remove reward.answer_markers, which then "
+            "are the same"
+        )
 
 
 def _check_start_files(config: RunConfig) -> None:
@@ -101,7 +115,7 @@ def _placed(line: str, section: str, roles: Roles) -> str:
     place = section
     if match and not _has(own, match[0]) and _has(roles.config.shared, match[0]):
         place = "shared"
-    if " is not a" in line:  # key, or argument
+    if _NO_KEY.search(line):  # the hint is a key too; that of a plug-in is a name
         line = _HINT.sub(rf"did you mean {place}.\1?", line)
     return f"{place}.{line}"
 

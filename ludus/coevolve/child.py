@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ludus.core.errors import LudusError
+from ludus.core.processes import started
 
 
 class Child:
@@ -36,6 +37,7 @@ class Child:
                 stderr=file,
                 start_new_session=True,  # Ctrl-C is for the parent, which passes it on
             )
+        started(self._process.pid, f"training of {self._name}")
 
     def wait(self) -> None:
         """Wait for its end. Errors: LudusError with its last line where it failed."""

@@ -19,14 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import logging as transformers_logging
-
 from ludus.coevolve import evaluation, questions
 from ludus.coevolve.changes import check_changes
 from ludus.coevolve.checks import check_all
 from ludus.coevolve.child import Child, beside
 from ludus.coevolve.report.page import try_report
-from ludus.coevolve.roles import Role, Roles, run_name
+from ludus.coevolve.roles import Role, Roles, has_heldout, run_name, trains_curriculum
 from ludus.coevolve.storage import Storage
 from ludus.config.coevolve import CoevolveConfig
 from ludus.config.load import dump_config, load_as, load_config
@@ -71,11 +69,11 @@ class StageId:
 def stages_of(config: CoevolveConfig) -> list[StageId]:
     """Returns all stages in order."""
     stages = [StageId(0, "start")] if config.start is not None else []
-    if (config.executor.get("tasks") or {}).get("heldout") is not None:
+    if has_heldout(config):
         stages.append(StageId(0, "evaluate"))
     for iteration in range(1, config.iterations + 1):
         stages += [StageId(iteration, name) for name in STAGES]
-    if config.curriculum.get("rl") is None:
+    if not trains_curriculum(config):
         stages = [stage for stage in stages if stage.name != "curriculum"]
     return stages
 
@@ -101,7 +99,8 @@ class Coevolution:
 
         Errors: Stopped after a signal; LudusError. What is complete stays.
         """
-        transformers_logging.disable_progress_bar()  # a bar for each of many small models
+        if only is not None:
+            self._named(only, iteration)  # before there is a folder
         with self.storage.locked(), disk_faults(RunFolder(self.storage.root)):
             self._remember()
             if only is None:
@@ -115,27 +114,26 @@ class Coevolution:
     def _is_complete(self, stage: StageId) -> bool:
         return stage.label in self.storage.complete()
 
-    def _single(self, name: str, iteration: int | None) -> StageId:
-        """The stage of this name that is next, or that of `iteration`. Errors: ConfigError."""
-        stages = stages_of(self.config)
-        named = [stage for stage in stages if stage.name == name]
+    def _named(self, name: str, iteration: int | None) -> list[StageId]:
+        """The stages of this name, or that of `iteration` alone. Errors: ConfigError: none."""
+        named = [stage for stage in stages_of(self.config) if stage.name == name]
         if not named:
             raise ConfigError(f"{name}: this recipe has no such stage{_why_absent(name)}")
-        if iteration is None:
-            left = [stage for stage in named if not self._is_complete(stage)]
-            if not left:
-                raise ConfigError(f"{name}: complete in all iterations ({self.config.iterations})")
-            chosen = left[0]
-        else:
-            found = [stage for stage in named if stage.iteration == iteration]
-            if not found:
-                counts = f"{named[0].iteration} to {named[-1].iteration}"
-                raise ConfigError(f"--iteration {iteration}: {name} has the iterations {counts}")
-            chosen = found[0]
-            if self._is_complete(chosen):
-                raise ConfigError(
-                    f"{chosen.label} is complete: its files are in {self.storage.root}"
-                )
+        found = [stage for stage in named if iteration in (None, stage.iteration)]
+        if not found:
+            counts = f"{named[0].iteration} to {named[-1].iteration}"
+            raise ConfigError(f"--iteration {iteration}: {name} has the iterations {counts}")
+        return found
+
+    def _single(self, name: str, iteration: int | None) -> StageId:
+        """The stage of this name that is next, or that of `iteration`. Errors: ConfigError."""
+        stages, named = stages_of(self.config), self._named(name, iteration)
+        left = [stage for stage in named if not self._is_complete(stage)]
+        if not left and iteration is None:
+            raise ConfigError(f"{name}: complete in all iterations ({self.config.iterations})")
+        if not left:
+            raise ConfigError(f"{named[0].label} is complete: its files are in {self.storage.root}")
+        chosen = left[0]
         before = [stage for stage in stages[: stages.index(chosen)] if not self._is_complete(stage)]
         needed = [stage for stage in before if stage.name != "evaluate"]
         if needed:
@@ -221,7 +219,7 @@ class Coevolution:
         atomic_write(self.storage.recipe, dump_config(self.config))
 
     def _has_begun(self, stage: StageId) -> bool:
-        """Whether the stage is complete, or has files that depend on the recipe."""
+        """Returns whether the stage is complete, or has files that depend on the recipe."""
         if self._is_complete(stage):
             return True
         if stage.name in ("start", "curriculum", "executor"):
@@ -248,7 +246,7 @@ def _why_absent(name: str) -> str:
         "curriculum": " (`curriculum.rl` is null: the agent does not train)",
         "evaluate": " (`executor.tasks.heldout` is null)",
     }
-    return reasons.get(name, did_you_mean(name, ("start", *STAGES)))
+    return reasons.get(name, did_you_mean(name, ("start", *STAGES, "report", "show")))
 
 
 def _told(value: Any) -> str:

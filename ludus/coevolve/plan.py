@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from ludus.coevolve.flow import StageId, stages_of
-from ludus.coevolve.roles import Role, Roles
+from ludus.coevolve.roles import Role, Roles, trains_curriculum
 from ludus.config.schema import RunConfig
 from ludus.core.types import Spec
 from ludus.diagnostics import plan as planning
@@ -276,7 +276,7 @@ class _Planner:
     def _proposes(self) -> Usage | None:
         """Sizes of the curriculum agent's episodes: as its expert's, or as the start's."""
         config = self._shaped("curriculum", self.roles.proposing(1, 1))
-        if self._fill or config.env is None or self.config.curriculum.get("rl") is None:
+        if self._fill or config.env is None or not trains_curriculum(self.config):
             return self._started
         return measure(self._shaped("curriculum", self.roles.training("curriculum", 1)))
 

@@ -4,14 +4,15 @@
     score      k answers to each, with their votes  -> answers.jsonl
     filter     problems with labels, and the others -> problems.jsonl, rejected.jsonl
 
-`generate` and `score` write a chunk of problems at a time. Seeds belong to a problem's number, so
-chunks that are done stay, and the rest gets the same bits.
+`generate` and `score` write a chunk of problems once it is complete, while the next ones are
+played. Seeds belong to a problem's number, so chunks that are done stay, and the rest gets the same
+bits.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean
@@ -40,9 +41,6 @@ GO_ON = (
     "`questions.max_consistency=...`, and only the filter runs again."
 )
 
-ChunkPlayer = Callable[[Player, int, Sequence[Any]], Coroutine[Any, Any, list[Group]]]
-ChunkFinisher = Callable[[Sequence[Any], Sequence[Group]], Coroutine[Any, Any, list[Row]]]
-
 
 def generate(roles: Roles, iteration: int, observer: Observer) -> Row:
     """Let the curriculum agent propose problems. Returns what the state records."""
@@ -50,13 +48,11 @@ def generate(roles: Roles, iteration: int, observer: Observer) -> Row:
     tasks = list(islice(cycle(_prompts(config)), roles.config.questions.proposals))
     judge = roles.judge()
 
-    async def play(player: Player, first: int, some: Sequence[Task]) -> list[Group]:
-        return await player(some, "generate", iteration, 1, first_group=first)
+    async def finish(number: int, group: Group) -> Row:
+        return _proposal_row(judge, group)
 
-    async def finish(some: Sequence[Task], groups: Sequence[Group]) -> list[Row]:
-        return [_proposal_row(judge, group) for group in groups]
-
-    rows = _in_chunks(roles, iteration, "proposals", tasks, config, play, finish, observer)
+    work = _Work("proposals", "generate", tasks, 1, finish)
+    rows = _in_chunks(roles, iteration, config, work, observer)
     write_rows(roles.storage.questions(iteration, "proposals"), rows)
     valid = [row["question"] for row in rows if row["question"] is not None]
     return {"proposals": len(rows), "valid": len(valid), "distinct": len(set(valid))}
@@ -91,21 +87,15 @@ def score(roles: Roles, iteration: int, observer: Observer) -> Row:
     for row in proposals:
         if row["question"] is not None:
             first_of.setdefault(row["question"], row)
-    number, judge = roles.config.answers.number, roles.judge()
+    problems, judge = list(first_of.values()), roles.judge()
 
-    async def play(player: Player, first: int, some: Sequence[Row]) -> list[Group]:
-        tasks = [judge.task(row["id"], row["question"]) for row in some]
-        return await player(tasks, "score", iteration, number, first_group=first)
-
-    async def finish(some: Sequence[Row], groups: Sequence[Group]) -> list[Row]:
-        votes = zip(some, groups, strict=True)
-        rows = list(await asyncio.gather(*(_answer_row(judge, *vote) for vote in votes)))
-        _refuse_lost_tools(rows)
-        return rows
+    async def finish(number: int, group: Group) -> Row:
+        return await _answer_row(judge, problems[number], group)
 
     config = roles.answering(iteration - 1, iteration)
-    problems = list(first_of.values())
-    rows = _in_chunks(roles, iteration, "answers", problems, config, play, finish, observer)
+    tasks = [judge.task(row["id"], row["question"]) for row in problems]
+    work = _Work("answers", "score", tasks, roles.config.answers.number, finish, _refuse_lost_tools)
+    rows = _in_chunks(roles, iteration, config, work, observer)
     write_rows(roles.storage.temporary(iteration, "answers"), rows)
     voted = [row for row in rows if row["consistency"] is not None]
     statuses = [Status(status) for row in rows for status in row["statuses"]]
@@ -173,8 +163,9 @@ def select_problems(roles: Roles, iteration: int, stand_ins: int = 0) -> Row:
         problems, min_consistency=band[0], max_consistency=band[1], ties=settings.ties
     )
     known = roles.heldout_questions()
-    held_out = [problem for problem in kept if visible(problem.question or "") in known]
-    kept = [problem for problem in kept if problem not in held_out]
+    is_known = [visible(problem.question or "") in known for problem in kept]
+    held_out = [problem for problem, found in zip(kept, is_known, strict=True) if found]
+    kept = [problem for problem, found in zip(kept, is_known, strict=True) if not found]
     faults = {row["id"]: row.get("reason") for row in proposals}  # of texts that are no proposal
     rows = [
         {"id": p.id, "question": p.question, "reason": str(why), "detail": faults[p.id]}
@@ -227,49 +218,70 @@ def _problem_row(problem: Problem, answer: Row) -> Row:
     return {"id": problem.id, "question": problem.question, **{key: answer[key] for key in keys}}
 
 
-def _in_chunks(
-    roles: Roles,
-    iteration: int,
-    name: str,
-    items: Sequence[Any],
-    config: RunConfig,
-    play: ChunkPlayer,
-    finish: ChunkFinisher,
-    observer: Observer,
-) -> list[Row]:
-    """Play the items, a chunk at a time; chunks that an earlier process wrote are read.
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Tasks to be played `k` times, and the row of each.
 
-    While a chunk is played, the one before is finished (its votes) and written.
+    Args:
+        name: of the files. label: of the episodes, in their ids and seeds.
+        finish: returns the row of the task of a number, from its complete group.
+        check: sees the rows of each chunk before they are written.
     """
-    size = roles.config.questions.chunk
-    starts = range(0, len(items), size)
-    paths = [roles.storage.temporary(iteration, f"{name}-{n:05d}") for n in range(len(starts))]
-    missing = [n for n, path in enumerate(paths) if not path.is_file()]
-    if missing:
-        observer.stage(name, len(starts), len(starts) - len(missing))
 
-        async def write(number: int, some: Sequence[Any], groups: Sequence[Group]) -> None:
-            write_rows(paths[number], await finish(some, groups))
+    name: str
+    label: str
+    tasks: Sequence[Task]
+    k: int
+    finish: Callable[[int, Group], Coroutine[Any, Any, Row]]
+    check: Callable[[Sequence[Row]], None] = lambda _: None
+
+
+def _in_chunks(
+    roles: Roles, iteration: int, config: RunConfig, work: _Work, observer: Observer
+) -> list[Row]:
+    """Returns the row of each task. A chunk is written once its rows are complete; chunks that an
+    earlier process wrote are read. Votes are taken while the next problems are played."""
+    size = roles.config.questions.chunk
+    starts = range(0, len(work.tasks), size)
+    name = f"{work.name}-{{:05d}}"
+    paths = [roles.storage.temporary(iteration, name.format(n)) for n in range(len(starts))]
+    lengths = [len(work.tasks[start : start + size]) for start in starts]
+    missing = [n for n, path in enumerate(paths) if not path.is_file()]
+    for n in set(range(len(paths))) - set(missing):
+        _chunk(paths[n], lengths[n])  # a damaged one is refused before the others are played
+    found: dict[int, dict[int, Row]] = {n: {} for n in missing}
+
+    async def finish(number: int, group: Group) -> None:
+        row = await work.finish(number, group)
+        chunk, place = divmod(number, size)
+        found[chunk][place] = row
+        if len(found[chunk]) == lengths[chunk]:
+            rows = [row for _, row in sorted(found.pop(chunk).items())]
+            work.check(rows)
+            write_rows(paths[chunk], rows)
             observer.tick()
 
-        async def play_missing(player: Player) -> None:
-            before: asyncio.Task[None] | None = None
-            try:
-                for number in missing:
-                    some = items[number * size :][:size]
-                    groups = await play(player, number * size, some)
-                    if before is not None:
-                        await before
-                    before = asyncio.create_task(write(number, some, groups))
-                if before is not None:
-                    await before
-            finally:
-                if before is not None:
-                    before.cancel()
+    async def play(player: Player) -> None:
+        for first, end in _spans(missing):
+            some = work.tasks[first * size : end * size]
+            await player.stream(some, work.label, iteration, work.k, finish, first * size)
 
-        Player.run_with(config, play_missing, observer.episode)
-    chunks = [_chunk(path, len(items[n * size :][:size])) for n, path in enumerate(paths)]
+    if missing:
+        observer.stage(work.name, len(starts), len(starts) - len(missing))
+        Player.run_with(config, play, observer.episode)
+    chunks = [_chunk(*chunk) for chunk in zip(paths, lengths, strict=True)]
     return [row for chunk in chunks for row in chunk]
+
+
+def _spans(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """First and end of each span of numbers that follow one another."""
+    spans: list[tuple[int, int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number:
+            spans[-1] = spans[-1][0], number + 1
+        else:
+            spans.append((number, number + 1))
+    return spans
 
 
 def _chunk(path: Path, length: int) -> list[Row]:

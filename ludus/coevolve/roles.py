@@ -59,6 +59,21 @@ def run_name(role: str, iteration: int) -> str:
     return role if role == "start" else f"{role}-{iteration}"
 
 
+def role_keys(config: CoevolveConfig, role: Role) -> dict[str, Any]:
+    """The keys of a role's runs: its own over those of `shared`."""
+    return merged(config.shared, getattr(config, role))
+
+
+def trains_curriculum(config: CoevolveConfig) -> bool:
+    """Returns whether the curriculum agent trains."""
+    return role_keys(config, "curriculum").get("rl") is not None
+
+
+def has_heldout(config: CoevolveConfig) -> bool:
+    """Returns whether there are tasks to evaluate the executor on."""
+    return (role_keys(config, "executor").get("tasks") or {}).get("heldout") is not None
+
+
 def check_roles(config: CoevolveConfig) -> None:
     """Refuse keys that the flow sets. Errors: ConfigError, with the key."""
     sections = {"start": config.start or {}, "curriculum": config.curriculum}
@@ -108,12 +123,12 @@ class Roles:
         assert self.config.start is not None
         keys = merged(self.config.shared, self.config.start)
         if keys.get("env") is None:
-            proposer = merged(self.config.shared, self.config.curriculum)
+            proposer = role_keys(self.config, "curriculum")
             tasks = keys.get("tasks") or {}
             train = (proposer.get("tasks") or {}).get("train")
             if "train" not in tasks and train is not None and proposer.get("env") is None:
                 keys["tasks"] = {**tasks, "train": train}
-            judge = merged(self.config.shared, self.config.executor).get("judge")
+            judge = role_keys(self.config, "executor").get("judge")
             keys.setdefault("judge", judge or JUDGED_BY)
         return self._load("start", keys, "start", 0)
 
@@ -194,8 +209,12 @@ class Roles:
         return built
 
     def _judge(self, executor: str | None) -> Spec:
-        """Errors: ConfigError with the key of `reward`."""
-        args = {**self.config.reward, "executor": executor}
+        """Votes read an answer where the executor writes it, unless `reward` says otherwise.
+
+        Errors: ConfigError with the key of `reward`.
+        """
+        markers = list(self.answering(0, 1).rollout.markers.answer)
+        args = {"answer_markers": markers, **self.config.reward, "executor": executor}
         args["num_answers"] = self.config.answers.number
         for key in ("executor", "num_answers"):
             if key in self.config.reward:
@@ -231,8 +250,8 @@ class Roles:
 
     def _keys(self, role: Role, version: int) -> dict[str, Any]:
         """The role's keys, with its model after `version` iterations."""
-        keys = merged(self.config.shared, getattr(self.config, role))
-        if role == "curriculum" and keys.get("rl") is None:
+        keys = role_keys(self.config, role)
+        if role == "curriculum" and not trains_curriculum(self.config):
             version = 0
         name = run_name(role, version) if version else "start" if self.config.start else None
         if name is not None:

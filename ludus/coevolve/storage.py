@@ -12,9 +12,7 @@ evaluation/                            iteration-0.json, iteration-1.json
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core.errors import DataError, LudusError
-from ludus.core.files import atomic_write
+from ludus.core.files import InUse, atomic_write, lock
 
 Row = dict[str, Any]
 STATE = "state.json"
@@ -72,22 +70,15 @@ class Storage:
         """Hold the folder for this process; creates it. Errors: LudusError where it is in use."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            file = open(self.root / ".lock", "a+")  # noqa: SIM115 - closed below
+            held = lock(self.root / ".lock")
+        except InUse as error:
+            raise LudusError(
+                f"{self.root} is {error}: wait for its end, or give this co-evolution another "
+                "`name` or `storage`"
+            ) from None
         except OSError as error:
             raise LudusError(f"{self.root}: cannot be used: {error.strerror}") from None
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                file.seek(0)
-                owner = file.read().strip() or "?"
-                raise LudusError(
-                    f"{self.root} is in use by process {owner}: wait for its end, or give this "
-                    "co-evolution another `name` or `storage`"
-                ) from None
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+        with held:
             yield
 
     def complete(self) -> dict[str, Row]:

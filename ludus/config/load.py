@@ -26,6 +26,7 @@ from ludus.config.overrides import apply_override
 from ludus.config.recipes import shipped_recipes
 from ludus.config.registry import Registry
 from ludus.config.schema import RunConfig
+from ludus.config.secrets import shown_override
 from ludus.core.errors import ConfigError, LudusError, MissingDependency, did_you_mean
 from ludus.core.modules import load_module, told
 from ludus.core.types import Spec
@@ -57,7 +58,9 @@ def load_as(
     raw = _read(source)
     faults: list[str] = []
     data = _plain(raw.data, (), faults, raw)
-    if not faults and not isinstance(data, dict):
+    if not faults and data is None:
+        faults.append(f"{raw.origin}: the file is empty: {_needs(schema)}")
+    elif not faults and not isinstance(data, dict):
         faults.append(f"{raw.origin}: must be a mapping of keys, got {show(data)}")
     elif not faults and (remedy := other_kind(data, schema)):
         faults.append(f"{raw.origin}: {remedy}")
@@ -79,6 +82,12 @@ def load_as(
     if faults:
         raise ConfigError("\n".join(faults))
     return config
+
+
+def _needs(schema: type[BaseModel]) -> str:
+    """The keys without which a file of this kind cannot be, in words."""
+    needed = [f"`{name}`" for name, field in schema.model_fields.items() if field.is_required()]
+    return f"it needs at least {' and '.join(needed)}" if needed else "set at least one key"
 
 
 def is_coevolution(source: Source) -> bool:
@@ -189,6 +198,7 @@ class _Raw:
 
     def mark(self, path: PathKey, override: str) -> None:
         """Note that `path` and everything below it come from the override."""
+        override = shown_override(override)
         for origins in (self.lines, self.overridden):
             for key in [key for key in origins if key[: len(path)] == path]:
                 del origins[key]
@@ -227,8 +237,6 @@ def _read_yaml(path: Path) -> _Raw:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     data, lines = yaml12.parse(text, str(path))
-    if data is None:
-        raise ConfigError(f"{path}: the file is empty: a run needs at least `model` and `tasks`")
     return _Raw(str(path), data, lines)
 
 
@@ -238,7 +246,7 @@ def _not_a_file(path: Path) -> str:
     folders = [path.parent, Path("recipes")]
     files = {f.stem: str(f) for folder in reversed(folders) for f in sorted(folder.glob("*.y*ml"))}
     choices = {name: name for name in shipped_recipes()} | files  # a file wins
-    hint = did_you_mean(path.stem, choices)
+    hint = did_you_mean(path.stem, choices) or ": `ludus recipes` lists those of the package"
     for stem, choice in choices.items():
         hint = hint.replace(f"(did you mean {stem}?)", f"(did you mean {choice}?)")
     return f"no such file{'' if path.suffix else ' or recipe'}{hint}"

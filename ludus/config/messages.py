@@ -10,7 +10,7 @@ Both come from the pydantic models, so the configuration's reference (`reference
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -20,13 +20,14 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from ludus.config.secrets import Secret
 from ludus.core.errors import did_you_mean
 from ludus.core.types import Spec
 
 PathKey = tuple[str | int, ...]
 """A place in a configuration: ("metrics", 0, "args", "port")."""
 
-_PLAIN = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+_PLAIN = {bool: "true or false", int: "a whole number", float: "a number"}
 _LIMITS = {
     "gt": "> {}",
     "ge": ">= {}",
@@ -35,6 +36,10 @@ _LIMITS = {
     "multiple_of": "a multiple of {}",
 }
 _LENGTHS = {"min_length": "at least {} of them", "max_length": "at most {} of them"}
+_CHARACTERS = {
+    "min_length": "of at least {} characters",
+    "max_length": "of at most {} characters",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +119,9 @@ class Type:
         if origin is Literal:
             shown = ", ".join(show(choice, bare=True) for choice in args)
             return shown if len(args) == 1 else f"one of {shown}"
+        if kind is str:
+            words = " ".join(["text", *_limits(self.constraints, _CHARACTERS)])
+            return words.replace("of at least 1 characters", "that is not empty")
         if kind in _PLAIN:
             return " ".join([_PLAIN[kind], *_limits(self.constraints, _LIMITS)])
         if origin is tuple and args[-1] is not Ellipsis:
@@ -126,7 +134,7 @@ class Type:
         if kind is Spec:
             return "a plug-in (a name, or {name: ..., args: {...}})"
         if origin in (dict, Mapping) or kind in (dict, Mapping):
-            return "a mapping"
+            return ", ".join(["a mapping", *_limits(self.constraints, _LENGTHS)])
         if kind is Path:
             return "a path"
         if kind is Any or kind is object:
@@ -156,7 +164,7 @@ def _limits(constraints: Sequence[Any], names: Mapping[str, str]) -> list[str]:
     ]
     patterns = [p for item in constraints if (p := getattr(item, "pattern", None)) is not None]
     words = [" and ".join(texts)] if texts else []
-    return words + ([f"that matches {patterns[0]}"] if patterns and names is _LIMITS else [])
+    return words + ([f"that matches {patterns[0]}"] if patterns and names is not _LENGTHS else [])
 
 
 def show(value: Any, bare: bool = False, width: int = 60) -> str:
@@ -165,7 +173,10 @@ def show(value: Any, bare: bool = False, width: int = 60) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    text = value if bare and isinstance(value, str) else repr(value)
+    try:
+        text = value if bare and isinstance(value, str) else repr(value)
+    except RecursionError:
+        return "a value that is nested too deeply"
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
@@ -181,8 +192,15 @@ def explain(
 
     `place` is the dotted path of the model itself; `noun` names an entry of the model.
     """
+    return explain_items(error.errors(include_url=False), model, place, noun)
+
+
+def explain_items(
+    problems: Iterable[ErrorDetails], model: Any, place: str = "", noun: str = "a key"
+) -> list[tuple[PathKey, str]]:
+    """As `explain`, for pydantic's errors of any type annotation."""
     errors: dict[PathKey, list[ErrorDetails]] = {}
-    for item in error.errors(include_url=False):
+    for item in problems:
         errors.setdefault(_real_path(item, model), []).append(item)
     lines: dict[tuple[PathKey, str], None] = {}
     for path, items in errors.items():
@@ -211,7 +229,7 @@ def option_faults(
     return "; ".join(lines)
 
 
-def _real_path(item: ErrorDetails, model: type[BaseModel]) -> PathKey:
+def _real_path(item: ErrorDetails, model: Any) -> PathKey:
     """The error's path without pydantic's tags for the branches of a union."""
     path: list[str | int] = []
     at: Type | None = Type(model)
@@ -225,7 +243,7 @@ def _real_path(item: ErrorDetails, model: type[BaseModel]) -> PathKey:
     return tuple(path)
 
 
-def type_at(model: type[BaseModel], path: PathKey) -> Type | None:
+def type_at(model: Any, path: PathKey) -> Type | None:
     """The type at a path; None where the path does not exist."""
     at: Type | None = Type(model)
     for part in path:
@@ -233,7 +251,7 @@ def type_at(model: type[BaseModel], path: PathKey) -> Type | None:
     return at
 
 
-def _line(item: ErrorDetails, path: PathKey, model: type[BaseModel], place: str, noun: str) -> str:
+def _line(item: ErrorDetails, path: PathKey, model: Any, place: str, noun: str) -> str:
     where, at = dotted(path, place), type_at(model, path)
     if item["type"] == "extra_forbidden":
         return f"{where} is not {noun}{_nearest_key(path, model, place)}"
@@ -243,24 +261,29 @@ def _line(item: ErrorDetails, path: PathKey, model: type[BaseModel], place: str,
         text = str(item["ctx"]["error"])
         return f"{where}: {text}" if where else text
     value = item["input"]
-    got = f", got {show(value)}"
+    secret = at is not None and any(isinstance(c, Secret) for c in at.unwrapped().constraints)
+    got = "" if secret else f", got {show(value)}"
     if at is None:
         return f"{where}: {item['msg']}{got}"
+    if not where:
+        return f"must be {at.words()}{got}"
     near = did_you_mean(value, at.literals()) if isinstance(value, str) else ""
     return f"{where} must be {at.words()}{got}{near if 'did you mean' in near else ''}"
 
 
-def _nearest_key(path: PathKey, model: type[BaseModel], place: str) -> str:
+def _nearest_key(path: PathKey, model: Any, place: str) -> str:
     """The nearest key of the same section, else the same key of another section."""
     section = type_at(model, path[:-1])
-    owner = section.model() if section else None
-    keys = list(owner.model_fields) if owner else []
+    branches = section.branches() if section else []
+    owners = [owner for branch in branches if (owner := branch.model())]
+    keys = list(owners[0].model_fields) if len(owners) == 1 else []
     name = str(path[-1])
     parent = dotted(path[:-1], place)
     hint = did_you_mean(name, keys, f"{parent}.{{}}" if parent else "{}")
     if "did you mean" in hint:
         return hint
-    elsewhere = [key for key in walk(model) if key[-1] == name]
+    keys_below = walk(model) if isinstance(model, type) and issubclass(model, BaseModel) else ()
+    elsewhere = [key for key in keys_below if key[-1] == name and type_at(model, key)]
     return f" (did you mean {dotted(elsewhere[0], place)}?)" if elsewhere else hint
 
 

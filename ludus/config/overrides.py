@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from ludus.config import yaml12
 from ludus.config.messages import PathKey, Type, dotted, show
 from ludus.config.schema import RunConfig
+from ludus.config.secrets import KEYS, MASK, shown_override
 from ludus.core.errors import ConfigError
 from ludus.core.types import Spec
 
@@ -27,8 +28,9 @@ def apply_override(data: Any, override: str) -> tuple[PathKey, Any]:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        raise ConfigError(f"override {override}: write it as dotted.key=value")
-    origin = f"override {override}"
+        shown = shown_override(override)
+        raise ConfigError(f"override {shown}: write it as dotted.key=value")
+    origin = f"override {shown_override(override)}"
     value, _ = yaml12.parse(text, origin)
     path: list[str | int] = []
     try:
@@ -56,7 +58,8 @@ def _put(
         new = _put(child, at.child(index) if at else None, rest, value, path)
         return [*node[:index], new, *node[index + 1 :]]
     if not isinstance(node, dict):
-        raise ConfigError(f"{dotted(path)} is {show(node)}, which has no entry {head!r}")
+        shown = MASK if path and path[0] in KEYS else show(node)
+        raise ConfigError(f"{dotted(path)} is {shown}, which has no entry {head!r}")
     child = node[head] if head in node else _default(at, head)
     path.append(head)
     return {**node, head: _put(child, at.child(head) if at else None, rest, value, path)}

@@ -6,9 +6,10 @@ plug-ins' signatures. `ludus config` prints the reference.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -24,6 +25,9 @@ from ludus.config.registry import Registry
 from ludus.config.schema import RunConfig, Section
 from ludus.core.errors import ConfigError, LudusError, did_you_mean
 from ludus.core.types import Spec
+
+ANY = "NAME"
+"""Stands in the reference for the names in a mapping that the user chooses."""
 
 Registries = Mapping[str, Registry[Any]]
 """Registry by path: {"env": ENVS, "tasks.train": READERS, "metrics": SINKS}."""
@@ -57,8 +61,22 @@ def keys(model: type[BaseModel] = RunConfig) -> list[Entry]:
         owner = type_at(model, path[:-1])
         section = owner.model() if owner else None
         assert section is not None  # walk yields the keys of sections
-        entries.append(_entry(dotted(path), section.model_fields[str(path[-1])]))
+        field = section.model_fields[str(path[-1])]
+        entries.append(_entry(dotted(path), field))
+        if (inner := _of_mapping(field)) is not None:
+            shown = [entry for entry in keys(inner) if not entry.key.startswith("model.")]
+            entries += [replace(e, key=f"{dotted(path)}.{ANY}.{e.key}") for e in shown]
     return entries
+
+
+def _of_mapping(field: FieldInfo) -> type[Section] | None:
+    """The section that each value of a mapping is; None for other types."""
+    for branch in Type.of(field).branches():
+        if get_origin(branch.annotation) is dict:
+            inner = Type(get_args(branch.annotation)[1]).model()
+            if inner is not None and issubclass(inner, Section):
+                return inner
+    return None
 
 
 def plugins(registry: Registry[Any]) -> list[Plugin]:
@@ -144,13 +162,20 @@ def _one_plugin(name: str, registries: Registries, known: list[str]) -> Renderab
             parts.append(_plugin_shown(plugin(registry, name)))
         known += registry.names()
     if not parts and ":" in name:
-        registry = registries["env"]  # a name with a colon is the same in all registries
+        registry = _outside(name, registries)
         registry.arguments(name)  # raises where it cannot be read
         parts.append(_plugin_shown(plugin(registry, name)))
     if not parts:
         near = did_you_mean(name, known) or ": `ludus config` lists all keys"
         raise ConfigError(f"{name} is not a key, a section or a plug-in{near}")
     return Group(*parts)
+
+
+def _outside(name: str, registries: Registries) -> Registry[Any]:
+    """The registry of a "module:Class", which is no row of any. They differ in the parameters that
+    ludus supplies: an agent takes a task and a model."""
+    names = inspect.signature(registries["env"].load(name)).parameters
+    return registries["agent" if {"task", "model"} <= set(names) else "env"]
 
 
 def _entry(key: str, field: FieldInfo) -> Entry:
@@ -181,6 +206,11 @@ def _sections(root: type[BaseModel]) -> Iterator[tuple[str, str, str, list[Entry
             continue
         own = [entries[dotted((*path, name))] for name in model.model_fields]
         yield dotted(path), f"`{dotted(path)}`", " ".join((model.__doc__ or "").split()), own
+        for name, field in model.model_fields.items():
+            if (inner := _of_mapping(field)) is not None:
+                place = f"{dotted((*path, name))}.{ANY}"
+                below = [entry for key, entry in entries.items() if key.startswith(f"{place}.")]
+                yield place, f"`{place}`", " ".join((inner.__doc__ or "").split()), below
 
 
 def _by_registry(registries: Registries) -> list[tuple[list[str], Registry[Any]]]:

@@ -165,7 +165,8 @@ class Registry(Generic[T]):
             built = target(**args, **supplied)
         except ConfigError as error:
             text = str(error)
-            if where and text.partition(".")[0] in args:  # of a plug-in among the arguments
+            named = _ARGUMENT.match(text)  # an argument, or a plug-in among the arguments
+            if where and named and named[1] in args:
                 raise ConfigError(f"{where}.args.{text}") from error
             if not where or _PLACE.match(text):
                 raise
@@ -190,6 +191,7 @@ class Registry(Generic[T]):
         return built
 
 
+_ARGUMENT = re.compile(r"(\w+)(?:\[\d+\])?[.:]")
 _PLACE = re.compile(r"[a-z_]+\.\w+|[a-z_.]+: ")
 """The beginning of a message that names its place itself."""
 
@@ -203,7 +205,7 @@ def _argument(where: str, args: Mapping[str, Any], text: str) -> str:
 
 
 def _without_attribute(path: str) -> str:
-    """What is wrong with a file's path as the name of a plug-in, with its functions and classes."""
+    """The fault of a file's path as the name of a plug-in, with its functions and classes."""
     try:
         source = Path(path).expanduser().read_text(encoding="utf-8")
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from ludus.config.policies import Name, PolicyConfig, Roles, check_roles
+from ludus.config.secrets import Secret, SecretUrl
 from ludus.config.sections import (
     BudgetConfig,
     CheckpointConfig,
@@ -23,6 +25,7 @@ from ludus.config.sections import (
     Section,
     TasksConfig,
     ToolCallsConfig,
+    TracesConfig,
 )
 from ludus.config.training import (
     DemonstrationsConfig,
@@ -54,7 +57,18 @@ __all__ = [
     "Section",
     "TasksConfig",
     "ToolCallsConfig",
+    "TracesConfig",
 ]
+
+
+def _command(value: Any) -> Any:
+    """`{command: [...], ...}` is the agent `command` with these arguments."""
+    if isinstance(value, dict) and "command" in value and "name" not in value:
+        return {"name": "command", "args": value}
+    return value
+
+
+AgentSpec = Annotated[Spec, BeforeValidator(_command)]
 
 ALONE = {"sft", "ppo", "reinforce_pp"}
 """Algorithms that do not compare a group's episodes: a group of one episode is allowed."""
@@ -74,7 +88,8 @@ class RunConfig(Section):
     seed: int = Field(0, ge=0, description="Seed of all random numbers of the run.")
     backend: Spec = Field(
         default_factory=lambda: Spec(name="local"),
-        description="Back end: trains in this process, or shows N tasks and stops (debug).",
+        description="Back end: trains in this process (local), on a Ray cluster (ray), in verl's "
+        "trainer (verl), in Trinity-RFT's (trinity), or shows N tasks and stops (debug).",
     )
     runs_dir: str = Field("runs", description="Folder of the runs and of the default store.")
     store: str | None = Field(
@@ -93,6 +108,21 @@ class RunConfig(Section):
     )
     learner: LearnerConfig = Field(default_factory=LearnerConfig, description="Training steps.")
     env: Spec | None = Field(None, description="The environment.")
+    agent: AgentSpec | None = Field(
+        None,
+        description="Your own agent: `my_agent.py:run` (async def run(task, model)), or "
+        "{command: [python, agent.py]}; null: the built-in agent.",
+    )
+    roles: Roles = Field(
+        default_factory=dict,
+        description="Roles of the agent's episodes and their policies: {wolf: policy, villager: "
+        "old}; `policy` is the run's `model`. Of {wolf: {policy: 0.8, old: 0.2}}, one is drawn for "
+        "each group. The first role is the agent's own.",
+    )
+    policies: dict[Name, PolicyConfig] = Field(
+        default_factory=dict,
+        description="Policies of roles, besides `policy`: others that train, or fixed ones.",
+    )
     judge: Spec | None = Field(
         None, description="Scores episodes that the environment does not score; null: no judge."
     )
@@ -117,6 +147,16 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving.")
     metrics: list[Spec] = Field(
         default_factory=list, description="Metric sinks besides JSON lines: tensorboard, wandb, ..."
+    )
+    notify: Annotated[list[SecretUrl], Secret()] = Field(
+        default_factory=list,
+        repr=False,
+        description="URLs of apprise that are told of the end or death of the run: "
+        "mailto://..., slack://..., json://...; or $NAME: URLs in the environment. The run stores "
+        "the scheme of a URL only.",
+    )
+    traces: TracesConfig | None = Field(
+        None, description="OpenTelemetry spans of the rollouts, or null: none."
     )
     budget: BudgetConfig = Field(
         default_factory=BudgetConfig, description="Price, and limits of cost, hours or tokens."
@@ -146,8 +186,9 @@ class RunConfig(Section):
             self._code()
         elif self.demonstrations and self.demonstrations.code_share < 1:
             raise ValueError("`demonstrations.code_share` needs `rollout.format: code`")
-        if self.rl and not (self.env or self.judge or _names(self.tasks.train.args)):
-            raise ValueError("`rl` needs an `env` or a `judge` to score episodes")
+        scored = self.env or self.judge or self.agent or _names(self.tasks.train.args)
+        if self.rl and not scored:
+            raise ValueError("`rl` needs an `env`, a `judge` or an `agent` to score episodes")
         for name, stage in {"sft": self.sft, "rl": self.rl}.items():
             if stage and stage.tokens_per_batch < self.model.context_length:
                 raise ValueError(
@@ -183,6 +224,35 @@ class RunConfig(Section):
                 "`rollout.format: code` needs `model.thinking: keep` or `forbid`: results stand "
                 "inside the turn, so its beginning cannot be stripped"
             )
+
+    @model_validator(mode="after")
+    def _own_agent(self) -> RunConfig:
+        """An agent of the user decides itself when and with what it calls the model."""
+        if self.agent is None:
+            return self
+        rollout = self.rollout
+        wrong = {
+            "`rollout.deterministic: false` (its calls come at any time)": rollout.deterministic,
+            "`verify: false`": self.verify,
+            "no `rollout.format`": rollout.format != "plain",
+            "no `rollout.system_prompt` (the agent writes its own)": bool(rollout.system_prompt),
+            "no `rollout.parts`": bool(rollout.parts),
+            "a number as `rollout.max_turns`, the most calls": isinstance(rollout.max_turns, dict),
+        }
+        if needed := [setting for setting, bad in wrong.items() if bad]:
+            raise ValueError(f"`agent` needs {' and '.join(needed)}")
+        return self
+
+    @model_validator(mode="after")
+    def _roles(self) -> RunConfig:
+        check_roles(
+            self.roles,
+            self.policies,
+            self.evaluate,
+            has_agent=self.agent is not None,
+            max_staleness=self.rl.max_staleness if self.rl else 0,
+        )
+        return self
 
     @model_validator(mode="after")
     def _ahead(self) -> RunConfig:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ludus.core.types import Spec
 
@@ -227,6 +228,11 @@ class EvaluateConfig(Section):
         0, ge=0, description="RL steps between evaluations; 0: before and after only."
     )
     confidence: float = Field(0.95, gt=0, lt=1, description="Level of the confidence intervals.")
+    roles: dict[str, Any] | None = Field(
+        None,
+        description="Policies of the roles in evaluations; null: as in `roles`. The first role of "
+        "`roles` is the one that is measured.",
+    )
 
 
 class LimitConfig(Section):
@@ -288,3 +294,34 @@ class BudgetConfig(Section):
         if self.max_cost is not None and self.price_per_hour is None:
             raise ValueError("`max_cost` needs `price_per_hour`")
         return self
+
+
+class TracesConfig(Section):
+    """OpenTelemetry spans of the rollouts: episodes, completions, tool calls."""
+
+    endpoint: str = Field(
+        pattern=r"^https?://[^\s/?#]+",
+        description="URL of the receiver, OTLP over HTTP: http://127.0.0.1:4318. Without a path, "
+        "/v1/traces is added. Headers: OTEL_EXPORTER_OTLP_HEADERS in the environment.",
+    )
+    share: float = Field(1.0, gt=0, le=1, description="Share of the episodes that are exported.")
+    content: bool = Field(
+        False, description="Export messages, arguments and results too, not only their sizes."
+    )
+
+    @field_validator("endpoint")
+    @classmethod
+    def _full(cls, endpoint: str) -> str:
+        try:
+            parts = urlsplit(endpoint)
+            secret = "@" in parts.netloc
+            if not parts.hostname or parts.port == 0:
+                raise ValueError
+        except ValueError:
+            raise ValueError("it must be http(s)://HOST[:PORT][/PATH]") from None
+        if secret:
+            raise ValueError(
+                "it holds a user or password, which the run would store: give them as headers in "
+                "the environment variable OTEL_EXPORTER_OTLP_HEADERS"
+            )
+        return endpoint if parts.path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"

@@ -2,6 +2,7 @@
 
     LudusError
     ├── ConfigError            a key, a value or a combination that the user can correct
+    │   └── SchemaError        a JSON schema that cannot constrain an answer
     ├── DataError              a malformed line, a missing file, splits that overlap
     ├── MissingDependency      names the extra to install
     ├── EpisodeError           ends one episode, never the run
@@ -13,6 +14,7 @@
     │   ├── ContextOverflow    the prompt does not fit the context     (status truncated_length)
     │   └── Unscorable         no reward could be computed              (status unscorable)
     ├── CheckpointError        damaged, incomplete, or of another model
+    │   └── AbsentCheckpoint   there is none; a training may have removed it
     ├── StoreError             the run store is locked, full, or of another schema
     ├── MirrorError            the copy of a run in object storage cannot be written or read
     └── TrainingError          a loss that is not finite, weights of the wrong version
@@ -88,6 +90,10 @@ class EpisodeTimeout(EpisodeError):
     """The episode, or one of its steps, exceeded its time limit."""
 
 
+class SchemaError(ConfigError):
+    """A JSON schema that cannot constrain an answer."""
+
+
 class ContextOverflow(EpisodeError):
     """The conversation does not fit the model's context."""
 
@@ -98,6 +104,10 @@ class Unscorable(EpisodeError):
 
 class CheckpointError(LudusError):
     """A checkpoint is damaged, incomplete, or belongs to another model."""
+
+
+class AbsentCheckpoint(CheckpointError):
+    """There is no such checkpoint, or a training in progress has just removed it."""
 
 
 class StoreError(LudusError):

@@ -10,6 +10,7 @@ A killed process leaves at most these two behind. `recover` removes them.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -17,9 +18,40 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 _LEFTOVER = re.compile(r"\.(tmp|old)-(.+)-(\d+)")
 _in_progress: set[Path] = set()
+
+
+class InUse(Exception):
+    """Another process holds the lock; `owner` is its id, or `?`."""
+
+    def __init__(self, owner: str) -> None:
+        super().__init__(f"in use by process {owner}")
+        self.owner = owner
+
+
+def lock(path: Path) -> IO[str]:
+    """Lock a file, which is created, until the returned file is closed or the process ends.
+
+    The file holds the id of this process. Errors: InUse; OSError.
+    """
+    file = open(path, "a+")  # noqa: SIM115 - the lock lasts as long as the file is open
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip() or "?"
+        file.close()
+        raise InUse(owner) from None
+    except OSError:
+        file.close()
+        raise
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
 
 
 def atomic_write(path: Path, content: str | bytes, *, flush: bool = True) -> None:

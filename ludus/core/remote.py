@@ -92,6 +92,7 @@ class RemoteClient:
     Args:
         deadline_s: seconds of a call, retries and waiting included.
         attempts: how often a call is sent at most; None: until the deadline.
+        attempt_s: seconds of an attempt, after which its answer counts as lost; None: no limit.
         max_bytes: of an answer.
         failed: tells from an answer why the call is to be sent again; None: it is not.
         max_in_flight: calls under way at the same time; further ones wait.
@@ -107,6 +108,7 @@ class RemoteClient:
         *,
         deadline_s: float = 30.0,
         attempts: int | None = 4,
+        attempt_s: float | None = None,
         max_bytes: int = MAX_BYTES,
         failed: Callable[[Any], str | None] = lambda _: None,
         max_in_flight: int = 64,
@@ -115,7 +117,7 @@ class RemoteClient:
     ) -> None:
         self.url = _checked(url)
         self._deadline_s, self._attempts, self._idempotent = deadline_s, attempts, idempotent
-        self._max_bytes, self._failed = max_bytes, failed
+        self._attempt_s, self._max_bytes, self._failed = attempt_s, max_bytes, failed
         self._places = asyncio.Semaphore(max_in_flight)
         self._breaker = Breaker()
         self._problem = ""  # the last
@@ -182,9 +184,12 @@ class RemoteClient:
         await self._breaker.ready()
         answered: bool | None = None
         try:
-            async with self._places:
+            async with self._places, asyncio.timeout(self._attempt_s):
                 status, content, after_s = await self._send(method, url, body)
             answered = status not in (*NOT_RUN, *LOST) or status == 429
+        except TimeoutError:  # of this attempt: the call's own cancels
+            answered = False
+            return _Failure(f"no answer within {self._attempt_s:g} s", self._idempotent)
         except self._lost as error:
             answered = False
             again = self._idempotent or isinstance(error, self._unsent)

@@ -63,7 +63,13 @@ def abandon(job: Future[Any]) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the command. Python would wait for the threads of abandoned jobs; this does not."""
+    """End the command. Python would wait for the threads of abandoned jobs; this does not.
+
+    A further Ctrl-C ends it at once: in what packages run at the exit of Python (Ray takes half a
+    second), it would print a traceback.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if not all(job.done() for job in _abandoned):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
@@ -123,14 +129,24 @@ def ctrl_c_kept_from_children() -> Iterator[None]:
     """Block SIGINT in the threads and processes that the body starts.
 
     A terminal sends Ctrl-C to all processes of a command. A worker process would print a traceback;
-    its parent ends it.
+    its parent ends it. In the main thread, Ctrl-C takes effect after the body: another thread may
+    receive the signal, and a worker whose start is interrupted prints a traceback too.
     """
     resource_tracker.ensure_running()  # its start would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handler = signal.getsignal(signal.SIGINT)
+    deferred = callable(handler) and threading.current_thread() is threading.main_thread()
+    received: list[tuple[int, FrameType | None]] = []
+    if deferred:
+        signal.signal(signal.SIGINT, lambda *given: received.append(given))
     try:
         yield
     finally:
+        if deferred:
+            signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if received and callable(handler):
+        handler(*received[0])
 
 
 async def end_tasks() -> None:

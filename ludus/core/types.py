@@ -8,7 +8,9 @@ stay inside the process (segments, trajectories, groups, samples).
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -32,6 +34,11 @@ class ToolCall(Wire):
     name: str
     arguments: dict[str, Any] = Field(default_factory=dict)
     id: str | None = None
+
+    def to_openai(self) -> dict[str, Any]:
+        """The call in the form of OpenAI's messages: its arguments are a text."""
+        function = {"name": self.name, "arguments": json.dumps(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class ToolSpec(Wire):
@@ -168,6 +175,23 @@ class Status(StrEnum):
         )
 
 
+DOES_NOT_TRAIN = "does not train"
+"""End of `Trajectory.dropped` of a role that a fixed policy plays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What constrained the tokens of a turn (`models.grammars`).
+
+    Args:
+        grammar: of the turn's text, in Lark.
+        stop_token_ids: the ids that could end it.
+    """
+
+    grammar: str
+    stop_token_ids: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Segment:
     """The tokens that one event added to a trajectory.
@@ -192,6 +216,11 @@ class Segment:
     token: `learner_logprobs`, of the sampling policy, computed by the learner; `ref_logprobs`, of
     the reference model; `values`, the critic's estimate before each token, and one more value after
     the last token.
+
+    With a `constraint`, the log-probabilities are those among the tokens that it allowed.
+
+    For display only, one per token: `advantages`, that the algorithm assigned; `entropies`, of the
+    learner's distribution in nats, where the learner computed the log-probabilities.
     """
 
     parent: int
@@ -205,6 +234,9 @@ class Segment:
     ref_logprobs: list[float] | None = None
     values: list[float] | None = None
     version_runs: list[Run] | None = None
+    advantages: list[float] | None = None
+    entropies: list[float] | None = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
@@ -233,6 +265,9 @@ class Trajectory:
     `scores` are the parts of the judge's score, or the environment's scores; `explanation` is the
     judge's.
     `dropped` is the reason why the trajectory gives no training rows (None: it gives rows).
+
+    An episode of several roles has a trajectory for each: `others` are those of the roles besides
+    this one, and `by_role` makes groups of them.
     """
 
     id: str
@@ -248,6 +283,12 @@ class Trajectory:
     error: str | None = None
     dropped: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    others: list[Trajectory] = field(default_factory=list)
+
+    @property
+    def fixed(self) -> bool:
+        """True if a policy that does not train played its role."""
+        return self.dropped is not None and self.dropped.endswith(DOES_NOT_TRAIN)
 
     def leaves(self) -> list[int]:
         """Indices of the segments without children, in order."""
@@ -267,7 +308,10 @@ class Trajectory:
 
     def token_ids(self, leaf: int = -1) -> list[int]:
         """The token ids from the root to `leaf`, as the engine saw and sampled them."""
-        return [t for i in self.path(leaf) for t in self.segments[i].token_ids]
+        ids: list[int] = []
+        for index in self.path(leaf):
+            ids += self.segments[index].token_ids
+        return ids
 
     @property
     def num_turns(self) -> int:
@@ -292,6 +336,20 @@ class Group:
     trajectories: list[Trajectory]
 
 
+def by_role(groups: Iterable[Group]) -> list[Group]:
+    """Returns a group for each role of each group, so that rewards are compared within a role.
+
+    A group of one role stays as it is.
+    """
+    found: list[Group] = []
+    for group in groups:
+        found.append(group)
+        others = zip(*(trajectory.others for trajectory in group.trajectories), strict=True)
+        for trajectories in others:
+            found.append(Group(trajectories[0].group_id, group.task, list(trajectories)))
+    return found
+
+
 @dataclass(slots=True)
 class Sample:
     """One training row: a path through a trajectory, with the loss's inputs for each token.
@@ -311,6 +369,7 @@ class Sample:
 
     With a critic, `values` are its estimates before each token and `returns` are its targets.
     `consistency` is the task's, for a loss that depends on it (ADPO).
+    `constraints` are those of loss tokens: first index, index after the last, constraint.
     """
 
     token_ids: list[int]
@@ -320,12 +379,14 @@ class Sample:
     trajectory_id: str
     group_id: str = ""
     role: str = "agent"
+    policy: str = "policy"
     policy_version: int | None = None
     ref_logprobs: list[float] | None = None
     values: list[float] | None = None
     returns: list[float] | None = None
     versions: list[int] | None = None
     consistency: float | None = None
+    constraints: list[tuple[int, int, Constraint]] = field(default_factory=list)
 
     @property
     def num_loss_tokens(self) -> int:

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from ludus.config.schema import RunConfig
-from ludus.core.errors import DataError
-from ludus.core.types import Message, Task, Trajectory
+from ludus.core.errors import DataError, first_fault
+from ludus.core.types import Message, Task, ToolSpec, Trajectory
 from ludus.data.expert import Demonstration
 from ludus.models.chat.by_task import TaskRenderers
 from ludus.rollout.replay import replay
@@ -22,7 +24,8 @@ from ludus.tasks.readers import OnBadLine, read_json
 class Conversation:
     """Messages that open like a rollout; SFT trains on the assistant's turns.
 
-    `trained` tells for each of these turns if it is trained; None: all.
+    `trained` tells for each of these turns if it is trained; None: all. `functions` are those that
+    its prompt shows; None: the task's.
     """
 
     task: Task
@@ -30,6 +33,7 @@ class Conversation:
     reward: float | None
     success: bool | None
     trained: Sequence[bool] | None = None
+    functions: Sequence[ToolSpec] | None = None
 
 
 def read_conversations(
@@ -38,8 +42,9 @@ def read_conversations(
     """Returns the conversations of `sft.data`, or else the demonstrations; and skipped lines.
 
     A line of the file is an object with `messages` and optionally `reward` and `success`, as
-    `ludus export --what sft` and most trainers write them, and `tools` and
-    `part`: the functions on offer, and the part of a mixture whose settings hold.
+    `ludus export --what sft` and most trainers write them, and `tools` and `part`: the functions on
+    offer (names of the run's, or functions with their schemas, as an agent sends them), and the
+    part of a mixture whose settings hold.
     """
     system_prompt = config.rollout.system_prompt
     if config.sft is None or config.sft.data is None:
@@ -68,6 +73,7 @@ def read_conversations(
                 with_system_prompt(line.prompt, opening),
                 _number(line.data.get("reward")),
                 _boolean(line.data.get("success")),
+                functions=_functions(line.data.get("tools"), line.id),
             )
         )
     return conversations, [str(line) for line in lines.skipped]
@@ -78,6 +84,28 @@ def _task(line: Task) -> Task:
     part = line.data.get(PART)
     data = {PART: part} if isinstance(part, str) else {}
     return Task(id=line.id, source=line.source, data=data, tools=_names(line.data.get("tools")))
+
+
+def _functions(value: Any, place: str) -> list[ToolSpec] | None:
+    """The functions of a line in OpenAI's form; None for names, or nothing. Errors: DataError."""
+    if not isinstance(value, list) or not any(isinstance(tool, dict) for tool in value):
+        return None
+    found = []
+    for number, tool in enumerate(value):
+        own = tool.get("function", tool) if isinstance(tool, dict) else tool
+        try:
+            found.append(ToolSpec.model_validate(own, extra="ignore"))
+        except ValidationError as error:
+            raise DataError(
+                f"sft.data: {place}: tools.{number} is no function: {first_fault(error)}"
+            ) from None
+    return found
+
+
+def functions_brought(conversations: Iterable[Conversation]) -> list[ToolSpec]:
+    """The different functions that the conversations bring along."""
+    found = (tool for item in conversations for tool in item.functions or ())
+    return list({tool.model_dump_json(): tool for tool in found}.values())
 
 
 def _trained(messages: Sequence[Message], demo: Demonstration) -> list[bool]:
@@ -117,7 +145,8 @@ def replay_all(
         if conversation.success is not None:
             trajectory.metrics["success"] = float(conversation.success)
         where, trained = f"{task.id}: ", conversation.trained
-        replay(conversation.messages, renderers.of(task), trajectory, where, trained)
+        renderer = renderers.of(task, conversation.functions)
+        replay(conversation.messages, renderer, trajectory, where, trained)
         if (length := trajectory.num_tokens) > context_length:
             reason = f"{length} tokens exceed model.context_length = {context_length}"
             excluded.append((task.id, reason))

@@ -139,7 +139,7 @@ def generate_dataset(request: GenerationRequest, folder: Path, log: Log = lambda
     if request.source != "model":
         require_pool()
     tasks = {spec.name: request.tasks(spec) for spec in map(request.spec, request.envs)}
-    with Journal(folder, request.settings()) as journal:
+    with Journal(folder, request.settings(), Record) as journal:
         generator = _Generator(request, journal, folder, log)
         try:
             for spec in map(request.spec, request.envs):
@@ -161,7 +161,7 @@ class _Generator:
     """Plays the missing episodes of a request and adds them to its journal."""
 
     request: GenerationRequest
-    journal: Journal
+    journal: Journal[Record]
     folder: Path
     log: Log
 

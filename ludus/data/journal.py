@@ -1,6 +1,6 @@
-"""Journal of played episodes, from which a killed run resumes.
+"""Journal of played episodes, or of other work with a model, from which a killed run resumes.
 
-The journal is append-only, one JSON line an episode. A truncated last line is dropped, and its
+The journal is append-only, one JSON line a record. A truncated last line is dropped, and its
 episode is played again. The settings that episodes depend on lie beside the journal; a run with
 other settings is refused.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -89,18 +89,39 @@ def model_record(env: str, episode: EpisodeRecord) -> Record:
     )
 
 
-class Journal:
+class Entry(Protocol):
+    """A record of a journal, a model of pydantic; `again`: the next run makes it again."""
+
+    again: bool
+
+    @property
+    def key(self) -> Any: ...
+
+    def model_dump_json(self, *, exclude_defaults: bool) -> str: ...
+
+    @classmethod
+    def model_validate_json(cls, json_data: bytes) -> Self: ...
+
+
+R = TypeVar("R", bound=Entry)
+
+
+class Journal(Generic[R]):
     """The records of a folder, as a context manager. One process at a time.
 
     Args:
-        settings: the settings that episodes depend on.
+        settings: the settings that the records depend on.
+        kind: the class of the records.
+        name: the file's name.
 
     Errors: DataError if the folder has other settings, or cannot be used.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self.records: dict[Key, Record] = {}
-        self._path = folder / JOURNAL
+    def __init__(
+        self, folder: Path, settings: dict[str, Any], kind: type[R], name: str = JOURNAL
+    ) -> None:
+        self.records: dict[Any, R] = {}
+        self._kind, self._path = kind, folder / name
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._check(folder / SETTINGS, settings)
@@ -113,18 +134,18 @@ class Journal:
         except OSError as error:
             raise DataError(f"{folder}: cannot be written: {error.strerror}") from error
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def has(self, key: Key) -> bool:
-        """True if the journal holds the episode, and it need not be played again."""
+    def has(self, key: Any) -> bool:
+        """True if the journal holds the record, and it need not be made again."""
         return key in self.records and not self.records[key].again
 
-    def add(self, record: Record) -> None:
-        """Add an episode; flushed to the file, so it survives the death of this process."""
+    def add(self, record: R) -> None:
+        """Add a record; flushed to the file, so it survives the death of this process."""
         self.records[record.key] = record
         self._file.write(record.model_dump_json(exclude_defaults=True).encode() + b"\n")
         self._file.flush()
@@ -155,7 +176,7 @@ class Journal:
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    record = Record.model_validate_json(line)
+                    record = self._kind.model_validate_json(line)
                 except ValidationError as error:
                     what = error.errors()[0]["msg"]
                     raise DataError(f"{self._path}, line {number}: {what}") from None

@@ -1,4 +1,4 @@
-"""Parses the options of `ludus generate-data` into a GenerationRequest."""
+"""Parses the options of `ludus generate-data` and `ludus augment` into their requests."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Literal, cast, get_args
 from ludus.config.schema import RolloutConfig
 from ludus.core.errors import ConfigError, DataError, did_you_mean
 from ludus.core.types import Spec
+from ludus.data.augmentation.request import AugmentRequest, Model, Solver, read_seeds
 from ludus.data.expert import Format
 from ludus.data.generation import EndpointModel, GenerationRequest, TaskSelection
 from ludus.data.rollouts import KEY
@@ -17,6 +18,9 @@ from ludus.models.endpoint.client import check_url
 from ludus.rollout.requests import parse_ids
 
 Source = Literal["expert", "model", "mixed"]
+
+SOLVER_KEY = "LUDUS_SOLVER_API_KEY"
+"""The environment variable of the key of a solver at an endpoint of its own."""
 
 
 def text_of(path: Path | None) -> str | None:
@@ -57,6 +61,42 @@ def generation(envs: Sequence[Spec], **options: Any) -> GenerationRequest:
         min_score=options["min_score"],
         seed=options["seed"],
         workers=options["workers"],
+    )
+
+
+def augmentation(seeds: Path, judge: Spec, **options: Any) -> AugmentRequest:
+    """Returns the request of the options of `ludus augment`. Errors: ConfigError, DataError."""
+    url = check_url(options["base_url"], "--base-url")
+    sampling = options["temperature"], options["max_tokens"]
+    model = Model(options["model"], url, os.environ.get(KEY), *sampling)
+    solver = None
+    if options["attempts"]:
+        own = options["solver_base_url"]
+        solver_url = check_url(own, "--solver-base-url") if own else url
+        key = os.environ.get(SOLVER_KEY if own else KEY)
+        solver = Solver(
+            Model(options["solver_model"] or model.name, solver_url, key, *sampling),
+            options["attempts"],
+            text_of(options["solver_prompt"]),
+            options["min_solved"],
+            options["max_solved"],
+        )
+    else:
+        for name in ("solver_model", "solver_base_url", "solver_prompt"):
+            if options[name] is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option} needs --attempts: the solver's attempts at a task")
+    return AugmentRequest(
+        seeds=read_seeds(seeds, options["prompt"], options["answer"], options["num_seeds"]),
+        model=model,
+        judge=judge,
+        solver=solver,
+        instructions=text_of(options["instructions"]),
+        **{
+            name: options[name]
+            for name in ("num_tasks", "max_requests", "shots", "max_similarity", "seed")
+        },
+        concurrency=options["concurrency"],
     )
 
 

@@ -97,7 +97,7 @@ def read_split(
             refuse_of_steps(JUDGES.build(judge, f"{place}: judge"), f"{place}: judge")
     for own in _distinct(task.env for task in tasks if task.env != NO_ENV):
         ENVS.build(own, f"{where}: env")
-    envs, scored = LocalEnvs(config.env), config.judge is not None
+    envs, scored = LocalEnvs(config.env), bool(config.judge or config.agent)
     for task in () if scored else tasks:
         if task.judge is None and envs.spec_of(task) is None:
             raise ConfigError(

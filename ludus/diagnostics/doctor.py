@@ -1,28 +1,24 @@
 """`ludus doctor`: check this machine, and print what to install or change.
 
 Every check runs the real thing: it imports packages, multiplies with torch, writes with SQLite.
-Checks that may crash or hang run in a subprocess. This process imports nothing heavy, so the doctor
-works on machines where torch fails.
+Checks that may crash or hang run in a subprocess (`probes`). This process imports nothing heavy, so
+the doctor works on machines where torch fails.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import platform
 import shutil
 import sqlite3
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from importlib.metadata import PackageNotFoundError, metadata, requires
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -32,6 +28,18 @@ from rich.text import Text
 
 from ludus.core.machine import machine_memory
 from ludus.core.modules import DISTRIBUTION, extra_of
+from ludus.diagnostics.probes import (
+    Check,
+    check_companion,
+    check_native,
+    check_postgres,
+    check_threads,
+    check_torch,
+    check_transformers,
+    check_wandb,
+    if_installed,
+    installed_version,
+)
 from ludus.sandbox.attacks import Outcome, attack_all
 from ludus.sandbox.jail import Jail
 from ludus.sandbox.layers import layers
@@ -40,23 +48,8 @@ MIN_MEMORY_GIB = 4.0
 MIN_DISK_GIB = 2.0
 MIN_SQLITE = (3, 35)
 """The first release with RETURNING, which SQLAlchemy uses; WAL is older."""
-TIMEOUT_S = 180.0
 SKIPPED_EXTRAS = ("all", "dev")
 """Extras that the doctor skips."""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """The result of one check; `fix` says how to correct a failure.
-
-    ludus does not work if an `essential` check fails.
-    """
-
-    name: str
-    ok: bool
-    detail: str
-    fix: str = ""
-    essential: bool = False
 
 
 def run_doctor(
@@ -74,14 +67,14 @@ def run_doctor(
         "packages": check_packages,
         "the machine": lambda: [check_machine(), check_disk(folder), check_sqlite(folder)],
         "the sandbox": check_sandbox,
-        "torch": lambda: _if_installed("torch", check_torch),
-        "torch's threads": lambda: _if_installed("torch", check_threads),
-        "native code, which a compiler builds once": lambda: _if_installed("torch", check_native),
-        "transformers": lambda: _if_installed("transformers", check_transformers),
-        "torchvision": lambda: _if_installed("torchvision", check_companion),
-        "torchaudio": lambda: _if_installed("torchaudio", check_companion),
-        "PostgreSQL": lambda: _if_installed("psycopg", check_postgres),
-        "wandb": lambda: _if_installed("wandb", check_wandb),
+        "torch": lambda: if_installed("torch", check_torch),
+        "torch's threads": lambda: if_installed("torch", check_threads),
+        "native code, which a compiler builds once": lambda: if_installed("torch", check_native),
+        "transformers": lambda: if_installed("transformers", check_transformers),
+        "torchvision": lambda: if_installed("torchvision", check_companion),
+        "torchaudio": lambda: if_installed("torchaudio", check_companion),
+        "PostgreSQL": lambda: if_installed("psycopg", check_postgres),
+        "wandb": lambda: if_installed("wandb", check_wandb),
     }
 
     def run(name: str) -> Sequence[Check]:
@@ -90,6 +83,24 @@ def run_doctor(
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         return [check for checks in pool.map(run, jobs) for check in checks]
+
+
+def check_hosts(listed: str) -> list[Check]:
+    """Check a fleet of environment hosts: whether each answers, drains, and is like the others.
+
+    Args:
+        listed: addresses separated by commas, `file:PATH` or `dns+http://NAME:PORT`.
+
+    Errors: ConfigError for a wrong list.
+    """
+    from ludus.envs.remote.ask import surveyed
+    from ludus.envs.remote.hosts import HostList
+
+    urls = HostList.of(listed.split(",") if "," in listed else listed).read()
+    return [
+        Check(url, not state.problem, state.told, state.problem, essential=True)
+        for url, state in surveyed(urls).items()
+    ]
 
 
 def exit_code(checks: Sequence[Check]) -> int:
@@ -147,7 +158,7 @@ def check_packages() -> list[Check]:
 def _check_group(extra: str, requirements: list[Requirement]) -> Check:
     absent, installed = [], []
     for requirement in requirements:
-        current = _version(requirement.name)
+        current = installed_version(requirement.name)
         if current is None:
             absent.append(requirement.name)
         elif not requirement.specifier.contains(current, prereleases=True):
@@ -159,17 +170,6 @@ def _check_group(extra: str, requirements: list[Requirement]) -> Check:
     fix = f"pip install {target}" if absent else ""
     name = f"extra {extra}" if extra else "core packages"
     return Check(name, not absent, detail, fix, essential=not extra)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _if_installed(package: str, check: Callable[[str], Check]) -> list[Check]:
-    return [check(package)] if _version(package) else []
 
 
 # The machine
@@ -265,139 +265,3 @@ def run_attacks(
         name = f"attack: {outcome.attack.name}"
         checks.append(Check(name, held, detail + outcome.detail, "" if held else fix, needed))
     return checks
-
-
-# Checks in a subprocess
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """The JSON that a script printed as its last line, or the reason of a failure."""
-
-    result: dict[str, Any]
-    problem: str = ""
-
-
-def probe(script: str, timeout_s: float = TIMEOUT_S) -> Probe:
-    """Run a script that prints one JSON object, in a new Python process."""
-    command = [sys.executable, "-c", script]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return Probe({}, f"no answer after {timeout_s:g} s")
-    if done.returncode < 0:
-        return Probe({}, f"killed by signal {-done.returncode}")
-    if done.returncode:
-        return Probe({}, (done.stderr.strip().splitlines() or ["failed"])[-1])
-    return Probe(json.loads(done.stdout.strip().splitlines()[-1]))
-
-
-TORCH = """
-import json, torch
-a = torch.arange(64 * 64, dtype=torch.float32).reshape(64, 64) % 7
-exact = (a.long() @ a.long()).float()
-def right(device, dtype):
-    b = a.to(device, dtype)
-    error = ((b @ b).float().cpu() - exact).abs().max()
-    return bool(error <= (0 if dtype == torch.float32 else exact.max() / 128))
-gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-devices = ["cpu"] + [f"cuda:{i}" for i in range(len(gpus))]
-print(json.dumps({
-    "version": torch.__version__, "gpus": gpus, "threads": torch.get_num_threads(),
-    "capability": torch.backends.cpu.get_cpu_capability(),
-    "wrong": [f"{d} {t}" for d in devices for t in (torch.float32, torch.bfloat16)
-              if not right(d, t)]}))
-"""
-
-
-def check_torch(package: str) -> Check:
-    """Check torch's build, its devices, and matrix products in float32 and bfloat16."""
-    probed = probe(TORCH)
-    if probed.problem:
-        fix = "reinstall torch: pip install --force-reinstall torch"
-        return Check(package, False, f"cannot be used: {probed.problem}", fix, essential=True)
-    torch = probed.result
-    gpus = ", ".join(torch["gpus"]) or "no GPU"
-    detail = f"{torch['version']}, {torch['capability']}, {torch['threads']} threads, {gpus}"
-    if torch["wrong"]:
-        detail += f"; wrong products: {', '.join(torch['wrong'])}"
-        return Check(package, False, detail, "install another build of torch", essential=True)
-    return Check(package, True, f"{detail}; float32 and bfloat16 products are correct")
-
-
-THREADS = """
-import json, os, sys
-import ludus.models
-print(json.dumps({"early": "torch" not in sys.modules, "policy": os.environ["OMP_WAIT_POLICY"]}))
-"""
-
-
-def check_threads(package: str) -> Check:
-    """Check that torch's idle threads sleep and leave the cores to environments."""
-    probed = probe(THREADS)
-    name = "OMP_WAIT_POLICY"
-    if probed.problem:
-        return Check(name, False, f"ludus.models: {probed.problem}", "reinstall ludus", True)
-    policy, early = probed.result["policy"], probed.result["early"]
-    if policy.upper() != "PASSIVE":
-        return Check(name, False, f"{policy}: idle threads spin", f"export {name}=PASSIVE")
-    when = "set before torch is loaded" if early else "but set after torch was loaded"
-    return Check(name, early, f"PASSIVE, {when}", "" if early else f"export {name}=PASSIVE")
-
-
-NATIVE = """
-import json
-from ludus.models.decoders import native
-print(json.dumps({"absence": native.absence(), "remedy": native.REMEDY}))
-"""
-
-
-def check_native(package: str) -> Check:
-    """Check that a C compiler builds the kernels of sampler and learner for the CPU."""
-    probed = probe(NATIVE)
-    absence = probed.problem or probed.result["absence"]
-    if absence:
-        fix = probed.result.get("remedy", "reinstall ludus")
-        return Check("native code", False, f"none, {package} computes on a CPU: {absence}", fix)
-    return Check("native code", True, "compiled: sampler and learner use it on a CPU")
-
-
-def check_transformers(package: str) -> Check:
-    """Check that a model's code imports, with all dependencies of transformers."""
-    probed = probe(
-        "import json, transformers, transformers.models.qwen3.modeling_qwen3\n"
-        "print(json.dumps({'version': transformers.__version__}))"
-    )
-    if probed.problem:
-        fix = "see torchvision and torchaudio, or: pip install --force-reinstall transformers"
-        return Check(package, False, f"cannot be used: {probed.problem}", fix, essential=True)
-    return Check(package, True, f"{probed.result['version']}, imports its models")
-
-
-def check_companion(package: str) -> Check:
-    """Check torchvision or torchaudio: optional, but a wrong build breaks transformers."""
-    probed = probe(f"import json, {package}\nprint(json.dumps({{'ok': True}}))")
-    versions = f"{_version(package)} beside torch {_version('torch')}"
-    if probed.problem:
-        fix = f"pip uninstall {package} (ludus does not need it)"
-        return Check(package, False, f"{versions} does not import: {probed.problem}", fix, True)
-    return Check(package, True, f"{versions}, not needed")
-
-
-def check_postgres(package: str) -> Check:
-    """Check that the PostgreSQL client and its C library load."""
-    probed = probe("import json, psycopg\nprint(json.dumps({'libpq': psycopg.pq.version()}))")
-    if probed.problem:
-        fix = f"pip install '{DISTRIBUTION}[postgres]'"
-        return Check("PostgreSQL client", False, f"cannot be used: {probed.problem}", fix)
-    libpq = probed.result["libpq"] // 10000
-    return Check("PostgreSQL client", True, f"{package} {_version(package)}, libpq {libpq}")
-
-
-def check_wandb(package: str) -> Check:
-    """Report the folder of Weights & Biases. The login is not checked."""
-    detail = (
-        f"{_version(package)}: the sink writes to the run's folder; upload with `wandb sync`, "
-        "or set `mode: online`"
-    )
-    return Check(package, True, detail)

@@ -34,6 +34,7 @@ from ludus.config.schema import RunConfig
 from ludus.core.types import Spec
 from ludus.diagnostics.episodes import Usage, local
 from ludus.diagnostics.hardware import Hardware
+from ludus.diagnostics.memory import WEIGHTS, Memory
 from ludus.diagnostics.tool_calls import NO_CALLS, ToolCalls, tool_calls
 from ludus.envs import ENVS
 from ludus.models.build import model_shape
@@ -60,10 +61,6 @@ SAMPLED_S = 30e-6
 PARTING = 0.005
 """Probability that an episode parts from its group's others at a sampled token; fitted to the
 distinct tokens of BabyAI's tiny recipe."""
-
-
-WEIGHTS = ("weights", "packed weights", "sampler's weights")
-"""Parts of the memory that any model needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +119,7 @@ def plan(
         config, on, fill, efficiency, env_step_s, usage, num_calls, call_s
     )
     seconds = estimate.seconds()
-    memory = estimate.memory(num, trained)
+    memory = estimate.memory.parts(num, trained)
     return Plan(on, num, memory, seconds, estimate.tokens, estimate.calls.lines)
 
 
@@ -143,7 +140,7 @@ def playing(
     Further arguments and errors: as `plan`. Without the time of a start.
     """
     estimate, num, _ = _estimate(config, on, fill, efficiency, 0.0, usage, num_calls, call_s)
-    memory = estimate.memory(num, 0)
+    memory = estimate.memory.parts(num, 0)
     memory = {part: memory[part] for part in (*WEIGHTS, "KV cache") if part in memory}
     seconds = estimate.played(num_tasks * samples, samples)
     return Plan(on, num, memory, seconds, 0.0, estimate.calls.lines)
@@ -168,7 +165,8 @@ def _estimate(
     trained = _adapters(model, config.model.lora.rank) if config.model.lora else num
     calls = tool_calls(config, usage, fill, num_calls, call_s)
     cost = Shape.of(model)
-    found = _Estimate(config, on, shape, cost, fill, efficiency, env_step_s, usage, calls)
+    memory = Memory(config, shape)
+    found = _Estimate(config, on, memory, cost, fill, efficiency, env_step_s, usage, calls)
     return found, num, trained
 
 
@@ -190,7 +188,7 @@ def _adapters(model: Any, rank: int) -> int:
 class _Estimate:
     config: RunConfig
     on: Hardware
-    shape: PreTrainedConfig
+    memory: Memory
     cost: Shape
     fill: float
     efficiency: float
@@ -200,90 +198,8 @@ class _Estimate:
     tokens: float = 0.0
     """Of all training episodes; counted by `seconds`."""
 
-    @property
-    def item(self) -> int:
-        """Bytes of a weight."""
-        return 2 if self.config.model.dtype == "bfloat16" else 4
-
-    @property
-    def _layers(self) -> int:
-        return int(self.shape.get_text_config().num_hidden_layers)
-
-    @property
-    def _bfloat16(self) -> bool:
-        """True if the sampler multiplies in bfloat16."""
-        return self.config.sampler.args.get("dtype") == "bfloat16"
-
-    @property
-    def training_item(self) -> int:
-        """Bytes of an element of training's matrix products."""
-        return 2 if self.config.learner.dtype == "bfloat16" else self.item
-
     def _flops(self, item: int) -> float:
         return self.efficiency * (self.on.flops if item == 2 else self.on.flops32)
-
-    def _heads(self) -> tuple[int, int, int]:
-        """Returns query heads, key-value heads, head size."""
-        text = self.shape.get_text_config()
-        heads = text.num_attention_heads
-        size = getattr(text, "head_dim", None) or text.hidden_size // heads
-        return heads, getattr(text, "num_key_value_heads", None) or heads, size
-
-    @property
-    def cache_item(self) -> int:
-        """KV-cache bytes of a token."""
-        _, kv_heads, size = self._heads()
-        item = 2 if self._bfloat16 else self.item
-        return self._layers * 2 * kv_heads * size * item
-
-    def memory(self, parameters: int, trained: int) -> dict[str, float]:
-        """Returns bytes by part."""
-        config = self.config
-        context = config.model.context_length
-        stages = []
-        if config.sft:
-            stages.append(min(config.sft.tokens_per_batch, config.sft.episodes_per_step * context))
-        if config.rl:
-            played = config.rl.groups_per_step * config.rl.group_size
-            stages.append(min(config.rl.tokens_per_batch, played * context))
-        gradient, state = self._training_bytes()
-        parts = {
-            "weights": float(parameters * self.item),
-            "gradients": float(trained * gradient),
-            "optimizer": float(trained * state),
-            "activations": max(stages, default=0) * self._activations(),
-        }
-        if config.env is not None or config.rl is not None or not config.sft:
-            parts["KV cache"] = float(config.rollout.concurrency * context * self.cache_item)
-        if config.model.device == "cpu" and config.sampler.name == "in_process":
-            text = self.shape.get_text_config()
-            packed = parameters * (2 if self._bfloat16 else self.item)
-            parts["packed weights"] = float(packed + 4 * text.vocab_size * text.hidden_size)
-        elif self._bfloat16 and config.sampler.name == "in_process":
-            parts["sampler's weights"] = 2.0 * parameters
-        return parts
-
-    def _training_bytes(self) -> tuple[int, int]:
-        """Returns bytes of the gradient and of AdamW's state of a trained weight."""
-        if self.config.model.dtype == "float32" or self.config.model.lora:  # adapters: float32
-            return 4, 8
-        return (2, 4) if self.config.learner.master_weights == "stochastic_rounding" else (4, 12)
-
-    def _activations(self) -> float:
-        """Returns the bytes that autograd saves for a token, over all layers.
-
-        A layer saves: the residual stream before and after each norm; queries, keys and values
-        before and after rotation; attention's output; gate, up, activated gate, their product.
-        """
-        text = self.shape.get_text_config()
-        heads, kv_heads, size = self._heads()
-        inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-        layer = 4 * text.hidden_size + (3 * heads + 4 * kv_heads) * size + 4 * inner
-        if self.config.learner.gradient_checkpointing:
-            kept = text.num_hidden_layers * text.hidden_size + layer
-        else:
-            kept = text.num_hidden_layers * layer
-        return float(kept * self.training_item)
 
     def seconds(self) -> dict[str, float]:
         """Returns seconds by part; counts `tokens`."""
@@ -388,17 +304,17 @@ class _Estimate:
         """Returns seconds of prefill (the `distinct` fraction of prompts and observations) and of
         decoding the turns."""
         batch = min(episodes, self.config.rollout.concurrency)
-        item = 2 if self._bfloat16 else self.item
+        item = self.memory.sampling_item
         flops = self._flops(item)
         weights = (self.cost.body + self.cost.head) * item
-        read = weights + batch * one.length / 2 * self.cache_item
+        read = weights + batch * one.length / 2 * self.memory.cache_item
         step = max(
             read / (self.efficiency * self.on.bandwidth),
             self.cost.forward(batch, batch, batch * one.length / 2) / flops,
         )
         observed = max(one.length - one.sampled, 0.0) * episodes * distinct
         prefill = self.cost.forward(observed, 0, observed * one.length / 2) / flops
-        step += self._layers * self.on.layer_s
+        step += self.memory.layers * self.on.layer_s
         sampled = one.sampled * episodes
         return prefill + step * sampled / batch + SAMPLED_S * sampled
 
@@ -410,8 +326,8 @@ class _Estimate:
         passes = 4 if self.config.learner.gradient_checkpointing else 3
         work = passes * self.cost.forward(distinct, distinct, distinct * length / 2)
         batches = max(distinct / tokens_per_batch, steps)
-        overhead = passes * batches * self._layers * self.on.layer_s
-        return work / self._flops(self.training_item) + overhead + steps * STEP_S
+        overhead = passes * batches * self.memory.layers * self.on.layer_s
+        return work / self._flops(self.memory.training_item) + overhead + steps * STEP_S
 
     def _evaluated(self) -> int:
         """Returns the episodes of all evaluations."""
@@ -438,6 +354,11 @@ def _phases(config: RunConfig) -> list[tuple[int, int | dict[str, int] | None]]:
     changes = {start for schedule in schedules for start, _ in schedule if start < rl.steps}
     starts = [*sorted({0, *changes}), rl.steps]
     return [(stop - start, turn_limit(config, start)) for start, stop in pairwise(starts)]
+
+
+def turns_of_parts(config: RunConfig) -> list[tuple[float, int]]:
+    """Returns pairs of a share of the episodes and their turn limit, in the last steps of RL."""
+    return _turns(config, _phases(config)[-1][1])
 
 
 def _turns(config: RunConfig, limit: int | dict[str, int] | None) -> list[tuple[float, int]]:

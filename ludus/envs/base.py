@@ -31,6 +31,9 @@ from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, T
 
 T = TypeVar("T")
 
+PREPARE_S = 300.0
+"""Time limit of `Env.prepare`, in seconds."""
+
 
 async def awaited(name: str, result: Awaitable[T]) -> T:
     """Returns the awaited result of a method. Errors: EnvError where the method is not async."""
@@ -72,6 +75,16 @@ def limits_of(env: Env) -> tuple[tuple[float, float], float]:
         raise EnvError(f"{type(env).__name__}: {fault}")
     low, high = env.score_range
     return (low, high), env.success_at
+
+
+def set_limits(
+    env: Env, max_turns: int, score_range: tuple[float, float], success_at: float
+) -> None:
+    """Set an environment's limits where they are its arguments. Errors: ConfigError."""
+    if not score_range[0] < score_range[1]:
+        raise ConfigError(f"score_range: {list(score_range)} is empty: give LOWEST, HIGHEST")
+    env.max_turns, env.success_at = max_turns, success_at  # type: ignore[misc]
+    env.score_range = score_range  # type: ignore[misc]
 
 
 class NoExpert(Exception):
@@ -119,6 +132,10 @@ class Env(ABC):
     def blocks(cls, task: Task, **args: Any) -> bool:
         """`blocking` for an episode of `task` in an environment with these arguments."""
         return cls.blocking
+
+    async def prepare(self, task: Task) -> None:  # noqa: B027 - most environments need nothing
+        """Start what the episodes of a process share, such as an engine, and write what `task`
+        needs. Called before `reset`; has PREPARE_S seconds, not a step's."""
 
     @abstractmethod
     async def reset(self, task: Task) -> Observation:

@@ -70,6 +70,11 @@ class Mixture(Env):
         """The scaled reward from which an episode of the task is a success."""
         return _success_at(self.members()[self._name_of(task)])
 
+    async def prepare(self, task: Task) -> None:
+        name = self._name_of(task)
+        if type(self.members()[name]).prepare is not Env.prepare:
+            await awaited("prepare", self._make(name).prepare(_without_part(task)))
+
     async def reset(self, task: Task) -> Observation:
         await self.close()
         self._env = self._make(self._name_of(task))

@@ -64,7 +64,7 @@ def _cells(result: BenchmarkResult, *, several: bool) -> list[str]:
     e = result.evaluation
     if e is None:
         return ["-", "-", "no result"]
-    partial = f"/{result.num_published}" if e.num_tasks < result.num_published else ""
+    partial = f"/{result.num_rows}" if e.num_tasks < result.num_rows else ""
     best = _value(result.best) if several else ()
     return [f"{e.num_tasks}{partial}", str(e.samples_per_task), *_value(result.mean), *best]
 

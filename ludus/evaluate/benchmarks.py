@@ -29,14 +29,14 @@ class Threshold(Record):
 class BenchmarkResult(Record):
     """A model's result on a benchmark. `evaluation` is None where nothing could be scored.
 
-    `source` is the file or the hub's split, `num_published` the number of its rows as published,
-    `num_skipped` the number of malformed rows that were skipped.
+    `source` is the file or the hub's split, `num_rows` the number of its rows, `num_skipped` the
+    number of malformed rows that were skipped.
     """
 
     model: str
     benchmark: str
     source: str
-    num_published: int
+    num_rows: int
     num_skipped: int = 0
     num_truncated: int = 0
     evaluation: Evaluation | None

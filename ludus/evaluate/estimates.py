@@ -49,7 +49,7 @@ def summarise(
 
     Errors: DataError if there is no group, or no scored episode.
     """
-    outcomes = [_outcome(group, success_of) for group in groups]
+    outcomes = [_outcome(group, success_at, success_of) for group in groups]
     played = [t for group in groups for t in group.trajectories]
     scored = [t for t in played if _scored(t)]
     if not scored:
@@ -175,9 +175,18 @@ def tier_names(outcomes: Iterable[TaskOutcome]) -> list[str]:
     return sorted({name for o in outcomes for name in (o.tier, o.part) if name is not None})
 
 
-def _outcome(group: Group, success_of: Callable[[Task], float] | None) -> TaskOutcome:
-    rewards = [float(t.reward) for t in group.trajectories if _scored(t) and t.reward is not None]
+def _outcome(
+    group: Group, success_at: float, success_of: Callable[[Task], float] | None
+) -> TaskOutcome:
+    scored = [t for t in group.trajectories if _scored(t)]
+    rewards = [float(t.reward) for t in scored if t.reward is not None]
     task = group.task
+    own = success_of(task) if success_of else None
+    reached = [reward >= (success_at if own is None else own) for reward in rewards]
+    verdicts = [
+        bool(t.metrics.get("success", by_reward))
+        for t, by_reward in zip(scored, reached, strict=True)
+    ]
     return TaskOutcome(
         task_id=task.id,
         fingerprint=fingerprint(task),
@@ -185,7 +194,8 @@ def _outcome(group: Group, success_of: Callable[[Task], float] | None) -> TaskOu
         rewards=rewards,
         num_excluded=len(group.trajectories) - len(rewards),
         part=part_of(task),
-        success_at=success_of(task) if success_of else None,
+        success_at=own,
+        successes=None if verdicts == reached else verdicts,
     )
 
 
@@ -216,6 +226,9 @@ def _reasons(played: Iterable[Trajectory]) -> str:
 
 
 def num_successes(outcome: TaskOutcome, success_at: float) -> int:
-    """Number of scored episodes of a task that reach its own threshold, or else `success_at`."""
+    """Number of scored episodes of a task that reach its own threshold, or else `success_at`; the
+    verdicts of an agent or a judge come first."""
+    if outcome.successes is not None:
+        return sum(outcome.successes)
     threshold = success_at if outcome.success_at is None else outcome.success_at
     return sum(reward >= threshold for reward in outcome.rewards)

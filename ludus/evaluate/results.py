@@ -34,6 +34,7 @@ class TaskOutcome(Record):
     """Rewards of a task's scored episodes.
 
     `part` is the task's environment in a mixture, `success_at` that environment's threshold.
+    `successes` are the verdicts of an agent or a judge, where they differ from the threshold's.
     """
 
     task_id: str
@@ -43,6 +44,7 @@ class TaskOutcome(Record):
     num_excluded: int = 0
     part: str | None = None
     success_at: float | None = None
+    successes: list[bool] | None = None
 
 
 class TierResult(Record):

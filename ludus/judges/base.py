@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from pydantic import Field
 
 from ludus.core.errors import ConfigError, Unscorable, described
 from ludus.core.types import Message, Score, Task, Trajectory
 from ludus.telemetry.logs import get_logger
 
 log = get_logger(__name__)
+
+
+Digits = Annotated[
+    int, Field(ge=0, le=15, description="Decimal places in which numbers must agree.")
+]
+CpuSeconds = Annotated[
+    float, Field(gt=0, le=600, description="Seconds of CPU time for one comparison.")
+]
 
 
 class Judge(Protocol):

@@ -6,10 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from ludus.config.sections import Markers
 from ludus.core.errors import Unscorable
 from ludus.core.modules import require
 from ludus.core.types import Score, Task, Trajectory
-from ludus.judges.base import accepted_answers, final_answer, last_boxed, last_tagged
+from ludus.judges.base import (
+    CpuSeconds,
+    Digits,
+    accepted_answers,
+    final_answer,
+    last_boxed,
+    last_tagged,
+)
 from ludus.judges.workers.math import plain_number
 from ludus.judges.workers.pool import TooLong, Workers
 
@@ -20,8 +28,8 @@ class MathJudge:
     Uses math-verify (https://github.com/huggingface/Math-Verify): numbers, fractions, roots, sets,
     intervals, tuples, equations, matrices, in LaTeX or plain. A task's `answer` is such a text, a
     number, or a list of accepted answers. The final answer is the last `\boxed{...}` of the last
-    message; with `extract: auto` and no box, what stands between its last `<answer>` and
-    `</answer>`, or else what math-verify finds in the last 4,000 characters.
+    message; with `extract: auto` and no box, what stands between its last two `markers`, or else
+    what math-verify finds in the last 4,000 characters.
 
     Numbers agree in `digits` decimal places; one that has only zeros there, in as many significant
     digits. `3e2` is 300.
@@ -40,28 +48,30 @@ class MathJudge:
         extract: Annotated[
             Literal["auto", "boxed"], Field(description="Part of the last message to take.")
         ] = "auto",
-        digits: Annotated[
-            int, Field(ge=0, le=15, description="Decimal places in which numbers must agree.")
-        ] = 6,
-        limit_s: Annotated[
-            float, Field(gt=0, le=600, description="Seconds of CPU time for one comparison.")
-        ] = 5.0,
+        digits: Digits = 6,
+        limit_s: CpuSeconds = 5.0,
         workers: Annotated[
             int, Field(ge=1, le=256, description="Comparisons at once, each in its process.")
         ] = 2,
         memory_mb: Annotated[
             int, Field(ge=512, le=65_536, description="Memory of a process, in MiB.")
         ] = 2048,
+        markers: Annotated[
+            Markers,
+            Field(description="Start and end of an answer, as `rollout.markers.answer`."),
+        ] = ("<answer>", "</answer>"),
     ) -> None:
         require("math_verify", "math", "the judge `math`")
         self._extract, self._digits, self._limit_s = extract, digits, limit_s
+        self._markers: tuple[str, str] = markers
         self._workers = Workers("ludus.judges.workers.math", workers, limit_s, memory_mb)
 
     async def __call__(self, task: Task, trajectory: Trajectory) -> Score:
         golds = [plain_number(text) for text in accepted_answers(task)]
         text = final_answer(trajectory).content
-        if self._extract == "auto" and last_boxed(text) is None and (tagged := last_tagged(text)):
-            text = f"\\boxed{{{tagged}}}"
+        if self._extract == "auto" and last_boxed(text) is None:
+            tagged = last_tagged(text, self._markers)
+            text = f"\\boxed{{{tagged}}}" if tagged else text
         request = {"golds": golds, "text": text, "extract": self._extract, "digits": self._digits}
         expected = " or ".join(repr(gold[:200]) for gold in golds)
         limit = f"{self._limit_s:g} s of CPU time"

@@ -14,11 +14,20 @@ from typing import Protocol
 
 from ludus.backends.base import Backend
 from ludus.core.errors import TrainingError
-from ludus.core.types import Group, Trajectory
-from ludus.loop.metrics import StepClock, group_metrics, part_metrics, score_metrics
+from ludus.core.types import Group, Trajectory, by_role
+from ludus.loop.metrics import (
+    StepClock,
+    group_metrics,
+    part_metrics,
+    role_metrics,
+    role_of,
+    score_metrics,
+)
 from ludus.rollout.source import GroupSource, require_fresh
+from ludus.telemetry.hosts import HOSTS
 from ludus.telemetry.occupancy import busy
-from ludus.train.algorithms.base import Algorithm
+from ludus.train.algorithms.base import Algorithm, Assignment
+from ludus.train.algorithms.credit import with_advantages
 from ludus.train.minibatches import TrainSettings
 from ludus.train.samples import to_samples
 
@@ -70,19 +79,21 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
         for step in range(start, stage.steps):
             clock.start()
             version = backend.policy_version
-            groups = await source.take(stage.groups_per_step, step, version)
+            taken = await source.take(stage.groups_per_step, step, version)
+            groups = by_role(taken)
             require_fresh(groups, version, source.max_staleness)
             clock.lap("rollout")
             with busy("train"), _located(stage.name, step):
                 screening = algorithm.screen(groups)
                 scored = await backend.score(screening.groups, algorithm)
-                samples = to_samples(algorithm.credit(scored))
-                trained = await backend.train(samples, algorithm)
+                credited = credit_by_role(algorithm, scored)
+                trained = await backend.train(to_samples(credited), algorithm)
                 trained["train/policy_version"] = await backend.publish_weights()
             clock.lap("train")
-            metrics = group_metrics(groups) | part_metrics(groups) | {"rollout/rounds": 1.0}
+            metrics = group_metrics(taken) | part_metrics(taken) | {"rollout/rounds": 1.0}
+            metrics |= role_metrics(groups) | HOSTS.metrics()
             metrics |= source.metrics() | score_metrics(scored) | trained | clock.metrics(groups)
-            shown = annotated(groups, scored, screening.excluded)
+            shown = annotated(groups, credited, screening.excluded)
             recorder.record(stage.name, step, shown, metrics)
             if stage.after_step and not await stage.after_step(step + 1):
                 return
@@ -100,13 +111,22 @@ def _located(stage: str, step: int) -> Iterator[None]:
         raise TrainingError(f"{stage}, step {step}: {error}") from error
 
 
+def credit_by_role(algorithm: Algorithm, groups: Sequence[Group]) -> Assignment:
+    """The advantages of screened groups: statistics over a step are over the groups of a role."""
+    pairs = []
+    for role in dict.fromkeys(map(role_of, groups)):
+        pairs += algorithm.credit([g for g in groups if role_of(g) == role]).pairs
+    return Assignment(pairs, {})
+
+
 def annotated(
-    groups: Sequence[Group], scored: Sequence[Group], excluded: Mapping[str, str]
+    groups: Sequence[Group], credited: Assignment, excluded: Mapping[str, str]
 ) -> list[Group]:
-    """Returns the groups with their scored trajectories, and reasons of exclusion in `dropped`."""
-    scored_of = {t.id: t for group in scored for t in group.trajectories}
+    """Returns the groups with their credited trajectories, which have their advantages, and reasons
+    of exclusion in `dropped`."""
+    credited_of = {t.id: with_advantages(t, advantage) for t, advantage in credited.pairs}
 
     def merged(t: Trajectory) -> Trajectory:
-        return replace(scored_of.get(t.id, t), dropped=excluded.get(t.id))
+        return replace(credited_of.get(t.id, t), dropped=excluded.get(t.id))
 
     return [replace(g, trajectories=[merged(t) for t in g.trajectories]) for g in groups]

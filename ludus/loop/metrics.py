@@ -21,6 +21,12 @@ TOOL_METRICS = (
 )  # fmt: skip
 """Of a trajectory (`rollout.tool_use`); a step has their means, as `rollout/NAME`."""
 
+BY_ROLE = ("reward", "success")
+"""Rollout metrics that episodes of several roles also have for each role."""
+
+BY_TRAINED_ROLE = ("turns", "groups_with_signal", "sampled_tokens")
+"""The same, over the groups in which the role's policy trains."""
+
 MAX_PARTS = 32
 """Number of `score/NAME` metrics of a step."""
 
@@ -37,6 +43,7 @@ class StepClock:
     def start(self) -> None:
         """Begin a step."""
         self._started = self._last = time.perf_counter()
+        self._cpu = time.process_time()
         self._phases: dict[str, float] = {}
 
     def lap(self, phase: str) -> None:
@@ -46,11 +53,13 @@ class StepClock:
         self._last = now
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Seconds of each phase and of the step, and tokens per second of the step."""
+        """Seconds of each phase and of the step, those of all processor cores in this process, and
+        tokens per second of the step."""
         seconds = self._last - self._started
         tokens = sum(t.num_tokens for group in groups for t in group.trajectories)
         phases = {f"time/{name}_s": value for name, value in self._phases.items()}
         rates = {"time/step_s": seconds, "time/tokens_per_s": tokens / max(seconds, 1e-9)}
+        rates["time/cpu_s"] = time.process_time() - self._cpu
         return {**phases, **rates, **self._split.metrics()}
 
 
@@ -123,6 +132,32 @@ def part_metrics(groups: Sequence[Group]) -> dict[str, float]:
             numbers["rollout/raw_reward"] = sum(raw) / len(raw)
         metrics |= {f"{name}_{part}": value for name, value in numbers.items()}
         metrics[f"mixture/{part}/share"] = len(own) / len(groups)
+    return metrics
+
+
+def role_of(group: Group) -> str:
+    """The role of a group's trajectories."""
+    return group.trajectories[0].role
+
+
+def role_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Metrics of each role of a step with several, as `role/ROLE/NAME`: those of BY_ROLE and
+    BY_TRAINED_ROLE; and the tokens of all roles."""
+    roles = sorted({role_of(group) for group in groups})
+    if len(roles) < 2:
+        return {}
+    metrics: dict[str, float] = {}
+    for role in roles:
+        own = [group for group in groups if role_of(group) == role]
+        trained = [g for g in own if not any(t.fixed for t in g.trajectories)]
+        for names, some in ((BY_ROLE, own), (BY_TRAINED_ROLE, trained)):
+            numbers = group_metrics(some)
+            for name in names:
+                if some and f"rollout/{name}" in numbers:
+                    metrics[f"role/{role}/{name}"] = numbers[f"rollout/{name}"]
+    everyone = [t for group in groups for t in group.trajectories]
+    metrics["rollout/tokens"] = float(sum(t.num_tokens for t in everyone))
+    metrics["rollout/sampled_tokens"] = float(sum(t.num_sampled_tokens for t in everyone))
     return metrics
 
 

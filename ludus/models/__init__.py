@@ -58,6 +58,11 @@ SAMPLERS: Registry[Any] = Registry(
             "vllm",
             "a vLLM server with in-place weight updates",
         ),
+        "sglang": Row(
+            "ludus.models.samplers.sglang:SglangSampler",
+            "sglang",
+            "an SGLang server with in-place weight updates",
+        ),
     },
     context=frozenset(
         {"model", "context_length", "decode", "deterministic", "tokenizer", "folder"}

@@ -25,6 +25,7 @@ from ludus.config.schema import LoraConfig, ModelConfig
 from ludus.core.errors import CheckpointError, ConfigError, MissingDependency, did_you_mean
 from ludus.models import ARCHITECTURES
 from ludus.models.chat.tokenizers import load_error
+from ludus.models.progress_bars import no_progress_bars
 from ludus.models.vocabulary import Vocabulary
 
 HiddenSize = Annotated[int, Field(ge=8, description="Width of the residual stream.")]
@@ -201,13 +202,14 @@ def _pretrained(config: ModelConfig) -> PreTrainedModel:
         if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
             setattr(shape, key, 0.0)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            config.path,
-            config=shape,
-            dtype=getattr(torch, config.dtype),
-            attn_implementation="sdpa",
-            output_loading_info=True,
-        )
+        with no_progress_bars():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                config.path,
+                config=shape,
+                dtype=getattr(torch, config.dtype),
+                attn_implementation="sdpa",
+                output_loading_info=True,
+            )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(load_error("model.path", config.path, error)) from error
     except (RuntimeError, SafetensorError) as error:

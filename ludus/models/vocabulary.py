@@ -15,34 +15,47 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from ludus.models.grammars import Grammars
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, eq=False)
 class Vocabulary:
     """Ids below `size`; with gaps, only those in `ids_S`.
 
     Args:
         size: largest id + 1.
         ids_S: the ids in ascending order; None: all ids below `size`.
+        tokenizer: of the ids, for grammars.
     """
 
     size: int
     ids_S: Tensor | None = None
+    tokenizer: Any = None
 
     @classmethod
     def of(cls, tokenizer: Any) -> Vocabulary:
         """The vocabulary of a Hugging Face tokenizer, added tokens included."""
-        return cls.from_ids(tokenizer.get_vocab().values())
+        return cls.from_ids(tokenizer.get_vocab().values(), tokenizer)
 
     @classmethod
-    def from_ids(cls, ids: Iterable[int]) -> Vocabulary:
+    def from_ids(cls, ids: Iterable[int], tokenizer: Any = None) -> Vocabulary:
         distinct = sorted(set(ids))
         size = distinct[-1] + 1
-        return cls(size, None if len(distinct) == size else torch.tensor(distinct))
+        return cls(size, None if len(distinct) == size else torch.tensor(distinct), tokenizer)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Matchers of constrained turns. Errors: MissingDependency."""
+        from ludus.models.grammars import Grammars
+
+        return Grammars(self.tokenizer, self.size)
 
     def select(self, table: Tensor, dim: int = -1) -> Tensor:
         """Returns the ids' entries of a dimension of size V: a view, or with gaps a copy."""

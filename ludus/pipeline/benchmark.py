@@ -16,15 +16,14 @@ from typing import Any
 
 from pydantic import ValidationError
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ludus import __version__
 from ludus.config.load import load_config
 from ludus.config.messages import option_faults
 from ludus.config.schema import EvaluateConfig, RunConfig
-from ludus.core.errors import ConfigError, DataError, did_you_mean, printable
+from ludus.core.errors import ConfigError, DataError, did_you_mean
 from ludus.core.files import atomic_write
-from ludus.core.types import Spec, Task, Trajectory
+from ludus.core.types import Spec
 from ludus.data.splits import Splits
 from ludus.evaluate.benchmark_tables import render_report, short_names
 from ludus.evaluate.benchmarks import (
@@ -36,6 +35,7 @@ from ludus.evaluate.benchmarks import (
 )
 from ludus.evaluate.episodes import EpisodeFile
 from ludus.judges import JUDGES
+from ludus.pipeline.progress import BenchmarkBar
 from ludus.pipeline.registries import equal_samples
 from ludus.pipeline.subjects import (
     EndpointSubject,
@@ -182,7 +182,7 @@ def benchmark_subjects(
     with EpisodeFile(outputs.episodes) if outputs.episodes else nullcontext() as file:
         for subject in subjects:
             recorder = file.recorder(subject.name, everything) if file else None
-            with _Bar(subject.name) as bar:
+            with BenchmarkBar(subject.name) as bar:
                 playing = _playing(subject.name, request.on, tasks, settings, bar)
                 results += play_subject(
                     subject, config, splits, playing, urls=urls, on_episode=bar.counting(recorder)
@@ -251,9 +251,9 @@ def _read(name: str, request: Request, console: Console) -> TaskList:
 def _playing(
     model: str,
     names: Sequence[str],
-    tasks: Mapping[str, Sequence[Task]],
+    tasks: Mapping[str, TaskList],
     settings: Mapping[str, EvaluateConfig],
-    bar: _Bar,
+    bar: BenchmarkBar,
 ) -> Callable[[Play], Awaitable[list[BenchmarkResult]]]:
     """Returns the function that plays the benchmarks, one after the other."""
 
@@ -271,8 +271,8 @@ def _playing(
                 model=model,
                 benchmark=name,
                 source=tasks[name][0].source,
-                num_published=BENCHMARKS[name].size,
-                num_skipped=len(getattr(tasks[name], "skipped", ())),
+                num_rows=tasks[name].num_rows,
+                num_skipped=len(tasks[name].skipped),
                 num_truncated=truncated,
                 evaluation=evaluation and evaluation.model_copy(update={"label": model}),
                 failure=failure,
@@ -371,48 +371,3 @@ def _positions(folder: Path) -> int | None:
         return None  # loading the model tells what is wrong
     value = config.get("max_position_embeddings") if isinstance(config, dict) else None
     return value if isinstance(value, int) and value >= 32 else None
-
-
-class _Bar:
-    """Progress on a terminal: answers of a benchmark; elsewhere a line a benchmark."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self._console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def start(self, name: str, total: int) -> None:
-        for task in self._progress.task_ids:
-            self._progress.remove_task(task)
-        self._progress.add_task(f"{self._model}: {name}", total=total)
-
-    def say(self, text: str) -> None:
-        self._console.print(printable(text), markup=False, soft_wrap=True)
-
-    def counting(
-        self, recorder: Callable[[Trajectory], None] | None
-    ) -> Callable[[Trajectory], None]:
-        """Returns a function that counts a trajectory, and hands it to `recorder`."""
-
-        def count(trajectory: Trajectory) -> None:
-            for task in self._progress.task_ids:
-                self._progress.advance(task)
-            if recorder is not None:
-                recorder(trajectory)
-
-        return count

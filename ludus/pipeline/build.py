@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -12,13 +12,15 @@ from typing import Any, TypeVar
 
 from ludus.backends import BACKENDS
 from ludus.backends.base import Backend
+from ludus.backends.hosts import is_hosted
 from ludus.config.load import load_config
 from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError, EpisodeError
 from ludus.core.files import atomic_folder
+from ludus.core.modules import require
 from ludus.core.signals import run as run_async
 from ludus.core.types import Group, Spec, Task, Trajectory
-from ludus.data.conversations import Conversation, read_conversations
+from ludus.data.conversations import Conversation, functions_brought, read_conversations
 from ludus.data.demonstrations import dropped_path, generate_demonstrations, load_demonstrations
 from ludus.data.expert import Demonstration
 from ludus.data.splits import Splits, remember
@@ -28,6 +30,7 @@ from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.models.decoders import native
 from ludus.models.samplers.base import Sampler
 from ludus.pipeline.budget import Timings
+from ludus.pipeline.policies import open_policies
 from ludus.pipeline.progress import Observer
 from ludus.pipeline.registries import check_judges
 from ludus.pipeline.tokenizer import (
@@ -37,9 +40,11 @@ from ludus.pipeline.tokenizer import (
     make_renderers,
     make_tokenizer,
 )
-from ludus.rollout.collect import Collector
+from ludus.rollout.agent_session import Gateway
+from ludus.rollout.collect import Collector, Finish
 from ludus.rollout.host import LocalEnvs
 from ludus.rollout.tool_use import argument_of, by_address, run_tools
+from ludus.rollout.workflow import Agent
 from ludus.store.folders import RunFolder
 from ludus.tasks.mixture import part_of, settings_of
 from ludus.tasks.readers import TaskList
@@ -101,7 +106,7 @@ def build(
     limits = make_limits(config, splits, endpoints)
     renderers = make_renderers(config, tokenizer)
     backend = BACKENDS.build(
-        config.backend,
+        engine_of(config),
         "backend",
         make_model=partial(build_policy, config.model, tokenizer, config.seed),
         renderer=renderers.default,
@@ -109,16 +114,26 @@ def build(
         run_dir=folder.path,
     )
     with ExitStack() as opened:
-        opened.callback(backend.close)
         opened.callback(limits.close)
+        closing = opened.enter_context(ExitStack())
+        closing.callback(backend.close)
+        policies = open_policies(config, backend, renderers.default, folder.path)
+        closing.pop_all()
+        backend = policies.backend
+        opened.callback(backend.close)
         collector = make_collector(
             config,
             backend.sampler,
             renderers,
             limits,
+            roles=policies.roles,
+            evaluated_roles=policies.evaluated,
+            endpoints=policies.endpoints,
             on_episode=on_episode,
             on_error=on_error,
             inline=inline,
+            make_envs=backend.make_envs,
+            host_judge=backend.host_judge,
         )
         opened.pop_all()
     return Run(
@@ -131,6 +146,11 @@ def build(
         backend=backend,
         collector=collector,
     )
+
+
+def engine_of(config: RunConfig) -> Spec:
+    """The back end that plays and trains here: `local` where a host trains."""
+    return Spec(name="local") if is_hosted(config) else config.backend
 
 
 def _check_consistency(config: RunConfig, train: TaskList) -> None:
@@ -179,6 +199,20 @@ class Player:
         collector = self.run.collector.with_config(label)
         with self.run.backend.meter.rollout():
             return await collector.collect(tasks, step, k, first_group=first_group)
+
+    async def stream(
+        self,
+        tasks: Iterable[Task],
+        label: str,
+        step: int,
+        k: int,
+        finish: Finish,
+        first_group: int = 0,
+    ) -> None:
+        """Play the same episodes, and run `finish` with each complete group: `Collector.stream`."""
+        collector = self.run.collector.with_config(label)
+        with self.run.backend.meter.rollout():
+            await collector.stream(tasks, step, k, finish, first_group)
 
     @classmethod
     def run_with(
@@ -253,19 +287,33 @@ def make_collector(
             own = config.rollout.parts.get(part or "")
             where = f"rollout.parts.{part}" if own is not None and own.markers else "rollout"
             argument_of(settings.markers.tool, functions, f"{where}.markers.tool")
+    agent = Agent.build(config.agent) if config.agent else None
+    judge = None
+    if config.judge:
+        judge = JUDGES.build(config.judge, "judge", limits=limits, make_player=Player.open)
+        if (host_judge := options.get("host_judge")) is not None:
+            judge = host_judge(config.judge, judge)
     return Collector(
         sampler,
         renderers,
         config.rollout,
         config.env,
-        JUDGES.build(config.judge, "judge", limits=limits, make_player=Player.open)
-        if config.judge
-        else None,
+        judge,
         seed=config.seed,
         limits=limits,
         tools=run_tools(config, functions, limits),
+        agent=agent,
+        gateway=_gateway(agent) if agent else None,
         **options,
     )
+
+
+def _gateway(agent: Agent) -> Gateway:
+    for package in ("fastapi", "uvicorn"):
+        require(package, "serve", "an `agent`")
+    from ludus.services.gateway.gateway import HttpGateway
+
+    return HttpGateway(unix=agent.needs_socket)
 
 
 def build_training(
@@ -286,7 +334,7 @@ def build_training(
     if not folder.tokenizer.exists():
         refuse_lost_tokenizer(folder)
         messages = [message for item in conversations for message in item.messages]
-        tokenizer = make_tokenizer(config, splits.train, messages)
+        tokenizer = make_tokenizer(config, splits.train, messages, functions_brought(conversations))
         with atomic_folder(folder.tokenizer) as path:
             tokenizer.save_pretrained(path)
     tokenizer = load_tokenizer(str(folder.tokenizer))

@@ -21,8 +21,8 @@ from rich.traceback import Traceback
 from ludus.config.schema import RunConfig
 from ludus.core.errors import EpisodeError
 from ludus.core.signals import run as run_async
-from ludus.core.types import Group, Sample, Spec, Task
-from ludus.data.conversations import read_conversations, replay_all
+from ludus.core.types import Group, Sample, Spec, Task, by_role
+from ludus.data.conversations import functions_brought, read_conversations, replay_all
 from ludus.data.expert import CodeBlocks, Demonstration, run_expert
 from ludus.data.splits import read_splits
 from ludus.envs.base import NoExpert
@@ -74,7 +74,7 @@ def _debug(config: RunConfig, num_tasks: int, console: Console) -> None:
     check_functions(config, splits.train, splits.heldout, others=known)
     check_judges(config)
     messages = [message for item in conversations for message in item.messages]
-    tokenizer = make_tokenizer(config, splits.train, messages)
+    tokenizer = make_tokenizer(config, splits.train, messages, functions_brought(conversations))
     if config.sft:
         tasks, trajectories, excluded = replay_all(
             conversations[:num_tasks],
@@ -100,6 +100,7 @@ def _debug(config: RunConfig, num_tasks: int, console: Console) -> None:
         group_size = min(config.rl.group_size, GROUP_SIZE)
         with closing(run.backend):
             groups = run_async(_played(run.collector, splits.train[:num_tasks], group_size))
+        groups = by_role(groups)
         if algorithm.asks_models:
             groups = assume_start(groups)
         _show(console, "RL", groups, algorithm.assign(groups), tokenizer)
@@ -163,10 +164,13 @@ def _show(
     rows: dict[str, list[Sample]] = {}
     for sample in to_samples(assignment):
         rows.setdefault(sample.trajectory_id, []).append(sample)
-    for trajectory in (t for group in groups for t in group.trajectories):
+    everyone = [t for group in groups for t in group.trajectories]
+    several = len({trajectory.role for trajectory in everyone}) > 1
+    for trajectory in everyone:
         reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
         outcome = f"status {trajectory.status.value}, reward {reward}"
-        console.print(Rule(Text(f"{stage} {trajectory.id}  task {trajectory.task_id}")))
+        role = f"  role {trajectory.role}, {trajectory.policy}" if several else ""
+        console.print(Rule(Text(f"{stage} {trajectory.id}  task {trajectory.task_id}{role}")))
         console.print(Text(outcome + (f": {trajectory.error}" if trajectory.error else "")))
         if trajectory.scores or trajectory.explanation:
             console.print(render_verdict(trajectory))

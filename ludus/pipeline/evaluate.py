@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -49,13 +50,29 @@ async def play_heldout(
     collector = collector.with_config(
         f"evaluate/{label}", temperature=settings.temperature, top_p=1.0, top_k=0
     )
+    collector = replace(collector, roles=collector.evaluated_roles)
     started = time.perf_counter()
     groups = await collector.collect(heldout[: settings.num_tasks], step, settings.samples_per_task)
+    seconds = time.perf_counter() - started
+    return groups, summarised(groups, collector, heldout, env_spec, settings, label, step, seconds)
+
+
+def summarised(
+    groups: Sequence[Group],
+    collector: Collector,
+    heldout: Sequence[Task],
+    env_spec: Spec | None,
+    settings: EvaluateConfig,
+    label: str,
+    step: int,
+    seconds: float,
+) -> Evaluation:
+    """Returns the result of played held-out tasks. Errors: as `play_heldout`."""
     env = ENVS.build(env_spec, "env") if env_spec else None
     score_range, success_at = limits_of(env) if env else (None, 1.0)
     judged = collector.judge is not None or any(task.judge for task in heldout)
     of_its_own = any(task.judge or task.env for task in heldout)
-    result = summarise(
+    return summarise(
         groups,
         success_at=success_at,
         success_of=partial(_success_of, collector, LocalEnvs(env_spec), env)
@@ -65,9 +82,8 @@ async def play_heldout(
         confidence=settings.confidence,
         label=f"{label} {step}" if step else label,
         temperature=settings.temperature,
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
     )
-    return groups, result
 
 
 def _success_of(collector: Collector, envs: LocalEnvs, env: Env | None, task: Task) -> float:

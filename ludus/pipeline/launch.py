@@ -6,12 +6,15 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 
 from ludus import __version__
+from ludus.backends import BACKENDS
 from ludus.config.load import diff, dump_config, load_config, lookup
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, MirrorError
@@ -20,8 +23,13 @@ from ludus.core.modules import told
 from ludus.core.signals import exit_code, handling, raise_stop, run
 from ludus.data.splits import Splits, read_splits
 from ludus.models.decoders import native
+from ludus.pipeline.breakpoints import patient
 from ludus.pipeline.budget import Budget, Timings
-from ludus.pipeline.build import build_training
+from ludus.pipeline.build import Run, build_training
+from ludus.pipeline.companions import PLAIN, LaunchOptions, check_options, companions
+from ludus.pipeline.hosted import check_host, trainer_of
+from ludus.pipeline.live import LiveRecord
+from ludus.pipeline.notify import notifying, resolved_urls
 from ludus.pipeline.progress import Display, Observer
 from ludus.pipeline.registries import check, plugin_files
 from ludus.pipeline.training import BudgetSpent, Trainer
@@ -36,9 +44,11 @@ from ludus.store.folders import (
     resume_command,
 )
 from ludus.store.mirror import RunMirror, fetch_run
+from ludus.store.processes import recorded_processes
 from ludus.telemetry.logs import get_logger, setup_logging
 from ludus.telemetry.metrics import MetricsLog
 from ludus.telemetry.sinks import build_sinks
+from ludus.telemetry.span_export import exported
 
 log = get_logger(__name__)
 
@@ -57,28 +67,37 @@ class Stopped(Exception):
         self.exit_code = 3 if isinstance(stop, BudgetSpent) else exit_code(stop)
 
 
-def train(config: RunConfig, observer: Observer, *, skip_damaged: bool = False) -> RunFolder:
+def train(
+    config: RunConfig,
+    observer: Observer,
+    *,
+    skip_damaged: bool = False,
+    options: LaunchOptions = PLAIN,
+) -> RunFolder:
     """Train a new run, or the run that `config.mirror` holds, up to its report.
 
     `skip_damaged` applies to the mirror's run, as in `resume`.
 
     Errors: Stopped after Ctrl-C or SIGTERM, or where the budget is spent; LudusError.
     """
-    _refuse_debug(config)
-    check(config)
+    _check_all(config, options, observer.note)
+    urls = resolved_urls(config.notify, observer.note)
     if config.mirror is not None:
         with RunStore.open(config.store, config.runs_dir) as store:
             mirrored = fetch_run(config, store, observer.note, skip_damaged=skip_damaged)
         if mirrored is not None:
             with mirrored.lock():
-                _resume(mirrored, config, observer, skip_damaged)
+                _resume(mirrored, config, observer, skip_damaged, options)
             return mirrored
     splits = read_splits(config)
     with RunStore.open(config.store, config.runs_dir) as store:
         folder = _create_run(config, store)
         with folder.lock():
             observer.note(f"run {folder.id} in {folder.path}")
-            with _recorded(folder, config, splits, store, observer) as trainer:
+            with (
+                _attended(folder, store, urls, observer),
+                _recorded(folder, config, splits, store, observer, options) as trainer,
+            ):
                 run(trainer.train(), trainer.finish_step)
     return folder
 
@@ -90,6 +109,7 @@ def resume(
     overrides: Sequence[str] = (),
     *,
     skip_damaged: bool = False,
+    options: LaunchOptions = PLAIN,
 ) -> RunFolder:
     """Resume a run from its last checkpoint; a complete run stays as it is.
 
@@ -98,15 +118,21 @@ def resume(
     """
     folder = find_run(runs_dir, run_id)
     with folder.lock():
-        _resume(folder, load_config(folder.config, overrides), observer, skip_damaged)
+        _resume(folder, load_config(folder.config, overrides), observer, skip_damaged, options)
     return folder
 
 
-def _resume(folder: RunFolder, config: RunConfig, observer: Observer, skip_damaged: bool) -> None:
+def _resume(
+    folder: RunFolder,
+    config: RunConfig,
+    observer: Observer,
+    skip_damaged: bool,
+    options: LaunchOptions,
+) -> None:
     """Resume a run that this process has locked, with `config` in place of its own."""
     before = load_config(folder.config)
-    _refuse_debug(config)
-    check(config)
+    _check_all(config, options, observer.note)
+    urls = resolved_urls(config.notify, observer.note)
     changes = [key for key in diff(before, config) if key != "runs_dir"]  # a location, no setting
     for key in changes:
         observer.note(f"changed: {key} from {lookup(before, key)} to {lookup(config, key)}")
@@ -131,22 +157,37 @@ def _resume(folder: RunFolder, config: RunConfig, observer: Observer, skip_damag
         store.reopen_run(folder.id)
         with disk_faults(folder):
             atomic_write(folder.config, dump_config(config))
-        with _recorded(
-            folder,
-            config,
-            splits,
-            store,
-            observer,
-            before=before,
-            complete=complete,
-            skip_damaged=skip_damaged,
-        ) as trainer:
+        with (
+            _attended(folder, store, urls, observer),
+            _recorded(
+                folder,
+                config,
+                splits,
+                store,
+                observer,
+                options,
+                before=before,
+                complete=complete,
+                skip_damaged=skip_damaged,
+            ) as trainer,
+        ):
             run(trainer.train(), trainer.finish_step)
 
 
-def _refuse_debug(config: RunConfig) -> None:
+def _check_all(config: RunConfig, options: LaunchOptions, note: Callable[[str], None]) -> None:
+    """Check a configuration before a run is created.
+
+    Errors: ConfigError for a fault of its own, and for keys that the back end or the host cannot
+    honour.
+    """
     if config.backend.name == "debug":
         raise ConfigError("backend: debug trains nothing and leaves no run; use `ludus debug`")
+    refuse = getattr(BACKENDS.load(config.backend.name), "refuse", None)
+    if refuse is not None:
+        refuse(config, BACKENDS.check(config.backend, "backend"))
+    check(config)
+    check_options(options, config.env)
+    check_host(config, options, note)
 
 
 def _create_run(config: RunConfig, store: RunStore) -> RunFolder:
@@ -172,12 +213,25 @@ def _insert_row(store: RunStore, folder: RunFolder, config: RunConfig) -> None:
 
 
 @contextmanager
+def _attended(
+    folder: RunFolder, store: RunStore, urls: Sequence[str], observer: Observer
+) -> Iterator[None]:
+    """Record the run's processes, and end those that an earlier process of the run left; tell the
+    URLs how the run ends."""
+    with recorded_processes(folder) as left, notifying(folder, store, urls, observer.note):
+        if left:
+            observer.note(f"ended what the run had left: {', '.join(map(str, left))}")
+        yield
+
+
+@contextmanager
 def _recorded(
     folder: RunFolder,
     config: RunConfig,
     splits: Splits,
     store: RunStore,
     observer: Observer,
+    options: LaunchOptions,
     *,
     before: RunConfig | None = None,
     complete: bool = False,
@@ -189,19 +243,35 @@ def _recorded(
     `complete`: the run was; it stays so if it fails before any result was discarded.
     """
     setup_logging(folder.path, observer.console if isinstance(observer, Display) else None)
+    observer = LiveRecord(folder.live, observer)
     trainers: list[Trainer] = []
     mirror: RunMirror | None = None
     try:
-        with disk_faults(folder), MetricsLog(folder.metrics, build_sinks(config, folder.path)) as m:
+        with (
+            disk_faults(folder),
+            MetricsLog(folder.metrics, build_sinks(config, folder.path)) as m,
+            exported(config.traces, run=folder.id, model=_model_name(config)),
+            ExitStack() as opened,
+        ):
             budget, timings = Budget(config.budget, folder.budget), Timings()
             mirror = _mirror(folder, config, store, observer)
             on_saved = mirror.after_checkpoint if mirror else lambda: None
             with handling(raise_stop):  # a script starts background jobs with SIGINT ignored
-                built = build_training(config, folder, splits, observer, timings)
+                played = patient(config) if options.patient else config
+                beside = opened.enter_context(companions(options, played, folder, observer.note))
+
+                def make() -> Run:
+                    built = build_training(played, folder, splits, observer, timings)
+                    tasks = chain(splits.train, splits.heldout)
+                    return replace(built, collector=beside.attach(built.collector, tasks))
+
+                built, make_trainer = make(), trainer_of(config, make)
                 with closing(built.backend):
                     on_saved()
                     trainers.append(
-                        Trainer(built, store, m, observer, budget, timings, on_saved, skip_damaged)
+                        make_trainer(
+                            built, store, m, observer, budget, timings, on_saved, skip_damaged
+                        )
                     )
                     write_code(config, folder)
                     yield trainers[0]
@@ -244,6 +314,11 @@ def _recorded(
     finally:
         observer.close()
         setup_logging()  # later log lines of this process do not belong to the run
+
+
+def _model_name(config: RunConfig) -> str:
+    architecture = config.model.architecture
+    return config.model.path or (architecture.name if architecture else config.name)
 
 
 def _mirror(

@@ -1,8 +1,9 @@
-"""Progress display of a run."""
+"""Progress display of a run, and of benchmarks."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from rich.console import Console
@@ -101,6 +102,8 @@ class Display:
         self._bar = self._task = None
 
     def _advance(self, done: int, info: str) -> None:
+        if not self._name:  # a step of an earlier process, recorded before a stage starts
+            return
         self._done = done
         left = self._left()
         if self._bar is not None and self._task is not None:
@@ -167,3 +170,48 @@ def time_split(metrics: dict[str, float]) -> str:
     return " ".join(
         f"{part.removesuffix('_wait')} {share:.0%}" for part, share in ordered if share >= 0.01
     )
+
+
+class BenchmarkBar:
+    """Progress on a terminal: answers of a benchmark; elsewhere a line a benchmark."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+
+    def __enter__(self) -> BenchmarkBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def start(self, name: str, total: int) -> None:
+        for task in self._progress.task_ids:
+            self._progress.remove_task(task)
+        self._progress.add_task(f"{self._model}: {name}", total=total)
+
+    def say(self, text: str) -> None:
+        self._console.print(printable(text), markup=False, soft_wrap=True)
+
+    def counting(
+        self, recorder: Callable[[Trajectory], None] | None
+    ) -> Callable[[Trajectory], None]:
+        """Returns a function that counts a trajectory, and hands it to `recorder`."""
+
+        def count(trajectory: Trajectory) -> None:
+            for task in self._progress.task_ids:
+                self._progress.advance(task)
+            if recorder is not None:
+                recorder(trajectory)
+
+        return count

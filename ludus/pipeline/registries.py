@@ -25,16 +25,21 @@ from ludus.judges import JUDGES
 from ludus.judges.base import check_all
 from ludus.loop.metrics import BY_PART
 from ludus.models import ARCHITECTURES, SAMPLERS, TOKENIZERS
+from ludus.pipeline.notify import check_urls
+from ludus.rollout.agent_tools import check_agent_tools
+from ludus.rollout.workflow import AGENTS, Agent
 from ludus.store.mirror.remote import Remote
 from ludus.tasks import READERS
 from ludus.tasks.mixture import Part, settings_of
 from ludus.telemetry.sinks import SINKS
+from ludus.telemetry.span_export import require_otel
 from ludus.tools import TOOLS
 from ludus.train import ALGORITHMS
 
 REGISTRIES: dict[str, Registry[Any]] = {
     "backend": BACKENDS,
     "env": ENVS,
+    "agent": AGENTS,
     "judge": JUDGES,
     "tasks.train": READERS,
     "tasks.heldout": READERS,
@@ -46,7 +51,7 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "tools": TOOLS,
 }
 
-MARKED = ("answer", "qa")
+MARKED = ("answer", "math", "qa")
 """Judges that take the answer between markers."""
 
 IGNORED_BY_VERIFY = ("path", "cache_gib")
@@ -59,14 +64,17 @@ OUTCOMES = {"rollout/reward", "rollout/success", "rollout/groups_with_signal", "
 def check(config: RunConfig) -> None:
     """Refuse unknown plug-ins, wrong arguments, absent packages, and settings without effect.
 
-    Builds environment, judge and algorithm once, because they may refuse values that fit their
-    signatures.
+    Builds environment, agent, judge and algorithm once, because they may refuse values that fit
+    their signatures.
     """
     check_specs(config, REGISTRIES)
     if config.demonstrations is not None:
         require_pool()
     if config.mirror is not None:
         Remote(config.mirror)
+    check_urls(config.notify)
+    if config.traces is not None:
+        require_otel()
     _check_distribution(config)
     faults = list(_without_effect(config))
     if config.env is not None:
@@ -81,6 +89,8 @@ def check(config: RunConfig) -> None:
         parts = {}
     names = {*parts, *parts_of(config)}
     _check_parts(config, names)
+    if config.agent is not None:
+        check_agent_tools(Agent.build(config.agent).play, bool(config.tools))
     if config.judge is not None:
         JUDGES.build(config.judge, "judge")
     if config.rl is not None:
@@ -210,6 +220,8 @@ def _other_markers(config: RunConfig) -> Iterator[str]:
             continue
         for spec in _with_parts(judge, JUDGES):
             read = tuple(spec.args.get("markers", MarkersConfig().answer))
+            if spec.name == "math" and spec.args.get("extract") == "boxed":
+                continue
             if spec.name in MARKED and read != wanted:
                 yield (
                     f"{place}: {spec.name} takes the answer between {read[0]} and {read[1]}, and "

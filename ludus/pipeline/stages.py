@@ -8,7 +8,7 @@ from functools import partial
 from ludus.config.schema import RLConfig
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.seeds import derive_seed
-from ludus.core.types import Group, Task
+from ludus.core.types import Group, Task, by_role
 from ludus.data.conversations import replay_all
 from ludus.loop.loop import Stage
 from ludus.pipeline.build import Run
@@ -91,7 +91,7 @@ def sample_until_signal(source: GroupSource, algorithm: Algorithm) -> GroupSourc
         return source
 
     def count_useful(groups: list[Group]) -> int:
-        return len(algorithm.screen(groups).groups)
+        return sum(bool(algorithm.screen(by_role([group])).groups) for group in groups)
 
     return DynamicSampling(source, count_useful, algorithm.max_rounds)
 

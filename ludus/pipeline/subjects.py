@@ -32,10 +32,11 @@ from ludus.evaluate.episodes import EpisodeFile
 from ludus.evaluate.results import Evaluation
 from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.models.samplers.base import SamplingParams
-from ludus.pipeline.build import Run, build, make_collector, make_limits
+from ludus.pipeline.build import build, make_collector, make_limits
 from ludus.pipeline.evaluate import play_heldout
 from ludus.pipeline.registries import check_judges, equal_samples
 from ludus.pipeline.tokenizer import check_functions
+from ludus.rollout.collect import Collector
 from ludus.store.folders import RunFolder
 from ludus.tools.limits.limiter import Limits
 from ludus.train.checkpoint.listing import CheckpointInfo
@@ -229,7 +230,8 @@ def play_subject(
         )
         with closing(run.backend):
             run.backend.load_weights(subject.info.path)
-            return run_async(_play(run, playing, versioned=True))
+            version = run.backend.sampler.policy_version
+            return run_async(_play(run.collector, config, playing, lambda _: version))
     shared = config.model.model_dump(include={"context_length", "dtype", "device", "thinking"})
     config = derived(config, model=ModelConfig(path=str(subject.path), **shared).model_dump())
     with tempfile.TemporaryDirectory(prefix="ludus-evaluate-") as path:
@@ -237,23 +239,27 @@ def play_subject(
         folder = RunFolder(Path(path))
         run = build(config, folder, splits, tokenizer, on_episode=on_episode, endpoints=urls)
         with closing(run.backend):
-            return run_async(_play(run, playing, versioned=False))
+            return run_async(_play(run.collector, config, playing, lambda _: None))
 
 
-async def _play(run: Run, playing: Callable[[Play], Awaitable[T]], *, versioned: bool) -> T:
-    """Play with a model in this process; `versioned`: results carry its policy version."""
+async def _play(
+    collector: Collector,
+    config: RunConfig,
+    playing: Callable[[Play], Awaitable[T]],
+    version: Callable[[Sequence[Group]], int | None],
+) -> T:
+    """Run `playing`, whose results carry the policy version, and close the collector."""
 
     async def play(
         tasks: Sequence[Task], settings: EvaluateConfig, label: str
     ) -> tuple[list[Group], Evaluation]:
-        groups, result = await play_heldout(run.collector, tasks, run.config.env, settings, label)
-        version = run.backend.sampler.policy_version if versioned else None
-        return groups, result.model_copy(update={"policy_version": version})
+        groups, result = await play_heldout(collector, tasks, config.env, settings, label)
+        return groups, result.model_copy(update={"policy_version": version(groups)})
 
     try:
         return await playing(play)
     finally:
-        await run.collector.close()
+        await collector.close()
 
 
 async def _play_endpoint(
@@ -275,17 +281,7 @@ async def _play_endpoint(
         collector = make_collector(
             config, None, None, limits, endpoint=endpoint, on_episode=on_episode
         )
-
-        async def play(
-            tasks: Sequence[Task], settings: EvaluateConfig, label: str
-        ) -> tuple[list[Group], Evaluation]:
-            groups, result = await play_heldout(collector, tasks, config.env, settings, label)
-            return groups, result.model_copy(update={"policy_version": _version(groups)})
-
-        try:
-            return await playing(play)
-        finally:
-            await collector.close()
+        return await _play(collector, config, playing, _version)
 
 
 def _version(groups: Sequence[Group]) -> int | None:

@@ -37,12 +37,17 @@ NUM_MISTAKES = 6
 """Wrong actions tried on each of these tasks, to collect the words of error messages."""
 
 
-def make_tokenizer(config: RunConfig, tasks: Sequence[Task], messages: Iterable[Message]) -> Any:
+def make_tokenizer(
+    config: RunConfig,
+    tasks: Sequence[Task],
+    messages: Iterable[Message],
+    functions: Sequence[ToolSpec] = (),
+) -> Any:
     """Load the configured tokenizer, or train one on the texts of the recipe.
 
     The texts are `messages` (demonstrations), the prompts and opening observations of the first
     tasks, and the environment's answers to wrong actions: an expert's episodes contain no error
-    message.
+    message. `functions` are shown in prompts besides those of the recipe.
     """
     model = config.model
     spec = model.tokenizer
@@ -63,7 +68,8 @@ def make_tokenizer(config: RunConfig, tasks: Sequence[Task], messages: Iterable[
             texts += [f"\n{marker}\n" for _, marker in _markers(settings.markers)]
     parts = [part for part, format in formats_of(config).items() if format != config.rollout.format]
     tools = {tool.name: tool for part in [*parts, None] for tool in tools_of(config, part)}
-    return train_tokenizer(spec, texts, model.chat_template or "plain", list(tools.values()))
+    shown = [*tools.values(), *functions]
+    return train_tokenizer(spec, texts, model.chat_template or "plain", shown)
 
 
 def mistakes(actions: Sequence[Message]) -> list[Message]:
@@ -114,7 +120,8 @@ async def _observe(
     tried = cycle(actions)
     thread = EnvThread()
     for task in tasks:
-        env = HostedEnv(partial(envs.make, task), thread, config.rollout.step_deadline_s)
+        limit = config.rollout.step_deadline_s
+        env = HostedEnv(partial(envs.make, task), thread, limit, prepares=True)
         try:
             observed += (await env.reset(task)).messages
             for action in islice(tried, NUM_MISTAKES):

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from ludus.core.breaks import let_go
 from ludus.core.errors import ConfigError
 from ludus.core.files import atomic_write
 from ludus.core.seeds import derive_seed
 from ludus.core.signals import Terminated
-from ludus.core.types import Group
+from ludus.core.types import Group, by_role
 from ludus.evaluate import Evaluation
 from ludus.loop.loop import Stage, run_stage
 from ludus.pipeline.budget import Budget, Timings
@@ -121,6 +122,7 @@ class Trainer:
         Returns False where nothing is left to finish: the signal ends the run at once.
         """
         self._num_signals += 1
+        let_go()  # a step that waits at a breakpoint would never finish
         if not self._in_stage or self._stop is not None:
             return False
         self._stop = stop
@@ -262,14 +264,16 @@ class Trainer:
         trajectories = [t for group in groups for t in group.trajectories]
         for name in ("rollout", "train"):
             self.timings.add(f"{stage}/{name}", metrics[f"time/{name}_s"])
-        self._num_episodes += len(trajectories)
+        self._num_episodes += int(metrics["rollout/episodes"])
         metrics = {
             **metrics,
             "time/elapsed_s": self.timings.total,
             "rollout/episodes_total": float(self._num_episodes),
-            "rollout/dropped": float(sum(t.dropped is not None for t in trajectories)),
+            "rollout/dropped": float(
+                sum(t.dropped is not None and not t.fixed for t in trajectories)
+            ),
         }
-        metrics |= run.backend.meter.metrics(groups, metrics)
+        metrics |= self._machine_metrics(groups, metrics)
         num_steps = getattr(run.config, stage).steps
         metrics |= self._budget.step(metrics["rollout/tokens"], num_steps - step - 1)
         self._latest = metrics
@@ -288,12 +292,18 @@ class Trainer:
         trained = bool(metrics["train/optimizer_steps"])
         self._watchdog.step(stage, groups, trained, num_steps)
 
+    def _machine_metrics(
+        self, groups: Sequence[Group], metrics: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Tokens, utilisation and memory of the devices that computed a step."""
+        return self.run.backend.meter.metrics(groups, metrics)
+
     def _record_untrained(self, stage: Stage, step: int, groups: Sequence[Group]) -> None:
         """Store the prefetched groups that no step is left to train on."""
         if groups:
             name = f"{stage.name}/{UNTRAINED}"
             metrics = {"time/elapsed_s": self.timings.total}
-            self._store.record_step(self.run.folder.id, name, step - 1, groups, metrics)
+            self._store.record_step(self.run.folder.id, name, step - 1, by_role(groups), metrics)
             count = sum(len(group.trajectories) for group in groups)
             self._observer.note(f"{stage.name}: {count} prefetched episodes were not trained on")
 
@@ -307,7 +317,14 @@ class Trainer:
         settings = run.config.evaluate.model_copy(update={"num_tasks": num_tasks})
         with busy("evaluate"), self.timings.timed("evaluation"):
             groups, result = await evaluate(run, settings, label, step)
-        stage = f"evaluate/{label}"
+        self._record_evaluation(label, step, groups, result)
+        return result
+
+    def _record_evaluation(
+        self, label: str, step: int, groups: Sequence[Group], result: Evaluation
+    ) -> None:
+        """Record an evaluation in the store, the sinks and the run's folder."""
+        run, stage = self.run, f"evaluate/{label}"
         metrics = {
             "evaluate/success": result.success.value,
             "evaluate/score": result.score.value,
@@ -316,7 +333,9 @@ class Trainer:
         for part in sorted({o.part for o in result.outcomes if o.part in result.tiers}):
             metrics[f"evaluate/success_{part}"] = result.tiers[part].success.value
         self._latest |= metrics
-        self._store.record_step(run.folder.id, stage, step, groups, metrics, seconds=result.seconds)
+        self._store.record_step(
+            run.folder.id, stage, step, by_role(groups), metrics, seconds=result.seconds
+        )
         self._metrics.log(stage, step, metrics)
         run.folder.evaluations.mkdir(parents=True, exist_ok=True)
         path = run.folder.evaluations / f"{label}-{step:06d}.json"
@@ -327,4 +346,3 @@ class Trainer:
             run.backend.checkpoints.set_metric(*self._saved, measured)
         self._observer.note(str(result))
         self._budget.keep()
-        return result

@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import time
 from bdb import BdbQuit
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ludus.config.schema import RolloutConfig
@@ -33,18 +34,22 @@ from ludus.core.errors import (
 from ludus.core.types import Message, Score, Status, StepResult, Task, Trajectory
 from ludus.envs.base import limits_of
 from ludus.models.chat.parsing import parse_react
+from ludus.rollout.agent_session import AgentSession
 from ludus.rollout.blocked import watched_loop
 from ludus.rollout.host import LARGEST, EnvFactory, HostedEnv, check_total
-from ludus.rollout.session import Session, Turn, with_system_prompt
+from ludus.rollout.session import Session, Turn, TurnSession, with_system_prompt
 from ludus.rollout.threads import EnvThread, is_cancelled
 from ludus.rollout.tool_use import EpisodeTools
 from ludus.tasks.mixture import for_part
+from ludus.telemetry.episodes import EPISODES
 from ludus.telemetry.logs import get_logger
 from ludus.telemetry.occupancy import busy
+from ludus.telemetry.traces import Span, invoke_agent
 from ludus.telemetry.waits import Waits, metered
 
 if TYPE_CHECKING:
     from ludus.judges.base import Judge
+    from ludus.rollout.workflow import Agent
 
 log = get_logger(__name__)
 
@@ -64,18 +69,22 @@ class Episode:
     Args:
         judge: scores the episode in place of the environment.
         tools: answer its tool calls.
+        agent: plays it with the session's model; None: the built-in agent, with `_play_turns`.
         on_error: called with the error that ended an attempt; its cause is the original error.
         on_end: called with the trajectory after the last attempt.
+        retries: the number of retries for each reason, of all episodes that share it.
     """
 
     task: Task
-    session: Session
+    session: TurnSession | AgentSession
     envs: EnvFactory
     config: RolloutConfig
     judge: Judge | None = None
     tools: EpisodeTools | None = None
+    agent: Agent | None = None
     on_error: Callable[[EpisodeError], object] | None = None
     on_end: Callable[[Trajectory], object] | None = None
+    retries: Counter[str] = field(default_factory=Counter)
 
 
 async def run_episode(thread: EnvThread, episode: Episode) -> None:
@@ -88,12 +97,13 @@ async def run_episode(thread: EnvThread, episode: Episode) -> None:
     session, config, tools = episode.session, episode.config, episode.tools
     trajectory = session.trajectory
     deadline = None if thread.inline else config.episode_deadline_s
+    # An agent keeps its thread busy: its environment has another.
+    env_thread = thread if episode.agent is None else EnvThread(inline=thread.inline)
+    place = EPISODES.begin(trajectory)
     try:
         for attempt in range(1 + config.max_retries):
             if attempt:
-                status, error = trajectory.status.value, trajectory.error
-                fields = {"attempt": attempt + 1, "status": status, "error": error}
-                log.warning("retrying episode", trajectory=trajectory.id, **fields)
+                _tell_retry(episode.retries, trajectory, attempt)
                 session.close()
             session.start()
             if tools is not None:
@@ -102,11 +112,18 @@ async def run_episode(thread: EnvThread, episode: Episode) -> None:
             env: HostedEnv | None = None
             waits = Waits()
             try:
-                env = episode.envs.host(episode.task, thread, config.step_deadline_s)
-                with watched_loop(deadline), metered() as waits:
+                env = episode.envs.host(episode.task, env_thread, config.step_deadline_s)
+                with watched_loop(deadline), metered() as waits, _span(episode, attempt) as span:
                     async with timer:
-                        session.end(*await _play_turns(episode, env))
+                        if isinstance(session, AgentSession):
+                            assert episode.agent is not None
+                            end = await episode.agent.run(episode.task, session, env, thread, tools)
+                        else:
+                            end = await _play_turns(episode, session, env)
+                        session.end(*end)
                         await _score(episode, env)
+                        session.share_reward()
+                    _record(span, trajectory)
             except EpisodeError as error:
                 kinds = (status for kind, status in STATUS_OF.items() if isinstance(error, kind))
                 session.end(next(kinds, Status.ERROR_ENV), str(error))
@@ -131,19 +148,56 @@ async def run_episode(thread: EnvThread, episode: Episode) -> None:
                 trajectory.metrics["tool_errors"] = float(tools.num_errors)
             if waits.seconds is not None:
                 trajectory.metrics["endpoint_wait_seconds"] = waits.seconds
+            if env is not None:
+                trajectory.metrics["env_seconds"] = env.seconds
             trajectory.metrics["seconds"] = time.monotonic() - started
             trajectory.metrics["retries"] = float(attempt)
             if not trajectory.status.retryable:
                 break
     finally:
+        EPISODES.end(place)
         session.close()
+        if env_thread is not thread:
+            env_thread.close()
     if episode.on_end is not None:
         episode.on_end(trajectory)
 
 
-async def _play_turns(episode: Episode, env: HostedEnv | None) -> tuple[Status, str | None]:
+def _tell_retry(retries: Counter[str], trajectory: Trajectory, attempt: int) -> None:
+    """Log a retry. A fault of an agent or an environment is that of all its episodes: after three
+    times, one reason is told at the 10th, the 100th, and so on."""
+    status, error = trajectory.status.value, trajectory.error
+    retries[reason := f"{status} {error}"[:200]] += 1
+    num = retries[reason]
+    if num <= 3 or str(num).strip("0") == "1":
+        fields = {"attempt": attempt + 1, "status": status, "error": error}
+        again = {"times": num} if num > 3 else {}
+        log.warning("retrying episode", trajectory=trajectory.id, **fields, **again)
+
+
+def _span(episode: Episode, attempt: int) -> Span:
+    trajectory = episode.session.trajectory
+    return invoke_agent(
+        trajectory.role,
+        conversation=trajectory.id,
+        task=trajectory.task_id,
+        policy=trajectory.policy,
+        attempt=attempt + 1,
+    )
+
+
+def _record(span: Span, trajectory: Trajectory) -> None:
+    """Set the outcome of an attempt on its span; an error that ends it is recorded by the span."""
+    span.set(status=trajectory.status.value)
+    if trajectory.reward is not None:
+        span.scored("reward", trajectory.reward)
+
+
+async def _play_turns(
+    episode: Episode, session: TurnSession, env: HostedEnv | None
+) -> tuple[Status, str | None]:
     """Play the turns. Returns how the episode ended, and the error text of an overflow."""
-    task, session, config, tools = episode.task, episode.session, episode.config, episode.tools
+    task, config, tools = episode.task, episode.config, episode.tools
     messages = list(task.prompt)
     if env is not None:
         messages += (await env.reset(task)).messages
@@ -163,7 +217,7 @@ async def _play_turns(episode: Episode, env: HostedEnv | None) -> tuple[Status, 
             return Status.TRUNCATED_LENGTH, str(error)
         if turn.finish_reason == "length":
             return Status.TRUNCATED_LENGTH, None
-        result = await _answer(episode, env, turn)
+        result = await _answer(episode, session, env, turn)
         if result is None:
             return Status.COMPLETED, None
         spent = tools is not None and tools.spent
@@ -175,9 +229,11 @@ async def _play_turns(episode: Episode, env: HostedEnv | None) -> tuple[Status, 
     return Status.TRUNCATED_TURNS, None
 
 
-async def _answer(episode: Episode, env: HostedEnv | None, turn: Turn) -> StepResult | None:
+async def _answer(
+    episode: Episode, session: TurnSession, env: HostedEnv | None, turn: Turn
+) -> StepResult | None:
     """The tools' or the environment's answer to a turn; None where the turn ends the episode."""
-    session, tools, format = episode.session, episode.tools, episode.config.format
+    tools, format = episode.tools, episode.config.format
     message, error = turn.message, turn.error
     if tools is not None and tools.done:  # inside the turn
         return None
@@ -222,13 +278,15 @@ async def _score(episode: Episode, env: HostedEnv | None) -> None:
     """Set the reward: the judge's score, or the sum of the step rewards. Errors: Unscorable."""
     session, judge = episode.session, episode.judge
     trajectory = session.trajectory
-    if not trajectory.num_turns:  # the policy sampled nothing: the episode must not count
-        trajectory.dropped = f"nothing was sampled: {trajectory.error}"
+    if not session.played() or trajectory.reward is not None:  # by the agent
         return
     if judge is not None:
         score = await _judge(judge, episode.task, session)
         parts, success = dict(score.parts), score.succeeded
         session.set_reward(score.value, parts, success=success, explanation=score.explanation)
+        return
+    if env is None and isinstance(session, AgentSession) and session.any_cut is not None:
+        session.set_reward(0.0, {}, success=False)  # as an environment that is cut: nothing earned
         return
     # An environment may score only the last step. An episode cut before any reward earned 0.
     rewards = [s.reward for s in trajectory.segments if s.reward is not None]

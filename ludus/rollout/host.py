@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from bdb import BdbQuit
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,9 +31,10 @@ from ludus.core.types import (
     ToolSpec,
 )
 from ludus.envs import ENVS
-from ludus.envs.base import Env, awaited
+from ludus.envs.base import PREPARE_S, Env, awaited
 from ludus.rollout.threads import Act, EnvThread, Overdue, T
 from ludus.telemetry.occupancy import busy
+from ludus.telemetry.traces import execute_tool
 
 LARGEST = 3.4e38
 """Of a reward's magnitude: advantages are computed in float32."""
@@ -45,8 +47,8 @@ class HostedEnv:
     """One episode's environment, with deadlines, its results checked.
 
     A blocking environment lives in the worker thread of `thread`, from construction to close; any
-    other lives in the event loop of the rollouts. `release` is called at the end, even if the
-    environment hangs.
+    other lives in the event loop of the rollouts. `prepares`: it has a `prepare` of its own.
+    `release` is called at the end, even if the environment hangs.
 
     Errors: EnvError where the environment raises or returns an invalid result, EpisodeTimeout where
     a call exceeds `step_deadline_s`; an environment may raise ToolError or Unscorable itself.
@@ -59,12 +61,15 @@ class HostedEnv:
         step_deadline_s: float,
         *,
         blocking: bool = True,
+        prepares: bool = False,
         release: Callable[[], object] = lambda: None,
     ) -> None:
-        self._make, self._release = make, release
+        self._make, self._release, self._prepares = make, release, prepares
         self._thread, self._deadline, self._blocking = thread, step_deadline_s, blocking
         self._env: Env | None = None
         self._abandoned = False
+        self.seconds = 0.0
+        """Seconds in which the episode waited for its environment so far."""
 
     @property
     def env(self) -> Env:
@@ -77,10 +82,16 @@ class HostedEnv:
         """Construct the environment and start the episode, with a copy of the task."""
         own_task = task.model_copy(deep=True)
 
-        async def act() -> Observation:
+        async def prepare() -> None:
             self._env = self._make()
-            return await awaited("reset", self._env.reset(own_task))
+            await awaited("prepare", self._env.prepare(own_task))
 
+        async def act() -> Observation:
+            env = self._env = self._env if self._prepares and self._env else self._make()
+            return await awaited("reset", env.reset(own_task))
+
+        if self._prepares:
+            await self._call("prepare", prepare, PREPARE_S)
         result = await self._call("reset", act)
         return check_opening(result)
 
@@ -106,7 +117,9 @@ class HostedEnv:
             action = Message(role="assistant", content=text, tool_calls=[call])
             return await awaited("step", self.env.step(action))
 
-        result = check_result(await self._call("step", act))
+        with execute_tool(call.name, call_id=call.id, arguments=call.arguments) as span:
+            result = check_result(await self._call("step", act))
+            span.result("\n".join(message.content for message in result.messages))
         fields = {"role": "tool", "name": call.name, "tool_call_id": call.id}
         first = [message.model_copy(update=fields) for message in result.messages[:1]]
         return result.model_copy(update={"messages": first + result.messages[1:]})
@@ -141,16 +154,18 @@ class HostedEnv:
         if env is not None:
             await env.close()
 
-    async def _call(self, name: str, act: Act[T]) -> T:
-        run = self._thread.run(act, self._deadline, blocking=self._blocking, last=self._close)
+    async def _call(self, name: str, act: Act[T], limit_s: float | None = None) -> T:
+        deadline = limit_s or self._deadline
+        run = self._thread.run(act, deadline, blocking=self._blocking, last=self._close)
+        started = time.perf_counter()
         try:
             with busy("env_wait"):
                 return await run
         except Overdue:
             self._abandoned = self._blocking
+            limit = "" if limit_s else "rollout.step_deadline_s = "
             raise EpisodeTimeout(
-                f"the environment's {name} took longer than rollout.step_deadline_s = "
-                f"{self._deadline:g} s"
+                f"the environment's {name} took longer than {limit}{deadline:g} s"
             ) from None
         except asyncio.CancelledError:
             self._abandoned = self._blocking and not self._thread.inline
@@ -159,6 +174,8 @@ class HostedEnv:
             raise
         except Exception as error:
             raise EnvError(f"the environment's {name} raised {described(error)}") from error
+        finally:
+            self.seconds += time.perf_counter() - started
 
 
 def check_opening(result: Observation) -> Observation:
@@ -259,7 +276,13 @@ class LocalEnvs:
                 raise
             raise EnvError(f"task {task.id}: {error}") from error
         blocking = _is_blocking(env_class, task, args)
-        return HostedEnv(lambda: env_class(**args), thread, step_deadline_s, blocking=blocking)
+        return HostedEnv(
+            lambda: env_class(**args),
+            thread,
+            step_deadline_s,
+            blocking=blocking,
+            prepares=has_prepare(env_class),
+        )
 
     def make(self, task: Task | None = None) -> Env:
         """Construct an environment in the calling thread: the task's, or that of `spec`."""
@@ -283,6 +306,11 @@ class LocalEnvs:
         if task.env is None or self.spec is None or task.env.name != self.spec.name:
             return task.env or self.spec
         return Spec(name=task.env.name, args={**self.spec.args, **task.env.args})
+
+
+def has_prepare(env_class: Any) -> bool:
+    """Returns whether an environment of this class has to be prepared."""
+    return getattr(env_class, "prepare", Env.prepare) is not Env.prepare
 
 
 def _is_blocking(env_class: Any, task: Task, args: dict[str, Any]) -> bool:

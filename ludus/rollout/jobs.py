@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from pydantic import Field
 
@@ -98,7 +98,7 @@ class RolloutJob:
 
     async def run(self) -> list[EpisodeRecord]:
         """Play all episodes. Errors: those that concern the job, such as a wrong configuration."""
-        pool = run_pool(self._waiting, self._play, self._config.concurrency)
+        pool = run_pool(self._next(), self._play, self._config.concurrency)
         self._pool = asyncio.create_task(pool)
         try:
             async with asyncio.timeout(self._deadline_s) as timer:
@@ -114,6 +114,10 @@ class RolloutJob:
         finally:
             self._mark_interrupted()
         return self.episodes
+
+    def _next(self) -> Iterator[tuple[int, Task]]:
+        while self._waiting:
+            yield self._waiting.popleft()
 
     def stop(self) -> None:
         """End the job; `run` returns the episodes so far."""

@@ -21,6 +21,7 @@ from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import Sampler
 from ludus.rollout.session import TokenSession, Turn
 from ludus.rollout.tool_use import EpisodeTools
+from ludus.telemetry.traces import chat
 
 _FENCE = re.compile(r"\A```[\w+-]*\n(.*?)\n?```\Z", re.DOTALL)
 
@@ -52,7 +53,9 @@ class MarkerSession(TokenSession):
         stop = (*self._config.stop, markers.code[1], markers.answer[1])
         while True:
             prompt, params = self._request(stop)
-            completion = await self._sampler.sample(prompt, params, session=self.trajectory.id)
+            with chat(params=params) as span:
+                completion = await self._sampler.sample(prompt, params, session=self.trajectory.id)
+                self._record(span, prompt, completion)
             text = self._renderer.text(completion.token_ids)
             message = Message(role="assistant", content=text)
             self._add(completion, message)

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ludus.core.types import Group, Status, Task, Trajectory
+from ludus.core.types import Group, Status, Task, Trajectory, by_role
 from ludus.core.versions import mean_age
 from ludus.rollout.collect import Collector
 from ludus.rollout.episode import run_episode
@@ -118,7 +118,7 @@ class PrefetchSource:
         self._pending = [pending for pending in self._pending if pending not in chosen]
         groups = [pending.group for pending in sorted(chosen, key=lambda p: p.number)]
         self._tasks.observe(groups)
-        self._ages += token_ages(groups, version)
+        self._ages += token_ages(by_role(groups), version)
         return groups
 
     def metrics(self) -> dict[str, float]:
@@ -169,9 +169,11 @@ class PrefetchSource:
         begun = [pending for pending in all_pending if pending.began is not None]
         for pending in begun:
             for trajectory, episode in pending.members():
-                if episode.cancelled() and trajectory.reward is None:
-                    trajectory.status, trajectory.error = Status.ABORTED, "the stage ended"
-                trajectory.dropped = "played ahead of the end: no step was left to train on it"
+                cancelled = episode.cancelled() and trajectory.reward is None
+                for role in (trajectory, *trajectory.others):
+                    if cancelled:
+                        role.status, role.error = Status.ABORTED, "the stage ended"
+                    role.dropped = "played ahead of the end: no step was left to train on it"
         return [pending.group for pending in begun]
 
     async def _until(self, ready: Callable[[], bool]) -> None:
@@ -243,11 +245,12 @@ class PrefetchSource:
         for trajectory, episode in running:
             if episode.cancelled() and trajectory.reward is None:  # else it was being closed
                 self._num_cut += 1
-                trajectory.status = Status.ABORTED
-                trajectory.error = (
-                    f"cut: still running {self.max_staleness} versions of the weights after its "
-                    "group began (rl.max_staleness)"
-                )
+                for role in (trajectory, *trajectory.others):
+                    role.status = Status.ABORTED
+                    role.error = (
+                        f"cut: still running {self.max_staleness} versions of the weights after "
+                        "its group began (rl.max_staleness)"
+                    )
         if self._failure is not None:
             raise self._failure
 

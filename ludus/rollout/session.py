@@ -12,10 +12,11 @@ from ludus.core.errors import ConfigError, ContextOverflow, EnvError
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Message, Segment, Status, StepResult, ToolSpec, Trajectory, Wire
 from ludus.core.versions import Run, all_runs, expand
-from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import Completion, Sampler, SamplingParams
+from ludus.telemetry.traces import Span, chat
 
 if TYPE_CHECKING:
+    from ludus.models.chat.renderer import Renderer
     from ludus.models.endpoint.client import Endpoint, Reply
 
 
@@ -50,6 +51,13 @@ class TreeBuilder:
     def prompt_ids(self) -> list[int]:
         """All ids from the root to the head: the prompt of the next turn."""
         return self.trajectory.token_ids(self.head) if self.head >= 0 else []
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages from the root to the head."""
+        path = self.trajectory.path(self.head) if self.head >= 0 else []
+        segments = [self.trajectory.segments[index] for index in path]
+        return [segment.message for segment in segments if segment.message is not None]
 
     def add_messages(self, messages: Sequence[Message], token_ids: list[int]) -> None:
         """Append messages that were not sampled: no loss."""
@@ -102,11 +110,12 @@ class Turn:
     finish_reason: Literal["stop", "length"]
 
 
-class Session(ABC):
+class Session:
     """One episode: samples its turns, and owns its trajectory.
 
-    The driver (`rollout.episode`) calls for each attempt: `start`, `open`, `turn` and `answer` in
-    alternation, `end`, `close`.
+    The driver (`rollout.episode`) calls for each attempt: `start`, `end`, `close`. Between them the
+    built-in agent calls the methods of a TurnSession; an agent of the user's calls the model of an
+    AgentSession.
     """
 
     score: float | None = None
@@ -123,6 +132,44 @@ class Session(ABC):
         trajectory.reward = self.score = trajectory.explanation = None
         self._tree = TreeBuilder(trajectory)
         self.end(Status.ABORTED)
+
+    def end(self, status: Status, error: str | None = None) -> None:
+        """Record how the attempt ended."""
+        self.trajectory.status, self.trajectory.error = status, error
+
+    def played(self) -> bool:
+        """False, with the reason in `dropped`, where the policy sampled nothing: such an episode
+        must not count."""
+        if not self.trajectory.num_turns:
+            reason = self.trajectory.error or "the agent made no call that trains"
+            self.trajectory.dropped = f"nothing was sampled: {reason}"
+        return bool(self.trajectory.num_turns)
+
+    def share_reward(self) -> None:
+        """Give the reward to the episode's other roles."""
+
+    def set_reward(
+        self,
+        reward: float,
+        parts: dict[str, float],
+        *,
+        success: bool,
+        score_range: tuple[float, float] = (0.0, 1.0),
+        explanation: str = "",
+    ) -> None:
+        """Record what the attempt earned."""
+        trajectory, (low, high) = self.trajectory, score_range
+        trajectory.reward, trajectory.scores = reward, parts
+        trajectory.explanation = explanation[:MAX_EXPLANATION] or None
+        trajectory.metrics["success"] = float(success)
+        self.score = (reward - low) / (high - low) if high > low else None
+
+    def close(self) -> None:
+        """Release what the session holds."""
+
+
+class TurnSession(Session, ABC):
+    """A session of the built-in agent: `open`, then `turn` and `answer` in alternation."""
 
     @abstractmethod
     def open(self, messages: Sequence[Message]) -> None:
@@ -141,31 +188,8 @@ class Session(ABC):
     def refusal(self, turn: Message, error: str) -> list[Message]:
         """The messages that tell the model what is wrong with its turn."""
 
-    def end(self, status: Status, error: str | None = None) -> None:
-        """Record how the attempt ended."""
-        self.trajectory.status, self.trajectory.error = status, error
 
-    def set_reward(
-        self,
-        reward: float,
-        parts: dict[str, float],
-        *,
-        success: bool,
-        score_range: tuple[float, float] = (0.0, 1.0),
-        explanation: str = "",
-    ) -> None:
-        """Record what the attempt earned."""
-        trajectory, (low, high) = self.trajectory, score_range
-        trajectory.reward, trajectory.scores = reward, parts
-        trajectory.explanation = explanation[:MAX_EXPLANATION] or None
-        trajectory.metrics["success"] = float(success)
-        self.score = (reward - low) / (high - low) if high > low else None
-
-    def close(self) -> None:  # noqa: B027 - a text session holds nothing
-        """Release what the session holds."""
-
-
-class TokenSession(Session):
+class TokenSession(TurnSession):
     """Samples token ids; grows the token tree.
 
     `seed` is the episode's; each turn derives its own from it. The trajectory's id names the
@@ -195,10 +219,23 @@ class TokenSession(Session):
 
     async def turn(self) -> Turn:
         prompt, params = self._request(tuple(self._config.stop))
-        completion = await self._sampler.sample(prompt, params, session=self.trajectory.id)
+        with chat(params=params) as span:
+            completion = await self._sampler.sample(prompt, params, session=self.trajectory.id)
+            self._record(span, prompt, completion)
         parsed = self._renderer.parse(completion.token_ids)
         self._add(completion, parsed.message)
         return Turn(parsed.message, parsed.error, completion.finish_reason)
+
+    def _record(self, span: Span, prompt: list[int], completion: Completion) -> None:
+        """Set the answer to a call on its span."""
+        span.answered(
+            input_tokens=len(prompt),
+            output_tokens=len(completion.token_ids),
+            finish_reason=completion.finish_reason,
+        )
+        if span.has_content:
+            answer = self._renderer.parse(completion.token_ids).message
+            span.messages(self._tree.messages, answer, completion.finish_reason)
 
     def _request(self, stop: tuple[str, ...]) -> tuple[list[int], SamplingParams]:
         """All ids so far, and the parameters of what is sampled after them. Errors:
@@ -254,7 +291,7 @@ class TokenRow(Wire):
     policy_versions: list[int | None] | None = None
 
 
-class TextSession(Session):
+class TextSession(TurnSession):
     """Samples from an OpenAI-compatible endpoint, which renders the whole conversation each turn.
 
     The segments carry messages and no ids. `rows` holds the token ids where the endpoint returned
@@ -302,7 +339,7 @@ class TextSession(Session):
         config = self._config
         params = sampling_params(config, config.max_tokens_per_turn, seed, tuple(config.stop))
         try:
-            reply = await self._endpoint.chat(self.messages, params, self._tools)
+            reply = await self._chat(params)
         except ContextOverflow as error:
             if number == 0:
                 raise EnvError(f"the opening does not fit the model: {error}") from error
@@ -310,6 +347,17 @@ class TextSession(Session):
         self._tree.add_turn(reply.message, [], [], reply.policy_version, reply.version_runs)
         self.rows = extend_rows(self.rows, reply)
         return Turn(reply.message, reply.error, reply.finish_reason)
+
+    async def _chat(self, params: SamplingParams) -> Reply:
+        with chat(self._endpoint.model, params=params) as span:
+            reply = await self._endpoint.chat(self.messages, params, self._tools)
+            span.answered(
+                input_tokens=None if reply.prompt_ids is None else len(reply.prompt_ids),
+                output_tokens=None if reply.token_ids is None else len(reply.token_ids),
+                finish_reason=reply.finish_reason,
+            )
+            span.messages(self.messages, reply.message, reply.finish_reason)
+        return reply
 
     def refusal(self, turn: Message, error: str) -> list[Message]:
         """OpenAI's API requires a reply to every tool call."""

@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -165,6 +165,19 @@ def _exit_error(failure: BaseException) -> EnvError:
     return EnvError(f"the environment called for exit: {failure!r}")
 
 
+def abort_connections() -> None:
+    """Abort the connections that are open in the running loop: its agent has ended.
+
+    Frameworks leave their clients to the garbage collector. That closes the socket of a connection
+    that the server has ended, and has OpenAI's client close the connection again: in whatever loop
+    runs then, by the number of its socket, which may be that of another agent's connection by now,
+    whose answer would never arrive.
+    """
+    transports = getattr(asyncio.get_running_loop(), "_transports", {})  # uvloop has none
+    for transport in list(transports.values()):
+        transport.abort()
+
+
 class EnvThread:
     """The worker thread of one of the episodes that are played at the same time.
 
@@ -180,7 +193,7 @@ class EnvThread:
         self._thread: WorkerThread | None = None
 
     async def run(
-        self, act: Act[T], deadline: float, *, blocking: bool, last: Act[None] | None = None
+        self, act: Act[T], deadline: float | None, *, blocking: bool, last: Act[None] | None = None
     ) -> T:
         """Run a coroutine: in the worker thread if it blocks, else in this event loop.
 
@@ -207,7 +220,7 @@ class EnvThread:
             self._thread = None
 
 
-async def _within(deadline: float, work: Awaitable[T]) -> T:
+async def _within(deadline: float | None, work: Awaitable[T]) -> T:
     """Returns the result of `work`. Errors: Overdue; its own TimeoutError is raised unchanged."""
     try:
         async with asyncio.timeout(deadline) as timer:
@@ -237,7 +250,7 @@ def is_cancelled() -> bool:
 
 
 async def run_pool(
-    items: deque[Item],
+    items: Iterable[Item],
     play: Callable[[EnvThread, Item], Awaitable[None]],
     concurrency: int,
     *,
@@ -245,21 +258,23 @@ async def run_pool(
 ) -> None:
     """Play the items in their order, `concurrency` at a time, each worker with its EnvThread.
 
-    Emptying `items` ends the pool after the items in progress. Between two items, a worker does
-    not await: the next session opens at once when the last one closes.
+    An item is taken when it is played. Between two items, a worker does not await: the next session
+    opens at once when the last one closes.
 
     Errors: the first that `play` raises; it cancels all workers.
     """
 
+    left = iter(items)
+
     async def work() -> None:
         thread = EnvThread(inline=inline)
         try:
-            while items:
-                await play(thread, items.popleft())
+            for item in left:
+                await play(thread, item)
         finally:
             thread.close()
 
-    workers = [asyncio.create_task(work()) for _ in range(min(concurrency, len(items)))]
+    workers = [asyncio.create_task(work()) for _ in range(concurrency)]
     try:
         await asyncio.gather(*workers)
     finally:

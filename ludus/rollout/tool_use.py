@@ -222,6 +222,11 @@ class EpisodeTools:
         """Attempts that a failing tool ended."""
 
     @property
+    def functions(self) -> list[ToolSpec]:
+        """The functions on offer."""
+        return [function for function in self._run.functions if function.name in self.offered]
+
+    @property
     def max_calls(self) -> int:
         return self._limits.max_per_episode
 

@@ -1,4 +1,4 @@
-"""What code may see of this machine, and the command that starts the jail with it: bubblewrap."""
+"""Paths of this machine that code may see, and the command that starts the jail: bubblewrap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
+from pathlib import Path, PurePath
 from tempfile import mkdtemp
 
 from packaging.requirements import Requirement
@@ -22,6 +22,7 @@ from ludus.sandbox.languages import PATH
 NOBODY = 65534
 INSIDE = Path(__file__).parent / "inside"
 AGENT_DIR, PACKAGES_DIR = "/agent", "/packages"
+FORWARD_DIR = "/forward"
 SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
 ENVIRONMENT = {
@@ -72,8 +73,11 @@ def jailed(packages: Sequence[str]) -> Jailed:
     return Jailed(uid, gid, _python(root), found, absent)
 
 
-def command(who: Jailed, bwrap: str) -> list[str]:
-    """The command of a zygote; the number of its socket is to be appended."""
+def command(who: Jailed, bwrap: str, forwarded: Path | None = None) -> list[str]:
+    """The command of a zygote; the number of its socket is to be appended.
+
+    `forwarded`: a folder that is FORWARD_DIR in the jail.
+    """
     arguments = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
     arguments += ["--uid", str(who.uid), "--gid", str(who.gid), "--hostname", "sandbox"]
     for path, source in links().items():
@@ -83,6 +87,8 @@ def command(who: Jailed, bwrap: str) -> list[str]:
     arguments += ["--dir", PACKAGES_DIR]
     for path, source in shown(who).items():
         arguments += ["--ro-bind", source, path]
+    if forwarded is not None:
+        arguments += ["--ro-bind", str(forwarded), FORWARD_DIR]
     arguments += ["--dev", "/dev", "--proc", "/proc", "--dir", "/tmp", "--dir", "/work"]
     arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work"]
     for name, value in START_ENVIRONMENT.items():
@@ -101,7 +107,7 @@ def links() -> dict[str, str]:
 
 
 def shown(who: Jailed) -> dict[str, str]:
-    """What code sees of this machine, all read-only: paths in the jail, and here."""
+    """Paths that code sees, all read-only: in the jail, and here."""
     paths = ["/usr", *(path for path in SYSTEM if os.path.isdir(path) and not os.path.islink(path))]
     prefix = Path(who.python).parents[1]
     if Path("/usr") not in (prefix, *prefix.parents):
@@ -161,7 +167,7 @@ def _entries(package: str, seen: tuple[str, ...] = ()) -> Iterator[tuple[str, Pa
         found = distribution(package)
     except PackageNotFoundError:
         return
-    for name in {file.parts[0] for file in found.files or () if len(file.parts) > 1}:
+    for name in {file.parts[0] for file in found.files or () if _is_code(file)}:
         if name not in ("..", "/", "__pycache__"):
             yield name, Path(str(found.locate_file(name)))
     for line in found.requires or ():
@@ -169,3 +175,8 @@ def _entries(package: str, seen: tuple[str, ...] = ()) -> Iterator[tuple[str, Pa
         needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if needed and requirement.name not in seen:
             yield from _entries(requirement.name, (*seen, package))
+
+
+def _is_code(file: PurePath) -> bool:
+    """True for what stands in a folder, and for modules that are one file."""
+    return len(file.parts) > 1 or file.suffix in (".py", ".so")

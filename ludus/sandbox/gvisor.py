@@ -80,7 +80,7 @@ class GvisorSlot(Slot):
         return event, blobs
 
     def said(self) -> str:
-        """What runsc wrote, which is then forgotten."""
+        """Returns the output of runsc, and forgets it."""
         error = self.outputs[1]
         error.limit = 2000
         error.read()

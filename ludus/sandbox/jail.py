@@ -7,23 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from ludus.core.errors import ConfigError, ToolError
-from ludus.sandbox.base import Code, Limits, RunResult, RunStatus, Sandbox
-from ludus.sandbox.bubblewrap import ENVIRONMENT, INSIDE, PACKAGES_DIR, Jailed, command, jailed
+from ludus.sandbox.base import Code, Limits, RunResult, Sandbox
+from ludus.sandbox.bubblewrap import (
+    ENVIRONMENT,
+    FORWARD_DIR,
+    INSIDE,
+    PACKAGES_DIR,
+    Jailed,
+    command,
+    jailed,
+)
+from ludus.sandbox.calls import COMPILE_MEMORY_MB, job_of, result_of
 from ludus.sandbox.cgroups import Cgroup, CgroupError, make_cgroup, remove_stale
 from ludus.sandbox.gvisor import make_bundle
-from ludus.sandbox.languages import ALIASES, language_named
 from ludus.sandbox.layers import require_layers
 from ludus.sandbox.seccomp import filter_program
 from ludus.sandbox.zygotes import Ground, Slot, start_zygote
@@ -35,12 +42,10 @@ log = get_logger(__name__)
 PACKAGES = ("numpy", "sympy")
 """Packages of the jail by default, where they are installed."""
 
-COMPILE_MEMORY_MB = 1024
-
-MEMORY_MESSAGE = re.compile(
-    rb"(\w+\.)*_?(Array)?MemoryError|.*std::bad_alloc|.*JavaScript heap out of"
-)
 NUMBERS = count()
+
+CGROUP_WAIT_S = 15.0
+"""Killed processes leave their cgroup within milliseconds, on a loaded machine within seconds."""
 
 
 class Jail(Sandbox):
@@ -92,12 +97,24 @@ class Jail(Sandbox):
         self._sessions: dict[str, _Session] = {}
         self._cgroups: list[Cgroup] = []  # of slots that ended
         self._has_cgroups = self._isolated
+        self._forward: tuple[int, Path] | None = None
+
+    def forward(self, port: int, path: Path) -> None:
+        """Let programs reach a Unix socket of this machine at 127.0.0.1:port; before any run.
+
+        The isolation has to be `jail`, and the jail's user needs access to the socket. Its folder
+        is visible in the jail.
+        """
+        assert self._isolation == "jail"
+        assert self._ground is None
+        self._forward = port, path
 
     async def run(
         self, code: Code, limits: Limits | None = None, *, session: str | None = None
     ) -> RunResult:
         limits = limits or Limits()
-        job, blobs = self._job(code, limits, session is not None)
+        cold = None if self._warm else self.python
+        job, blobs = job_of(code, limits, in_session=session is not None, python=cold)
         if session is not None:
             return await self._run_in_session(session, job, blobs, limits)
         async with queued(self._turns):
@@ -132,42 +149,8 @@ class Jail(Sandbox):
             self._ground.close()
             self._ground = None
         for cgroup in self._cgroups:
-            await asyncio.to_thread(cgroup.remove, wait_s=2.0)
+            await asyncio.to_thread(cgroup.remove, wait_s=CGROUP_WAIT_S)
         self._cgroups.clear()
-
-    # Sending
-
-    def _job(
-        self, code: Code, limits: Limits, in_session: bool
-    ) -> tuple[dict[str, Any], list[bytes]]:
-        """The header and the bytes of a call: stdin, or a session's code; then the files."""
-        language = language_named(code.language)
-        name = ALIASES.get(code.language.lower(), code.language.lower())
-        if in_session and name != "python":
-            raise ConfigError(f"sandbox: a session runs python, not {name}")
-        files = {_checked(path, "files"): data for path, data in code.files.items()}
-        text = code.text.encode("utf-8", "surrogatepass")
-        if not in_session:
-            files[language.file] = text
-        run = list(language.run)
-        if name == "python" and not self._warm and not in_session:
-            run = [self._python, "-X", "utf8", language.file]
-        job = {
-            "session": in_session,
-            "compile": list(language.compile),
-            "run": run,
-            "reserves": language.reserves,
-            "files": list(files),
-            "fetch": list(dict.fromkeys(_checked(path, "fetch_files") for path in code.fetch)),
-            "run_s": limits.run_s,
-            "compile_s": limits.compile_s,
-            "memory_mb": limits.memory_mb,
-            "compile_memory_mb": COMPILE_MEMORY_MB,
-            "num_processes": limits.num_processes,
-            "disk_mb": limits.disk_mb,
-            "output_bytes": limits.output_bytes,
-        }
-        return job, [text if in_session else code.stdin, *files.values()]
 
     # Slots
 
@@ -213,14 +196,18 @@ class Jail(Sandbox):
 
     async def _start(self) -> Ground:
         who = self._who
-        settings: dict[str, Any] = {"packages": [*self._packages], "packages_dir": PACKAGES_DIR}
+        loaded = [*self._packages] if self._warm else []
+        settings: dict[str, Any] = {"packages": loaded, "packages_dir": PACKAGES_DIR}
         if who is None:
             log.warning("sandbox: isolation is none: code has all rights of this process")
             script = str(INSIDE / "zygote.py")
             settings |= {"isolated": False, "environment": {**os.environ}}
             return await start_zygote([sys.executable, script], settings, {})
         settings |= {"isolated": True, "environment": ENVIRONMENT, "uid": who.uid, "gid": who.gid}
-        settings |= {"filter": filter_program().hex()}
+        settings |= {"filter": filter_program(loopback=self._forward is not None).hex()}
+        if self._forward is not None:
+            port, path = self._forward
+            settings["forward"] = {"port": port, "socket": f"{FORWARD_DIR}/{path.name}"}
         await asyncio.to_thread(remove_stale)
         try:
             make_cgroup(f"{os.getpid()}-{next(NUMBERS)}").remove()
@@ -237,7 +224,8 @@ class Jail(Sandbox):
         if self._isolation == "gvisor":
             return await asyncio.to_thread(make_bundle, who, settings, user)
         bwrap = shutil.which("bwrap") or "bwrap"
-        return await start_zygote(command(who, bwrap), settings, user)
+        forwarded = self._forward[1].parent if self._forward else None
+        return await start_zygote(command(who, bwrap, forwarded), settings, user)
 
     # A call
 
@@ -252,7 +240,7 @@ class Jail(Sandbox):
             slot.kill()
             raise
         slot.drain()
-        return _read(slot, job, result, files, end, kills)
+        return result_of(slot, job, result, files, end, kills)
 
     async def _result(
         self, slot: Slot, job: Mapping[str, Any], limits: Limits, *, until_end: bool
@@ -290,7 +278,7 @@ class Jail(Sandbox):
                 await send(job, blobs, limits.output_bytes)
                 result, files, end = await self._result(slot, job, limits, until_end=False)
                 slot.drain()
-                outcome = _read(slot, job, result, files, end, kills)
+                outcome = result_of(slot, job, result, files, end, kills)
                 alive = result.get("how") == "answer" and not slot.spoiled
                 return outcome
             finally:
@@ -301,7 +289,8 @@ class Jail(Sandbox):
                         del self._sessions[name]
 
     @property
-    def _python(self) -> str:
+    def python(self) -> str:
+        """Path of Python in the jail."""
         return self._who.python if self._who else sys.executable
 
 
@@ -309,73 +298,3 @@ class Jail(Sandbox):
 class _Session:
     slot: Slot | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-def _checked(path: str, name: str) -> str:
-    """A path within the working folder; `name` of the list that it stands in.
-
-    Errors: ConfigError.
-    """
-    parts = PurePosixPath(path).parts
-    unicode = path.encode("utf-8", "replace").decode() == path
-    if not parts or parts[0] == "/" or ".." in parts or "\0" in path or not unicode:
-        raise ConfigError(
-            f"sandbox: {name}: {path[:200]!r} is not a path within the working folder: give a "
-            "relative one without '..', like 'data/x.txt'"
-        )
-    return str(PurePosixPath(path))
-
-
-def _read(
-    slot: Slot,
-    job: Mapping[str, Any],
-    result: Mapping[str, Any],
-    files: Sequence[bytes],
-    end: Mapping[str, Any],
-    kills: int,
-) -> RunResult:
-    """The result in the caller's words.
-
-    Errors: ConfigError for files that cannot be written; ToolError where the jail failed, not the
-    code.
-    """
-    if refused := result.get("refused"):
-        raise ConfigError(f"sandbox: {refused}")
-    if problem := result.get("error") or end.get("error"):
-        raise ToolError(f"sandbox: {problem}")
-    stdout, stderr = (output.take() for output in slot.outputs)
-    out_of_memory = slot.cgroup is not None and slot.cgroup.num_kills() > kills
-    exceeded = any(output.exceeded for output in slot.outputs)
-    if not result:
-        if not (end.get("event") == "lost" or end.get("late") or out_of_memory):
-            raise ToolError("sandbox: the jail ended a run that exceeded no limit")
-        how = "exit" if out_of_memory else "time"
-        result = {"how": how, "exit": None, "seconds": job["run_s"], "names": []}
-    if result.get("compile_failed"):
-        stderr = files[0]
-    status = _status(result, stderr, exceeded, out_of_memory)
-    return RunResult(
-        status=status,
-        stdout=stdout.decode("utf-8", "replace"),
-        stderr=stderr.decode("utf-8", "replace"),
-        exit_code=result["exit"],
-        seconds=result["seconds"],
-        compile_seconds=result.get("compile_seconds"),
-        compile_failed=bool(result.get("compile_failed")),
-        files=dict(zip(result.get("names", ()), files, strict=False)),
-    )
-
-
-def _status(
-    result: Mapping[str, Any], stderr: bytes, exceeded: bool, out_of_memory: bool
-) -> RunStatus:
-    if result["how"] == "time":
-        return RunStatus.TIME_LIMIT
-    if result["how"] == "output" or exceeded or result.get("too_much"):
-        return RunStatus.OUTPUT_LIMIT
-    if result["exit"] == 0:
-        return RunStatus.FINISHED
-    last = stderr.rstrip().rpartition(b"\n")[2]
-    if out_of_memory or MEMORY_MESSAGE.match(last):
-        return RunStatus.MEMORY_LIMIT
-    return RunStatus.ERROR

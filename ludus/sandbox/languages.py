@@ -10,7 +10,7 @@ from ludus.core.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """How code of a language is run.
+    """Commands that run the code of a language.
 
     `file`: the name under which the code is written. `compile` and `run`: commands. `package`: the
     Debian package that has `program`. `reserves`: the interpreter reserves far more addresses than

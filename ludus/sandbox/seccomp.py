@@ -3,7 +3,8 @@
 A list of denied calls, not of allowed ones: compilers, node and numpy need about 300 calls, and
 the namespaces, dropped capabilities and limits hold without this layer. It denies what has been
 the way out of containers (namespaces, mounts, ptrace, bpf, io_uring, keys), what hides memory from
-the limits (memfd, System V memory), and all sockets but those of the Unix domain.
+the limits (memfd, System V memory), and all sockets but those of the Unix domain and, for programs
+that have a loopback device, TCP and UDP over IPv4.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
 X32 = 0x40000000
 NEW_NAMESPACES = 0x7E020080
 """CLONE_NEWUSER, NEWPID, NEWNET, NEWIPC, NEWUTS, NEWCGROUP, NEWNS, NEWTIME."""
-AF_UNIX = 1
+AF_UNIX, AF_INET = 1, 2
+PROTOCOLS = (0, 6, 17)
+"""Of AF_INET: the socket type's own, TCP, UDP."""
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -61,8 +64,8 @@ CHECKED = {
 }
 
 
-def filter_program(machine: str | None = None) -> bytes:
-    """Returns the filter as an array of `struct sock_filter`.
+def filter_program(machine: str | None = None, *, loopback: bool = False) -> bytes:
+    """Returns the filter as an array of `struct sock_filter`, with IPv4 for `loopback`.
 
     Errors: KeyError for a machine that is not in ARCHITECTURES.
     """
@@ -77,7 +80,10 @@ def filter_program(machine: str | None = None) -> bytes:
     if machine == "x86_64":
         lines += [(JUMP_AT_LEAST, 0, 1, X32), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
     for name, (numbers, argument) in CHECKED.items():
-        lines += _only_for(numbers[column], _check(name, ARGUMENTS + 8 * argument))
+        body = _check(name, ARGUMENTS + 8 * argument)
+        if name == "socket" and loopback:
+            body = _check_internet(ARGUMENTS)
+        lines += _only_for(numbers[column], body)
     for numbers_or_none in DENIED.values():
         number = numbers_or_none[column]
         if number is not None:
@@ -105,3 +111,17 @@ def _check(name: str, low_word: int) -> list[Line]:
         tests = [(JUMP_EQUAL, 1, 0, TIOCSTI), (JUMP_EQUAL, 0, 1, TIOCLINUX)]
         return [load, *tests, denied, allowed]
     return [load, (JUMP_EQUAL, 1, 0, AF_UNIX), (RETURN, 0, 0, ERRNO | errno.EACCES), allowed]
+
+
+def _check_internet(arguments: int) -> list[Line]:
+    """The lines for `socket(family, type, protocol)` where IPv4 is allowed too."""
+    tests = [(JUMP_EQUAL, len(PROTOCOLS) - at, 0, p) for at, p in enumerate(PROTOCOLS)]
+    return [
+        (LOAD, 0, 0, arguments),
+        (JUMP_EQUAL, 3 + len(tests) - 0, 0, AF_UNIX),
+        (JUMP_EQUAL, 0, 1 + len(tests), AF_INET),
+        (LOAD, 0, 0, arguments + 16),
+        *tests,
+        (RETURN, 0, 0, ERRNO | errno.EACCES),
+        (RETURN, 0, 0, ALLOW),
+    ]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ludus.core.errors import ToolError
+from ludus.core.processes import started
 from ludus.sandbox.cgroups import Cgroup
 
 START_TIMEOUT_S = 60.0
@@ -111,7 +112,7 @@ class Zygote:
                 ours.close()
                 raise ToolError("sandbox: the jail ended") from None
         try:
-            handle = await asyncio.to_thread(_greet, ours, cgroup)
+            handle = await asyncio.to_thread(greet, ours, cgroup)
         except OSError as error:
             ours.close()
             raise ToolError(f"sandbox: a slot does not start: {error}") from None
@@ -148,6 +149,7 @@ async def start_zygote(
             cwd="/",
             **user,
         )
+        started(process.pid, "sandbox")
         theirs.close()
         ours.setblocking(False)
         try:
@@ -167,7 +169,7 @@ async def start_zygote(
 
 @dataclass(slots=True)
 class Output:
-    """What comes from a pipe, up to a limit."""
+    """Output of a pipe, up to a limit."""
 
     fd: int
     limit: int
@@ -295,7 +297,7 @@ class Slot:
         self.handle = -1  # the number may soon be another process's
 
 
-def _greet(sock: socket.socket, cgroup: Cgroup | None) -> int:
+def greet(sock: socket.socket, cgroup: Cgroup | None) -> int:
     """Receive the slot's process id, as this process sees it; returns a pidfd."""
     sock.settimeout(START_TIMEOUT_S)
     data, ancillary, _, _ = sock.recvmsg(1, socket.CMSG_SPACE(CREDENTIALS.size))

@@ -11,7 +11,8 @@ Text.  A NUL (refused by PostgreSQL) and a lone surrogate (invalid in UTF-8) bec
 
 Trees.  A trajectory's segments are three zlib streams (`pack_tree`): the ids of all segments in
 order as little-endian int32, the logprobs of the sampled segments in order as little-endian
-float64, and JSON with one list per segment:
+float64, and JSON with one list per segment (below). Advantages and entropies, where a segment has
+them, are streams like the logprobs; NaN marks the tokens of a sampled segment without them.
 
     [parent, num_tokens, sampled, policy_version, reward, metrics, message]
 
@@ -33,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ludus.core.errors import StoreError
-from ludus.core.types import Message, Segment
+from ludus.core.types import Constraint, Message, Segment
 
 _UNSAFE = re.compile("[\x00\\\\\ud800-\udfff]")
 _ESCAPED = re.compile(r"\\(\\|u[0-9a-f]{4})")
@@ -105,6 +106,8 @@ class Tree:
     segments: bytes
     token_ids: bytes
     logprobs: bytes
+    advantages: bytes | None = None
+    entropies: bytes | None = None
 
 
 def pack_tree(segments: Sequence[Segment], what: str) -> Tree:
@@ -118,6 +121,7 @@ def pack_tree(segments: Sequence[Segment], what: str) -> Tree:
             segment.reward,
             {name: float(value) for name, value in segment.metrics.items()},
             segment.message and segment.message.model_dump(exclude_defaults=True),
+            *_constraint(segment),
         ]
         for segment in segments
     ]
@@ -125,7 +129,33 @@ def pack_tree(segments: Sequence[Segment], what: str) -> Tree:
         zlib.compress(encode_json(heads, what).encode(), _COMPRESSION),
         _pack("i", (token for segment in segments for token in segment.token_ids), what),
         _pack("d", (value for segment in segments for value in segment.logprobs or ()), what),
+        _pack_extra([segment.advantages for segment in segments], segments, what),
+        _pack_extra([segment.entropies for segment in segments], segments, what),
     )
+
+
+def _constraint(segment: Segment) -> list[list[object]]:
+    """A further entry of a constrained segment's head: grammar and stop ids."""
+    found = segment.constraint
+    return [] if found is None else [[found.grammar, [*found.stop_token_ids]]]
+
+
+def _read_constraint(stored: Sequence[Any] | None = None) -> Constraint | None:
+    if stored is None:
+        return None
+    grammar, stop_token_ids = stored
+    return Constraint(str(grammar), tuple(map(int, stop_token_ids)))
+
+
+def _pack_extra(
+    rows: Sequence[list[float] | None], segments: Sequence[Segment], what: str
+) -> bytes | None:
+    """Returns a number for each sampled token; None where no segment has any."""
+    if not any(rows):
+        return None
+    turns = [(row, s) for row, s in zip(rows, segments, strict=True) if s.sampled]
+    missing = math.nan
+    return _pack("d", (x for row, s in turns for x in row or [missing] * len(s.token_ids)), what)
 
 
 def unpack_tree(tree: Tree, what: str) -> list[Segment]:
@@ -134,9 +164,10 @@ def unpack_tree(tree: Tree, what: str) -> list[Segment]:
         heads = decode_json(zlib.decompress(tree.segments))
         token_ids = _unpack("i", tree.token_ids)
         logprobs = _unpack("d", tree.logprobs)
+        advantages, entropies = _extra(tree.advantages), _extra(tree.entropies)
         segments: list[Segment] = []
         token = logprob = 0
-        for parent, length, sampled, versions, reward, metrics, message in heads:
+        for parent, length, sampled, versions, reward, metrics, message, *constraint in heads:
             runs = [(v, count) for v, count in versions] if isinstance(versions, list) else None
             segments.append(
                 Segment(
@@ -148,12 +179,17 @@ def unpack_tree(tree: Tree, what: str) -> list[Segment]:
                     reward,
                     metrics,
                     version_runs=runs,
+                    advantages=_numbers(advantages, logprob, length * sampled),
+                    entropies=_numbers(entropies, logprob, length * sampled),
+                    constraint=_read_constraint(*constraint),
                 )
             )
             token += length
             logprob += length * sampled
         if (token, logprob) != (len(token_ids), len(logprobs)):
             raise ValueError(f"{len(token_ids)} ids and {len(logprobs)} logprobs stored")
+        if any(len(extra) not in (0, logprob) for extra in (advantages, entropies)):
+            raise ValueError(f"{logprob} sampled tokens, but another number of their values")
     except (ValueError, TypeError, zlib.error) as error:
         raise StoreError(
             f"{what} is damaged in the store ({error}): restore the database from a backup"
@@ -170,6 +206,16 @@ def _pack(kind: Literal["i", "d"], values: Iterable[float], what: str) -> bytes:
     if sys.byteorder == "big":
         numbers.byteswap()
     return zlib.compress(numbers.tobytes(), _COMPRESSION)
+
+
+def _extra(data: bytes | None) -> list[float]:
+    return [] if data is None else _unpack("d", data)
+
+
+def _numbers(values: list[float], start: int, length: int) -> list[float] | None:
+    """Returns the values of a segment; None where it has none."""
+    row = values[start : start + length]
+    return None if not row or math.isnan(row[0]) else row
 
 
 def _unpack(kind: Literal["i", "d"], data: bytes) -> list[Any]:

@@ -1,10 +1,11 @@
-"""Export a run as JSON lines or Parquet, or as SFT data filtered by score.
+"""Export a run as JSON lines, Parquet or an Inspect log, or as SFT data filtered by score.
 
     what           row
     trajectories   a trajectory: stage and step, status, segments with their tokens
     steps          a step with its metrics
     sft            {"messages": [...], "reward": 1.0, "task_id": "..."}: chat, for `sft.data`; with
                    the task's `tools` and `part` of a mixture, where it has them
+    inspect        a sample of an Inspect log, *.eval: see `inspect_log`
 
 SFT data has each conversation once, and none of an evaluation unless `stage` names it: those tasks
 are held out.
@@ -21,33 +22,44 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from ludus.core.errors import ConfigError, MissingDependency, StoreError, did_you_mean
 from ludus.core.files import atomic_file
 from ludus.core.types import Message, Segment, Status, Task, Trajectory
-from ludus.store.rows import Record, TrajectoryRow
+from ludus.store.inspect_log import write_inspect_log
+from ludus.store.rows import Record, RunRow, TrajectoryRow
 from ludus.store.store import RunStore
 from ludus.tasks.mixture import part_of
 
-Format = Literal["jsonl", "parquet"]
-What = Literal["trajectories", "steps", "sft"]
+Format = Literal["jsonl", "parquet", "eval"]
+What = Literal["trajectories", "steps", "sft", "inspect"]
 Decode = Callable[[list[int]], str]
 
 _ROW_GROUP = 500
 _HELD_OUT = "held-out evaluation"
-_SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_SUFFIXES: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".eval": "eval",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The result of an export; `skipped` counts the omitted trajectories by reason."""
+    """The result of an export.
+
+    `skipped` counts the omitted trajectories by reason, `incomplete` the exported ones by what they
+    lack.
+    """
 
     path: Path
     num_rows: int
     skipped: Mapping[str, int]
+    incomplete: Mapping[str, int] = field(default_factory=dict)
 
 
 def export(
@@ -65,25 +77,26 @@ def export(
 ) -> Exported:
     """Write a run, a stage or a step to `path`.
 
-    `format`: jsonl or parquet; None: by the suffix of `path`. `min_score`: the lowest reward of an
-    exported trajectory. `decode` turns token ids into text for the segments' `text` and for sampled
-    turns without a message.
+    `format`: jsonl, parquet, or eval (for inspect); None: by the suffix of `path`. `min_score`: the
+    lowest reward of an exported trajectory. `decode` turns token ids into text, for the segments'
+    `text` and for sampled turns without a message.
     Errors: ConfigError for a wrong format or selection, MissingDependency for Parquet, StoreError
     for an unknown run, an unreadable store or an unwritable file.
     """
-    path, format = Path(path), _format(Path(path), format)
     if what not in get_args(What):
         raise ConfigError(f"export: what {what!r} is unknown{did_you_mean(what, get_args(What))}")
+    path, format = Path(path), _format(Path(path), format, cast(What, what))
     if what == "steps" and (min_score is not None or status is not None):
         raise ConfigError(
             "export: steps have neither score nor status: leave min_score and status out"
         )
     if min_score is not None and math.isnan(min_score):
         raise ConfigError("export: min_score must be a number, got nan")
-    store.run(run_id)
+    run = store.run(run_id)
     if stage is not None:
         _check_stage(store, run_id, stage)
     skipped: Counter[str] = Counter()
+    incomplete: Counter[str] = Counter()
     rows: Iterator[dict[str, Any]]
     if what == "steps":
         recorded = store.steps(run_id, stage)
@@ -97,8 +110,12 @@ def export(
                     low = f"reward below {min_score:g}, or none"
                     skipped[_HELD_OUT if left_out else low] += 1
         records = store.records(run_id, stage, step, status=status, min_reward=min_score)
+        if what == "inspect":
+            return _write_inspect(run, records, path, decode, skipped)
         if what == "sft":
             rows = _sft(records, decode, skipped, heldout=stage is not None)
+            if run.config.get("agent") and not run.config.get("tools"):
+                rows = _without_tools(rows, incomplete)
         else:
             rows = (_trajectory(record, decode) for record in records)
     rows = ({"run": run_id, **row} if what != "sft" else row for row in rows)
@@ -109,11 +126,29 @@ def export(
             num_rows = write(rows, temporary, cast(What, what))
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+    return Exported(path, num_rows, dict(skipped), dict(incomplete))
+
+
+def _write_inspect(
+    run: RunRow,
+    records: Iterable[Record],
+    path: Path,
+    decode: Decode | None,
+    skipped: Mapping[str, int],
+) -> Exported:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as temporary:
+            num_rows = write_inspect_log(run, records, temporary, decode)
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
     return Exported(path, num_rows, dict(skipped))
 
 
-def _format(path: Path, format: str | None) -> Format:
+def _format(path: Path, format: str | None, what: What) -> Format:
     """The format of a file. Errors: ConfigError where it is unknown, or the suffix contradicts."""
+    if what == "inspect" and format is None and path.suffix.lower() not in _SUFFIXES:
+        raise ConfigError(f"export: {path} is to be an Inspect log: name it *.eval")
     if not path.name:
         raise ConfigError(f"export: {str(path)!r} is not a file name")
     if path.is_dir():
@@ -131,6 +166,9 @@ def _format(path: Path, format: str | None) -> Format:
             f"export: {path} ends in {path.suffix}, but the format is {format}: name it "
             f"{path.stem}.{format}, or leave the format out"
         )
+    if ((format or named) == "eval") != (what == "inspect"):
+        right = "*.eval" if what == "inspect" else "*.jsonl or *.parquet"
+        raise ConfigError(f"export: {path}: name it {right} for {what}")
     return cast(Format, format or named)
 
 
@@ -166,6 +204,7 @@ def _segment(segment: Segment, decode: Decode | None) -> dict[str, Any]:
         "version_runs": segment.runs if segment.sampled else None,
         "reward": segment.reward,
         "metrics": segment.metrics,
+        "constraint": segment.constraint and asdict(segment.constraint),
         "text": decode(segment.token_ids) if decode else None,
     }
 
@@ -208,6 +247,17 @@ def _sft(
                 continue
             seen.add(digest)
             yield {**row, "reward": trajectory.reward, "task_id": trajectory.task_id}
+
+
+def _without_tools(
+    rows: Iterable[dict[str, Any]], incomplete: Counter[str]
+) -> Iterator[dict[str, Any]]:
+    """Yields the rows; counts those with calls of tools that the run's agent offered. An agent may
+    offer others at each call, and the store has them as tokens of the prompt only."""
+    for row in rows:
+        if any(message.get("tool_calls") for message in row["messages"]):
+            incomplete["calls of tools that the agent offered, without their descriptions"] += 1
+        yield row
 
 
 def _shown(task: Task) -> dict[str, Any]:
@@ -326,6 +376,7 @@ def _arrow_schema(what: What) -> Any:
         "version_runs": pa.list_(pa.list_(whole)),
         "reward": real,
         "metrics": numbers,
+        "constraint": pa.struct({"grammar": text, "stop_token_ids": pa.list_(whole)}),
         "text": text,
     }
     texts = ("id", "group_id", "task_id", "tier", "role", "policy", "status")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ludus.core.errors import ConfigError, DataError, LudusError, did_you_mean
-from ludus.core.files import atomic_write
+from ludus.core.files import InUse, atomic_write, lock
 
 _EVALUATION = re.compile(r"([a-z]+)-([0-9]{6,})\.json")
 DISK_FAULTS = {
@@ -45,6 +44,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.code = path / "code.json"  # versions, and digests of plug-ins' files
         self.budget = path / "budget.json"  # seconds and tokens spent, over all processes
+        self.live = path / "live.json"  # the running step, once a second; absent after the end
         self.report = path / "report.html"
 
     def lock(self) -> IO[str]:
@@ -53,22 +53,11 @@ class RunFolder:
         Errors: LudusError where another process holds the lock, or the folder cannot be locked.
         """
         try:
-            file = open(self.path / ".lock", "a+")  # noqa: SIM115 - held for the run's life
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                file.seek(0)
-                owner = file.read().strip() or "?"
-                file.close()
-                raise
-        except BlockingIOError:
-            raise LudusError(f"run {self.id} is in use by process {owner}") from None
+            return lock(self.path / ".lock")
+        except InUse as error:
+            raise LudusError(f"run {self.id} is {error}") from None
         except OSError as error:
             raise LudusError(f"{self.path}: cannot lock the run: {error.strerror}") from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        return file
 
     def identity(self) -> str | None:
         """Returns a name that no other run has; None for runs that were made without it.

@@ -43,7 +43,7 @@ def migrate(database: Database, scripts: Path = MIGRATIONS) -> None:
     if database.read_only:
         raise StoreError(
             f"{database.url} has the schema {current or 'none'} of an older ludus (this one reads "
-            f"{head}): open the store once for writing to migrate it"
+            f"{head}): `ludus view --migrate` upgrades it, as does the next run in it"
         )
 
     def upgrade(connection: Connection) -> None:
@@ -59,12 +59,21 @@ def migrate(database: Database, scripts: Path = MIGRATIONS) -> None:
     database.transact(upgrade, write=True)
 
 
+def revision(database: Database) -> str | None:
+    """Returns the schema of a store; None where the database holds none."""
+    return database.transact(_revision)
+
+
+def _revision(connection: Connection) -> str | None:
+    context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
+    return context.get_current_revision()
+
+
 def _check(connection: Connection, known: set[str], url: str) -> str | None:
     """Returns the database's revision; None if empty. Errors: StoreError for foreign tables."""
     # Tables first: a migration that another process commits in between then shows its revision.
     taken = sorted(set(inspect(connection).get_table_names()) & set(metadata.tables))
-    context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
-    current = context.get_current_revision()
+    current = _revision(connection)
     if current is not None and current not in known:
         raise StoreError(
             f"{url} was written by a newer ludus (schema {current}; this ludus reads up to "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from sqlalchemy import Connection, Row, Select, case, func, select
@@ -19,6 +22,8 @@ from ludus.store.rows import (
 )
 
 _NAN = float("nan")
+
+TREE_COLUMNS = [field.name for field in fields(Tree)]
 
 ELAPSED = "time/elapsed_s"
 """Metric of each step: the run's time so far, in seconds, without pauses."""
@@ -66,6 +71,7 @@ def summary(connection: Connection, run_key: int) -> list[StageSummary]:
     ends = connection.execute(
         select(
             s.stage,
+            t.role,
             t.status,
             func.count().label("num"),
             func.count(scored).label("num_scored"),
@@ -73,7 +79,7 @@ def summary(connection: Connection, run_key: int) -> list[StageSummary]:
         )
         .join_from(db.trajectories, db.steps)
         .where(s.run_key == run_key)
-        .group_by(s.stage, t.status)
+        .group_by(s.stage, t.role, t.status)
         .order_by(t.status)
     ).all()
     summaries = []
@@ -81,6 +87,9 @@ def summary(connection: Connection, run_key: int) -> list[StageSummary]:
         counts = [end for end in ends if end.stage == stage.stage]
         num_scored = sum(end.num_scored for end in counts)
         total = sum(end.total for end in counts if end.num_scored)
+        statuses: Counter[Status] = Counter()
+        for end in counts:
+            statuses[Status(end.status)] += end.num
         summaries.append(
             StageSummary(
                 stage=stage.stage,
@@ -88,10 +97,21 @@ def summary(connection: Connection, run_key: int) -> list[StageSummary]:
                 last_step=stage.last,
                 num_trajectories=sum(end.num for end in counts),
                 mean_reward=total / num_scored if num_scored else None,
-                statuses={Status(end.status): end.num for end in counts},
+                statuses=statuses,
+                rewards=_mean_rewards(counts),
             )
         )
     return summaries
+
+
+def _mean_rewards(counts: Sequence[Any]) -> dict[str, float | None]:
+    """The mean reward of each role."""
+    means: dict[str, float | None] = {}
+    for role in sorted({end.role for end in counts}):
+        own = [end for end in counts if end.role == role and end.num_scored]
+        num = sum(end.num_scored for end in own)
+        means[role] = sum(end.total for end in own) / num if num else None
+    return means
 
 
 def trajectories(
@@ -126,7 +146,7 @@ def with_trees(query: Select[Any]) -> Select[Any]:
     return (
         query.join(db.groups, db.groups.c.key == db.trajectories.c.group_key)
         .join(db.trees, tree.trajectory_key == db.trajectories.c.key)
-        .add_columns(db.groups.c.task, tree.segments, tree.token_ids, tree.logprobs)
+        .add_columns(db.groups.c.task, *(tree[name] for name in TREE_COLUMNS))
     )
 
 
@@ -140,7 +160,7 @@ def trajectory_row(row: Row[Any]) -> TrajectoryRow:
 def record(row: Row[Any]) -> Record:
     """Converts a row of `with_trees`. Errors: StoreError for damaged bytes."""
     head = trajectory_row(row)
-    tree = Tree(row.segments, row.token_ids, row.logprobs)
+    tree = Tree(*(getattr(row, name) for name in TREE_COLUMNS))
     trajectory = Trajectory(
         id=head.id,
         group_id=head.group_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,6 +13,9 @@ from ludus.core.types import Group, Task, Trajectory
 from ludus.store import schema as db
 from ludus.store.codec import Tree, encode_json, pack_tree
 from ludus.store.rows import TRAJECTORY_COLUMNS
+
+MAX_TOOLS, MAX_TOOL_CHARS = 64, 100
+"""Of a trajectory's `tool_calls`: models write the names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,7 @@ class StepWriter:
     group_of: list[int]
     trees: list[Tree]
     dropped: list[tuple[str, str]]
+    tools: list[dict[str, int]]
 
     @classmethod
     def prepare(
@@ -43,6 +48,7 @@ class StepWriter:
             [n for n, _, _ in played],
             [pack_tree(t.segments, f"{where}, trajectory {t.id!r}") for _, t, _ in played],
             [(t.id, t.dropped) for _, t, _ in played if t.dropped is not None] + list(dropped),
+            [tools_of(t) for _, t, _ in played],
         )
 
     def write(self, connection: Connection, run_key: int) -> None:
@@ -71,12 +77,31 @@ class StepWriter:
         ]
         if trees:
             connection.execute(insert(db.trees), trees)
+        calls = [
+            {"run_key": run_key, "trajectory_key": key, "tool": tool, "num_calls": num_calls}
+            for key, tools in zip(keys, self.tools, strict=True)
+            for tool, num_calls in tools.items()
+        ]
+        if calls:
+            connection.execute(insert(db.tool_calls), calls)
         dropped = [
             {"step_key": step_key, "trajectory_id": id_, "reason": reason}
             for id_, reason in self.dropped
         ]
         if dropped:
             connection.execute(insert(db.dropped), dropped)
+
+
+def tools_of(trajectory: Trajectory) -> dict[str, int]:
+    """Returns the number of calls of each tool: of the model's calls, else of their results."""
+    calls: Counter[str] = Counter()
+    results: Counter[str] = Counter()
+    for message in (s.message for s in trajectory.segments if s.message is not None):
+        calls.update(call.name[:MAX_TOOL_CHARS] for call in message.tool_calls)
+        if message.role == "tool" and message.name:
+            results[message.name[:MAX_TOOL_CHARS]] += 1
+    found = calls + Counter({name: n for name, n in results.items() if name not in calls})
+    return dict(found.most_common(MAX_TOOLS))
 
 
 def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> Sequence[int]:

@@ -100,7 +100,8 @@ class DroppedRow:
 
 @dataclass(frozen=True, slots=True)
 class StageSummary:
-    """Summary of a stage. `mean_reward` covers trajectories with a reward that is not NaN."""
+    """Summary of a stage. `mean_reward` covers trajectories with a reward that is not NaN;
+    `rewards` has the mean of each role."""
 
     stage: str
     num_steps: int
@@ -108,3 +109,4 @@ class StageSummary:
     num_trajectories: int
     mean_reward: float | None
     statuses: Mapping[Status, int]
+    rewards: Mapping[str, float | None]

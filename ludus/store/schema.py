@@ -1,7 +1,7 @@
 """The tables; one schema for SQLite and PostgreSQL.
 
     runs ─< steps ─< groups ─< trajectories ── trees
-                  └─< dropped
+                  └─< dropped             └─< tool_calls
 
 Deleting a run or a step deletes everything under it. Columns hold the values that queries filter
 by; `trees` holds the tokens, one row per trajectory, so listing trajectories reads no tokens. Keys
@@ -170,6 +170,10 @@ trajectories = Table(
     Index(None, "run_key", "key"),
     Index(None, "run_key", "id"),
     Index(None, "step_key", "key"),
+    Index(None, "run_key", "reward", "key"),
+    Index(None, "run_key", "num_tokens", "key"),
+    Index(None, "run_key", "num_turns", "key"),
+    Index(None, "run_key", "status", "key"),
 )
 
 trees = Table(
@@ -179,6 +183,24 @@ trees = Table(
     Column("segments", LargeBinary, nullable=False),
     Column("token_ids", LargeBinary, nullable=False),
     Column("logprobs", LargeBinary, nullable=False),
+    Column("advantages", LargeBinary),
+    Column("entropies", LargeBinary),
+)
+
+tool_calls = Table(
+    "tool_calls",
+    metadata,
+    Column("run_key", Key, _under("runs"), primary_key=True, autoincrement=False),
+    Column("tool", ExactText, primary_key=True),
+    Column(
+        "trajectory_key",
+        Key,
+        _under("trajectories"),
+        primary_key=True,
+        autoincrement=False,
+        index=True,
+    ),
+    Column("num_calls", Integer, nullable=False),
 )
 
 dropped = Table(

@@ -192,6 +192,8 @@ def _heading(index: int, segment: Segment, turn: int, decode: Decode | None) -> 
         facts = [f"{'demonstrated' if _taught(segment) else 'sampled'} {facts[0]}"]
         if segment.runs:
             facts.append(f"policy {spell_runs(segment.runs)}")
+    if segment.constraint is not None:
+        facts.append("follows a schema")
     if segment.logprobs and not _taught(segment):
         least = min(range(len(segment.logprobs)), key=segment.logprobs.__getitem__)
         mean = sum(segment.logprobs) / len(segment.logprobs)
@@ -238,12 +240,20 @@ def _stages(stages: list[StageSummary]) -> Table:
             str(stage.num_steps),
             str(stage.last_step),
             str(stage.num_trajectories),
-            _number(stage.mean_reward),
+            _rewards(stage),
             ", ".join(f"{status.value} {count}" for status, count in stage.statuses.items()),
         )
         for stage in stages
     ]
     return make_table(("stage", "steps", "last", "trajectories", "mean reward", "ended"), rows)
+
+
+def _rewards(stage: StageSummary) -> str:
+    """The mean reward; of each role where there are several."""
+    means = {role: mean for role, mean in stage.rewards.items() if mean is not None}
+    if len(means) < 2:
+        return _number(stage.mean_reward)
+    return ", ".join(f"{role} {_number(mean)}" for role, mean in means.items())
 
 
 def _metrics(steps: list[StepRow]) -> Table:

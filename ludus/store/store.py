@@ -13,6 +13,7 @@ step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from ludus.store import queries
 from ludus.store import schema as db
 from ludus.store.codec import encode_json
 from ludus.store.database import Database
-from ludus.store.migrate import migrate
+from ludus.store.migrate import migrate, revision
 from ludus.store.recording import StepWriter
 from ludus.store.rows import (
     DroppedRow,
@@ -52,6 +53,13 @@ class UnknownName(StoreError):
     """No run or trajectory has this id: wrong use of a command."""
 
     exit_code = 2
+
+
+def _url(url: str | None, runs_dir: str | Path) -> str:
+    if url is not None:
+        return url
+    path = str(Path(runs_dir) / "ludus.db")
+    return URL.create("sqlite", database=path).render_as_string()
 
 
 class RunStore:
@@ -80,16 +88,21 @@ class RunStore:
         creates nor changes anything. `timeout_s`: how long to wait for a lock.
         Errors: ConfigError for a wrong URL, MissingDependency, StoreError.
         """
-        if url is None:
-            path = str(Path(runs_dir) / "ludus.db")
-            url = URL.create("sqlite", database=path).render_as_string()
-        database = Database(url, read_only=read_only, timeout_s=timeout_s)
+        database = Database(_url(url, runs_dir), read_only=read_only, timeout_s=timeout_s)
         try:
             migrate(database)
         except BaseException:
             database.close()
             raise
         return cls(database)
+
+    @classmethod
+    def upgrade(cls, url: str | None = None, runs_dir: str | Path = "runs") -> None:
+        """Migrate a store of an older ludus. Errors: as `open`; StoreError where there is none."""
+        with closing(Database(_url(url, runs_dir), read_only=True)) as database:
+            if revision(database) is None:
+                raise StoreError(f"there is no run store in {database.url}: nothing to upgrade")
+        cls.open(url, runs_dir).close()
 
     def close(self) -> None:
         """Close all connections. Safe to call twice."""
@@ -166,12 +179,12 @@ class RunStore:
             groups,
             dropped,
         )
-        self._write(lambda connection: writer.write(connection, _run_key(connection, run_id, True)))
+        self._write(lambda connection: writer.write(connection, run_key(connection, run_id, True)))
 
     def unpack_step(self, run_id: str, data: bytes) -> None:
         """Record the bytes of `pack_step`, of this store or another; replaces the step."""
         writer = decode_step(data)
-        self._write(lambda connection: writer.write(connection, _run_key(connection, run_id, True)))
+        self._write(lambda connection: writer.write(connection, run_key(connection, run_id, True)))
 
     def rewind(self, run_id: str, keep: Mapping[str, int]) -> None:
         """Delete all steps after `keep[stage]`, and all stages missing from `keep`."""
@@ -180,7 +193,7 @@ class RunStore:
         ]
 
         def work(connection: Connection) -> None:
-            run = _run_key(connection, run_id, lock=True)
+            run = run_key(connection, run_id, lock=True)
             beyond = delete(db.steps).where(db.steps.c.run_key == run)
             connection.execute(beyond.where(~or_(*kept)) if kept else beyond)
 
@@ -188,19 +201,23 @@ class RunStore:
 
     # Reading
 
+    def read(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` in a transaction that reads."""
+        return self._database.transact(work)
+
     def runs(self) -> list[RunRow]:
         """Returns all runs, in order of creation."""
-        return self._read(queries.runs)
+        return self.read(queries.runs)
 
     def run_ids(self) -> set[str]:
         query = select(db.runs.c.id)
-        return self._read(lambda connection: set(connection.scalars(query)))
+        return self.read(lambda connection: set(connection.scalars(query)))
 
     def run(self, run_id: str) -> RunRow:
         """Returns one run."""
-        return self._read(
-            lambda connection: queries.runs(connection, _run_key(connection, run_id))
-        )[0]
+        return self.read(lambda connection: queries.runs(connection, run_key(connection, run_id)))[
+            0
+        ]
 
     def steps(self, run_id: str, stage: str | None = None) -> list[StepRow]:
         """Returns the steps of a run, or of one stage, in order of recording."""
@@ -212,9 +229,9 @@ class RunStore:
 
     def pack_step(self, run_id: str, stage: str, step: int) -> bytes:
         """Returns a recorded step as bytes, for `unpack_step`."""
-        return self._read(
+        return self.read(
             lambda connection: encode_step(
-                read_step(connection, _run_key(connection, run_id), stage, step)
+                read_step(connection, run_key(connection, run_id), stage, step)
             )
         )
 
@@ -292,7 +309,7 @@ class RunStore:
                 groups[row.group_key].trajectories.append(queries.record(row).trajectory)
             return list(groups.values())
 
-        return self._read(work)
+        return self.read(work)
 
     def dropped(self, run_id: str, stage: str | None = None) -> list[DroppedRow]:
         """Returns the trajectories without training rows and the reasons, in order of recording."""
@@ -304,30 +321,27 @@ class RunStore:
 
     def summary(self, run_id: str) -> list[StageSummary]:
         """Returns a summary of each stage, in order of their start."""
-        return self._read(
-            lambda connection: queries.summary(connection, _run_key(connection, run_id))
+        return self.read(
+            lambda connection: queries.summary(connection, run_key(connection, run_id))
         )
 
     # Internal
-
-    def _read(self, work: Callable[[Connection], T]) -> T:
-        return self._database.transact(work)
 
     def _write(self, work: Callable[[Connection], object]) -> None:
         self._database.transact(work, write=True)
 
     def _update_run(self, run_id: str, values: Mapping[str, Any]) -> None:
         def work(connection: Connection) -> None:
-            key = _run_key(connection, run_id, lock=True)
+            key = run_key(connection, run_id, lock=True)
             connection.execute(update(db.runs).where(db.runs.c.key == key).values(values))
 
         self._write(work)
 
     def _key(self, run_id: str) -> int:
-        return self._read(lambda connection: _run_key(connection, run_id))
+        return self.read(lambda connection: run_key(connection, run_id))
 
     def _fetch(self, query: Select[Any]) -> Sequence[Any]:
-        return self._read(lambda connection: connection.execute(query).all())
+        return self.read(lambda connection: connection.execute(query).all())
 
     def _pages(
         self, query: Select[Any], size: int, limit: int | None, newest_first: bool
@@ -358,7 +372,7 @@ class RunStore:
         return [row.id for row in self._fetch(query)]
 
 
-def _run_key(connection: Connection, run_id: str, lock: bool = False) -> int:
+def run_key(connection: Connection, run_id: str, lock: bool = False) -> int:
     """Returns the key of a run; `lock` blocks other writers until the transaction ends."""
     query = select(db.runs.c.key).where(db.runs.c.id == run_id)
     key: int | None = connection.scalar(query.with_for_update() if lock else query)

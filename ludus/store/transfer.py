@@ -36,7 +36,19 @@ def read_step(connection: Connection, run_key: int, stage: str, step: int) -> St
     stored = connection.execute(
         select(db.trees).join(db.trajectories).where(db.trajectories.c.step_key == head["key"])
     )
-    trees = {t.trajectory_key: Tree(t.segments, t.token_ids, t.logprobs) for t in stored}
+    trees = {
+        t.trajectory_key: Tree(t.segments, t.token_ids, t.logprobs, t.advantages, t.entropies)
+        for t in stored
+    }
+    tools: dict[int, dict[str, int]] = {row["key"]: {} for row in played}
+    c = db.tool_calls.c
+    for call in connection.execute(
+        select(c.trajectory_key, c.tool, c.num_calls)
+        .join(db.trajectories, db.trajectories.c.key == c.trajectory_key)
+        .where(db.trajectories.c.step_key == head["key"])
+        .order_by(c.trajectory_key, c.tool)
+    ):
+        tools[call.trajectory_key][call.tool] = call.num_calls
     return StepWriter(
         _values(head),
         [_values(row) for row in groups],
@@ -44,6 +56,7 @@ def read_step(connection: Connection, run_key: int, stage: str, step: int) -> St
         [number[row["group_key"]] for row in played],
         [trees[row["key"]] for row in played],
         [(row["trajectory_id"], row["reason"]) for row in dropped],
+        [tools[row["key"]] for row in played],
     )
 
 
@@ -54,8 +67,9 @@ def encode_step(step: StepWriter) -> bytes:
         "groups": step.groups,
         "trajectories": step.trajectories,
         "group_of": step.group_of,
-        "trees": [[base64.b64encode(part).decode() for part in astuple(t)] for t in step.trees],
+        "trees": [[_to_text(part) for part in astuple(t)] for t in step.trees],
         "dropped": step.dropped,
+        "tools": [dict(sorted(tools.items())) for tools in step.tools],
     }
     return zlib.compress(encode_json(content, "the step").encode("ascii"))
 
@@ -70,13 +84,22 @@ def decode_step(data: bytes) -> StepWriter:
             content["groups"],
             content["trajectories"],
             content["group_of"],
-            [Tree(*(base64.b64decode(part) for part in parts)) for parts in content["trees"]],
+            [Tree(*(_to_bytes(part) for part in parts)) for parts in content["trees"]],
             [(id_, reason) for id_, reason in content["dropped"]],
+            content.get("tools") or [{} for _ in content["trajectories"]],  # none in older bytes
         )
     except (zlib.error, ValueError, KeyError, TypeError) as error:
         raise StoreError(
             f"these bytes are not a step of a run ({type(error).__name__}: {error})"
         ) from error
+
+
+def _to_text(part: bytes | None) -> str | None:
+    return None if part is None else base64.b64encode(part).decode()
+
+
+def _to_bytes(text: str | None) -> Any:
+    return None if text is None else base64.b64decode(text)
 
 
 def _under(connection: Connection, table: Any, step_key: int) -> Any:

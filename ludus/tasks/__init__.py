@@ -7,6 +7,9 @@ READERS: Registry[list[Task]] = Registry(
     "reader",
     {
         "agentgym": Row("ludus.tasks.agentgym:read_agentgym", "", "the items of AgentGym's files"),
+        "agentjet": Row(
+            "ludus.tasks.agentjet:read_agentjet", "remote", "the tasks of an AgentJet service"
+        ),
         "benchmark": Row(
             "ludus.tasks.benchmarks.reader:read_benchmark", "", "a published benchmark, by name"
         ),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ludus.core.errors import CheckpointError, DataError
+from ludus.core.names import metric_part
 from ludus.core.types import Group, Task
 from ludus.tasks.splits import fingerprint
 
@@ -59,12 +60,12 @@ class TaskSampler:
         """A new batch of tasks begins."""
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Record the mean reward of each tier in the groups just played."""
+        """Record the mean reward of each tier in the groups just played, by its name in metrics."""
         rewards: dict[str, list[float]] = defaultdict(list)
         for group in groups:
             for trajectory in group.trajectories:
                 if trajectory.status.trainable and trajectory.reward is not None:
-                    rewards[group.task.tier or "all"].append(trajectory.reward)
+                    rewards[metric_part(group.task.tier or "all")].append(trajectory.reward)
         self._rewards = {tier: sum(got) / len(got) for tier, got in sorted(rewards.items())}
 
     def metrics(self) -> dict[str, float]:

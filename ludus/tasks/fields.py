@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +88,7 @@ class FieldMapping:
                 f"field {self.prompt!r} must be a text or a list of messages, got {value!r:.80}"
             )
         try:
-            return _MESSAGES.validate_python(value)
+            return _MESSAGES.validate_python([_from_openai(message) for message in value])
         except ValidationError as error:
             fault = first_fault(error)
             raise ValueError(f"field {self.prompt!r}, message {fault}") from None
@@ -96,3 +98,23 @@ class FieldMapping:
             return {name: self._field(row, name, "data") for name in self.data}
         named = {self.prompt, self.answer, self.id, self.tier, self.tools, self.consistency}
         return {name: value for name, value in row.items() if name not in named}
+
+
+def _from_openai(message: Any) -> Any:
+    """A message with tool calls in OpenAI's form, as a Message has them; any other as it is."""
+    if not isinstance(message, dict) or not isinstance(calls := message.get("tool_calls"), list):
+        return message
+    content = message.get("content") or ""
+    return {**message, "content": content, "tool_calls": [_call_from_openai(c) for c in calls]}
+
+
+def _call_from_openai(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    own = {key: value for key, value in call.items() if key not in ("type", "function", "index")}
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with suppress(ValueError):  # the check of the message names it
+            arguments = json.loads(arguments)
+    return {**own, **function, "arguments": arguments}

@@ -45,8 +45,9 @@ class BadLine:
 
 
 class TaskList(list[Task]):
-    """A list of tasks, with the skipped lines, the row numbers of tasks from files by id and, for a
-    mixture, the ratios of its parts and the parts of which a step has no task twice."""
+    """A list of tasks, with the skipped lines, the row numbers of tasks from files by id, the rows
+    of a benchmark's file or split and, for a mixture, the ratios of its parts and the parts of
+    which a step has no task twice."""
 
     def __init__(
         self,
@@ -55,12 +56,14 @@ class TaskList(list[Task]):
         ratios: Mapping[str, int] | None = None,
         rows: Mapping[str, int] | None = None,
         distinct: Iterable[str] = (),
+        num_rows: int = 0,
     ) -> None:
         super().__init__(tasks)
         self.skipped = list(skipped)
         self.ratios = dict(ratios or {})
         self.rows = dict(rows or {})
         self.distinct = frozenset(distinct)
+        self.num_rows = num_rows
 
 
 class TaskMaker(Protocol):

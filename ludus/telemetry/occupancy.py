@@ -65,6 +65,11 @@ class Occupancy:
             self._settle()
             return dict(self._seconds)
 
+    def counts(self) -> dict[Part, int]:
+        """Number of tasks that are busy with each part now."""
+        with self._lock:
+            return dict(self._busy)
+
     def total(self, part: Part) -> float:
         """Seconds so far with at least one task busy with the part, overlaps included."""
         with self._lock:

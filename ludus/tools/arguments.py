@@ -32,7 +32,7 @@ class Function:
     validator: Any
 
     def fault(self, arguments: Mapping[str, Any]) -> str | None:
-        """What is wrong with a call's arguments, in words for the model; None if they fit."""
+        """The fault of a call's arguments, in words for the model; None if they fit."""
         schema = self.spec.parameters
         known = schema.get("properties", {})
         unknown = sorted(set(arguments) - set(known))

@@ -155,7 +155,7 @@ class Mcp(Tool):
         return self._url or f"`{' '.join(self._command or [])}`"
 
     def _transport(self) -> Any:
-        """What the SDK's client connects to."""
+        """Transport that the SDK's client connects to."""
         if self._command is None:
             return _http(str(self._url), self._headers)
         command = self._command

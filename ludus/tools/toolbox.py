@@ -23,6 +23,7 @@ from ludus.core.modules import require
 from ludus.core.types import Spec, ToolCall, ToolSpec
 from ludus.telemetry.logs import get_logger
 from ludus.telemetry.queues import Queue, queueing
+from ludus.telemetry.traces import execute_tool
 from ludus.tools import TOOLS
 from ludus.tools.base import Tool, ToolResult
 
@@ -111,7 +112,7 @@ class Toolbox:
         Errors: ToolError where a tool failed or exceeded its deadline; the others are cancelled.
         """
         acquire = acquire or self._acquire
-        tasks = [asyncio.create_task(self._call(call, episode, acquire)) for call in calls]
+        tasks = [asyncio.create_task(self._traced(call, episode, acquire)) for call in calls]
         try:
             if tasks:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -136,6 +137,14 @@ class Toolbox:
     async def close(self) -> None:
         """Release the tools."""
         await _release([tool.close() for tool in self._tools])
+
+    async def _traced(self, call: ToolCall, episode: str, acquire: Acquire | None) -> ToolResult:
+        with execute_tool(call.name, call_id=call.id, arguments=call.arguments) as span:
+            result = await self._call(call, episode, acquire)
+            span.result(result.content)
+            if result.failed:
+                span.failed("tool_failed", result.content[:MAX_ERROR_CHARS])
+        return result
 
     async def _call(self, call: ToolCall, episode: str, acquire: Acquire | None) -> ToolResult:
         function = self._functions.get(call.name)

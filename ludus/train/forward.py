@@ -25,6 +25,7 @@ from ludus.core.errors import ConfigError
 from ludus.core.types import Sample
 from ludus.models.decoders.llama import NotLlama
 from ludus.models.vocabulary import Vocabulary
+from ludus.train.constrained import rescore
 from ludus.train.kernels.attention import attending
 from ludus.train.kernels.compiled import CompiledLayers
 from ludus.train.kernels.fused import FusedLayers
@@ -133,15 +134,35 @@ class Forward:
         target_N = micro_batch.target_N.to(self.device)
         if self.head is None:
             assert logits_PV is not None
-            return score_logits(logits_PV, place_N, target_N, self.temperature, self.vocabulary)
-        return self.head.score(hidden_PE, place_N, target_N, self.temperature, self.vocabulary)
+            scores = score_logits(logits_PV, place_N, target_N, self.temperature, self.vocabulary)
+        else:
+            scores = self.head.score(
+                hidden_PE, place_N, target_N, self.temperature, self.vocabulary
+            )
+
+        def logits(place_L: Tensor) -> Tensor:
+            if self.head is not None:
+                return self.head.logits(hidden_PE[place_L])
+            assert logits_PV is not None
+            return logits_PV[place_L]
+
+        def log_softmax(logits_LS: Tensor) -> Tensor:
+            return (logits_LS.float() / self.temperature).log_softmax(-1)
+
+        return rescore(scores, micro_batch, logits, log_softmax, self.vocabulary)
 
     def logprobs(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns the policy's log-probabilities and entropies [N] of the loss tokens.
 
         Call this and the backward pass within `passes(micro_batch)`.
         """
-        return self.score(*self.hidden_states(micro_batch), micro_batch)
+        return self.compute(micro_batch)[1:]
+
+    def compute(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the hidden states [P, E] of `hidden_states`, and log-probabilities and entropies
+        [N] of `score`. The same context as `logprobs`."""
+        hidden_PE, logits_PV = self.hidden_states(micro_batch)
+        return hidden_PE, *self.score(hidden_PE, logits_PV, micro_batch)
 
     def _inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor | None]:
         """Returns ids, positions and mask of the rows.

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ludus.config.schema import LearnerConfig, OptimizerConfig
 from ludus.core.errors import ConfigError, TrainingError
@@ -61,6 +61,8 @@ class Learner:
         vocabulary: the ids that are sampled; None: all.
         dump_dir: receives the batches of a failed step.
         critic_lr: learning rate of a critic on the policy's hidden states; None: no critic.
+        forward: the model's forward passes; None: made from the other arguments.
+        parameters: what the optimizer changes; None: the model's trained parameters.
     """
 
     def __init__(
@@ -75,12 +77,14 @@ class Learner:
         vocabulary: Vocabulary | None = None,
         dump_dir: Path | None = None,
         critic_lr: float | None = None,
+        forward: Forward | None = None,
+        parameters: Sequence[nn.Parameter] | None = None,
     ) -> None:
         self.model = model
         self.config = config
         self.num_steps = num_steps
         self.temperature = temperature or 1.0
-        self.forward = Forward(
+        self.forward = forward or Forward(
             model,
             temperature=self.temperature,
             context_length=context_length,
@@ -91,7 +95,7 @@ class Learner:
         self.step = 0
         self._pending: list[_Pending] = []
         self._declared: LossFn | None = None  # the loss whose unit was checked
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = list(parameters or (p for p in model.parameters() if p.requires_grad))
         self.optimizer = AdamW(self.parameters, config, self.forward.settings.master_weights)
         self.critic: Critic | None = None
         if critic_lr is not None:
@@ -228,40 +232,45 @@ class Learner:
         self, micro_batch: MicroBatch, loss: LossFn, ratios: Tensor | None = None
     ) -> tuple[float, dict[str, float]]:
         """Add a micro-batch's gradient; returns its loss and the sums of its per-token metrics."""
+        with self.forward.passes(micro_batch):
+            total, sums = self._loss(micro_batch, loss, ratios)
+            if torch.isfinite(total):
+                total.backward()  # type: ignore[no-untyped-call]
+        return float(total.detach()), sums
+
+    def _loss(
+        self, micro_batch: MicroBatch, loss: LossFn, ratios: Tensor | None
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Returns a micro-batch's loss, with its graph, and the sums of its per-token metrics."""
         device = self.forward.device
 
         def moved(values_N: Tensor | None) -> Tensor | None:
             return None if values_N is None else values_N.to(device)
 
-        with self.forward.passes(micro_batch):
-            hidden_PE, logits_PV = self.forward.hidden_states(micro_batch)
-            logprobs_N, entropy_N = self.forward.score(hidden_PE, logits_PV, micro_batch)
-            values_P = self.critic(hidden_PE) if self.critic else None
-            inputs = LossInputs(
-                logprobs_N=logprobs_N,
-                old_logprobs_N=micro_batch.old_logprobs_N.to(device),
-                advantages_N=micro_batch.advantages_N.to(device),
-                trajectory_N=micro_batch.trajectory_N.to(device),
-                ref_logprobs_N=moved(micro_batch.ref_logprobs_N),
-                entropy_N=entropy_N,
-                values_N=None if values_P is None else values_P[micro_batch.place_N.to(device)],
-                old_values_N=moved(micro_batch.values_N),
-                returns_N=moved(micro_batch.returns_N),
-                consistency_N=moved(micro_batch.consistency_N),
-                trajectory_log_ratio_N=None
-                if ratios is None
-                else ratios[micro_batch.trajectory_N.to(device)],
-            )
-            if self._declared is not loss:
-                require_unit(loss, inputs)
-                self._declared = loss
-            output = computed(loss, inputs)
-            total = (output.loss_N * micro_batch.weights_N.to(device)).sum()
-            if torch.isfinite(total):
-                total.backward()  # type: ignore[no-untyped-call]
+        hidden_PE, logprobs_N, entropy_N = self.forward.compute(micro_batch)
+        values_P = self.critic(hidden_PE) if self.critic else None
+        inputs = LossInputs(
+            logprobs_N=logprobs_N,
+            old_logprobs_N=micro_batch.old_logprobs_N.to(device),
+            advantages_N=micro_batch.advantages_N.to(device),
+            trajectory_N=micro_batch.trajectory_N.to(device),
+            ref_logprobs_N=moved(micro_batch.ref_logprobs_N),
+            entropy_N=entropy_N,
+            values_N=None if values_P is None else values_P[micro_batch.place_N.to(device)],
+            old_values_N=moved(micro_batch.values_N),
+            returns_N=moved(micro_batch.returns_N),
+            consistency_N=moved(micro_batch.consistency_N),
+            trajectory_log_ratio_N=None
+            if ratios is None
+            else ratios[micro_batch.trajectory_N.to(device)],
+        )
+        if self._declared is not loss:
+            require_unit(loss, inputs)
+            self._declared = loss
+        output = computed(loss, inputs)
+        total = (output.loss_N * micro_batch.weights_N.to(device)).sum()
         sums = {name: float(value.detach().sum()) for name, value in output.metrics.items()}
-        sums["entropy"] = float(entropy_N.detach().sum())
-        return float(total.detach()), sums
+        return total, {**sums, "entropy": float(entropy_N.detach().sum())}
 
     def _refuse(self, what: str, remedy: str = "lower optimizer.lr and resume") -> NoReturn:
         """Save the pending batches, discard their gradients, and raise TrainingError."""

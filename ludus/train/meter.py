@@ -6,6 +6,7 @@ import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ from ludus.models.flops import Shape, peak_flops
 GB = 1e9
 
 
+@dataclass(frozen=True, slots=True)
+class Away:
+    """A model in other processes: its sizes, and the peak rate of their devices together."""
+
+    shape: Shape
+    peak_flops: float
+
+
 class Meter:
     """Computes tokens, model-FLOP utilisation and memory of a step.
 
@@ -26,16 +35,23 @@ class Meter:
     step has reached since (the measurement may share the device with other work).
 
     Args:
+        model: the policy, or its sizes and its devices, where it is in other processes.
         sampler: counts its tokens; None: only training is metered.
         half: whether learner or sampler multiply in bfloat16; the peak is that of bfloat16 then.
     """
 
     def __init__(self, model: Any, sampler: Any = None, *, half: bool = False) -> None:
         self._sampler = sampler
-        self._shape = Shape.of(model)
-        parameter = next(model.parameters())
-        self._device = parameter.device
-        self._dtype = torch.bfloat16 if half else parameter.dtype
+        self._away = model if isinstance(model, Away) else None
+        self._device = torch.device("cpu")
+        self._dtype = torch.float32
+        if isinstance(model, Away):
+            self._shape = model.shape
+        else:
+            self._shape = Shape.of(model)
+            parameter = next(model.parameters())
+            self._device = parameter.device
+            self._dtype = torch.bfloat16 if half else parameter.dtype
         self._fastest = 0.0  # highest rate of a step so far, in operations per second
         self._computed: float | None = None
         self._evicted = 0
@@ -83,14 +99,21 @@ class Meter:
         }
         rates = {name: flops / s for name, (flops, s) in work.items() if flops and s > 0}
         self._fastest = max(self._fastest, *rates.values(), 0.0)
-        peak = max(peak_flops(self._device, self._dtype), self._fastest)
+        peak = max(self._peak(), self._fastest)
         known |= {name: rate / peak for name, rate in rates.items()}
         return {
             **known,
             "time/peak_gflops": peak / 1e9,
             **memory(self._device),
             **self._sampler_memory(),
+            **getattr(self._sampler, "publication", {}),
+            **(self._sampler.pass_times.fit() if hasattr(self._sampler, "pass_times") else {}),
         }
+
+    def _peak(self) -> float:
+        if self._away is not None:
+            return self._away.peak_flops
+        return peak_flops(self._device, self._dtype)
 
     def _sampler_memory(self) -> dict[str, float]:
         """The sampler's own weights; its KV cache: most memory so far, tokens evicted since the

@@ -83,9 +83,28 @@ def to_batch(
     samples: list[Sample], algorithm: Algorithm, tokens_per_batch: int, pad_id: int, layout: Layout
 ) -> Batch:
     """Weigh all samples of a minibatch, and pack those of trajectories that have a gradient."""
+    pairs = weighted(samples, algorithm)
+    return pack_weighted(pairs, algorithm, tokens_per_batch, pad_id, layout)
+
+
+def weighted(samples: list[Sample], algorithm: Algorithm) -> list[tuple[Sample, list[float]]]:
+    """Returns the samples of trajectories that have a gradient, with the weights of their tokens.
+
+    Errors: TrainingError for an aggregate that returns something else than weights.
+    """
     weights = _weights(samples, algorithm)
     live = {s.trajectory_id for s in samples if algorithm.regularised or _has_gradient(s)}
-    pairs = [(s, w) for s, w in zip(samples, weights, strict=True) if s.trajectory_id in live]
+    return [(s, w) for s, w in zip(samples, weights, strict=True) if s.trajectory_id in live]
+
+
+def pack_weighted(
+    pairs: Sequence[tuple[Sample, list[float]]],
+    algorithm: Algorithm,
+    tokens_per_batch: int,
+    pad_id: int,
+    layout: Layout,
+) -> Batch:
+    """Pack samples, as the algorithm's loss needs them. Errors: those of `pack`."""
     return pack(
         [sample for sample, _ in pairs],
         [weight for _, weight in pairs],

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ludus.core.errors import ConfigError, TrainingError
-from ludus.core.types import Sample
+from ludus.core.types import Constraint, Sample
 from ludus.train.tree import grow
 
 Layout = Literal["tree", "packed", "single"]
@@ -42,6 +42,20 @@ Row = list[tuple[int, int]]
 NEW_ROW = 0.5
 """Smallest share of a row that its first sample fills; shorter samples wait for shorter rows, for
 attention costs T per token of a row, whatever the lengths of its samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConstrainedTurn:
+    """A turn whose tokens a grammar constrained.
+
+    Args:
+        token_ids: of the turn, L tokens.
+        place_L: int64, where its tokens are among the N loss tokens.
+    """
+
+    constraint: Constraint
+    token_ids: list[int]
+    place_L: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +80,7 @@ class MicroBatch:
         values_N: float32, with a critic: its value before the token.
         returns_N: float32, with a critic: the target of its value.
         consistency_N: float32, `Task.consistency` of its trajectory's task.
+        constrained: turns whose tokens a grammar constrained.
     """
 
     token_ids_RT: Tensor
@@ -84,6 +99,7 @@ class MicroBatch:
     values_N: Tensor | None = None
     returns_N: Tensor | None = None
     consistency_N: Tensor | None = None
+    constrained: Sequence[ConstrainedTurn] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +343,8 @@ def _fill(
     positions_RT = np.zeros_like(ids_RT)
     ends_RT = np.tile(np.arange(1, width + 1), (len(rows), 1))
     parts: dict[str, list[Any]] = {name: [] for name in _PER_LOSS_TOKEN}
+    constrained: list[ConstrainedTurn] = []
+    num_loss_tokens = 0
     for r, row in enumerate(rows):
         path, stop = np.zeros(0, dtype=np.int64), 0
         for number, shared in row:
@@ -350,6 +368,11 @@ def _fill(
             for name in _OPTIONAL:
                 if (part := getattr(sample, name)) is not None:
                     parts[name].append(np.asarray(part)[index_N])
+            for first, after, constraint in sample.constraints:
+                place_L = num_loss_tokens + np.searchsorted(index_N, np.arange(first, after))
+                ids = sample.token_ids[first:after]
+                constrained.append(ConstrainedTurn(constraint, ids, torch.from_numpy(place_L)))
+            num_loss_tokens += count
             if sample.consistency is not None:
                 parts["consistency"].append(np.full(count, sample.consistency))
     tensors = {
@@ -363,6 +386,7 @@ def _fill(
         positions_RT=torch.from_numpy(positions_RT),
         ends_RT=torch.from_numpy(ends_RT),
         places_P=places_P,
+        constrained=constrained,
         **tensors,
     )
 

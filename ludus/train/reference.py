@@ -15,9 +15,15 @@ from typing import Any
 
 from ludus.core.errors import CheckpointError, ConfigError
 from ludus.models.vocabulary import Vocabulary
+from ludus.train.checkpoint.loading import load, read_state
 from ludus.train.checkpoint.state import fingerprint
-from ludus.train.checkpoint.store import CheckpointStore, load, read_state
+from ludus.train.checkpoint.store import CheckpointStore
 from ludus.train.forward import Forward
+
+MISSING = (
+    "the checkpoint was written without a reference model, which the run's algorithm now needs: "
+    "start the stage anew, or name a model in rl.algorithm.args.kl_reference"
+)
 
 
 class Reference:
@@ -46,7 +52,7 @@ class Reference:
         self.copied = model is None and not self.adapters_off
         self._kept: str | None = None  # fingerprint of the saved copy
         if model is not None:
-            _require_same_vocabulary(policy, model)
+            require_same_vocabulary(policy, model)
         elif self.copied:
             model = copy.deepcopy(policy)
         else:
@@ -76,7 +82,7 @@ class Reference:
             return None
         if self._kept is None:
             self._kept = fingerprint(self.model)
-            if _saved(folder) != self._kept:
+            if saved_reference(folder) != self._kept:
                 store = CheckpointStore(folder, keep_last=1, keep_best=0)
                 store.save("reference", 0, model=self.model, state={"fingerprint": self._kept})
         return self._kept
@@ -86,10 +92,7 @@ class Reference:
         if not self.copied:
             return
         if content is None:
-            raise CheckpointError(
-                "the checkpoint was written without a reference model, which the run's algorithm "
-                "now needs: start the stage anew, or name a model in rl.algorithm.args.kl_reference"
-            )
+            raise CheckpointError(MISSING)
         path = folder / "reference-000000"
         if not path.exists():
             raise CheckpointError(f"{path}, the reference model of this stage, is missing")
@@ -99,7 +102,7 @@ class Reference:
             raise CheckpointError(f"{path} holds another reference model than the run trained with")
 
 
-def _saved(folder: Path) -> str | None:
+def saved_reference(folder: Path) -> str | None:
     """Returns the fingerprint of the reference in `folder`."""
     store = CheckpointStore(folder, keep_last=1, keep_best=0)
     try:
@@ -109,7 +112,8 @@ def _saved(folder: Path) -> str | None:
     return str(read_state(latest.path)["fingerprint"]) if latest else None
 
 
-def _require_same_vocabulary(policy: Any, reference: Any) -> None:
+def require_same_vocabulary(policy: Any, reference: Any) -> None:
+    """Errors: ConfigError."""
     sizes = [m.config.get_text_config().vocab_size for m in (policy, reference)]
     if sizes[0] != sizes[1]:
         raise ConfigError(

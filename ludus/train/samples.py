@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ludus.core.types import Sample, Trajectory
+from ludus.core.types import Constraint, Sample, Trajectory
 from ludus.core.versions import expand
 from ludus.train.algorithms.base import Assignment
 from ludus.train.algorithms.credit import Advantage, Credit, spread, turns_of
@@ -67,6 +67,7 @@ def _row(trajectory: Trajectory, path: list[int], fresh: list[int], advantage: A
         trajectory_id=trajectory.id,
         group_id=trajectory.group_id,
         role=trajectory.role,
+        policy=trajectory.policy,
         policy_version=oldest,
         ref_logprobs=None
         if first.ref_logprobs is None
@@ -75,7 +76,23 @@ def _row(trajectory: Trajectory, path: list[int], fresh: list[int], advantage: A
         returns=None if returns is None else per_token(returns.__getitem__),
         versions=versions,
         consistency=advantage.consistency if isinstance(advantage, Credit) else None,
+        constraints=constraints_of(trajectory, path, fresh),
     )
+
+
+def constraints_of(
+    trajectory: Trajectory, path: list[int], fresh: list[int]
+) -> list[tuple[int, int, Constraint]]:
+    """Returns `Sample.constraints` of a row."""
+    found: list[tuple[int, int, Constraint]] = []
+    start = 0
+    for index in path:
+        segment = trajectory.segments[index]
+        stop = start + len(segment.token_ids)
+        if index in fresh and segment.constraint is not None:
+            found.append((start, stop, segment.constraint))
+        start = stop
+    return found
 
 
 def _versions(

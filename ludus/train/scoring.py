@@ -1,7 +1,7 @@
 """Score sampled tokens with a model: no gradient, in packed batches.
 
 A pass that exceeds memory is split. Returns copies of the groups whose sampled segments carry
-`learner_logprobs`, `ref_logprobs` or `values`.
+`learner_logprobs`, `ref_logprobs` or `values`; with the learner's, its `entropies`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ludus.telemetry.logs import get_logger
 from ludus.train.critic import Critic
 from ludus.train.forward import Forward
 from ludus.train.packing import Batch, MicroBatch, pack
-from ludus.train.samples import paths
+from ludus.train.samples import constraints_of, paths
 
 log = get_logger(__name__)
 
@@ -53,7 +53,9 @@ class Scorer:
         rows = [(n, *row) for n, t in enumerate(trajectories) for row in paths(t)]
         samples = [self._sample(trajectories[n], path, fresh) for n, path, fresh in rows]
         fields: list[dict[int, dict[str, Any]]] = [{} for _ in trajectories]
-        for (n, path, fresh), (scores, values) in zip(rows, self._scores(samples), strict=True):
+        for (n, path, fresh), (scores, entropies, values) in zip(
+            rows, self._scores(samples), strict=True
+        ):
             start = 0
             for index in path:
                 stop = start + len(trajectories[n].segments[index].token_ids)
@@ -61,6 +63,8 @@ class Scorer:
                     scored = fields[n][index] = {}
                     if logprobs is not None:
                         scored[logprobs] = scores[start:stop]
+                    if logprobs == "learner_logprobs":
+                        scored["entropies"] = entropies[start:stop]
                     if self.critic is not None:
                         scored["values"] = values[start : stop + 1]
                 start = stop
@@ -68,9 +72,10 @@ class Scorer:
         return [replace(g, trajectories=[next(copies) for _ in g.trajectories]) for g in groups]
 
     @torch.no_grad()
-    def _scores(self, samples: Sequence[Sample]) -> list[tuple[list[float], list[float]]]:
-        """Log-probabilities and values of each sample's tokens; 0 for tokens without a loss."""
-        scores = [([0.0] * len(s.token_ids), [0.0] * len(s.token_ids)) for s in samples]
+    def _scores(self, samples: Sequence[Sample]) -> list[list[list[float]]]:
+        """Log-probabilities, entropies and values of each sample's tokens; 0 for tokens without a
+        loss."""
+        scores = [[[0.0] * len(s.token_ids) for _ in range(3)] for s in samples]
         if not samples:
             return scores
         batch = pack(
@@ -112,7 +117,8 @@ class Scorer:
                 mask[end] = True
             ids, mask = [*ids, self.pad_id], [*mask, True]
         nothing = [0.0] * len(ids)
-        return Sample(ids, mask, nothing, nothing, trajectory.id)
+        constraints = constraints_of(trajectory, path, fresh)
+        return Sample(ids, mask, nothing, nothing, trajectory.id, constraints=constraints)
 
     def _try_pass(self, micro_batch: MicroBatch) -> list[Tensor] | None:
         """The results of `_pass` on the CPU; None where memory does not hold it."""
@@ -124,17 +130,20 @@ class Scorer:
             return None
 
     def _pass(self, micro_batch: MicroBatch) -> list[Tensor]:
-        """Log-probabilities [N] of the loss tokens, and values [N] where there is a critic."""
+        """Log-probabilities and entropies [N] of the loss tokens, and values [N] of a critic."""
         config = self.forward.model.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None)
         if self.critic is not None and limit:  # no position is left after a full context
             micro_batch.positions_RT.clamp_(max=limit - 1)
         with self.forward.passes(micro_batch):
-            hidden_PE, logits_PV = self.forward.hidden_states(micro_batch)
-            logprobs_N, _ = self.forward.score(hidden_PE, logits_PV, micro_batch)
+            hidden_PE, logprobs_N, entropy_N = self.forward.compute(micro_batch)
             if self.critic is None:
-                return [logprobs_N]
-            return [logprobs_N, self.critic(hidden_PE)[micro_batch.place_N.to(self.forward.device)]]
+                return [logprobs_N, entropy_N]
+            return [
+                logprobs_N,
+                entropy_N,
+                self.critic(hidden_PE)[micro_batch.place_N.to(self.forward.device)],
+            ]
 
 
 def _halves(batch: Batch, micro_batch: MicroBatch) -> list[MicroBatch]:

@@ -23,6 +23,7 @@ from ludus.models.exact.forward import exact, log_softmax
 from ludus.models.exact.sampler import ExactSampler
 from ludus.models.exact.trace import Record, Tracer, first_difference
 from ludus.models.samplers.base import SamplingParams
+from ludus.train.constrained import rescore
 from ludus.train.forward import Attention, Forward
 from ludus.train.packing import Batch, Layout, MicroBatch, pack
 from ludus.train.samples import rows
@@ -56,11 +57,20 @@ class ExactForward(Forward):
         place_N = micro_batch.place_N.to(self.device)
         target_N = micro_batch.target_N.to(self.device)
         if self.vocabulary is not None:
-            logits_PV = self.vocabulary.select(logits_PV)
+            logits_PS = self.vocabulary.select(logits_PV)
             target_N = self.vocabulary.places(target_N)
-        logprobs_PV = log_softmax(logits_PV, [self.temperature])
-        entropy_P = -(logprobs_PV.exp() * logprobs_PV).sum(-1)
-        return logprobs_PV[place_N, target_N].float(), entropy_P[place_N].float()
+        else:
+            logits_PS = logits_PV
+        logprobs_PS = log_softmax(logits_PS, [self.temperature])
+        entropy_P = -(logprobs_PS.exp() * logprobs_PS).sum(-1)
+        scores = logprobs_PS[place_N, target_N].float(), entropy_P[place_N].float()
+        return rescore(
+            scores,
+            micro_batch,
+            logits_PV.__getitem__,
+            lambda logits_LS: log_softmax(logits_LS, [self.temperature]),
+            self.vocabulary,
+        )
 
     def _find_attention(self, context_length: int | None) -> Attention:
         found = super()._find_attention(context_length)

@@ -199,7 +199,7 @@ async def test_a_stage_starts_with_a_fresh_optimizer(tmp_path: Path, renderer: R
 
 def test_training_needs_a_stage(tmp_path: Path, renderer: Renderer) -> None:
     backend = make_backend(renderer, tmp_path, seed=0)
-    backend._learner = None
+    backend.trainer._learner = None
     with pytest.raises(RuntimeError, match="begin_stage has not been called"):
         _ = backend.learner
     backend.begin_stage(SETTINGS, ALGORITHM)

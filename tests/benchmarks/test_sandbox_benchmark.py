@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.core.errors import ConfigError
 from ludus.sandbox.bubblewrap import jailed
-from ludus.sandbox.layers import require_layers
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sandbox.py"
 
@@ -23,11 +21,8 @@ def mounted(tmp_path: Path) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("layers")
 def test_the_benchmark_measures_and_leaves_nothing(tmp_path: Path) -> None:
-    try:
-        require_layers()
-    except ConfigError as error:
-        pytest.skip(str(error))
     if jailed(("numpy", "sympy")).absent:
         pytest.skip("numpy and sympy lie in a folder that the jail's user may not read")
     command = [sys.executable, str(SCRIPT), "--calls", "10", "--out", str(tmp_path)]

@@ -68,6 +68,10 @@ def refused(
             "judge: 'own.py:Strict' cannot be built: ValueError: the size must be even [own.py, li",
         ),
         (["rollout", "remote", "url=here", *MODEL], "env.args.url: 'here' does not start with"),
+        (
+            ["rollout", "remote", "url=[http://a:1, here]", *MODEL],
+            "env.args.url[1]: 'here' does not start with",
+        ),
         (["check-env", "own.py:NoEnv"], "'own.py:NoEnv' is not an environment: derive the class"),
         (["rollout", "own.py:NoEnv", *MODEL], "own.py:NoEnv does not make tasks from seeds"),
     ],
@@ -197,3 +201,14 @@ def test_errors_of_a_server_do_not_steer_the_terminal(
         err = refused(capsys, monkeypatch, *words, exit_code=1)
     assert r"\x1b]8;;http://evil\x07L\x9b31m\u202e" in err
     assert err.rstrip("\n").isprintable()
+
+
+def test_a_check_stops_at_its_time_limit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["ludus", "check-env", "faulty_envs:Hangs", "--tasks", "1", "--timeout", "0.2"]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert "step takes longer than 0.2 s" in capsys.readouterr().out

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 import pytest
 from coevolve_world import Disturbed, label_after, write_recipe
 from harness import Ludus, Zygote
+from made_once import made_once
 
 SNAPSHOTS = """
 import shutil
@@ -21,30 +21,20 @@ Storage.record = recorded
 
 
 @pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    started = Zygote(tmp_path_factory.mktemp("printed"))
-    yield started
-    started.close()
-
-
-@pytest.fixture
-def ludus(zygote: Zygote, tmp_path: Path) -> Ludus:
-    """The command line in an empty folder."""
-    return Ludus(zygote, tmp_path)
-
-
-@pytest.fixture(scope="session")
 def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Ludus:
     """A co-evolution that nothing disturbed; to be read, not changed.
 
     Beside its folder lies a copy of it after each stage.
     """
-    ludus = Ludus(zygote, tmp_path_factory.mktemp("whole") / "end")
-    ludus.cwd.mkdir()
-    recipe = write_recipe(ludus.cwd)
-    shutil.copytree(ludus.cwd, ludus.cwd.parent / "nothing")
-    ludus("coevolve", recipe, setup=SNAPSHOTS).ok()
-    return ludus
+
+    def run(folder: Path) -> None:
+        ludus = Ludus(zygote, folder / "end")
+        ludus.cwd.mkdir()
+        recipe = write_recipe(ludus.cwd)
+        shutil.copytree(ludus.cwd, folder / "nothing")
+        ludus("coevolve", recipe, setup=SNAPSHOTS).ok()
+
+    return Ludus(zygote, made_once(tmp_path_factory, "whole-coevolution", run) / "end")
 
 
 @pytest.fixture

@@ -60,6 +60,19 @@ def test_a_damaged_chunk_is_named_and_played_again(
     assert bits(ludus.cwd / ROOT) == bits(whole.cwd.parent / "iteration-1-generate" / ROOT)
 
 
+def test_a_chunk_in_the_middle_stays_and_the_rest_has_the_same_bits(
+    whole: Ludus, after: Disturbed
+) -> None:
+    ludus = after("iteration-1/generate")
+    chunk = "coevolve/sums/temp_results/iteration-1/answers-00001.jsonl"
+    (ludus.cwd / chunk).parent.mkdir(parents=True, exist_ok=True)
+    (ludus.cwd / chunk).write_bytes((whole.cwd / chunk).read_bytes())
+    os.utime(ludus.cwd / chunk, (1, 1))
+    ludus("coevolve", "sums.yaml", "score").ok()
+    assert (ludus.cwd / chunk).stat().st_mtime == 1
+    assert bits(ludus.cwd / ROOT) == bits(whole.cwd.parent / "iteration-1-score" / ROOT)
+
+
 def test_a_file_that_is_gone_is_named(after: Disturbed) -> None:
     ludus = after("iteration-1/generate")
     path = f"{ROOT}/generated_question/iteration-1/proposals.jsonl"

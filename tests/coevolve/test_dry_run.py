@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from ludus.cli import app
 from ludus.coevolve.checks import check_all
-from ludus.coevolve.flow import storage_of
+from ludus.coevolve.flow import StageId, stages_of, storage_of
 from ludus.coevolve.plan import CoevolutionPlan, StagePlan, plan
 from ludus.coevolve.roles import Roles
 from ludus.config import yaml12
@@ -162,7 +162,10 @@ def test_options_at_wrong_places(recipe: str, words: list[str], message: str) ->
         ),
         ("shared.modle.path=x", "shared.modle is not a key (did you mean shared.model?)"),
         ("curriculum.rl.stepps=3", "curriculum.rl.stepps is not a key"),
-        ("executor.judge=maths", "executor.judge.name: 'maths' is not a known judge"),
+        (
+            "executor.judge=maths",
+            "executor.judge.name: 'maths' is not a known judge (did you mean math?)",
+        ),
         ("executor.rl.algorithm={name: adpo, args: {clip: 1}}", "executor.rl.algorithm.args.clip"),
         ("executor.tasks.heldout=jsonn", "executor.tasks.heldout.name: 'jsonn' is not a known"),
         ("curriculum.rollout.top_p=0.99", "curriculum.rollout.top_p must be 1"),
@@ -192,6 +195,39 @@ def test_faults_of_a_shared_key_are_reported_once() -> None:
     ]
 
 
+CODE = "executor.rollout.format=code", "executor.tools=[calculator]", "executor.judge=math"
+
+
+def marked(*overrides: str) -> Roles:
+    return roles(*CODE, "executor.rollout.markers={tool: calculator}", *overrides)
+
+
+FINAL = (
+    "executor.rollout.markers.answer=[<final>, </final>]",
+    "executor.judge={name: math, args: {markers: [<final>, </final>]}}",
+)
+
+
+def test_votes_read_answers_between_the_markers_of_the_executor() -> None:
+    ours = marked(*FINAL)
+    check_all(ours)
+    for config in (ours.training("curriculum", 1), ours.proposing(0, 1)):
+        assert config.judge is not None
+        assert config.judge.args["answer_markers"] == ["<final>", "</final>"]
+
+
+def test_other_markers_of_votes_are_refused_with_both_keys() -> None:
+    own = "reward.answer_markers=[<final>, </final>]"
+    told = (
+        r"^reward\.answer_markers: \['<final>', '</final>'\], but the executor writes its answers "
+        r"between those of executor\.rollout\.markers\.answer, \['<answer>', '</answer>'\]: remove "
+    )
+    with pytest.raises(ConfigError, match=told):
+        check_all(marked(own))
+    check_all(marked(own, *FINAL))
+    check_all(roles(own))  # a prompt may ask for any, where `format` reads none
+
+
 def test_the_estimate_is_near_a_measured_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """546 s on two cores with other load: 384, 43, 50 and 67 s for start and iterations."""
     laptop = Hardware("laptop", memory=16e9, bandwidth=15e9, flops=140e9, flops32=140e9)
@@ -215,3 +251,19 @@ def test_plan_shows_the_same_and_train_names_the_verb(recipe: str) -> None:
         CliRunner().invoke(app, ["plan", recipe, "--tool-calls", "3"], catch_exceptions=False)
     with pytest.raises(ConfigError, match="run it with `ludus coevolve`"):
         CliRunner().invoke(app, ["train", recipe], catch_exceptions=False)
+
+
+def test_keys_of_shared_decide_on_the_stages_too() -> None:
+    """`rl` and the held-out tasks of `shared` count as those of the role."""
+    held = {"name": "benchmark", "args": {"name": "math-500"}}
+    moved = {**RECIPE, "shared": {**RECIPE["shared"], "rl": RECIPE["curriculum"]["rl"]}}
+    moved["curriculum"] = {key: value for key, value in RECIPE["curriculum"].items() if key != "rl"}
+    names = [stage.name for stage in stages_of(load_as(CoevolveConfig, moved))]
+    assert names.count("curriculum") == 3
+    none = load_as(CoevolveConfig, moved, ["curriculum.rl=null"])
+    assert "curriculum" not in [stage.name for stage in stages_of(none)]
+    executor = {key: value for key, value in RECIPE["executor"].items() if key != "tasks"}
+    moved = {**RECIPE, "executor": executor}
+    assert StageId(0, "evaluate") not in stages_of(load_as(CoevolveConfig, moved))
+    moved["shared"] = {**RECIPE["shared"], "tasks": {"heldout": held}}
+    assert StageId(0, "evaluate") in stages_of(load_as(CoevolveConfig, moved))

@@ -42,6 +42,20 @@ def test_an_absent_stage_has_a_reason(
     ludus("coevolve", recipe, stage).refused(2, f"{stage}: this recipe has no such stage", reason)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["shwo"], "shwo: this recipe has no such stage (did you mean show?)"),
+        (["nonsense"], "no such stage (known: curriculum, evaluate, executor, filter, "),
+        (["filter", "--iteration", "3"], "--iteration 3: filter has the iterations 1 to 2"),
+    ],
+)
+def test_a_wrong_stage_makes_no_folder(ludus: Ludus, words: list[str], said: str) -> None:
+    recipe = write_recipe(ludus.cwd)
+    ludus("coevolve", recipe, *words).refused(2, said)
+    assert not (ludus.cwd / "coevolve").exists()
+
+
 def test_a_stage_alone_makes_the_bits_of_the_whole(whole: Ludus, after: Disturbed) -> None:
     ludus = after("iteration-1/curriculum")
     for stage in ("generate", "score", "filter"):

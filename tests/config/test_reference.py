@@ -15,6 +15,8 @@ from ludus.config.registry import Registry, Row
 from ludus.config.schema import RLConfig
 from ludus.core.errors import ConfigError
 
+AGENT = ("task", "model", "env", "tools")
+
 
 @dataclass
 class Walk:
@@ -124,6 +126,28 @@ def test_a_section_lists_its_plug_ins_without_their_arguments():
     assert "walking about" in text
     assert "Cells a side" not in text
     assert "ludus config NAME, or rl.algorithm, shows their arguments." in text
+
+
+def test_a_file_shows_the_arguments_that_a_config_may_set(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def run(task, model, env, tools, patience: int = 3): ...\n"
+        "def make(task, hardness: float = 0.5): ...\n"
+    )
+    registries = {"env": Registry("env", {}), "agent": Registry("agent", {}, frozenset(AGENT))}
+
+    def shown(name):
+        console = Console(width=200)
+        with console.capture() as capture:
+            console.print(show_reference(f"{path}:{name}", registries))
+        return capture.get()
+
+    said = shown("run")
+    assert "patience" in said
+    assert not [name for name in AGENT if name in said.replace(str(path), "").split()]
+    said = shown("make")
+    assert "hardness" in said
+    assert "task" in said, "an environment has no such parameter of ours"
 
 
 def test_all_keys_on_a_terminal():

@@ -198,6 +198,29 @@ def test_a_child_does_not_hear_ctrl_c() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+def test_ctrl_c_waits_while_workers_start() -> None:
+    """Though another thread, which does not block the signal, receives it."""
+    over = threading.Event()
+    other = threading.Thread(target=over.wait)
+    other.start()
+    reached: list[str] = []
+
+    def start_workers() -> None:
+        with ctrl_c_kept_from_children():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+            reached.append("the end of the body")
+        reached.append("after it")
+
+    try:
+        with handling(raise_stop), pytest.raises(KeyboardInterrupt):
+            start_workers()
+    finally:
+        over.set()
+        other.join()
+    assert reached == ["the end of the body"]
+
+
 def test_nohup_is_respected() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -233,3 +256,16 @@ def test_what_follows_a_closed_terminal_may_print(tmp_path: Path) -> None:
     os.close(master)  # the kernel sends SIGHUP to the terminal's session
     assert process.wait(60) == 0
     assert (tmp_path / "result").read_text() == "saved"
+
+
+LEFT_SLOWLY = """
+import atexit, signal
+from ludus.core.signals import leave
+atexit.register(signal.raise_signal, signal.SIGINT)
+leave(130)
+"""
+
+
+def test_ctrl_c_while_python_exits_prints_no_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", LEFT_SLOWLY], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

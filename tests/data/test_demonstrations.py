@@ -31,6 +31,7 @@ def moody(seed: int, fault: str | None = None) -> Task:
     return Task(id=f"moody/{seed}", data={"seed": seed, "fault": fault})
 
 
+@pytest.mark.slow
 def test_faults_are_recorded_and_the_others_go_on(tmp_path: Path) -> None:
     faults = [None, "hang", "raise", None, "exit", "lose", "no expert", None]
     tasks = [moody(seed, fault) for seed, fault in enumerate(faults)]
@@ -63,7 +64,7 @@ def test_a_worker_that_dies_outside_of_an_episode_is_told_in_a_sentence(tmp_path
     tasks = [Task(id="digit/3", data={"seed": 3})]
     with pytest.raises(LudusError, match="a worker process of the expert died before an episode"):
         generate_demonstrations(Spec(name=f"{env}:Digit"), tasks, tmp_path / "d.jsonl")
-    assert [file.name for file in tmp_path.iterdir()] == ["mortal.py"]
+    assert {file.name for file in tmp_path.iterdir()} - {"__pycache__"} == {"mortal.py"}
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,7 @@ def test_what_an_environment_returns_is_checked_as_in_rollouts(
     assert (json.loads(line)["kind"], json.loads(line)["reason"]) == ("error", reason)
 
 
+@pytest.mark.slow
 def test_the_file_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
     tasks = [BabyAI.task(level, s) for s in range(25) for level in ("GoToLocal", "UnlockToUnlock")]
     env = Spec(name="babyai", args={"actions": "macro"})
@@ -175,6 +177,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_no_half_file(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

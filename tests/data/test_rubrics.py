@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ from typing import Any
 import pytest
 from chat_server import ChatServer, text
 from judged import said
+from main_here import exit_code
 from starlette.responses import Response
 
-from ludus.cli import main
 from ludus.core.errors import ConfigError
 from ludus.core.types import Message, Spec, Task
 from ludus.judges import JUDGES, model
@@ -31,18 +30,13 @@ SAMPLES = [
 
 
 @pytest.fixture
-def rubric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def rubric(tmp_path: Path) -> Callable[..., int]:
     samples = tmp_path / "samples.jsonl"
     samples.write_text("\n".join(map(json.dumps, SAMPLES)) + "\n\n")
 
     def call(url: str, *words: str) -> int:
         ends = ("--model", "m", "--base-url", url, "--out", str(tmp_path / "rubric.yaml"))
-        monkeypatch.setattr(sys, "argv", ["ludus", "rubric", str(samples), *ends, *words])
-        try:
-            main()
-        except SystemExit as end:
-            return int(end.code or 0)
-        return 0
+        return exit_code("rubric", str(samples), *ends, *words)
 
     return call
 

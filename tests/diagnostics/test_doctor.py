@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 import ludus
-from ludus.diagnostics import doctor
-from ludus.diagnostics.doctor import Check, exit_code, probe, render_checks, run_doctor
+from ludus.diagnostics import doctor, probes
+from ludus.diagnostics.doctor import exit_code, render_checks, run_doctor
+from ludus.diagnostics.probes import Check, probe
 from ludus.models.decoders import native
 
 CORE = (
@@ -60,7 +61,7 @@ def test_this_machine_is_well(checks):
 def test_a_machine_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", str(tmp_path / "missing"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    check = doctor.check_native("torch")
+    check = probes.check_native("torch")
     assert not check.ok
     assert not check.essential
     assert check.detail.startswith("none, torch computes on a CPU: ")
@@ -125,7 +126,7 @@ def test_a_mismatched_companion_of_torch_is_found(tmp_path, monkeypatch, name):
     package(tmp_path, name, "raise RuntimeError('operator torchvision::nms does not exist')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (check,) = doctor._if_installed(name, doctor.check_companion)
+    (check,) = probes.if_installed(name, probes.check_companion)
     assert check == Check(
         name,
         False,
@@ -138,7 +139,7 @@ def test_a_mismatched_companion_of_torch_is_found(tmp_path, monkeypatch, name):
 
 
 def test_what_is_not_installed_is_not_tried():
-    assert doctor._if_installed("no-such-package", lambda name: pytest.fail(name)) == []
+    assert probes.if_installed("no-such-package", lambda name: pytest.fail(name)) == []
 
 
 def test_an_old_package_is_found(tmp_path, monkeypatch):
@@ -152,7 +153,7 @@ def test_an_old_package_is_found(tmp_path, monkeypatch):
 
 def test_a_spinning_thread_policy_is_told(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    check = doctor.check_threads("torch")
+    check = probes.check_threads("torch")
     assert (check.ok, check.detail) == (False, "ACTIVE: idle threads spin")
     assert check.fix == "export OMP_WAIT_POLICY=PASSIVE"
 

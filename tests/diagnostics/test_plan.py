@@ -21,8 +21,8 @@ from ludus.core.errors import ConfigError
 from ludus.diagnostics import plan as planning
 from ludus.diagnostics.episodes import Usage, measure
 from ludus.diagnostics.hardware import HARDWARE, Hardware, find_hardware
+from ludus.diagnostics.memory import Memory
 from ludus.diagnostics.plan_lines import lines
-from ludus.models.flops import Shape
 from ludus.train.algorithms.losses import cross_entropy
 from ludus.train.learner import Learner
 
@@ -55,8 +55,9 @@ def test_activations_match_what_autograd_saves(layers: int, inner: int) -> None:
         lambda t: (alive.append(t), keep(t))[1], lambda t: t
     ):
         model.model(torch.randint(0, 100, (1, tokens)), use_cache=False)
-    estimate = planning._Estimate(config, HARDWARE["l4"], shape, Shape.of(model), 1.0, 0.35, 0.0)
-    assert estimate._activations() * tokens == pytest.approx(sum(kept.values()), rel=0.3)
+    assert Memory(config, shape).activations() * tokens == pytest.approx(
+        sum(kept.values()), rel=0.3
+    )
 
 
 def test_parameters_and_their_memory() -> None:
@@ -190,7 +191,10 @@ def test_the_estimate_is_within_a_factor_two_of_measured_runs(name: str) -> None
 
 
 def test_a_fast_gpu_does_not_shorten_environments_and_set_up() -> None:
-    assert 1 < planned("babyai-tiny", HARDWARE["h200"]) < planned("babyai-tiny", CPU)
+    config = load_config(str(RECIPES / "babyai-tiny.yaml"), [])
+    usage = measure(config)
+    fast, slow = (planning.plan(config, on, usage=usage).hours for on in (HARDWARE["h200"], CPU))
+    assert 1 < 60 * fast < 60 * slow
 
 
 def test_usage_is_that_of_the_experts_episodes() -> None:

@@ -41,6 +41,7 @@ def test_every_evaluation_measures_the_checkpoint_of_its_weights(reference: Ludu
     ), "the best is kept"
 
 
+@pytest.mark.slow
 def test_best_and_latest_name_a_checkpoint_in_every_verb(
     reference: Ludus, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

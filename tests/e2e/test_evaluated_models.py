@@ -54,6 +54,7 @@ def test_two_of_any_kind_are_compared(reference: Ludus, exported: Path, tmp_path
     assert "better on 0 tasks, worse on 0" in done
 
 
+@pytest.mark.slow
 def test_failures_of_an_endpoint_are_left_out(reference: Ludus) -> None:
     openings: list[str] = []
 

@@ -45,7 +45,7 @@ def sums(ludus: Ludus) -> str:
     )
 
 
-# What the user wrote
+# Faults in the user's files
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_tokenizer_without_a_chat_template(reference: Ludus, ludus: Ludus) -> 
     ludus("train", BABYAI, *without).refused(2, "chat template", "model.chat_template")
 
 
-# What does not fit
+# Parts that do not fit
 
 
 def test_prompts_that_never_fit_stop_the_run(ludus: Ludus) -> None:
@@ -182,9 +182,10 @@ def test_conversations_too_long_for_the_context(ludus: Ludus) -> None:
     ludus("train", BABYAI, *short).refused(1, "sft: 40 of 40 conversations skipped")
 
 
-# What breaks
+# Failures during a run
 
 
+@pytest.mark.slow
 def test_an_environment_that_breaks_for_some_tasks(ludus: Ludus) -> None:
     """It raises, hangs, returns rubbish: these episodes are put on record, the others train."""
     ludus("train", echo(ludus, "Moody"), "rl.steps=1").ok()
@@ -348,6 +349,7 @@ IMPATIENT = (
 )
 
 
+@pytest.mark.slow
 def test_a_locked_store(ludus: Ludus, reference: Ludus) -> None:
     """At the start, and in the middle of a run; once it is free, the run goes on."""
     (ludus.cwd / "runs").mkdir()

@@ -12,7 +12,7 @@ from harness import BABYAI, Ludus
 
 from ludus.store.mirror import Remote
 
-# What kills the process, and whether the machine's disk is lost with it.
+# The deaths of the process; True: the machine's disk is lost with it.
 DEATHS = [
     ("ludus.pipeline.progress:Display.tick", 5, "kill", True),
     ("ludus.train.learner:Learner.train_step", 3, "kill", False),
@@ -61,6 +61,7 @@ def test_killed_and_wiped_the_same_command_ends_with_the_same_bits(
     assert (ludus.run() / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_a_machine_that_comes_back_late_stops(ludus: Ludus, reference: Ludus) -> None:
     """Its run was taken up elsewhere meanwhile: it notices at its next checkpoint."""
     url = f"file://{ludus.cwd}/copy"

@@ -72,6 +72,7 @@ def test_metrics_and_evaluations_are_by_environment(mixed: Ludus) -> None:
     assert marks == {("babyai", 1e-6), ("crafting", 1.0)}
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_is_the_same_run(mixed: Ludus, ludus: Ludus) -> None:
     kills = {  # in SFT; in the second step of RL; in the fourth, one step after a checkpoint
         "ludus.train.learner:Learner.train_step": [7],
@@ -117,6 +118,7 @@ def with_sayings(ludus: Ludus) -> Ludus:
     return ludus
 
 
+@pytest.mark.slow
 def test_an_environment_a_file_and_puzzles_in_one_run_killed_and_resumed(
     zygote: Zygote, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from harness import BABYAI, Done, Ludus, Zygote
 
 LORA = ["model.lora={rank: 2, dropout: 0.1}", "sft.optimizer.lr=0.02"]
 
-# Where each attempt at the run is killed: a function, which call of it, and before or after it.
+# The place of each kill of the run: a function, which call of it, and before or after it.
 # They follow one another, so the run dies at every stage, and goes on after each death.
 KILLS = {
     "migrating the store": ("sqlalchemy.engine.default:DefaultDialect.do_execute", 12, "kill"),
@@ -29,7 +29,7 @@ KILLS = {
     "a checkpoint, half-written": ("ludus.train.checkpoint.store:require_intact", 2, "kill"),
     "a checkpoint, renamed": ("ludus.core.files:_replace_folder", 1, "kill after"),
     "a transaction": ("ludus.store.recording:StepWriter.write", 2, "kill after"),
-    "the end of SFT": ("ludus.backends.local:LocalBackend.save", 2, "kill after"),
+    "the end of SFT": ("ludus.backends.local:LocalBackend.save", 1, "kill after"),
     "the evaluation before RL": ("ludus.rollout.collect:run_episode", 5, "kill"),
     "recording that evaluation": ("ludus.pipeline.training:atomic_write", 1, "kill"),
     "rewinding, first half": ("ludus.telemetry.metrics:MetricsLog.rewind", 1, "kill after"),
@@ -183,7 +183,8 @@ def test_what_cannot_be_resumed_is_refused(ludus: Ludus, reference: Ludus) -> No
 
 def test_one_process_owns_a_run(ludus: Ludus) -> None:
     """The second is refused and changes nothing; readers are not disturbed, nor disturb."""
-    first = ludus.start("train", BABYAI, "rl.steps=500")
+    # Steps of milliseconds would remove the newest checkpoint while it is evaluated.
+    first = ludus.start("train", BABYAI, "rl.steps=500", "checkpoint.keep_last=500")
     first.until("rl: 500 steps")
     config = (ludus.run() / "config.yaml").read_text()
     second = ludus("train", "--resume", "tiny-1", "rl.steps=2")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
 from harness import BABYAI, Done, Ludus
+from variants import variants
 
 AGAIN = "ludus train --resume tiny-1"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -30,6 +32,7 @@ def one_sentence(done: Done, number: int) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(ludus: Ludus, reference: Ludus) -> None:
     """In demonstrations, SFT, an evaluation, a rollout, twice in a step, in the last evaluation."""
     for place, nth, how, said in (
@@ -52,8 +55,10 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(ludus: Ludus, refere
         assert mine[part] == other[part], f"{part} differ"
 
 
-@pytest.mark.parametrize("number", CODES)
-@pytest.mark.parametrize("twice", ["", " twice"])
+@pytest.mark.parametrize(
+    ("number", "twice"),
+    variants(product(CODES, ["", " twice"]), [(signal.SIGINT, ""), (signal.SIGTERM, " twice")]),
+)
 def test_a_signal_in_an_evaluation_is_one_sentence(ludus: Ludus, number: int, twice: str) -> None:
     """The evaluation before RL has many episodes at work, each in a task of its own."""
     many = ["rollout.concurrency=64", "tasks.heldout.args.num_tasks=64", "sft.steps=1"]
@@ -89,7 +94,7 @@ def test_evaluate_stops(reference: Ludus, number: int) -> None:
     assert reference.status() == "completed"
 
 
-@pytest.mark.parametrize("number", CODES)
+@pytest.mark.parametrize("number", variants(CODES, [signal.SIGTERM]))
 def test_a_brief_run_leaves_nothing(ludus: Ludus, number: int) -> None:
     how = "interrupt" if number == signal.SIGINT else "terminate"
     done = ludus("verify", BABYAI, setup=f"strike({TRAIN_STEP!r}, 1, {how!r})")
@@ -111,19 +116,23 @@ def test_playing_ahead_ends_by_sigterm(ludus: Ludus) -> None:
 
 HANGS = """
 import sys, time
-from ludus.backends.local import LocalBackend
-original = LocalBackend._score
+from ludus.train.trainer import Trainer
+original = Trainer.score
+calls = []
 def score(self, *args):
-    if self.policy_version:
+    calls.append(args)
+    if len(calls) == 2:
         print("an endless step", file=sys.stderr, flush=True)
         time.sleep(3600)
     return original(self, *args)
-LocalBackend._score = score
+Trainer.score = score
 """
 """The learner's thread never ends the second step of RL."""
 
 
-@pytest.mark.parametrize("number", [*CODES, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", variants([*CODES, signal.SIGHUP], [signal.SIGINT, signal.SIGHUP])
+)
 def test_the_second_signal_does_not_wait_for_the_learner_s_thread(
     ludus: Ludus, number: int
 ) -> None:
@@ -140,7 +149,7 @@ def test_the_second_signal_does_not_wait_for_the_learner_s_thread(
     assert "Traceback" not in done.all
 
 
-@pytest.mark.parametrize("number", CODES)
+@pytest.mark.parametrize("number", variants(CODES, [signal.SIGTERM]))
 def test_the_server_of_the_vllm_sampler_is_ended(ludus: Ludus, number: int) -> None:
     """A program that never answers stands for vLLM during its startup, which takes minutes."""
     python = ludus.cwd / "python"

@@ -44,6 +44,7 @@ def write(folder: Path, code: bool = False) -> None:
     lines("taught.jsonl", [{"messages": conversation(a, b)} for a, b in sums])
 
 
+@pytest.mark.slow
 def test_killed_in_a_step_with_tools_it_is_the_same_run(
     ludus: Ludus, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

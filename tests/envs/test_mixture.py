@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from served_envs import Engine
 
 from ludus.core.errors import ConfigError, EnvError
 from ludus.core.types import Message, Spec, Task, ToolCall
@@ -114,6 +116,16 @@ async def test_the_environment_sees_its_task_without_the_label_and_is_closed() -
         await env.step(say("drop"))
     with pytest.raises(NoExpert):
         env.expert_action()
+
+
+async def test_an_engine_of_one_of_them_is_prepared() -> None:
+    Engine.prepared.clear()
+    envs = {"one": Spec(name="served_envs:Engine"), "two": Spec(name="served_envs:Obeys")}
+    env = Mixture(envs)
+    await env.prepare(Task(id="t", data={"part": "two"}))
+    assert Engine.prepared == {}
+    await env.prepare(Task(id="t", data={"part": "one"}))
+    assert Engine.prepared == {os.getpid(): "t"}
 
 
 def test_demonstrations_are_by_each_ones_expert(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def result(model: str, benchmark: str, *rows: str) -> BenchmarkResult:
         model=model,
         benchmark=benchmark,
         source="file.jsonl",
-        num_published=BENCHMARKS[benchmark].size,
+        num_rows=BENCHMARKS[benchmark].size,
         num_truncated=num_truncated(played),
         evaluation=summarise(played, temperature=0.7) if rows else None,
         failure="" if rows else "nothing to evaluate",

@@ -71,6 +71,18 @@ def test_success_starts_at_the_threshold():
     assert evaluation.score.value == pytest.approx(1.99 / 3)
 
 
+def test_a_verdict_of_the_agent_comes_before_the_threshold():
+    """`Outcome(success=...)` and `Score(success=...)`."""
+    played = groups([[0.5, 1.0], [0.5, 0.2]])
+    for trajectory, verdict in zip(
+        (t for group in played for t in group.trajectories), (1.0, 0.0, 1.0, 0.0), strict=True
+    ):
+        trajectory.metrics["success"] = verdict
+    evaluation = summarise(played)
+    assert evaluation.success.value == 0.5
+    assert [o.successes for o in evaluation.outcomes] == [[True, False], [True, False]]
+
+
 def test_score_interval_is_students():
     score = summarise(groups([[1.0], [2.0], [3.0], [4.0]])).score
     half = 3.182446305284263 * math.sqrt(5 / 3) / 2  # t(0.975, 3), s / sqrt(n)

@@ -1,12 +1,14 @@
 """Programs that try to pass assertions without solving the task; and honest ones of every kind."""
 
 import pytest
+import pytest_asyncio
 from judged import said
 
-from ludus.core.errors import ConfigError, Unscorable
+from ludus.core.errors import Unscorable
 from ludus.core.types import Spec, Task
 from ludus.judges import JUDGES
-from ludus.sandbox.layers import require_layers
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 KEY = "r'[0-9a-f]{32}'"
 CLAIM = f"""
@@ -69,23 +71,23 @@ CHECK = {
 }
 
 
-async def judged(code, data, task="q"):
-    try:
-        require_layers()
-    except ConfigError as error:
-        pytest.skip(str(error))
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def judge(layers):
+    """One judge for all programs: a cheat must not help the next program either."""
     args = {"run_s": 5, "sandbox": {"name": "jail", "args": {"packages": []}}}
-    judge = JUDGES.build(Spec(name="code", args=args))
-    try:
-        return await judge(Task(id=task, data=data), said(f"```python\n{code}\n```"))
-    finally:
-        await judge.close()
+    made = JUDGES.build(Spec(name="code", args=args))
+    yield made
+    await made.close()
+
+
+async def judged(judge, code, data):
+    return await judge(Task(id="q", data=data), said(f"```python\n{code}\n```"))
 
 
 @pytest.mark.parametrize("name", CHEATS)
-async def test_a_cheat_fails(name):
+async def test_a_cheat_fails(judge, name):
     for data in (ASSERTION, CHECK):
-        score = await judged(CHEATS[name], data)
+        score = await judged(judge, CHEATS[name], data)
         assert (score.value, score.parts["found"]) == (0, 1), score.explanation
 
 
@@ -121,14 +123,15 @@ def caught(function):
 
 
 @pytest.mark.parametrize("name", HONEST)
-async def test_an_honest_program_passes(name):
+async def test_an_honest_program_passes(judge, name):
     code, claim = HONEST[name]
     setup = "pair = Pair(1, 2)\npair.a = 9" if name == "setup" else SETUP
     data = {"test_list": [f"assert {claim}"], "test_setup_code": setup}
-    score = await judged(code, data)
+    score = await judged(judge, code, data)
     assert score.value == 1, score.explanation
 
 
-async def test_an_assertion_that_needs_the_programs_process_is_no_score():
+async def test_an_assertion_that_needs_the_programs_process_is_no_score(judge):
+    data = {"test_list": ["assert f(lambda x: x) == 1"]}
     with pytest.raises(Unscorable, match="an argument is a function, not plain data"):
-        await judged("def f(g): return g(1)", {"test_list": ["assert f(lambda x: x) == 1"]})
+        await judged(judge, "def f(g): return g(1)", data)

@@ -9,12 +9,11 @@ import zlib
 import pytest
 from judged import said
 
-from ludus.core.errors import ConfigError, ToolError, Unscorable
+from ludus.core.errors import ToolError, Unscorable
 from ludus.core.types import Spec, Task
 from ludus.judges import JUDGES
 from ludus.judges.code import last_code
 from ludus.judges.code_tests import read_tests, same_output, same_value
-from ludus.sandbox.layers import require_layers
 
 
 async def judged(code, sandbox="PlainSandbox", fenced=True, answer=None, **data):
@@ -114,11 +113,8 @@ async def test_code_that_loops_fails_its_test(monkeypatch):
     assert score.explanation == "0 of 1 tests passed; test 1 of 1: stopped, time limit"
 
 
+@pytest.mark.usefixtures("layers")
 async def test_in_the_jail():
-    try:
-        require_layers()
-    except ConfigError as error:
-        pytest.skip(str(error))
     args = {"reward": "share", "run_s": 5, "sandbox": {"name": "jail", "args": {"packages": []}}}
     judge = JUDGES.build(Spec(name="code", args=args))
     spy = f"try:\n    open({__file__!r})\n    print(0)\nexcept OSError:\n    pass\n{SUM}"

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from judged import said
+from variants import variants
 
 from ludus.core.errors import Unscorable
 from ludus.core.types import Task
@@ -28,6 +29,15 @@ def hasty():
 
 async def judged(judge, text, answer):
     return await judge(Task(id="q", answer=answer), said(text))
+
+
+@pytest.mark.parametrize(("text", "value"), [("<a>8</a>", 1.0), ("<a>9</a> not 8", 0.0)])
+async def test_markers_of_the_recipe(text, value):
+    judge = MathJudge(workers=1, markers=("<a>", "</a>"))
+    try:
+        assert (await judged(judge, text, "8")).value == value
+    finally:
+        await judge.close()
 
 
 MATRIX = "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}"
@@ -90,7 +100,7 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("kind", ENDLESS)
+@pytest.mark.parametrize("kind", variants(ENDLESS, ["tower", "brackets"]))
 async def test_an_answer_without_end_costs_its_limit_and_scores_zero(hasty, kind):
     score = await judged(hasty, f"\\boxed{{{ENDLESS[kind]}}}", 5)
     assert score.value == 0
@@ -206,7 +216,7 @@ async def test_a_comparison_that_nobody_waits_for_ends() -> None:
     """Its process would go on for `limit_s` otherwise, and the next comparison would wait."""
     judge = MathJudge(limit_s=600, workers=1)
     assert (await judge(Task(id="q", answer="7"), said(r"\boxed{7}"))).value == 1.0
-    looping = asyncio.create_task(judge(Task(id="q", answer="7"), said(r"\boxed{10^{10^{10}}}")))
+    looping = asyncio.create_task(judge(Task(id="q", answer="7"), said(r"\boxed{9^{9^{9^9}}}")))
     await asyncio.sleep(0.5)
     looping.cancel()
     async with asyncio.timeout(60):
@@ -216,7 +226,7 @@ async def test_a_comparison_that_nobody_waits_for_ends() -> None:
 async def test_a_judge_that_is_closed_ends_what_it_computes() -> None:
     judge = MathJudge(limit_s=600, workers=1)
     assert (await judge(Task(id="q", answer="7"), said(r"\boxed{7}"))).value == 1.0
-    looping = asyncio.create_task(judge(Task(id="q", answer="7"), said(r"\boxed{10^{10^{10}}}")))
+    looping = asyncio.create_task(judge(Task(id="q", answer="7"), said(r"\boxed{(10^{10})!}")))
     await asyncio.sleep(0.5)
     await judge.close()
     with pytest.raises(Unscorable, match="died with exit code"):  # not a score of 0

@@ -36,6 +36,7 @@ ALWAYS = {
     "time/rollout_s",
     "time/train_s",
     "time/step_s",
+    "time/cpu_s",
     "time/wall_s",
     "time/tokens_per_s",
     *(f"time/{part}_s" for part in PARTS),
@@ -106,6 +107,15 @@ async def test_grpo_finds_the_lever_that_pays(tmp_path: Path) -> None:
         assert [group.id for group in groups] == [f"rl-{step:06d}/g{i:04d}" for i in range(3)]
         versions = {s.policy_version for g in groups for t in g.trajectories for s in t.segments}
         assert versions == {None, 30 + step}
+        for group in groups:
+            means = [
+                sum(x for s in t.segments for x in s.advantages or ()) for t in group.trajectories
+            ]
+            rewards = [t.reward or 0.0 for t in group.trajectories]
+            assert (max(means) > 0) == (min(means) < 0) == (len(set(rewards)) > 1)
+            assert means.index(max(means)) == rewards.index(max(rewards))
+            for segment in (s for t in group.trajectories for s in t.segments):
+                assert (segment.advantages is not None) == segment.sampled
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "rloo"])

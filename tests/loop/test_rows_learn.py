@@ -299,7 +299,7 @@ def test_a_reference_is_named_by_its_folder(tmp_path: Path, taught: dict[str, An
     world.backend.model.save_pretrained(tmp_path / "base")
     args = {"kl_coefficient": 0.1, "kl_reference": str(tmp_path / "base")}
     world.rl(TASKS, 1, Spec(name="grpo", args=args))
-    reference = world.backend._reference
+    reference = world.backend.trainer._reference
     assert reference is not None
     assert not reference.copied
     assert not any(p.requires_grad for p in reference.model.parameters())

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from ludus.config.schema import LoraConfig, ModelConfig
 from ludus.core.errors import CheckpointError, ConfigError
@@ -16,6 +17,7 @@ from ludus.core.types import Spec
 from ludus.models import ARCHITECTURES
 from ludus.models.build import build_model, merge_lora, set_tf32
 from ludus.models.chat.tokenizers import load_tokenizer, train_tokenizer
+from ludus.train.checkpoint.export import export_hf
 
 TINY = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "intermediate_size": 64}
 
@@ -100,6 +102,16 @@ def test_save_and_load_round_trip(tmp_path: Path, tokenizer: PreTrainedTokenizer
     large = train_tokenizer(Spec(name="bpe"), ["turn left"])
     with pytest.raises(ConfigError, match=r"model\.tokenizer: the token .* has the id \d+"):
         build_model(config, large, 0)
+
+
+def test_loading_and_saving_print_nothing(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert transformers_logging.is_progress_bar_enabled()
+    export_hf(build_model(scratch(), tokenizer, 0), tokenizer, tmp_path / "exported")
+    build_model(ModelConfig(path=str(tmp_path / "exported"), context_length=64), tokenizer, 0)
+    assert transformers_logging.is_progress_bar_enabled(), "a user's own setting stays"
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_pretrained_model_has_no_dropout(

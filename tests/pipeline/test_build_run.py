@@ -15,8 +15,8 @@ from ludus.config.load import load_config
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, DataError, EnvError, ToolError
 from ludus.core.modules import load_module
-from ludus.core.types import Group, Message, Segment, Spec, Task, Trajectory
-from ludus.data.conversations import read_conversations, replay_all
+from ludus.core.types import Group, Message, Segment, Spec, Task, ToolCall, ToolSpec, Trajectory
+from ludus.data.conversations import functions_brought, read_conversations, replay_all
 from ludus.data.expert import Demonstration, run_expert
 from ludus.data.splits import read_splits
 from ludus.envs import ENVS as ENVIRONMENTS
@@ -294,6 +294,38 @@ def test_exported_sft_data_shows_the_functions_of_the_rollout(load: Any, tmp_pat
     assert [one.task.data for one in found] == [{}, {}, {}, {"part": "easy"}]
 
 
+SCHEMA = {"properties": {"code": {"type": "string"}}, "required": ["code"], "type": "object"}
+
+
+def test_sft_data_of_an_agent_brings_its_functions(load: Any, tmp_path: Path):
+    """In OpenAI's form, as agents send messages and tools; without `tools` in the recipe."""
+    function = {"name": "python", "description": "Run it.", "parameters": SCHEMA}
+    call = {"id": "a", "type": "function", "function": {"name": "python"}}
+    call["function"]["arguments"] = '{"code": "one"}'
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    line = {"messages": [{"role": "user", "content": "you count ."}, said], "tools": [function]}
+    wrapped = {**line, "tools": [{"type": "function", "function": {**function, "strict": True}}]}
+    path = tmp_path / "sft.jsonl"
+    path.write_text("\n".join(map(json.dumps, (line, wrapped))))
+    config = load(f"sft={{data: {path}}}")
+    found, _ = read_conversations(config, [], [])
+    (tool,) = functions_brought(found)
+    assert tool == ToolSpec.model_validate(function)
+    assert [m.tool_calls for m in (found[0].messages[1], found[1].messages[1])] == [
+        [ToolCall(name="python", arguments={"code": "one"}, id="a")]
+    ] * 2
+    messages = [message for item in found for message in item.messages]
+    renderers = make_renderers(config, make_tokenizer(config, [], messages, [tool]))
+    _, (one, other), _ = replay_all(found, renderers, 512)
+    text = renderers.default.text(one.token_ids(len(one.segments) - 1))
+    assert '"description": "Run it."' in text
+    assert "<unk>" not in text
+    assert one.segments == other.segments
+    path.write_text(json.dumps({**line, "tools": [{"type": "function"}]}))
+    with pytest.raises(DataError, match=r"sft.jsonl:1: tools.0 is no function: name"):
+        read_conversations(config, [], [])
+
+
 def test_conversations_open_like_rollouts(load: Any):
     config = load("rollout.system_prompt=be brief", "demonstrations={}", "sft={}")
     task = Task(id="a", prompt=[user("you count .")], tier="easy")
@@ -409,7 +441,7 @@ from ludus.core.errors import ConfigError
 
 class Backend:
     sampler = SimpleNamespace()
-    begin_stage = train = save = load = None
+    begin_stage = train = save = load = make_envs = host_judge = None
     closed = 0
     def close(self):
         Backend.closed += 1

@@ -49,6 +49,11 @@ def test_a_judge_with_other_markers_than_the_policy_is_refused() -> None:
     summed = "{name: sum, args: {parts: {right: answer}}}"
     with pytest.raises(ConfigError, match=rf"{place}: answer takes the answer between"):
         check(recipe(own, f"{place}={summed}", f"tasks.heldout.args.parts.search.judge={qa}"))
+    maths = "{name: math, args: {extract: auto}}"
+    with pytest.raises(ConfigError, match=rf"{place}: math takes the answer between"):
+        check(recipe(own, f"{place}={maths}", f"tasks.heldout.args.parts.search.judge={qa}"))
+    boxed = maths.replace("auto", "boxed")
+    check(recipe(own, f"{place}={boxed}", f"tasks.heldout.args.parts.search.judge={qa}"))
     check(recipe())
 
 

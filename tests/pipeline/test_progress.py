@@ -95,6 +95,14 @@ def test_time_left_of_a_resumed_stage_counts_new_steps_only(clock: Clock):
     assert output_of(run).splitlines() == ["rl: 100 steps, from step 90", "rl 91/100  3:00 left"]
 
 
+def test_a_step_of_an_earlier_process_is_not_shown(clock: Clock):
+    def run(display: Display) -> None:
+        clock.now += 20
+        display.step("rl", 1, METRICS)
+
+    assert output_of(run) == ""
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_stages_without_steps(terminal: bool, clock: Clock):
     def run(display: Display) -> None:

@@ -43,6 +43,7 @@ FLOORS = (
     "pipeline",
     "diagnostics",
     "coevolve",
+    "cluster",
     "cli",
 )
 """Folders from the ground up; a dotted name is an inner floor of its folder.
@@ -57,8 +58,8 @@ ENTRANCES = {"ludus", "ludus.__main__"}
 """Stand above all floors: the public names, and `python -m ludus`."""
 
 HEAVY = {
-    "accelerate", "datasets", "fastapi", "gymnasium", "minigrid", "numpy", "pandas", "peft",
-    "playwright", "prometheus_client", "psycopg", "pyarrow", "ray", "renderers", "scipy",
+    "accelerate", "datasets", "fastapi", "gymnasium", "inspect_ai", "minigrid", "numpy", "pandas",
+    "peft", "playwright", "prometheus_client", "psycopg", "pyarrow", "ray", "renderers", "scipy",
     "sqlalchemy", "statsmodels", "tensorboard", "tokenizers", "torch", "transformers", "vllm",
     "wandb",
 }  # fmt: skip

@@ -56,4 +56,12 @@ def test_the_readme_names_the_test_commands() -> None:
 def test_continuous_integration_starts_with_make_test() -> None:
     """No step before it may hide what `make test` lacks."""
     commands = re.findall(r"^make (\S+)", (ROOT / ".ci" / "run").read_text(), re.M)
-    assert commands == ["test", "test-slow", "vllm", "test-engines"]
+    assert commands == [
+        "test",
+        "test-slow",
+        "vllm",
+        "verifiers",
+        "appworld",
+        "verl",
+        "test-engines",
+    ]

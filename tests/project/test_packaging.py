@@ -28,24 +28,35 @@ COMES_WITH = {
     "httpx2": "mcp",
     "markupsafe": "jinja2",
     "pydantic-core": "pydantic",
+    "pydevd": "debugpy",
     "referencing": "jsonschema",
 }
 """Packages that are part of another: imported as such, declared through it."""
 
 NOT_IMPORTED = {
     "accelerate": "peft needs it",
+    "agentscope": "an agent of the examples",
     "greenlet": "SQLAlchemy needs it",
+    "langchain-openai": "an agent of the examples",
+    "langgraph": "an agent of the examples",
+    "openai-agents": "an agent of the examples",
     "httptools": "uvicorn parses HTTP with it",
+    "opentelemetry-sdk": "imported as opentelemetry.sdk, a package of several distributions",
     "psycopg": "SQLAlchemy loads it for a postgresql:// URL",
     "renderers": "looked up by name",
+    "smolagents": "an agent of the examples",
     "s3fs": "fsspec loads it for an s3:// URL",
+    "textarena": "games of the examples",
     "tensorboard": "torch.utils.tensorboard needs it",
     "uvloop": "uvicorn's event loop",
 }
 """Declared packages that no import statement names, and why they are declared."""
 
 
-APART = {"alfworld", "reasoning", "renderers", "s3", "scienceworld", "textworldexpress"}
+APART = {
+    "agents", "alfworld", "debug", "games", "inspect", "notify", "otel", "ray", "reasoning",
+    "renderers", "s3", "scienceworld", "textworldexpress",
+}  # fmt: skip
 """Extras that `all` leaves out: they need Java or a compiler, or bring many packages along."""
 
 
@@ -121,12 +132,12 @@ def test_wheel_works_where_the_source_is_not(wheel: zipfile.ZipFile, tmp_path: P
 def third_party(folder: Path, *, on_import: bool = False) -> Mapping[str, set[str]]:
     """Distribution to the files that import it; `on_import`: not inside functions.
 
-    Files that run inside vLLM's process, in an environment of its own, are left out.
+    Files that run in an environment of their own, such as vLLM's (`vllm_side`), are left out.
     """
     owners = packages_distributions()
     found: dict[str, set[str]] = {}
     for path in folder.rglob("*.py"):
-        if path.parent.name == "vllm_side":
+        if path.parent.name.endswith("_side"):  # vllm_side, verifiers_side, appworld_side
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in tree.body if on_import else ast.walk(tree):
@@ -147,6 +158,7 @@ def third_party(folder: Path, *, on_import: bool = False) -> Mapping[str, set[st
     return found
 
 
+@pytest.mark.slow
 def test_every_import_is_declared() -> None:
     known = declared().union(*map(declared, EXTRAS))
     undeclared = {

@@ -1,11 +1,12 @@
 import math
 import random
 import re
-import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import product
 
 import pytest
+from variants import variants
 
 from ludus.core.types import Group, Message, Segment, Status, Task, Trajectory
 from ludus.evaluate import compare, summarise
@@ -344,23 +345,10 @@ def test_numbers_as_people_write_them():
     assert show(0.5721, "%") == "57.2 %"
 
 
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no chromium on this machine (apt-get install chromium)")
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(
-            executable_path=chromium,
-            args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"],
-        )
-        yield started
-        started.close()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    variants(product([1280, 360], ["light", "dark"]), [(1280, "light"), (360, "dark")]),
+)
 def test_in_a_browser(browser, page, scheme, width):
     tab = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     complaints, requests = [], []

@@ -404,7 +404,7 @@ def test_threads_that_hang_do_not_keep_the_interpreter():
         from rollout_world import Scripted, make_world
         from rollout_world import World
         import rollout_world
-        rollout_world._teach = lambda *_: None  # nobody samples here
+        rollout_world.teach = lambda *_: None  # nobody samples here
         world = make_world()
         faults = ["busy", "sleep", "await"]
         async def main():
@@ -505,3 +505,12 @@ async def test_a_single_turn_task_needs_no_environment(world: World):
             assert t.num_turns == 1
             said = world.tokenizer.decode(t.segments[-1].token_ids).removesuffix("<|end|>")
             assert (t.reward, t.metrics["success"]) == (float(said == group.task.answer),) * 2
+
+
+async def test_a_fault_of_all_episodes_is_not_told_for_each(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector = world.collector("Unmakeable", max_retries=1, concurrency=4)
+    await collector.collect([task_of(0)], 0, 12)
+    told = [record for record in caplog.records if "retrying" in record.getMessage()]
+    assert len(told) == 4, "the first three, and the tenth"

@@ -11,10 +11,10 @@ import pytest
 from played_envs import Say, task_of
 
 from ludus.core.errors import EnvError, EpisodeTimeout
-from ludus.core.types import Message, Observation, StepResult, Task
+from ludus.core.types import Message, Observation, Spec, StepResult, Task
 from ludus.envs.base import Env
 from ludus.rollout import threads
-from ludus.rollout.host import HostedEnv
+from ludus.rollout.host import HostedEnv, LocalEnvs
 from ludus.rollout.threads import EnvThread, Overdue, WorkerThread
 
 ACT = Message(role="assistant", content="red")
@@ -256,3 +256,40 @@ def test_a_worker_thread_outlives_the_loop_of_its_caller():
     gate.set()
     workers = [t for t in threading.enumerate() if t.name == "ludus-env"]
     assert all(t.daemon for t in workers)
+
+
+class Engine(Say):
+    """Takes longer to prepare than a step may."""
+
+    prepared: list[Task]
+    seconds: float = 0.4
+
+    async def prepare(self, task: Task) -> None:
+        await asyncio.sleep(self.seconds)
+        self.prepared = [task]
+
+    async def reset(self, task: Task) -> Observation:
+        assert self.prepared == [task]
+        return await super().reset(task)
+
+
+async def test_a_preparation_does_not_count_as_a_step():
+    thread = EnvThread()
+    env = HostedEnv(Engine, thread, 0.2, prepares=True)
+    await env.reset(task_of(0))
+    await env.close()
+    own = LocalEnvs(Spec(name=f"{__name__}:Engine")).host(task_of(0), thread, 0.2)
+    assert own is not None
+    await own.reset(task_of(0))
+    await own.close()
+    thread.close()
+
+
+async def test_a_preparation_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ludus.rollout.host.PREPARE_S", 0.1)
+    thread = EnvThread()
+    env = HostedEnv(Engine, thread, 60.0, prepares=True)
+    with pytest.raises(EpisodeTimeout, match=r"the environment's prepare took longer than 0.1 s$"):
+        await env.reset(task_of(0))
+    await env.close()
+    thread.close()

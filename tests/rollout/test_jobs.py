@@ -14,6 +14,7 @@ from chat_server import ChatServer, call, num_turns, text
 from played_envs import Say, task_of
 from rollout_world import CONTEXT, World
 from starlette.responses import RedirectResponse, Response
+from variants import variants
 
 from ludus.config.schema import RolloutConfig
 from ludus.core.errors import ConfigError, SamplerError
@@ -329,7 +330,7 @@ def test_a_context_overflow_is_truncated_length() -> None:
     assert (episode.status, episode.reward) == (Status.TRUNCATED_LENGTH, 0.0)
 
 
-@pytest.mark.parametrize("how", ["deadline", "stop"])
+@pytest.mark.parametrize("how", variants(["deadline", "stop"], ["stop"]))
 def test_a_job_that_ends_early_keeps_its_episodes(how: str) -> None:
     asked_again = threading.Event()
 

@@ -18,8 +18,8 @@ class Played:
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
 
-    async def __call__(self, tasks: Any, label: str, step: int, k: int) -> list[Group]:
-        return await self._collector.with_config(label).collect(tasks, step, k)
+    async def stream(self, tasks: Any, label: str, step: int, k: int, finish: Any) -> None:
+        await self._collector.with_config(label).stream(tasks, step, k, finish)
 
     async def close(self) -> None:
         await self._collector.close()

@@ -257,7 +257,7 @@ async def test_code_runs_inside_the_turn(tokenizer: Any):
     assert tokenizer.decode(result.token_ids) == (
         "\n<execution_results>\nran 1+1\n</execution_results>\n"
     )
-    # What the model forged is sampled text with a loss; only the tool's result has none.
+    # The model's forgery is sampled text with a loss; only the tool's result has none.
     assert tokenizer.decode(code.token_ids) == said[0]
     assert code.message is not None
     assert code.message.content == said[0]

@@ -7,9 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 import ludus
 from ludus.diagnostics.doctor import run_attacks
@@ -29,10 +31,18 @@ def available(item: Attack) -> None:
         pytest.skip("no cgroup is writable")
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def jail() -> AsyncIterator[Jail]:
+    """One jail for all attacks: an attack must not help the next either."""
+    async with Jail(packages=(), max_runs=1) as opened:
+        yield opened
+
+
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("item", ATTACKS, ids=lambda item: item.name)
-async def test_an_attack_is_stopped(item: Attack) -> None:
+async def test_an_attack_is_stopped(jail: Jail, item: Attack) -> None:
     available(item)
-    async with Jail(packages=(), max_runs=1) as jail, bait() as laid:
+    async with bait() as laid:
         outcome = await attack(jail, item, laid)
     assert outcome.held, outcome.detail
 
@@ -48,6 +58,7 @@ async def test_without_isolation_the_attack_succeeds(item: Attack) -> None:
     assert not outcome.held, outcome.detail
 
 
+@pytest.mark.slow
 async def test_files_of_a_call_at_the_same_time_are_not_visible() -> None:
     writes = "import time\nfor f in ('/tmp/s', 's', '/dev/shm/s'): open(f, 'w').write('t0ken')"
     reads = (

@@ -21,7 +21,7 @@ from ludus.store import RunStore
 
 
 def _unprivileged() -> dict[str, Any]:
-    """How to start a process that PostgreSQL agrees to: it refuses to run as root."""
+    """Options of a process that PostgreSQL agrees to: it refuses to run as root."""
     if os.geteuid() != 0:
         return {}
     nobody = pwd.getpwnam("nobody")

@@ -14,7 +14,7 @@ import pytest
 from store_examples import branched, make_groups
 
 from ludus.core.errors import ConfigError, MissingDependency, StoreError
-from ludus.core.types import Group, Message, Segment, Status, Task, Trajectory
+from ludus.core.types import Constraint, Group, Message, Segment, Status, Task, ToolCall, Trajectory
 from ludus.store import RunStore
 from ludus.store.export import export
 
@@ -70,6 +70,10 @@ def test_trajectories_as_json_lines(filled: RunStore, tmp_path: Path) -> None:
                 part["policy_version"],
                 part["reward"],
                 part["metrics"],
+                constraint=part["constraint"]
+                and Constraint(
+                    part["constraint"]["grammar"], tuple(part["constraint"]["stop_token_ids"])
+                ),
             )
             for part in row["segments"]
         ]
@@ -270,6 +274,26 @@ def test_sft_data_keeps_the_functions_and_the_part_of_a_task(
     export(filled, "run-1", tmp_path / "sft.parquet", what="sft", stage="x")
     found = parquet.read_table(tmp_path / "sft.parquet").to_pylist()
     assert [(row["tools"], row["part"]) for row in found] == rows
+
+
+@pytest.mark.parametrize("tools", [[], [{"name": "add"}]])
+def test_sft_data_of_an_agent_says_that_its_tools_are_not_there(
+    filled: RunStore, tmp_path: Path, tools: list[Any]
+) -> None:
+    filled.create_run("agent-1", "agent", {"agent": {"name": "a.py:run"}, "tools": tools}, {})
+    groups = []
+    for id, calls in (("with", [ToolCall(name="add", arguments={})]), ("bare", [])):
+        question = Segment(-1, [1], None, Message(role="user", content=id))
+        message = Message(role="assistant", content="!", tool_calls=calls)
+        trajectory = Trajectory(
+            id, id, id, [question, Segment(0, [2], [-0.1], message)], reward=1.0
+        )
+        groups.append(Group(id, Task(id=id), [trajectory]))
+    filled.record_step("agent-1", "rl", 0, groups, {})
+    done = export(filled, "agent-1", tmp_path / "sft.jsonl", what="sft")
+    assert (done.num_rows, done.skipped) == (2, {})
+    lack = "calls of tools that the agent offered, without their descriptions"
+    assert done.incomplete == ({} if tools else {lack: 1})
 
 
 def test_sft_data_as_parquet_keeps_tool_calls(filled: RunStore, tmp_path: Path) -> None:

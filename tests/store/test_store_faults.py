@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text, update
 from store_examples import make_groups
+from variants import variants
 
 from ludus.core.errors import ConfigError, MissingDependency, StoreError
 from ludus.store import RunStore
@@ -157,7 +158,7 @@ def test_damaged_pages(path: Path) -> None:
         store.create_run("run-1", "demo", {}, {})
         store.record_step("run-1", "rl", 0, make_groups(0, num_groups=60), {})
     data = bytearray(path.read_bytes())
-    for page in range(20 * 4096, len(data), 4096):
+    for page in range(32 * 4096, len(data), 4096):
         data[page : page + 64] = os.urandom(64)
     path.write_bytes(data)
     with (
@@ -179,16 +180,16 @@ def test_a_damaged_tree(store: RunStore) -> None:
             store.trajectory("run-1", "s0-g0-0")
 
 
-@pytest.mark.parametrize(
-    ("pattern", "nth", "survives"),
-    [
-        ("DELETE", 1, "before"),
-        ("INSERT INTO trajectories", 1, "before"),
-        ("INSERT INTO dropped", 1, "before"),
-        ("COMMIT", 1, "before"),
-        ("never", 1, "after"),
-    ],
-)
+KILLS = [
+    ("DELETE", 1, "before"),
+    ("INSERT INTO trajectories", 1, "before"),
+    ("INSERT INTO dropped", 1, "before"),
+    ("COMMIT", 1, "before"),
+    ("never", 1, "after"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "nth", "survives"), variants(KILLS, [KILLS[1], *KILLS[3:]]))
 def test_killed_while_recording(
     store: RunStore, url: str, open_store: Open, pattern: str, nth: int, survives: str
 ) -> None:

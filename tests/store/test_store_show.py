@@ -120,6 +120,17 @@ def test_text_cannot_steer_the_terminal(local: RunStore) -> None:
         assert "\\x1b[2J\\x1b]0;owned\\x07 \\u202e [red]not markup[/red] [/] :boom:" in shown
 
 
+def test_mean_rewards_of_several_roles(local: RunStore) -> None:
+    """In a zero-sum game their mean is always the same."""
+    groups = make_groups(0)
+    for trajectory in (t for group in groups for t in group.trajectories):
+        trajectory.role = "wolf" if trajectory.group_id.endswith("g0") else "villager"
+        trajectory.reward = 1.0 if trajectory.role == "wolf" else 0.0
+    local.record_step("run-1", "rl", 0, groups, {"rl/reward": 1.0})
+    shown = " ".join(text_of(render_run(local, "run-1"), width=140).split())
+    assert "rl 1 0 6 villager 0, wolf 1 completed 4, error_env 2" in shown
+
+
 def test_a_run_at_a_glance(local: RunStore) -> None:
     assert "running" in text_of(render_run(local, "run-1")), "an empty run shows too"
     local.record_step("run-1", "sft", 0, [], {"sft/loss": 2.0})

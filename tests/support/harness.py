@@ -76,8 +76,15 @@ class Process:
             assert time.monotonic() < deadline, self.stderr.read_text()
             time.sleep(0.005)
 
-    def wait(self) -> Done:
-        code = self.zygote.ask({"wait": self.pid, "timeout_s": TIMEOUT_S})["code"]
+    def until_lines(self, path: Path, text: str, count: int, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until a file has `count` lines with a text."""
+        deadline = time.monotonic() + timeout_s
+        while not (path.exists() and path.read_text().count(text) >= count):
+            assert time.monotonic() < deadline, self.stderr.read_text()
+            time.sleep(0.005)
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> Done:
+        code = self.zygote.ask({"wait": self.pid, "timeout_s": timeout_s})["code"]
         if code is None:
             self.signal(signal.SIGKILL)
             raise AssertionError(f"it hangs:\n{self.stderr.read_text()}")

@@ -105,8 +105,8 @@ def three_steps(num_threads: int) -> str:
 
 
 def limited_step() -> tuple[int, float]:
-    """How many passes of the backbone a step took, and its loss, in a process that has memory for
-    half of its one micro-batch only."""
+    """The number of the backbone's passes in a step, and the step's loss, in a process that has
+    memory for half of its one micro-batch only."""
     import resource
 
     model = policy(hidden=64)

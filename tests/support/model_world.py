@@ -135,7 +135,7 @@ def make_run(path: Path, vocab_size: int = 320, **model: Any) -> Path:
 
 def slowly(policy: Any, engine: Any) -> None:
     """Let each step take 10 ms more, so that a turn is still under way when something happens."""
-    sampler = engine._sampler
+    sampler = engine.sampler
     at_once = sampler._run
 
     def later(batch: Any) -> Any:

@@ -176,11 +176,13 @@ def make_world() -> World:
         context_length=CONTEXT,
     )
     world = World(tokenizer, build_model(config, tokenizer, seed=1))
-    _teach(world, conversations)
+    teach(world, conversations)
     return world
 
 
-def _teach(world: World, conversations: dict[str, list[list[Message]]]) -> None:
+def teach(
+    world: World, conversations: dict[str, list[list[Message]]], num_steps: int = 130
+) -> None:
     """Train on the demonstrations: enough for well-formed turns, not for correct ones."""
     found = []
     for style, messages in conversations.items():
@@ -193,7 +195,7 @@ def _teach(world: World, conversations: dict[str, list[list[Message]]]) -> None:
     found.sort(key=lambda row: len(row.token_ids))
     optimizer = torch.optim.AdamW(world.model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(130):
+    for _ in range(num_steps):
         start = int(torch.randint(0, len(found) - 11, (1,), generator=generator))
         batch = found[start : start + 12]
         width = max(len(row.token_ids) for row in batch)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import ClassVar
 
 from ludus.core.errors import EnvError, ToolError
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
@@ -106,3 +109,36 @@ class Pays(Obeys):
             reward=float(not self.left),
             terminated=not self.left,
         )
+
+
+class Engine(Obeys):
+    """Says in its opening who has prepared it."""
+
+    prepared: ClassVar[dict[int, str]] = {}
+    """The task of the first preparation, by process."""
+
+    async def prepare(self, task: Task) -> None:
+        self.prepared.setdefault(os.getpid(), task.id)
+        if left := os.environ.get("TEST_ENGINE_FOLDER"):
+            folder = Path(left) / str(os.getpid())
+            folder.mkdir()
+            atexit.register(folder.rmdir)
+
+    async def reset(self, task: Task) -> Observation:
+        said = f"{self.prepared[os.getpid()]} in {os.getpid()}"
+        return Observation(messages=[Message(role="user", content=said)])
+
+    @classmethod
+    def tiers(cls) -> tuple[str, ...]:
+        return ("easy",)
+
+    @classmethod
+    def task(cls, tier: str | None, seed: int) -> Task:
+        return Task(id=f"{tier}-{seed}", tier=tier, data={"seed": seed})
+
+
+class Deadly(Obeys):
+    """Its reset ends the process."""
+
+    async def reset(self, task: Task) -> Observation:
+        os._exit(9)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ludus.core.types import Group, Message, Segment, Status, Task, ToolCall, Trajectory
+from ludus.core.types import Constraint, Group, Message, Segment, Status, Task, ToolCall, Trajectory
 
 
 def branched(id_: str, group_id: str, reward: float | None = 1.0) -> Trajectory:
@@ -24,7 +24,14 @@ def branched(id_: str, group_id: str, reward: float | None = 1.0) -> Trajectory:
                 metrics={"entropy": 0.5},
             ),
             Segment(1, [3], None, Message(role="tool", content="a door", tool_call_id="c1")),
-            Segment(2, [2], [-0.2], Message(role="assistant", content="open"), policy_version=4),
+            Segment(
+                2,
+                [2],
+                [-0.2],
+                Message(role="assistant", content="open"),
+                policy_version=4,
+                constraint=Constraint("start: /open/", (2,)),
+            ),
             Segment(1, [], []),
             Segment(0, [4, 1], [-1e-300, -0.1 - 2**-54], policy_version=None),
         ],

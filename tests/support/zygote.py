@@ -8,6 +8,7 @@ stderr, `ludus.cli.main`, exit handlers. Requests and answers are JSON lines.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -159,6 +160,8 @@ def end(code: int) -> NoReturn:
 if __name__ == "__main__":
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
     print(json.dumps({"ready": True}), flush=True)
     become(serve())
     end(run())

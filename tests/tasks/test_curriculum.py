@@ -7,6 +7,7 @@ import pytest
 from ludus.core.errors import CheckpointError, DataError
 from ludus.core.types import Group, Status, Task, Trajectory
 from ludus.tasks.curriculum import TaskSampler
+from ludus.telemetry.metrics import MetricsLog
 
 TASKS = [Task(id=str(n), data={"seed": n}) for n in range(7)]
 
@@ -77,6 +78,33 @@ def test_metrics_tell_the_pass_and_the_reward_of_each_tier():
         "tasks/reward_all": 0.5,
         "tasks/reward_hard": 0.5,
     }
+
+
+@pytest.mark.parametrize(
+    ("tier", "name"),
+    [
+        ("depth-2/heldout", "depth-2/heldout"),
+        ("depth-1:32", "depth-1-32"),
+        ("  Level 1, easy! ", "Level-1-easy"),
+        ("//x//y/", "x/y"),
+        ("數學", "-"),
+        ("", "all"),
+    ],
+)
+def test_any_tier_has_a_metric_name(tmp_path, tier, name):
+    sampler = TaskSampler(TASKS)
+    sampler.observe([Group("g", Task(id="a", tier=tier), [played(0.5)])])
+    metrics = sampler.metrics()
+    assert metrics[f"tasks/reward_{name}"] == 0.5
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.log("rl", 0, metrics)
+
+
+def test_tiers_of_one_name_are_averaged():
+    sampler = TaskSampler(TASKS)
+    tiers = {"a b": 1.0, "a: b": 0.0}
+    sampler.observe([Group(t, Task(id=t, tier=t), [played(r)]) for t, r in tiers.items()])
+    assert sampler.metrics()["tasks/reward_a-b"] == 0.5
 
 
 def played(reward, status=Status.COMPLETED):

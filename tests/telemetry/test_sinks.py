@@ -95,6 +95,7 @@ def finished(file: Path) -> list[Any]:
     raise AssertionError(f"{file} was not finished")
 
 
+@pytest.mark.slow
 def test_wandb_keeps_an_offline_run(tmp_path):
     with run_with(tmp_path, {"name": "wandb", "args": {"project": "p", "tags": ["t"]}}) as metrics:
         metrics.log("rl", 0, {"rollout/success": 0.25})

@@ -97,7 +97,7 @@ async def test_a_server_over_http_that_dies_and_returns() -> None:
     [
         ("die", "the MCP server is lost"),
         pytest.param("huge", "the MCP server is lost", marks=pytest.mark.slow),
-        ("rubbish", "lost"),
+        pytest.param("rubbish", "lost", marks=pytest.mark.slow),
     ],
 )
 async def test_a_server_that_is_lost_in_mid_call_is_started_anew(name: str, told: str) -> None:

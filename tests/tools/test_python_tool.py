@@ -74,14 +74,14 @@ async def test_a_broken_sandbox_is_a_tool_error() -> None:
 
 
 async def test_in_the_jail() -> None:
-    spec = Spec(name="python", args={"stateful": True, "timeout_s": 5})
+    spec = Spec(name="python", args={"stateful": True, "timeout_s": 2})
     async with await Toolbox.open([spec]) as toolbox:
         results = await run(toolbox, "x = 6", "print(x * 7)", "1 / 0", "open('/etc/shadow')")
         assert results[1].content == "42"
         assert results[2].content.endswith("ZeroDivisionError: division by zero")
         assert results[3].failed
         (stopped,) = await run(toolbox, "while True: pass")
-        assert stopped.content == "(stopped after 5 s; all variables are gone)"
+        assert stopped.content == "(stopped after 2 s; all variables are gone)"
         assert "NameError" in (await run(toolbox, "print(x)"))[0].content
 
 

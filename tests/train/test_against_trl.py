@@ -274,7 +274,7 @@ def test_truncated_importance_is_trls(level: Any, model: Any, trainers: dict[str
     plain = Spec(name="grpo", args={"kl_coefficient": 0.2})
     inputs = inputs_of(groups, plain)
     inputs["importance_sampling_ratio"] = torch.ones_like(inputs["old_per_token_logps"])
-    # What TRL computes when vLLM has sampled: exp of the difference, of its sum over a sequence's
+    # TRL's weight when vLLM has sampled: exp of the difference, of its sum over a sequence's
     # sampled tokens, clamped.
     for i, trajectory in enumerate(t for g in groups for t in g.trajectories):
         weights = truncated_importance(trajectory, 1.2, level)

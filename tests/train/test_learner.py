@@ -427,13 +427,14 @@ def test_no_loss_beyond_the_sampled_tokens() -> None:
 # Repetition
 
 
+@pytest.mark.slow
 def test_a_fresh_process_repeats_every_bit() -> None:
     script = Path(__file__).parents[1] / "support" / "learner_helpers.py"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     there = subprocess.run(
-        [sys.executable, str(script), "1", "2"], env=env, capture_output=True, text=True, check=True
+        [sys.executable, str(script), "1"], env=env, capture_output=True, text=True, check=True
     )
-    assert there.stdout.split() == [three_steps(1), three_steps(2)]
+    assert there.stdout.split() == [three_steps(1)]
 
 
 # Precision, recomputation, compilation

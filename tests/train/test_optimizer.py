@@ -15,7 +15,8 @@ from ludus.config.schema import LearnerConfig, LoraConfig, OptimizerConfig
 from ludus.core.errors import TrainingError
 from ludus.models.build import _with_lora
 from ludus.train.algorithms.losses import clipped, cross_entropy
-from ludus.train.checkpoint.store import CheckpointStore, load
+from ludus.train.checkpoint.loading import load
+from ludus.train.checkpoint.store import CheckpointStore
 from ludus.train.learner import Learner
 from ludus.train.optimizer import AdamW, stochastic_round
 

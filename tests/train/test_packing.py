@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ludus.core.errors import ConfigError, TrainingError
-from ludus.core.types import Sample
+from ludus.core.types import Constraint, Sample
 from ludus.train.algorithms.aggregates import trajectory_mean
 from ludus.train.algorithms.losses import LossInputs, clipped
-from ludus.train.packing import Batch, MicroBatch, arrange, attention_mask, pack
+from ludus.train.packing import Batch, Layout, MicroBatch, arrange, attention_mask, pack
 
 VOCABULARY = 32
 
@@ -80,10 +80,29 @@ def test_two_rows_by_hand() -> None:
 def test_types() -> None:
     (micro,) = packed(make_samples([5, 4])).micro_batches
     present = {name: getattr(micro, name) for name in MicroBatch.__slots__}
+    assert present.pop("constrained") == []
     types = {name: value.dtype for name, value in present.items() if value is not None}
     floats = {"old_logprobs_N", "advantages_N", "weights_N"}
     assert {name for name, kind in types.items() if kind == torch.float32} == floats
     assert {kind for name, kind in types.items() if name not in floats} == {torch.int64}
+
+
+@pytest.mark.parametrize("layout", ["tree", "packed", "single"])
+def test_constrained_turns_keep_their_loss_tokens(layout: Layout) -> None:
+    first, second = Constraint("a", (1,)), Constraint("b", (1,))
+    plain, *others = make_samples([6, 8, 5])
+    for sample in others:  # two turns, the second of one token
+        sample.loss_mask = [i in (1, 2, 4) for i in range(len(sample.token_ids))]
+        sample.constraints = [(1, 3, first), (4, 5, second)]
+    samples = [plain, *others]
+    batch = pack(samples, trajectory_mean(samples), tokens_per_batch=64, pad_id=0, layout=layout)
+    found = [(micro, turn) for micro in batch.micro_batches for turn in micro.constrained]
+    assert len(found) == 4
+    for micro, turn in found:
+        assert micro.target_N[turn.place_L].tolist() == turn.token_ids
+        assert len(turn.token_ids) == (2 if turn.constraint is first else 1)
+        (number,) = set(micro.sample_N[turn.place_L].tolist())
+        assert number in (1, 2)
 
 
 def test_the_mask_by_hand() -> None:

@@ -85,3 +85,25 @@ def test_other_errors_are_raised() -> None:
     Scarce(model, 4, RuntimeError("shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="multiplied"):
         scorer(groups(), "ref_logprobs")
+
+
+def test_the_learner_s_scores_come_with_entropies() -> None:
+    """By hand from the model's logits; none with the reference's scores."""
+    model = policy().eval()
+    scorer = Scorer(Forward(model, context_length=64), 1000, 0)
+    [reference] = scorer(groups(2), "ref_logprobs")
+    assert not any(s.entropies for t in reference.trajectories for s in t.segments)
+    [group] = scorer(groups(2), "learner_logprobs")
+    for trajectory in group.trajectories:
+        ids = trajectory.token_ids()
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0].double()
+        entropies = torch.distributions.Categorical(logits=logits).entropy().tolist()
+        start = 0
+        for segment in trajectory.segments:
+            end = start + len(segment.token_ids)
+            if segment.sampled:
+                assert segment.entropies == pytest.approx(entropies[start - 1 : end - 1], abs=1e-4)
+            else:
+                assert segment.entropies is None
+            start = end

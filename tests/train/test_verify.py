@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from exact_models import FAMILIES, V, make
 from torch import Tensor
+from variants import variants
 
 from ludus.core.errors import TrainingError
 from ludus.core.types import Sample, Segment, Trajectory
@@ -120,8 +122,13 @@ async def test_tokens_of_other_versions_are_skipped() -> None:
         await verify(forward, batch_of([sample], "single"), VERSION - 1)
 
 
-@pytest.mark.parametrize("layout", ["tree", "packed", "single"])
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
+@pytest.mark.parametrize(
+    ("layout", "temperature"),
+    variants(
+        product(["tree", "packed", "single"], [0.7, 1.3]),
+        [("tree", 0.7), ("packed", 1.3), ("single", 0.7)],
+    ),
+)
 async def test_layouts_and_temperatures(layout: Layout, temperature: float) -> None:
     model = make("qwen3")
     samples = await played(ExactSampler(model, context_length=CONTEXT), temperature)

@@ -85,7 +85,7 @@ def funnel(facts: Facts) -> Figure | None:
 
 
 def claims(facts: Facts) -> Figure | None:
-    """How often a claimed answer agrees with the majority."""
+    """Share of claimed answers that agree with the majority."""
     points = [
         Point(one.number, c.value, c.low, c.high)
         for one in facts.iterations

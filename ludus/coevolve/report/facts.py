@@ -31,7 +31,7 @@ COUNTS = ("proposed", "parsed", "distinct", "voted", "kept")
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """How alike the questions of an iteration are.
+    """Similarity of the questions of an iteration.
 
     Args:
         distinct: distinct questions, as a share of the parsed proposals.
@@ -47,7 +47,7 @@ class Repetition:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """What the first iteration's executor makes of an iteration's problems."""
+    """Results of the first iteration's executor on an iteration's problems."""
 
     pass_rate: Estimate
     tool_calls: float

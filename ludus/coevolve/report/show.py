@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from ludus.coevolve.report.facts import COUNTS, Facts, read_facts, stages_done
@@ -45,47 +46,58 @@ def render(storage: Storage, iteration: int | None, problem: str | None) -> Rend
 
 
 def render_iterations(facts: Facts) -> RenderableType:
-    """Returns a row for each iteration."""
-    head = ("iteration", *COUNTS, "claims", "calls", "frontier", "held-out")
-    rows = []
-    for one in facts.iterations:
-        front = one.frontier.pass_rate if one.frontier else None
-        accuracy = one.heldout.success if one.heldout else None
-        rows.append(
-            [
-                str(one.number),
-                *(str(one.counts.get(name, "")) for name in COUNTS),
-                _percent(one.claims),
-                "" if one.tool_calls is None else f"{one.tool_calls:.2f}",
-                _percent(front),
-                str(accuracy or ""),
-            ]
-        )
+    """Returns two tables with a row for each iteration: its problems, the executor after it.
+
+    One table would be wider than 80 columns.
+    """
+    problems = [
+        [str(one.number), *(str(one.counts.get(name, "")) for name in COUNTS), _percent(one.claims)]
+        for one in facts.iterations
+        if one.counts
+    ]
+    executor = [
+        [
+            str(one.number),
+            "" if one.tool_calls is None else f"{one.tool_calls:.2f}",
+            _percent(one.frontier.pass_rate if one.frontier else None),
+            str((one.heldout.success if one.heldout else None) or ""),
+        ]
+        for one in facts.iterations
+    ]
     hint = "--iteration N shows the problems of an iteration"
-    return Group(make_table(head, rows), Text(hint, "dim"))
+    return Group(
+        make_table(("iteration", *COUNTS, "claims agree"), problems),
+        Text(),
+        make_table(("iteration", "tool calls", "frontier", "held-out"), executor),
+        Text(hint, "dim"),
+    )
 
 
 def render_problems(problems: Sequence[Problem]) -> RenderableType:
-    """Returns a row for each proposal, in their order."""
-    rows = []
+    """Returns an entry for each proposal, in their order: its number, id and votes; its text."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
     for one in problems:
         text = one.question if one.question is not None else one.text or ""
-        line = " ".join(text.split())
-        rows.append(
-            [
-                str(one.number),
-                "" if one.p is None else f"{one.p:.2f}",
-                _cut(one.answer or "", 24),
-                _cut(one.claimed or "", 24),
-                " ".join(str(count) for _, count in one.counts),
-                "" if one.mean_tool_calls is None else f"{one.mean_tool_calls:.1f}",
-                one.fate,
-                _cut(line, MAX_LINE),
-            ]
-        )
-    head = ("problem", "p", "label", "claimed", "votes", "calls", "filter", "question")
-    hint = "--problem N shows a problem with its answers"
-    return Group(make_table(head, rows), Text(hint, "dim"))
+        table.add_row(str(one.number), plain(f"{one.id}  {_outcome(one)}"))
+        table.add_row("", plain(_cut(" ".join(text.split()), MAX_LINE)))
+    hint = "--problem N, or --problem ID, shows a problem with its answers"
+    return Group(table, Text(hint, "dim"))
+
+
+def _outcome(problem: Problem) -> str:
+    """`kept, p 0.60, label 7, claimed 7, votes 6 4, calls 1.2`: what is known of a problem."""
+    calls = problem.mean_tool_calls
+    facts = {
+        "p": None if problem.p is None else f"{problem.p:.2f}",
+        "label": problem.answer and _cut(problem.answer, 24),
+        "claimed": problem.claimed and _cut(problem.claimed, 24),
+        "votes": " ".join(str(count) for _, count in problem.counts),
+        "calls": None if calls is None else f"{calls:.1f}",
+    }
+    told = [f"{name} {value}" for name, value in facts.items() if value]
+    return ", ".join([problem.fate or "not filtered yet", *told])
 
 
 def render_problem(problem: Problem) -> RenderableType:

@@ -14,7 +14,7 @@ from ludus.core.errors import EnvError, EpisodeTimeout
 from ludus.core.signals import ctrl_c_kept_from_children
 from ludus.core.types import Message, Observation, Spec, StepResult, Task
 from ludus.envs import ENVS
-from ludus.envs.base import Env, NoExpert, awaited
+from ludus.envs.base import PREPARE_S, Env, NoExpert, awaited
 
 T = TypeVar("T")
 
@@ -51,8 +51,11 @@ class Player:
             self._thread.join()
             self._loop.close()
 
-    async def call(self, what: str, function: Callable[[], Awaitable[T]]) -> T:
+    async def call(
+        self, what: str, function: Callable[[], Awaitable[T]], timeout_s: float | None = None
+    ) -> T:
         """Returns the result of `function`'s coroutine. Errors: EpisodeTimeout, or its own."""
+        timeout_s = timeout_s or self.timeout_s
 
         if self._hang is not None:
             raise self._hang
@@ -61,14 +64,15 @@ class Player:
             return await awaited(what, function())
 
         future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._loop))
-        done, _ = await asyncio.wait([future], timeout=self.timeout_s)
+        done, _ = await asyncio.wait([future], timeout=timeout_s)
         if not done:
-            self._hang = EpisodeTimeout(f"{what} takes longer than {self.timeout_s:g} s")
+            self._hang = EpisodeTimeout(f"{what} takes longer than {timeout_s:g} s")
             raise self._hang
         return future.result()
 
     async def reset(self, env: Env, task: Task) -> Observation:
         """Reset and check the answer. Errors: EnvError if it is not an Observation."""
+        await self.call("prepare", lambda: env.prepare(task), max(PREPARE_S, self.timeout_s))
         observation: Any = await self.call("reset", lambda: env.reset(task))
         if not isinstance(observation, Observation):
             raise EnvError(f"reset returned {kind(observation)}, not an Observation")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 from pydantic import Field
 
@@ -13,7 +13,7 @@ from ludus.config.sections import Markers
 from ludus.core.errors import ConfigError, Unscorable
 from ludus.core.modules import require
 from ludus.core.types import NO_ENV, Group, Message, Score, Spec, Status, Task, Trajectory
-from ludus.judges.base import final_answer
+from ludus.judges.base import CpuSeconds, Digits, final_answer
 from ludus.judges.proposals.parse import QUESTION_MARKERS, Proposal, Refused, parse_proposal
 from ludus.judges.proposals.repetition import cluster_sizes
 from ludus.judges.proposals.rewards import (
@@ -34,11 +34,17 @@ MAX_EXPLANATION = 4000
 
 
 class Player(Protocol):
-    """The executor: answers each task k times; one group a task, in order."""
+    """The executor: answers each task k times, and runs `finish` with the number of each task, from
+    0 on, and its group."""
 
-    async def __call__(
-        self, tasks: Sequence[Task], label: str, step: int, k: int
-    ) -> list[Group]: ...
+    async def stream(
+        self,
+        tasks: Sequence[Task],
+        label: str,
+        step: int,
+        k: int,
+        finish: Callable[[int, Group], Coroutine[Any, Any, None]],
+    ) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -109,12 +115,8 @@ class CurriculumJudge:
             Extract,
             Field(description="Part of an executor's last message: `boxed`, or what is found."),
         ] = "auto",
-        digits: Annotated[
-            int, Field(ge=0, le=15, description="Decimal places in which numbers must agree.")
-        ] = 6,
-        limit_s: Annotated[
-            float, Field(gt=0, le=600, description="Seconds of CPU time for one comparison.")
-        ] = 1.0,
+        digits: Digits = 6,
+        limit_s: CpuSeconds = 1.0,
         workers: Annotated[
             int, Field(ge=1, le=256, description="Votes at once, each in its process.")
         ] = 2,
@@ -192,21 +194,22 @@ class CurriculumJudge:
         if not asked:
             return {}
         tasks = [self.task(keys[0], question) for question, keys in asked.items()]
-        played = await player(tasks, LABEL, step, self._num_answers)
+        keys_of = list(asked.values())
+        verdicts: dict[str, Verdict] = {}
 
-        async def judged(group: Group, keys: list[str]) -> dict[str, Verdict]:
-            calls = mean_tool_calls(group.trajectories)
+        async def judge(number: int, group: Group) -> None:
+            keys, calls = keys_of[number], mean_tool_calls(group.trajectories)
+            claims = [proposals[key].answer for key in keys]
             try:
-                claims = [proposals[key].answer for key in keys]
                 vote = await self.vote(group.trajectories, claims)
             except Unscorable as error:
-                return {key: Verdict(str(error), calls) for key in keys}
-            pairs = zip(keys, vote.claims, strict=True)
-            return {key: Verdict(vote, calls, agrees) for key, agrees in pairs}
+                verdicts.update({key: Verdict(str(error), calls) for key in keys})
+                return
+            for key, agrees in zip(keys, vote.claims, strict=True):
+                verdicts[key] = Verdict(vote, calls, agrees)
 
-        pairs = zip(played, asked.values(), strict=True)
-        found = await asyncio.gather(*(judged(group, keys) for group, keys in pairs))
-        return {key: verdict for verdicts in found for key, verdict in verdicts.items()}
+        await player.stream(tasks, LABEL, step, self._num_answers, judge)
+        return verdicts
 
     def task(self, id: str, question: str) -> Task:
         """The executor's task of a question. Its judge notes whether there is an answer."""

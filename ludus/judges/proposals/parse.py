@@ -62,7 +62,7 @@ def parse_proposal(text: str, markers: tuple[str, str] = QUESTION_MARKERS) -> Pr
 
 
 def _fault(noun: str, text: str, limit: int) -> str | None:
-    """What is wrong with a question or an answer; None: nothing."""
+    """The fault of a question or an answer; None: none."""
     if len(text) > limit:
         return f"the {noun} has {len(text):,} characters, more than {limit:,}"
     if len(shown := visible(text)) > limit:  # a character may stand for eighteen

@@ -20,7 +20,7 @@ BAR = 40
 
 
 class Reason(StrEnum):
-    """Why a problem is rejected."""
+    """Reason for which a problem is rejected."""
 
     UNREAD = "the text is no proposal"
     NO_VOTE = "too few episodes of the executor could be counted"

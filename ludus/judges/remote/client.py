@@ -31,6 +31,10 @@ BATCH_CHARS = 2_000_000
 
 MAX_ANSWER = 64_000_000
 
+GRACE_S = 5.0
+"""Seconds beyond its deadline in which the service's answer has to arrive. A connection that hangs
+is given up then, and the request sent again."""
+
 
 class AsyncEvaluationClient:
     """Scores outputs by an evaluation service. Use it in one event loop.
@@ -67,6 +71,7 @@ class AsyncEvaluationClient:
             url,
             deadline_s=deadline_s + patience_s,
             attempts=None,
+            attempt_s=deadline_s + GRACE_S,
             max_bytes=MAX_ANSWER,
             max_in_flight=max_in_flight,
             token_env=token_env,

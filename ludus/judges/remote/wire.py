@@ -20,7 +20,7 @@ MATH = Spec(name="math")
 
 
 class EvaluationStatus(StrEnum):
-    """What became of an output. Only `scored` has a value."""
+    """Outcome of an output's scoring. Only `scored` has a value."""
 
     SCORED = "scored"
     UNSCORABLE = "unscorable"  # the judge has no score to give; another attempt does not help

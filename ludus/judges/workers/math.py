@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from ludus.judges.base import last_boxed
+from ludus.judges.workers.equality import fast_verdict, is_small, read_integer
 from ludus.judges.workers.pool import Record, serve
 
 TAIL = 4000
@@ -37,8 +38,15 @@ def prepare() -> Callable[[Record], Iterable[Record]]:
     def parse_gold(text: str) -> list[Any]:
         marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
         gold = parse(text if marked else f"\\boxed{{{text}}}")
-        math_verify.verify(gold, parse("$0$"), timeout_seconds=None)  # one without end stops here
+        if not is_small(gold):
+            math_verify.verify(gold, parse("$0$"), timeout_seconds=None)  # one without end stops
         return gold
+
+    def equal(gold: list[Any], answer: list[Any], digits: int) -> bool:
+        if (found := fast_verdict(gold, answer)) is not None:
+            return found
+        same = math_verify.verify(gold, answer, float_rounding=digits, timeout_seconds=None)
+        return same and same_small_number(gold, answer, digits)
 
     def compare(request: Record) -> Iterable[Record]:
         golds = [parse_gold(text) for text in request["golds"]]
@@ -55,13 +63,8 @@ def prepare() -> Callable[[Record], Iterable[Record]]:
             fault = f"{len(box or text):,} characters"
             yield {"answer": text[:80], "correct": False, "fault": fault}
             return
-        answer = parse(text) if text.strip() else []
-        options = {"float_rounding": request["digits"], "timeout_seconds": None}
-        correct = any(
-            math_verify.verify(gold, answer, **options)
-            and same_small_number(gold, answer, request["digits"])
-            for gold in golds
-        )
+        answer = (read_integer(box or "") or parse(text)) if text.strip() else []
+        correct = any(equal(gold, answer, request["digits"]) for gold in golds)
         shown = None if not answer else text[-200:] if box is None else box[:200]
         yield {"answer": shown, "correct": correct}
 

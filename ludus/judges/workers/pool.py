@@ -6,6 +6,9 @@ worker whose computation exceeds its CPU time, even where it hangs in C code or 
     worker   starts a timer of CPU time, computes, answers     (`serve`)
     pool     reads the answers; a worker that died is replaced  (`Workers`)
 
+Pools of one module with equal limits are one: judges that differ only in what they ask share their
+processes.
+
 The limit is CPU time, so the load of the machine does not decide a score.
 """
 
@@ -23,9 +26,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
+from weakref import WeakSet, WeakValueDictionary
 
 from ludus.core.errors import Unscorable
+from ludus.core.processes import started
 
 START_S = 120.0
 """Seconds in which a worker has to start."""
@@ -59,8 +64,8 @@ class Crashed(Unscorable):
 class Workers:
     """A pool of processes that run `module`, whose main block calls `serve`.
 
-    Starts processes when they are needed. At most `size` requests run at once; others wait. Use
-    from any thread and any event loop.
+    Starts processes when they are needed. At most `size` requests run at once; others wait. Objects
+    with equal arguments share processes and `size`. Use from any thread and any event loop.
 
     Args:
         cpu_s: CPU seconds of a request, or of a step whose worker calls `restart_limit`.
@@ -74,10 +79,9 @@ class Workers:
         self._command = [sys.executable, "-P", "-m", module, repr(cpu_s), str(memory_mb)]
         self._module = module
         self._wall_s = 30.0 + 10.0 * cpu_s * num_limits
-        self._threads = ThreadPoolExecutor(size, "ludus-judge")
-        self._idle: list[subprocess.Popen[bytes]] = []
+        self._pool = _Pool.of(size, *self._command, str(num_limits))
+        self._idle = self._pool.idle
         self._jobs: set[_Job] = set()
-        weakref.finalize(self, _end_all, self._idle)
 
     async def ask(self, request: Record) -> list[Record]:
         """Returns the worker's answers to a request. If the caller is cancelled, the worker ends.
@@ -88,8 +92,9 @@ class Workers:
         loop = asyncio.get_running_loop()
         job = _Job()
         self._jobs.add(job)
+        self._pool.join(self)
         try:
-            return await loop.run_in_executor(self._threads, self._ask, request, job)
+            return await loop.run_in_executor(self._pool.threads, self._ask, request, job)
         except asyncio.CancelledError:
             job.abandon_later()
             raise
@@ -97,10 +102,11 @@ class Workers:
             self._jobs.discard(job)
 
     async def close(self) -> None:
-        """End the workers and what they compute; a later request starts new ones."""
+        """End what was asked here and, unless others use them, the workers; a later request starts
+        new ones."""
         for job in list(self._jobs):
             job.abandon()
-        await asyncio.to_thread(_end_all, self._idle)
+        await asyncio.to_thread(self._pool.leave, self)
 
     def _ask(self, request: Record, job: _Job) -> list[Record]:
         for attempt in range(2):
@@ -147,6 +153,7 @@ class Workers:
             env=environment,
             start_new_session=True,  # Ctrl+C is for the parent
         )
+        started(worker.pid, "judge's worker")
         answers: list[Record] = []
         try:
             self._exchange(worker, None, answers, START_S)
@@ -184,6 +191,40 @@ class Workers:
             timer.cancel()
         worker.wait()
         raise _Died(f"died with exit code {worker.returncode}", answers)
+
+
+class _Pool:
+    """Processes and threads that the `Workers` of equal arguments share."""
+
+    _all: ClassVar[WeakValueDictionary[tuple[object, ...], _Pool]] = WeakValueDictionary()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, size: int) -> None:
+        self.threads = ThreadPoolExecutor(size, "ludus-judge")
+        self.idle: list[subprocess.Popen[bytes]] = []
+        self._users: WeakSet[Workers] = WeakSet()
+        weakref.finalize(self, _end_all, self.idle)
+
+    @classmethod
+    def of(cls, size: int, *command: str) -> _Pool:
+        key = (os.getpid(), size, *command)  # a fork has none of its parent's threads
+        with cls._lock:
+            found = cls._all.get(key)
+            if found is None:
+                found = cls._all[key] = cls(size)
+            return found
+
+    def join(self, user: Workers) -> None:
+        with self._lock:
+            self._users.add(user)
+
+    def leave(self, user: Workers) -> None:
+        """End the idle workers if nobody else uses them."""
+        with self._lock:
+            self._users.discard(user)
+            is_last = not self._users
+        if is_last:
+            _end_all(self.idle)
 
 
 class _Job:

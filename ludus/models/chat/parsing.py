@@ -157,3 +157,14 @@ class ToolParser:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value")
+
+
+def external_reference(schema: Any) -> str:
+    """A reference to another document, which checking a call would load; "" if there is none."""
+    if isinstance(schema, dict):
+        for key in ("$ref", "$dynamicRef"):
+            if isinstance(schema.get(key), str) and not schema[key].startswith("#"):
+                return str(schema[key])
+        schema = list(schema.values())
+    references = map(external_reference, schema) if isinstance(schema, list) else ()
+    return next(filter(None, references), "")

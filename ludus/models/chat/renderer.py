@@ -183,6 +183,11 @@ class Renderer:
         return Parsed(message, error)
 
     @property
+    def begins_with_answer(self) -> bool:
+        """True if a sampled turn begins with the message's content."""
+        return not self._lead and not self._think_prompted
+
+    @property
     def lead(self) -> str:
         """Text of the template at the start of each sampled turn; no part of the message."""
         return self._lead

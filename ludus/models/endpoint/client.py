@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import httpx
 
-from ludus.core.errors import ConfigError, ContextOverflow, SamplerError, ToolError
+from ludus.core.errors import ConfigError, ContextOverflow, SamplerError, SchemaError, ToolError
 from ludus.core.remote import retry_after
 from ludus.core.types import Message, ToolCall, ToolSpec
 from ludus.core.versions import Run, check_runs, several
@@ -130,6 +130,10 @@ class Endpoint:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections. Idempotent."""
         await self._client.aclose()
 
     async def check(self) -> None:
@@ -145,11 +149,14 @@ class Endpoint:
         params: SamplingParams,
         tools: Sequence[ToolSpec] = (),
         schema: Mapping[str, Any] | None = None,
+        *,
+        strict: bool = False,
     ) -> Reply:
         """Sample one turn; with `schema`, JSON of that schema if the endpoint can constrain it.
+        `strict`: an endpoint that refuses a call with a schema is an error.
 
-        Errors: SamplerError where the endpoint is down, times out, refuses, or sends a malformed
-        response; ContextOverflow where the conversation is too long for it.
+        Errors: SchemaError; SamplerError where the endpoint is down, times out, refuses, or sends a
+        malformed response; ContextOverflow where the conversation is too long for it.
         """
         body = {
             "model": self.model,
@@ -158,12 +165,15 @@ class Endpoint:
         }
         if tools:
             body["tools"] = [{"type": "function", "function": t.model_dump()} for t in tools]
-        if schema is not None and self._constrain:
+        if schema is not None and (self._constrain or strict):
             form = {"name": "answer", "strict": True, "schema": schema}
             constrained = {"type": "json_schema", "json_schema": form}
             status, content = await self._post({**body, "response_format": constrained})
             if status not in (400, 422) or _too_long(content):
                 return self._read(status, content)
+            if strict:
+                told = f"{self.base_url} refused a call with a schema: {_error_text(content)}"
+                raise SchemaError(told)
             self._constrain = False
         if self._request_tokens:
             status, content = await self._post({**body, **TOKEN_OPTIONS})
@@ -258,14 +268,7 @@ def _message_fields(message: Message) -> dict[str, Any]:
     """A message in OpenAI's form, without thinking, which templates omit from earlier turns."""
     fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
-        fields["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-            }
-            for call in message.tool_calls
-        ]
+        fields["tool_calls"] = [call.to_openai() for call in message.tool_calls]
     if message.tool_call_id is not None:
         fields["tool_call_id"] = message.tool_call_id
     return fields

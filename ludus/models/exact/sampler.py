@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ludus.models.exact.trace import Record, Tracer
 from ludus.models.kv_cache.step_inputs import StepInputs
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
-from ludus.models.samplers.sampling import sample_tokens
+from ludus.models.samplers.sampling import forbid_, sample_tokens
 from ludus.models.vocabulary import Vocabulary
 
 
@@ -49,8 +49,8 @@ class ExactSampler(InProcessSampler):
         exact_decoder.max_blocks = self.decoder.max_blocks
         self.decoder = self.exact_decoder = exact_decoder
         self._reset()
-        vocabulary = None if tokenizer is None else Vocabulary.of(tokenizer)
-        self._token_sampler = ExactTokenSampler(vocabulary)  # type: ignore[assignment]
+        self._vocabulary = None if tokenizer is None else Vocabulary.of(tokenizer)
+        self._token_sampler = ExactTokenSampler(self._vocabulary)  # type: ignore[assignment]
 
 
 class ExactDecoder(GenericDecoder):
@@ -90,12 +90,18 @@ class ExactTokenSampler:
         self._vocabulary = vocabulary
 
     def __call__(
-        self, logits_RV: Tensor, params: list[SamplingParams], uniforms_R: NDArray[np.float64]
+        self,
+        logits_RV: Tensor,
+        params: list[SamplingParams],
+        uniforms_R: NDArray[np.float64],
+        allowed: Mapping[int, NDArray[np.bool_]] | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Returns a token id and its log-probability per row. Errors: as `sample_tokens`."""
         vocabulary = self._vocabulary
         if vocabulary is not None:
             logits_RV = vocabulary.select(logits_RV)
+            if allowed:
+                forbid_(logits_RV, allowed, vocabulary)
         places, _ = sample_tokens(logits_RV, params, uniforms_R.tolist())
         with torch.inference_mode():
             logprobs_RV = log_softmax(logits_RV, [p.temperature for p in params])

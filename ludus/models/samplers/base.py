@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from ludus.core.errors import ContextOverflow
+from ludus.core.types import Constraint
 from ludus.core.versions import Run, all_runs, check_runs
 
 
@@ -15,7 +16,8 @@ class SamplingParams:
 
     Distribution: logits / temperature, truncated to `top_k` tokens (0: all), then to the smallest
     set whose probability reaches `top_p`, renormalised. Temperature 0 is greedy. `seed` fixes the
-    turn's random numbers: the same seed and logits give the same tokens in any batch.
+    turn's random numbers: the same seed and logits give the same tokens in any batch. With a
+    `grammar`, the distribution is first restricted to the tokens that it allows.
     """
 
     max_tokens: int
@@ -25,6 +27,13 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    grammar: str | None = None
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The constraint of the tokens, or None. Such a turn ends with the first of the stop ids,
+        the template's end of a turn."""
+        return None if self.grammar is None else Constraint(self.grammar, self.stop_token_ids[:1])
 
 
 @dataclass(slots=True)
@@ -119,6 +128,22 @@ class Sampler(Protocol):
 
         Errors: ContextOverflow where prompt and max_tokens do not fit the context.
         """
+
+
+@runtime_checkable
+class Constraining(Protocol):
+    """A sampler that follows `SamplingParams.grammar`."""
+
+    def check_grammar(self, grammar: str) -> None:
+        """Errors: ConfigError for a grammar that cannot be followed; MissingDependency."""
+
+
+@runtime_checkable
+class Selective(Protocol):
+    """A sampler that follows some sampling parameters only."""
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Errors: ConfigError for parameters that it does not follow."""
 
 
 class PolicySampler(Sampler, Protocol):

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -34,9 +35,11 @@ from torch import Tensor
 from ludus.core.errors import ConfigError, TrainingError
 from ludus.models.decoders.capacity import limit_cache
 from ludus.models.decoders.probe import choose_decoder
+from ludus.models.grammars import Grammars
 from ludus.models.kv_cache.paging import BLOCK
 from ludus.models.memory import is_out_of_memory
 from ludus.models.samplers.base import Completion, SamplingParams, check_turn, num_embeddings
+from ludus.models.samplers.pass_times import PassTimes
 from ludus.models.samplers.sampling import TokenSampler
 from ludus.models.samplers.scheduler import DecodeBatch, Scheduler, Turn
 from ludus.models.vocabulary import Vocabulary
@@ -113,10 +116,12 @@ class InProcessSampler:
         self.num_prompt_tokens = 0
         """Tokens of all prompts, computed or cached."""
         self.num_decode_tokens = 0
+        self.pass_times = PassTimes()
         self.context_length = context_length
         self._decode = decode
         self._num_embeddings = num_embeddings(model)
-        self._token_sampler = TokenSampler(None if tokenizer is None else Vocabulary.of(tokenizer))
+        self._vocabulary = None if tokenizer is None else Vocabulary.of(tokenizer)
+        self._token_sampler = TokenSampler(self._vocabulary)
         self._changed = asyncio.Event()
         self._lock = threading.Lock()  # held by a step, and by a publication from any thread
         self._stale = False  # cached keys and values are of an earlier publication
@@ -178,8 +183,10 @@ class InProcessSampler:
         check_turn(prompt_ids, params, self.context_length, self._num_embeddings)
         if params.stop and self._decode is None:
             raise ConfigError("stop strings need a tokenizer; this sampler has none")
+        constraint = params.constraint
+        matcher = None if constraint is None else self._grammars.matcher(constraint)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        turn = self._scheduler.add(session, prompt_ids, params, future)
+        turn = self._scheduler.add(session, prompt_ids, params, future, matcher)
         if self._stepping is None or self._stepping.done():
             self._changed = asyncio.Event()  # an event belongs to one loop; calls may use several
             self._stepping = asyncio.create_task(self._run_steps())
@@ -189,6 +196,16 @@ class InProcessSampler:
         except asyncio.CancelledError:  # by the caller
             self._scheduler.drop(turn)
             raise
+
+    def check_grammar(self, grammar: str) -> None:
+        """Errors: ConfigError for a grammar that cannot be followed; MissingDependency."""
+        self._grammars.check(grammar)
+
+    @property
+    def _grammars(self) -> Grammars:
+        if self._vocabulary is None:
+            raise ConfigError("a grammar needs a tokenizer; this sampler has none")
+        return self._vocabulary.grammars
 
     def publish(self, version: int) -> None:
         """Use the model's current weights, under this version, from the next token on.
@@ -226,12 +243,15 @@ class InProcessSampler:
                 await self._wait_for_turns()
                 # A step adds one token to each scheduled turn.
                 with busy("sample"), self._lock:
+                    started = time.perf_counter()
                     if self._stale:
                         self._scheduler.clear_cache()
                         self._stale = False
                     batch = self._scheduler.schedule(self.policy_version)
                     if batch is not None:
                         self._scheduler.postprocess(batch, *self._run(batch))
+                        spent = time.perf_counter() - started
+                        self.pass_times.add(len(batch.turns), batch.num_prefill_tokens, spent)
         except Exception as error:
             self._scheduler.fail(_explained(error))
             self._scheduler.clear_cache()
@@ -283,7 +303,9 @@ class InProcessSampler:
         self, turns: list[Turn], logits_RV: Tensor, uniforms_R: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Sample the next token of each turn from its logits."""
-        return self._token_sampler(logits_RV, [turn.params for turn in turns], uniforms_R)
+        allowed = {row: t.matcher.allowed() for row, t in enumerate(turns) if t.matcher}
+        params = [turn.params for turn in turns]
+        return self._token_sampler(logits_RV, params, uniforms_R, allowed)
 
 
 def _explained(error: Exception) -> Exception:

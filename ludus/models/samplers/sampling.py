@@ -6,6 +6,7 @@ Shape suffixes: B rows, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -97,6 +98,25 @@ def _not_finite_error(row: int, rows: int) -> TrainingError:
     )
 
 
+FORBIDDEN = -1e30
+"""Logit of an id that is not allowed: its probability is exactly 0."""
+
+
+@torch.inference_mode()
+def forbid_(
+    logits_BS: Tensor, allowed: Mapping[int, NDArray[np.bool_]], vocabulary: Vocabulary
+) -> None:
+    """Set the logits of what is not allowed, in place.
+
+    Args:
+        allowed: of some rows, the ids that may be sampled [size].
+    """
+    lowest = max(FORBIDDEN, torch.finfo(logits_BS.dtype).min)
+    for row, allowed_V in allowed.items():
+        forbidden_S = ~vocabulary.select(torch.from_numpy(allowed_V))
+        logits_BS[row].masked_fill_(forbidden_S.to(logits_BS.device), lowest)
+
+
 class TokenSampler:
     """Samples one token per row on the device of the logits; `sample_tokens` is the reference.
 
@@ -116,13 +136,25 @@ class TokenSampler:
             self._kernels = None
 
     def __call__(
-        self, logits_BV: Tensor, params: list[SamplingParams], uniforms_B: NDArray[np.float64]
+        self,
+        logits_BV: Tensor,
+        params: list[SamplingParams],
+        uniforms_B: NDArray[np.float64],
+        allowed: Mapping[int, NDArray[np.bool_]] | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Returns a token id and its log-probability per row. Errors: as `sample_tokens`."""
+        """Returns a token id and its log-probability per row. Errors: as `sample_tokens`.
+
+        Args:
+            allowed: of constrained rows, the ids that may be sampled [size]. The logits of the
+                others are overwritten.
+        """
         vocabulary = self._vocabulary
         if vocabulary is None:
             return self._sample(logits_BV, params, uniforms_B)
-        places_B, logprobs_B = self._sample(vocabulary.select(logits_BV), params, uniforms_B)
+        logits_BV = vocabulary.select(logits_BV)
+        if allowed:
+            forbid_(logits_BV, allowed, vocabulary)
+        places_B, logprobs_B = self._sample(logits_BV, params, uniforms_B)
         return vocabulary.ids(torch.from_numpy(places_B)).numpy(), logprobs_B
 
     def _sample(

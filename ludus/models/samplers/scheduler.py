@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ludus.core.versions import several
 from ludus.models.decoders.base import Decoder
+from ludus.models.grammars import Matcher
 from ludus.models.kv_cache.eviction import evict
 from ludus.models.kv_cache.paging import BLOCK, Block, BlockTree
 from ludus.models.kv_cache.step_inputs import StepInputs, StepInputsBuilder
@@ -47,6 +48,8 @@ class Turn:
     params: SamplingParams
     future: asyncio.Future[Completion]
     slot: int
+    matcher: Matcher | None = None
+    """The state of its grammar."""
     prefilled: bool = False
     """The session's blocks hold all tokens but the newest."""
 
@@ -122,6 +125,7 @@ class Scheduler:
         prompt: list[int],
         params: SamplingParams,
         future: asyncio.Future[Completion],
+        matcher: Matcher | None = None,
     ) -> Turn:
         """Queue a turn of a session, which has one turn at a time."""
         session = self.sessions.get(name)
@@ -129,7 +133,8 @@ class Scheduler:
             raise ValueError(f"session {name!r} is not open")
         if session.turn is not None:
             raise ValueError(f"session {name!r} is sampling a turn already")
-        turn = Turn(session, list(prompt), params, future, self._slots.acquire(params))
+        slot = self._slots.acquire(params)
+        turn = Turn(session, list(prompt), params, future, slot, matcher)
         session.turn = turn
         self._waiting.append(turn)
         return turn
@@ -201,6 +206,10 @@ class Scheduler:
         stopped_R, full_R = self._slots.record(
             batch.slots_R, token_ids_R, logprobs_R, batch.policy_version
         )
+        for row in np.flatnonzero(self._slots.has_grammar[batch.slots_R]):
+            matcher = batch.turns[row].matcher
+            assert matcher is not None
+            matcher.advance(int(token_ids_R[row]))
         for row in np.flatnonzero(self._slots.has_stop_strings[batch.slots_R] & ~stopped_R):
             stopped_R[row] = self._has_stop_string(batch.turns[row])
         ended = np.flatnonzero(stopped_R | full_R)
@@ -210,7 +219,7 @@ class Scheduler:
             completion = Completion(
                 self._slots.sampled_ids(turn.slot),
                 self._slots.sampled_logprobs(turn.slot),
-                "stop" if stopped_R[row] else "length",
+                "stop" if stopped_R[row] and not _failed(turn) else "length",
                 min(version for version, _ in runs),
                 several(runs),
             )
@@ -295,6 +304,11 @@ class Scheduler:
     def _copy_block(self, source: int, target: int, count: int) -> None:
         self._decoder.reserve(self._tree.num_blocks)
         self._decoder.copy(source, target, count)
+
+
+def _failed(turn: Turn) -> bool:
+    """True if the turn ended because its grammar could not be completed."""
+    return turn.matcher is not None and turn.matcher.failed
 
 
 def _slot_index(turns: list[Turn]) -> Index:

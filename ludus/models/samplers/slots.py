@@ -33,6 +33,7 @@ class DecodeSlots:
     num_sampled: NDArray[np.int32]
     max_tokens: NDArray[np.int32]
     has_stop_strings: NDArray[np.bool_]
+    has_grammar: NDArray[np.bool_]
     tables: NDArray[np.int32]  # [S, B]
     uniforms: NDArray[np.float64]  # [S, W]
     token_ids: NDArray[np.int64]  # [S, W]
@@ -48,6 +49,7 @@ class DecodeSlots:
             np.zeros(0, np.int32),
             np.zeros(0, np.int32),
             np.zeros(0, np.int32),
+            np.zeros(0, np.bool_),
             np.zeros(0, np.bool_),
             np.zeros((0, 0), np.int32),
             np.zeros((0, 0)),
@@ -71,6 +73,7 @@ class DecodeSlots:
         self.num_sampled[slot] = 0
         self.max_tokens[slot] = width
         self.has_stop_strings[slot] = bool(params.stop)
+        self.has_grammar[slot] = params.grammar is not None
         self.uniforms[slot, :width] = uniforms
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(stops)] = stops

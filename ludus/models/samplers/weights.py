@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging as transformers_logging
 
 from ludus.core.errors import TrainingError
-from ludus.models.samplers.vllm_side.ludus_vllm_side import content_hash
+from ludus.models.progress_bars import no_progress_bars
+from ludus.models.samplers.vllm_side.ludus_vllm_side import (
+    content_hash,
+    difference,
+    layout,
+)
 
 WEIGHTS = "model.safetensors"
 
@@ -21,14 +25,14 @@ def write_model(model: Any, folder: Path) -> str:
     `model` must not have adapters (see `merge_lora`). Existing content of the folder is replaced.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
+    with no_progress_bars():
         model.save_pretrained(folder, max_shard_size="1000TB")
-    finally:
-        if was_enabled:
-            transformers_logging.enable_progress_bar()
     return content_hash(folder / WEIGHTS)
+
+
+def layout_difference(expected: Path, given: Path) -> str | None:
+    """Returns the first difference of two models' weights by name, type or shape; None if equal."""
+    return difference(layout(expected / WEIGHTS), layout(given / WEIGHTS))
 
 
 @torch.inference_mode()

@@ -22,7 +22,7 @@ from ludus.sandbox.inside.init import Init
 class GvisorInit(Init):
     """Process 1 of a call in gVisor. It starts as gVisor's root, which is nobody on the host."""
 
-    def _enter(self, disk_mb: int) -> None:
+    def enter(self, disk_mb: int) -> None:
         """Mount the file systems; then act as the program's user, but be owned by root.
 
         gVisor lets a user's processes signal process 1, so its owner is not the program's user.

@@ -59,7 +59,9 @@ class Init:
             kernel.libc.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel keeps it from process 1
             if self.isolated:
-                self._enter(job["disk_mb"])
+                self.enter(job["disk_mb"])
+            if forward := self.settings.get("forward"):
+                self._start_forwarder(forward["port"], forward["socket"])
             os.chdir(self.work)
             if job["session"]:
                 self._session(job, blobs)
@@ -73,7 +75,7 @@ class Init:
             self._kill_all()
             os._exit(0)
 
-    def _enter(self, disk_mb: int) -> None:
+    def enter(self, disk_mb: int) -> None:
         """Set up the namespaces, then give up the capabilities that this needs."""
         uid, gid = self.settings["uid"], self.settings["gid"]
         maps = {"uid_map": f"{uid} {uid} 1", "setgroups": "deny", "gid_map": f"{gid} {gid} 1"}
@@ -90,8 +92,20 @@ class Init:
         kernel.mount("", "/proc/sys", "", read_only | quiet)
         no_new_privs = kernel.libc.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         kernel.check(no_new_privs, "no_new_privs")
+        if self.settings.get("forward"):
+            kernel.loopback_up()
         kernel.drop_capabilities()
         kernel.libc.prctl(kernel.PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+    def _start_forwarder(self, port: int, target: str) -> None:
+        from ludus.sandbox.inside.forward import listen, serve  # the zygote has loaded it
+
+        listening = listen(port)
+        if os.fork() == 0:
+            for fd in (self.sock.fileno(), self.stdout, self.stderr):
+                os.close(fd)
+            serve(listening, target)
+        listening.close()
 
     def _mount_work(self, options: str) -> None:
         """Mount one small file system in memory as /work, /tmp and /dev/shm."""

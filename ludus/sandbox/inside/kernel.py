@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import signal
+import socket
+import struct
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x08000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWUTS = 0x20000000, 0x40000000, 0x04000000
@@ -15,6 +18,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
 PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 LAST_CAPABILITY = 63
 
 libc = ctypes.PyDLL(None, use_errno=True)  # holds the lock: a fork within a call stays consistent
@@ -47,6 +51,12 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
         source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode()
     )
     check(result, f"mount {target}")
+
+
+def loopback_up() -> None:
+    """Switch on the loopback device of this network namespace."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        fcntl.ioctl(sock, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
 
 
 def open_process(pid: int) -> int | None:

@@ -40,38 +40,59 @@ def start_program(
         streams: stdin, stdout and stderr.
         channel: a session's socket, whose code an interpreter runs.
     """
-    environment = {**settings["environment"], "HOME": work}
-    try:
-        for target, fd in enumerate(streams):
-            os.dup2(fd, target)
-        kept = 3 if channel is None else channel
-        os.closerange(3, kept)
-        os.closerange(kept + (channel is not None), 1 << 16)
-        os.setsid()
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
-        os.environ.clear()
-        os.environ.update(environment)
-        if "become" in settings:  # in gVisor; in the jail init has done it
-            drop_capabilities(settings["become"][0])
-        libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # the kernel ends the program, not its init
-        limit_resources(job, isolated=settings["isolated"], warm=not command)
-        if settings["isolated"]:
-            filter_calls(bytes.fromhex(settings["filter"]))
-    except BaseException as error:
-        os.write(2, f"sandbox: {error}\n".encode())
-        os._exit(REFUSED)
+    kept = [] if channel is None else [channel]
+    confine(settings, work, job, streams, kept=kept, warm=not command)
     try:
         if command:
-            os.execvpe(command[0], [*command], environment)
+            os.execvp(command[0], [*command])
         if channel is None:
             run_warm(work)
         serve_interpreter(socket.socket(fileno=channel), work)
     except OSError as error:
         os.write(2, f"{command[0] if command else 'python'}: {error.strerror}\n".encode())
         os._exit(127)
+
+
+def confine(
+    settings: Mapping[str, Any],
+    work: str,
+    job: Mapping[str, Any],
+    streams: tuple[int, int, int],
+    *,
+    kept: Sequence[int],
+    warm: bool,
+) -> None:
+    """Give up all that the program shall not have; ends the process where that fails.
+
+    Args:
+        streams: stdin, stdout and stderr.
+        kept: further files that stay open.
+        warm: the process goes on with what the zygote has loaded.
+    """
+    try:
+        for target, fd in enumerate(streams):
+            os.dup2(fd, target)
+        first = 3
+        for fd in sorted(kept):
+            os.closerange(first, fd)
+            first = fd + 1
+        os.closerange(first, 1 << 16)
+        os.setsid()
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update({**settings["environment"], "HOME": work})
+        if "become" in settings:  # in gVisor; in the jail init has done it
+            drop_capabilities(settings["become"][0])
+        libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # the kernel ends the program, not its init
+        limit_resources(job, isolated=settings["isolated"], warm=warm)
+        if settings["isolated"]:
+            filter_calls(bytes.fromhex(settings["filter"]))
+    except BaseException as error:
+        os.write(2, f"sandbox: {error}\n".encode())
+        os._exit(REFUSED)
 
 
 def limit_resources(job: Mapping[str, Any], *, isolated: bool, warm: bool) -> None:

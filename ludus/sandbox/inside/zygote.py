@@ -105,6 +105,8 @@ def main() -> None:
     os.environ.update(settings["environment"])
     sys.path.append(settings["packages_dir"])
     loaded = load(settings["packages"])
+    if settings.get("forward"):
+        __import__("ludus.sandbox.inside.forward")
     gc.collect()
     gc.freeze()
     send_frame(sock, {"event": "ready", "loaded": loaded})

@@ -45,22 +45,35 @@ class IsolatedEnv(Env):
         self._spec = spec
         self._process: Any = None
         self._pipe: Connection | None = None
+        self._is_fresh = False
+        """The process has been prepared for the next reset."""
+
+    async def prepare(self, task: Task) -> None:
+        await self._start()
+        self._ask("prepare", task)
+        self._is_fresh = True
 
     async def reset(self, task: Task) -> Observation:
+        if not self._is_fresh:
+            await self._start()
+        self._is_fresh = False
+        self.score_range, self.success_at, self.max_turns = self._ask(_LIMITS)  # type: ignore[misc]
+        return cast(Observation, self._ask("reset", task))
+
+    async def _start(self) -> None:
         await self.close()
         context = server()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve_calls, args=(theirs, self._spec), daemon=True)
         self._process.start()
         theirs.close()
-        self.score_range, self.success_at, self.max_turns = self._ask(_LIMITS)  # type: ignore[misc]
-        return cast(Observation, self._ask("reset", task))
 
     async def step(self, action: Message) -> StepResult:
         return cast(StepResult, self._ask("step", action))
 
     async def close(self) -> None:
         """Close the environment, then end its process."""
+        self._is_fresh = False
         pipe, self._pipe = self._pipe, None
         if pipe is not None:
             with suppress(EOFError, OSError):
@@ -139,7 +152,7 @@ def _serve_calls(pipe: Connection, spec: Spec) -> None:
                 env = env or LocalEnvs(spec).make()
                 if method == _LIMITS:
                     answer: Any = (*limits_of(env), env.max_turns)
-                elif method in ("reset", "step", "close"):
+                elif method in ("prepare", "reset", "step", "close"):
                     answer = runner.run(getattr(env, method)(*args))
                 else:
                     answer = getattr(env, method)(*args)

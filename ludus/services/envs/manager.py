@@ -28,6 +28,7 @@ from ludus.core.types import Message, Observation, StepResult, Task
 from ludus.rollout.threads import Act, EnvThread
 from ludus.services.envs.session import ID_BITS, EnvSession, ServedEnv, parse_id
 from ludus.services.server.app import BUCKETS_S, ServiceError, Settings
+from ludus.services.server.drain import Drain
 from ludus.services.server.peers import Peers
 from ludus.services.server.shares import Client, Shares
 
@@ -75,7 +76,7 @@ class BorrowedThread(EnvThread):
         self._slots = slots
 
     async def run(
-        self, act: Act[T], deadline: float, *, blocking: bool, last: Act[None] | None = None
+        self, act: Act[T], deadline: float | None, *, blocking: bool, last: Act[None] | None = None
     ) -> T:
         async with self._slots:
             thread = EnvThread(wait_for="pause")  # soon, for the environment does not block
@@ -102,6 +103,7 @@ class SessionManager:
         peers: Peers | None = None,
     ) -> None:
         self.served, self.limits, self._peers = served, limits, peers
+        self.drain = Drain(peers.folder if peers else None)
         registry, tokens = settings.registry, settings.tokens
         counter = peers.counter if peers else None
         self._shares = Shares(limits.max_sessions, limits.max_sessions_per_token, tokens, counter)
@@ -109,6 +111,8 @@ class SessionManager:
         self._ended: OrderedDict[int, tuple[str, str]] = OrderedDict()
         self._slots = asyncio.Semaphore(LIGHT_THREADS)
         self._closing: set[asyncio.Task[None]] = set()
+        draining = Gauge("ludus_env_draining", "Whether no session is opened", registry=registry)
+        draining.set_function(lambda: float(self.drain.on))
         gauge = Gauge("ludus_env_sessions", "Open sessions", ["env"], registry=registry)
         for name in served:
             gauge.labels(name).set_function(lambda name=name: self.count(name))
@@ -140,6 +144,7 @@ class SessionManager:
 
     def create(self, served: ServedEnv, client: Client) -> EnvSession:
         """Open a session. Its environment is made at the first reset."""
+        self.drain.require_off()
         others = self._peers.counter.others() if self._peers else 0
         limit, limit_mb = self.limits.max_sessions, self.limits.max_memory_mb
         if len(self._sessions) + others >= limit:

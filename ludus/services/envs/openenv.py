@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -24,6 +24,8 @@ from ludus.services.envs.manager import SessionManager
 from ludus.services.envs.session import EnvSession, ServedEnv, State
 from ludus.services.server.app import ERRORS, ServiceError, accepted, parse_object, receive_text
 from ludus.services.server.shares import client_of
+
+T = TypeVar("T", bound=BaseModel)
 
 CODES = {
     "invalid_json": "INVALID_JSON",
@@ -142,8 +144,6 @@ class _Connection:
             text = await receive_text(self._websocket)
             try:
                 answer = await self._answer(text)
-            except ValidationError as error:
-                answer = _error(ServiceError.from_validation(error.errors()))
             except ServiceError as error:
                 answer = _error(error)
             if answer is None:
@@ -156,9 +156,9 @@ class _Connection:
         if kind == "close":
             return None
         if kind == "reset":
-            return await self._reset(OpenEnvReset.model_validate(data))
+            return await self._reset(_parsed(OpenEnvReset, data))
         if kind == "step":
-            turn = OpenEnvAction.model_validate(data).turn()
+            turn = _parsed(OpenEnvAction, data).turn()
             result = await self._sessions.step(self.session, turn)
             return self._observation(result.messages, result.reward)
         if kind == "state":
@@ -186,6 +186,14 @@ class _Connection:
             f'{{"type":"observation","data":{{"observation":{seen.model_dump_json()},'
             f'"reward":{json.dumps(reward)},"done":{done}}}}}'
         )
+
+
+def _parsed(kind: type[T], data: Any) -> T:
+    """Errors: ServiceError."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise ServiceError.from_validation(error.errors(), kind) from None
 
 
 def _error(error: ServiceError) -> str:

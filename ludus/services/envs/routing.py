@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+from ludus.services.envs import agentjet
 from ludus.services.envs.session import parse_id
 from ludus.services.server.aggregate import concatenated, health, metrics
 from ludus.services.server.peers import Routing
@@ -17,6 +18,8 @@ def id_in(path: str, query: bytes, body: bytes) -> int | None:
     """The number of the session or job in a request, if there is one."""
     if match := _PATH.match(path):
         return parse_id(match[1])
+    if path in agentjet.PATHS:
+        return agentjet.id_in(body)
     if not path.startswith("/agentgym/"):
         return None
     if id_match := _QUERY.search(query):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from fastapi.responses import Response
 from starlette.middleware import Middleware
 
 from ludus.config.schema import RunConfig
+from ludus.core.errors import LudusError
 from ludus.core.signals import run
 from ludus.core.types import Observation, Spec, StepResult, Task, ToolCall, Wire
 from ludus.rollout.tool_use import open_tools
@@ -47,9 +49,14 @@ from ludus.services.envs.routing import ROUTING
 from ludus.services.envs.session import EnvSchema, ServedEnv
 from ludus.services.envs.websocket import add_socket
 from ludus.services.server.app import ERRORS, Settings, create_app, owner_of
+from ludus.services.server.auth import admin_token
+from ludus.services.server.drain import DRAIN_PATH, add_drain
 from ludus.services.server.peers import Peers, WorkerRouter
 from ludus.services.server.serve import ServeOptions, serve
 from ludus.services.server.shares import client_of
+from ludus.telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 
 def environment_service(
@@ -59,16 +66,18 @@ def environment_service(
     *,
     isolate: bool = False,
     recipe: RunConfig | None = None,
+    admin: str = "",
     peers: Peers | None = None,
 ) -> FastAPI:
-    """An application that serves `envs` with ludus' API, AgentGym's and OpenEnv's.
+    """An application that serves `envs` with ludus' API, AgentGym's, OpenEnv's and AgentJet's.
 
-    Rollout jobs have the tools of `recipe`, with its limits.
+    Rollout jobs have the tools of `recipe`, with its limits. `admin` is the token for `/drain`.
 
     Errors: ConfigError, MissingDependency.
     """
-    from ludus.services.envs import agentgym, agentgym_rows, openenv, rollouts
+    from ludus.services.envs import agentgym, agentgym_rows, agentjet, openenv, rollouts
 
+    settings = replace(settings, open_paths=(*settings.open_paths, DRAIN_PATH))  # it has `admin`
     served = {spec.name: ServedEnv(spec, isolate) for spec in envs}
     sessions = SessionManager(served, limits, settings, peers)
     executor = CallExecutor(sessions, peers)
@@ -78,6 +87,7 @@ def environment_service(
         if isolate:
             modules = [env.env_class.__module__ for env in served.values()]
             await asyncio.to_thread(isolated.warm_up, modules)
+        await asyncio.to_thread(_prepare, list(served.values()))
         async with open_tools(recipe) as jobs.tools:
             expiry = asyncio.create_task(sessions.close_idle())
             try:
@@ -90,7 +100,8 @@ def environment_service(
                     await peers.close()
 
     def health() -> Mapping[str, Any]:
-        return {"sessions": sessions.count(), "envs": sorted(served)}
+        status = {"status": "draining"} if sessions.drain.on else {}
+        return {"sessions": sessions.count(), "envs": sorted(served), **status}
 
     app = create_app(
         "environments",
@@ -102,7 +113,9 @@ def environment_service(
     _add_env_routes(app, sessions)
     _add_session_routes(app, executor)
     add_socket(app, executor)
+    add_drain(app, sessions.drain, sessions.count, admin)
     jobs = rollouts.add_routes(app, sessions, settings, recipe)
+    agentjet.add_routes(app, sessions, peers)
     for spec in envs:
         openenv.add_routes(app, sessions, served[spec.name])
         if spec.name in agentgym_rows.ROWS:
@@ -128,10 +141,26 @@ def serve_envs(
         run(_check_tools(recipe))
     names = ", ".join(spec.name for spec in specs)
     serve(
-        partial(environment_service, tuple(specs), limits=limits, isolate=isolate, recipe=recipe),
+        partial(
+            environment_service,
+            tuple(specs),
+            limits=limits,
+            isolate=isolate,
+            recipe=recipe,
+            admin=admin_token(),
+        ),
         options,
         lambda address: say(f"{names}: {address} (description: {address}/docs)"),
     )
+
+
+def _prepare(served: Sequence[ServedEnv]) -> None:
+    """Start the environments' engines: a client's first reset has the deadline of any other."""
+    for env in served:
+        try:
+            env.prepare()
+        except LudusError as error:  # the sessions' own resets report it to their clients
+            log.warning("not prepared", env=env.name, error=str(error))
 
 
 async def _check_tools(recipe: RunConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from asyncio import run
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from ludus.core.errors import EnvLost, EpisodeError, EpisodeTimeout, LudusError
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec, Wire
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert, limits_of
-from ludus.rollout.host import HostedEnv, LocalEnvs
+from ludus.rollout.host import HostedEnv, LocalEnvs, has_prepare
 from ludus.rollout.threads import EnvThread, Overdue, T
 from ludus.services.envs.isolated import IsolatedEnv
 from ludus.services.server.app import ServiceError
@@ -31,7 +32,10 @@ class State(StrEnum):
 
 
 class EnvSchema(Wire):
-    """Description of an environment for clients. `expert_deadline_s`: of a call of its expert."""
+    """Description of an environment for clients. `expert_deadline_s`: of a call of its expert.
+
+    `args` are those that it is served with, without texts that may be paths of this machine.
+    """
 
     name: str
     tools: list[ToolSpec]
@@ -40,6 +44,7 @@ class EnvSchema(Wire):
     max_turns: int
     tiers: list[str]
     expert_deadline_s: float
+    args: dict[str, Any]
 
 
 class ServedEnv:
@@ -51,6 +56,7 @@ class ServedEnv:
         self._local = LocalEnvs(spec)
         self.env_class: Any = ENVS.load(spec.name)
         self.blocking: bool = isolate or getattr(self.env_class, "blocking", True)
+        self.prepares = has_prepare(self.env_class)
 
     def host(self, task: Task, thread: EnvThread, step_deadline_s: float) -> HostedEnv:
         """An environment for one episode: isolated in a process, or in this process.
@@ -59,13 +65,35 @@ class ServedEnv:
         """
         blocking = self.blocking or thread.borrows_workers
         if not self.isolate:
-            return HostedEnv(self._local.make, thread, step_deadline_s, blocking=blocking)
+            return HostedEnv(
+                self._local.make,
+                thread,
+                step_deadline_s,
+                blocking=blocking,
+                prepares=self.prepares,
+            )
         env = IsolatedEnv(self.spec)
         # Where the thread that waits for the process was abandoned, only `kill` ends the process.
-        return HostedEnv(lambda: env, thread, step_deadline_s, release=env.kill)
+        return HostedEnv(
+            lambda: env, thread, step_deadline_s, prepares=self.prepares, release=env.kill
+        )
+
+    def prepare(self) -> None:
+        """Start what all sessions share, before the first one; its easiest task stands for all.
+
+        Errors: LudusError.
+        """
+        if not self.prepares or self.isolate:
+            return
+        tier = next(iter(self.env_class.tiers()), None)
+        run(self._local.make().prepare(self.env_class.task(tier, 0)))
 
     def tools(self) -> Sequence[ToolSpec]:
         return self._local.tools()
+
+    def success_of(self, task: Task) -> float:
+        """The episode reward from which a task counts as solved."""
+        return self._local.prototype.success_of(task)
 
     def schema(self, expert_deadline_s: float) -> EnvSchema:
         env = self._local.prototype
@@ -78,6 +106,7 @@ class ServedEnv:
             max_turns=env.max_turns,
             tiers=list(self.env_class.tiers()),
             expert_deadline_s=expert_deadline_s,
+            args={key: value for key, value in self.spec.args.items() if not _has_path(value)},
         )
 
     def task(self, tier: str | None, seed: int) -> Task:
@@ -235,6 +264,10 @@ class EnvSession:
         if self.host is None or self.state is not State.PLAYING:
             raise ServiceError(409, kind, "no episode is running: reset the session first")
         return self.host
+
+
+def _has_path(value: Any) -> bool:
+    return any(separator in str(value) for separator in "/\\")
 
 
 def format_id(number: int) -> str:

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from pydantic import ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ludus.services.envs.api import CALL, MAX_CALLS, CallExecutor, Close, Create, result_entry
+from ludus.services.envs.api import CALL, MAX_CALLS, Call, CallExecutor, Close, Create, result_entry
 from ludus.services.server.app import ServiceError, accepted, parse_object, receive_text
 from ludus.services.server.shares import client_of
 from ludus.telemetry.logs import get_logger
@@ -86,7 +86,7 @@ class _Connection:
         try:
             call = CALL.validate_python(message)
         except ValidationError as error:
-            raise ServiceError.from_validation(error.errors()) from None
+            raise ServiceError.from_validation(error.errors(), Call) from None
         if isinstance(call, Create):
             opened: Any = await self._executor.run(call, self._client)
             self._opened.add(opened.session)

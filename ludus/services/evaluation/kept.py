@@ -30,8 +30,8 @@ class _Kept:
 class KeptJudges:
     """At most `most` judges with arguments of clients, `share` of them in use by one tenant.
 
-    Each may have processes, so no more are built while all of them are in use. The judges with the
-    operator's arguments alone are always there.
+    Each may have processes of its own, so no more are built while all of them are in use. The
+    judges with the operator's arguments alone are always there.
     """
 
     def __init__(self, most: int, share: int) -> None:

@@ -84,11 +84,11 @@ class StreamingSampler(InProcessSampler):
             for row, turn in enumerate(turns)
             if turn.session.name in self._watchers
         ]
-        alternatives = [
+        token_ids_R, logprobs_R = super()._sample_tokens(turns, logits_RV, uniforms_R)
+        alternatives = [  # after it, for it removes what a grammar forbids
             top_tokens(logits_RV[row], number, turn.params, vocabulary)
             for row, turn, _, number, vocabulary in watched
         ]
-        token_ids_R, logprobs_R = super()._sample_tokens(turns, logits_RV, uniforms_R)
         for (row, _, on_token, *_), best in zip(watched, alternatives, strict=True):
             id, logprob = int(token_ids_R[row]), float(logprobs_R[row])
             # The engine's own value for the sampled token; `distribution` may round differently.
@@ -121,7 +121,7 @@ class EngineThread:
     """A sampler and its thread; created and called from another thread."""
 
     def __init__(self, sampler: PolicySampler, model: Any, vocabulary: Vocabulary) -> None:
-        self._sampler, self._model, self._vocabulary = sampler, model, vocabulary
+        self.sampler, self._model, self._vocabulary = sampler, model, vocabulary
         self._numbers = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ludus-engine")
@@ -131,11 +131,11 @@ class EngineThread:
     @property
     def streams(self) -> bool:
         """True if tokens arrive one by one with alternatives, and prompts can be scored."""
-        return isinstance(self._sampler, StreamingSampler)
+        return isinstance(self.sampler, StreamingSampler)
 
     @property
     def policy_version(self) -> int:
-        return self._sampler.policy_version
+        return self.sampler.policy_version
 
     async def sample(
         self,
@@ -184,13 +184,13 @@ class EngineThread:
         num_alternatives: int,
     ) -> Completion:
         session = f"{next(self._numbers):012d}"
-        self._sampler.open(session)
+        self.sampler.open(session)
         try:
-            if on_token and isinstance(self._sampler, StreamingSampler):
-                self._sampler.watch(session, on_token, num_alternatives, self._vocabulary)
-            done = await self._sampler.sample(prompt_ids, params, session=session)
+            if on_token and isinstance(self.sampler, StreamingSampler):
+                self.sampler.watch(session, on_token, num_alternatives, self._vocabulary)
+            done = await self.sampler.sample(prompt_ids, params, session=session)
         finally:
-            self._sampler.close(session)
+            self.sampler.close(session)
         if on_token and not self.streams:
             for token in tokens_of(done):
                 on_token(token)
@@ -236,7 +236,7 @@ class EngineThread:
         before = {} if self.streams else {name: held[name].clone() for name in weights}
         try:
             _copy(weights, held)
-            self._sampler.publish(version)
+            self.sampler.publish(version)
         except Exception:
             _copy(before, held)
             raise
@@ -247,7 +247,7 @@ class EngineThread:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        self._sampler.shutdown()
+        self.sampler.shutdown()
 
 
 def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:

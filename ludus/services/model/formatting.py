@@ -178,10 +178,10 @@ def message_of(done: Completion, renderer: Renderer, stops: Iterable[str]) -> Me
 
 
 def calls_of(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
-    """Tool calls in OpenAI's format, with new ids."""
+    """Tool calls in OpenAI's format, with new ids where they have none."""
     return [
         {
-            "id": f"call_{secrets.token_hex(12)}",
+            "id": call.id or f"call_{secrets.token_hex(12)}",
             "type": "function",
             "function": {
                 "name": call.name,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -171,7 +172,9 @@ class CommonRequest(BaseModel):
         if self.stream_options and not self.stream:
             raise ApiError(400, "stream_options: only with stream: true", param="stream_options")
 
-    def params(self, max_tokens: int, stop_ids: list[int], seed: int) -> SamplingParams:
+    def params(
+        self, max_tokens: int, stop_ids: list[int], seed: int, grammar: str | None = None
+    ) -> SamplingParams:
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -180,6 +183,7 @@ class CommonRequest(BaseModel):
             stop=self.stops,
             stop_token_ids=() if self.ignore_eos else tuple(stop_ids),
             seed=seed,
+            grammar=grammar,
         )
 
     def seeds(self, number: int) -> list[int]:
@@ -189,6 +193,26 @@ class CommonRequest(BaseModel):
 
 
 UNSUPPORTED = "unsupported_parameter"
+
+
+def schema_of(param: str, wanted: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The JSON schema that an answer has to follow; None: any text. Errors: ApiError 400.
+
+    OpenAI's chat has it in `json_schema.schema`, the other APIs in `schema`.
+    """
+    kind = (wanted or {}).get("type", "text")
+    if wanted is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind != "json_schema":
+        told = f"{param}: {kind!r:.80}: not supported here; text, json_object or json_schema"
+        raise ApiError(400, told, param=param, code=UNSUPPORTED)
+    holder = wanted.get("json_schema", wanted)
+    schema = holder.get("schema") if isinstance(holder, Mapping) else None
+    if not isinstance(schema, dict):
+        raise ApiError(400, f"{param}: json_schema has to have a `schema`, an object", param=param)
+    return schema
 
 
 class ChatRequest(CommonRequest):
@@ -216,7 +240,6 @@ class ChatRequest(CommonRequest):
         return super().unsupported() | {
             "tool_choice": self.tool_choice not in (None, "none", "auto"),
             "parallel_tool_calls": self.parallel_tool_calls is False and bool(self.tools),
-            "response_format": (self.response_format or {}).get("type", "text") != "text",
         }
 
     def check(self) -> None:

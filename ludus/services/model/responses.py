@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ludus.core.types import Message
 from ludus.core.versions import runs_of
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import Completion
@@ -30,12 +31,14 @@ from ludus.services.model.requests import ChatRequest, CommonRequest, Completion
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A generated choice. `scores` are the prompt's log-probabilities, if requested."""
+    """A generated choice. `scores` are the prompt's log-probabilities, if requested; `message` is
+    the parsed turn, where the caller has one."""
 
     prompt_ids: list[int]
     completion: Completion
     tokens: list[Token]
-    scores: PromptScores | None
+    scores: PromptScores | None = None
+    message: Message | None = None
 
 
 class ResponseBuilder:
@@ -64,10 +67,12 @@ class ResponseBuilder:
         body["choices"] = [self._choice(i, choice) for i, choice in enumerate(choices)]
         return body | self._prompt_fields(choices) | {"usage": self._usage()}
 
-    def first_events(self, prompts: Sequence[list[int]], version: int) -> str:
-        """The first events of a stream, one per choice."""
+    def first_events(
+        self, prompts: Sequence[list[int]], version: int, *, by_token: bool = True
+    ) -> str:
+        """The first events of a stream, one per choice. Not `by_token`: complete choices follow."""
         self._count_prompts(prompts)
-        self._streams = [self._new_stream() for _ in prompts]
+        self._streams = [self._new_stream() for _ in prompts] if by_token else []
         events = [self._first_event(i, prompt, version) for i, prompt in enumerate(prompts)]
         return "".join(filter(None, events))
 
@@ -87,6 +92,14 @@ class ResponseBuilder:
         delta = stream.end(item)
         reason = self._finish_reason(item, delta)
         return self._event(index, delta, reason, oldest, {})
+
+    def events_of(self, index: int, choice: Choice) -> str:
+        """The events of a choice that is complete: its text at once, then its end."""
+        self._num_sampled += len(choice.completion.token_ids)
+        version = choice.completion.policy_version
+        delta, reason = self._whole(choice)
+        text = self._event(index, delta, None, version, self._token_fields(choice.tokens))
+        return text + self._event(index, {}, reason, version, {})
 
     def last_events(self) -> str:
         usage = ""
@@ -129,6 +142,10 @@ class ResponseBuilder:
 
     # Per route
 
+    def _whole(self, choice: Choice) -> tuple[Delta, str]:
+        """The text of a complete choice as a delta, and its finish reason."""
+        raise NotImplementedError
+
     def _new_stream(self) -> TextStream:
         raise NotImplementedError
 
@@ -166,7 +183,7 @@ class ChatResponse(ResponseBuilder):
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         completion = choice.completion
-        message = message_of(completion, self._renderer, self._body.stops)
+        message = choice.message or message_of(completion, self._renderer, self._body.stops)
         calls = calls_of(message.tool_calls)
         content = message.content or None if calls else message.content
         fields: dict[str, Any] = {"role": "assistant", "content": content}
@@ -182,6 +199,14 @@ class ChatResponse(ResponseBuilder):
             "policy_version": completion.policy_version,
             **self._token_fields(choice.tokens),
         }
+
+    def _whole(self, choice: Choice) -> tuple[Delta, str]:
+        written = self._choice(0, choice)
+        fields = {key: written["message"].get(key) for key in ("reasoning_content", "content")}
+        delta = {key: text for key, text in fields.items() if text}
+        if calls := written["message"].get("tool_calls"):
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        return delta, written["finish_reason"]
 
     def _prompt_fields(self, choices: Sequence[Choice]) -> dict[str, Any]:
         wanted = self._body.return_token_ids
@@ -246,6 +271,10 @@ class CompletionResponse(ResponseBuilder):
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
         }
+
+    def _whole(self, choice: Choice) -> tuple[Delta, str]:
+        written = self._choice(0, choice)
+        return {"text": written["text"]}, written["finish_reason"]
 
     def _first_event(self, index: int, prompt: list[int], version: int) -> str:
         if not self._body.return_token_ids:

@@ -19,11 +19,19 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from ludus.core.errors import ConfigError, ContextOverflow, LudusError
+from ludus.core.errors import (
+    ConfigError,
+    ContextOverflow,
+    LudusError,
+    MissingDependency,
+    SchemaError,
+)
 from ludus.core.types import ToolSpec
+from ludus.models.chat.parsing import external_reference
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.template import well_formed
-from ludus.models.samplers.base import SamplingParams, check_turn, num_embeddings
+from ludus.models.grammars import grammar_for
+from ludus.models.samplers.base import SamplingParams, Selective, check_turn, num_embeddings
 from ludus.services.model.engine import EngineThread
 from ludus.services.model.generation import ChoiceRequest, Generator, server_error
 from ludus.services.model.policy import ModelOverrides, Policy, fitting_weights, load_policy
@@ -34,6 +42,7 @@ from ludus.services.model.requests import (
     CommonRequest,
     CompletionRequest,
     SwapRequest,
+    schema_of,
 )
 from ludus.services.model.responses import ChatResponse, CompletionResponse
 from ludus.services.server.app import ERRORS, Settings, create_app
@@ -130,10 +139,13 @@ class ModelService:
             prompt = await self._in_reader(renderer.open, body.conversation())
         except (ConfigError, RecursionError) as error:
             raise ApiError(400, f"messages: {error}", param="messages") from None
+        grammar = None
+        if (schema := schema_of("response_format", body.response_format)) is not None:
+            grammar = await self._grammar(body, schema, renderer)
         limit = body.limit or self._policy.settings.context_length - len(prompt)
         stop_ids = renderer.stop_token_ids
         choices = [
-            self._choice(prompt, body.params(limit, stop_ids, seed), "messages")
+            self._choice(prompt, body.params(limit, stop_ids, seed, grammar), "messages")
             for seed in body.seeds(body.choices)
         ]
         builder = ChatResponse(self._options.name, body, renderer, bool(tools))
@@ -186,6 +198,17 @@ class ModelService:
 
     # Checks
 
+    async def _grammar(self, body: ChatRequest, schema: dict[str, Any], renderer: Renderer) -> str:
+        """The grammar of an answer with a schema. Errors: ApiError 400."""
+        param = "response_format"
+        if body.ignore_eos:
+            told = f"{param}: not with ignore_eos: a value that is complete ends the turn"
+            raise ApiError(400, told, param=param, code=UNSUPPORTED)
+        try:
+            return await grammar_for(schema, renderer, self._engine.sampler)
+        except (SchemaError, MissingDependency) as error:
+            raise ApiError(400, f"{param}: {error}", param=param) from None
+
     def _check(self, body: CommonRequest) -> None:
         self._require(body.model)
         body.check()
@@ -216,10 +239,14 @@ class ModelService:
             if len(prompt) >= length:
                 raise ContextOverflow(f"{len(prompt)} tokens of prompt leave no room in {length}")
             check_turn(prompt, params, length, num_embeddings(self._policy.model))
+            if isinstance(self._engine.sampler, Selective):
+                self._engine.sampler.check_params(params)
         except ContextOverflow as error:
             raise ApiError(400, str(error), param=param, code="context_length_exceeded") from None
         except ValueError as error:
             raise ApiError(400, f"{param}: {error}", param=param) from None
+        except ConfigError as error:
+            raise ApiError(400, str(error), code=UNSUPPORTED) from None
         return ChoiceRequest(prompt, params)
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
@@ -267,19 +294,8 @@ class ModelService:
 
 def _with_tools(policy: Policy, tools: tuple[ToolSpec, ...]) -> Renderer:
     for tool in tools:
-        if reference := _external_reference(tool.parameters):
+        if reference := external_reference(tool.parameters):
             raise ConfigError(
                 f"{tool.name}: external reference {reference!r}; references must begin with #"
             )
     return policy.renderer(tools)
-
-
-def _external_reference(schema: Any) -> str:
-    """A reference to another document, which checking a call would load; "" if there is none."""
-    if isinstance(schema, dict):
-        for key in ("$ref", "$dynamicRef"):
-            if isinstance(schema.get(key), str) and not schema[key].startswith("#"):
-                return str(schema[key])
-        schema = list(schema.values())
-    references = map(_external_reference, schema) if isinstance(schema, list) else ()
-    return next(filter(None, references), "")

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from transformers.utils import logging as transformers_logging
-
 from ludus.core.types import Spec
 from ludus.models import SAMPLERS
 from ludus.models.vocabulary import Vocabulary
@@ -45,7 +43,6 @@ def serve_model(
         listen(host, port, tokens) as (listening, address),
         tempfile.TemporaryDirectory(prefix="ludus-model-") as folder,
     ):
-        transformers_logging.disable_progress_bar()
         policy = load_policy(checkpoint, runs_dir, overrides)
         options = ModelOptions(name or policy.name, runs_dir, max_turns, max_turns_per_token, admin)
         with closing(make_engine(policy, sampler, Path(folder))) as engine:

@@ -30,6 +30,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from ludus import __version__
 from ludus.core.errors import LudusError
 from ludus.services.server.auth import match_token
+from ludus.services.server.validation import wrong_field, wrong_part
 from ludus.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -39,6 +40,10 @@ OPEN_PATHS = ("/health",)
 
 NO_JSON_TYPE = "send it with the header Content-Type: application/json"
 """A browser sends that type to another site only with its leave, so no page can make a call."""
+
+RETRY_AFTER_S = 1
+"""Of the header Retry-After, and of the field `retry_after` on a WebSocket: a service that is full
+may have room as soon as any session ends."""
 
 BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0)
 
@@ -67,15 +72,17 @@ class ServiceError(LudusError):
         return cls(status, kinds.get(status, "http"), message)
 
     @classmethod
-    def from_validation(cls, problems: Any) -> ServiceError:
-        """The first of pydantic's errors."""
-        first: Any = problems[0] if problems else {"loc": (), "msg": "invalid", "type": ""}
+    def from_validation(cls, problems: Sequence[Any], annotation: Any) -> ServiceError:
+        """The first of pydantic's errors about a value of the type `annotation`."""
+        return cls.invalid(*wrong_field(problems, annotation))
+
+    @classmethod
+    def from_request(cls, problems: Sequence[Any], request: Request) -> ServiceError:
+        """The first of pydantic's errors about a request."""
+        first = problems[0]
         if first["type"] == "json_invalid":
-            return cls.not_json(str(first.get("ctx", {})))
-        return cls.invalid(
-            ".".join(str(part) for part in first["loc"] if part != "body"),
-            first["msg"].removeprefix("Value error, "),
-        )
+            return cls.not_json(str(first.get("ctx", {}).get("error", "")))
+        return cls.invalid(*wrong_part(problems, request))
 
     @classmethod
     def internal(cls) -> ServiceError:
@@ -87,9 +94,15 @@ class ServiceError(LudusError):
         return {"error": {"type": self.kind, "message": str(self)}}
 
     @property
+    def retry_after_s(self) -> int | None:
+        """Seconds after which the same request may succeed; None: it will not by itself."""
+        return RETRY_AFTER_S if self.status in (429, 503) else None
+
+    @property
     def entry(self) -> str:
         """The error as JSON: an entry of `POST /batch`, or a WebSocket message."""
-        return json.dumps({"status": self.status, **self.body})
+        wait = {} if self.retry_after_s is None else {"retry_after": self.retry_after_s}
+        return json.dumps({"status": self.status, **self.body, **wait})
 
 
 class ErrorDetail(BaseModel):
@@ -114,11 +127,14 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of any service. Without tokens, every client has access."""
+    """Settings of any service. Without tokens, every client has access; `open_paths` need none."""
 
     tokens: tuple[str, ...] = ()
     max_body_bytes: int = 1_000_000
+    open_paths: tuple[str, ...] = OPEN_PATHS
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    error_body: Callable[[str, ServiceError], dict[str, Any]] = lambda path, error: error.body
+    """The body of an error at a path."""
 
 
 def create_app(
@@ -129,20 +145,23 @@ def create_app(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
     middleware: Sequence[Middleware] = (),
     errors: type[ServiceError] = ServiceError,
+    docs_url: str | None = "/docs",
 ) -> FastAPI:
     """An application with the common routes; the caller adds its own.
 
     `health()` returns the fields of `/health` besides `status`. `middleware` runs behind the guard.
-    `errors` shapes the errors of validation and of the framework.
+    `errors` shapes the errors of validation and of the framework. The page at `docs_url` loads
+    scripts from another site; None: no such page.
     """
     app = FastAPI(
         title=f"ludus: {title}",
         version=__version__,
         lifespan=lifespan,
+        docs_url=docs_url,
         redoc_url=None,
         middleware=[Middleware(Guard, settings=settings), *middleware],
     )
-    _add_error_handlers(app, errors)
+    _add_error_handlers(app, errors, settings)
 
     @app.get("/health", tags=["service"])
     async def read_health() -> dict[str, Any]:
@@ -157,22 +176,26 @@ def create_app(
     return app
 
 
-def _add_error_handlers(app: FastAPI, errors: type[ServiceError]) -> None:
+def _add_error_handlers(app: FastAPI, errors: type[ServiceError], settings: Settings) -> None:
     @app.exception_handler(ServiceError)
     async def on_service_error(request: Request, error: ServiceError) -> Response:
-        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-        return JSONResponse(error.body, error.status, headers=headers)
+        wait = error.retry_after_s
+        headers = None if wait is None else {"Retry-After": str(wait)}
+        body = settings.error_body(request.url.path, error)
+        return JSONResponse(body, error.status, headers=headers)
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
         problems = error.errors()
         if problems and problems[0]["loc"] == ("body",) and not _says_json(request):
             return await on_service_error(request, errors.invalid("", NO_JSON_TYPE))
-        return await on_service_error(request, errors.from_validation(problems))
+        return await on_service_error(request, errors.from_request(problems, request))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        body = errors.from_http(error.status_code, f"{request.url.path}: {error.detail}").body
+        path = request.url.path
+        wrong = errors.from_http(error.status_code, f"{path}: {error.detail}")
+        body = settings.error_body(path, wrong)
         return JSONResponse(body, error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)
@@ -212,7 +235,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         owner = self._owner(scope)
-        if owner is None and scope["path"] not in OPEN_PATHS:
+        if owner is None and scope["path"] not in self._settings.open_paths:
             error = ServiceError(401, "unauthorized", "send the header Authorization: Bearer TOKEN")
             await self._refuse(error, scope, receive, send)
             return
@@ -256,13 +279,15 @@ class Guard:
         headers = dict(scope["headers"])
         return match_token(headers.get(b"authorization", b""), self._settings.tokens)
 
-    @staticmethod
-    async def _refuse(error: ServiceError, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(
+        self, error: ServiceError, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         if scope["type"] == "websocket":
             await receive()  # websocket.connect
             await send({"type": "websocket.close", "code": 1008, "reason": error.kind})
             return
-        await JSONResponse(error.body, error.status)(scope, receive, send)
+        body = self._settings.error_body(scope["path"], error)
+        await JSONResponse(body, error.status)(scope, receive, send)
 
 
 class ClientGone(Exception):

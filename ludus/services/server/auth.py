@@ -15,13 +15,13 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 def client_tokens() -> tuple[str, ...]:
     """The comma-separated tokens of LUDUS_TOKENS. Errors: ConfigError for a weak token."""
     tokens = [token.strip() for token in os.environ.get("LUDUS_TOKENS", "").split(",")]
-    return _checked("LUDUS_TOKENS", tokens)
+    return check_tokens("LUDUS_TOKENS", tokens)
 
 
 def admin_token() -> str:
     """The token in LUDUS_ADMIN_TOKEN, or "". Errors: ConfigError for a weak token."""
     token = os.environ.get("LUDUS_ADMIN_TOKEN", "").strip()
-    return "".join(_checked("LUDUS_ADMIN_TOKEN", [token]))
+    return "".join(check_tokens("LUDUS_ADMIN_TOKEN", [token]))
 
 
 def require_tokens(host: str, tokens: tuple[str, ...]) -> None:
@@ -42,7 +42,8 @@ def match_token(authorization: bytes, tokens: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
-def _checked(variable: str, tokens: list[str]) -> tuple[str, ...]:
+def check_tokens(variable: str, tokens: list[str]) -> tuple[str, ...]:
+    """The tokens that are not empty. Errors: ConfigError for a weak one; `variable` names it."""
     present = tuple(token for token in tokens if token)
     if any(len(token) < MIN_CHARS or not token.isascii() for token in present):
         raise ConfigError(f"{variable}: a token needs at least {MIN_CHARS} ASCII characters")

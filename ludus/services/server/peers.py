@@ -36,6 +36,9 @@ TIMEOUT_S = 120.0
 AGGREGATE_TIMEOUT_S = 1.0
 """Seconds to wait for the other workers' part of an aggregate."""
 
+COUNTS = "counts"
+"""The file of a SharedCounter."""
+
 NO_LIMIT = httpx.Limits(max_connections=None, max_keepalive_connections=64)
 
 
@@ -68,7 +71,7 @@ class Peers:
     ) -> None:
         self.worker, self.num_workers = worker, num_workers
         self.counter = SharedCounter(folder, worker, num_workers, 1 + num_tokens)
-        self._folder, self._needs_token, self._secret = folder, bool(num_tokens), secret
+        self.folder, self._needs_token, self._secret = folder, bool(num_tokens), secret
         self._clients: dict[int, httpx.AsyncClient] = {}
 
     def is_from_peer(self, scope: Scope) -> bool:
@@ -117,7 +120,7 @@ class Peers:
         self, worker: int, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> httpx.Response:
         if worker not in self._clients:
-            uds = str(socket_path(self._folder, worker))
+            uds = str(socket_path(self.folder, worker))
             self._clients[worker] = httpx.AsyncClient(
                 transport=httpx.AsyncHTTPTransport(uds=uds, limits=NO_LIMIT),
                 base_url="http://worker",
@@ -141,7 +144,7 @@ class SharedCounter:
     def __init__(self, folder: Path, worker: int, num_workers: int, num_slots: int) -> None:
         self._worker, self._num_workers = worker, num_workers
         size = 8 * num_workers * num_slots
-        with (folder / "counts").open("a+b") as file:
+        with (folder / COUNTS).open("a+b") as file:
             file.truncate(size)
             shared = mmap.mmap(file.fileno(), size)
         self._counts = memoryview(shared).cast("Q")
@@ -159,6 +162,12 @@ class SharedCounter:
             for worker in range(self._num_workers)
             if worker != self._worker
         )
+
+
+def total_count(folder: Path, num_workers: int) -> int:
+    """The sum of all workers' counts, for the process that started them."""
+    with (folder / COUNTS).open("rb") as file:
+        return sum(memoryview(file.read(8 * num_workers)).cast("Q"))
 
 
 class WorkerRouter:

@@ -26,7 +26,7 @@ NOTE = ".mirror.json"
 
 _PAUSES_S = (1.0, 5.0)
 _EXCLUDED = {"sampler"}  # weights for a server; every start writes them again
-_CHECKPOINTS = ("checkpoints", "reference")
+_CHECKPOINTS = ("checkpoints", "reference", "policies")
 log = get_logger(__name__)
 
 
@@ -231,14 +231,16 @@ def _fetch_rows(remote: Remote, snapshot: Snapshot, store: RunStore, scratch: Pa
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yields the files of a run: no locks, no temporary files, no renamed leftovers."""
+    """Yields the files of a run: no locks, no temporary files, no renamed leftovers, and not the
+    record of the running step."""
     for parent, folders, names in os.walk(folder):
         top = Path(parent) == folder
-        folders[:] = sorted(
-            name for name in folders if name[0] != "." and not (top and name in _EXCLUDED)
-        )
+        excluded = _EXCLUDED if top or Path(parent).parent == folder / "policies" else set()
+        folders[:] = sorted(name for name in folders if name[0] != "." and name not in excluded)
         for name in sorted(names):
             path = Path(parent) / name
+            if top and name == RunFolder(folder).live.name:
+                continue
             if name[0] != "." and path.is_file() and not path.is_symlink():
                 yield path
 

@@ -12,7 +12,7 @@ import codecs
 import csv
 import json
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ from ludus.core.types import NO_ENV, Message, Task
 from ludus.tasks.benchmarks.rows import BENCHMARKS, Benchmark
 from ludus.tasks.readers import Limit, OnBadLine, TaskList, load_hf, parse_line, read_rows
 
-Rows = Iterator[tuple[int, Any]]
+Rows = list[tuple[int, Any]]
 
 
 def find_benchmark(name: str) -> Benchmark:
@@ -71,14 +71,19 @@ def benchmark_tasks(
     benchmark = find_benchmark(name)
     if path is None:
         hub = benchmark.hub
-        rows: Rows = iter(enumerate(load_hf(hub.path, hub.config, hub.split, revision), start=1))
+        split = load_hf(hub.path, hub.config, hub.split, revision)
+        rows: Iterable[tuple[int, Any]] = enumerate(split, start=1)
+        num_rows = len(split)
         source = f"{hub.path}/{hub.split}"
     elif revision is not None:
         raise ConfigError(f"{name}: `revision` is of the hub, and `path` names a file: remove one")
     else:
-        rows, source = file_rows(path), path
+        rows = file_rows(path)
+        num_rows, source = len(rows), path
     make = _maker(name, benchmark, source, repeats=path is None)
-    return read_rows(rows, make, source, on_bad_line, limit, skip)
+    tasks = read_rows(rows, make, source, on_bad_line, limit, skip)
+    tasks.num_rows = num_rows
+    return tasks
 
 
 def _maker(
@@ -146,10 +151,10 @@ def file_rows(path: str) -> Rows:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     if not rows:
         raise DataError(f"{path} has no rows")
-    return iter(rows)
+    return rows
 
 
-def _json_rows(file: Path) -> list[tuple[int, Any]]:
+def _json_rows(file: Path) -> Rows:
     data = file.read_bytes().removeprefix(codecs.BOM_UTF8)
     if not data.lstrip().startswith(b"["):
         return [(n, line) for n, line in enumerate(data.split(b"\n"), start=1) if line.strip()]
@@ -159,7 +164,7 @@ def _json_rows(file: Path) -> list[tuple[int, Any]]:
         raise DataError(f"{file} is not a JSON list, nor JSON lines: {error}") from None
 
 
-def _parquet_rows(file: Path) -> list[tuple[int, Any]]:
+def _parquet_rows(file: Path) -> Rows:
     try:
         import pyarrow.parquet as pq
         from pyarrow import ArrowException
@@ -171,7 +176,7 @@ def _parquet_rows(file: Path) -> list[tuple[int, Any]]:
         raise DataError(f"{file} is not a Parquet file that can be read: {error}") from None
 
 
-def _csv_rows(file: Path) -> list[tuple[int, Any]]:
+def _csv_rows(file: Path) -> Rows:
     """Rows of texts, numbered by their last line. A row with too few or many cells is malformed."""
     with file.open(encoding="utf-8-sig", newline="") as text:
         reader = csv.DictReader(text, strict=True)

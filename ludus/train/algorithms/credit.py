@@ -293,6 +293,14 @@ def spread(trajectory: Trajectory, advantage: Advantage) -> PerToken:
     return [[advantage] * len(s.token_ids) if s.sampled else [] for s in trajectory.segments]
 
 
+def with_advantages(trajectory: Trajectory, advantage: Advantage) -> Trajectory:
+    """Returns a copy whose sampled segments have their tokens' advantages."""
+    rows = spread(trajectory, advantage)
+    parts = zip(trajectory.segments, rows, strict=True)
+    segments = [replace(s, advantages=[float(x) for x in row]) if row else s for s, row in parts]
+    return replace(trajectory, segments=segments)
+
+
 def _scaled(advantage: Advantage, mean: float, scale: float) -> Advantage:
     if isinstance(advantage, Credit):
         rows = [[(x - mean) * scale for x in row] for row in advantage.advantages]

@@ -23,6 +23,7 @@ from torch import nn
 import ludus
 from ludus.core.errors import CheckpointError, ConfigError
 from ludus.core.files import recover
+from ludus.models.progress_bars import no_progress_bars
 from ludus.train.checkpoint.folder import checkpoint_folder
 from ludus.train.checkpoint.state import all_tensors, trained_tensors
 
@@ -67,10 +68,11 @@ def export_hf(
     whole = _merged(model) if adapted and merge else model
     parts = trained_tensors(model) if adapted and not merge else all_tensors(model)
     with checkpoint_folder(target, sum(tensor.nbytes for tensor in parts.values())) as folder:
-        if adapted and not merge:
-            whole.save_pretrained(folder, save_embedding_layers=False)
-        else:
-            whole.save_pretrained(folder)
+        with no_progress_bars():
+            if adapted and not merge:
+                whole.save_pretrained(folder, save_embedding_layers=False)
+            else:
+                whole.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if chat_template is not None:
             (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")

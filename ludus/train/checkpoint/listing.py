@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ludus.core.errors import CheckpointError
+from ludus.core.errors import AbsentCheckpoint, CheckpointError
 from ludus.train.checkpoint.manifest import (
     MANIFEST,
     MODEL,
@@ -47,9 +48,13 @@ def list_checkpoints(folder: Path) -> list[CheckpointInfo]:
 
 
 def unreadable(folder: Path) -> list[Problem]:
-    """Returns the checkpoints that `list_checkpoints` leaves out: their manifest is damaged."""
+    """Returns the checkpoints that `list_checkpoints` leaves out: their manifest is damaged.
+
+    Without those that the process that trains removed meanwhile.
+    """
     manifests = map(read_manifest, checkpoint_folders(folder))
-    return [item for item in manifests if isinstance(item, Problem)]
+    problems = (item for item in manifests if isinstance(item, Problem))
+    return [problem for problem in problems if problem.checkpoint.is_dir()]
 
 
 def best(infos: list[CheckpointInfo]) -> CheckpointInfo | None:
@@ -84,7 +89,11 @@ def check(path: str | Path) -> list[Problem]:
     folders = checkpoint_folders(folder)
     if not folders:
         raise CheckpointError(f"{path} is neither a checkpoint nor a run with checkpoints")
-    return [problem for checkpoint in folders for problem in problems_of(checkpoint)]
+    problems: list[Problem] = []
+    for checkpoint in folders:
+        with suppress(AbsentCheckpoint):  # removed meanwhile by the process that trains
+            problems += problems_of(checkpoint)
+    return problems
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ludus.core.errors import CheckpointError
+from ludus.core.errors import AbsentCheckpoint, CheckpointError
 from ludus.store.folders import RunFolder
+from ludus.train.checkpoint.shards import incomplete
 
 FORMAT = 1
 MANIFEST, MODEL, STATE = "manifest.json", "model.safetensors", "state.json"
+OPTIMIZER, OPTIMIZER_GROUPS = "optimizer.safetensors", "optimizer.json"
 Kind = Literal["missing", "truncated", "altered", "unreadable", "extra", "foreign"]
 
 
@@ -80,9 +83,25 @@ def _foreign(folder: Path, manifest: dict[str, Any]) -> str | None:
 
 
 def problems_of(folder: Path, *, hashes: bool = True) -> list[Problem]:
-    """Returns the problems of one checkpoint; without `hashes`, compares sizes only."""
+    """Returns the problems of one checkpoint; without `hashes`, compares sizes only.
+
+    Errors: AbsentCheckpoint, also where the process that trains removes the checkpoint meanwhile.
+    """
+    try:
+        problems = _problems(folder, hashes)
+    except FileNotFoundError:
+        if folder.is_dir():
+            raise
+        problems = []
     if not folder.is_dir():
-        raise CheckpointError(f"there is no checkpoint {folder}")
+        raise AbsentCheckpoint(
+            f"there is no checkpoint {folder}. A training in progress keeps the newest and the "
+            "best: name one of those, or repeat the command"
+        )
+    return problems
+
+
+def _problems(folder: Path, hashes: bool) -> list[Problem]:
     manifest = read_manifest(folder)
     if isinstance(manifest, Problem):
         return [manifest]
@@ -99,6 +118,8 @@ def problems_of(folder: Path, *, hashes: bool = True) -> list[Problem]:
             problems.append(Problem(folder, name, kind, detail))
         elif hashes and file_sha256(path) != saved["sha256"]:
             problems.append(Problem(folder, name, "altered", "its SHA-256 differs"))
+    if not problems:
+        problems += [Problem(folder, "shards", "missing", t) for t in incomplete(folder, manifest)]
     expected = {MANIFEST, *manifest["files"]}
     problems += [
         Problem(folder, path.name, "extra", "not a file of the checkpoint")
@@ -129,3 +150,14 @@ def manifest_sha256(manifest: dict[str, Any]) -> str:
     """Returns the SHA-256 of the manifest without its own `sha256`."""
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def damage_among(folders: Iterable[Path], name: str) -> list[Problem]:
+    """The problems of the checkpoints of one name in several folders; each has to be there."""
+    problems: list[Problem] = []
+    for path in (folder / name for folder in folders):
+        if path.is_dir():
+            problems += damage_of(path)
+        else:
+            problems.append(Problem(path, MANIFEST, "missing", "the run's own needs it"))
+    return problems

@@ -13,7 +13,8 @@ from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.models.vocabulary import fingerprint
 from ludus.store.folders import RunFolder, find_run
 from ludus.train.checkpoint.listing import CheckpointInfo
-from ludus.train.checkpoint.store import CheckpointStore, load
+from ludus.train.checkpoint.loading import load
+from ludus.train.checkpoint.store import CheckpointStore
 
 BEST, LATEST = "best", "latest"
 """Names of a run's checkpoints: the highest metric, and the newest."""
@@ -45,12 +46,17 @@ def load_trained(
     Errors: CheckpointError.
     """
     state = load(checkpoint, model=model, optimizer=optimizer)
+    require_same_tokenizer(checkpoint, state, own)
+    return state
+
+
+def require_same_tokenizer(checkpoint: Path, state: dict[str, Any], own: str) -> None:
+    """Errors: CheckpointError where the checkpoint's tokenizer has another fingerprint."""
     if state.get("tokenizer", own) != own:
         raise CheckpointError(
             f"{checkpoint}: its weights were trained with another tokenizer: the run's folder "
             "`tokenizer` has other tokens or other ids. Restore that folder"
         )
-    return state
 
 
 def run_tokenizer(folder: RunFolder) -> Any:

@@ -11,9 +11,9 @@ import base64
 import hashlib
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,13 @@ from torch import Tensor, nn
 from ludus.core.errors import CheckpointError
 
 _MIN_BYTES_FOR_THREADS = 1 << 24
+
+
+class Named(Protocol):
+    """A model, or a part of one: parameters with names."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of a torch module."""
 
 
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -63,13 +70,20 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     """Returns BLAKE2b over names, types, shapes and bytes, in the order of the names."""
     names = sorted(tensors)
     if sum(tensor.nbytes for tensor in tensors.values()) < _MIN_BYTES_FOR_THREADS:
-        parts = [_content(tensors[name]) for name in names]
-    else:
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            parts = list(pool.map(lambda name: _content(tensors[name]), names))
+        return digest_each((name, tensors[name]) for name in names)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        parts = list(pool.map(lambda name: _content(tensors[name]), names))
     whole = hashlib.blake2b(digest_size=16)
     for name, part in zip(names, parts, strict=True):
         whole.update(f"{name} {layout(tensors[name])} ".encode() + part)
+    return whole.hexdigest()
+
+
+def digest_each(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """The `digest` of tensors in the order of their names, of which one at a time is needed."""
+    whole = hashlib.blake2b(digest_size=16)
+    for name, tensor in tensors:
+        whole.update(f"{name} {layout(tensor)} ".encode() + _content(tensor))
     return whole.hexdigest()
 
 
@@ -88,7 +102,7 @@ def _content(tensor: Tensor) -> bytes:
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, model: nn.Module
+    optimizer: torch.optim.Optimizer, model: Named
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns an optimizer as tensors, named `parameter/key`, and JSON: class, groups, scalars.
 
@@ -114,7 +128,7 @@ def optimizer_state(
 
 
 def require_same_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, described: dict[str, Any]
+    optimizer: torch.optim.Optimizer, model: Named, described: dict[str, Any]
 ) -> None:
     """Errors: CheckpointError if class or groups differ from the saved ones."""
     if type(optimizer).__name__ != described["class"]:
@@ -133,7 +147,7 @@ def require_same_optimizer(
 
 def load_optimizer(
     optimizer: torch.optim.Optimizer,
-    model: nn.Module,
+    model: Named,
     tensors: Mapping[str, Tensor],
     described: dict[str, Any],
 ) -> None:
@@ -168,7 +182,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
+def _parameter_names(optimizer: torch.optim.Optimizer, model: Named) -> list[str]:
     """Returns the parameters' names, in the order of `Optimizer.state_dict`."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     try:

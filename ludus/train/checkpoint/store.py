@@ -17,13 +17,12 @@ the user decides (`skip_damaged`). The damaged checkpoint is then renamed to `.d
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import ludus
-from ludus.core.errors import CheckpointError, ConfigError
+from ludus.core.errors import AbsentCheckpoint, CheckpointError, ConfigError
 from ludus.core.files import atomic_write, recover, remove_folder
 from ludus.train.checkpoint.folder import checkpoint_folder
 from ludus.train.checkpoint.listing import (
@@ -44,12 +43,16 @@ from ludus.train.checkpoint.listing import (
     ranked,
     unreadable,
 )
+from ludus.train.checkpoint.loading import identity
 from ludus.train.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     MODEL,
+    OPTIMIZER,
+    OPTIMIZER_GROUPS,
     STATE,
     Problem,
+    damage_among,
     damage_of,
     file_sha256,
     manifest_sha256,
@@ -58,18 +61,11 @@ from ludus.train.checkpoint.manifest import (
     run_of,
 )
 from ludus.train.checkpoint.state import (
-    all_tensors,
-    digest,
-    layout,
-    load_optimizer,
     optimizer_state,
     raw,
     require_json,
-    require_same_optimizer,
     trained_tensors,
 )
-
-OPTIMIZER, OPTIMIZER_GROUPS = "optimizer.safetensors", "optimizer.json"
 
 _STAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _log = logging.getLogger(__name__)
@@ -86,6 +82,9 @@ class CheckpointStore:
         keep_best: number of checkpoints with the highest metric to keep (of equal metrics, the
             newest). Pinned checkpoints are always kept.
         metric: name of the metric that `save` and `set_metric` receive.
+
+    `others` are the folders of the run's further policies: a checkpoint is intact where theirs of
+    the same name are.
     """
 
     def __init__(
@@ -102,6 +101,7 @@ class CheckpointStore:
             )
         self.folder = Path(folder)
         self.keep_last, self.keep_best, self.metric = keep_last, keep_best, metric
+        self.others: tuple[Path, ...] = ()
         recover(self.folder)
         for checkpoint in checkpoint_folders(self.folder):
             recover(checkpoint)  # a manifest that `set_metric` was writing
@@ -130,41 +130,65 @@ class CheckpointStore:
         Errors: CheckpointError if the disk refuses, or a value cannot be saved exactly; existing
         checkpoints are unchanged then.
         """
-        if not _STAGE.fullmatch(stage) or step < 0:
-            raise CheckpointError(f"{stage!r}, step {step}, cannot name a checkpoint")
+        target = self.target(stage, step)
         require_json(state, "state")
         trained = trained_tensors(model)
         moments, groups = optimizer_state(optimizer, model) if optimizer else ({}, None)
-        target = self.folder / f"{stage}-{step:06d}"
         num_bytes = sum(t.nbytes for t in [*trained.values(), *moments.values()]) + 4096
-        run = run_of(target)
         with checkpoint_folder(target, num_bytes) as folder:
-            _write_tensors(folder / MODEL, trained)
+            write_tensors(folder / MODEL, trained)
             if groups is not None:
-                _write_tensors(folder / OPTIMIZER, moments)
+                write_tensors(folder / OPTIMIZER, moments)
                 (folder / OPTIMIZER_GROUPS).write_text(json.dumps(groups), encoding="utf-8")
             (folder / STATE).write_text(json.dumps(state), encoding="utf-8")
-            manifest = {
-                "format": FORMAT,
-                "sequence": max((info.sequence for info in self.list()), default=0) + 1,
-                "run": {"id": run.id, "identity": run.identity()},
-                "stage": stage,
-                "step": step,
-                **self._measured(metric),
-                "pinned": pin,
-                "ludus": ludus.__version__,
-                "torch": str(torch.__version__),
-                "model": _identity(model, trained),
-                "files": {
-                    path.name: {"size": path.stat().st_size, "sha256": file_sha256(path)}
-                    for path in sorted(folder.iterdir())
-                },
+            files = {
+                path.name: {"size": path.stat().st_size, "sha256": file_sha256(path)}
+                for path in sorted(folder.iterdir())
             }
-            manifest["sha256"] = manifest_sha256(manifest)
-            (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            self.describe(folder, stage, step, identity(model, trained), files, metric, pin=pin)
             require_intact(folder)
-        self._prune()
+        self.prune()
         return target
+
+    def target(self, stage: str, step: int) -> Path:
+        """Returns the folder of a checkpoint. Errors: CheckpointError for a wrong name."""
+        if not _STAGE.fullmatch(stage) or step < 0:
+            raise CheckpointError(f"{stage!r}, step {step}, cannot name a checkpoint")
+        return self.folder / f"{stage}-{step:06d}"
+
+    def describe(
+        self,
+        folder: Path,
+        stage: str,
+        step: int,
+        model: Mapping[str, Any],
+        files: Mapping[str, Mapping[str, Any]],
+        metric: float | None,
+        *,
+        pin: bool,
+    ) -> None:
+        """Write the manifest of a checkpoint whose files are in `folder`, not yet in its place.
+
+        Args:
+            model: its `identity`.
+            files: size and SHA-256 of each file.
+        """
+        run = run_of(self.target(stage, step))
+        manifest = {
+            "format": FORMAT,
+            "sequence": max((info.sequence for info in self.list()), default=0) + 1,
+            "run": {"id": run.id, "identity": run.identity()},
+            "stage": stage,
+            "step": step,
+            **self._measured(metric),
+            "pinned": pin,
+            "ludus": ludus.__version__,
+            "torch": str(torch.__version__),
+            "model": dict(model),
+            "files": dict(files),
+        }
+        manifest["sha256"] = manifest_sha256(manifest)
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
     def set_metric(self, stage: str, step: int, metric: float) -> bool:
         """Set the metric of a saved checkpoint, atomically, then remove old checkpoints.
@@ -184,7 +208,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"{folder / MANIFEST} cannot be written: {error}. The checkpoint is intact"
             ) from error
-        self._prune()
+        self.prune()
         return True
 
     def _measured(self, metric: float | None) -> dict[str, Any]:
@@ -212,7 +236,10 @@ class CheckpointStore:
         damage = list(self.unreadable())
         intact = None
         for info in reversed(self.list()):
-            problems = damage_of(info.path)
+            try:
+                problems = damage_of(info.path) + damage_among(self.others, info.path.name)
+            except AbsentCheckpoint:  # the process that trains removed it: there are newer ones
+                return self.latest(skip_damaged=skip_damaged)
             if not problems:
                 intact = info
                 break
@@ -237,11 +264,24 @@ class CheckpointStore:
             if folder not in kept:
                 self._try(_mark_damaged, folder)
 
+    def named(self, name: str) -> CheckpointInfo:
+        """Returns a checkpoint by its name. Errors: AbsentCheckpoint."""
+        for info in self.list():
+            if info.path.name == name:
+                return info
+        raise AbsentCheckpoint(f"{self.folder / name} is missing or damaged")
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Remove the checkpoints with other names, pinned or not."""
+        for info in self.list():
+            if info.path.name not in names:
+                self._try(remove_folder, info.path)
+
     def best(self) -> CheckpointInfo | None:
         """See `best`."""
         return best(self.list())
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
         """Remove old checkpoints. Called after a save, so an intact checkpoint remains."""
         for folder in checkpoint_folders(self.folder):
             if damage := damage_of(folder, hashes=False):
@@ -262,53 +302,6 @@ class CheckpointStore:
             _log.warning("the old checkpoint %s was not removed: %s", folder, error)
 
 
-def load(
-    path: str | Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> dict[str, Any]:
-    """Load a checkpoint into `model` and `optimizer` in place; returns the loop's state.
-
-    Parameters keep their storage, so modules that share them see the new weights. Before any
-    change, the function checks that the files are intact and that the model has the same class, the
-    same tensors and the same frozen base.
-
-    Errors: CheckpointError with the file, or the first tensors that differ.
-    """
-    folder = Path(path)
-    require_intact(folder)
-    manifest = read_manifest(folder)
-    assert isinstance(manifest, dict)
-    tensors = all_tensors(model)
-    with safe_open(folder / MODEL, framework="pt") as file:
-        trained = set(file.keys())
-    _require_same_model(folder, model, tensors, trained, manifest["model"])
-    groups = None
-    if optimizer is not None:
-        if OPTIMIZER not in manifest["files"]:
-            raise CheckpointError(
-                f"{folder} holds no optimizer state: the run cannot resume from it"
-            )
-        groups = json.loads((folder / OPTIMIZER_GROUPS).read_text(encoding="utf-8"))
-        try:
-            require_same_optimizer(optimizer, model, groups)
-        except CheckpointError as error:
-            raise CheckpointError(f"{folder}: {error}") from None
-    with torch.no_grad(), safe_open(folder / MODEL, framework="pt") as file:
-        for name in trained:
-            tensors[name].copy_(file.get_tensor(name))
-    if optimizer is not None and groups is not None:
-        with safe_open(folder / OPTIMIZER, framework="pt") as file:
-            # Cloned, because safetensors returns tensors backed by the file.
-            moments = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        load_optimizer(optimizer, model, moments, groups)
-    return _read_state(folder)
-
-
-def read_state(path: str | Path) -> dict[str, Any]:
-    """Returns only the loop's state of a checkpoint, verified; needed to build the model."""
-    require_intact(Path(path))
-    return _read_state(Path(path))
-
-
 def _mark_damaged(folder: Path) -> None:
     damaged = folder.with_name(f".damaged-{folder.name}")
     if damaged.exists():
@@ -316,12 +309,7 @@ def _mark_damaged(folder: Path) -> None:
     os.rename(folder, damaged)
 
 
-def _read_state(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    return state
-
-
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write and flush tensors, then compare the file's tensors with the originals."""
     save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path)
     with path.open("rb") as file:
@@ -332,49 +320,3 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
                 raise CheckpointError(
                     f"{path}: {name} differs when read back: is the disk failing?"
                 )
-
-
-def _identity(model: nn.Module, trained: dict[str, Tensor]) -> dict[str, Any]:
-    """Returns the model's class, its tensors' layouts, and a digest of the frozen tensors."""
-    tensors = all_tensors(model)
-    base = {name: tensor for name, tensor in tensors.items() if name not in trained}
-    layouts = {name: layout(tensor) for name, tensor in tensors.items()}
-    return {
-        "class": type(model).__name__,
-        "signature": hashlib.sha256(json.dumps(layouts, sort_keys=True).encode()).hexdigest(),
-        "base": digest(base) if base else None,
-        "tensors": layouts,
-    }
-
-
-def _require_same_model(
-    folder: Path,
-    model: nn.Module,
-    tensors: dict[str, Tensor],
-    trained: set[str],
-    saved: dict[str, Any],
-) -> None:
-    """Errors: CheckpointError with the first tensors that differ."""
-    now = {name: layout(tensor) for name, tensor in tensors.items()}
-    differing = [
-        f"{name}: {saved['tensors'].get(name, 'absent')} in the checkpoint, "
-        f"{now.get(name, 'absent')} in the model"
-        for name in dict.fromkeys([*saved["tensors"], *now])
-        if saved["tensors"].get(name) != now.get(name)
-    ]
-    if differing:
-        more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise CheckpointError(
-            f"{folder} is a checkpoint of another model: {'; '.join(differing[:3])}{more}"
-        )
-    if type(model).__name__ != saved["class"]:
-        raise CheckpointError(
-            f"{folder} is a checkpoint of another model: its class is {saved['class']}, here "
-            f"{type(model).__name__}"
-        )
-    base = {name: tensor for name, tensor in tensors.items() if name not in trained}
-    if base and digest(base) != saved["base"]:
-        raise CheckpointError(
-            f"{folder} was trained on another base model: its adapters fit, but the frozen weights "
-            "differ: load the base model of the run"
-        )

@@ -5,13 +5,14 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_coevolution import EVIL, RTL, World, make_world
 from rich.console import Console
+from variants import variants
 
 from ludus.coevolve.report.facts import read_facts
 from ludus.coevolve.report.page import headline, try_report, write_report
@@ -259,6 +260,22 @@ def test_the_terminal_lists_iterations_problems_and_one_problem(world: World) ->
         assert "\\u202e" in text
 
 
+def test_80_columns_cut_neither_a_number_nor_an_id(world: World) -> None:
+    iterations = on_screen(render(world.storage, None, None), width=80)
+    heads = [line for line in iterations.splitlines() if line.startswith("iteration")]
+    assert heads[0].split() == [
+        *("iteration", "proposed", "parsed", "distinct", "voted", "kept", "claims", "agree")
+    ]
+    assert heads[1].split() == ["iteration", "tool", "calls", "frontier", "held-out"]
+    assert re.search(r"^0 .*35\.5 % \(29\.2 to 42\.3\)", iterations, re.MULTILINE)
+    problems = on_screen(render(world.storage, 1, None), width=80)
+    for problem in read_problems(world.storage, 1):
+        entry = rf"^{problem.number} +{re.escape(problem.id)} +{problem.fate.split()[0]}"
+        assert re.search(entry, problems, re.MULTILINE)
+    one = on_screen(render(world.storage, 1, "1"), width=80)
+    assert re.search(r"^problem +1, generate-000001/g0000/e000 *$", one, re.MULTILINE)
+
+
 def test_what_is_not_there_is_named(world: World, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no co-evolution"):
         render(Storage(tmp_path / "none"), None, None)
@@ -294,23 +311,10 @@ def test_a_failed_report_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "the report was not written: " in told
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no chromium on this machine (apt-get install chromium)")
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(
-            executable_path=chromium,
-            args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"],
-        )
-        yield started
-        started.close()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    variants(product([1280, 360], ["light", "dark"]), [(1280, "light"), (360, "dark")]),
+)
 def test_in_a_browser(browser: Any, world: World, scheme: str, width: int) -> None:
     tab = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     complaints: list[str] = []

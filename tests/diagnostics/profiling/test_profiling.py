@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -143,39 +143,6 @@ def test_speedscope_and_folded_lines() -> None:
     assert len(lines) == 4
 
 
-def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    playwright = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        pytest.skip("no chromium on this machine")
-    page = tmp_path / "flames.html"
-    page.write_text(flame_page(STACKS, "babyai", f"3 steps {EVIL}"))
-    with playwright.sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        tab = browser.new_page(viewport={"width": 1000, "height": 700})
-        complaints: list[str] = []
-        requests: list[str] = []
-        tab.on("console", lambda message: complaints.append(message.text))
-        tab.on("pageerror", lambda error: complaints.append(str(error)))
-        tab.on("request", lambda request: requests.append(request.url))
-        tab.goto(page.as_uri())
-        assert tab.evaluate("window.hacked") is None
-        bars = tab.locator("#flames button")
-        assert bars.count() == 7
-        widths = [bars.nth(i).bounding_box()["width"] for i in range(3)]
-        assert widths[1] / widths[0] == pytest.approx(0.9, abs=0.01)
-        tab.get_by_role("button", name="linear (torch/nn) 60.0 %").click()
-        assert "60.0 % of all, 100.0 % of what is shown" in tab.locator("#summary").inner_text()
-        assert bars.count() == 4  # and those above it
-        tab.locator("#whole").click()
-        tab.locator("#find").fill("loop.py")
-        assert tab.locator("#summary").inner_text() == "90.0 % of what is shown is in loop.py"
-        assert tab.locator("#flames .found").count() == 1
-        assert not complaints
-        assert requests == [page.as_uri()]
-        browser.close()
-
-
 def test_a_page_without_stacks() -> None:
     assert "too short" in flame_page(Counter(), "babyai", "1 step")
 
@@ -265,3 +232,31 @@ def test_verify_refuses_recipes_that_it_cannot_check(
     load_config(str(path), [change])
     with pytest.raises(ConfigError, match=re.escape(f"`verify` needs {needed}")):
         load_config(str(path), [change, "verify=true"])
+
+
+# Last: no event loop runs in this process while a browser is open.
+def test_the_page_in_a_browser(browser: Any, tmp_path: Path) -> None:
+    page = tmp_path / "flames.html"
+    page.write_text(flame_page(STACKS, "babyai", f"3 steps {EVIL}"))
+    tab = browser.new_page(viewport={"width": 1000, "height": 700})
+    complaints: list[str] = []
+    requests: list[str] = []
+    tab.on("console", lambda message: complaints.append(message.text))
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.on("request", lambda request: requests.append(request.url))
+    tab.goto(page.as_uri())
+    assert tab.evaluate("window.hacked") is None
+    bars = tab.locator("#flames button")
+    assert bars.count() == 7
+    widths = [bars.nth(i).bounding_box()["width"] for i in range(3)]
+    assert widths[1] / widths[0] == pytest.approx(0.9, abs=0.01)
+    tab.get_by_role("button", name="linear (torch/nn) 60.0 %").click()
+    assert "60.0 % of all, 100.0 % of what is shown" in tab.locator("#summary").inner_text()
+    assert bars.count() == 4  # and those above it
+    tab.locator("#whole").click()
+    tab.locator("#find").fill("loop.py")
+    assert tab.locator("#summary").inner_text() == "90.0 % of what is shown is in loop.py"
+    assert tab.locator("#flames .found").count() == 1
+    assert not complaints
+    assert requests == [page.as_uri()]
+    tab.close()

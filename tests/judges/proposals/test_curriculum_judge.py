@@ -16,9 +16,10 @@ class Executor:
     def __init__(self, answers, calls=0.0):
         self.answers, self.calls, self.asked, self.closed = answers, calls, [], False
 
-    async def __call__(self, tasks, label, step, k):
+    async def stream(self, tasks, label, step, k, finish):
         self.asked.append([task.prompt[0].content for task in tasks])
-        return [self._group(task, f"{label}-{step}/{i}", k) for i, task in enumerate(tasks)]
+        for number, task in enumerate(tasks):
+            await finish(number, self._group(task, f"{label}-{step}/{number}", k))
 
     def _group(self, task, id, k):
         texts = self.answers[task.prompt[0].content]
@@ -152,6 +153,7 @@ async def test_a_proposal_without_a_message():
     assert scored.trajectories[0].explanation == told
 
 
+@pytest.mark.slow
 async def test_a_hostile_step():
     deep = "(" * 400 + "1" + ")" * 400
     texts = {
@@ -159,7 +161,7 @@ async def test_a_hostile_step():
         "long": box("1" * 100_000, "}" * 99, "\\{1,2\\}", "\\{2,1\\}"),
         "brackets \u202e": box(deep, "\ud800", "5\\text{ cm}", "5"),
     }
-    judge = judge_of(Executor(texts), num_answers=4, limit_s=0.5)
+    judge = judge_of(Executor(texts), num_answers=4, limit_s=0.2)
     proposals = [asks(question, "10^{10^{10}}") for question in texts]
     noise = ["<question>" * 50_000, "\\boxed{" * 20_000, "\0" * 100_000, "\ud800", ""]
     [group] = await judge.score_groups(step_of(*proposals, *noise), 0)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import said
+from variants import variants
 
 from ludus.core.errors import Unscorable
 from ludus.core.types import Segment, Status, Task, Trajectory
@@ -142,7 +143,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("kind", BOMBS)
+@pytest.mark.parametrize("kind", variants(BOMBS, ["tower", "fractions"]))
 async def test_known_defect_7_a_grader_that_hangs_costs_one_answer_and_no_vote(kind):
     """A tower of powers hangs symbolic comparison, and with it the released code's grading."""
     voter = Voter(limit_s=0.5, workers=1)

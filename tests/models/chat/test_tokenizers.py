@@ -122,6 +122,7 @@ def hashes(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_the_same_texts_give_the_same_bytes_in_another_process(tmp_path: Path) -> None:
     texts = [f"{a} {b} of {a}{b}" for a in "abcdefghij" for b in "klmnop"] + TEXTS
     for name in ("words", "bpe"):

@@ -11,6 +11,7 @@ import torch
 from exact_models import FAMILIES, V, make
 from torch import Tensor
 from transformers import DynamicCache
+from variants import variants
 
 from ludus.models.exact import arithmetic
 from ludus.models.exact.forward import attention, exact, log_softmax
@@ -67,8 +68,9 @@ def decoded(model: Any, rows: list[list[int]]) -> list[list[tuple[int, Tensor]]]
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", variants(FAMILIES, ["qwen3", "gpt2", "mixtral"]))
 def test_decoding_and_training_give_the_same_bits(family: str) -> None:
+    """tests/train/test_verify.py does it with the sampler and the learner, for each family."""
     model, ids = make(family), rows()
     with exact():
         trained, sampled = packed(model, ids), decoded(model, ids)

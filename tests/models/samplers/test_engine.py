@@ -554,7 +554,7 @@ async def test_versions_of_a_preempted_turn() -> None:
     assert sum(count for _, count in done.runs) == 6
 
 
-# What cannot be served
+# Models that cannot be served
 
 
 def from_config(config: Any, **options: Any) -> Any:

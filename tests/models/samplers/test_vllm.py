@@ -24,110 +24,44 @@ import pytest
 import torch
 from engine_helpers import expected_logprobs, tiny, tokenizer_of
 from engines import engine_python
+from jsonschema import validate
+from served_world import CONTEXT, LEVERS, PROMPT, World, error_of, perturb, sample
 
-from ludus.backends.local import LocalBackend
-from ludus.config.schema import OptimizerConfig, RunConfig
+from ludus.config.schema import OptimizerConfig
 from ludus.core.errors import (
     ConfigError,
     ContextOverflow,
     LudusError,
     SamplerError,
+    SchemaError,
     TrainingError,
 )
-from ludus.core.types import Group, Message, Spec, Status, Task
+from ludus.core.types import Group, Message, Segment, Status, Task, ToolSpec, Trajectory
 from ludus.loop.loop import Stage, run_stage
-from ludus.models.build import build_model
-from ludus.models.chat.by_task import TaskRenderers
-from ludus.models.chat.renderer import Renderer
-from ludus.models.chat.tokenizers import train_tokenizer
+from ludus.models.grammars import grammar_of
 from ludus.models.samplers.base import Completion, SamplingParams, num_embeddings
-from ludus.models.samplers.vllm import VllmSampler, _completion
-from ludus.models.samplers.vllm_server import VllmServer
+from ludus.models.samplers.vllm import VllmSampler, VllmServer, _completion
 from ludus.models.samplers.weights import WEIGHTS, write_model
-from ludus.rollout.collect import Collector
+from ludus.models.vocabulary import Vocabulary
 from ludus.rollout.source import SyncSource
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
+from ludus.train.forward import Forward
 from ludus.train.minibatches import TrainSettings
+from ludus.train.scoring import Scorer
 
 PYTHON = str(engine_python("vllm"))
-CONTEXT = 1024
-LEVERS = ("red", "green", "blue", "grey")
-PROMPT = [5, 6, 7]
+TOOLS = [ToolSpec(name="pull", parameters={"type": "object", "required": ["lever"]})]
 
 needs_vllm = pytest.mark.engine("vllm")
 
 
-class World:
-    """A back end with the vLLM sampler, and a collector of one-turn episodes."""
-
-    def __init__(self, folder: Path) -> None:
-        texts = [f"pull a lever {lever}" for lever in LEVERS]
-        self.renderer = Renderer(train_tokenizer(Spec(name="words"), texts))
-        shape = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
-        self.config = RunConfig.model_validate(
-            {
-                "model": {
-                    "architecture": {"name": "qwen3", "args": shape | {"head_dim": 32}},
-                    "tokenizer": "words",
-                    "context_length": CONTEXT,
-                },
-                "sampler": {"name": "vllm", "args": {"python": PYTHON, "threads": 1}},
-                "judge": "test_vllm:ByLever",
-                "tasks": {"train": "env"},
-                "rollout": {
-                    "deterministic": False,
-                    "max_tokens_per_turn": 4,
-                    "max_retries": 1,
-                },
-            }
-        )
-        model = build_model(self.config.model, self.renderer.tokenizer, 0)
-        self.backend = LocalBackend(lambda: model, self.renderer, self.config, folder)
-        self.model = model
-        sampler = self.backend.sampler
-        assert isinstance(sampler, VllmSampler)
-        self.sampler = sampler
-
-    @property
-    def server(self) -> VllmServer:
-        assert self.sampler.server is not None
-        return self.sampler.server
-
-    def collector(self, **settings: Any) -> Collector:
-        config = self.config.rollout.model_copy(update=settings)
-        return Collector(self.sampler, TaskRenderers(self.renderer), config, None, ByLever())
-
-
-class ByLever:
-    """Higher for earlier letters, so any two answers differ."""
-
-    async def __call__(self, task: Task, trajectory: Any) -> Any:
-        from ludus.core.types import Score
-
-        return Score(value=sum(trajectory.token_ids()) % 97 / 97)
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    made = World(tmp_path_factory.mktemp("vllm"))
+    made = World("vllm", tmp_path_factory.mktemp("vllm"))
     asyncio.run(sample(made, SamplingParams(1)))
     yield made
     made.backend.close()
-
-
-async def sample(world: World, params: SamplingParams, name: str = "a") -> Completion:
-    world.sampler.open(name)
-    try:
-        return await world.sampler.sample(PROMPT, params, session=name)
-    finally:
-        world.sampler.close(name)
-
-
-def error_of(world: World, completion: Completion, params: SamplingParams) -> float:
-    """Largest difference of log-probabilities from the current model's."""
-    expected = expected_logprobs(world.model, PROMPT, completion, params)
-    return max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True))
 
 
 async def until_sampling(world: World, num_turns: int) -> None:
@@ -146,13 +80,6 @@ async def counter(world: World, name: str) -> float:
     ) as client:
         text = (await client.get("/metrics")).text
     return sum(float(v) for v in re.findall(rf"^vllm:{name}{{.*}} (\S+)$", text, re.M))
-
-
-@torch.no_grad()
-def perturb(world: World) -> None:
-    torch.manual_seed(1)
-    for parameter in world.model.parameters():
-        parameter.add_(0.05 * torch.randn_like(parameter))
 
 
 @needs_vllm
@@ -196,16 +123,16 @@ async def test_ids_without_a_token_are_asked_not_to_be_sampled(
         }
         return httpx.Response(200, json={"choices": [choice]})
 
-    def client(_: Any) -> httpx.AsyncClient:
-        return httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://vllm")
-
     class Server:
         alive = True
 
-    monkeypatch.setattr("ludus.models.samplers.vllm.require_vllm", lambda _: None)
-    monkeypatch.setattr("ludus.models.samplers.vllm._client_of", client)
+        def client(self) -> httpx.AsyncClient:
+            transport = httpx.MockTransport(answer)
+            return httpx.AsyncClient(transport=transport, base_url="http://vllm")
+
+    monkeypatch.setattr("ludus.models.samplers.served.require_package", lambda *_: None)
     made = VllmSampler(tiny(), tokenizer_of(list(ids)), tmp_path, CONTEXT)
-    made.server = Server()  # type: ignore[assignment]
+    made.server = Server()
     made.open("a")
     await made.sample(PROMPT, SamplingParams(1), session="a")
     expected = None if never is None else {str(id): -1e9 for id in never}
@@ -295,6 +222,50 @@ async def test_two_steps_of_grpo(world: World) -> None:
     completion = await sample(world, SamplingParams(24, seed=8))
     assert completion.policy_version == 2
     assert error_of(world, completion, SamplingParams(24)) < 1e-3
+
+
+@needs_vllm
+async def test_answers_follow_a_schema_and_the_learner_agrees(world: World, tmp_path: Path) -> None:
+    """Half of the turns of a batch are constrained."""
+    pytest.importorskip("llguidance", reason="needs the extra agents")
+    schema = {
+        "type": "object",
+        "properties": {"lever": {"enum": [*LEVERS]}, "times": {"type": "integer"}},
+        "required": ["lever"],
+        "additionalProperties": False,
+    }
+    with pytest.raises(SchemaError, match="byte-level tokenizers only"):
+        world.sampler.check_grammar(grammar_of(schema))
+    own = World("vllm", tmp_path, "bpe")
+    try:
+        own.sampler.check_grammar(grammar_of(schema))
+        tokenizer = own.renderer.tokenizer
+        stops = tuple(own.renderer.stop_token_ids)
+        asked = [
+            SamplingParams(
+                60, seed=n, stop_token_ids=stops, grammar=grammar_of(schema, TOOLS[: n // 8])
+            )
+            if n % 2
+            else SamplingParams(12, seed=n, stop_token_ids=stops)
+            for n in range(16)
+        ]
+        done = await asyncio.gather(*[sample(own, p, f"s{n}") for n, p in enumerate(asked)])
+        turns = [Segment(0, c.token_ids, c.logprobs, policy_version=0) for c in done]
+        for turn, params in zip(turns, asked, strict=True):
+            turn.constraint = params.constraint
+            text = tokenizer.decode(turn.token_ids)
+            if params.grammar and turn.token_ids[-1] in stops and "<tool_call>" not in text:
+                validate(json.loads(text.removesuffix(tokenizer.eos_token)), schema)
+        played = [
+            Trajectory(str(n), "g", "t", [Segment(-1, PROMPT), t]) for n, t in enumerate(turns)
+        ]
+        forward = Forward(own.model, context_length=CONTEXT, vocabulary=Vocabulary.of(tokenizer))
+        group = Group("g", Task(id="t"), played)
+        [scored] = Scorer(forward, 4096, 0)([group], "learner_logprobs")
+        for before, after in zip(turns, scored.trajectories, strict=True):
+            assert after.segments[1].learner_logprobs == pytest.approx(before.logprobs, abs=1e-3)
+    finally:
+        own.backend.close()
 
 
 def test_labels_of_tokens() -> None:
@@ -440,7 +411,7 @@ def test_startup_failures(tmp_path: Path, flags: list[str], deadline_s: float, t
 def test_the_server_ends_with_a_killed_parent(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path\n"
-        "from ludus.models.samplers.vllm_server import VllmServer\n"
+        "from ludus.models.samplers.vllm import VllmServer\n"
         f"log = Path({str(tmp_path)!r}, 'log')\n"
         f"server = VllmServer({PYTHON!r}, ['--model', 'nowhere'], {{}}, log)\n"
         "print(server.pid, flush=True); time.sleep(600)"

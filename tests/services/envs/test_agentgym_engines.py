@@ -84,6 +84,7 @@ def test_alfworld(client: httpx.Client) -> None:
     assert told(client.post(f"{base}/close", json={"id": id})) is True
 
 
+@pytest.mark.slow
 def test_scienceworld(client: httpx.Client) -> None:
     base = "/agentgym/scienceworld"
     id = told(client.post(f"{base}/create"))["id"]

@@ -13,9 +13,13 @@ from chat_server import ChatServer, text
 from fuzzing import fuzz
 from service_world import OBEYS, service, until
 
+from ludus.services.envs.agentjet import PATHS
+
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
 ENV = "textcraft"
+NAMES = ("id", "env", "base_url", "env_type", "instance_id")
+"""Fields that name what exists."""
 
 
 class Existing:
@@ -35,6 +39,19 @@ class Existing:
         number: int = self._post(f"/agentgym/{ENV}/create", {})["id"]
         return number
 
+    def instance(self) -> str:
+        """An instance of AgentJet's routes, in its episode."""
+        fields = {"env_type": ENV, "task_id": "depth-1/0"}
+        id: str = self._post("/create", fields)["data"]["info"]["instance_id"]
+        return id
+
+    def agentjet(self, path: str) -> dict[str, Any]:
+        """A valid request of AgentJet's routes."""
+        if path in ("/create", "/get_env_profile"):
+            return {"env_type": ENV, "task_id": "depth-1/0"}
+        action = {"role": "assistant", "content": "inventory"}
+        return {"instance_id": self.instance(), "messages": action}
+
     def rollouts(self, model: str) -> dict[str, Any]:
         """A valid request of a job."""
         return {"env": ENV, "model": model, "base_url": self._model_url, "ids": [1], "max_round": 1}
@@ -49,6 +66,8 @@ class Existing:
 
     def body(self, path: str) -> Any:
         """A valid body of a route; None if it needs none."""
+        if path in PATHS:
+            return self.agentjet(path)
         if path.startswith("/agentgym/"):
             step = {"action": "inventory"} if path.endswith("/step") else {}
             return {"id": self.agentgym(), **step}
@@ -73,7 +92,7 @@ class Existing:
             case.query |= {name: 1 for name in case.query if name == "seed"}
         if case.method == "POST" and (body := self.body(case.path)) is not None:
             generated = case.body if isinstance(case.body, dict) else {}
-            ids = {name: body[name] for name in ("id", "env", "base_url") if name in body}
+            ids = {name: body[name] for name in NAMES if name in body}
             case.body = body if valid else {**generated, **ids}
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import served_envs
 from service_world import OBEYS, alive, command, service, until
 
 
@@ -55,6 +57,7 @@ def test_dead_process_ends_only_its_session(isolated: httpx.Client) -> None:
     assert lives.do("win").json()["reward"] == 1.0
 
 
+@pytest.mark.slow
 def test_hanging_process_is_killed_with_its_children(isolated: httpx.Client) -> None:
     hangs, lives = Played(isolated), Played(isolated)
     pids = [int(hangs.said("pid")), int(hangs.said("child"))]
@@ -67,6 +70,28 @@ def test_hanging_process_is_killed_with_its_children(isolated: httpx.Client) -> 
 def test_output_of_environments_is_discarded(isolated: httpx.Client, capfd: Any) -> None:
     assert Played(isolated).do("print").status_code == 200
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_an_engine_is_prepared_before_the_first_session(isolate: bool) -> None:
+    """In the service's process before it answers; with `isolate`, in each session's."""
+    name = "served_envs:Engine"
+    served_envs.Engine.prepared.clear()
+    with service(name, isolate=isolate) as url, httpx.Client(base_url=url, timeout=60) as client:
+        id = client.post("/sessions", json={"env": name}).json()["session"]
+        told = client.post(f"/sessions/{id}/reset", json={"seed": 3}).json()
+    task, _, pid = told["messages"][0]["content"].partition(" in ")
+    assert task == ("None-3" if isolate else "easy-0")
+    assert (int(pid) == os.getpid()) is not isolate
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_terminated_service_removes_what_its_engines_made(workers: int, tmp_path: Path) -> None:
+    told = {"TEST_ENGINE_FOLDER": str(tmp_path)}
+    with command("served_envs:Engine", "--workers", str(workers), env=told):
+        until(lambda: len(list(tmp_path.iterdir())) == workers)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_processes_end_with_a_killed_service() -> None:

@@ -21,7 +21,7 @@ from ludus.data.expert import run_expert
 from ludus.envs.babyai.env import BabyAI
 from ludus.envs.base import Env
 from ludus.envs.checks.check import check_env
-from ludus.envs.remote import RemoteEnv
+from ludus.envs.remote.env import RemoteEnv
 from ludus.envs.textcraft.env import TextCraft
 from ludus.models.build import build_model
 from ludus.models.chat.by_task import TaskRenderers
@@ -160,6 +160,7 @@ async def test_unknown_tool_call_is_answered(url: str) -> None:
     await env.close()
 
 
+@pytest.mark.slow
 async def test_slow_expert_has_the_time_that_the_service_allows() -> None:
     ponders = "served_envs:Ponders"
     with service(ponders, expert_deadline_s=3) as url:
@@ -173,6 +174,7 @@ async def test_slow_expert_has_the_time_that_the_service_allows() -> None:
         await env.close()
 
 
+@pytest.mark.slow
 async def test_wrong_addresses_are_reported(url: str) -> None:
     with pytest.raises(EnvError, match="start it with `ludus serve env`"):
         await remote("http://127.0.0.1:9", "textcraft", patience_s=0).reset(RemoteEnv.task(None, 0))

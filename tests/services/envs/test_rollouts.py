@@ -304,6 +304,7 @@ def test_api_key_is_not_exposed(model: tuple[Model, str], server: httpx.Client) 
     assert "very-secret" not in answer.text
 
 
+@pytest.mark.slow
 def test_hanging_isolated_episode_leaves_no_process(model: tuple[Model, str]) -> None:
     spoken, url = model
     orders = {0: ["hang"], 1: ["exit"], 2: ["pid", "hang"], 3: ["pid", "win"]}

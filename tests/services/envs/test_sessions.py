@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from service_world import LIGHTLY, OBEYS, service, until
+from variants import variants
 from websockets.sync.client import connect
 
 from ludus.core.types import Message, StepResult, Task, ToolCall
@@ -186,15 +187,23 @@ def test_concurrent_call_of_a_session_is_refused(client: httpx.Client) -> None:
     assert client.get(path).json()["num_steps"] == 1
 
 
-@pytest.mark.parametrize("env", [OBEYS, LIGHTLY])
-@pytest.mark.parametrize(
-    ("order", "status", "kind"),
-    [
+FAILURES = [
+    (env, *failure)
+    for env in (OBEYS, LIGHTLY)
+    for failure in (
         ("hang", 504, "env_timeout"),
         ("await", 504, "env_timeout"),
         ("raise", 502, "env_error"),
         ("tool", 502, "tool_error"),
-    ],
+    )
+]
+DEADLINES = [(OBEYS, "await"), (LIGHTLY, "hang")]
+"""They wait for the deadline of a step, as two quick ones do."""
+
+
+@pytest.mark.parametrize(
+    ("env", "order", "status", "kind"),
+    variants(FAILURES, [case for case in FAILURES if case[:2] not in DEADLINES]),
 )
 def test_failing_session_ends_without_the_others(
     client: httpx.Client, env: str, order: str, status: int, kind: str

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,8 +16,9 @@ from typing import Any
 
 import httpx
 import pytest
+from harness import Ludus
 from judged import said
-from raw_server import CLOSE, RawServer, answer
+from raw_server import CLOSE, HANG, RawServer, answer
 from service_world import Command, command, until
 
 from ludus import AsyncEvaluationClient, EvaluationClient
@@ -142,6 +142,52 @@ async def test_a_service_that_is_down_is_not_a_score_of_0() -> None:
     await judge.close()
 
 
+@pytest.mark.parametrize(
+    "sent", [HANG, b"HTTP/1.1 200 X\r\ncontent-length: 9\r\n\r\n{"], ids=["nothing", "half"]
+)
+async def test_a_service_that_hangs_is_not_a_score_of_0(sent: bytes) -> None:
+    seconds: Any = {"deadline_s": 0.2, "patience_s": 0.3}
+    async with RawServer() as server:
+        server.script = [lambda _: sent, lambda _: HANG]
+        told = rf"{server.url}/evaluate gave no answer within 0\.5 s"
+        async with AsyncEvaluationClient(server.url, **seconds) as client:
+            with pytest.raises(ToolError, match=told):
+                await client.evaluate("7", "7")
+            results = await client.evaluate_many(["7"] * 3, ["7"] * 3)
+        assert [(result.status, result.value) for result in results] == [("failed", None)] * 3
+        assert "gave no answer within 0.5 s" in str(results[0].error)
+        with EvaluationClient(server.url, **seconds) as blocking, pytest.raises(ToolError):
+            await asyncio.to_thread(blocking.evaluate, "7", "7")
+        judge: Any = JUDGES.build(Spec(name="remote", args={"url": server.url, **seconds}))
+        with pytest.raises(ToolError, match=told):
+            await judge(Task(id="q", answer="7"), said("7"))
+        await judge.close()
+
+
+async def test_the_start_of_a_run_does_not_wait_for_a_service_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ludus.judges.remote.judge.START_S", 0.5)
+    async with RawServer() as server:
+        server.script = [HANG]
+        judge: Any = JUDGES.build(Spec(name="remote", args={"url": server.url}))
+        with pytest.raises(ToolError, match=r"no answer within 0\.5 s: start it with `ludus serve"):
+            await judge.check()
+        await judge.close()
+
+
+async def test_a_connection_that_hangs_is_given_up_and_the_request_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ludus.judges.remote.client.GRACE_S", 0.1)
+    whole = {"results": [{"status": "scored", "value": 1.0}], "judge": "math", "seconds": 1}
+    async with RawServer() as server:
+        server.script = [HANG, answer(whole)]
+        async with AsyncEvaluationClient(server.url, deadline_s=0.2) as client:
+            assert (await client.evaluate("7", "7")).value == 1.0
+    assert len(server.bodies) == 2
+
+
 async def test_the_judge_remote(running: Command) -> None:
     args = {"url": running.url, "judge": {"name": "answer", "args": {"extract": "number"}}}
     judge: Any = JUDGES.build(Spec(name="remote", args=args))
@@ -235,7 +281,7 @@ def test_tokens_and_several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_signal_ends_the_service_while_a_grader_loops() -> None:
     with command("--judges", "math", verb="evaluation") as started:
-        body = {"output": r"\boxed{10^{10^{10}}}", "truth": "7", "deadline_s": 300}
+        body = {"output": r"\boxed{9^{9^{9^9}}}", "truth": "7", "deadline_s": 300}
 
         def ask() -> None:
             with suppress(httpx.HTTPError):
@@ -259,12 +305,10 @@ def test_a_signal_ends_the_service_while_a_grader_loops() -> None:
         (["--host", "0.0.0.0"], "set a token in LUDUS_TOKENS"),
     ],
 )  # fmt: skip
-def test_a_wrong_command_is_told_before_the_service_listens(words: list[str], told: str) -> None:
-    call = [sys.executable, "-m", "ludus", "serve", "evaluation", *words]
-    done = subprocess.run(call, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert told in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
+def test_a_wrong_command_is_told_before_the_service_listens(
+    ludus: Ludus, words: list[str], told: str
+) -> None:
+    ludus("serve", "evaluation", *words).refused(2, told)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from ludus.services.evaluation.evaluator import EvaluationLimits
 from ludus.services.evaluation.service import evaluation_service
 from ludus.services.server.app import Settings
 
-LOOPS = r"\boxed{10^{10^{10}}}"
+LOOPS = r"\boxed{9^{9^{9^9}}}"
 
 
 @asynccontextmanager
@@ -134,11 +135,11 @@ async def test_a_loop_ends_at_the_deadline_and_what_is_scored_stays(tmp_path: Pa
     ]
     async with served(config=str(config)) as client:
         await evaluate(client, items=items[::2])  # starts the worker processes
-        results = await evaluate(client, items=items, deadline_s=3)
+        results = await evaluate(client, items=items, deadline_s=2)
         metrics = (await client.get("/metrics")).text
     assert [result["status"] for result in results] == ["scored", "deadline", "scored"]
     assert [result["value"] for result in results] == [1.0, None, 0.0]
-    assert results[1]["error"] == "not scored within 3 s"
+    assert results[1]["error"] == "not scored within 2 s"
     assert 'ludus_evaluation_scores_total{judge="math",status="deadline"} 1.0' in metrics
     assert 'ludus_evaluation_requests_total{end="partial",judge="math"} 1.0' in metrics
 
@@ -196,12 +197,24 @@ async def test_failures_of_a_judge_are_never_scores() -> None:
             {"output": "7", "judge": {"name": "answer", "args": {"markers": ["a" * 10_000, "b"]}}},
             "judge.args: ",
         ),
-        ({"output": "7", "judge": {"nam": "math"}}, "judge.name"),
-        ({"output": "7", "deadline_s": 0}, "deadline_s"),
+        ({"output": "7", "judge": {"nam": "math"}}, "judge.name: is required: text"),
+        ({"output": "7", "judge": {"name": "math", "args": 3}}, "judge.args: must be an object, "),
+        ({"output": "7", "judge": 3}, "judge: must be a plug-in (a name, or {name: ..., args: "),
+        ({"output": "7", "deadline_s": 0}, "deadline_s: must be a number > 0, or null, got 0"),
         ({"output": "7", "deadline_s": 301}, "deadline_s: 301, at most 300 on this service"),
-        ({"output": 7}, "output"),
-        ({"items": [{"truth": 7}]}, "items.0.output"),
-        ({"items": [{"output": "7", "jugde": "math"}]}, "items.0.jugde"),
+        ({"output": 7}, "output: must be text, or a list (of an object), or null, got 7"),
+        ({"output": "7", "id": "i" * 257}, "id: must be text of at most 256 characters, or null"),
+        ({"output": "7", "trut": "7"}, "trut: is not a field (did you mean truth?)"),
+        (
+            {"output": [{"role": "assistent", "content": "7"}]},
+            "output.0.role: must be one of system, user, assistant, tool, got 'assistent' (did you "
+            "mean assistant?)",
+        ),
+        ({"items": "7"}, "items: must be a list (of an object), or null, got '7'"),
+        ({"items": [7]}, "items.0: must be an object, got 7"),
+        ({"items": [{"truth": 7}]}, "items.0.output: is required: text, or a list (of an object)"),
+        ({"items": [{"output": "7", "jugde": "math"}]}, "items.0.jugde: is not a field (known: "),
+        ([7], "the body: must be an object, got [7]"),
         ({"items": [{"output": "7"}] * 9}, "items: 9 of them, at most 8 in a request"),
     ],
 )  # fmt: skip
@@ -226,6 +239,9 @@ async def test_a_wrong_request_is_refused_with_its_key(body: Any, told: str) -> 
         ('{"output": "a", "judge": {"name": "qa", "args": {"metric": ' + "[" * 900 + "]" * 900
          + "}}}", 422),
         ('{"output": "a", "judge": {"name": "a\\ud800"}}', 422),
+        ('{"output": "a", "\\ud800": 1}', 422),
+        ('{"output": "a", "id": ["\\ud800"]}', 422),
+        ('{"output": ' + '{"a":' * 900 + "1" + "}" * 900 + "}", 422),
         ("{", 400),
     ],
     ids=lambda value: str(value)[:40],
@@ -339,6 +355,44 @@ async def test_no_more_judges_are_built_than_may_be_in_use(
         assert (await ask(20)).status_code == 200
 
 
+def workers_with(*arguments: str) -> set[int]:
+    """The worker processes of this process with these arguments in their command."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().decode().split("\0")
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue
+        if parent == os.getpid() and set(arguments) <= set(command):
+            found.add(int(folder.name))
+    return found
+
+
+async def test_judges_of_other_arguments_share_worker_processes(tmp_path: Path) -> None:
+    config = tmp_path / "judges.yaml"
+    args = "{limit_s: 7.5, workers: 2, memory_mb: 1500}"
+    config.write_text(f"judges: {{math: {{name: math, args: {args}}}}}")
+    workers = "ludus.judges.workers.math", "7.5", "1500"
+    async with served("answer", str(config), max_judges=4) as client:
+
+        async def ask(**own: object) -> float:
+            judge = {"name": "math", "args": own}
+            [result] = await evaluate(client, output="So 0.50004", truth="0.5", judge=judge)
+            value: float = result["value"]
+            return value
+
+        assert await asyncio.gather(*(ask(digits=digits) for digits in (2, 3, 5))) == [1, 1, 0]
+        first = workers_with(*workers)
+        assert 1 <= len(first) <= 2
+        # More sets of arguments than are kept: closing a judge leaves the workers of the others.
+        assert [await ask(digits=digits) for digits in range(2, 8)] == [1, 1, 1, 0, 0, 0]
+        assert [await ask(extract=extract) for extract in ("auto", "boxed")] == [0, 0]
+        assert workers_with(*workers) == first
+    assert not workers_with(*workers)
+
+
+@pytest.mark.slow
 async def test_a_batch_of_a_client_does_not_hold_up_another(tmp_path: Path) -> None:
     config = tmp_path / "judges.yaml"
     config.write_text("judges: {waits: {name: 'served_judges:Waits', concurrent: 2}}")

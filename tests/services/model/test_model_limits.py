@@ -53,6 +53,7 @@ def test_client_that_does_not_read_is_disconnected(folder: Path) -> None:
         assert num_cancelled(url) == 16
 
 
+@pytest.mark.slow
 def test_unsent_tokens_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ludus.services.model.generation.MAX_UNSENT", 64)
     monkeypatch.setattr("ludus.services.model.generation.SLOW_S", 0.1)

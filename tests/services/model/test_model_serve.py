@@ -33,14 +33,19 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "ludus", [COMMAND[:3], [sys.executable, "-c", IMPATIENT]], ids=["5 s to end", "no time to end"]
+    "start",
+    [
+        pytest.param(COMMAND[:3], id="5 s to end"),
+        pytest.param([sys.executable, "-c", IMPATIENT], id="no time to end"),
+    ],
 )
-def test_run_is_served_until_a_signal(tmp_path: Path, ludus: list[str]) -> None:
+def test_run_is_served_until_a_signal(tmp_path: Path, start: list[str]) -> None:
     make_run(tmp_path / "tiny-1", lora={"rank": 2})
     words = ["tiny-1", "--runs-dir", str(tmp_path), "--port", "0", "--name", "mine"]
     process = subprocess.Popen(
-        [*ludus, "serve", "model", *words],
+        [*start, "serve", "model", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

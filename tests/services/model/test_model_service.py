@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ from model_world import (
 )
 from service_world import until
 
-from ludus.core.errors import ContextOverflow, SamplerError
+from ludus.core.errors import ConfigError, ContextOverflow, SamplerError
 from ludus.core.types import Message
 from ludus.core.versions import runs_of
 from ludus.models.endpoint.client import Endpoint
@@ -92,7 +93,7 @@ def runs_in(chunks: Any) -> list[list[int]]:
     return [list(run) for run in runs_of(versions)]
 
 
-# What it answers
+# Answers
 
 
 def test_model_is_listed(client: Any) -> None:
@@ -280,7 +281,7 @@ async def test_endpoint_client_gets_token_ids(url: str, wild: Policy) -> None:
             await endpoint.chat(messages, SamplingParams(CONTEXT))
 
 
-# What it refuses
+# Refusals
 
 
 WRONG: list[tuple[str, dict[str, Any], int, str | None]] = [
@@ -306,7 +307,7 @@ WRONG: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("chat/completions", {"messages": ASKED * CONTEXT}, 400, "messages"),
     (
         "chat/completions",
-        {"messages": ASKED, "response_format": {"type": "json_object"}},
+        {"messages": ASKED, "response_format": {"type": "regex"}},
         400,
         "response_format",
     ),
@@ -493,7 +494,7 @@ def test_broken_model_gives_server_errors(folders: dict[str, Path]) -> None:
 
 
 async def _refresh(engine: Any) -> None:
-    engine._sampler.publish(0)
+    engine.sampler.publish(0)
 
 
 def test_sampler_without_streaming(folders: dict[str, Path], wild: Policy) -> None:
@@ -511,12 +512,28 @@ def test_sampler_without_streaming(folders: dict[str, Path], wild: Policy) -> No
             client.completions.create(model="tiny", prompt="a", echo=True)
 
 
+def test_parameters_that_the_sampler_does_not_follow(folders: dict[str, Path]) -> None:
+    def refuse(params: SamplingParams) -> None:
+        if params.top_p < 1:
+            raise ConfigError("top_p is refused")
+
+    def limit(policy: Policy, engine: Any) -> None:
+        engine.sampler.check_params = refuse
+
+    with served(folders["wild"], rigged=limit) as address:
+        client = client_of(address)
+        ask = {"model": "tiny", "messages": ASKED, "max_tokens": 1}
+        client.chat.completions.create(**ask)
+        with pytest.raises(openai.BadRequestError, match="top_p is refused"):
+            client.chat.completions.create(**ask, top_p=0.9)
+
+
 def test_dead_sampler_gives_503(folders: dict[str, Path]) -> None:
     def kill(policy: Policy, engine: Any) -> None:
         def die(*_: Any) -> None:
             raise SamplerError("it died in the midst of a turn")
 
-        engine._sampler._run = die
+        engine.sampler._run = die
 
     with served(folders["wild"], rigged=kill) as address:
         with pytest.raises(openai.InternalServerError, match="generation failed") as caught:
@@ -614,3 +631,65 @@ def test_swap_needs_an_admin_token(folders: dict[str, Path]) -> None:
         refused = swap(address, checkpoint=str(folders["taught"]))
         assert refused.status_code == 403
         assert "LUDUS_ADMIN_TOKEN" in refused.json()["error"]["message"]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"door": {"enum": ["open", "shut"]}, "steps": {"type": "integer"}},
+    "required": ["door", "steps"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_follow_a_schema(client: Any, stream: bool) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra agents")
+    form = {"type": "json_schema", "json_schema": {"name": "door", "schema": SCHEMA}}
+    given = {"model": "tiny", "messages": ASKED, "response_format": form, "max_tokens": 200}
+    found = 0
+    for seed in range(8):
+        if stream:
+            events = client.chat.completions.create(**given, seed=seed, stream=True)
+            choices = [event.choices[0] for event in events if event.choices]
+            text = "".join(choice.delta.content or "" for choice in choices)
+            end = choices[-1].finish_reason
+        else:
+            answer = client.chat.completions.create(
+                **given, seed=seed, logprobs=True, top_logprobs=3
+            )
+            text, end = answer.choices[0].message.content, answer.choices[0].finish_reason
+            first = answer.choices[0].logprobs.content[0]
+            assert first.token.startswith("{")
+            assert first.logprob <= 0
+            assert all(math.isfinite(other.logprob) for other in first.top_logprobs)
+        if end == "stop":  # an integer may be long
+            found += 1
+            value = json.loads(text)
+            assert (value["door"] in ("open", "shut"), type(value["steps"])) == (True, int)
+    assert found > 2
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        ({"type": "json_schema", "json_schema": {"schema": {"type": "obj"}}}, "Invalid type: obj"),
+        ({"type": "json_schema"}, "has to have a `schema`"),
+    ],
+)
+def test_schemas_that_cannot_be_followed(url: str, form: dict[str, Any], told: str) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra agents")
+    body = {"model": "tiny", "messages": ASKED, "response_format": form}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert told in answer.json()["error"]["message"]
+    body = {**body, "response_format": {"type": "json_object"}, "ignore_eos": True}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert "not with ignore_eos" in answer.json()["error"]["message"]
+
+
+async def test_the_client_of_endpoints_asks_for_a_schema(url: str) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra agents")
+    messages = [Message(role="user", content="the door is")]
+    async with Endpoint(f"{url}/v1", "tiny", None) as endpoint:
+        reply = await endpoint.chat(messages, SamplingParams(200, seed=3), (), SCHEMA)
+    assert reply.message.content.startswith('{"door": ')

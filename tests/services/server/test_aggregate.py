@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,8 +27,9 @@ TOKENS = ("a-token-of-sixteen-letters", "another-of-sixteen-letters")
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def served() -> Iterator[Command]:
+    """One service for all tests, which close their sessions."""
     with command(OBEYS, "--workers", "2", env={"LUDUS_TOKENS": ",".join(TOKENS)}) as started:
         yield started
 
@@ -48,6 +49,11 @@ def spread(served: Command, open_one: Callable[[], str]) -> dict[str, int]:
         id = open_one()
         found[id] = int(id, 16) % 2
     return found
+
+
+def close(served: Command, ids: Iterable[str]) -> None:
+    for id in ids:
+        ask(served, "DELETE", f"/sessions/{id}")
 
 
 def samples(answer: httpx.Response) -> Samples:
@@ -94,6 +100,7 @@ def test_health_and_metrics_cover_all_workers(served: Command) -> None:
         ask(served, "POST", f"/sessions/{id}/reset", seed=0)
         return id
 
+    first = samples(whole(served, "/metrics"))
     ids = spread(served, opened)
     for _ in range(8):
         told = whole(served, "/health").json()
@@ -104,7 +111,8 @@ def test_health_and_metrics_cover_all_workers(served: Command) -> None:
             assert total(found, "ludus_env_sessions", worker=str(worker)) == mine
             assert total(found, "ludus_worker_up", worker=str(worker)) == 1
         for route in ("/sessions", "/sessions/{session}/reset"):  # once each, handed over or not
-            assert total(found, "ludus_http_seconds_count", route=route) == len(ids)
+            earlier = total(first, "ludus_http_seconds_count", route=route)
+            assert total(found, "ludus_http_seconds_count", route=route) == earlier + len(ids)
         assert total(found, "ludus_http_seconds_count", route="none") == 0
     calls = [{"op": "step", "session": id, "action": "win"} for id in ids]
     ask(served, "POST", "/batch", calls=calls)
@@ -112,12 +120,15 @@ def test_health_and_metrics_cover_all_workers(served: Command) -> None:
     httpx.get(served.url + "/health", headers=headers).raise_for_status()  # and needs no token
     before = total(found, "ludus_http_seconds_count", route="/health")
     found = samples(whole(served, "/metrics"))
-    assert total(found, "ludus_http_seconds_count", route="/batch") == 1
+    assert total(found, "ludus_http_seconds_count", route="/batch") == 1  # no other test has one
     assert total(found, "ludus_http_seconds_count", route="/health") == before + 1
-    assert total(found, "ludus_env_call_seconds_count", call="step") == len(ids)
+    steps = total(first, "ludus_env_call_seconds_count", call="step") + len(ids)
+    assert total(found, "ludus_env_call_seconds_count", call="step") == steps
     assert httpx.get(served.url + "/metrics").status_code == 401
+    close(served, ids)
 
 
+@pytest.mark.slow
 def test_silent_worker_does_not_block_health_and_metrics(served: Command) -> None:
     ids = spread(served, lambda: str(ask(served, "POST", "/sessions", env=OBEYS).json()["session"]))
     before = samples(whole(served, "/metrics"))
@@ -139,6 +150,7 @@ def test_silent_worker_does_not_block_health_and_metrics(served: Command) -> Non
         ]
         assert not fallen  # a silent worker's series are absent; none jumps
     assert {key for key in before if "worker" in dict(key[1])} <= after.keys()
+    close(served, ids)
 
 
 @contextmanager

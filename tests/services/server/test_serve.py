@@ -21,7 +21,12 @@ from ludus.cli import main
 from ludus.cli.options import env_specs
 from ludus.core.errors import ConfigError
 from ludus.core.types import Spec
+from ludus.services.envs.manager import SessionLimits
+from ludus.services.envs.service import environment_service
+from ludus.services.server.app import Settings
 from ludus.services.server.auth import client_tokens
+from ludus.services.server.connections import ConnectionLimits
+from ludus.services.server.serve import listen, server_config
 
 
 def ludus(*words: str) -> tuple[int, str]:
@@ -101,6 +106,12 @@ def workers_of(pid: int) -> list[int]:
     return found
 
 
+def test_connections_are_kept_longer_than_uvicorn_does() -> None:
+    app = environment_service([Spec(name="textcraft")], Settings(), SessionLimits())
+    assert server_config(app, ConnectionLimits()).timeout_keep_alive >= 60
+
+
+@pytest.mark.slow
 def test_idle_connection_stays_open() -> None:
     patient = httpx.Limits(keepalive_expiry=60)
     with (
@@ -113,6 +124,15 @@ def test_idle_connection_stays_open() -> None:
         opened = {"trace": lambda name, info: reused.append(name)}
         client.get("/health", extensions=opened).raise_for_status()
         assert not any(name.startswith("connection.connect_tcp") for name in reused), reused
+
+
+def test_answers_in_two_parts_are_sent_at_once() -> None:
+    """The loop of asyncio leaves Nagle's algorithm on: 40 ms an answer."""
+    with listen("127.0.0.1", 0, ()) as (listening, _), socket.socket() as client:
+        client.connect(listening.getsockname())
+        listening.setblocking(True)
+        with listening.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are read from /proc")

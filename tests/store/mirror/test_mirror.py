@@ -12,6 +12,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from variants import variants
 
 from ludus.config.schema import ModelConfig, RunConfig, TasksConfig
 from ludus.core.errors import ConfigError, MirrorError
@@ -231,11 +232,10 @@ def push_until(place: str, nth: int, runs_dir: Path, url: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize(
-    ("place", "nth"),
-    [("put_file", 1), ("put_file", 2), ("pipe_file", 1), ("pipe_file", 2), ("rm_file", 1),
-     ("rm_file", 2)],
-)  # fmt: skip
+KILLS = [(place, nth) for place in ("put_file", "pipe_file", "rm_file") for nth in (1, 2)]
+
+
+@pytest.mark.parametrize(("place", "nth"), variants(KILLS, KILLS[1::2]))
 def test_killed_at_any_point_of_a_push_the_copy_can_be_taken_up(
     tmp_path: Path, place: str, nth: int
 ) -> None:

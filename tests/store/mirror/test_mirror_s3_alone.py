@@ -13,6 +13,7 @@ pytest.importorskip("s3fs", reason="needs the extra `s3`")
 pytest.importorskip("moto.server", reason="needs moto[s3], flask and flask-cors")
 
 
+@pytest.mark.slow
 def test_the_mirror_on_s3() -> None:
     apart = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     file = str(Path(__file__).with_name("test_mirror_s3.py"))

@@ -25,12 +25,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from ludus.core.errors import CheckpointError, ConfigError
 from ludus.core.files import recover
 from ludus.store.folders import RunFolder, create_run
+from ludus.train.checkpoint import listing, manifest
 from ludus.train.checkpoint import store as checkpoint
 from ludus.train.checkpoint.folder import checkpoint_folder
-from ludus.train.checkpoint.listing import check
+from ludus.train.checkpoint.listing import check, checkpoint_folders
+from ludus.train.checkpoint.loading import load, read_state
 from ludus.train.checkpoint.policy import find_checkpoint
 from ludus.train.checkpoint.state import fingerprint, random_state, set_random_state
-from ludus.train.checkpoint.store import CheckpointStore, load, read_state
+from ludus.train.checkpoint.store import CheckpointStore
 
 # peft asks transformers for an attribute by its former name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -580,6 +582,45 @@ def test_newest_is_by_order_of_saving_not_by_name(tmp_path: Path) -> None:
     assert (latest.stage, latest.step, latest.sequence) == ("a-stage", 1, 3)
 
 
+@pytest.mark.parametrize("moment", ["list_checkpoints", "file_sha256"])
+def test_a_reader_finds_the_newest_while_a_training_saves_and_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """`moment`: the function of the reader that the training overtakes."""
+    training = CheckpointStore(tmp_path, keep_last=1, keep_best=0)
+    training.save("rl", 1, model=small(), state={})
+    module = checkpoint if moment == "list_checkpoints" else manifest
+    read = getattr(module, moment)
+    overtaken = False
+
+    def overtake(path: Path) -> Any:
+        nonlocal overtaken
+        result = read(path)
+        if not overtaken:
+            overtaken = True
+            training.save("rl", 2, model=small(), state={})
+        return result
+
+    monkeypatch.setattr(module, moment, overtake)
+    newest = CheckpointStore(tmp_path).latest()
+    assert newest is not None
+    assert newest.step == 2
+
+
+def test_a_manifest_removed_by_a_training_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    gone = store.save("rl", 1, model=small(), state={})
+    store.save("rl", 2, model=small(), state={})
+    folders = checkpoint_folders(tmp_path)
+    shutil.rmtree(gone)
+    monkeypatch.setattr(listing, "checkpoint_folders", lambda _: folders)
+    newest = store.latest()
+    assert newest is not None
+    assert newest.step == 2
+
+
 def test_the_same_step_saved_again_replaces(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for attempt in (1, 2):
@@ -708,18 +749,18 @@ def test_leftovers_of_the_living_stay(tmp_path: Path) -> None:
 
 # Runs in a process of its own, which forks the savers: torch is imported once.
 SAVER = """
-import json, os, random, shutil, signal, sys, time
+import json, os, random, shutil, signal, sys, time, traceback
 from pathlib import Path
 
 import torch
 
 from ludus.train.checkpoint.policy import find_checkpoint
 from ludus.train.checkpoint.state import fingerprint
-from ludus.train.checkpoint.listing import check
-from ludus.train.checkpoint.store import CheckpointStore, load
+from ludus.train.checkpoint.listing import check, checkpoint_folders
+from ludus.train.checkpoint.loading import load
+from ludus.train.checkpoint.store import CheckpointStore
 
 torch.set_num_threads(1)
-folder, mode = Path(sys.argv[1]), sys.argv[2]
 model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16))
 optimizer = torch.optim.AdamW(model.parameters())
 
@@ -812,26 +853,43 @@ def at_every_call(step):
         load(folder / "rl-000003", model=model, optimizer=optimizer)
 
 
-print(json.dumps(at_random_moments() if mode == "random" else at_every_call(int(mode))))
+results, parent = {}, os.getpid()
+for name, step in {"new": 4, "replacing": 3, "random": None}.items():
+    folder = Path(sys.argv[1]) / name / "checkpoints"
+    try:
+        result = at_every_call(step) if step else at_random_moments()
+    except Exception:
+        result = {"error": traceback.format_exc()}
+        if os.getpid() != parent:
+            print(result["error"], file=sys.stderr)
+            os._exit(1)
+    results[name] = result
+print(json.dumps(results))
 """
 
 
-def kill_savers(folder: Path, mode: str) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, "-c", SAVER, str(folder), mode], capture_output=True, text=True
+        [sys.executable, "-c", SAVER, str(tmp_path_factory.mktemp("killed"))],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    results: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return results
 
 
-def test_killed_at_random_moments(tmp_path: Path) -> None:
-    kill_savers(tmp_path / "checkpoints", "random")
+@pytest.mark.slow
+def test_killed_at_random_moments(killed: dict[str, dict[str, Any]]) -> None:
+    assert "error" not in killed["random"], killed["random"]["error"]
 
 
-@pytest.mark.parametrize("step", ["4", "3"], ids=["new", "replacing"])
-def test_killed_at_every_change_of_the_disk(tmp_path: Path, step: str) -> None:
-    result = kill_savers(tmp_path / "checkpoints", step)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["new", "replacing"])
+def test_killed_at_every_change_of_the_disk(killed: dict[str, dict[str, Any]], kind: str) -> None:
+    result = killed[kind]
+    assert "error" not in result, result["error"]
     assert result["kills"] > 12
     assert result["half_written"] > 8
     assert result["found"] == ["new", "old"]

@@ -22,8 +22,9 @@ from transformers import (
 
 from ludus.core.errors import CheckpointError, ConfigError
 from ludus.train.checkpoint.export import export_hf
+from ludus.train.checkpoint.loading import load
 from ludus.train.checkpoint.state import fingerprint
-from ludus.train.checkpoint.store import CheckpointStore, load
+from ludus.train.checkpoint.store import CheckpointStore
 
 pytestmark = [
     # peft asks transformers for an attribute by its former name.

@@ -1,0 +1,339 @@
+"""Connection to a Ray cluster, and the placement of a run's actors on it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ludus.core.errors import ConfigError, LudusError
+from ludus.core.modules import require
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ADDRESS = "backend.args.address"
+
+CONNECT_S = 5.0
+"""Time limit of the first connection to a cluster's address, in seconds."""
+
+NAMESPACE_VARIABLE = "LUDUS_RAY_NAMESPACE"
+"""Environment variable with the Ray namespace of a run; unset: the run's name."""
+
+Bundle = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of one actor: the bundle of a placement group.
+
+    Args:
+        group: the placement group.
+        bundle: index of its bundle.
+        num_cpus, num_gpus: the part of the bundle that the actor takes.
+    """
+
+    group: Any
+    bundle: int
+    num_cpus: float
+    num_gpus: float
+
+    def options(self) -> dict[str, Any]:
+        """Options of the actor's class."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return {
+            "num_cpus": self.num_cpus,
+            "num_gpus": self.num_gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self.group, placement_group_bundle_index=self.bundle
+            ),
+        }
+
+
+@dataclass(slots=True)
+class Demand:
+    """The actors of a run and what they need.
+
+    `actors` has the name of each kind, the number of its actors, and what one needs. With
+    `colocated`, the n-th learner rank and the n-th sampler share a bundle and its GPU.
+    """
+
+    actors: dict[str, tuple[int, Bundle]] = field(default_factory=dict)
+    colocated: bool = False
+
+    def bundles(self) -> tuple[list[dict[str, float]], dict[str, list[tuple[int, Bundle]]]]:
+        """Returns the bundles, and for each kind the bundle of each actor and its part of it."""
+        bundles: list[dict[str, float]] = []
+        places: dict[str, list[tuple[int, Bundle]]] = {kind: [] for kind in self.actors}
+        shared = ("learner_ranks", "samplers") if self.colocated else ()
+        for number in range(max((self.actors[kind][0] for kind in shared), default=0)):
+            present = [kind for kind in shared if number < self.actors[kind][0]]
+            bundle = {"CPU": sum(self.actors[kind][1]["CPU"] for kind in present)}
+            gpus = max(self.actors[kind][1].get("GPU", 0.0) for kind in present)
+            if gpus:
+                bundle["GPU"] = gpus
+            for kind in present:
+                part = {"CPU": self.actors[kind][1]["CPU"], "GPU": gpus / len(present)}
+                places[kind].append((len(bundles), part))
+            bundles.append(bundle)
+        for kind, (count, needs) in self.actors.items():
+            for _ in range(0 if kind in shared else count):
+                places[kind].append((len(bundles), needs))
+                bundles.append({name: amount for name, amount in needs.items() if amount})
+        return bundles, places
+
+    def total(self) -> Counter[str]:
+        return _sum(self.bundles()[0])
+
+
+def _sum(bundles: Iterable[Bundle]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for bundle in bundles:
+        total.update(bundle)
+    return total
+
+
+def connect(address: str | None, namespace: str, demand: Demand) -> bool:
+    """Connect to the cluster at `address`, or start one of this machine; returns whether it was
+    started or connected here (False: the process was connected already).
+
+    Without an address: the cluster of the Ray job that this process is part of, or one of this
+    machine, with as many logical CPUs as the run asks for.
+
+    Errors: MissingDependency; ConfigError where no cluster answers, or its versions differ.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    require("ray", "ray", "the back end `ray`")
+    require("xxhash", "ray", "the back end `ray`")
+    import ray
+
+    if ray.is_initialized():
+        return False
+    options: dict[str, Any] = {
+        "namespace": namespace,
+        "log_to_driver": False,
+        "logging_level": "error",
+    }
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address is None:
+        # Logical CPUs only order the start of actors: one machine may run more of them than cores.
+        cpus = max(os.cpu_count() or 1, int(demand.total()["CPU"] + 0.999))
+        options |= {"address": "local", "num_cpus": cpus, "include_dashboard": False}
+    else:
+        require_answer(address)
+        options["address"] = address
+    try:
+        ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
+        raise ConfigError(f"{ADDRESS}: {_told(error, address)}") from error
+    return True
+
+
+def _told(error: Exception, address: str | None) -> str:
+    """Returns the telling part of an error of `ray.init`."""
+    text = " ".join(str(error).split())
+    if "ersion mismatch" in text:
+        return (
+            f"this Python and the cluster at {address} have other versions of Ray or Python: {text}"
+        )
+    return f"Ray cannot use the cluster at {address or 'this machine'}: {text:.300}"
+
+
+def require_form(address: str, key: str = ADDRESS) -> tuple[str, int] | None:
+    """Returns host and port of an address, None for `auto`. Errors: ConfigError for no address.
+
+    Args:
+        key: for messages: what has the address.
+    """
+    if address in ("auto", "local"):
+        return None
+    plain = address.removeprefix("ray://")
+    host, _, port = plain.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
+        raise ConfigError(
+            f"{key}: {address!r} is no address of a Ray cluster; it has the form "
+            "HOST:PORT (the port of `ray start --head`, 6379 by default), or is `auto`"
+        )
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"{key}: {address!r} is an address of the Ray client, through which a "
+            "run's samples would pass twice. Start the run on a node of the cluster, with `ludus "
+            "submit` or with HOST:PORT of `ray start --head`"
+        )
+    return host, int(port)
+
+
+def require_answer(address: str, key: str = ADDRESS) -> None:
+    """Errors: ConfigError where nothing answers at HOST:PORT; Ray itself waits for minutes."""
+    place = require_form(address, key)
+    if place is None:
+        return
+    try:
+        socket.create_connection(place, CONNECT_S).close()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"{key}: no Ray cluster answers at {address} ({error}); start one with "
+            "`ludus cluster up HOSTS.yaml` or `ray start --head`"
+        ) from error
+
+
+def place(
+    demand: Demand, deadline_s: float, keys: Mapping[str, int]
+) -> tuple[Any, dict[str, list[Place]]]:
+    """Reserve the bundles of a run; returns the placement group, and the places of each kind.
+
+    Args:
+        keys: for messages, the recipe's keys of the demand and their values.
+
+    Errors: ConfigError where the cluster can never meet the demand, or does not within
+    `deadline_s` because other runs hold its resources.
+    """
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    bundles, places = demand.bundles()
+    _require_possible(bundles, keys)
+    group = placement_group(bundles, strategy="PACK")
+    if not group.wait(deadline_s):
+        free = ray.available_resources()  # type: ignore[no-untyped-call]
+        remove_placement_group(group)
+        raise ConfigError(
+            f"backend.args: the cluster did not give {_amounts(_sum(bundles))} within "
+            f"placement_deadline_s = {deadline_s:g} s; free are {_amounts(free)}. Other runs hold "
+            "the rest: wait for them, or ask for less"
+        )
+    return group, {
+        kind: [Place(group, index, part["CPU"], part.get("GPU", 0.0)) for index, part in rows]
+        for kind, rows in places.items()
+    }
+
+
+def _require_possible(bundles: Sequence[Bundle], keys: Mapping[str, int]) -> None:
+    """Errors: ConfigError for what the whole cluster lacks, or no node has."""
+    nodes = [node["Resources"] for node in _nodes() if node["Alive"]]
+    needed, present = _sum(bundles), _sum(nodes)
+    asked = ", ".join(f"{name} = {value}" for name, value in keys.items())
+    for kind in ("GPU", "CPU"):
+        missing = needed[kind] - present[kind]
+        if missing > 1e-6:
+            raise ConfigError(
+                f"backend.args: {asked} need {needed[kind]:g} {kind}s, and the cluster has "
+                f"{present[kind]:g}: {missing:g} {kind}s are missing. Add nodes, or ask for less"
+            )
+    for bundle in bundles:
+        if not any(all(node.get(k, 0) >= v for k, v in bundle.items()) for node in nodes):
+            raise ConfigError(
+                f"backend.args: no node has {_amounts(bundle)}, which one actor needs ({asked}); "
+                "the largest node has "
+                f"{_amounts(max(nodes, key=lambda n: (n.get('GPU', 0), n.get('CPU', 0))))}"
+            )
+
+
+def _nodes() -> list[dict[str, Any]]:
+    import ray
+
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return nodes
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    shown = [f"{resources.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU")]
+    return " and ".join(shown if resources.get("GPU") else shown[:1])
+
+
+def facts() -> dict[str, str]:
+    """Versions of this process, which have to be equal on all nodes, its node and its id."""
+    import platform
+    from importlib.metadata import version
+
+    import ludus
+
+    return {
+        "Python": platform.python_version(),
+        "ludus": ludus.__version__,
+        "torch": version("torch"),
+        "node": socket.gethostname(),
+        "pid": str(os.getpid()),
+    }
+
+
+def require_equal(own: Mapping[str, str], others: Iterable[Mapping[str, str]]) -> None:
+    """Errors: ConfigError where versions differ between the driver and an actor's node."""
+    for other in others:
+        for name in ("Python", "ludus", "torch"):
+            if own[name] != other[name]:
+                raise ConfigError(
+                    f"node {other['node']} has {name} {other[name]}, and node {own['node']}, where "
+                    f"the run was started, has {own[name]}: install equal versions on all nodes"
+                )
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Explain the errors of Ray while actors start.
+
+    Errors: LudusError where one died, or was not ready in time; ConfigError where its node lacks a
+    package; a LudusError of its own.
+    """
+    from ray import exceptions
+
+    try:
+        yield
+    except TimeoutError:  # Ray's is one, too
+        raise LudusError(
+            "an actor was not ready within its time limit: its node reads the model, or starts "
+            "processes, too slowly"
+        ) from None
+    except exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, LudusError):
+            raise cause from None
+        raise LudusError(f"an actor did not start: {error}") from None
+    except exceptions.RayActorError as error:
+        text = str(error)
+        if "ModuleNotFoundError" in text or "No module named" in text:
+            raise ConfigError(
+                "a node of the cluster lacks ludus, or a package that it needs: install ludus-rl "
+                f"with the same extras on every node ({_line(text, 'No module named')})"
+            ) from None
+        raise LudusError(f"an actor died while it started: {_line(text, 'cause')}") from None
+
+
+def no_room(error: BaseException) -> LudusError | None:
+    """Returns the error of a full object store, where `error` tells of one."""
+    from ray import exceptions
+
+    if not isinstance(error, exceptions.OutOfDiskError | exceptions.ObjectStoreFullError):
+        return None
+    return LudusError(
+        "Ray's object store is full, and so is the disk that takes the rest "
+        f"({type(error).__name__}): free space in Ray's temporary folder (/tmp/ray), give the "
+        "store more memory (`ray start --object-store-memory BYTES`), or lower checkpoint.every: "
+        "the samples since the last checkpoint stay there"
+    )
+
+
+def _line(text: str, word: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if word in line), lines[-1] if lines else "no reason given")
+
+
+def release(group: Any) -> None:
+    """Free the resources of a run. Idempotent; the cluster may be gone."""
+    with suppress(Exception):
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(group)
+
+
+def node_id() -> str:
+    """Ray's name of the node of this process."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())

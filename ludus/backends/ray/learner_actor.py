@@ -1,0 +1,140 @@
+"""A learner rank: an actor with one shard of the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ludus.backends.ray.cluster import facts, node_id
+from ludus.backends.ray.weights import Weights, checksum, in_buckets, to_bucket
+from ludus.config.schema import RunConfig
+from ludus.core.seeds import derive_seed
+from ludus.core.types import Group, Sample
+from ludus.train.algorithms.base import Algorithm
+from ludus.train.checkpoint.state import seed_random, trained_tensors
+from ludus.train.minibatches import TrainSettings
+from ludus.train.trainer import Restored, Trainer
+
+if TYPE_CHECKING:
+    from ludus.train.distributed import Rank, ShardedTrainer, ShardSettings
+
+
+class WholeTrainer(Trainer):
+    """The trainer of a single rank: that of the back end `local`, bit for bit."""
+
+    def weights(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
+        """Yields the trained tensors in buckets."""
+        yield from map(dict, in_buckets(trained_tensors(self.model).items(), bucket_bytes))
+
+    def finish_save(self) -> None:
+        """Does nothing: `save` returns when the checkpoint is complete."""
+
+
+class LearnerActor:
+    """Hosts one rank. Every method but the first two is called on all ranks at once."""
+
+    def __init__(self) -> None:
+        self._trainer: WholeTrainer | ShardedTrainer
+        self._rank = 0
+
+    def facts(self) -> dict[str, str]:
+        return facts()
+
+    def node_id(self) -> str:
+        """Ray's name of the actor's node."""
+        return node_id()
+
+    def address(self) -> str:
+        """A free address on this node, for the rendezvous."""
+        import ray
+
+        from ludus.train.distributed import free_address
+
+        return free_address(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+    def prepare(
+        self, config: RunConfig, tokenizer: Any, run_dir: Path, rank: Rank, shards: ShardSettings
+    ) -> dict[str, Any]:
+        """Build the shard; returns the sizes of the model and the peak rate of this device."""
+        import torch
+
+        from ludus.models.flops import Shape, peak_flops
+        from ludus.train.checkpoint.policy import build_policy
+
+        known: dict[str, Any] = {}
+
+        def make_model() -> Any:
+            model = build_policy(config.model, tokenizer, config.seed)
+            parameter = next(model.parameters())
+            half = "bfloat16" in (config.learner.dtype, config.sampler.args.get("dtype"))
+            dtype = torch.bfloat16 if half else parameter.dtype
+            known["shape"] = Shape.of(model)
+            known["peak_flops"] = peak_flops(parameter.device, dtype)
+            return model
+
+        self._rank = rank.rank
+        alone = rank.world_size == 1 and not shards.cpu_offload
+        self._seeds: tuple[int, ...] = () if alone else (rank.rank,)
+        if alone:
+            self._trainer = WholeTrainer(make_model, tokenizer, config, run_dir)
+        else:
+            from ludus.train.distributed import ShardedTrainer
+
+            self._trainer = ShardedTrainer(make_model, tokenizer, config, run_dir, rank, shards)
+        return known
+
+    def begin_stage(self, settings: TrainSettings, algorithm: Algorithm) -> None:
+        self._trainer.begin_stage(settings, algorithm)
+        # For example LoRA's dropout, which each rank draws for its own samples.
+        seed_random(derive_seed(settings.seed, "stage", settings.stage, *self._seeds))
+
+    def score(self, groups: Sequence[Group], algorithm: Algorithm) -> Sequence[Group]:
+        return self._trainer.score(groups, algorithm)
+
+    def train(
+        self, samples: list[Sample], algorithm: Algorithm, policy_version: int
+    ) -> dict[str, float]:
+        return self._trainer.train(samples, algorithm, policy_version)
+
+    def weights(self, version: int, bucket_bytes: int) -> Weights | None:
+        """Put the weights into the object store, in buckets; only the first rank returns them.
+
+        The object store keeps them as long as the driver has the result.
+        """
+        import ray
+
+        references: list[Any] = []
+        checksums: list[str] = []
+        num_bytes = 0
+        for tensors in self._trainer.weights(bucket_bytes):
+            if self._rank == 0:
+                bucket = to_bucket(tensors.items())
+                num_bytes += sum(entry.num_bytes for entry in bucket.entries)
+                checksums.append(checksum(bucket))
+                references.append(ray.put(bucket))
+        if self._rank:
+            return None
+        return Weights(version, references, checksums, num_bytes)
+
+    def save(
+        self,
+        stage: str,
+        step: int,
+        loop: dict[str, Any],
+        metric: float | None,
+        policy_version: int,
+        pin: bool,
+    ) -> Path:
+        return self._trainer.save(stage, step, loop, metric, policy_version=policy_version, pin=pin)
+
+    def finish_save(self) -> None:
+        self._trainer.finish_save()
+
+    def load(self, path: Path) -> Restored:
+        return self._trainer.load(path)
+
+    def load_weights(self, path: Path) -> int:
+        return self._trainer.load_weights(path)

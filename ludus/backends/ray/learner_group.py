@@ -1,0 +1,211 @@
+"""The learner ranks of a run: calls to all at once, and recovery where one dies.
+
+    begin_stage, load, train, train, ...      the journal, since the last complete checkpoint
+    rank 1 dies
+    all ranks end; new ones start, load that checkpoint, and repeat the journal
+
+Training is a function of weights, optimizer, samples and seeds, so the repeated steps give the
+state of before, and no rollout is played again or lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ludus.backends.ray.channel import reason_of
+from ludus.backends.ray.cluster import explained, facts, no_room, require_equal
+from ludus.backends.ray.deaths import Deaths
+from ludus.core.errors import LudusError, TrainingError
+from ludus.telemetry.logs import get_logger
+from ludus.train.distributed.settings import OtherRankLost
+
+log = get_logger(__name__)
+
+SETTLE_S = 5.0
+"""Seconds that the other ranks have to answer after one failed, before all are ended."""
+
+
+class RankLost(LudusError):
+    """A learner rank has died, or does not answer the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A call that changed the ranks' state; its arguments may be references to objects."""
+
+    method: str
+    args: tuple[Any, ...]
+
+
+class LearnerGroup:
+    """Calls methods on all ranks, in order. Synchronous; one thread at a time.
+
+    Args:
+        spawn: starts the actors of all ranks and returns them, before `prepare`.
+        prepare: the arguments of `LearnerActor.prepare` of each rank, given rank 0's address.
+        max_deaths: times that ranks may die before the run stops.
+    """
+
+    def __init__(
+        self,
+        spawn: Callable[[], list[Any]],
+        prepare: Callable[[str], list[tuple[Any, ...]]],
+        max_deaths: int,
+        start_deadline_s: float,
+    ) -> None:
+        self._spawn, self._prepare = spawn, prepare
+        self._deaths, self._start_deadline_s = Deaths("learner ranks", max_deaths), start_deadline_s
+        self._journal: list[Entry] = []
+        self._saved: tuple[Path, int] | None = None  # a checkpoint, and the journal's end then
+        self._stage: Entry | None = None
+        self.model_facts: dict[str, Any] = {}
+        self.actors: list[Any] = []
+
+    def start(self) -> None:
+        """Start the ranks. Errors: ConfigError; LudusError where one dies while it starts."""
+        import ray
+
+        self.actors = self._spawn()
+        with explained():
+            found = ray.get(
+                [actor.facts.remote() for actor in self.actors], timeout=self._start_deadline_s
+            )
+            require_equal(facts(), found)
+            address = ray.get(self.actors[0].address.remote())
+            given = self._prepare(address)
+            prepared = [
+                actor.prepare.remote(*args) for actor, args in zip(self.actors, given, strict=True)
+            ]
+            self.model_facts = ray.get(prepared)[0]
+
+    def call(self, method: str, *args: Any, keep: bool = False) -> list[Any]:
+        """Returns the results of a method of all ranks.
+
+        Args:
+            keep: the call changes the state of the ranks, so a recovery repeats it.
+
+        Errors: whatever the method raises; LudusError where too many ranks died.
+        """
+        while True:
+            try:
+                results = self._attempt(method, args)
+            except RankLost as lost:
+                self._recover(lost)
+                continue
+            if keep:
+                self._keep(Entry(method, args))
+            return results
+
+    def checkpointed(self, path: Path) -> None:
+        """A checkpoint of the present state is written to `path`, or is complete already."""
+        self._settle()
+        self._saved = path, len(self._journal)
+        self._settle()
+
+    @property
+    def is_saving(self) -> bool:
+        """True while a checkpoint is being written."""
+        return bool(self.actors and self._saved and not self._saved[0].exists())
+
+    def close(self) -> None:
+        """End the ranks at once. Idempotent."""
+        import ray
+
+        actors, self.actors = self.actors, []
+        for actor in actors:
+            with suppress(Exception):
+                ray.kill(actor)
+
+    # The journal
+
+    def _keep(self, entry: Entry) -> None:
+        if entry.method == "begin_stage":
+            self._stage = entry
+        elif entry.method in ("load", "load_weights"):  # they replace what came before
+            stage = [self._stage] if entry.method == "load" and self._stage else []
+            self._journal, self._saved = stage, None
+        self._journal.append(entry)
+
+    def _settle(self) -> None:
+        """Begin the journal with the last checkpoint, if that is complete."""
+        if self._saved is None or not self._saved[0].exists():
+            return
+        (path, end), self._saved = self._saved, None
+        begun = [entry for entry in self._journal[:end] if entry.method == "begin_stage"]
+        self._journal = [*begun[-1:], Entry("load", (path,)), *self._journal[end:]]
+
+    # Deaths
+
+    @property
+    def num_deaths(self) -> int:
+        return self._deaths.num
+
+    def _recover(self, lost: RankLost) -> None:
+        """Start new ranks, and bring them to the state of before."""
+        began = time.monotonic()
+        while True:
+            self._deaths.count(lost)
+            self._settle()
+            log.warning("a learner rank died; the ranks start anew", reason=str(lost))
+            self.close()
+            try:
+                self.start()
+                for entry in self._journal:
+                    self._attempt(entry.method, entry.args)
+            except RankLost as again:
+                lost = again
+                continue
+            steps = sum(entry.method == "train" for entry in self._journal)
+            seconds = round(time.monotonic() - began, 1)
+            log.info("the ranks go on", repeated_steps=steps, seconds=seconds)
+            return
+
+    def _attempt(self, method: str, args: Sequence[Any]) -> list[Any]:
+        """Call a method on all ranks. Errors: RankLost; whatever the method raises."""
+        import ray
+
+        references = [getattr(actor, method).remote(*args) for actor in self.actors]
+        waiting = list(references)
+        failures: dict[int, BaseException] = {}
+        deadline: float | None = None
+        while waiting:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
+            if not done:
+                break
+            try:
+                ray.get(done)
+            except ray.exceptions.RayError as error:
+                failures[references.index(done[0])] = error
+                deadline = deadline or time.monotonic() + SETTLE_S
+        if failures:
+            raise _telling(failures, method, len(references), bool(waiting))
+        results: list[Any] = ray.get(references)
+        return results
+
+
+def _telling(
+    failures: dict[int, BaseException], method: str, count: int, some_hang: bool
+) -> BaseException:
+    """Returns the error that explains the failures of several ranks."""
+    from ray.exceptions import RayActorError
+
+    for rank, error in failures.items():
+        if isinstance(error, RayActorError):
+            return RankLost(f"learner rank {rank} of {count} died in {method}: {reason_of(error)}")
+    causes = {rank: getattr(error, "cause", error) for rank, error in failures.items()}
+    own = [error for error in causes.values() if not isinstance(error, OtherRankLost)]
+    if own and isinstance(own[0], LudusError):
+        return own[0]
+    if own and (full := no_room(own[0])) is not None:
+        return full
+    rank, error = next(iter(causes.items()))
+    if own:
+        return TrainingError(f"learner rank {rank} of {count} failed in {method}: {own[0]!r}")
+    hang = "; the others do not answer" if some_hang else ""
+    return RankLost(f"learner rank {rank} of {count}: {error}{hang}")

@@ -1,0 +1,1 @@
+"""Trinity-RFT as a host, in the process of `ludus train`."""

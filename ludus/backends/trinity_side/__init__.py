@@ -1,0 +1,1 @@
+"""ludus in Trinity's processes."""

@@ -1,0 +1,1 @@
+"""Task augmentation: a model writes new tasks from seed tasks."""

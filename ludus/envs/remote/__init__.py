@@ -1,0 +1,1 @@
+"""Client of environment services: one host, or a fleet of many."""

@@ -1,0 +1,1 @@
+"""Tasksets of verifiers, played in an environment of their own."""

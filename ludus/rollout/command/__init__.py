@@ -1,0 +1,1 @@
+"""The agent `command`: a program of any language plays the episodes."""

@@ -1,0 +1,417 @@
+"""Agents of the user: an async function that plays a task with the model, in any framework.
+
+    async def run(task, model):
+        client = model.openai()                       # or model.base_url and model.api_key
+        reply = await client.chat.completions.create(
+            model=model.name, messages=[{"role": "user", "content": "2 + 2 = ?"}]
+        )
+        return Outcome(reward=float("4" in reply.choices[0].message.content))
+
+It is named in the configuration: `agent: my_agent.py:run`. Parameters beyond `task`, `model`,
+`env` and `tools` are its `args`. It returns an Outcome, a reward, or None: then the judge or the
+environment scores the episode. A function that is not async may block; both run in a thread of
+their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import traceback
+from bdb import BdbQuit
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+
+from ludus.config.registry import Registry, Row
+from ludus.core.errors import (
+    ConfigError,
+    EnvError,
+    EpisodeError,
+    TrainingError,
+    Unscorable,
+    described,
+)
+from ludus.core.modules import require
+from ludus.core.types import Message, Spec, Status, Task, ToolCall
+from ludus.core.types import ToolSpec as ToolSpec  # for agents
+from ludus.rollout.agent_env import AgentEnv
+from ludus.rollout.agent_session import Address, AgentSession, CallOptions, CallReply
+from ludus.rollout.agent_tools import AgentTools
+from ludus.rollout.host import LARGEST, HostedEnv
+from ludus.rollout.threads import EnvThread, abort_connections
+from ludus.rollout.tool_use import EpisodeTools
+
+if TYPE_CHECKING:
+    import httpx
+    from openai import AsyncOpenAI
+
+T = TypeVar("T")
+
+CONTEXT = frozenset({"task", "model", "env", "tools"})
+
+ROWS = {"command": Row("ludus.rollout.command.agent:CommandAgent", "", "a program")}
+AGENTS: Registry[Any] = Registry("agent", ROWS, context=CONTEXT)
+
+MODEL_NAME = "policy"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of an agent's episode.
+
+    Args:
+        reward: None: the judge or the environment scores the episode. All roles get it.
+        rewards: the reward of each role, in place of `reward`; fixed roles may be left out, but
+            for the first.
+        success: None: a reward of at least 1 is a success.
+        scores: named parts of the reward. metrics: numbers for the run's metrics.
+        explanation: for people who read the rollout.
+    """
+
+    reward: float | None = None
+    success: bool | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    explanation: str = ""
+    rewards: Mapping[str, float] | None = None
+
+
+class Model:
+    """The model of an episode, for its agent. Every call is recorded, and trains.
+
+    `base_url` and `api_key` are for OpenAI's and Anthropic's clients of any language; `name` is the
+    name to ask for. With `roles` in the configuration, it is the model of the first role.
+    """
+
+    def __init__(
+        self,
+        session: AgentSession,
+        *,
+        trained: bool = True,
+        clients: list[AsyncOpenAI] | None = None,
+    ) -> None:
+        self._session, self._trained = session, trained
+        self._clients: list[AsyncOpenAI] = [] if clients is None else clients
+        self.name = MODEL_NAME if trained else f"{MODEL_NAME}:untrained"
+
+    @property
+    def base_url(self) -> str:
+        """URL of the gateway, up to `/v1`."""
+        return self._address.base_url
+
+    @property
+    def api_key(self) -> str:
+        """The key of this episode."""
+        return self._address.api_key
+
+    @property
+    def socket(self) -> Path | None:
+        """Unix socket of the gateway, where it has one."""
+        return self._address.socket
+
+    @property
+    def context_length(self) -> int:
+        return self._session.context_length
+
+    async def at_home(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the event loop of the rollouts: for what episodes share."""
+        return await self._session.at_home(work)
+
+    def untrained(self) -> Model:
+        """The same model for auxiliary calls: recorded, but without a loss."""
+        return Model(self._session, trained=False, clients=self._clients)
+
+    def role(self, name: str) -> Model:
+        """The model of a role of the configuration's `roles`, with conversations, a key and a
+        reward of its own. Several players may share a role. Errors: ConfigError."""
+        return Model(self._session.role(name), trained=self._trained, clients=self._clients)
+
+    async def chat(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        tools: Sequence[ToolSpec] = (),
+        **options: Any,
+    ) -> Message:
+        """The model's next message; `options` are those of CallOptions, and `n` is 1.
+
+        Errors: CallRefused, ContextOverflow, ConfigError, SamplerError.
+        """
+        return (await self.replies(messages, tools, **options))[0].message
+
+    async def replies(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        tools: Sequence[ToolSpec] = (),
+        **options: Any,
+    ) -> list[CallReply]:
+        """`n` turns after the same conversation, with their tokens."""
+        as_schema = getattr(options.get("schema"), "model_json_schema", None)
+        if as_schema is not None:  # a class of pydantic
+            options["schema"] = as_schema()
+        chosen = CallOptions(trained=self._trained, **options)
+        if wrong := next((tool for tool in tools if not isinstance(tool, ToolSpec)), None):
+            raise EnvError(
+                f"model.chat: tools: {wrong!r:.80} is no ToolSpec(name=..., parameters=...)"
+            )
+        given = [_message(message, number) for number, message in enumerate(messages)]
+        return await self._session.at_home(self._session.call(given, tools, chosen))
+
+    def openai(self, **options: Any) -> AsyncOpenAI:
+        """OpenAI's async client, connected to this episode without a socket, and closed with it.
+        `options` go to the client."""
+        require("openai", "agents", "model.openai()")
+        from openai import AsyncOpenAI
+
+        options = {"max_retries": 0, "http_client": self.http_client(), **options}
+        client = AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
+        self._clients.append(client)
+        return client
+
+    def http_client(self, **options: Any) -> httpx.AsyncClient:
+        """An async client of httpx that reaches the gateway without a socket, for frameworks that
+        take one. A client of their own opens a connection, and reads all certificates first:
+        tens of milliseconds for each episode."""
+        import httpx
+
+        gateway = self._session.gateway
+        if gateway is None:
+            raise EnvError("this episode has no gateway: use model.chat")
+        return httpx.AsyncClient(transport=gateway.transport(), **options)
+
+    async def close(self) -> None:
+        """Close the clients that `openai` has made."""
+        for client in self._clients:
+            with suppress(Exception):  # an agent may have used it in another loop
+                await client.close()
+
+    @property
+    def _address(self) -> Address:
+        if self._session.address is None:
+            raise EnvError("this episode has no gateway: use model.chat")
+        return self._session.address
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """An agent of a class that holds something for the whole run."""
+
+    async def close(self) -> None:
+        """Release it. Idempotent; it may play again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """An agent of the configuration, ready to play.
+
+    Args:
+        play: called with those of `task`, `model`, `env` and `tools` that it names.
+        names: the names of its parameters.
+        blocks: it is not async.
+    """
+
+    play: Callable[..., Any]
+    names: frozenset[str]
+    blocks: bool = False
+
+    @classmethod
+    def build(cls, spec: Spec) -> Agent:
+        """Errors: ConfigError, MissingDependency."""
+        target = AGENTS.load(spec.name)
+        if inspect.isclass(target):
+            made = AGENTS.build(spec, "agent")
+            own = frozenset(inspect.signature(made).parameters)
+            return cls(made, own, not inspect.iscoroutinefunction(made.__call__))
+        names = list(inspect.signature(target).parameters)
+        if not {"task", "model"} <= set(names):
+            raise ConfigError(
+                f"agent: {spec.name} takes ({', '.join(names)}); it has to take `task` and "
+                "`model`: async def run(task, model)"
+            )
+        args = AGENTS.check(spec, "agent")
+        return cls(
+            partial(target, **args), frozenset(names), not inspect.iscoroutinefunction(target)
+        )
+
+    @property
+    def needs_socket(self) -> bool:
+        """True if it runs in a sandbox, where only a Unix socket of the gateway is reachable."""
+        return bool(getattr(self.play, "needs_socket", False))
+
+    async def close(self) -> None:
+        """End what it has started. Idempotent; it may play again."""
+        if isinstance(self.play, Closable):
+            await self.play.close()
+
+    def _raised(self, error: BaseException) -> bool:
+        """True if a line of the agent's own file raised it, not a library that it calls."""
+        made = getattr(self.play, "func", self.play)
+        if not inspect.isroutine(made):
+            made = type(made)
+        frames = traceback.extract_tb(error.__traceback__)
+        try:
+            return not frames or frames[-1].filename == inspect.getsourcefile(made)
+        except TypeError:  # compiled
+            return True
+
+    async def run(
+        self,
+        task: Task,
+        session: AgentSession,
+        env: HostedEnv | None,
+        thread: EnvThread,
+        tools: EpisodeTools | None = None,
+    ) -> tuple[Status, str | None]:
+        """Play an episode. Returns how it ended; the reward, if any, is the session's.
+
+        Errors: EnvError where the agent raises; the sampler's.
+        """
+        model = Model(session)
+        given: dict[str, Any] = {"task": task.model_copy(deep=True), "model": model}
+        if "env" in self.names:
+            if env is None:
+                raise EnvError("the agent takes an `env`, and the task has none: set `env`")
+            given["env"] = AgentEnv(session, env, task)
+        if tools is not None:
+            given["tools"] = AgentTools(session, tools)
+        parts: list[AgentEnv | AgentTools] = [given[k] for k in ("env", "tools") if k in given]
+
+        running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+
+        async def act() -> Any:
+            task = asyncio.current_task()
+            assert task is not None
+            running.append((asyncio.get_running_loop(), task))
+            play = partial(self.play, **{k: v for k, v in given.items() if k in self.names})
+            try:
+                if self.blocks:  # in a thread without an event loop: it may run one of its own
+                    return await asyncio.to_thread(play)
+                return await play()
+            finally:
+                await model.close()
+                abort_connections()
+
+        try:
+            # The episode's own deadline ends it.
+            outcome = await _outside(thread).run(act, None, blocking=True)
+        except asyncio.CancelledError:
+            for loop, own in running:  # a blocking agent goes on until its next call
+                loop.call_soon_threadsafe(own.cancel)
+            raise
+        except BdbQuit:
+            raise
+        except (Exception, SystemExit) as error:
+            if failure := session.failure or _failure(parts):
+                raise failure from error
+            if (refused := session.refused) is not None:
+                return refused
+            if isinstance(error, (ConfigError, TrainingError, EpisodeError)):
+                raise
+            if session.any_cut is not None and not self._raised(error):
+                return session.any_cut  # a framework that cannot read a turn without its end
+            raise EnvError(f"the agent raised {described(error)}") from error
+        if isinstance(session.failure, TrainingError):
+            raise session.failure
+        if failure := _failure(parts):  # frameworks tell errors to the model, and go on
+            raise failure
+        _record(session, outcome)
+        return session.cut or (Status.COMPLETED, None)
+
+
+def _failure(parts: Sequence[AgentEnv | AgentTools]) -> EpisodeError | None:
+    return next((part.failure for part in parts if part.failure is not None), None)
+
+
+def _outside(thread: EnvThread) -> EnvThread:
+    """A thread for the agent, also where episodes are played inline: agents may block, and their
+    calls are answered in the calling thread."""
+    return EnvThread() if thread.inline else thread
+
+
+def _record(session: AgentSession, outcome: Any) -> None:
+    """Set the reward of an outcome. Errors: Unscorable where it is none."""
+    if outcome is None:
+        return
+    if (number := _number(outcome)) is not None:
+        outcome = Outcome(reward=number)
+    if not isinstance(outcome, Outcome):
+        raise Unscorable(
+            f"the agent returned {outcome!r:.80}; it has to return an Outcome, a number or None"
+        )
+    try:
+        parts = {str(name): float(value) for name, value in outcome.scores.items()}
+        metrics = {str(name): float(value) for name, value in outcome.metrics.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise Unscorable("the agent's scores and metrics have to be names with numbers") from None
+    session.trajectory.metrics.update(metrics)
+    rewards = _rewards(session, outcome)
+    if rewards is None:
+        return
+    explanation = str(outcome.explanation)
+    session.set_rewards(rewards, explanation=explanation)
+    reward = session.trajectory.reward
+    if reward is not None:
+        success = reward >= 1 if outcome.success is None else outcome.success
+        session.set_reward(reward, parts, success=success, explanation=explanation)
+
+
+def _number(value: Any) -> float | None:
+    """A number of Python, NumPy or torch as a float; None for anything else."""
+    if not isinstance(value, Real) and getattr(value, "shape", None) == ():
+        value = value.item()
+    return float(value) if isinstance(value, Real) else None
+
+
+def _rewards(session: AgentSession, outcome: Outcome) -> dict[str, float] | None:
+    """The reward of each role; None: the judge or the environment scores. Errors: Unscorable."""
+    given: Mapping[str, Any] | None = outcome.rewards
+    if given is None and outcome.reward is None:
+        return None
+    if given is not None and outcome.reward is not None:
+        raise Unscorable("the agent's Outcome has `reward` and `rewards`; it has to have one")
+    if given is None:
+        given = dict.fromkeys(session.roles, outcome.reward)
+    if not isinstance(given, Mapping) or (unknown := [n for n in given if n not in session.roles]):
+        told = f"no role {unknown[0]!r:.80}" if isinstance(given, Mapping) else f"{given!r:.80}"
+        raise Unscorable(f"the agent's rewards: {told}; the roles are {[*session.roles]}")
+    rewards: dict[str, float] = {}
+    for name, reward in given.items():
+        number = _number(reward)
+        if number is None or not abs(number) <= LARGEST:
+            role = f" of {name}" if outcome.rewards is not None else ""
+            kind = "a number" if number is None else f"finite, at most {LARGEST:g} in size"
+            raise Unscorable(f"the agent's reward{role} is {reward!r:.80}; it has to be {kind}")
+        rewards[name] = number
+    if missing := [name for name in session.trained_roles if name not in given]:
+        raise Unscorable(f"the agent's rewards lack the role {missing[0]!r}, which trains")
+    if (first := session.trajectory.role) not in given:
+        raise Unscorable(f"the agent's rewards lack the first role, {first!r}, which is measured")
+    return rewards
+
+
+def _message(given: Message | Mapping[str, Any], number: int) -> Message:
+    """A message in OpenAI's form as a Message. Errors: ValueError that names the message."""
+    if isinstance(given, Message):
+        return given
+    try:
+        content = given.get("content") or ""
+        if not isinstance(content, str):
+            content = "".join(part["text"] for part in content)
+        calls = [
+            ToolCall(
+                name=call["function"]["name"],
+                arguments=json.loads(call["function"]["arguments"] or "{}"),
+                id=call.get("id"),
+            )
+            for call in given.get("tool_calls") or []
+        ]
+        role = "system" if given["role"] == "developer" else given["role"]
+        own = {"tool_call_id": given.get("tool_call_id"), "name": given.get("name")}
+        return Message(role=cast(Any, role), content=content, tool_calls=calls, **own)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"messages.{number} is no message: {described(error)}") from None

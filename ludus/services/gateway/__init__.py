@@ -1,0 +1,1 @@
+"""The gateway: an API server for agents, a recorder of exact tokens for the trainer."""

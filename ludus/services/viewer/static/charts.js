@@ -1,0 +1,106 @@
+// Line charts of several runs, as SVG.
+import { el, svg, num, span, showTip, hideTip } from "./dom.js";
+
+const WIDTH = 460, HEIGHT = 200, LEFT = 48, RIGHT = 10, TOP = 8, BOTTOM = 24;
+export const COLORS = 8;
+
+const AXES = { step: (x) => num(x), time: (x) => span(x), episodes: (x) => num(x) };
+
+function ticks(low, high, wanted) {
+  if (low === high) {
+    low -= Math.abs(low) * 0.1 || 0.5;
+    high += Math.abs(high) * 0.1 || 0.5;
+  }
+  const raw = (high - low) / wanted;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= raw);
+  const found = [];
+  for (let t = Math.floor(low / step) * step; t < high + step * 0.999; t += step) found.push(Math.abs(t) < step * 1e-6 ? 0 : Number(t.toPrecision(10)));
+  return found;
+}
+
+function tickText(value) {
+  return value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e5) ? value.toExponential(1).replace(".0e", "e") : num(value, 3);
+}
+
+function smoothed(points) {
+  const half = Math.max(1, Math.round(points.length / 24));
+  return points.map((point, i) => {
+    const near = points.slice(Math.max(0, i - half), i + half + 1);
+    return [point[0], near.reduce((sum, p) => sum + p[1], 0) / near.length];
+  });
+}
+
+/** A chart of {name, series: [{run, stage, points}]}; `colorOf` gives a run's number. */
+export function chart(data, { axis = "step", colorOf, smooth = true }) {
+  const lines = data.series;
+  const all = lines.flatMap((line) => line.points);
+  const xs = all.map((p) => p[0]);
+  const left = Math.min(...xs), right = Math.max(...xs);
+  const yTicks = ticks(Math.min(...all.map((p) => p[2])), Math.max(...all.map((p) => p[3])), 4);
+  const bottom = yTicks[0], top = yTicks[yTicks.length - 1];
+  const px = (x) => LEFT + ((x - left) / (right - left || 1)) * (WIDTH - LEFT - RIGHT);
+  const py = (y) => HEIGHT - BOTTOM - ((y - bottom) / (top - bottom || 1)) * (HEIGHT - TOP - BOTTOM);
+  const at = (points) => points.map((p) => `${px(p[0]).toFixed(1)},${py(p[1]).toFixed(1)}`).join(" ");
+  const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "plot", role: "img", "aria-label": data.name });
+  for (const tick of yTicks) {
+    picture.append(
+      svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: py(tick), y2: py(tick) }),
+      svg("text", { class: "y", x: LEFT - 6, y: py(tick) }, tickText(tick)),
+    );
+  }
+  for (const tick of ticks(left, right, 4).filter((t) => t >= left && t <= right)) {
+    picture.append(svg("text", { class: "x", x: px(tick), y: HEIGHT - 6 }, AXES[axis](tick)));
+  }
+  for (const line of lines) {
+    const color = `s${colorOf(line.run)}`;
+    const dotted = line.stage === "evaluate" ? " other" : "";
+    const rough = smooth && line.points.length > 12;
+    if (line.points.length === 1 || line.stage === "evaluate") {
+      for (const p of line.points) picture.append(svg("circle", { class: `${color} dot`, cx: px(p[0]), cy: py(p[1]), r: 3 }));
+    }
+    picture.append(svg("polyline", { class: `${color} line${rough ? " raw" : dotted}`, points: at(line.points) }));
+    if (rough) picture.append(svg("polyline", { class: `${color} line${dotted}`, points: at(smoothed(line.points)) }));
+  }
+  const pointer = svg("line", { class: "pointer", y1: TOP, y2: HEIGHT - BOTTOM });
+  picture.append(pointer);
+  picture.addEventListener("pointermove", (event) => {
+    const box = picture.getBoundingClientRect();
+    const x = left + (((event.clientX - box.left) * WIDTH) / box.width - LEFT) / (WIDTH - LEFT - RIGHT) * (right - left);
+    const told = lines.map((line) => {
+      const near = line.points.reduce((best, p) => (Math.abs(p[0] - x) < Math.abs(best[0] - x) ? p : best));
+      return [line, near];
+    });
+    const nearest = told.reduce((best, one) => (Math.abs(one[1][0] - x) < Math.abs(best[1][0] - x) ? one : best));
+    pointer.setAttribute("x1", px(nearest[1][0]));
+    pointer.setAttribute("x2", px(nearest[1][0]));
+    picture.classList.add("on");
+    showTip(event.clientX, event.clientY,
+      el("b", {}, `${axis} ${AXES[axis](nearest[1][0])}`),
+      told.map(([line, p]) => el("div", {}, el("i", { class: `key k${colorOf(line.run)}` }), `${line.run}${line.stage === "evaluate" ? " (held out)" : ""}: ${num(p[1])}`)));
+  });
+  picture.addEventListener("pointerleave", () => {
+    picture.classList.remove("on");
+    hideTip();
+  });
+  const last = lines.length === 1 ? num(lines[0].points.at(-1)[1]) : "";
+  return el("figure", { class: "chart" }, el("figcaption", {}, data.name, el("span", { class: "soft" }, last)), picture);
+}
+
+/** Bars, one for each number; `label(i)` names them. */
+export function bars(values, label, height = 90) {
+  const most = Math.max(1, ...values);
+  return el("div", { class: "bars", vars: { "--height": `${height}px` } }, values.map((value, i) =>
+    el("div", { class: "column", title: `${label(i)}: ${value}` },
+      el("b", {}, value || ""),
+      el("i", { vars: { "--share": String(value / most) } }),
+      el("span", {}, String(i)))));
+}
+
+/** A line of the newest values. */
+export function spark(values) {
+  if (values.length < 2) return null;
+  const most = Math.max(...values, 1e-9);
+  const at = values.map((v, i) => `${((i / (values.length - 1)) * 200).toFixed(1)},${(38 - (v / most) * 36).toFixed(1)}`).join(" ");
+  return svg("svg", { viewBox: "0 0 200 40", class: "spark", preserveAspectRatio: "none", "aria-hidden": "true" }, svg("polyline", { points: at }));
+}

@@ -1,0 +1,23 @@
+"""The back end `ray`: what every back end must do, on real actors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ludus.backends.base import Backend
+from ludus.backends.conformance import CHECKS, Check, environments_play, judges_score
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+async def test_conformance(check: Check, make: Callable[..., Backend], tmp_path: Path) -> None:
+    await check(make, tmp_path)
+
+
+@pytest.mark.parametrize("check", [environments_play, judges_score], ids=lambda f: f.__name__)
+async def test_workers_conform(check: Check, make: Callable[..., Backend], tmp_path: Path) -> None:
+    await check(lambda folder: make(folder, env_workers=2), tmp_path)

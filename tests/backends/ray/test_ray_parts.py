@@ -1,0 +1,167 @@
+"""Parts of the back end `ray` that need no cluster: demands, versions, weights in buckets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("ray", reason="needs the extra ray")
+
+from ludus.backends import BACKENDS
+from ludus.backends.ray.backend import RayBackend
+from ludus.backends.ray.cluster import Demand, connect, facts, require_equal
+from ludus.backends.ray.weights import checksum, copy_into, in_buckets, to_bucket, verified
+from ludus.config.load import load_config
+from ludus.config.schema import ModelConfig
+from ludus.core.errors import ConfigError, TrainingError
+from ludus.core.types import Spec
+from ludus.models.build import build_model
+from ludus.models.chat.tokenizers import train_tokenizer
+
+GPU = {"CPU": 2.0, "GPU": 1.0}
+
+
+def demand(ranks: int, samplers: int, workers: int, *, colocated: bool = False) -> Demand:
+    actors: Any = {
+        "learner_ranks": (ranks, GPU),
+        "samplers": (samplers, GPU),
+        "env_workers": (workers, {"CPU": 2.0}),
+    }
+    return Demand(actors, colocated)
+
+
+def test_each_actor_has_a_bundle_of_its_own() -> None:
+    bundles, places = demand(2, 1, 1).bundles()
+    assert bundles == [GPU, GPU, GPU, {"CPU": 2.0}]
+    assert [[index for index, _ in rows] for rows in places.values()] == [[0, 1], [2], [3]]
+    assert demand(2, 1, 1).total() == {"CPU": 8.0, "GPU": 3.0}
+
+
+def test_colocated_ranks_and_samplers_share_a_gpu() -> None:
+    bundles, places = demand(1, 2, 0, colocated=True).bundles()
+    assert bundles == [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 1.0}]
+    assert places["learner_ranks"] == [(0, {"CPU": 2.0, "GPU": 0.5})]
+    assert places["samplers"] == [(0, {"CPU": 2.0, "GPU": 0.5}), (1, {"CPU": 2.0, "GPU": 1.0})]
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("nowhere", "is no address of a Ray cluster"),
+        ("host:", "is no address of a Ray cluster"),
+        ("127.0.0.1:99999", "is no address of a Ray cluster"),
+        ("127.0.0.1:9", "no Ray cluster answers at 127.0.0.1:9"),
+        ("no-such-host.invalid:6379", "no Ray cluster answers"),
+        ("ray://127.0.0.1:10001", "the Ray client"),
+    ],
+)
+def test_addresses_without_a_cluster(address: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=r"^backend\.args\.address: .*" + words):
+        connect(address, "test", demand(1, 1, 0))
+
+
+@pytest.mark.parametrize("address", ["nowhere", "ray://127.0.0.1:10001", "host:0"])
+def test_no_address_is_refused_before_the_run(address: str) -> None:
+    config = load_config({"model": {"path": "x"}, "tasks": {"train": "x"}})
+    with pytest.raises(ConfigError, match=r"^backend\.args\.address: "):
+        RayBackend.refuse(config, {"address": address})
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"address": ""},
+        {"samplers": 10**9},
+        {"cpus": math.inf},
+        {"cpus": 1e-9},
+        {"placement_deadline_s": math.inf},
+        {"collective_timeout_s": math.inf},
+        {"bucket_mib": 10**12},
+    ],
+)
+def test_arguments_that_no_cluster_can_honour(argument: dict[str, Any]) -> None:
+    (name,) = argument
+    with pytest.raises(ConfigError, match=rf"backend\.args\.{name} must be"):
+        BACKENDS.check(Spec(name="ray", args=argument), "backend")
+
+
+def test_versions_that_differ_name_both_nodes() -> None:
+    own = facts()
+    require_equal(own, [own, {**own, "node": "gpu3"}])
+    with pytest.raises(ConfigError, match=r"node gpu3 has ludus 9\.9, and node .* has .*: install"):
+        require_equal(own, [{**own, "node": "gpu3", "ludus": "9.9"}])
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(7).to(torch.bfloat16),
+        "c": torch.tensor(3, dtype=torch.int64),
+        "d": torch.randn(4, 6).T,
+        "e": torch.empty(0, 4),
+    }
+
+
+@pytest.mark.parametrize("size", [1, 64, 10**6])
+def test_buckets_keep_every_bit(size: int) -> None:
+    groups = list(in_buckets(tensors().items(), size))
+    assert [name for group in groups for name, _ in group] == list("abcde")
+    assert len(groups) == {1: 5, 64: 4, 10**6: 1}[size]
+    found = {n: t for group in groups for n, t in to_bucket(group).tensors()}
+    for name, tensor in tensors().items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+def test_damage_is_found() -> None:
+    bucket = to_bucket(tensors().items())
+    expected = checksum(bucket)
+    assert verified(bucket, expected, 7) is bucket
+    assert checksum(to_bucket(tensors().items())) == expected
+    renamed = replace(bucket, entries=[replace(e, name=e.name + "x") for e in bucket.entries])
+    bucket.data[5] ^= 1
+    for damaged in (bucket, renamed):
+        with pytest.raises(TrainingError, match="weights 7 arrived damaged"):
+            verified(damaged, expected, 7)
+
+
+def model(seed: int) -> Any:
+    shape = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "head_dim": 8}
+    config = ModelConfig.model_validate(
+        {
+            "architecture": {"name": "qwen3", "args": {**shape, "intermediate_size": 24}},
+            "tokenizer": "words",
+            "context_length": 16,
+        }
+    )
+    return build_model(config, train_tokenizer(Spec(name="words"), ["a b c"]), seed)
+
+
+def test_weights_are_copied_into_a_model() -> None:
+    source, target = model(1), model(2)
+    named = dict(source.named_parameters())
+    groups = [to_bucket(group) for group in in_buckets(named.items(), 1000)]
+    copy_into(target, groups, 1)
+    for name, parameter in target.named_parameters():
+        assert torch.equal(parameter, named[name])
+    assert target.lm_head.weight is target.model.embed_tokens.weight or not (
+        target.config.tie_word_embeddings
+    )
+
+
+def test_other_names_and_shapes_are_refused() -> None:
+    target = model(2)
+    named = dict(model(1).named_parameters())
+    first = next(iter(named))
+    for wrong, words in (
+        ({**named, "extra": torch.zeros(1)}, "extra"),
+        ({**named, first: torch.zeros(1)}, first),
+        ({n: p for n, p in named.items() if n != first}, f"lack {first}"),
+    ):
+        with pytest.raises(TrainingError, match=words):
+            copy_into(target, [to_bucket(wrong.items())], 3)
