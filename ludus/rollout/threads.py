@@ -86,6 +86,7 @@ class WorkerThread:
     def _work(self) -> None:
         with asyncio.Runner() as runner:
             loop = runner.get_loop()
+            _keep_connections(loop)
             while True:
                 try:
                     job = self._jobs.get(timeout=IDLE_S)
@@ -165,17 +166,24 @@ def _exit_error(failure: BaseException) -> EnvError:
     return EnvError(f"the environment called for exit: {failure!r}")
 
 
-def abort_connections() -> None:
-    """Abort the connections that are open in the running loop: its agent has ended.
+def _keep_connections(loop: asyncio.AbstractEventLoop) -> None:
+    """Keep the loop's connections from the garbage collector, until `abort_connections`.
 
-    Frameworks leave their clients to the garbage collector. That closes the socket of a connection
-    that the server has ended, and has OpenAI's client close the connection again: in whatever loop
-    runs then, by the number of its socket, which may be that of another agent's connection by now,
-    whose answer would never arrive.
+    Frameworks leave their clients to it. It closes the socket of an idle connection at once, and
+    has OpenAI's client close the connection again a little later, from whatever loop runs then, by
+    the number of the socket. If the agent's next connection has that number by then, it is no
+    longer read, and the agent waits for ever. A connection that is kept is closed only once.
     """
-    transports = getattr(asyncio.get_running_loop(), "_transports", {})  # uvloop has none
+    if hasattr(loop, "_transports"):  # asyncio's own, weak references by socket; uvloop has none
+        loop._transports = {}
+
+
+def abort_connections() -> None:
+    """Abort the connections that are open in the running loop: its agent has ended."""
+    transports = getattr(asyncio.get_running_loop(), "_transports", {})
     for transport in list(transports.values()):
         transport.abort()
+    transports.clear()
 
 
 class EnvThread:

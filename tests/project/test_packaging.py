@@ -30,6 +30,7 @@ COMES_WITH = {
     "pydantic-core": "pydantic",
     "pydevd": "debugpy",
     "referencing": "jsonschema",
+    "requests": "ray",
 }
 """Packages that are part of another: imported as such, declared through it."""
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
+import os
 from dataclasses import replace
 from typing import Any
 
+import anyio
 import pytest
 from played_envs import SAY, task_of
 from rollout_world import Scripted, World
@@ -307,9 +310,29 @@ async def test_a_call_that_the_end_overtakes_opens_no_session(world: World):
     assert sampler.sessions == set()
 
 
+async def test_a_connection_that_the_agent_drops_is_not_closed_as_garbage(world: World):
+    """OpenAI's client closes it again later, by the number of its socket: of the agent's next
+    connection by then, which would wait for ever."""
+    numbers: list[int] = []
+
+    async def run(task, model):
+        await model.chat(conversation("red"))
+        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1")
+        stream = await anyio.connect_tcp(*server.sockets[0].getsockname())
+        numbers.append(stream.extra(anyio.abc.SocketAttribute.raw_socket).fileno())
+        server.close()
+        del stream
+        await asyncio.sleep(0)  # the task that connected holds it
+        gc.collect()
+        os.fstat(numbers[0])  # is still open
+        return 1
+
+    assert (await play(world, run, "blue", env=None)).error is None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(numbers[0])
+
+
 async def test_connections_that_the_agent_leaves_open_end_with_it(world: World):
-    """OpenAI's client closes them when it is garbage, by the numbers of their sockets, which are
-    those of other agents' connections by then: these then wait for ever."""
     left: list[asyncio.StreamWriter] = []
 
     async def run(task, model):
