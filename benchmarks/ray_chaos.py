@@ -104,6 +104,9 @@ def main() -> None:
     print(f"a death costs {cost:.2f} s; effective time {calm['seconds'] / struck['seconds']:.1%}")
     print(f"at {RATE} deaths an hour of each of the 6 actors: {1 / (1 + lost):.3%}")
     print(f"steps with equal metrics: {sum(equal)} of {len(equal)}")
+    pairs = zip(calm["steps"], struck["steps"], strict=True)
+    other = {k for a, b in pairs for k, v in kept(a).items() if kept(b).get(k) != v}
+    print(f"metrics that differ: {', '.join(sorted(other)) or 'none'}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import secrets
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ QUIET = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.jo
 """Ray's loggers that tell of each upload; the last two set themselves to INFO."""
 
 POLL_S = 0.5
+
+QUIET_S = 120.0
+"""Seconds without a line of a job's log, after which the head is asked whether it still answers."""
+
 RECONNECTS = 5
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 Echo = Callable[[str], object]
@@ -142,13 +147,16 @@ class Jobs:
             time.sleep(POLL_S)
 
     async def _tail(self, job: str, echo: Echo, skip: int) -> int:
-        """Print the log from the character `skip` on, until it ends; returns its length."""
+        """Print the log from the character `skip` on, until it ends or nothing comes for QUIET_S;
+        returns its length."""
         length = 0
-        async for text in self.client.tail_job_logs(job):
-            length += len(text)
-            if length > skip:
-                echo(text[-(length - skip) :])
-                skip = length
+        texts = self.client.tail_job_logs(job)
+        with suppress(TimeoutError):
+            while (text := await asyncio.wait_for(anext(texts, None), QUIET_S)) is not None:
+                length += len(text)
+                if length > skip:
+                    echo(text[-(length - skip) :])
+                    skip = length
         return max(length, skip)
 
     def stop(self, job: str, wait_s: float) -> Any:

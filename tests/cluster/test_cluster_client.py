@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 from threaded_server import reply, serving
 
-from ludus.cluster import client
+from ludus.cluster import client, jobs
 from ludus.cluster.client import ClusterError, job_client, ray_version, told
 
 pytest.importorskip("ray")
@@ -80,11 +80,34 @@ def test_a_head_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "SILENCE_S", 0.5)
     with serving(hang) as port:
         address = f"http://127.0.0.1:{port}"
-        jobs = job_client(address, "")
+        own = job_client(address, "")
         said = r"has not answered within 0\.5 s; a job may run"
         try:
             with pytest.raises(ClusterError, match=said), told(address, "; a job may run"):
-                jobs.get_job_info("a")
+                own.get_job_info("a")
+        finally:
+            over.set()
+
+
+@pytest.mark.filterwarnings("ignore:ssl=None is deprecated:DeprecationWarning")  # Ray's client
+def test_a_head_that_hangs_while_a_log_is_followed_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over = threading.Event()
+
+    def hang(request: BaseHTTPRequestHandler) -> None:
+        if request.path == "/api/version":
+            reply(request, 200, VERSION)
+        else:
+            over.wait(20)
+
+    monkeypatch.setattr(client, "SILENCE_S", 0.5)
+    monkeypatch.setattr(jobs, "QUIET_S", 0.5)
+    with serving(hang) as port:
+        address = f"http://127.0.0.1:{port}"
+        try:
+            with pytest.raises(ClusterError, match=r"not answered within 0\.5 s"):
+                jobs.Jobs(address, job_client(address, ""), "2.60.0").follow("a", print)
         finally:
             over.set()
 
@@ -97,11 +120,11 @@ def test_answers_of_another_form_are_told() -> None:
 
     with serving(answer) as port:
         address = f"http://127.0.0.1:{port}"
-        jobs = job_client(address, "")
+        own = job_client(address, "")
         for call in (
-            lambda: jobs.submit_job(entrypoint="x"),
-            lambda: jobs.get_job_info("a"),
-            lambda: jobs.get_job_logs("a"),
+            lambda: own.submit_job(entrypoint="x"),
+            lambda: own.get_job_info("a"),
+            lambda: own.get_job_logs("a"),
         ):
             with pytest.raises(ClusterError, match="not as Ray's job API"), told(address):
                 call()

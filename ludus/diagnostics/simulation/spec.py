@@ -119,7 +119,9 @@ class CostsConfig(Section):
     )
     prefill_mfu: Share = Field(0.4, description="Part of the peak in prefill.")
     train_mfu: Share = Field(0.35, description="Part of the peak in training.")
-    pass_s: Amount | None = Field(None, description="Seconds of a decoding pass.")
+    pass_s: float | None = Field(
+        None, ge=1e-9, le=LARGEST, description="Seconds of a decoding pass."
+    )
     row_s: Amount | None = Field(None, description="Seconds of a sequence in such a pass.")
     prefill_token_s: Amount | None = Field(None, description="Seconds of a prompt token.")
     train_token_s: Amount | None = Field(

@@ -50,10 +50,10 @@ class Schema(BaseModel):
     """`GET /envs/NAME`, as far as it is read here."""
 
     tools: list[ToolSpec]
-    score_range: tuple[float, float]
-    success_at: float
+    score_range: tuple[FiniteFloat, FiniteFloat]
+    success_at: FiniteFloat
     max_turns: int
-    expert_deadline_s: float = EXPERT_S
+    expert_deadline_s: FiniteFloat = EXPERT_S
     tiers: list[str] = []
     args: dict[str, Any] | None = None
 

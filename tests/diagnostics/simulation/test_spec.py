@@ -54,6 +54,7 @@ NODE = "nodes: {count: 2, gpus: 8, kind: h100}\n"
         (NODE + "network: {node_gb_s: 1.0e-300}", r"network.node_gb_s must be a number >= 1e-06"),
         (NODE + "costs: {decode_efficiency: 1.0e-320}", r"costs.decode_efficiency must be"),
         (NODE + "costs: {train_token_s: 1.0e+308}", r"costs.train_token_s must be"),
+        (NODE + "costs: {pass_s: 0, row_s: 0}", r"costs.pass_s must be a number >= 1e-09"),
         (NODE + "costs: {measured: ''}", r"costs.measured must be text that is not empty"),
         (NODE + "environment: {latency: {p50: 1.0e-300, p99: 1}}", r"at most 1,000,000 times"),
         (NODE + "price_per_gpu_hour: 1.0e+308", r"price_per_gpu_hour must be"),

@@ -67,6 +67,16 @@ def test_a_redirect_names_its_address() -> None:
             env.tools()
 
 
+@pytest.mark.parametrize(
+    "limits",
+    ['"score_range": [0, NaN], "success_at": 1', '"score_range": [0, 1], "success_at": Infinity'],
+)
+def test_limits_that_are_no_numbers_are_refused(limits: str) -> None:
+    body = f'{{"status": "ok", "tools": [], "max_turns": 5, {limits}}}'
+    with answering(200, body.encode()) as url, pytest.raises(EnvError, match=NO_SERVICE):
+        RemoteEnv(url=url, env="x").tools()
+
+
 def test_a_compressed_answer_is_refused_unread() -> None:
     body = gzip.compress(gzip.compress(b" " * 10_000_000))
     with answering(200, body, **{"Content-Encoding": "gzip, gzip"}) as url:
