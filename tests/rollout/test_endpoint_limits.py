@@ -130,17 +130,18 @@ except SamplerError as error:
 
 
 async def test_processes_share_the_limit(tmp_path: Path) -> None:
-    settings = LimitConfig(rate_per_s=0.001, burst=5, store=f"file://{tmp_path}", max_wait_s=2)
+    """A new store counts as empty since boot: it has all three permits 150 s after it."""
+    settings = LimitConfig(rate_per_s=0.02, burst=3, store=f"file://{tmp_path}", max_wait_s=2)
+    began = time.monotonic()
     with ChatServer(say) as server:
         limits = Limits({server.url: settings}, [server.url])
         async with Endpoint(server.url, "m", tokens=False, limits=limits) as endpoint:
-            for _ in range(2):
-                await endpoint.chat(HELLO, SamplingParams(1))
+            await endpoint.chat(HELLO, SamplingParams(1))
         limits.close()
         command = [sys.executable, "-c", OTHER, server.url, settings.model_dump_json()]
         other = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
     assert f"limits.{server.url}: no permit within 2 s" in other.stdout, other
-    assert len(server.bodies) == 5
+    assert 3 <= len(server.bodies) <= 3 + (time.monotonic() - began) // 50
 
 
 async def test_without_a_permit_there_is_no_score_and_no_reward_of_0(tmp_path: Path) -> None:
