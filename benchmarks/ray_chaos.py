@@ -27,7 +27,10 @@ from typing import Any
 from ray_backend import RECIPE, SHORT, TWO
 
 KINDS = ("LearnerActor", "SamplerActor", "EnvActor")
-NOT_EQUAL = ("time/", "rollout/retries", "rollout/unique_tokens", "rollout/evicted")
+NOT_EQUAL = (
+    "time", "memory/", "budget/", "rollout/retries", "rollout/unique_tokens", "rollout/evicted",
+)  # fmt: skip
+"""Beginnings of metrics that measure the run; those of the tokens that a retry samples anew."""
 RATE = 0.1
 """Deaths an hour of each actor, for which the effective time is published."""
 

@@ -12,7 +12,8 @@ from quiet import QuietLoop
 from ludus.core.types import Message, StepResult
 from ludus.envs.babyai.env import BabyAI
 
-LATENCY = random.Random(0)
+LATENCY = random.Random()
+"""Not seeded: a few late answers decide the length of a step, and each run has others."""
 
 
 class SlowBabyAI(BabyAI):
