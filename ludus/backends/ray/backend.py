@@ -29,7 +29,7 @@ from ludus.backends.ray.actors import START_S, Actors
 from ludus.backends.ray.cluster import NAMESPACE_VARIABLE, Demand
 from ludus.backends.ray.env_pool import EnvPool, PooledJudge, WorkerEnvs
 from ludus.backends.ray.learner_group import LearnerGroup
-from ludus.backends.ray.sampler_pool import SamplerPool
+from ludus.backends.ray.sampler_pool import SamplerPool, WeightsLost
 from ludus.backends.ray.weights import Weights
 from ludus.config.messages import explain
 from ludus.config.schema import RunConfig
@@ -57,6 +57,10 @@ MEBIBYTE = 2**20
 
 LONGEST_S = 86_400
 """Of a time limit: a day."""
+
+
+RESTORE_S = 0.1
+"""Seconds between two looks whether lost weights are there again."""
 
 
 class RayBackend:
@@ -216,7 +220,11 @@ class RayBackend:
         envs = actors.start_envs()
         samplers, ready = actors.start_samplers()
         self.learners = LearnerGroup(
-            actors.start_learners, actors.learner_args, max_deaths, START_S
+            actors.start_learners,
+            actors.learner_args,
+            max_deaths,
+            START_S,
+            lambda weights: self.sampler.put_again(weights),
         )
         self.learners.start()
         facts = actors.check_versions(envs, ready)
@@ -230,6 +238,7 @@ class RayBackend:
             max_deaths=max_deaths,
         )
         self.sampler.refresh = self._publish_deferred
+        self.sampler.restore = self._restore
         self.envs = EnvPool(envs, actors.replace_env, max_deaths) if envs else None
         found = self.learners.model_facts
         peak = found["peak_flops"] * len(self.learners.actors)
@@ -299,10 +308,15 @@ class RayBackend:
         return version
 
     async def _publish(self, version: int) -> None:
-        began = time.perf_counter()
-        weights = await self._in_thread(partial(self._gather, version))
-        self.sampler.publication["time/publish_gather_s"] = time.perf_counter() - began
-        await self.sampler.update(weights, version)
+        while True:
+            began = time.perf_counter()
+            weights = await self._in_thread(partial(self._gather, version))
+            self.sampler.publication["time/publish_gather_s"] = time.perf_counter() - began
+            try:
+                await self.sampler.update(weights, version)
+            except WeightsLost:  # the rank has died since: the next call notices it
+                continue
+            return
 
     async def _publish_deferred(self) -> None:
         if self._deferred is None:
@@ -311,6 +325,17 @@ class RayBackend:
             if (version := self._deferred) is not None:
                 await self._publish(version)
                 self._deferred = None
+
+    async def _restore(self, lost: Weights) -> Weights | None:
+        """Returns weights whose rank has died, from a new rank; for a new sampler.
+
+        While the ranks train, their weights are no longer these. But then they notice the death.
+        """
+        while self._deferred is None and self.sampler.weights is lost:
+            if self._idle and self.learners.has_published:
+                return await self._in_thread(partial(self._gather, lost.version))
+            await asyncio.sleep(RESTORE_S)
+        return None if self._deferred is not None else self.sampler.weights
 
     def _gather(self, version: int) -> Weights:
         """Put the current weights into the object store."""

@@ -5,11 +5,13 @@
     all ranks end; new ones start, load that checkpoint, and repeat the journal
 
 Training is a function of weights, optimizer, samples and seeds, so the repeated steps give the
-state of before, and no rollout is played again or lost.
+state of before, and no rollout is played again or lost. Published weights are in the object store
+as long as the rank that put them there lives, so the new ranks put them there again.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,6 +22,7 @@ from typing import Any
 from ludus.backends.ray.channel import reason_of
 from ludus.backends.ray.cluster import explained, facts, no_room, require_equal
 from ludus.backends.ray.deaths import Deaths
+from ludus.backends.ray.weights import Weights
 from ludus.core.errors import LudusError, TrainingError
 from ludus.telemetry.logs import get_logger
 from ludus.train.distributed.settings import OtherRankLost
@@ -43,12 +46,13 @@ class Entry:
 
 
 class LearnerGroup:
-    """Calls methods on all ranks, in order. Synchronous; one thread at a time.
+    """Calls methods on all ranks, in order. Synchronous; threads wait for each other.
 
     Args:
         spawn: starts the actors of all ranks and returns them, before `prepare`.
         prepare: the arguments of `LearnerActor.prepare` of each rank, given rank 0's address.
         max_deaths: times that ranks may die before the run stops.
+        on_again: gets the published weights, put into the object store again after a death.
     """
 
     def __init__(
@@ -57,8 +61,11 @@ class LearnerGroup:
         prepare: Callable[[str], list[tuple[Any, ...]]],
         max_deaths: int,
         start_deadline_s: float,
+        on_again: Callable[[Weights], None] = lambda weights: None,
     ) -> None:
-        self._spawn, self._prepare = spawn, prepare
+        self._spawn, self._prepare, self._on_again = spawn, prepare, on_again
+        self._one_at_a_time = threading.RLock()
+        self._published: tuple[Any, ...] | None = None  # with which `weights` was called last
         self._deaths, self._start_deadline_s = Deaths("learner ranks", max_deaths), start_deadline_s
         self._journal: list[Entry] = []
         self._saved: tuple[Path, int] | None = None  # a checkpoint, and the journal's end then
@@ -91,15 +98,23 @@ class LearnerGroup:
 
         Errors: whatever the method raises; LudusError where too many ranks died.
         """
-        while True:
-            try:
-                results = self._attempt(method, args)
-            except RankLost as lost:
-                self._recover(lost)
-                continue
-            if keep:
-                self._keep(Entry(method, args))
-            return results
+        with self._one_at_a_time:
+            while True:
+                try:
+                    results = self._attempt(method, args)
+                except RankLost as lost:
+                    self._recover(lost)
+                    continue
+                if keep:
+                    self._keep(Entry(method, args))
+                if method == "weights":
+                    self._published = args
+                return results
+
+    @property
+    def has_published(self) -> bool:
+        """True if the ranks' weights are those that `weights` returned last."""
+        return self._published is not None
 
     def checkpointed(self, path: Path) -> None:
         """A checkpoint of the present state is written to `path`, or is complete already."""
@@ -124,6 +139,8 @@ class LearnerGroup:
     # The journal
 
     def _keep(self, entry: Entry) -> None:
+        if entry.method != "begin_stage":
+            self._published = None
         if entry.method == "begin_stage":
             self._stage = entry
         elif entry.method in ("load", "load_weights"):  # they replace what came before
@@ -157,6 +174,8 @@ class LearnerGroup:
                 self.start()
                 for entry in self._journal:
                     self._attempt(entry.method, entry.args)
+                if self._published is not None:
+                    self._on_again(self._attempt("weights", self._published)[0])
             except RankLost as again:
                 lost = again
                 continue

@@ -36,6 +36,10 @@ class Replica:
         return self.channel.lost is None
 
 
+class WeightsLost(LudusError):
+    """Published weights left the object store: the rank that put them there has died."""
+
+
 class SamplerPool:
     """Distributes sessions over replicas; replaces replicas that die.
 
@@ -75,6 +79,8 @@ class SamplerPool:
         """Seconds of the last publication's parts, as metrics."""
         self.refresh: Callable[[], Any] | None = None
         """Awaited before a turn: publishes weights whose publication was put off."""
+        self.restore: Callable[[Weights], Awaitable[Weights | None]] | None = None
+        """Returns lost weights anew; None where others are published before the next turn."""
 
     # Sessions
 
@@ -165,18 +171,36 @@ class SamplerPool:
     async def _replace(self, index: int) -> None:
         actor = await self._spawn(index)
         while True:  # weights may be published meanwhile
-            version = self.policy_version
-            await self._update(actor, self._weights, version)
+            weights, version = self._weights, self.policy_version
+            try:
+                await self._update(actor, weights, version)
+            except WeightsLost:
+                if self.restore is None or weights is None:
+                    raise
+                restored = await self.restore(weights)
+                if self._weights is weights:
+                    self._weights = restored
+                continue
             if version == self.policy_version:
                 break
         self.replicas[index] = _replica(index, actor)
 
     # Weights
 
+    def put_again(self, weights: Weights) -> None:
+        """Take the same weights from a rank that lives, for replicas to come."""
+        if self._weights is not None and self._weights.version == weights.version:
+            self._weights = weights
+
+    @property
+    def weights(self) -> Weights | None:
+        """The last publication; None before the first."""
+        return self._weights
+
     async def update(self, weights: Weights | None, version: int) -> None:
         """Give all replicas weights (None: those that they have) under a version.
 
-        Turns go on until the swap. Dead replicas are replaced. Errors: TrainingError.
+        Turns go on until the swap. Dead replicas are replaced. Errors: TrainingError; WeightsLost.
         """
         self._weights, self.policy_version = weights or self._weights, version
         replicas = [replica for replica in self.replicas if replica.alive]
@@ -199,7 +223,7 @@ class SamplerPool:
     @staticmethod
     async def _update(actor: Any, weights: Weights | None, version: int) -> tuple[float, float]:
         """Returns the seconds of the transfer, and those for which no turn went on."""
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
         began = time.perf_counter()
         try:
@@ -212,6 +236,8 @@ class SamplerPool:
         except RayTaskError as error:
             if isinstance(error.cause, LudusError):
                 raise error.cause from None
+            if isinstance(error.cause, ObjectLostError):
+                raise WeightsLost(f"weights {version} are lost") from None
             raise
 
     # Counters of all replicas, for a meter

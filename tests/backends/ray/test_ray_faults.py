@@ -93,6 +93,51 @@ async def test_a_dead_rank_is_replaced_and_its_steps_are_repeated(
     struck.close()
 
 
+@pytest.mark.parametrize("training", [False, True])
+async def test_weights_outlive_the_rank_that_published_them(
+    make: Make, tmp_path: Path, training: bool
+) -> None:
+    """A new sampler gets them where both have died, the rank first."""
+    backend = make(tmp_path, samplers=1)
+    backend.begin_stage(SETTINGS, GRPO)
+    samples = rewarded(await turns(backend))
+    await backend.train(samples, GRPO)
+    await backend.publish_weights()
+    trained = await turns(backend)
+    kill(backend.learners.actors[0])
+    task = asyncio.create_task(backend.train(samples, GRPO)) if training else None
+    await asyncio.sleep(0.5)
+    kill(backend.sampler.replicas[0].channel.actor)
+    assert await turns(backend) == trained
+    assert (backend.sampler.num_deaths, backend.learners.num_deaths) == (1, 1)
+    if task is not None:
+        await task
+    await backend.publish_weights()
+    assert {turn.policy_version for turn in await turns(backend)} == {2}
+    backend.close()
+
+
+async def test_a_rank_that_dies_while_samplers_fetch_its_weights(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make(tmp_path, samplers=1)
+    backend.begin_stage(SETTINGS, GRPO)
+    await backend.train(rewarded(await turns(backend)), GRPO)
+    update = backend.sampler.update
+
+    async def dying(*args: Any) -> None:
+        if not backend.learners.num_deaths:
+            kill(backend.learners.actors[0])
+            await asyncio.sleep(1)
+        await update(*args)
+
+    monkeypatch.setattr(backend.sampler, "update", dying)
+    assert await backend.publish_weights() == 1
+    assert {turn.policy_version for turn in await turns(backend)} == {1}
+    assert backend.learners.num_deaths == 1
+    backend.close()
+
+
 async def test_the_run_stops_after_too_many_deaths(make: Make, tmp_path: Path) -> None:
     backend = make(tmp_path, max_deaths=1)
     backend.begin_stage(SETTINGS, GRPO)
