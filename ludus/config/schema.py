@@ -1,8 +1,8 @@
 """A run's configuration: its keys, and the rules between its sections.
 
-The sections are in `sections.py` and `training.py`; their names can be imported from here. These
-files are the reference; `ludus config` prints it. Loading and errors are in `load.py`. Plug-ins are
-not listed: a `Spec` names a plug-in, and its owner validates it.
+The sections are in `sections.py`, `tasks.py` and `training.py`; their names can be imported from
+here. These files are the reference; `ludus config` prints it. Loading and errors are in `load.py`.
+Plug-ins are not listed: a `Spec` names a plug-in, and its owner validates it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ludus.config.sections import (
     ModelConfig,
     RolloutConfig,
     Section,
-    TasksConfig,
     ToolCallsConfig,
     TracesConfig,
 )
+from ludus.config.tasks import CurriculumConfig, TasksConfig, TierConfig
 from ludus.config.training import (
     DemonstrationsConfig,
     LearnerConfig,
@@ -41,6 +41,7 @@ __all__ = [
     "ALONE",
     "BudgetConfig",
     "CheckpointConfig",
+    "CurriculumConfig",
     "DemonstrationsConfig",
     "EvaluateConfig",
     "LearnerConfig",
@@ -56,6 +57,7 @@ __all__ = [
     "SFTConfig",
     "Section",
     "TasksConfig",
+    "TierConfig",
     "ToolCallsConfig",
     "TracesConfig",
 ]

@@ -77,24 +77,6 @@ class ModelConfig(Section):
         return self
 
 
-class TasksConfig(Section):
-    """The readers of tasks. The two splits must not share a task."""
-
-    train: Spec = Field(description="Reader of the training tasks.")
-    heldout: Spec | None = Field(None, description="Reader of the tasks for evaluation.")
-    on_bad_line: Literal["refuse", "skip"] = Field(
-        "refuse", description="On a malformed line: refuse the run, or skip and report the line."
-    )
-    allow_overlap: bool = Field(
-        False,
-        description="Allow held-out tasks that equal training tasks. By default they are replaced "
-        "where the environment makes the tasks, and refused where they come from files.",
-    )
-    shuffle: bool = Field(
-        True, description="Visit training tasks in a new random order in each epoch."
-    )
-
-
 Format = Literal["plain", "react", "tools", "code"]
 Turns = Annotated[int, Field(ge=1)]
 Horizon = list[tuple[int, int]]

@@ -25,6 +25,7 @@ from ludus.tasks.mixture import check_distinct, part_of
 from ludus.tasks.readers import TaskList, read_tasks
 from ludus.tasks.splits import Known, refuse_shared
 from ludus.tasks.splits import Taken as IsTaken
+from ludus.tasks.tiers import check_curriculum
 
 
 class Splits(NamedTuple):
@@ -51,6 +52,7 @@ def read_splits(config: RunConfig, folder: RunFolder | None = None) -> Splits:
     """
     env = ENVS.build(config.env, "env") if config.env else None
     train = read_split(config, env, config.tasks.train, "tasks.train")
+    check_curriculum(train, config.tasks.curriculum)
     if config.rl is not None:
         check_distinct(train, train.ratios, config.rl.groups_per_step, train.distinct)
     if config.tasks.heldout is None:
@@ -149,7 +151,7 @@ def _kinds(seen: _Seen, tasks: Sequence[Task], few: bool) -> str:
 
 def _settings(config: RunConfig) -> str:
     """Hash of the settings that the tasks depend on."""
-    text = config.model_dump_json(include={"env", "tasks"})
+    text = config.model_dump_json(include={"env", "tasks"}, exclude={"tasks": {"curriculum"}})
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -151,6 +151,8 @@ def summary(stage: str, metrics: dict[str, float]) -> str:
     loss = [("loss", "train/loss", "{:.3f}")]
     outcome = [("success", "rollout/success", "{:.0%}"), ("reward", "rollout/reward", "{:.2f}")]
     columns = [*(loss if stage == "sft" else outcome), ("tok/s", "time/tokens_per_s", "{:,.0f}")]
+    if "tasks/tier" in metrics:
+        columns.insert(0, ("tier", "tasks/tier", "{:.0f}"))
     parts = [
         f"{label} {form.format(metrics[name])}" for label, name, form in columns if name in metrics
     ]

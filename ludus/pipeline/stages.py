@@ -16,7 +16,9 @@ from ludus.rollout.collect import Collector
 from ludus.rollout.prefetch import PrefetchSource
 from ludus.rollout.replay import ReplaySource
 from ludus.rollout.source import DynamicSampling, GroupSource, SyncSource
+from ludus.tasks.curriculum import TaskSampler
 from ludus.tasks.mixture import part_of, task_sampler
+from ludus.tasks.tiers import TierSampler
 from ludus.train import ALGORITHMS
 from ludus.train.algorithms.base import Algorithm
 from ludus.train.minibatches import TrainSettings
@@ -96,6 +98,21 @@ def sample_until_signal(source: GroupSource, algorithm: Algorithm) -> GroupSourc
     return DynamicSampling(source, count_useful, algorithm.max_rounds)
 
 
+def _rl_tasks(run: Run, settings: RLConfig) -> TaskSampler:
+    tasks, train = run.config.tasks, run.splits.train
+    seed, size = derive_seed(run.config.seed, "rl"), settings.groups_per_step
+    if tasks.curriculum is not None:
+        return TierSampler(train, seed, tasks.shuffle, tasks.curriculum, train.ratios, size)
+    return task_sampler(
+        train,
+        seed,
+        shuffle=tasks.shuffle,
+        ratios=train.ratios,
+        batch_size=size,
+        distinct=train.distinct,
+    )
+
+
 def rollout_source(run: Run, settings: RLConfig) -> GroupSource:
     """Returns the source of rollouts: synchronous, or prefetching with `rl.max_staleness`."""
     config, collector = run.config, run.collector
@@ -117,15 +134,7 @@ def rollout_source(run: Run, settings: RLConfig) -> GroupSource:
         )
         return groups if score_groups is None else await score_groups(groups, step)
 
-    train, seed = run.splits.train, derive_seed(config.seed, "rl")
-    sampler = task_sampler(
-        train,
-        seed,
-        shuffle=config.tasks.shuffle,
-        ratios=train.ratios,
-        batch_size=settings.groups_per_step,
-        distinct=train.distinct,
-    )
+    sampler = _rl_tasks(run, settings)
     if not settings.max_staleness:
         fixed = partial(collector.collect, group_size=settings.group_size)
         return SyncSource(

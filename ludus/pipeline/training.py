@@ -178,7 +178,8 @@ class Trainer:
         start = 0
         if checkpoint is not None:
             start = checkpoint.step
-            if self._suffices(stage, self._load(stage, checkpoint)) or start >= stage.steps:
+            success = self._load(stage, checkpoint)
+            if self._suffices(stage, success) or stage.source.finished or start >= stage.steps:
                 return stage, stage.steps
         self._observer.stage(name, stage.steps, start)
         self._budget.begin_stage()
@@ -212,7 +213,11 @@ class Trainer:
             num_tasks = evaluation.num_tasks_between or evaluation.num_tasks
             result = await self._evaluate("rl", num_tasks, step)
             success = result.success.value if result else None
-        ended = step == stage.steps or self._suffices(stage, success)
+        if finished := stage.source.finished:
+            self._observer.note(
+                f"{stage.name}: the last tier of tasks.curriculum met its criteria at step {step}"
+            )
+        ended = step == stage.steps or finished or self._suffices(stage, success)
         exceeded = None if ended else self._budget.exceeded()
         if ended:
             self._record_untrained(stage, step, await stage.source.close())

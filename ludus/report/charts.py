@@ -48,6 +48,7 @@ CURVES = (
     Curve(
         "Groups with differing rewards", "rl", "rollout/groups_with_signal", "%", limits=(0.0, 1.0)
     ),
+    Curve("Tier of the curriculum after the step", "rl", "tasks/tier"),
     Curve("SFT loss", "sft", "train/loss"),
 )
 

@@ -91,6 +91,10 @@ class PrefetchSource:
         self._last = _times()
         self._taken_at: float | None = None
 
+    @property
+    def finished(self) -> bool:
+        return self._tasks.finished
+
     async def take(self, n: int, step: int, version: int) -> list[Group]:
         """Returns at least `n` groups that began at most `max_staleness` versions ago.
 

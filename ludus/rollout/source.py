@@ -33,6 +33,11 @@ class GroupSource(Protocol):
 
     max_staleness: int
 
+    @property
+    def finished(self) -> bool:
+        """True if the task sampler has nothing more to teach: the stage ends."""
+        ...
+
     async def take(self, n: int, step: int, version: int) -> list[Group]:
         """Returns about `n` groups for `step`; `version` is that of the published weights.
 
@@ -75,6 +80,10 @@ class SyncSource:
         self.max_staleness = 0
         self._tasks, self._collect, self._around, self._verify = tasks, collect, around, verify
         self._step, self._num_taken = -1, 0
+
+    @property
+    def finished(self) -> bool:
+        return self._tasks.finished
 
     async def take(self, n: int, step: int, version: int) -> list[Group]:
         """Play the next `n` tasks. Further calls in one step continue its group numbers."""
@@ -121,6 +130,10 @@ class DynamicSampling:
         self.close = source.close
         self._source, self._count_useful, self._max_rounds = source, count_useful, max_rounds
         self._rounds = 0
+
+    @property
+    def finished(self) -> bool:
+        return self._source.finished
 
     async def take(self, n: int, step: int, version: int) -> list[Group]:
         """Take until `n` groups carry a signal, at most `max_rounds` times."""

@@ -14,7 +14,10 @@ from ludus.tasks.splits import fingerprint
 
 
 class Curriculum(Protocol):
-    """Chooses the next task; may learn from the results."""
+    """Chooses the next task; may learn from the results. `finished` ends the stage."""
+
+    @property
+    def finished(self) -> bool: ...
 
     def __next__(self) -> Task: ...
 
@@ -55,6 +58,11 @@ class TaskSampler:
         task = self.tasks[self._order[self.index]]
         self.index += 1
         return task
+
+    @property
+    def finished(self) -> bool:
+        """False: the tasks never end."""
+        return False
 
     def start_batch(self) -> None:
         """A new batch of tasks begins."""
@@ -98,6 +106,12 @@ class TaskSampler:
             raise CheckpointError(
                 f"the saved task order is of another task list ({state['num_tasks']} tasks; this "
                 f"run has {len(self.tasks)}): resume with the configuration of the saved run"
+            )
+        if ("curriculum" in state) != ("curriculum" in own_state):
+            saved, own = ("a", "none") if "curriculum" in state else ("no", "one")
+            raise CheckpointError(
+                f"the saved task order has {saved} tasks.curriculum, this run has {own}: resume "
+                "with the configuration of the saved run"
             )
         for key in ("seed", "shuffle"):
             if state[key] != own_state[key]:

@@ -284,6 +284,7 @@ _ROWS = (
     mapped("tools"),
     mapped("limits"),
     mapped("tasks", note="ludus: readers, mixtures and their order, epoch by epoch"),
+    refused("tasks.curriculum", "the tasks of all steps are chosen before verl starts"),
     mapped("rollout.format"),
     mapped("rollout.tool_calls"),
     mapped("rollout.markers"),
