@@ -62,7 +62,7 @@ def tasks_by_tier(tasks: Sequence[Task], config: CurriculumConfig) -> dict[str, 
                 raise ConfigError(_absent(name, tier, included, known))
         if not found[name]:
             raise ConfigError(
-                f"{PLACE}.tiers.{name}: all of its tasks belong to tiers that name them nearer"
+                f"{PLACE}.tiers.{name}: other tiers include the tiers of all of its tasks"
             )
     if others:
         listed = ", ".join(
