@@ -13,9 +13,19 @@ READERS: Registry[list[Task]] = Registry(
         "benchmark": Row(
             "ludus.tasks.benchmarks.reader:read_benchmark", "", "a published benchmark, by name"
         ),
+        "cuda_engineer_archive": Row(
+            "ludus.tasks.kernels.reader:read_archive",
+            "",
+            "the AI CUDA Engineer Archive: KernelBench's problems with kernels",
+        ),
         "env": Row("ludus.tasks.readers:read_env", "", "tasks that the environment makes"),
         "hf": Row("ludus.tasks.readers:read_hf", "data", "a Hugging Face data set, local or hub"),
         "json": Row("ludus.tasks.readers:read_json", "", "a file of JSON lines"),
+        "kernelbench": Row(
+            "ludus.tasks.kernels.reader:read_kernelbench",
+            "",
+            "KernelBench: problems of GPU kernels",
+        ),
         "mixture": Row("ludus.tasks.mixture:read_mixture", "", "several readers, in exact ratios"),
         "prompts": Row("ludus.tasks.prompts:read_prompts", "", "constant prompts, repeated"),
     },

@@ -252,7 +252,7 @@ def _further(maker: TaskMaker, tier: str | None, seed: int, taken: Taken) -> tup
 
 def read_rows(
     rows: Iterable[tuple[int, Any]],
-    make: Callable[[int, Any], Task],
+    make: Callable[[int, Any], Task | None],
     source: str,
     on_bad_line: OnBadLine,
     limit: int | None,
@@ -261,7 +261,7 @@ def read_rows(
     """Make a task of each numbered row, up to `limit`; refuse or report the malformed rows.
 
     Args:
-        make: raises ValueError with the reason for a malformed row.
+        make: raises ValueError with the reason for a malformed row; None leaves a row out.
         skip: the setting that skips malformed rows, for the error.
 
     Errors: DataError.
@@ -273,8 +273,9 @@ def read_rows(
         if limit is not None and len(tasks) >= limit:
             break
         try:
-            tasks.append(make(number, row))
-            numbers[tasks[-1].id] = number
+            if (task := make(number, row)) is not None:
+                tasks.append(task)
+                numbers[task.id] = number
         except ValueError as error:
             bad_lines.append(BadLine(source, number, str(error)))
     if bad_lines and on_bad_line == "refuse":

@@ -12,7 +12,8 @@ import codecs
 import csv
 import json
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -122,8 +123,10 @@ def _maker(
     return make
 
 
-def file_rows(path: str) -> Rows:
+def file_rows(path: str, columns: Collection[str] | None = None) -> Rows:
     """The numbered rows of a file: objects, or lines of JSON as bytes.
+
+    `columns` are those to read of a Parquet file, where they are there; None: all.
 
     Errors: DataError for a file that is absent, of another kind, damaged or empty.
     """
@@ -137,10 +140,10 @@ def file_rows(path: str) -> Rows:
     if not stat.S_ISREG(mode):
         what = "a folder, not a file" if stat.S_ISDIR(mode) else "no regular file"
         raise DataError(f"{path} is {what}")
-    kinds = {
+    kinds: dict[str, Callable[[Path], Rows]] = {
         ".jsonl": _json_rows,
         ".json": _json_rows,
-        ".parquet": _parquet_rows,
+        ".parquet": partial(_parquet_rows, columns=columns),
         ".csv": _csv_rows,
     }
     if (read := kinds.get(file.suffix.lower())) is None:
@@ -164,14 +167,16 @@ def _json_rows(file: Path) -> Rows:
         raise DataError(f"{file} is not a JSON list, nor JSON lines: {error}") from None
 
 
-def _parquet_rows(file: Path) -> Rows:
+def _parquet_rows(file: Path, columns: Collection[str] | None = None) -> Rows:
     try:
         import pyarrow.parquet as pq
         from pyarrow import ArrowException
     except ModuleNotFoundError as error:
         raise MissingDependency("pyarrow", "data", "a Parquet file") from error
     try:
-        return list(enumerate(pq.read_table(file).to_pylist(), start=1))
+        if columns is not None:
+            columns = [name for name in pq.read_schema(file).names if name in columns]
+        return list(enumerate(pq.read_table(file, columns=columns).to_pylist(), start=1))
     except ArrowException as error:
         raise DataError(f"{file} is not a Parquet file that can be read: {error}") from None
 

@@ -1,0 +1,1 @@
+"""Tasks of writing GPU kernels: published data sets."""
