@@ -22,9 +22,7 @@ READERS: Registry[list[Task]] = Registry(
         "hf": Row("ludus.tasks.readers:read_hf", "data", "a Hugging Face data set, local or hub"),
         "json": Row("ludus.tasks.readers:read_json", "", "a file of JSON lines"),
         "kernelbench": Row(
-            "ludus.tasks.kernels.reader:read_kernelbench",
-            "",
-            "KernelBench: problems of GPU kernels",
+            "ludus.tasks.kernels.reader:read_kernelbench", "", "KernelBench: GPU kernels to write"
         ),
         "mixture": Row("ludus.tasks.mixture:read_mixture", "", "several readers, in exact ratios"),
         "prompts": Row("ludus.tasks.prompts:read_prompts", "", "constant prompts, repeated"),

@@ -21,6 +21,7 @@ only change the shape do not count.
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -77,7 +78,9 @@ def parse(code: str) -> ast.Module:
     if len(code) > MAX_CODE:
         raise ValueError(f"has {len(code):,} characters; at most {MAX_CODE:,} are read")
     try:
-        return ast.parse(code)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # an escape like "\d" in its texts
+            return ast.parse(code)
     except SyntaxError as error:
         raise ValueError(f"is not Python: {error.msg} in its line {error.lineno}") from None
     except (MemoryError, RecursionError):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ from ludus.core.types import Task
 from ludus.tasks.benchmarks.reader import file_rows
 from ludus.tasks.kernels.rows import (
     ARCHIVE_COLUMNS,
+    KERNEL_COLUMNS,
     KERNELBENCH_COLUMNS,
     Problem,
     archive_row,
@@ -60,13 +62,14 @@ def read_kernelbench(
     on_bad_line: OnBadLine = "refuse",
 ) -> TaskList:
     """Read the problems of KernelBench (Ouyang et al. 2025, arXiv:2502.10517)."""
-    seen: dict[object, str] = {}
+    seen: set[object] = set()
 
-    def make(number: int, problem: Problem) -> Task:
+    def make(_: int, problem: Problem) -> Task:
         key = problem.level, problem.number
         if key in seen:
-            raise ValueError(f"repeats problem {problem.number} of level {problem.level}")
-        seen[key] = problem.name
+            of = "" if problem.level is None else f" of level {problem.level}"
+            raise ValueError(f"repeats problem {problem.number}{of}")
+        seen.add(key)
         return _task(problem)
 
     sources = _sources(KERNELBENCH, path, levels, revision, (1, 2, 3, 4), KERNELBENCH_COLUMNS)
@@ -98,7 +101,7 @@ def read_archive(
     seen: set[object] = set()
 
     def make(number: int, problem: Problem) -> Task | None:
-        if unit == "kernel":
+        if problem.claims is not None:
             wanted = claimed_correct is None or problem.claims["correct"] is claimed_correct
             return _task(problem, number) if wanted else None
         key = problem.level, problem.number
@@ -107,8 +110,11 @@ def read_archive(
         seen.add(key)
         return _task(problem)
 
-    sources = _sources(ARCHIVE, path, levels, revision, (1, 2, 3), ARCHIVE_COLUMNS)
-    return _read(sources, archive_row, make, levels, limit, on_bad_line)
+    kernel = unit == "kernel"
+    columns = (*ARCHIVE_COLUMNS, *(KERNEL_COLUMNS if kernel else ()))
+    sources = _sources(ARCHIVE, path, levels, revision, (1, 2, 3), columns)
+    row_of = partial(archive_row, kernel=kernel)
+    return _read(sources, row_of, make, levels, limit, on_bad_line)
 
 
 def _task(problem: Problem, row: int | None = None) -> Task:
@@ -121,11 +127,7 @@ def _task(problem: Problem, row: int | None = None) -> Task:
     id = f"kernelbench:{level}/{problem.number}"
     facts = {key: value for key, value in asdict(problem).items() if value is not None}
     tier = facts.pop("tier")
-    if row is None:
-        facts = {k: v for k, v in facts.items() if k not in ("kernel", "kernel_name", "claims")}
-    else:
-        id = f"{id}/{row}"
-    return Task(id=id, data=facts, tier=tier)
+    return Task(id=id if row is None else f"{id}/{row}", data=facts, tier=tier)
 
 
 # Sources

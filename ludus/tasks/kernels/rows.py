@@ -15,7 +15,8 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from ludus.core.errors import did_you_mean
@@ -38,9 +39,12 @@ CLAIMS = {
 
 KERNELBENCH_COLUMNS = ("code", "level", "name", "problem_id")
 ARCHIVE_COLUMNS = (
-    "Op_Name", "Level_ID", "Task_ID", "Kernel_Name", "CUDA_Code", "PyTorch_Code_Module",
-    "PyTorch_Code_Functional", *CLAIMS.values(),
+    "Op_Name", "Level_ID", "Task_ID", "PyTorch_Code_Module", "PyTorch_Code_Functional",
 )  # fmt: skip
+"""Of a problem."""
+
+KERNEL_COLUMNS = ("Kernel_Name", "CUDA_Code", *CLAIMS.values())
+"""Of the archive's kernel for it."""
 
 _NEEDED = ("Model", "get_inputs")
 
@@ -49,8 +53,8 @@ _NEEDED = ("Model", "get_inputs")
 class Problem:
     """A row as read: the problem, and in the archive one kernel for it with its claims.
 
-    `reference` is a Python module with a class `Model` and a function `get_inputs`, in KernelBench's
-    form. It is untrusted code.
+    `reference` is a Python module with a class `Model` and a function `get_inputs`, as in
+    KernelBench. It is untrusted code.
     """
 
     name: str
@@ -61,7 +65,7 @@ class Problem:
     functional: str | None = None
     kernel: str | None = None
     kernel_name: str | None = None
-    claims: dict[str, Any] = field(default_factory=dict)
+    claims: dict[str, Any] | None = None
 
 
 def kernelbench_row(row: Row, level: int | None) -> Problem:
@@ -80,26 +84,35 @@ def kernelbench_row(row: Row, level: int | None) -> Problem:
     )
 
 
-def archive_row(row: Row, level: int | None) -> Problem:
-    """The problem and the kernel of a row of the archive. Errors: as `kernelbench_row`."""
+def archive_row(row: Row, level: int | None, *, kernel: bool) -> Problem:
+    """The problem of a row of the archive, with its kernel if asked for.
+
+    Errors: as `kernelbench_row`.
+    """
     reference = _text(row, "PyTorch_Code_Module")
     own = _level(row, "Level_ID", level)
     functional = row.get("PyTorch_Code_Functional")
     if functional is not None:
         functional = _text(row, "PyTorch_Code_Functional")
-    return Problem(
+    problem = Problem(
         name=_text(row, "Op_Name"),
         number=_number(row, "Task_ID"),
         level=own,
         tier=tier_of(own, _checked(reference, "PyTorch_Code_Module")),
         reference=reference,
         functional=functional,
+    )
+    if not kernel:
+        return problem
+    return replace(
+        problem,
         kernel=_text(row, "CUDA_Code"),
         kernel_name=_text(row, "Kernel_Name"),
         claims={key: _claim(row, key, column) for key, column in CLAIMS.items()},
     )
 
 
+@lru_cache(maxsize=256)  # the archive repeats each problem in every row of its kernels
 def _checked(code: str, column: str) -> ast.Module:
     """The parsed reference. Errors: ValueError if it is not Python or lacks what runs it."""
     try:
