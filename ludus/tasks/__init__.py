@@ -19,6 +19,9 @@ READERS: Registry[list[Task]] = Registry(
             "the AI CUDA Engineer Archive: KernelBench's problems with kernels",
         ),
         "env": Row("ludus.tasks.readers:read_env", "", "tasks that the environment makes"),
+        "generated_kernels": Row(
+            "ludus.tasks.kernels.generated:read_generated", "", "problems of GPU kernels, by seed"
+        ),
         "hf": Row("ludus.tasks.readers:read_hf", "data", "a Hugging Face data set, local or hub"),
         "json": Row("ludus.tasks.readers:read_json", "", "a file of JSON lines"),
         "kernelbench": Row(

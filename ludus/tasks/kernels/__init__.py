@@ -1,1 +1,1 @@
-"""Tasks of writing GPU kernels: published data sets."""
+"""Tasks of writing GPU kernels: published data sets, and generated problems."""

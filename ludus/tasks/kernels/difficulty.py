@@ -79,7 +79,7 @@ def parse(code: str) -> ast.Module:
         raise ValueError(f"has {len(code):,} characters; at most {MAX_CODE:,} are read")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # an escape like "\d" in its texts
+            warnings.simplefilter("ignore")  # of escapes like "\d" in its texts
             return ast.parse(code)
     except SyntaxError as error:
         raise ValueError(f"is not Python: {error.msg} in its line {error.lineno}") from None
