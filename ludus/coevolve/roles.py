@@ -96,6 +96,8 @@ def check_roles(config: CoevolveConfig) -> None:
             faults.append(
                 "executor.tasks.train: the executor trains on the kept problems: remove it"
             )
+        if name in ("executor", "shared") and (section.get("tasks") or {}).get("curriculum"):
+            faults.append(f"{name}.tasks.curriculum: the kept problems have no tiers: remove it")
         if name == "curriculum" and (section.get("tasks") or {}).get("heldout") is not None:
             faults.append(
                 "curriculum.tasks.heldout: the curriculum agent is not evaluated: remove it"

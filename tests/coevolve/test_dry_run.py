@@ -186,6 +186,14 @@ def test_wrong_keys_are_refused_before_the_first_stage(
     assert not Path("coevolve").exists()
 
 
+@pytest.mark.parametrize("name", ["executor", "shared"])
+def test_tiers_of_the_kept_problems_are_refused(name: str) -> None:
+    tiers = "{tiers: {easy: {until: {success: 0.5}}, hard: {}}}"
+    words = rf"{name}\.tasks\.curriculum: the kept problems have no tiers: remove it"
+    with pytest.raises(ConfigError, match=words):
+        check_all(roles(f"{name}.tasks.curriculum={tiers}"))
+
+
 def test_faults_of_a_shared_key_are_reported_once() -> None:
     with pytest.raises(ConfigError) as caught:
         check_all(roles("shared.rollout.max_truns=3", "executor.rl.stepps=4"))

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from ludus.config.schema import CurriculumConfig
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Spec
 from ludus.tasks.kernels.difficulty import operations, parse
 from ludus.tasks.kernels.generated import KINDS, operation_of, problem
 from ludus.tasks.readers import TaskList, read_tasks
 from ludus.tasks.splits import fingerprint
+from ludus.tasks.tiers import TierSampler
 
 
 def read(**args: Any) -> TaskList:
@@ -83,6 +85,14 @@ def test_problems_come_kind_by_kind_and_none_twice() -> None:
         "fused",
         "matmul",
     ]
+
+
+def test_their_tiers_are_those_of_a_curriculum() -> None:
+    until = {"score/compiled": 0.8, "success": 0.6, "score/speedup": 1.2}
+    tiers = {"easy": {"until": until}, "medium": {"until": until}, "hard": {}}
+    config = CurriculumConfig.model_validate({"tiers": tiers})
+    order = TierSampler(read(num_problems=70), 0, True, config)
+    assert {next(order).data["kind"] for _ in range(20)} == {"elementwise", "transpose"}
 
 
 def test_held_out_problems_are_other_problems() -> None:
