@@ -92,7 +92,7 @@ BINARY = {
     "minimum": "torch.minimum({}, {})",
 }
 UNBOUNDED = {name: form for name, form in UNARY.items() if name not in ("sigmoid", "tanh")}
-"""Functions whose maximum over many products differs: that of the others is always 1."""
+"""Functions for products, which are large: a sigmoid of them is 0 or 1, which hides errors."""
 
 REDUCED = {
     "sum": "torch.sum({}{})",
@@ -198,15 +198,17 @@ def _convolution(draw: Draw) -> Operation:
 def _fused(draw: Draw) -> Operation:
     rows, inner, columns = draw.side(), draw.side(), draw.side()
     (name, unary), constant = draw.one_of(*UNARY.items()), draw.number()
-    rising, unbounded = draw.one_of(*UNBOUNDED.items())
+    product_name, product_form = draw.one_of(*UNBOUNDED.items())
     matrix: Shape = (rows, columns)
     dense: dict[str, Shape] = {"a": (rows, inner), "b": (inner, columns), "c": (columns,)}
     return draw.one_of(  # type: ignore[no-any-return]
-        Operation(f"{name} of a by b plus c", dense, unary.format("a @ b + c"), matrix),
         Operation(
-            f"{name} of a by b, times {constant}, plus c",
+            f"{product_name} of a by b plus c", dense, product_form.format("a @ b + c"), matrix
+        ),
+        Operation(
+            f"{product_name} of a by b, times {constant}, plus c",
             dense,
-            f"{unary.format('a @ b')} * {constant} + c",
+            f"{product_form.format('a @ b')} * {constant} + c",
             matrix,
         ),
         Operation(
@@ -228,9 +230,9 @@ def _fused(draw: Draw) -> Operation:
             (rows,),
         ),
         Operation(
-            f"maximum of each row of the {rising} of a by b",
+            f"maximum of each row of the {product_name} of a by b",
             {"a": (rows, inner), "b": (inner, columns)},
-            f"torch.amax({unbounded.format('a @ b')}, dim=1)",
+            f"torch.amax({product_form.format('a @ b')}, dim=1)",
             (rows,),
         ),
     )
