@@ -98,6 +98,7 @@ class Jail(Sandbox):
         self._cgroups: list[Cgroup] = []  # of slots that ended
         self._has_cgroups = self._isolated
         self._forward: tuple[int, Path] | None = None
+        self._prelude: dict[str, str] = {}
 
     def forward(self, port: int, path: Path) -> None:
         """Let programs reach a Unix socket of this machine at 127.0.0.1:port; before any run.
@@ -108,6 +109,17 @@ class Jail(Sandbox):
         assert self._isolation == "jail"
         assert self._ground is None
         self._forward = port, path
+
+    def prelude(self, module: str, source: str) -> None:
+        """Give programs a module of ludus' own that is loaded once, in the zygote; before any run.
+
+        The isolation has to be `jail`. What the source prepares (a library, its first use) is found
+        by each program as the zygote left it: a program cannot change it for the next. An error of
+        the source ends the start: ToolError with its traceback.
+        """
+        assert self._isolation == "jail"
+        assert self._ground is None
+        self._prelude[module] = source
 
     async def run(
         self, code: Code, limits: Limits | None = None, *, session: str | None = None
@@ -198,6 +210,7 @@ class Jail(Sandbox):
         who = self._who
         loaded = [*self._packages] if self._warm else []
         settings: dict[str, Any] = {"packages": loaded, "packages_dir": PACKAGES_DIR}
+        settings["prelude"] = self._prelude
         if who is None:
             log.warning("sandbox: isolation is none: code has all rights of this process")
             script = str(INSIDE / "zygote.py")

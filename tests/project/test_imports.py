@@ -24,6 +24,7 @@ FLOORS = (
     "telemetry",
     "tasks",
     "sandbox",
+    "kernels",
     "tools",
     "store",
     "models",

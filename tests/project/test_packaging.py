@@ -41,6 +41,10 @@ NOT_IMPORTED = {
     "langchain-openai": "an agent of the examples",
     "langgraph": "an agent of the examples",
     "openai-agents": "an agent of the examples",
+    "nvidia-cuda-cccl": "headers of kernels",
+    "nvidia-cuda-crt": "headers of kernels",
+    "nvidia-cuda-nvrtc": "a library that is loaded in the sandbox",
+    "nvidia-cuda-runtime": "headers of kernels",
     "httptools": "uvicorn parses HTTP with it",
     "opentelemetry-sdk": "imported as opentelemetry.sdk, a package of several distributions",
     "psycopg": "SQLAlchemy loads it for a postgresql:// URL",
@@ -55,8 +59,8 @@ NOT_IMPORTED = {
 
 
 APART = {
-    "agents", "alfworld", "debug", "games", "inspect", "notify", "otel", "ray", "reasoning",
-    "renderers", "s3", "scienceworld", "textworldexpress",
+    "agents", "alfworld", "debug", "games", "inspect", "kernels", "notify", "otel", "ray",
+    "reasoning", "renderers", "s3", "scienceworld", "textworldexpress",
 }  # fmt: skip
 """Extras that `all` leaves out: they need Java or a compiler, or bring many packages along."""
 

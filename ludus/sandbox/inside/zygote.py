@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,6 +96,13 @@ def load(packages: Sequence[str]) -> list[str]:
     return loaded
 
 
+def load_prelude(modules: Mapping[str, str]) -> None:
+    """Make modules of ludus' own from their source; programs import them by name."""
+    for name, source in modules.items():
+        module = sys.modules[name] = types.ModuleType(name)
+        exec(compile(source, f"<{name}>", "exec"), module.__dict__)
+
+
 def main() -> None:
     """Serve the host at the socket whose number is the argument."""
     sock = socket.socket(fileno=int(sys.argv[1]))
@@ -105,6 +113,7 @@ def main() -> None:
     os.environ.update(settings["environment"])
     sys.path.append(settings["packages_dir"])
     loaded = load(settings["packages"])
+    load_prelude(settings["prelude"])
     if settings.get("forward"):
         __import__("ludus.sandbox.inside.forward")
     gc.collect()

@@ -1,0 +1,162 @@
+"""Runs inside the jail: NVRTC, loaded and warmed up once in the zygote; a program compiles once.
+
+The source of this file becomes the module `ludus_nvrtc` of the jail, so it imports the standard
+library only, and nothing at all happens where it is imported elsewhere. A program reads
+`kernel.cu` and `options.json` (a list), prints NVRTC's log, writes `kernel.cubin`, and ends with
+code 0, FAILED plus NVRTC's code, or TOO_LARGE for a cubin that the working folder cannot hold.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+MODULE = "ludus_nvrtc"
+FAILED, TOO_LARGE = 100, 99
+SOURCE, OPTIONS, CUBIN = "kernel.cu", "options.json", "kernel.cubin"
+
+INTEGERS = """#pragma once
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef short int16_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+typedef long long intptr_t;
+typedef unsigned long long uintptr_t;
+"""
+LIMITS = """#pragma once
+#define CHAR_BIT 8
+#define SCHAR_MAX 127
+#define UCHAR_MAX 255
+#define SHRT_MAX 32767
+#define USHRT_MAX 65535
+#define INT_MAX 2147483647
+#define INT_MIN (-INT_MAX - 1)
+#define UINT_MAX 4294967295u
+#define LONG_MAX 9223372036854775807l
+#define LONG_MIN (-LONG_MAX - 1)
+#define ULONG_MAX 18446744073709551615ul
+#define LLONG_MAX 9223372036854775807ll
+#define LLONG_MIN (-LLONG_MAX - 1)
+#define ULLONG_MAX 18446744073709551615ull
+"""
+FLOATS = """#pragma once
+#define FLT_MAX 3.402823466e+38f
+#define FLT_MIN 1.175494351e-38f
+#define FLT_EPSILON 1.192092896e-7f
+#define DBL_MAX 1.7976931348623158e+308
+#define DBL_MIN 2.2250738585072014e-308
+#define DBL_EPSILON 2.2204460492503131e-16
+"""
+HEADERS = {
+    "stdint.h": INTEGERS, "cstdint": INTEGERS, "limits.h": LIMITS, "climits": LIMITS,
+    "float.h": FLOATS, "cfloat": FLOATS, "math.h": "", "cmath": "", "stdio.h": "", "cstdio": "",
+    "stddef.h": "", "cstddef": "", "assert.h": "", "cassert": "",
+}  # fmt: skip
+"""The host's headers that kernels often include. NVRTC has the functions of the empty ones."""
+
+WARM_UP = """extern "C" __global__ void warm_up(const float *x, float *y, int n) {
+    __shared__ float tile[32][33];
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    tile[threadIdx.y][threadIdx.x] = i < n ? sqrtf(x[i]) : 0.0f;
+    __syncthreads();
+    if (i < n) y[i] = tile[threadIdx.x][threadIdx.y];
+}"""
+
+
+class Nvrtc:
+    """The functions of NVRTC that a compilation needs.
+
+    Errors: OSError for a library that cannot be loaded; RuntimeError from a call that fails.
+    """
+
+    def __init__(self, nvidia: Path) -> None:
+        """Load the library below `nvidia`, the folder of NVIDIA's packages."""
+        [builtins, *_] = _libraries(nvidia, "libnvrtc-builtins.so.*")
+        [library, *_] = _libraries(nvidia, "libnvrtc.so.*")
+        self._builtins = ctypes.CDLL(str(builtins))  # NVRTC finds it by name once it is loaded
+        self._lib = ctypes.CDLL(str(library))
+        include = library.parents[1] / "include"
+        self._folders = [f"-I{include}", f"-I{include / 'cccl'}"]
+
+    def architectures(self) -> list[int]:
+        """The compute capabilities that this version compiles for, such as 90."""
+        number = ctypes.c_int()
+        self._call("nvrtcGetNumSupportedArchs", ctypes.byref(number))
+        found = (ctypes.c_int * number.value)()
+        self._call("nvrtcGetSupportedArchs", found)
+        return list(found)
+
+    def compile(self, source: bytes, options: Sequence[str]) -> tuple[int, bytes, bytes]:
+        """Returns NVRTC's code, its log, and the cubin (empty where the code is not 0)."""
+        program = ctypes.c_void_p()
+        names = (ctypes.c_char_p * len(HEADERS))(*[name.encode() for name in HEADERS])
+        texts = (ctypes.c_char_p * len(HEADERS))(*[text.encode() for text in HEADERS.values()])
+        given = (source, SOURCE.encode(), len(HEADERS), texts, names)
+        self._call("nvrtcCreateProgram", ctypes.byref(program), *given)
+        all_options = [option.encode() for option in (*options, *self._folders)]
+        array = (ctypes.c_char_p * len(all_options))(*all_options)
+        code: int = self._lib.nvrtcCompileProgram(program, len(all_options), array)
+        log = self._text(program, "ProgramLog").replace(b"\0", b"")  # one after each part
+        cubin = self._text(program, "CUBIN") if code == 0 else b""
+        self._call("nvrtcDestroyProgram", ctypes.byref(program))
+        return code, log, cubin
+
+    def _text(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
+        data = ctypes.create_string_buffer(max(size.value, 1))
+        self._call(f"nvrtcGet{what}", program, data)
+        return data.raw[: size.value]
+
+    def _call(self, name: str, *arguments: object) -> None:
+        if code := self._lib[name](*arguments):
+            raise RuntimeError(f"{name} failed with code {code}")
+
+
+def _libraries(nvidia: Path, pattern: str) -> list[Path]:
+    found = [path for path in sorted(nvidia.rglob(pattern)) if ".alt." not in path.name]
+    if not found:
+        raise OSError(f"{nvidia} has no {pattern}")
+    return found
+
+
+def prepare() -> Nvrtc:
+    """Load NVRTC, and compile once, so that its tables are in the memory that programs share."""
+    nvrtc = Nvrtc(Path("/packages/nvidia"))
+    options = [f"--gpu-architecture=sm_{nvrtc.architectures()[0]}"]
+    code, log, _ = nvrtc.compile(WARM_UP.encode(), options)
+    if code:
+        raise RuntimeError(f"NVRTC does not compile: {log[:500]!r}")
+    return nvrtc
+
+
+def run() -> NoReturn:
+    """Compile what lies in the working folder; see the head of this file."""
+    assert NVRTC is not None
+    options = json.loads(Path(OPTIONS).read_text(encoding="utf-8"))
+    code, log, cubin = NVRTC.compile(Path(SOURCE).read_bytes(), options)
+    if code == 0:
+        try:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an error in its place
+            Path(CUBIN).write_bytes(cubin)
+        except OSError:
+            os._exit(TOO_LARGE)
+    left = memoryview(log)
+    while left:
+        left = left[os.write(1, left) :]
+    if code:
+        names = " ".join(f"sm_{number}" for number in NVRTC.architectures())
+        os.write(2, names.encode())
+    os._exit(FAILED + code if code else 0)
+
+
+NVRTC = prepare() if __name__ == MODULE else None

@@ -1,0 +1,32 @@
+"""A compiler of the folder's tests, and kernels to compile."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+import pytest_asyncio
+
+from ludus.kernels.compiler import PACKAGES, CudaCompiler
+from ludus.sandbox.base import Limits
+
+PATIENT = Limits(run_s=120.0, memory_mb=1024, num_processes=16)
+"""Machines of tests are busy: only tests of the limits have short ones."""
+
+
+@pytest.fixture(scope="session")
+def nvrtc(layers: None) -> None:
+    """NVRTC, in the sandbox; without one of them, the test is skipped."""
+    for package in PACKAGES:
+        try:
+            version(package)
+        except PackageNotFoundError:
+            pytest.skip(f"{package} is not installed: pip install 'ludus-rl[kernels]'")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def compiler(nvrtc: None) -> AsyncIterator[CudaCompiler]:
+    """One compiler for a file's tests: a source must not disturb the next."""
+    async with CudaCompiler(PATIENT, parallel=1) as opened:
+        yield opened
