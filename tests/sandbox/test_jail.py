@@ -299,3 +299,21 @@ async def test_a_package_of_one_file() -> None:
     async with Jail(packages=["typing_extensions"]) as jail:
         result = await jail.run(Code("import typing_extensions as t; print(t.__file__)"))
     assert result.stdout == "/packages/typing_extensions.py\n"
+
+
+async def test_a_prelude_is_loaded_once_and_no_program_changes_it_for_the_next() -> None:
+    jail = Jail(packages=())
+    jail.prelude("ours", "import os\nNAME = __name__\nloaded_by = os.getpid()\nseen = []")
+    async with jail:
+        code = "import ours, os; ours.seen.append(1); print(ours.NAME, ours.seen, ours.loaded_by)"
+        first, second = [await jail.run(Code(code)) for _ in range(2)]
+    assert first.stdout == second.stdout
+    assert first.stdout.startswith("ours [1] ")
+
+
+async def test_a_prelude_that_fails_ends_the_start() -> None:
+    jail = Jail(packages=())
+    jail.prelude("ours", "raise OSError('no library')")
+    async with jail:
+        with pytest.raises(ToolError, match="OSError: no library"):
+            await jail.run(Code("1"))
