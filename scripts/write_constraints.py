@@ -3,7 +3,8 @@
 `make constraints` runs this after the tests passed with these versions. Packages that ludus does
 not depend on are left out. So is a build's local label (`+cpu`): a pin accepts any build of its
 version. NVIDIA's packages are left out too: torch's CUDA builds pin them, each its own versions;
-the extra `kernels` fixes their minor version. With arguments, prints the pins of these requirements, roots included, on one line.
+the extra `kernels` fixes their minor version. With arguments, prints the pins of these
+requirements, roots included, on one line.
 """
 
 from __future__ import annotations

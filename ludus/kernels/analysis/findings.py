@@ -58,7 +58,9 @@ RULES = {
     "unreadable": Rule(
         SAFE, W, 0.5, "cannot be analysed in full", "write plain CUDA C++, shorter and flatter"
     ),
-    "endless-loop": Rule(SAFE, E, 0.6, "a loop without an end", "give the loop a condition that ends it"),
+    "endless-loop": Rule(
+        SAFE, E, 0.6, "a loop without an end", "give the loop a condition that ends it"
+    ),
     "spin-wait": Rule(
         SAFE, W, 0.4, "waits for other threads by asking memory",
         "use a barrier, or a second kernel",

@@ -51,10 +51,14 @@ class Access:
         return self.array, self.indices, self.guards, self.writes, self.atomic
 
     def conflicts(self, other: Access) -> bool:
-        """True if different threads may access the same element, and one of them writes."""
+        """True if different threads may access the same element, and one of them writes.
+
+        Two plain writes are left out: tiles and their borders are often written so, by indices
+        that never meet.
+        """
         if self.array != other.array or not (self.writes or other.writes):
             return False
-        if self.atomic and other.atomic:
+        if self.writes and other.writes and self.atomic == other.atomic:
             return False
         if self.guards and self.guards == other.guards and self.guards[0][1]:
             return False  # the same thread
@@ -180,9 +184,11 @@ class RaceFinder:
 
 def _use(node: Node) -> tuple[bool, bool]:
     """Whether an access writes, and whether it is atomic."""
-    parent, child = node.parent, node
+    child: Node = node
+    parent = node.parent
     while parent is not None and parent.type in ("parenthesized_expression", "field_expression"):
-        parent, child = parent.parent, parent
+        child = parent
+        parent = parent.parent
     if parent is None:
         return False, False
     if parent.type == "assignment_expression":

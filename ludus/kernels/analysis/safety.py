@@ -270,9 +270,14 @@ def _changed(node: Node) -> set[str]:
             target = part.child_by_field_name("value")
         elif part.type == "binary_expression" and ">>" in text(part):  # a stream reads it
             target = part.child_by_field_name("right")
+        while target is not None and target.type in PARTS:  # `a[i] = 0` changes a, not i
+            target = target.child_by_field_name("argument") or target.named_children[0]
         if target is not None:
             found |= {text(item) for item in walk(target) if item.type == "identifier"}
     return found
+
+
+PARTS = ("subscript_expression", "field_expression", "parenthesized_expression")
 
 
 def _runs_away(node: Node, condition: Node) -> str:

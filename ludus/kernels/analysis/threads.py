@@ -274,11 +274,24 @@ class Kernel:
                 return None  # by threadIdx.y
             scale = self.constant(other)
             if scale is None:
-                return Stride(varying.factor, True)
+                return Stride(varying.factor * self._factor(other), True)
             return Stride(varying.factor * scale, varying.symbolic)
         if operator == "<<" and left.factor and (bits := self.constant(right_node)) is not None:
             return Stride(left.factor << min(bits, 32), left.symbolic)
         return None
+
+    def _factor(self, node: Node | None, depth: int = 0) -> int:
+        """A constant that an expression is a multiple of: 2 for `2 * w`."""
+        known = self.constant(node)
+        if known is not None or node is None or depth > MAX_DEPTH:
+            return known or 1
+        if node.type == "parenthesized_expression" and node.named_child_count == 1:
+            return self._factor(node.named_children[0], depth + 1)
+        if node.type == "binary_expression" and (text(node.child_by_field_name("operator")) == "*"):
+            sides = (node.child_by_field_name(side) for side in ("left", "right"))
+            left, right = (self._factor(side, depth + 1) for side in sides)
+            return left * right
+        return 1
 
     # The text of an index, with names that only rename replaced
 

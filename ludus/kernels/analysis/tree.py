@@ -59,11 +59,15 @@ def condition_of(node: Node) -> Node | None:
     """The condition of a branch or a loop, without parentheses."""
     found = node.child_by_field_name("condition")
     while found is not None and found.type in ("condition_clause", "parenthesized_expression"):
-        inner = found.child_by_field_name("value") or (found.named_children or [None])[-1]
+        inner = found.child_by_field_name("value") or _last(found)
         if inner is None:
             break
         found = inner
     return found
+
+
+def _last(node: Node) -> Node | None:
+    return node.named_children[-1] if node.named_children else None
 
 
 def called(node: Node) -> str:
@@ -92,7 +96,7 @@ def declared_name(node: Node | None) -> Node | None:
     while node is not None and node.type not in ("identifier", "field_identifier"):
         inner = node.child_by_field_name("declarator") or node.child_by_field_name("name")
         if inner is None and node.type in ("reference_declarator", "parenthesized_declarator"):
-            inner = (node.named_children or [None])[-1]
+            inner = _last(node)
         node = inner
     return node
 
@@ -196,6 +200,9 @@ class Source:
 
 def is_barrier(node: Node, also: frozenset[str] = frozenset(), warp: bool = False) -> bool:
     """True for a call that is a barrier of the block; with `warp`, of a warp too."""
+    if node.type == "identifier":  # a macro without parameters, as a statement
+        parent = node.parent
+        return text(node) in also and parent is not None and parent.type == "expression_statement"
     if node.type != "call_expression":
         return False
     name = called(node)
