@@ -211,6 +211,13 @@ async def test_headers_of_kernels_are_there(compiler: CudaCompiler) -> None:
     assert compiled.ok, compiled.log
 
 
+async def test_textures_compile(compiler: CudaCompiler) -> None:
+    source = """__global__ void k(cudaTextureObject_t t, float *x) {
+    x[threadIdx.x] = tex1Dfetch<float>(t, threadIdx.x);
+}"""
+    assert (await compiler.compile(source)).ok
+
+
 @pytest.mark.slow  # a second of processor time for the headers of libcu++
 async def test_cooperative_groups_compile(compiler: CudaCompiler) -> None:
     source = "#include <cooperative_groups.h>\n#include <stdint.h>\n" + ADD
