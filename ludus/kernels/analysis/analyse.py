@@ -9,7 +9,7 @@ from ludus.kernels.analysis.pitfalls import pitfall_findings
 from ludus.kernels.analysis.safety import finding, safety_findings
 from ludus.kernels.analysis.tree import Source
 
-MAX_SOURCE = 200_000
+MAX_SOURCE = 100_000
 """Limit of a source's length, in bytes."""
 MAX_DEPTH = 200
 """Limit of nesting."""

@@ -101,7 +101,9 @@ def _accesses(kernel: Kernel) -> Iterator[Finding]:
             continue
         if name in kernel.shared:
             found = _bank_conflict(kernel, node, name, indices)
-        elif name in kernel.function.pointers and kernel.function.is_kernel:
+        elif kernel.function.is_kernel and (
+            name in kernel.function.pointers or _offset(kernel, name) is not None
+        ):
             found = _uncoalesced(kernel, node, name, indices)
         else:
             continue
@@ -160,6 +162,9 @@ def _uncoalesced(kernel: Kernel, node: Node, name: str, indices: list[Node]) -> 
     if len(indices) != 1:
         return None
     stride = kernel.stride(indices[0])
+    if stride is not None and (start := _offset(kernel, name)) is not None:
+        before = kernel.stride(start)
+        stride = stride.plus(before) if before is not None else None
     if stride is None or (not stride.symbolic and abs(stride.factor) <= 1):
         return None
     if stride.symbolic and not stride.factor:
@@ -169,6 +174,18 @@ def _uncoalesced(kernel: Kernel, node: Node, name: str, indices: list[Node]) -> 
     return finding(node, "uncoalesced", reason)
 
 
+def _offset(kernel: Kernel, name: str) -> Node | None:
+    """The offset of a pointer that is made once from a parameter: `float *row = m + r * cols`."""
+    value = kernel.single(name)
+    if value is None or value.type != "binary_expression":
+        return None
+    left, right = (value.child_by_field_name(side) for side in ("left", "right"))
+    plus = text(value.child_by_field_name("operator")) == "+"
+    if plus and left is not None and text(left) in kernel.function.pointers:
+        return right
+    return None
+
+
 def _divergence(kernel: Kernel) -> Iterator[Finding]:
     for node in walk(kernel.function.body):
         if node.type not in ("if_statement", "switch_statement", *LOOPS):
@@ -176,7 +193,7 @@ def _divergence(kernel: Kernel) -> Iterator[Finding]:
         condition = condition_of(node)
         if condition is None or not kernel.varies(condition):
             continue
-        for part in walk(condition):
+        for part in _with_definitions(kernel, condition):
             if part.type != "binary_expression":
                 continue
             operator = text(part.child_by_field_name("operator"))
@@ -192,6 +209,14 @@ def _divergence(kernel: Kernel) -> Iterator[Finding]:
                 reason = f"{text(part)[:60]} differs between the lanes of a warp"
                 yield finding(node, "warp-divergence", reason)
                 break
+
+
+def _with_definitions(kernel: Kernel, condition: Node) -> Iterator[Node]:
+    """The nodes of a condition, and of the values of its names: `bool odd = t & 1; if (odd)`."""
+    for part in walk(condition):
+        yield part
+        if part.type == "identifier" and (value := kernel.single(text(part))) is not None:
+            yield from walk(value)
 
 
 def _shared_size(kernel: Kernel) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ludus.kernels.analysis.findings import Finding
 from ludus.kernels.analysis.safety import finding, place
-from ludus.kernels.analysis.threads import Kernel
+from ludus.kernels.analysis.threads import Kernel, Linear
 from ludus.kernels.analysis.tree import (
     LOOPS,
     Node,
@@ -26,6 +26,8 @@ from ludus.kernels.analysis.tree import (
 )
 
 MAX_PENDING = 60
+MAX_STATEMENTS = 5_000
+"""Limit of the statements that are followed, those of a loop each time."""
 NESTED = (
     "compound_statement", "preproc_if", "preproc_ifdef", "preproc_else", "else_clause",
     "labeled_statement", "case_statement", "attributed_statement",
@@ -39,6 +41,7 @@ class Access:
 
     array: str
     indices: tuple[str, ...]
+    sums: tuple[Linear, ...]
     varying: tuple[bool, ...]
     guards: tuple[tuple[int, bool], ...]
     writes: bool
@@ -64,10 +67,22 @@ class Access:
             return False  # the same thread
         if len(self.indices) != len(other.indices):
             return False
-        if self.indices == other.indices:
+        if self.indices == other.indices or self.sums == other.sums:
             return not any(self.varying) and self.guards != other.guards
         pairs = zip(self.indices, other.indices, self.varying, other.varying, strict=True)
-        return not any(a != b and not va and not vb for a, b, va, vb in pairs)
+        if any(a != b and not va and not vb for a, b, va, vb in pairs):
+            return False
+        return not any(map(_never_meet, self.sums, other.sums))
+
+
+def _never_meet(left: Linear, right: Linear) -> bool:
+    """True if no two threads have the same value: `2 * t` and `2 * t + 1`."""
+    if left.terms != right.terms or left.constant == right.constant:
+        return False
+    varying = [name for name in left.terms if "threadIdx" in name]
+    if varying != ["threadIdx.x"]:
+        return False
+    return (left.constant - right.constant) % left.terms["threadIdx.x"] != 0
 
 
 Pending = dict[tuple[object, ...], Access]
@@ -80,24 +95,35 @@ class RaceFinder:
         self._kernel = kernel
         self._also = kernel.source.barrier_functions
         self.findings: dict[tuple[int, str], Finding] = {}
+        self._followed: dict[tuple[int, frozenset[object]], Pending] = {}
+        self._left = MAX_STATEMENTS
 
     def run(self) -> Iterable[Finding]:
         """The findings of the kernel."""
         if self._kernel.shared:
             self._follow(self._kernel.function.body, {})
+        if self._left <= 0:
+            reason = f"more than {MAX_STATEMENTS:,} statements on the ways through the kernel"
+            stopped = finding(self._kernel.function.node, "unreadable", reason)
+            self.findings[(stopped.line, "")] = stopped
         return self.findings.values()
 
     def _follow(self, node: Node, pending: Pending) -> Pending:
         """The accesses since the last barrier, after a statement."""
         kind = node.type
+        if self._left <= 0:
+            return pending
+        if kind in LOOPS:  # a nested loop is met again and again with the same accesses
+            key = (node.id, frozenset(pending))
+            if key not in self._followed:
+                self._followed[key] = self._loop(node, pending)
+            return self._followed[key]
         if kind in NESTED:
             for child in node.named_children:
                 pending = self._follow(child, pending)
             return pending
         if kind == "if_statement":
             return self._branch(node, pending)
-        if kind in LOOPS:
-            return self._loop(node, pending)
         if kind == "switch_statement":
             body = node.child_by_field_name("body")
             pending = self._statement(condition_of(node), pending)
@@ -133,11 +159,13 @@ class RaceFinder:
     def _statement(self, node: Node | None, pending: Pending) -> Pending:
         if node is None:
             return pending
+        self._left -= 1
         if any(is_barrier(part, self._also, warp=True) for part in walk(node)):
             return {}
         accesses = list(self._accesses(node))
         for access in accesses:
-            for other in pending.values():
+            behind = [other for other in accesses if _behind(other, access)]
+            for other in (*pending.values(), *behind):
                 if access.conflicts(other):
                     self._report(access, other)
                     break
@@ -156,6 +184,11 @@ class RaceFinder:
 
     def _accesses(self, node: Node) -> Iterator[Access]:
         for part in walk(node):
+            if part.type == "identifier" and self._is_variable(part):
+                writes, atomic = _use(part)
+                guards = self._kernel.guards(part)
+                yield Access(text(part), (), (), (), guards, writes, atomic, part)
+                continue
             if part.type != "subscript_expression":
                 continue
             parent = part.parent
@@ -174,12 +207,32 @@ class RaceFinder:
             yield Access(
                 name,
                 tuple(self._kernel.canonical(index) for index in indices),
+                tuple(self._kernel.linear(index) for index in indices),
                 tuple(self._kernel.varies(index) for index in indices),
                 self._kernel.guards(part),
                 writes,
                 atomic,
                 part,
             )
+
+    def _is_variable(self, node: Node) -> bool:
+        found = self._kernel.shared.get(text(node))
+        if found is None or found[1]:
+            return False
+        parent = node.parent
+        return parent is not None and parent.type not in ("declaration", "init_declarator")
+
+
+def _behind(read: Access, write: Access) -> bool:
+    """True for `s[t] = ... s[t - d]` in one statement: another thread writes what is read.
+
+    `s[t] += s[t + w]` is left out: reductions are written so, by threads below w.
+    """
+    if read.writes or not write.writes or read.array != write.array or len(read.sums) != 1:
+        return False
+    [offset] = [read.sums[0].plus(write.sums[0], -1)]
+    below = offset.constant < 0 if not offset.terms else all(f < 0 for f in offset.terms.values())
+    return below and write.varying[0] and not any("threadIdx" in name for name in offset.terms)
 
 
 def _use(node: Node) -> tuple[bool, bool]:

@@ -90,6 +90,8 @@ def safety_findings(source: Source) -> Iterator[Finding]:
         yield finding(node, "inline-assembly", f"{text(node)[:60]} is assembly")
     for node in source.of_type(*LOOPS):
         yield from _loop(node)
+    for node in source.of_type("goto_statement"):
+        yield from _goto(node)
     yield from _leaks(source)
 
 
@@ -226,6 +228,26 @@ def _loop(node: Node) -> Iterator[Finding]:
         yield finding(node, "endless-loop", reason)
 
 
+def _goto(node: Node) -> Iterator[Finding]:
+    """An unconditional jump back."""
+    label = text(node.child_by_field_name("label"))
+    current: Node | None = node
+    while current is not None and current.type not in ("function_definition", *BRANCHING):
+        before = current.prev_named_sibling
+        while before is not None:
+            if any(part.type == "return_statement" for part in walk(before)):
+                return
+            if before.type == "labeled_statement":
+                if text(before.child_by_field_name("label")) == label:
+                    yield finding(node, "endless-loop", f"goto {label} goes back in any case")
+                    return
+            before = before.prev_named_sibling
+        current = current.parent
+
+
+BRANCHING = ("if_statement", "switch_statement", *LOOPS)
+
+
 def _always_true(node: Node, condition: Node | None) -> bool:
     if condition is None:
         return node.type == "for_statement"
@@ -312,6 +334,12 @@ def _runs_away(node: Node, condition: Node) -> str:
 
 def _leaks(source: Source) -> Iterator[Finding]:
     freed: set[tuple[str, str]] = set()
+    returned = {
+        text(part)
+        for node in source.of_type("return_statement")
+        for part in walk(node)
+        if part.type == "identifier"
+    }
     for node in source.of_type("call_expression"):
         for argument in arguments_of(node)[:1]:
             freed.add((called(node), text(argument).strip("&")))
@@ -319,7 +347,7 @@ def _leaks(source: Source) -> Iterator[Finding]:
         name, arguments = called(node), arguments_of(node)
         if name in ALLOCATORS and arguments:
             target = re.sub(r"^\((?:void|\w+)\s*\*\*\)\s*", "", text(arguments[0])).strip("& ()")
-            if (ALLOCATORS[name], target) not in freed and not _handed_on(source, target):
+            if (ALLOCATORS[name], target) not in freed and not _handed_on(returned, target):
                 yield finding(node, "leak", f"{ALLOCATORS[name]} is not called for {target[:60]}")
     for function in source.functions:
         yield from _leaks_of(function)
@@ -364,9 +392,6 @@ def _leaks_of(function: Function) -> Iterator[Finding]:
             yield finding(node, "leak", reason)
 
 
-def _handed_on(source: Source, name: str) -> bool:
+def _handed_on(returned: set[str], name: str) -> bool:
     """True if a name is a member, or is returned: another function may free it."""
-    if not re.fullmatch(r"\w+", name):
-        return True
-    pattern = re.compile(rf"\breturn\b[^;]*\b{re.escape(name)}\b")
-    return any(pattern.search(text(node)) for node in source.of_type("return_statement"))
+    return not re.fullmatch(r"\w+", name) or name in returned

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 from ludus.kernels.analysis.tree import (
     LOOPS,
@@ -19,6 +20,7 @@ from ludus.kernels.analysis.tree import (
     walk,
 )
 
+T = TypeVar("T")
 MAX_DEPTH = 24
 SIZES = {
     "char": 1, "bool": 1, "uint8_t": 1, "int8_t": 1, "unsigned char": 1, "signed char": 1,
@@ -54,6 +56,25 @@ ZERO, ONE = Stride(0), Stride(1)
 
 
 @dataclass(frozen=True, slots=True)
+class Linear:
+    """A sum of terms, by their text, with constant factors, and a constant."""
+
+    terms: dict[str, int]
+    constant: int
+
+    def plus(self, other: Linear, scale: int = 1) -> Linear:
+        """This sum, and `scale` times the other."""
+        terms = dict(self.terms)
+        for name, factor in other.terms.items():
+            terms[name] = terms.get(name, 0) + scale * factor
+        kept = {name: factor for name, factor in terms.items() if factor}
+        return Linear(kept, self.constant + scale * other.constant)
+
+
+ZERO_SUM = Linear({}, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Definition:
     """An assignment: operator (`=`, `+=`, ...), value (None: unknown), and the node itself."""
 
@@ -69,6 +90,9 @@ class Kernel:
     source: Source
     function: Function
     shared: dict[str, tuple[str, list[Node | None]]] = field(default_factory=dict)
+    """Arrays in shared memory: element type and sizes; a single variable has no sizes."""
+    _known: dict[tuple[str, int], Any] = field(default_factory=dict)
+    """Answers by the node's id: names lead to the same values again and again."""
 
     def __post_init__(self) -> None:
         outside = [  # an extern array may stand before the kernels
@@ -87,7 +111,7 @@ class Kernel:
                 while current is not None and current.type == "array_declarator":
                     sizes.insert(0, current.child_by_field_name("size"))
                     current = current.child_by_field_name("declarator")
-                if sizes and (name := declared_name(declarator)) is not None:
+                if (name := declared_name(declarator)) is not None:
                     self.shared[text(name)] = (kind, sizes)
 
     @cached_property
@@ -176,10 +200,22 @@ class Kernel:
 
     # Constants and strides
 
+    def _remembered(
+        self, what: str, node: Node, depth: int, compute: Callable[[Node, int], T]
+    ) -> T:
+        key = (what, node.id)
+        if key not in self._known:
+            self._known[key] = compute(node, depth)
+        found: T = self._known[key]
+        return found
+
     def constant(self, node: Node | None, depth: int = 0) -> int | None:
         """The value of a constant expression; None if it is not known."""
         if node is None or depth > MAX_DEPTH:
             return None
+        return self._remembered("constant", node, depth, self._constant)
+
+    def _constant(self, node: Node, depth: int) -> int | None:
         if node.type == "number_literal":
             match = re.fullmatch(r"(0[xX][0-9a-fA-F]+|\d+)[uUlL]*", text(node))
             return int(match[1], 0) if match and not re.match(r"0\d", match[1]) else None
@@ -223,6 +259,9 @@ class Kernel:
         """The stride of an expression in threadIdx.x; None if it is not linear, or not known."""
         if node is None or depth > MAX_DEPTH:
             return None
+        return self._remembered("stride", node, depth, self._stride)
+
+    def _stride(self, node: Node, depth: int) -> Stride | None:
         kind = node.type
         if kind in ("number_literal", "char_literal", "sizeof_expression"):
             return ZERO
@@ -292,6 +331,34 @@ class Kernel:
             left, right = (self._factor(side, depth + 1) for side in sides)
             return left * right
         return 1
+
+    def linear(self, node: Node, depth: int = 0) -> Linear:
+        """An expression as a sum: of what it cannot take apart, the text is a term of it."""
+        return self._remembered("linear", node, depth, self._linear)
+
+    def _linear(self, node: Node, depth: int) -> Linear:
+        if (known := self.constant(node)) is not None:
+            return Linear({}, known)
+        if depth < MAX_DEPTH:
+            if node.type == "parenthesized_expression" and node.named_child_count == 1:
+                return self.linear(node.named_children[0], depth + 1)
+            if node.type == "cast_expression" and (value := node.child_by_field_name("value")):
+                return self.linear(value, depth + 1)
+            if node.type == "identifier" and (value := self.single(text(node))) is not None:
+                return self.linear(value, depth + 1)
+            if node.type == "binary_expression":
+                left, right = (node.child_by_field_name(side) for side in ("left", "right"))
+                operator = text(node.child_by_field_name("operator"))
+                if left is not None and right is not None:
+                    if operator in "+-":
+                        sign = 1 if operator == "+" else -1
+                        return self.linear(left, depth + 1).plus(
+                            self.linear(right, depth + 1), sign
+                        )
+                    for side, other in ((left, right), (right, left)):
+                        if operator == "*" and (scale := self.constant(side)) is not None:
+                            return ZERO_SUM.plus(self.linear(other, depth + 1), scale)
+        return Linear({self.canonical(node): 1}, 0)
 
     # The text of an index, with names that only rename replaced
 

@@ -84,7 +84,7 @@ BAD = {
     "unreadable": [
         kernel("a[0] = ;;) 1"),
         kernel("a[0] = " + "(" * 250 + "1" + ")" * 250 + ";"),
-        "// " + "x" * 200_001,
+        "// " + "x" * 100_001,
         kernel("a[0] = 1; // \0"),
     ],
     "endless-loop": [
@@ -366,3 +366,23 @@ def test_any_text_can_be_analysed(pieces: list[str]) -> None:
     found = analyse(" ".join(pieces))
     assert all(isinstance(item, Finding) and item.line >= 1 for item in found.findings)
     assert 0 <= found.risk <= 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        kernel(TILE + "for (int i = 0; i < n; i++) {" * 60 + "s[t] = a[0];" + "}" * 60),
+        kernel(
+            "int v0 = a[0];"
+            + "".join(f"int v{i + 1} = v{i} * v{i};" for i in range(60))
+            + "a[v60] = 1;"
+        ),
+        kernel(TILE + "s[t] = a[i + 1]; b[i] = s[t + 1];\n" * 2_400),
+        host("float *p; cudaMalloc(&p, 1);" * 3_000),
+        "(" * 90_000,
+    ],
+    ids=["loops", "names", "statements", "allocations", "parentheses"],
+)
+@pytest.mark.timeout(60)  # far above what it takes: without their bounds, hours
+def test_a_source_cannot_make_the_analysis_hang(source: str) -> None:
+    analyse(source)
