@@ -245,7 +245,7 @@ async def test_what_cannot_be_compiled_for_is_refused(compiler: CudaCompiler) ->
 # Attacks
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "/proc/1/environ", "/root/.bashrc"])
+@pytest.mark.parametrize("path", ["/etc/passwd", "/proc/1/environ", "/etc/shadow"])
 async def test_a_file_of_the_host_does_not_leak(compiler: CudaCompiler, path: str) -> None:
     compiled = await compiler.compile(f'#include "{path}"\n{ADD}')
     assert compiled.status is CompileStatus.ERROR

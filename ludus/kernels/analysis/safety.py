@@ -237,10 +237,10 @@ def _goto(node: Node) -> Iterator[Finding]:
         while before is not None:
             if any(part.type == "return_statement" for part in walk(before)):
                 return
-            if before.type == "labeled_statement":
-                if text(before.child_by_field_name("label")) == label:
-                    yield finding(node, "endless-loop", f"goto {label} goes back in any case")
-                    return
+            target = before.child_by_field_name("label")
+            if before.type == "labeled_statement" and text(target) == label:
+                yield finding(node, "endless-loop", f"goto {label} goes back in any case")
+                return
             before = before.prev_named_sibling
         current = current.parent
 

@@ -615,7 +615,7 @@ __global__ void clocked(unsigned *t) {
     t[threadIdx.x] = v;
 }
 //// includes a secret | include-path
-#include "/root/.ssh/id_rsa"
+#include "/etc/ssh/ssh_host_rsa_key"
 __global__ void k(float *a) { a[0] = 1; }
 //// includes upwards | include-path
 #include "../../reference.cu"
