@@ -20,7 +20,11 @@ MAX_MESSAGE = 2000
 
 _PLACE = re.compile(
     r"(?P<file>[^\s(][^()\n]*)\((?P<line>\d+)\): "
-    r"(?P<severity>catastrophic error|internal error|error|warning|remark)"
+    r"(?P<severity>catastrophic error|internal error|error|warning|remark|note)"
+    r"(?: #(?P<code>[\w-]+))?: (?P<message>.*)"
+)
+_AT_END = re.compile(
+    r"At end of source: (?P<severity>(?:\w+ )?error|warning)"
     r"(?: #(?P<code>[\w-]+))?: (?P<message>.*)"
 )
 _PLACELESS = re.compile(
@@ -42,8 +46,9 @@ _BARRIERS = re.compile(r"used (\d+) barriers")
 class Diagnostic:
     """A message of the compiler.
 
-    `severity`: `error`, `warning` or `remark`. `line` and `column` count from 1, and are None where
-    the compiler names no place. `file` is `kernel.cu`, a header, or empty. `code`: such as `177-D`.
+    `severity`: `error`, `warning`, `remark` or `note` (on the error before it). `line` and `column`
+    count from 1, and are None where the compiler names no place. `file` is `kernel.cu`, a header,
+    or empty. `code`: such as `177-D`.
     """
 
     severity: str
@@ -84,6 +89,10 @@ def diagnostics_of(log: str) -> list[Diagnostic]:
             severity = match["severity"].rpartition(" ")[2]
             place = (int(match["line"]), column, match["file"], match["code"] or "")
             found.append(Diagnostic(severity, message, *place))
+        elif match := _AT_END.fullmatch(line):
+            severity = match["severity"].rpartition(" ")[2]
+            message = f"{match['message']}, at the end of the source"[:MAX_MESSAGE]
+            found.append(Diagnostic(severity, message, code=match["code"] or ""))
         elif match := _PLACELESS.match(line):
             severity = "warning" if match["severity"] == "warning" else "error"
             message = f"{match['tool']}: {match['message']}"[:MAX_MESSAGE]
@@ -102,7 +111,12 @@ def _rest(lines: list[str], start: int) -> tuple[list[str], int | None]:
         line = lines[number]
         if not line.strip():
             break
-        if _PLACE.fullmatch(line) or _TOTAL.match(line) or _REMARK.match(line):
+        if (
+            _PLACE.fullmatch(line)
+            or _AT_END.fullmatch(line)
+            or _TOTAL.match(line)
+            or _REMARK.match(line)
+        ):
             break
         if line.strip() == "^":
             return more[:-1], max(line.index("^") - 1, 1)

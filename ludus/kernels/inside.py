@@ -56,10 +56,24 @@ FLOATS = """#pragma once
 #define DBL_MIN 2.2250738585072014e-308
 #define DBL_EPSILON 2.2204460492503131e-16
 """
+MATHS = """#pragma once
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#define NAN __int_as_float(0x7fffffff)
+#define HUGE_VALF INFINITY
+#endif
+#define M_E 2.7182818284590452354
+#define M_LOG2E 1.4426950408889634074
+#define M_LN2 0.69314718055994530942
+#define M_PI 3.14159265358979323846
+#define M_SQRT2 1.41421356237309504880
+#define M_SQRT1_2 0.70710678118654752440
+"""
 HEADERS = {
     "stdint.h": INTEGERS, "cstdint": INTEGERS, "limits.h": LIMITS, "climits": LIMITS,
-    "float.h": FLOATS, "cfloat": FLOATS, "math.h": "", "cmath": "", "stdio.h": "", "cstdio": "",
-    "stddef.h": "", "cstddef": "", "assert.h": "", "cassert": "",
+    "float.h": FLOATS, "cfloat": FLOATS, "math.h": MATHS, "cmath": MATHS, "stdio.h": "",
+    "cstdio": "", "stddef.h": "", "cstddef": "", "assert.h": "", "cassert": "", "stdlib.h": "",
+    "cstdlib": "", "string.h": "", "cstring": "",
 }  # fmt: skip
 """The host's headers that kernels often include. NVRTC has the functions of the empty ones."""
 

@@ -16,6 +16,7 @@ from ludus.kernels.compiler import CudaCompiler, compile_cuda
 from ludus.kernels.cubin import SECTION
 from ludus.kernels.result import CompileStatus
 from ludus.sandbox.base import Limits
+from tests.kernels.analysis.honest import HONEST
 from tests.kernels.conftest import PATIENT
 
 pytestmark = [pytest.mark.usefixtures("nvrtc"), pytest.mark.asyncio(loop_scope="module")]
@@ -63,9 +64,11 @@ HEADERS = """
 #include <mma.h>
 #include <stdint.h>
 #include <math.h>
-#include <float.h>
+#include <cfloat>
+#include <stdlib.h>
+#include <string.h>
 extern "C" __global__ void half_max(const __half *x, float *y, int64_t n) {
-    float best = -FLT_MAX;
+    float best = n ? -FLT_MAX : -INFINITY * float(M_PI);
     for (int64_t i = threadIdx.x; i < n; i += blockDim.x) best = fmaxf(best, __half2float(x[i]));
     y[threadIdx.x] = best;
 }
@@ -192,6 +195,7 @@ async def test_warnings_do_not_fail(compiler: CudaCompiler) -> None:
         ("__global__ void k(float *a) { a[0] = 1; \0}", "a NUL character in the source"),
         ("// \ud800", "a lone surrogate in the source"),
         ("//" + "x" * 1_000_000, "more than 1,000,000 bytes"),
+        ("__global__ void k(float *a) {\n    a[0] =", "an expression, at the end of the source"),
         ("__global__ int k() { return 1; }", "must have a void return type"),
     ],
 )  # fmt: skip
@@ -209,6 +213,15 @@ async def test_an_empty_source_has_no_kernels(compiler: CudaCompiler) -> None:
 async def test_headers_of_kernels_are_there(compiler: CudaCompiler) -> None:
     compiled = await compiler.compile(HEADERS)
     assert compiled.ok, compiled.log
+
+
+@pytest.mark.parametrize("name", HONEST)
+async def test_kernels_as_they_should_be_compile(compiler: CudaCompiler, name: str) -> None:
+    if name == "cooperative groups":
+        pytest.skip("the headers take a second of processor time: see the slow test")
+    compiled = await compiler.compile(HONEST[name])
+    assert compiled.ok is (name != "host code"), compiled.errors
+    assert all(kernel.spills == 0 for kernel in compiled.kernels)
 
 
 async def test_textures_compile(compiler: CudaCompiler) -> None:

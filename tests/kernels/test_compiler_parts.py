@@ -72,6 +72,22 @@ def test_a_log_becomes_diagnostics() -> None:
     assert str(diagnostics_of(LOG)[6]) == "ptxas: Ptx assembly aborted due to errors"
 
 
+def test_errors_at_the_end_of_the_source_and_notes() -> None:
+    log = """At end of source: error: expected a "}"
+kernel.cu(3): note #3196-D: to match this "{"
+      if (i < n) { x[i] =
+                 ^
+
+At end of source: catastrophic error #20: too deep
+"""
+    found = [(d.severity, d.message, d.line, d.column, d.code) for d in diagnostics_of(log)]
+    assert found == [
+        ("error", 'expected a "}", at the end of the source', None, None, ""),
+        ("note", 'to match this "{"', 3, 16, "3196-D"),
+        ("error", "too deep, at the end of the source", None, None, "20"),
+    ]
+
+
 def test_a_flood_of_diagnostics_is_cut() -> None:
     assert len(diagnostics_of("kernel.cu(1): error: x\n" * 1000)) == MAX_DIAGNOSTICS
 
