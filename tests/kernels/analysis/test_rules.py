@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("tree_sitter_cuda", reason="needs tree-sitter-cuda: ludus-rl[kernels]")
 
+import ludus
 from ludus.kernels.analysis import RULES, Finding, Severity, analyse
 from ludus.kernels.analysis.pitfalls import bank_ways
 from tests.kernels.analysis.honest import HONEST
@@ -293,6 +297,17 @@ def cases(table: dict[str, list[str]]) -> list[object]:
         pytest.param(rule, source, id=f"{rule}-{number}")
         for rule, sources in table.items()
         for number, source in enumerate(sources)
+    ]
+
+
+def test_the_documented_rules_are_these() -> None:
+    page = (Path(ludus.__file__).parents[1] / "docs" / "kernels.md").read_text(encoding="utf-8")
+    rows = [
+        line for line in page.splitlines() if re.match(r"\| `[a-z-]+` \| (safety|corr|perf)", line)
+    ]
+    assert rows == [
+        f"| `{name}` | {rule.kind} | {rule.severity} | {rule.risk:g} | {rule.summary} |"
+        for name, rule in RULES.items()
     ]
 
 
