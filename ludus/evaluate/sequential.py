@@ -1,0 +1,209 @@
+"""Always-valid tests of two variants: the evidence may be looked at after each sample.
+
+`Evidence` is a betting test of the mean of a bounded variable (Waudby-Smith and Ramdas 2024, JRSS B
+86(1), doi:10.1093/jrsssb/qkad009). A gambler with capital 1 stakes a fraction g on each value z at
+odds z / m, where m is the largest mean under the null hypothesis:
+
+    capital *= 1 - g + g z / m        fair for mean m, and at a loss below it
+
+So the null hypothesis makes the capital a nonnegative supermartingale, and by Ville's inequality it
+ever reaches 1/alpha with probability alpha at most, whenever and however often anyone looks. Nothing
+is approximate: no sample is too small. The best fraction depends on the unknown mean, so the capital
+is spread over the fractions of STAKES (a mixture of martingales is one).
+
+`Pairing` turns two streams of values into independent blocks with a number of values from each:
+
+    share of B 0.25     A A A B | A A A B       a block is 3 of A and 1 of B
+    share of B 0.5      A B | A B
+
+A block's difference of means lies in [-1, 1], and its expectation is that of B minus A, whatever the
+share was, and also if scores of one variant come later or more rarely than those of the other, as
+long as that does not depend on the scores themselves. Values of the same time meet in a block, so a
+slow drift of both variants cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from dataclasses import dataclass
+
+from ludus.core.errors import ConfigError
+
+STAKES = tuple(0.9 * 2 ** (-k / 2) for k in range(14))
+"""Fractions of the capital that are staked, 0.9 to 0.01. Small ones find small differences."""
+
+MAX_CAPITAL = 1e250
+"""The capital is not counted further: no threshold is near it, and it would overflow."""
+
+MAX_WAITING_BLOCKS = 8
+"""Blocks' worth of values of one variant that wait for values of the other; older ones are dropped.
+So the values of a block come from about the same time."""
+
+
+class Evidence:
+    """Evidence against the hypothesis that the mean of z, in [0, 1], is `mean` or less.
+
+    `switching`: the part of the capital that is spread evenly again after each value (fixed share,
+    Herbster and Warmuth 1998, doi:10.1023/A:1007424614876), with one more fraction, 0. The gambler
+    then notices a mean that rises after thousands of values below `mean`, which would have taken
+    all of the capital, at a cost of `switching` nats a value.
+
+    Errors: ConfigError if `mean` is not between 0 and 1.
+    """
+
+    def __init__(self, mean: float, switching: float = 0.0) -> None:
+        if not 0 < mean < 1:
+            raise ConfigError(f"the mean of a hypothesis must be between 0 and 1, not {mean:g}")
+        self._mean, self._switching = mean, switching
+        self._stakes = (*STAKES, 0.0) if switching else STAKES
+        self._capitals = [1.0 / len(self._stakes)] * len(self._stakes)
+        self.num_values = 0
+        self.best = 1.0
+        """The largest capital so far: the inverse of an always-valid p-value."""
+
+    @property
+    def capital(self) -> float:
+        return sum(self._capitals)
+
+    @property
+    def p_value(self) -> float:
+        """At most alpha with probability at most alpha, at all times at once."""
+        return min(1.0, 1.0 / self.best)
+
+    def add(self, z: float) -> None:
+        """Bet on one value. Errors: ConfigError if it lies outside of [0, 1]."""
+        if not 0 <= z <= 1:
+            raise ConfigError(f"a value of the test must lie in [0, 1], not {z!r}")
+        self.num_values += 1
+        gain = z / self._mean - 1.0
+        pairs = zip(self._capitals, self._stakes, strict=True)
+        self._capitals = [capital * (1.0 + stake * gain) for capital, stake in pairs]
+        total = sum(self._capitals)
+        if total > MAX_CAPITAL:
+            self._capitals = [capital * (1e200 / total) for capital in self._capitals]
+        if self._switching:
+            kept, spread = 1 - self._switching, self._switching * sum(self._capitals)
+            even = spread / len(self._capitals)
+            self._capitals = [kept * capital + even for capital in self._capitals]
+        self.best = max(self.best, total)
+
+    def rejects(self, alpha: float) -> bool:
+        """True once the hypothesis is rejected at `alpha`; it stays so."""
+        return self.best >= 1.0 / alpha
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Values of both variants that are compared with each other."""
+
+    a: tuple[float, ...]
+    b: tuple[float, ...]
+
+    @property
+    def difference(self) -> float:
+        """Mean of B minus mean of A."""
+        return sum(self.b) / len(self.b) - sum(self.a) / len(self.a)
+
+    def exceeds(self, factor: float) -> float:
+        """The share of pairs in which B's value exceeds `factor` times A's."""
+        wins = sum(b > factor * a for b in self.b for a in self.a)
+        return wins / (len(self.a) * len(self.b))
+
+
+class Pairing:
+    """Queues of the values of A and B, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._a: deque[float] = deque()
+        self._b: deque[float] = deque()
+
+    def add(self, is_b: bool, value: float, share: float) -> Block | None:
+        """Returns the block that this value completes. `share`: that of B in the traffic now."""
+        num_a, num_b = block_sizes(share)
+        queue, most = (self._b, num_b) if is_b else (self._a, num_a)
+        queue.append(value)
+        while len(queue) > max(16, MAX_WAITING_BLOCKS * most):
+            queue.popleft()
+        if len(self._a) < num_a or len(self._b) < num_b:
+            return None
+        a = tuple(self._a.popleft() for _ in range(num_a))
+        return Block(a, tuple(self._b.popleft() for _ in range(num_b)))
+
+
+def block_sizes(share: float) -> tuple[int, int]:
+    """Values of A and of B in a block: about in the proportion of the traffic, one of the rarer."""
+    if share <= 0.5:
+        return max(1, round((1 - share) / share)), 1
+    return 1, max(1, round(share / (1 - share)))
+
+
+class Difference:
+    """Is the mean of B above, or below, that of A by more than a limit? Values are in [0, 1].
+
+    `above` is evidence that B - A exceeds `floor`, `below` that B - A falls short of `ceiling`.
+    """
+
+    def __init__(
+        self, floor: float = 0.0, ceiling: float = 0.0, switching: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
+        self.above = Evidence((1 + floor) / 2, switching[0])
+        self.below = Evidence((1 - ceiling) / 2, switching[1])
+        self._pairing = Pairing()
+        self._differences = array("d")
+
+    def add(self, is_b: bool, value: float, share: float = 0.5) -> Block | None:
+        """Count a value. Errors: ConfigError if it lies outside of [0, 1]."""
+        if not 0 <= value <= 1:
+            raise ConfigError(f"a value of the test must lie in [0, 1], not {value!r}")
+        block = self._pairing.add(is_b, value, share)
+        if block is not None:
+            z = min(1.0, max(0.0, (1 + block.difference) / 2))
+            self.above.add(z)
+            self.below.add(1 - z)
+            self._differences.append(block.difference)
+        return block
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._differences)
+
+    @property
+    def estimate(self) -> float | None:
+        """Mean difference of the blocks; None before the first."""
+        return sum(self._differences) / self.num_blocks if self._differences else None
+
+    def interval(self, alpha: float) -> tuple[float, float]:
+        """The confidence interval of B - A, valid at all times at once, to 0.001.
+
+        The differences that neither a test of the lower nor one of the upper side rejects now, each
+        at alpha / 2 and without switching.
+        """
+        z = [(1 + difference) / 2 for difference in self._differences]
+        low = _lowest_mean(z, alpha / 2)
+        high = 1 - _lowest_mean([1 - value for value in z], alpha / 2)
+        return 2 * low - 1, 2 * high - 1
+
+
+def _lowest_mean(values: list[float], alpha: float) -> float:
+    """The largest m such that means of m or less are rejected; the capital falls as m grows."""
+    import numpy as np
+
+    if not values:
+        return 0.0
+    stakes_G1, values_N = np.array(STAKES)[:, None], np.array(values)
+
+    def log_capital(mean: float) -> float:
+        logs_G = np.log1p(stakes_G1 * (values_N / mean - 1)).sum(axis=1)
+        top = float(logs_G.max())
+        return top + math.log(float(np.exp(logs_G - top).mean()))
+
+    low, high = 0.0, 1.0
+    while high - low > 0.0005:
+        middle = (low + high) / 2
+        if log_capital(middle) >= -math.log(alpha):
+            low = middle
+        else:
+            high = middle
+    return low
