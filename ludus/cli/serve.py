@@ -137,10 +137,55 @@ def model(
     max_connections: MaxConnections = 8192,
     max_per_address: MaxPerAddress = 4096,
     runs_dir: RunsDir = "runs",
+    challenger: Annotated[
+        str | None,
+        typer.Option(help="A/B roll-out: a checkpoint that may replace the served one."),
+    ] = None,
+    rollout_log: Annotated[
+        str | None,
+        typer.Option(
+            help="The roll-out's log; an existing one goes on. Default: rollout-A-B.jsonl."
+        ),
+    ] = None,
+    shares: Annotated[
+        str | None,
+        typer.Option(help="Challenger's shares of sessions in %, by step; default: 5,10,25,50."),
+    ] = None,
+    min_samples: Annotated[
+        int | None,
+        typer.Option(help="Challenger's scored sessions before the next step; default: 50."),
+    ] = None,
+    step_time: Annotated[
+        float | None, typer.Option(help="Seconds that a step lasts at least; default: 300.")
+    ] = None,
+    max_samples: Annotated[
+        int | None,
+        typer.Option(help="Challenger's scored sessions until the champion stays; default: 10000."),
+    ] = None,
+    alpha: Annotated[
+        float | None,
+        typer.Option(help="Probability of a wrong end of an equal challenger; default: 0.05."),
+    ] = None,
+    margin: Annotated[
+        float | None,
+        typer.Option(help="Loss of mean score that the challenger may have; default: 0."),
+    ] = None,
+    max_error_increase: Annotated[
+        float | None,
+        typer.Option(help="Increase of the share of failed requests; default: 0.01."),
+    ] = None,
+    max_latency_ratio: Annotated[
+        float | None,
+        typer.Option(help="Factor by which requests may take longer; default: 1.5."),
+    ] = None,
+    feedback_time: Annotated[
+        float | None,
+        typer.Option(help="Seconds in which an answer can be scored; default: 86400."),
+    ] = None,
 ) -> None:
     """Serve a model over OpenAI's API. Tokens: LUDUS_TOKENS=a,b; for swaps: LUDUS_ADMIN_TOKEN."""
     from ludus.services.model.policy import ModelOverrides
-    from ludus.services.model.serving import serve_model
+    from ludus.services.model.serving import challenge_of, serve_model
     from ludus.services.server.connections import ConnectionLimits
 
     overrides: dict[str, Any] = {
@@ -149,6 +194,18 @@ def model(
         "context_length": context_length,
         "chat_template": chat_template,
         "thinking": thinking,
+    }
+    rollout = {
+        "rollout_log": rollout_log,
+        "shares": shares,
+        "min_samples": min_samples,
+        "step_time": step_time,
+        "max_samples": max_samples,
+        "alpha": alpha,
+        "margin": margin,
+        "max_error_increase": max_error_increase,
+        "max_latency_ratio": max_latency_ratio,
+        "feedback_time": feedback_time,
     }
     serve_model(
         checkpoint,
@@ -162,6 +219,7 @@ def model(
         max_turns_per_token=max_turns_per_token,
         connections=ConnectionLimits(max_connections, max_per_address),
         say=typer.echo,
+        challenge=challenge_of(challenger, rollout),
     )
 
 

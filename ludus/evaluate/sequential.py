@@ -6,9 +6,9 @@ odds z / m, where m is the largest mean under the null hypothesis:
 
     capital *= 1 - g + g z / m        fair for mean m, and at a loss below it
 
-So the null hypothesis makes the capital a nonnegative supermartingale, and by Ville's inequality it
-ever reaches 1/alpha with probability alpha at most, whenever and however often anyone looks. Nothing
-is approximate: no sample is too small. The best fraction depends on the unknown mean, so the capital
+The null hypothesis makes the capital a nonnegative supermartingale. By Ville's inequality it ever
+reaches 1/alpha with probability alpha at most, whenever and however often anyone looks. Nothing is
+approximate: no sample is too small. The best fraction depends on the unknown mean, so the capital
 is spread over the fractions of STAKES (a mixture of martingales is one).
 
 `Pairing` turns two streams of values into independent blocks with a number of values from each:
@@ -16,9 +16,9 @@ is spread over the fractions of STAKES (a mixture of martingales is one).
     share of B 0.25     A A A B | A A A B       a block is 3 of A and 1 of B
     share of B 0.5      A B | A B
 
-A block's difference of means lies in [-1, 1], and its expectation is that of B minus A, whatever the
-share was, and also if scores of one variant come later or more rarely than those of the other, as
-long as that does not depend on the scores themselves. Values of the same time meet in a block, so a
+A block's difference of means lies in [-1, 1]. Its expectation is that of B minus A, whatever the
+share was, and also if values of one variant come later or more rarely than those of the other, as
+long as that does not depend on the values themselves. Values of the same time meet in a block, so a
 slow drift of both variants cancels.
 """
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -32,6 +32,12 @@ its turns are cancelled."""
 
 SLOW_S = 2.0
 
+End = Literal["ok", "failed", "gone"]
+"""How a request ended; `gone`: the client disconnected, or read too slowly."""
+
+OnEnd = Callable[[End, float], object]
+"""Gets the end of a stream and the time.monotonic() of it: when the last token was there."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRequest:
@@ -52,6 +58,8 @@ class StreamQueue:
         self._full = full
         self.sending_since: float | None = None
         self.overflowed = False
+        self.end: End = "gone"
+        self.ended_at = 0.0
 
     def put(self, index: int, item: Any) -> None:
         if self.overflowed:
@@ -64,6 +72,8 @@ class StreamQueue:
             self._full()
             error = ApiError(408, "the client reads too slowly", kind="timeout", code="slow_client")
             index, item = -1, error
+        if isinstance(item, Completion | ApiError):
+            self.ended_at = time.monotonic()
         self._items.put_nowait((index, item))
 
     async def take(self) -> list[tuple[int, Any]]:
@@ -75,11 +85,17 @@ class StreamQueue:
 
 
 class TurnStream(StreamingResponse):
-    """A stream that cancels its turns when it ends, and where it cannot start."""
+    """A stream that cancels its turns when it ends, and where it cannot start.
 
-    def __init__(self, events: AsyncIterator[str], turns: Sequence[asyncio.Task[None]]) -> None:
+    `on_end` may be set before the stream starts; it is called once.
+    """
+
+    def __init__(
+        self, events: AsyncIterator[str], turns: Sequence[asyncio.Task[None]], queue: StreamQueue
+    ) -> None:
         super().__init__(events, media_type="text/event-stream")
-        self._turns = turns
+        self._turns, self._queue = turns, queue
+        self.on_end: OnEnd = lambda end, at: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -87,23 +103,41 @@ class TurnStream(StreamingResponse):
         finally:
             for turn in self._turns:
                 turn.cancel()
+            self.on_end(self._queue.end, self._queue.ended_at)
+
+
+class Turns:
+    """Turns under way, at most `max_turns`, and their metrics; of one engine or several."""
+
+    def __init__(self, max_turns: int, shares: Shares, registry: CollectorRegistry) -> None:
+        self._max_turns, self._shares = max_turns, shares
+        self.num_open = 0
+        self.tokens = Counter("ludus_model_tokens", "Tokens", ["kind"], registry=registry)
+        self.ends = Counter("ludus_model_turns", "Turns by end", ["end"], registry=registry)
+        gauge = Gauge("ludus_model_turns_open", "Turns being sampled", registry=registry)
+        gauge.set_function(lambda: self.num_open)
+
+    def require(self, tenant: str, number: int) -> None:
+        """Errors: ApiError 429 if the tenant cannot have so many more."""
+        if self.num_open + number > self._max_turns:
+            message = f"more than {self._max_turns} turns at a time"
+        elif not self._shares.allows(tenant, number):
+            message = f"more than {self._shares.limit} turns at a time, your share"
+        else:
+            return
+        raise ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
+
+    def add(self, tenant: str, number: int) -> None:
+        """Count more turns; fewer, if negative."""
+        self.num_open += number
+        self._shares.add(tenant, number)
 
 
 class Generator:
-    """Generates the choices of requests, at most `max_turns` concurrently."""
+    """Generates the choices of requests."""
 
-    def __init__(
-        self, engine: EngineThread, max_turns: int, shares: Shares, registry: CollectorRegistry
-    ) -> None:
-        self._engine, self._max_turns, self._shares = engine, max_turns, shares
-        self.num_open = 0
-        self._tokens = Counter("ludus_model_tokens", "Tokens", ["kind"], registry=registry)
-        self._ends = Counter("ludus_model_turns", "Turns by end", ["end"], registry=registry)
-        for name, text, value in (
-            ("turns_open", "Turns being sampled", lambda: self.num_open),
-            ("policy_version", "Version of the weights", lambda: engine.policy_version),
-        ):
-            Gauge(f"ludus_model_{name}", text, registry=registry).set_function(value)
+    def __init__(self, engine: EngineThread, turns: Turns) -> None:
+        self._engine, self.turns = engine, turns
 
     async def respond(
         self,
@@ -113,13 +147,8 @@ class Generator:
         builder: ResponseBuilder,
     ) -> Response:
         """Generate all choices and respond, as a stream if the request asks for one."""
-        if self.num_open + len(choices) > self._max_turns:
-            message = f"more than {self._max_turns} turns at a time"
-            raise ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
         tenant = client_of(request.scope).tenant
-        if not self._shares.allows(tenant, len(choices)):
-            message = f"more than {self._shares.limit} turns at a time, your share"
-            raise ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
+        self.turns.require(tenant, len(choices))
         # No await from the check to the start: another request would pass the check too.
         if body.stream:
             queue = StreamQueue(lambda: [turn.cancel() for turn in turns])
@@ -127,7 +156,7 @@ class Generator:
                 self._start(tenant, self._feed(queue, index, choice, builder))
                 for index, choice in enumerate(choices)
             ]
-            return TurnStream(self._events(request, choices, builder, queue), turns)
+            return TurnStream(self._events(request, choices, builder, queue), turns, queue)
         work = [self._start(tenant, self._generate(choice, builder)) for choice in choices]
         try:
             results = await unless_disconnected(request, asyncio.gather(*work))
@@ -142,14 +171,10 @@ class Generator:
 
     def _start(self, tenant: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a choice; it counts from now until its task ends, even if that never runs."""
-        self._count(tenant, 1)
+        self.turns.add(tenant, 1)
         task = asyncio.create_task(work)
-        task.add_done_callback(lambda _: self._count(tenant, -1))
+        task.add_done_callback(lambda _: self.turns.add(tenant, -1))
         return task
-
-    def _count(self, tenant: str, number: int) -> None:
-        self.num_open += number
-        self._shares.add(tenant, number)
 
     async def _generate(self, choice: ChoiceRequest, builder: ResponseBuilder) -> Choice:
         """Generate a choice, with alternatives and prompt scores as requested."""
@@ -216,6 +241,7 @@ class Generator:
                     if isinstance(item, Disconnected):
                         return
                     if isinstance(item, ApiError):
+                        queue.end = "failed" if item.status >= 500 else "gone"
                         yield "".join(lines) + event(item.body)
                         return
                     num_running -= isinstance(item, Completion)
@@ -223,6 +249,7 @@ class Generator:
                 queue.sending_since = time.monotonic()
                 yield "".join(lines)
                 queue.sending_since = None
+            queue.end = "ok"
             yield builder.last_events()
         finally:
             watching.cancel()
@@ -236,9 +263,9 @@ class Generator:
             end = "failed"
             raise
         finally:
-            self._ends.labels(end).inc()
-        self._tokens.labels("prompt").inc(len(choice.prompt_ids))
-        self._tokens.labels("sampled").inc(len(completion.token_ids))
+            self.turns.ends.labels(end).inc()
+        self.turns.tokens.labels("prompt").inc(len(choice.prompt_ids))
+        self.turns.tokens.labels("sampled").inc(len(completion.token_ids))
         return completion
 
 

@@ -135,11 +135,15 @@ class CommonRequest(BaseModel):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    user: str | None = Field(None, description="Ignored, as are the next four fields.")
-    metadata: dict[str, Any] | None = None
+    user: str | None = Field(
+        None, description="In an A/B roll-out, the session's key; ignored else."
+    )
+    safety_identifier: str | None = Field(None, description="Like `user`, which it replaces.")
+    metadata: dict[str, Any] | None = Field(
+        None, description="Ignored, as are the next two fields."
+    )
     store: bool | None = None
     service_tier: str | None = None
-    safety_identifier: str | None = None
 
     @property
     def choices(self) -> int:

@@ -48,8 +48,8 @@ class ResponseBuilder:
     chunk_kind: str
     scores_prompt = False
 
-    def __init__(self, prefix: str, model: str, body: CommonRequest, num_alternatives: int) -> None:
-        self._id = f"{prefix}-{secrets.token_hex(12)}"
+    def __init__(self, id: str, model: str, body: CommonRequest, num_alternatives: int) -> None:
+        self._id = id
         self._model, self._body = model, body
         self._created = int(time.time())
         self._streams: list[TextStream] = []
@@ -173,8 +173,10 @@ class ChatResponse(ResponseBuilder):
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, body: ChatRequest, renderer: Renderer, tools: bool) -> None:
-        super().__init__("chatcmpl", model, body, body.num_alternatives)
+    def __init__(
+        self, model: str, body: ChatRequest, renderer: Renderer, tools: bool, id: str = ""
+    ) -> None:
+        super().__init__(id or new_id("chatcmpl"), model, body, body.num_alternatives)
         self._wants_logprobs = bool(body.logprobs)
         self._renderer, self._tools = renderer, tools
 
@@ -239,9 +241,14 @@ class CompletionResponse(ResponseBuilder):
     kind = chunk_kind = "text_completion"
 
     def __init__(
-        self, model: str, body: CompletionRequest, tokenizer: Any, stop_ids: Sequence[int]
+        self,
+        model: str,
+        body: CompletionRequest,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        id: str = "",
     ) -> None:
-        super().__init__("cmpl", model, body, body.num_alternatives)
+        super().__init__(id or new_id("cmpl"), model, body, body.num_alternatives)
         self._wants_logprobs = body.logprobs is not None
         self._echo = bool(body.echo)
         self._tokenizer, self._stop_ids = tokenizer, stop_ids
@@ -286,6 +293,11 @@ class CompletionResponse(ResponseBuilder):
 
     def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
         return completion_logprobs(_rows(tokens), self._tokenizer) if self._wants_logprobs else None
+
+
+def new_id(prefix: str) -> str:
+    """An id that nobody can guess."""
+    return f"{prefix}-{secrets.token_hex(12)}"
 
 
 def event(data: dict[str, Any]) -> str:

@@ -14,10 +14,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from prometheus_client import Gauge
 
 from ludus.core.errors import (
     ConfigError,
@@ -33,7 +34,7 @@ from ludus.models.chat.template import well_formed
 from ludus.models.grammars import grammar_for
 from ludus.models.samplers.base import SamplingParams, Selective, check_turn, num_embeddings
 from ludus.services.model.engine import EngineThread
-from ludus.services.model.generation import ChoiceRequest, Generator, server_error
+from ludus.services.model.generation import ChoiceRequest, Generator, Turns, server_error
 from ludus.services.model.policy import ModelOverrides, Policy, fitting_weights, load_policy
 from ludus.services.model.requests import (
     UNSUPPORTED,
@@ -44,7 +45,7 @@ from ludus.services.model.requests import (
     SwapRequest,
     schema_of,
 )
-from ludus.services.model.responses import ChatResponse, CompletionResponse
+from ludus.services.model.responses import ChatResponse, CompletionResponse, new_id
 from ludus.services.server.app import ERRORS, Settings, create_app
 from ludus.services.server.auth import match_token
 from ludus.services.server.shares import Shares
@@ -80,9 +81,38 @@ def model_service(
 
     Errors: ConfigError if the configured chat template cannot be used.
     """
-    service = ModelService(policy, engine, settings, options)
-
+    turns = turns_of(settings, options)
+    service = ModelService(policy, engine, turns, options)
+    add_version(settings, lambda: engine.policy_version)
     app = create_app("model", settings, health=service.health, errors=ApiError)
+    add_routes(app, service)
+    return app
+
+
+def turns_of(settings: Settings, options: ModelOptions) -> Turns:
+    """The turns of a service, with its limits."""
+    shares = Shares(options.max_turns, options.max_turns_per_token, settings.tokens)
+    return Turns(options.max_turns, shares, settings.registry)
+
+
+def add_version(settings: Settings, version: Callable[[], int]) -> None:
+    """Add the metric of the served version."""
+    name, text = "ludus_model_policy_version", "Version of the weights"
+    Gauge(name, text, registry=settings.registry).set_function(version)
+
+
+class OpenAIRoutes(Protocol):
+    """Routes of a model, or of the two models of a roll-out."""
+
+    async def models(self) -> dict[str, Any]: ...
+    async def model(self, model: str) -> dict[str, Any]: ...
+    async def chat(self, request: Request, body: ChatRequest) -> Response: ...
+    async def complete(self, request: Request, body: CompletionRequest) -> Response: ...
+    async def swap(self, request: Request, body: SwapRequest) -> dict[str, Any]: ...
+
+
+def add_routes(app: FastAPI, service: OpenAIRoutes) -> None:
+    """Add the routes of OpenAI's API, and that of swaps."""
     common: dict[str, Any] = {"responses": ERRORS, "tags": ["openai"]}
     app.add_api_route("/v1/models", service.models, methods=["GET"], **common)
     app.add_api_route("/v1/models/{model:path}", service.model, methods=["GET"], **common)
@@ -92,14 +122,13 @@ def model_service(
     app.add_api_route(
         "/admin/weights", service.swap, methods=["POST"], responses=ERRORS, tags=["service"]
     )
-    return app
 
 
 class ModelService:
     """The routes and their shared state."""
 
     def __init__(
-        self, policy: Policy, engine: EngineThread, settings: Settings, options: ModelOptions
+        self, policy: Policy, engine: EngineThread, turns: Turns, options: ModelOptions
     ) -> None:
         self._policy, self._engine, self._options = policy, engine, options
         self._origin = policy.origin
@@ -114,12 +143,16 @@ class ModelService:
             if policy.settings.chat_template is not None:
                 raise
             self._plain, self._no_chat = None, error  # a base model: completions only
-        shares = Shares(options.max_turns, options.max_turns_per_token, settings.tokens)
-        self._generator = Generator(engine, options.max_turns, shares, settings.registry)
+        self._turns = turns
+        self._generator = Generator(engine, turns)
+
+    @property
+    def can_chat(self) -> bool:
+        return self._plain is not None
 
     def health(self) -> dict[str, Any]:
         name, version = self._options.name, self._engine.policy_version
-        return {"model": name, "policy_version": version, "turns": self._generator.num_open}
+        return {"model": name, "policy_version": version, "turns": self._turns.num_open}
 
     async def models(self) -> dict[str, Any]:
         """The list of models: the served model."""
@@ -132,6 +165,14 @@ class ModelService:
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Generate the assistant's next turn of a conversation."""
+        return await self.respond_chat(request, body, new_id("chatcmpl"))
+
+    async def complete(self, request: Request, body: CompletionRequest) -> Response:
+        """Continue a text, or token ids."""
+        return await self.respond_completion(request, body, new_id("cmpl"))
+
+    async def respond_chat(self, request: Request, body: ChatRequest, id: str) -> Response:
+        """`chat`, with the id of the answer."""
         self._check(body)
         tools = body.offered()
         renderer = await self._renderer(tools)
@@ -148,11 +189,13 @@ class ModelService:
             self._choice(prompt, body.params(limit, stop_ids, seed, grammar), "messages")
             for seed in body.seeds(body.choices)
         ]
-        builder = ChatResponse(self._options.name, body, renderer, bool(tools))
+        builder = ChatResponse(self._options.name, body, renderer, bool(tools), id)
         return await self._generator.respond(request, body, choices, builder)
 
-    async def complete(self, request: Request, body: CompletionRequest) -> Response:
-        """Continue a text, or token ids."""
+    async def respond_completion(
+        self, request: Request, body: CompletionRequest, id: str
+    ) -> Response:
+        """`complete`, with the id of the answer."""
         self._check(body)
         prompts = await self._in_reader(lambda: [self._ids(prompt) for prompt in body.prompts])
         limit = 16 if body.max_tokens is None else body.max_tokens
@@ -168,7 +211,8 @@ class ModelService:
             # max_tokens 0 samples nothing; the prompt is checked as for 1 token.
             choice = self._choice(prompt, body.params(max(1, limit), stop_ids, seed), "prompt")
             choices.append(choice if limit else ChoiceRequest(prompt, None))
-        builder = CompletionResponse(self._options.name, body, self._policy.tokenizer, stop_ids)
+        tokenizer = self._policy.tokenizer
+        builder = CompletionResponse(self._options.name, body, tokenizer, stop_ids, id)
         return await self._generator.respond(request, body, choices, builder)
 
     async def swap(self, request: Request, body: SwapRequest) -> dict[str, Any]:

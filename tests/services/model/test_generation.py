@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from ludus.models.samplers.base import Completion, SamplingParams
 from ludus.services.model.engine import PromptScores
-from ludus.services.model.generation import ChoiceRequest, Generator
+from ludus.services.model.generation import ChoiceRequest, Generator, Turns
 from ludus.services.model.requests import ApiError, CompletionRequest
 from ludus.services.server.shares import Shares
 
@@ -68,7 +68,7 @@ def asked(address: str, stream: bool = False) -> tuple[Request, Any]:
 
 def generator(engine: Engine, max_turns: int, per_tenant: int = 0) -> Generator:
     shares = Shares(max_turns, per_tenant, ())
-    return Generator(engine, max_turns, shares, CollectorRegistry())  # type: ignore[arg-type]
+    return Generator(engine, Turns(max_turns, shares, CollectorRegistry()))  # type: ignore[arg-type]
 
 
 async def settle() -> None:
@@ -91,7 +91,7 @@ async def test_requests_at_once_pass_no_limit(scores_prompt: bool, per_tenant: i
     refused = [r for r in results if isinstance(r, ApiError)]
     assert [error.status for error in refused] == [429, 429]
     assert engine.most <= 2
-    assert made.num_open == 0
+    assert made.turns.num_open == 0
     await made.respond(*asked("here"), [CHOICE] * 3, builder)  # all were given back
 
 
@@ -117,7 +117,7 @@ async def test_a_stream_that_cannot_start_gives_its_turns_back() -> None:
         with pytest.raises(ClientDisconnect):
             await response(request.scope, never, send)
         await settle()
-        assert (engine.running, made.num_open) == (0, 0)
+        assert (engine.running, made.turns.num_open) == (0, 0)
 
 
 async def test_a_cancelled_request_gives_its_turns_back() -> None:
@@ -131,4 +131,4 @@ async def test_a_cancelled_request_gives_its_turns_back() -> None:
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
         await settle()
-        assert made.num_open == 0
+        assert made.turns.num_open == 0

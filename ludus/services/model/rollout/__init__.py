@@ -1,0 +1,1 @@
+"""A/B roll-out of a challenger beside the served model."""

@@ -1,0 +1,311 @@
+"""Roll-out controller: a deterministic state machine from events to decisions.
+
+    start -> increase ... -> increase -> promote
+                 |              |
+                 +--------------+------> roll_back      hold <-> resume at any share
+
+It reads no clock, file or random number, so the same events give the same decisions: `replay` of
+the log proves it. The rules, in this order, after each event:
+
+1. hold      both variants fail (HOLD_RATE of the last WINDOW requests of each): the fault is
+             probably shared, so the share stays and nothing is decided until one of them recovers
+2. roll_back the challenger alone fails (FAIL_RATE of its last WINDOW requests)
+3. roll_back evidence that it fails more often, is slower, or scores worse than is allowed
+4. roll_back no answer after `max_samples` scored units
+5. promote   at the last share: evidence that it scores better than champion - margin
+6. increase  `min_samples` scored units and `step_s` seconds at this share
+
+Each of the four kinds of evidence has a quarter of alpha. A unit is a session (or a request without
+a session's key); only the first value of a unit counts in a test, because values of one session are
+not independent.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ludus.evaluate.sequential import Difference, Evidence, Pairing
+from ludus.services.model.rollout.events import (
+    Action,
+    Decision,
+    Ended,
+    Event,
+    RolloutSettings,
+    Scored,
+    Variant,
+)
+
+WINDOW = 20
+"""Last requests of a variant that tell whether it fails."""
+
+FAIL_RATE = 0.8
+HOLD_RATE = 0.5
+
+MIN_UNITS = 3
+"""Units of the failed requests in a window: one session that always fails is no outage."""
+
+MAX_UNSCORED = 100_000
+"""Ended requests that can be scored; older ones are forgotten."""
+
+MAX_UNITS = 1_000_000
+"""Units whose first value is remembered; older ones are forgotten."""
+
+SWITCHING = 0.0005
+"""Of the tests of degradation: see `Evidence`. A challenger may degrade after many good hours."""
+
+NUM_TESTS = 4
+
+Receipt = Literal["counted", "same_session", "repeated", "conflict", "late", "unknown", "ended"]
+"""What became of a score. `counted` and `same_session` (kept, but another score of the session has
+counted) change the state; the others do not."""
+
+Phase = Literal["running", "holding", "promoted", "rolled_back"]
+
+
+@dataclass(slots=True)
+class Request:
+    """An ended request that can be scored."""
+
+    variant: Variant
+    unit: str
+    ended_at: float
+    score: float | None = None
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one variant."""
+
+    num_requests: int = 0
+    num_failed: int = 0
+    num_gone: int = 0
+    num_scores: int = 0
+    num_scored_units: int = 0
+    sum_scores: float = 0.0
+    recent: deque[str | None] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """The last requests: the unit of a failed one, else None."""
+
+    def fails(self, rate: float) -> bool:
+        failed = [unit for unit in self.recent if unit is not None]
+        full = len(self.recent) == WINDOW
+        return full and len(failed) >= rate * WINDOW and len(set(failed)) >= MIN_UNITS
+
+
+class Controller:
+    """The state of a roll-out. `start` begins it, `apply` continues it."""
+
+    def __init__(self, settings: RolloutSettings) -> None:
+        self.settings = settings
+        self.phase: Phase = "running"
+        self.step = 0
+        self.reason = ""
+        self.now = 0.0
+        self.tallies = {variant: Tally() for variant in Variant}
+        limit = settings.max_error_increase
+        self.quality = Difference(-settings.margin, -settings.margin, (0.0, SWITCHING))
+        self.errors = Difference(floor=limit, switching=(SWITCHING, 0.0))
+        self.slower = Evidence(0.5, SWITCHING)
+        self._latencies = Pairing()
+        self._step_since = 0.0
+        self._step_scored = 0
+        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self._units: dict[str, OrderedDict[str, None]] = {
+            kind: OrderedDict() for kind in ("score", "latency", "error")
+        }
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in ("promoted", "rolled_back")
+
+    @property
+    def share(self) -> float:
+        """The challenger's share of the traffic."""
+        if self.ended:
+            return 1.0 if self.phase == "promoted" else 0.0
+        return self.settings.shares[self.step]
+
+    def start(self, t: float) -> Decision:
+        """The first decision."""
+        self.now = self._step_since = t
+        return self._decide("start", f"step 1 of {len(self.settings.shares)}")
+
+    def receipt(self, event: Scored) -> Receipt:
+        """What would become of a score; nothing changes."""
+        request = self._requests.get(event.id)
+        if request is None:
+            return "ended" if self.ended else "unknown"
+        if request.score is not None:
+            return "repeated" if request.score == event.score else "conflict"
+        if self.ended:
+            return "ended"
+        if max(event.t, self.now) - request.ended_at > self.settings.feedback_s:
+            return "late"
+        return "same_session" if request.unit in self._units["score"] else "counted"
+
+    def variant_of(self, id: str) -> Variant:
+        """The variant of an answer that can be, or was, scored. Errors: KeyError."""
+        return self._requests[id].variant
+
+    def apply(self, event: Event) -> list[Decision]:
+        """Count an event. Returns the decisions that follow from it.
+
+        Nothing follows after the end, from an id that is known already, or from a score that
+        `receipt` refuses. A clock that was set back stands still.
+        """
+        self.now = max(self.now, event.t)
+        if self.ended:
+            return []
+        if isinstance(event, Scored):
+            if self.receipt(event) not in ("counted", "same_session"):
+                return []
+            self._score(event)
+        elif event.id in self._requests:
+            return []
+        else:
+            self._end(event)
+        return self._decisions()
+
+    # Counting
+
+    def _score(self, event: Scored) -> None:
+        request = self._requests[event.id]
+        request.score = event.score
+        tally = self.tallies[request.variant]
+        tally.num_scores += 1
+        tally.sum_scores += event.score
+        if not self._first("score", request.unit):
+            return
+        tally.num_scored_units += 1
+        is_challenger = request.variant is Variant.CHALLENGER
+        self._step_scored += is_challenger
+        self.quality.add(is_challenger, event.score, self.share)
+
+    def _end(self, event: Ended) -> None:
+        tally = self.tallies[event.variant]
+        is_challenger = event.variant is Variant.CHALLENGER
+        tally.num_requests += 1
+        failed = event.end == "failed"
+        if event.end == "gone":
+            tally.num_gone += 1
+        else:
+            tally.num_failed += failed
+            tally.recent.append(event.unit if failed else None)
+            if self._first("error", event.unit):
+                self.errors.add(is_challenger, float(failed), self.share)
+        if event.end == "ok" and self._first("latency", event.unit):
+            block = self._latencies.add(is_challenger, event.seconds, self.share)
+            if block is not None:
+                self.slower.add(block.exceeds(self.settings.max_latency_ratio))
+        if not failed:
+            self._requests[event.id] = Request(event.variant, event.unit, self.now)
+            while len(self._requests) > MAX_UNSCORED:
+                self._requests.popitem(last=False)
+
+    def _first(self, kind: str, unit: str) -> bool:
+        """True if the unit has no value of this kind yet; it has one then."""
+        units = self._units[kind]
+        if unit in units:
+            return False
+        units[unit] = None
+        while len(units) > MAX_UNITS:
+            units.popitem(last=False)
+        return True
+
+    # Deciding
+
+    def _decisions(self) -> list[Decision]:
+        champion, challenger = self.tallies[Variant.CHAMPION], self.tallies[Variant.CHALLENGER]
+        if champion.fails(HOLD_RATE) and challenger.fails(HOLD_RATE):
+            if self.phase == "holding":
+                return []
+            self.phase = "holding"
+            return [self._decide("hold", "both variants fail")]
+        decisions = []
+        if self.phase == "holding":
+            self.phase = "running"
+            champion.recent.clear()  # the rarer variant would still have the failures of the outage
+            challenger.recent.clear()
+            decisions.append(self._decide("resume", "at least one variant answers again"))
+        if reason := self._degradation():
+            self.phase = "rolled_back"
+            decisions.append(self._decide("roll_back", reason))
+        elif self._may_promote():
+            self.phase = "promoted"
+            gain = f"{self.quality.estimate or 0:+.3f}"
+            told = f"quality: {gain}, above -{self.settings.margin:g}"
+            decisions.append(self._decide("promote", told))
+        elif challenger.num_scored_units >= self.settings.max_samples:
+            self.phase = "rolled_back"
+            told = f"no answer after {challenger.num_scored_units} scored sessions"
+            decisions.append(self._decide("roll_back", told))
+        elif self._step_is_over() and self.step + 1 < len(self.settings.shares):
+            self.step += 1
+            self._step_since, self._step_scored = self.now, 0
+            told = f"step {self.step + 1} of {len(self.settings.shares)}: no degradation shown"
+            decisions.append(self._decide("increase", told))
+        return decisions
+
+    def _degradation(self) -> str:
+        """Why the challenger has to go; empty if nothing is shown."""
+        alpha = self.settings.alpha / NUM_TESTS
+        champion, challenger = self.tallies[Variant.CHAMPION], self.tallies[Variant.CHALLENGER]
+        if challenger.fails(FAIL_RATE) and not champion.fails(HOLD_RATE):
+            failed = sum(unit is not None for unit in challenger.recent)
+            return f"errors: {failed} of the last {WINDOW} requests failed"
+        if self.errors.above.rejects(alpha):
+            return f"errors: more failed requests by {self.errors.estimate or 0:+.3f}"
+        if self.slower.rejects(alpha):
+            ratio = self.settings.max_latency_ratio
+            return f"latency: above {ratio:g} times the champion's in most pairs of requests"
+        if self.quality.below.rejects(alpha):
+            return f"quality: worse scores by {self.quality.estimate or 0:+.3f}"
+        return ""
+
+    def _may_promote(self) -> bool:
+        last = self.step + 1 == len(self.settings.shares)
+        alpha = self.settings.alpha / NUM_TESTS
+        return last and self._step_is_over() and self.quality.above.rejects(alpha)
+
+    def _step_is_over(self) -> bool:
+        enough = self._step_scored >= self.settings.min_samples
+        return enough and self.now - self._step_since >= self.settings.step_s
+
+    def _decide(self, action: Action, reason: str) -> Decision:
+        self.reason = reason
+        return Decision(t=self.now, action=action, share=self.share, reason=reason)
+
+    def evidence(self) -> dict[str, float]:
+        """The p-value of each test times NUM_TESTS: at alpha or below, the test has decided."""
+        tests = {
+            "better": self.quality.above,
+            "worse": self.quality.below,
+            "errors": self.errors.above,
+            "latency": self.slower,
+        }
+        return {name: min(1.0, NUM_TESTS * test.p_value) for name, test in tests.items()}
+
+    def state(self) -> dict[str, Any]:
+        """The state as `GET /rollout` shows it, without the interval."""
+        return {
+            "phase": self.phase,
+            "share": self.share,
+            "step": self.step + 1,
+            "num_steps": len(self.settings.shares),
+            "reason": self.reason,
+            "scored_in_step": self._step_scored,
+            "difference": self.quality.estimate,
+            "p_values": self.evidence(),
+            "variants": {
+                variant.value: {
+                    "requests": tally.num_requests,
+                    "failed": tally.num_failed,
+                    "gone": tally.num_gone,
+                    "scores": tally.num_scores,
+                    "scored_sessions": tally.num_scored_units,
+                    "mean_score": tally.sum_scores / tally.num_scores if tally.num_scores else None,
+                }
+                for variant, tally in self.tallies.items()
+            },
+        }
