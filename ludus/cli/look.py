@@ -19,7 +19,7 @@ from ludus.cli.options import (
     spec,
     unfinished,
 )
-from ludus.core.errors import ConfigError, did_you_mean
+from ludus.core.errors import ConfigError, did_you_mean, printable
 from ludus.core.signals import run
 
 app = typer.Typer()
@@ -71,6 +71,21 @@ def show(
         else:
             decode = _decoder(run, runs_dir)
             show_on_screen(render_trajectory(opened, run, trajectory, decode))
+
+
+@app.command()
+def rollout(
+    log: Annotated[Path, typer.Argument(help="Log of `ludus serve model A --challenger B`.")],
+) -> None:
+    """Replay the log of an A/B roll-out: the same decisions, or an error with the line."""
+    from ludus.services.model.rollout.log import replay
+    from ludus.services.model.rollout.show import render_replay
+
+    try:
+        replayed = replay(log)
+    except OSError as error:
+        raise ConfigError(f"{log}: {error.strerror}") from None
+    typer.echo(printable(render_replay(replayed)))
 
 
 @app.command()

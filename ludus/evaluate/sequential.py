@@ -131,6 +131,11 @@ class Pairing:
         a = tuple(self._a.popleft() for _ in range(num_a))
         return Block(a, tuple(self._b.popleft() for _ in range(num_b)))
 
+    def clear(self) -> None:
+        """Drop the values that wait: later ones are of another time."""
+        self._a.clear()
+        self._b.clear()
+
 
 def block_sizes(share: float) -> tuple[int, int]:
     """Values of A and of B in a block: about in the proportion of the traffic, one of the rarer."""
@@ -164,6 +169,10 @@ class Difference:
             self.below.add(1 - z)
             self._differences.append(block.difference)
         return block
+
+    def break_off(self) -> None:
+        """Begin a new block: values until now are not compared with later ones."""
+        self._pairing.clear()
 
     @property
     def num_blocks(self) -> int:

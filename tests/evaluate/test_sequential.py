@@ -23,7 +23,7 @@ from ludus.evaluate.sequential import (
 def stopped(
     rate_a: float, rate_b: float, num: int, share: float, seed: int, alpha: float = 0.05
 ) -> tuple[int, int]:
-    """Samples until one of the two tests rejects, looked at after each, and its sign; or (num, 0)."""
+    """Samples until a test rejects, looked at after each, and its sign; or (num, 0)."""
     draw, test = random.Random(seed), Difference()
     for n in range(1, num + 1):
         is_b = draw.random() < share

@@ -162,6 +162,16 @@ def served(
     if rigged:
         rigged(policy, engine)
     app = model_service(policy, engine, Settings(tokens), ModelOptions("tiny", **options))
+    try:
+        with running(app, connections) as address:
+            yield address
+    finally:
+        engine.close()
+
+
+@contextmanager
+def running(app: Any, connections: ConnectionLimits | None = None) -> Iterator[str]:
+    """An application, served in a thread; yields its address."""
     config = server_config(app, connections or ConnectionLimits())
     server = uvicorn.Server(config)
     with socket.socket() as listening:
@@ -174,5 +184,4 @@ def served(
         finally:
             server.should_exit = True
             thread.join(20)
-            engine.close()
             assert not thread.is_alive()

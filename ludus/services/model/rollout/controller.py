@@ -221,11 +221,14 @@ class Controller:
             if self.phase == "holding":
                 return []
             self.phase = "holding"
+            self.errors.break_off()
             return [self._decide("hold", "both variants fail")]
         decisions = []
         if self.phase == "holding":
             self.phase = "running"
-            champion.recent.clear()  # the rarer variant would still have the failures of the outage
+            # The rarer variant may not have had a request since: its failures are the outage's.
+            self.errors.break_off()
+            champion.recent.clear()
             challenger.recent.clear()
             decisions.append(self._decide("resume", "at least one variant answers again"))
         if reason := self._degradation():

@@ -1,0 +1,49 @@
+"""Text of a replayed roll-out."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from ludus.services.model.rollout.controller import Controller
+from ludus.services.model.rollout.log import Replay
+
+
+def render_replay(replayed: Replay) -> str:
+    """The decisions, and the state after the last event."""
+    header, controller = replayed.header, replayed.controller
+    decisions = [*replayed.decisions, *replayed.missing]
+    lines = [
+        f"champion    {header.champion}",
+        f"challenger  {header.challenger}",
+        "",
+        *(f"{_time(d.t)}  {d.action:<9}  {100 * d.share:>5.4g} %  {d.reason}" for d in decisions),
+        "",
+        *_state(controller, header.settings.alpha),
+        f"{replayed.num_events} events give these {len(decisions)} decisions again.",
+    ]
+    if replayed.missing:
+        lines.append("The last event's decisions were not written: the service ended there.")
+    return "\n".join(lines)
+
+
+def _state(controller: Controller, alpha: float) -> list[str]:
+    state = controller.state()
+    lines = [f"{'':<10}  requests  failed  scores  mean score"]
+    for name, counts in state["variants"].items():
+        mean: Any = counts["mean_score"]
+        told = "-" if mean is None else f"{mean:.3f}"
+        lines.append(
+            f"{name:<10}  {counts['requests']:>8}  {counts['failed']:>6}  {counts['scores']:>6}  "
+            f"{told:>10}"
+        )
+    if state["difference"] is not None:
+        low, high = controller.quality.interval(alpha)
+        interval = f"{100 * (1 - alpha):g} % interval {low:+.3f} to {high:+.3f}"
+        lines.append(f"difference of scores: {state['difference']:+.3f}, {interval}")
+    values = ", ".join(f"{test} {value:.2g}" for test, value in state["p_values"].items())
+    return [*lines, f"adjusted p-values: {values}", ""]
+
+
+def _time(t: float) -> str:
+    return datetime.fromtimestamp(t, UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,198 @@
+"""The log of a roll-out: replayed to the same decisions, continued after any end."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ludus
+from ludus.core.errors import ConfigError, DataError
+from ludus.core.modules import load_module
+from ludus.services.model.rollout.events import Ended, RolloutSettings, Scored, Variant
+from ludus.services.model.rollout.log import LogLost, RolloutLog, replay
+
+traffic = load_module(str(Path(ludus.__file__).parents[1] / "benchmarks" / "ab_traffic.py"))
+
+QUICK = RolloutSettings(shares=(0.1, 0.5), min_samples=10, step_s=0.0, max_samples=2000)
+
+
+def opened(path: Path, **changes: Any) -> RolloutLog:
+    given: dict[str, Any] = {
+        "champion": "a",
+        "challenger": "b",
+        "settings": QUICK,
+        "t": 0.0,
+        **changes,
+    }
+    return RolloutLog.open(path, **given)
+
+
+def recorded() -> tuple[list[Any], Any]:
+    """The events of a roll-out that ends with a promotion, and its outcome."""
+    events: list[Any] = []
+    better = traffic.Arm(score=lambda draw: float(draw.random() < 0.7))
+    outcome = traffic.simulate(QUICK, traffic.Arm(), better, 6000, 1, on_event=events.append)
+    assert outcome.action == "promote"
+    return events, outcome
+
+
+def ended(number: int = 0) -> Ended:
+    id, unit = f"id-{number}", f"unit-{number}"
+    return Ended(t=1.0, id=id, variant=Variant.CHAMPION, unit=unit, end="ok", seconds=0.5)
+
+
+def test_log_replays_to_the_same_decisions(tmp_path: Path) -> None:
+    path, (events, outcome) = tmp_path / "log.jsonl", recorded()
+    rollout = opened(path)
+    for event in events:
+        rollout.apply(event)
+    rollout.close()
+    found = replay(path)
+    assert found.decisions == outcome.decisions == rollout.decisions
+    assert found.controller.state() == rollout.controller.state()
+    assert (found.missing, found.num_events) == ([], len(events))
+
+
+def test_killed_at_any_byte_it_goes_on_to_the_same_decisions(tmp_path: Path) -> None:
+    """The log is cut at many places, also within lines; the rest of the events follows."""
+    path, (events, outcome) = tmp_path / "log.jsonl", recorded()
+    rollout = opened(path)
+    for event in events:
+        rollout.apply(event)
+    rollout.close()
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    decided = [n for n, line in enumerate(lines) if b'"decision"' in line]
+    cuts = {len(b"".join(lines[:n])) + extra for n in decided for extra in (-9, 0, 1)}
+    cuts |= {len(whole) * part // 7 for part in range(1, 7)}
+    for cut in sorted(cuts):
+        path.write_bytes(whole[:cut])
+        again = opened(path)
+        again_from = replay(path).num_events
+        for event in events[again_from:]:
+            again.apply(event)
+        again.close()
+        assert path.read_bytes().splitlines(keepends=True)[1:] == lines[1:]  # the salt may be new
+        assert again.decisions == outcome.decisions
+
+
+@pytest.mark.parametrize("start", [b"", b'{"kin', b'{"kind": "rollout", "form'])
+def test_log_cut_off_in_its_first_line_begins_anew(tmp_path: Path, start: bytes) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(start)
+    rollout = opened(path)
+    assert [decision.action for decision in rollout.decisions] == ["start"]
+    rollout.close()
+
+
+def test_file_of_something_else_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("my notes")
+    with pytest.raises(DataError, match="no complete line of a roll-out"):
+        opened(path)
+    path.write_text("my notes\n")
+    with pytest.raises(DataError, match=r"notes.txt:1: not a line of a roll-out"):
+        opened(path)
+    assert path.read_text() == "my notes\n"
+
+
+def changed(lines: list[str], number: int, **fields: Any) -> list[str]:
+    line = {**json.loads(lines[number]), **fields}
+    return [*lines[:number], json.dumps(line), *lines[number + 1 :]]
+
+
+def test_damaged_logs_are_refused_with_the_line(tmp_path: Path) -> None:
+    path, (events, _) = tmp_path / "log.jsonl", recorded()
+    rollout = opened(path)
+    for event in events:
+        rollout.apply(event)
+    rollout.close()
+    lines = path.read_text().splitlines()
+    place = next(n for n, line in enumerate(lines) if '"increase"' in line)
+    cases = [
+        (changed(lines, place, share=0.9), f":{place + 1}: increase to 90 % at"),
+        (changed(lines, place, t=1.0), "the events give increase to 50 % at"),
+        ([*lines[:place], *lines[place + 1 :]], f":{place + 1}: the events give increase"),
+        ([*lines[: place + 1], lines[place]], "is recorded, the events give no decision"),
+        (changed(lines, 0, format=9), ":1: format 9; this version reads 1"),
+        (lines[1:], ":1: the first line of a log of a roll-out is its header"),
+        ([*lines, lines[0]], "a second header"),
+        (changed(lines, 2, seconds=-1), ":3: not a line of a roll-out: seconds: "),
+        (changed(lines, 2, kind="other"), ":3: not a line of a roll-out"),
+        ([*lines[:3], "{", *lines[3:]], ":4: not a line of a roll-out"),
+    ]
+    for text, said in cases:
+        path.write_text("\n".join(text) + "\n")
+        with pytest.raises(DataError) as caught:
+            replay(path)
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"champion": "c"}, "champion was a, now c"),
+        ({"challenger": "c"}, "challenger was b, now c"),
+        (
+            {"settings": QUICK.model_copy(update={"alpha": 0.01})},
+            "alpha was 0.05, now 0.01; name another file, or give what it had",
+        ),
+    ],
+)
+def test_log_of_another_rollout_is_refused(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    path = tmp_path / "log.jsonl"
+    opened(path).close()
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=said):
+        opened(path, **changes)
+    assert path.read_bytes() == before
+
+
+def test_log_is_used_by_one_service(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    rollout = opened(path)
+    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+        opened(path)
+    rollout.close()
+    opened(path).close()
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        opened(tmp_path / "file" / "log.jsonl")
+    with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
+        opened(tmp_path)
+
+
+def test_full_disk_stops_the_rollout_and_a_restart_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log.jsonl"
+    rollout = opened(path)
+    rollout.apply(ended(1))
+    write = os.write
+
+    def half(file: int, data: bytes) -> int:
+        write(file, data[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", half)
+    with pytest.raises(LogLost, match="No space left on device"):
+        rollout.apply(ended(2))
+    monkeypatch.undo()
+    with pytest.raises(LogLost):
+        rollout.apply(ended(3))
+    rollout.close()
+    again = opened(path)
+    assert again.controller.state()["variants"]["champion"]["requests"] == 1
+    assert again.controller.receipt(Scored(t=2.0, id="id-1", score=1.0)) == "counted"
+    again.close()
+    replay(path)
