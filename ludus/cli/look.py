@@ -74,15 +74,15 @@ def show(
 
 
 @app.command()
-def rollout(
+def replay(
     log: Annotated[Path, typer.Argument(help="Log of `ludus serve model A --challenger B`.")],
 ) -> None:
     """Replay the log of an A/B roll-out: the same decisions, or an error with the line."""
-    from ludus.services.model.rollout.log import replay
+    from ludus.services.model.rollout import log as logs
     from ludus.services.model.rollout.show import render_replay
 
     try:
-        replayed = replay(log)
+        replayed = logs.replay(log)
     except OSError as error:
         raise ConfigError(f"{log}: {error.strerror}") from None
     typer.echo(printable(render_replay(replayed)))

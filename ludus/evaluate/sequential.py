@@ -11,22 +11,20 @@ reaches 1/alpha with probability alpha at most, whenever and however often anyon
 approximate: no sample is too small. The best fraction depends on the unknown mean, so the capital
 is spread over the fractions of STAKES (a mixture of martingales is one).
 
-`Pairing` turns two streams of values into independent blocks with a number of values from each:
+`Blocks` turns two streams of values into independent blocks with some values from each:
 
-    share of B 0.25     A A A B | A A A B       a block is 3 of A and 1 of B
-    share of B 0.5      A B | A B
+    A A B A | B B A | A B       a block ends as soon as it has enough of both, here one
 
-A block's difference of means lies in [-1, 1]. Its expectation is that of B minus A, whatever the
-share was, and also if values of one variant come later or more rarely than those of the other, as
-long as that does not depend on the values themselves. Values of the same time meet in a block, so a
-slow drift of both variants cancels.
+A block's difference of means lies in [-1, 1]. Its expectation is that of B minus A, whatever part
+of the traffic B had, and also if values of one variant come later or more rarely than those of the
+other, as long as that does not depend on the values themselves. Values of the same time meet in a
+block, so a drift of both variants cancels, and an outage of both disturbs two blocks at most.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections import deque
 from dataclasses import dataclass
 
 from ludus.core.errors import ConfigError
@@ -36,10 +34,6 @@ STAKES = tuple(0.9 * 2 ** (-k / 2) for k in range(14))
 
 MAX_CAPITAL = 1e250
 """The capital is not counted further: no threshold is near it, and it would overflow."""
-
-MAX_WAITING_BLOCKS = 8
-"""Blocks' worth of values of one variant that wait for values of the other; older ones are dropped.
-So the values of a block come from about the same time."""
 
 
 class Evidence:
@@ -112,57 +106,64 @@ class Block:
         return wins / (len(self.a) * len(self.b))
 
 
-class Pairing:
-    """Queues of the values of A and B, in order of arrival."""
+class Blocks:
+    """Collects values of A and B into blocks. `size`: least number of each in a block.
 
-    def __init__(self) -> None:
-        self._a: deque[float] = deque()
-        self._b: deque[float] = deque()
+    Large blocks use the values better: at equal traffic, a block's variance is that of 79 % of the
+    values with size 1, of 91 % with size 4. Small ones answer earlier.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._a: list[float] = []
+        self._b: list[float] = []
 
     def add(self, is_b: bool, value: float, share: float) -> Block | None:
         """Returns the block that this value completes. `share`: that of B in the traffic now."""
-        num_a, num_b = block_sizes(share)
-        queue, most = (self._b, num_b) if is_b else (self._a, num_a)
-        queue.append(value)
-        while len(queue) > max(16, MAX_WAITING_BLOCKS * most):
-            queue.popleft()
-        if len(self._a) < num_a or len(self._b) < num_b:
+        (self._b if is_b else self._a).append(value)
+        least_a, least_b = least_of_each(self._size, share)
+        if len(self._a) < least_a or len(self._b) < least_b:
             return None
-        a = tuple(self._a.popleft() for _ in range(num_a))
-        return Block(a, tuple(self._b.popleft() for _ in range(num_b)))
+        block = Block(tuple(self._a), tuple(self._b))
+        self.clear()
+        return block
 
     def clear(self) -> None:
-        """Drop the values that wait: later ones are of another time."""
-        self._a.clear()
-        self._b.clear()
+        """Begin a new block."""
+        self._a, self._b = [], []
 
 
-def block_sizes(share: float) -> tuple[int, int]:
-    """Values of A and of B in a block: about in the proportion of the traffic, one of the rarer."""
-    if share <= 0.5:
-        return max(1, round((1 - share) / share)), 1
-    return 1, max(1, round(share / (1 - share)))
+def least_of_each(size: int, share: float) -> tuple[int, int]:
+    """Values of A and B that a block needs: of the more frequent one, half of what comes."""
+    more = max(share, 1 - share) / min(share, 1 - share)
+    larger = round(size * max(1.0, more / 2))
+    return (larger, size) if share <= 0.5 else (size, larger)
 
 
 class Difference:
     """Is the mean of B above, or below, that of A by more than a limit? Values are in [0, 1].
 
-    `above` is evidence that B - A exceeds `floor`, `below` that B - A falls short of `ceiling`.
+    `above` is evidence that B - A exceeds `floor`, `below` that B - A falls short of `ceiling`;
+    `switching` is that of each. `size`: see `Blocks`.
     """
 
     def __init__(
-        self, floor: float = 0.0, ceiling: float = 0.0, switching: tuple[float, float] = (0.0, 0.0)
+        self,
+        floor: float = 0.0,
+        ceiling: float = 0.0,
+        switching: tuple[float, float] = (0.0, 0.0),
+        size: int = 4,
     ) -> None:
         self.above = Evidence((1 + floor) / 2, switching[0])
         self.below = Evidence((1 - ceiling) / 2, switching[1])
-        self._pairing = Pairing()
+        self._blocks = Blocks(size)
         self._differences = array("d")
 
     def add(self, is_b: bool, value: float, share: float = 0.5) -> Block | None:
         """Count a value. Errors: ConfigError if it lies outside of [0, 1]."""
         if not 0 <= value <= 1:
             raise ConfigError(f"a value of the test must lie in [0, 1], not {value!r}")
-        block = self._pairing.add(is_b, value, share)
+        block = self._blocks.add(is_b, value, share)
         if block is not None:
             z = min(1.0, max(0.0, (1 + block.difference) / 2))
             self.above.add(z)
@@ -172,7 +173,7 @@ class Difference:
 
     def break_off(self) -> None:
         """Begin a new block: values until now are not compared with later ones."""
-        self._pairing.clear()
+        self._blocks.clear()
 
     @property
     def num_blocks(self) -> int:

@@ -1,4 +1,4 @@
-"""Always-valid tests: error rates under peeking, power, robustness of the pairing."""
+"""Always-valid tests: error rates under peeking, power, robustness of the blocks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ludus.core.errors import ConfigError
 from ludus.evaluate.sequential import (
     STAKES,
     Block,
+    Blocks,
     Difference,
     Evidence,
-    Pairing,
-    block_sizes,
+    least_of_each,
 )
 
 
@@ -93,29 +93,21 @@ def test_values_outside_of_the_range_are_refused(value: float) -> None:
 
 
 def test_blocks_follow_the_share() -> None:
-    assert [block_sizes(share) for share in (0.01, 0.05, 0.25, 0.5, 0.9)] == [
-        (99, 1),
-        (19, 1),
-        (3, 1),
-        (1, 1),
-        (1, 9),
-    ]
-    pairing = Pairing()
-    assert pairing.add(True, 1.0, 0.25) is None
-    assert pairing.add(False, 0.0, 0.25) is None
-    assert pairing.add(False, 0.5, 0.25) is None
-    assert pairing.add(False, 1.0, 0.25) == Block((0.0, 0.5, 1.0), (1.0,))
+    least = [least_of_each(1, share) for share in (0.04, 0.2, 0.5, 0.8)]
+    assert least == [(12, 1), (2, 1), (1, 1), (1, 2)]
+    assert [least_of_each(4, share) for share in (0.04, 0.5)] == [(48, 4), (4, 4)]
+    blocks = Blocks(1)
+    assert blocks.add(True, 1.0, 0.25) is None
+    assert blocks.add(False, 0.0, 0.25) is None
+    assert blocks.add(False, 0.5, 0.25) == Block((0.0, 0.5), (1.0,))
+    assert blocks.add(False, 0.5, 0.5) is None
+    assert blocks.add(False, 0.7, 0.5) is None
+    assert blocks.add(True, 0.0, 0.5) == Block((0.5, 0.7), (0.0,))
+    assert blocks.add(False, 0.5, 0.5) is None
+    blocks.clear()
+    assert blocks.add(True, 0.5, 0.5) is None
     assert Block((0.0, 0.5, 1.0), (1.0,)).difference == 0.5
     assert Block((1.0, 2.0), (2.5, 5.0)).exceeds(2.0) == 0.75
-
-
-def test_values_without_a_partner_are_dropped_oldest_first() -> None:
-    pairing = Pairing()
-    for number in range(100):
-        assert pairing.add(False, float(number), 0.5) is None
-    block = pairing.add(True, 0.0, 0.5)
-    assert block is not None
-    assert block.a == (84.0,)
 
 
 def test_interval_covers_and_narrows() -> None:

@@ -146,10 +146,6 @@ class ModelService:
         self._turns = turns
         self._generator = Generator(engine, turns)
 
-    @property
-    def can_chat(self) -> bool:
-        return self._plain is not None
-
     def health(self) -> dict[str, Any]:
         name, version = self._options.name, self._engine.policy_version
         return {"model": name, "policy_version": version, "turns": self._turns.num_open}

@@ -21,7 +21,7 @@ from ludus.services.model.engine import STREAMING, EngineThread
 from ludus.services.model.policy import ModelOverrides, Policy, load_policy
 from ludus.services.model.rollout.events import RolloutSettings
 from ludus.services.model.rollout.log import RolloutLog
-from ludus.services.model.rollout.service import rollout_service
+from ludus.services.model.rollout.service import require_alike, rollout_service
 from ludus.services.model.service import ModelOptions, model_service
 from ludus.services.server.app import Settings
 from ludus.services.server.auth import admin_token, client_tokens
@@ -111,6 +111,7 @@ def serve_model(
             app, told = model_service(policy, engine, settings, options), policy.origin
         else:
             other = load_policy(challenge.checkpoint, runs_dir, overrides)
+            require_alike(policy, other)
             rollout = held.enter_context(closing(_open_log(challenge, policy, other)))
             engines = [
                 held.enter_context(closing(make_engine(one, sampler, folder / part)))

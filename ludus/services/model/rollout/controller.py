@@ -7,9 +7,9 @@
 It reads no clock, file or random number, so the same events give the same decisions: `replay` of
 the log proves it. The rules, in this order, after each event:
 
-1. hold      both variants fail (HOLD_RATE of the last WINDOW requests of each): the fault is
-             probably shared, so the share stays and nothing is decided until one of them recovers
-2. roll_back the challenger alone fails (FAIL_RATE of its last WINDOW requests)
+1. hold      both variants fail (HOLD_RATE of a window's requests of each): the fault is probably
+             shared, so the share stays and nothing is decided until one of them recovers
+2. roll_back the challenger alone fails (FAIL_RATE of its requests of a window)
 3. roll_back evidence that it fails more often, is slower, or scores worse than is allowed
 4. roll_back no answer after `max_samples` scored units
 5. promote   at the last share: evidence that it scores better than champion - margin
@@ -22,11 +22,11 @@ not independent.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ludus.evaluate.sequential import Difference, Evidence, Pairing
+from ludus.evaluate.sequential import Blocks, Difference, Evidence
 from ludus.services.model.rollout.events import (
     Action,
     Decision,
@@ -38,7 +38,7 @@ from ludus.services.model.rollout.events import (
 )
 
 WINDOW = 20
-"""Last requests of a variant that tell whether it fails."""
+"""A window ends with so many requests of each variant: both rates are of the same time."""
 
 FAIL_RATE = 0.8
 HOLD_RATE = 0.5
@@ -84,13 +84,18 @@ class Tally:
     num_scores: int = 0
     num_scored_units: int = 0
     sum_scores: float = 0.0
-    recent: deque[str | None] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """The last requests: the unit of a failed one, else None."""
+
+
+@dataclass(slots=True)
+class Window:
+    """Requests of one variant since the last window ended."""
+
+    num: int = 0
+    failed: list[str] = field(default_factory=list)
+    """Units of the failed requests."""
 
     def fails(self, rate: float) -> bool:
-        failed = [unit for unit in self.recent if unit is not None]
-        full = len(self.recent) == WINDOW
-        return full and len(failed) >= rate * WINDOW and len(set(failed)) >= MIN_UNITS
+        return len(self.failed) >= rate * self.num and len(set(self.failed)) >= MIN_UNITS
 
 
 class Controller:
@@ -105,12 +110,13 @@ class Controller:
         self.tallies = {variant: Tally() for variant in Variant}
         limit = settings.max_error_increase
         self.quality = Difference(-settings.margin, -settings.margin, (0.0, SWITCHING))
-        self.errors = Difference(floor=limit, switching=(SWITCHING, 0.0))
+        self.errors = Difference(floor=limit, switching=(SWITCHING, 0.0), size=1)
         self.slower = Evidence(0.5, SWITCHING)
-        self._latencies = Pairing()
+        self._latencies = Blocks(1)
         self._step_since = 0.0
         self._step_scored = 0
         self._requests: OrderedDict[str, Request] = OrderedDict()
+        self._window = {variant: Window() for variant in Variant}
         self._units: dict[str, OrderedDict[str, None]] = {
             kind: OrderedDict() for kind in ("score", "latency", "error")
         }
@@ -191,7 +197,10 @@ class Controller:
             tally.num_gone += 1
         else:
             tally.num_failed += failed
-            tally.recent.append(event.unit if failed else None)
+            window = self._window[event.variant]
+            window.num += 1
+            if failed:
+                window.failed.append(event.unit)
             if self._first("error", event.unit):
                 self.errors.add(is_challenger, float(failed), self.share)
         if event.end == "ok" and self._first("latency", event.unit):
@@ -216,47 +225,49 @@ class Controller:
     # Deciding
 
     def _decisions(self) -> list[Decision]:
-        champion, challenger = self.tallies[Variant.CHAMPION], self.tallies[Variant.CHALLENGER]
-        if champion.fails(HOLD_RATE) and challenger.fails(HOLD_RATE):
-            if self.phase == "holding":
-                return []
-            self.phase = "holding"
-            self.errors.break_off()
-            return [self._decide("hold", "both variants fail")]
         decisions = []
+        failing = ""
+        if min(window.num for window in self._window.values()) >= WINDOW:
+            champion, challenger = (self._window[variant] for variant in Variant)
+            both = champion.fails(HOLD_RATE) and challenger.fails(HOLD_RATE)
+            if both != (self.phase == "holding"):
+                self.phase = "holding" if both else "running"
+                self.errors.break_off()  # pairs nothing of an outage with what came after it
+                action: Action = "hold" if both else "resume"
+                told = "both variants fail" if both else "at least one variant answers again"
+                decisions.append(self._decide(action, told))
+            if challenger.fails(FAIL_RATE) and not champion.fails(HOLD_RATE):
+                failing = f"{len(challenger.failed)} of {challenger.num} requests failed"
+            self._window = {variant: Window() for variant in Variant}
         if self.phase == "holding":
-            self.phase = "running"
-            # The rarer variant may not have had a request since: its failures are the outage's.
-            self.errors.break_off()
-            champion.recent.clear()
-            challenger.recent.clear()
-            decisions.append(self._decide("resume", "at least one variant answers again"))
-        if reason := self._degradation():
+            return decisions
+        return decisions + self._next(failing)
+
+    def _next(self, failing: str) -> list[Decision]:
+        """The decision about the share, if there is one. `failing`: the challenger alone fails."""
+        scored = self.tallies[Variant.CHALLENGER].num_scored_units
+        if reason := self._degradation(failing):
             self.phase = "rolled_back"
-            decisions.append(self._decide("roll_back", reason))
-        elif self._may_promote():
+            return [self._decide("roll_back", reason)]
+        if self._may_promote():
             self.phase = "promoted"
-            gain = f"{self.quality.estimate or 0:+.3f}"
-            told = f"quality: {gain}, above -{self.settings.margin:g}"
-            decisions.append(self._decide("promote", told))
-        elif challenger.num_scored_units >= self.settings.max_samples:
+            told = f"{self.quality.estimate or 0:+.3f}, above -{self.settings.margin:g}"
+            return [self._decide("promote", f"quality: {told}")]
+        if scored >= self.settings.max_samples:
             self.phase = "rolled_back"
-            told = f"no answer after {challenger.num_scored_units} scored sessions"
-            decisions.append(self._decide("roll_back", told))
-        elif self._step_is_over() and self.step + 1 < len(self.settings.shares):
+            return [self._decide("roll_back", f"no answer after {scored} scored sessions")]
+        if self._step_is_over() and self.step + 1 < len(self.settings.shares):
             self.step += 1
             self._step_since, self._step_scored = self.now, 0
             told = f"step {self.step + 1} of {len(self.settings.shares)}: no degradation shown"
-            decisions.append(self._decide("increase", told))
-        return decisions
+            return [self._decide("increase", told)]
+        return []
 
-    def _degradation(self) -> str:
+    def _degradation(self, failing: str) -> str:
         """Why the challenger has to go; empty if nothing is shown."""
         alpha = self.settings.alpha / NUM_TESTS
-        champion, challenger = self.tallies[Variant.CHAMPION], self.tallies[Variant.CHALLENGER]
-        if challenger.fails(FAIL_RATE) and not champion.fails(HOLD_RATE):
-            failed = sum(unit is not None for unit in challenger.recent)
-            return f"errors: {failed} of the last {WINDOW} requests failed"
+        if failing:
+            return f"errors: {failing}"
         if self.errors.above.rejects(alpha):
             return f"errors: more failed requests by {self.errors.estimate or 0:+.3f}"
         if self.slower.rejects(alpha):

@@ -83,10 +83,7 @@ def rollout_service(
     options: ModelOptions,
     rollout: RolloutLog,
 ) -> FastAPI:
-    """The application; the caller closes the engines and the log.
-
-    Errors: ConfigError if one variant would refuse requests that the other one takes.
-    """
+    """The application; the caller closes the engines and the log."""
     service = RolloutService(champion, challenger, settings, options, rollout)
     marked = Middleware(VariantHeader)
     app = create_app("model", settings, health=service.health, errors=ApiError, middleware=[marked])
@@ -116,7 +113,6 @@ class RolloutService:
             variant: ModelService(policy, engine, turns, options)
             for variant, (policy, engine) in loaded.items()
         }
-        self._require_alike(champion[0], challenger[0])
         self._open: set[str] = set()
         self._metrics = RolloutMetrics(settings.registry, lambda: self._share, self._controller)
         for decision in rollout.decisions:
@@ -269,21 +265,29 @@ class RolloutService:
         self._metrics.feedback.labels(receipt).inc()
         return ApiError(status, message, param="id", code=receipt)
 
-    def _require_alike(self, champion: Policy, challenger: Policy) -> None:
-        """Errors: ConfigError if one variant would refuse requests that the other one takes."""
-        lengths = [policy.settings.context_length for policy in (champion, challenger)]
-        if lengths[0] != lengths[1]:
-            raise ConfigError(
-                f"--challenger: its context length is {lengths[1]}, the champion's {lengths[0]}: "
-                f"give --context-length {min(lengths)}"
-            )
-        chats = [self._services[variant].can_chat for variant in Variant]
-        if chats[0] != chats[1]:
-            without = (champion if chats[1] else challenger).origin
-            raise ConfigError(
-                f"--challenger: {without} has no chat template, the other model has one: "
-                "give --chat-template"
-            )
+
+def require_alike(champion: Policy, challenger: Policy) -> None:
+    """Errors: ConfigError if one variant would refuse requests that the other one takes."""
+    lengths = [policy.settings.context_length for policy in (champion, challenger)]
+    if lengths[0] != lengths[1]:
+        raise ConfigError(
+            f"--challenger: its context length is {lengths[1]}, the champion's {lengths[0]}: "
+            f"give --context-length {min(lengths)}"
+        )
+    mute = [policy.origin for policy in (champion, challenger) if not _can_chat(policy)]
+    if len(mute) == 1:
+        raise ConfigError(
+            f"--challenger: {mute[0]} has no chat template, the other model has one: "
+            "give --chat-template"
+        )
+
+
+def _can_chat(policy: Policy) -> bool:
+    try:
+        policy.renderer()
+    except ConfigError:
+        return False
+    return True
 
 
 def hashed(salt: str, *parts: str) -> tuple[str, float]:

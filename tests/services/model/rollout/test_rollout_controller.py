@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def test_degraded_challenger_is_rolled_back(challenger: Any, cause: str) -> None
 
 
 def test_challenger_that_fails_has_few_requests() -> None:
-    assert max(outcome.num_challenged for outcome in ends_of(Arm(fail_rate=1.0))) <= rules.WINDOW
+    assert max(outcome.num_challenged for outcome in ends_of(Arm(fail_rate=1.0))) <= 20
 
 
 def test_degradation_after_long_good_operation_is_noticed() -> None:
@@ -223,14 +224,13 @@ def test_both_failing_holds_until_one_recovers() -> None:
     assert play.actions == ["start", "hold"]
     assert play.controller.phase == "holding"
     assert play.controller.share == 0.1
-    for _ in range(60):
-        play.scored(A, 0.5)  # the champion recovers first; the challenger has had no request yet
-    assert play.actions == ["start", "hold", "resume"]
-    for _ in range(60):
+    for _ in range(100):
+        play.scored(A, 0.5)  # the challenger has had no request since: nothing is known of it
+    assert play.actions == ["start", "hold"]
+    for _ in range(100):
         play.scored(A, 0.5)
         play.scored(B, 0.5)
-    assert play.actions[:4] == ["start", "hold", "resume", "increase"]
-    assert "roll_back" not in play.actions
+    assert play.actions == ["start", "hold", "resume", "increase"]
 
 
 def test_challenger_that_does_not_recover_is_rolled_back() -> None:
@@ -253,6 +253,19 @@ def test_failing_champion_alone_decides_nothing() -> None:
     assert play.actions == ["start"]
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("good", [0, 40])
+def test_outage_of_both_is_never_blamed_on_the_challenger(share: float, good: int) -> None:
+    """From the first request on, or after good ones; whichever variant has more of the traffic."""
+    for seed in range(50):
+        draw, play = random.Random(seed), Play(QUICK.model_copy(update={"shares": (share,)}))
+        for number in range(good + 1000):
+            variant = B if draw.random() < share else A
+            play.request(variant, "ok" if number < good or number > good + 200 else "failed")
+        assert play.actions in (["start"], ["start", "hold", "resume"])
+        assert play.controller.phase == "running"
+
+
 def test_one_session_that_always_fails_is_no_outage() -> None:
     play = Play()
     for _ in range(50):
@@ -270,7 +283,7 @@ def test_sessions_that_fail_later_are_an_outage() -> None:
             play.request(A, unit=f"a{number}")
             play.request(B, end, unit=f"b{number}")
     assert play.actions == ["start", "roll_back"]
-    assert play.decisions[-1].reason == "errors: 16 of the last 20 requests failed"
+    assert play.decisions[-1].reason == "errors: 20 of 20 requests failed"
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,12 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from model_world import make_folder
+from model_world import make_folder, slowly
 from rollout_service import QUICK, challenged
 from service_world import until
 
@@ -51,6 +52,10 @@ def feedback(url: str, id: str, score: Any) -> httpx.Response:
 
 def state(url: str) -> Any:
     return httpx.get(f"{url}/rollout").raise_for_status().json()
+
+
+def slow(sampler: Any) -> None:
+    slowly(None, SimpleNamespace(sampler=sampler))
 
 
 def fails() -> Any:
@@ -161,15 +166,18 @@ def test_late_score_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> No
         assert (answer.status_code, answer.json()["error"]["code"]) == (410, "late")
 
 
-def test_answer_under_way_cannot_be_scored(url: str) -> None:
+def test_answer_under_way_cannot_be_scored(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    rigged = dict.fromkeys(Variant, slow)
     body = {**ASKED, "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as stream:
-        variant = stream.headers["x-ludus-variant"]
-        first = next(line for line in stream.iter_lines() if line.startswith("data: {"))
-        id = json.loads(first.removeprefix("data: "))["id"]
-        assert feedback(url, id, 1.0).json()["error"]["code"] == "unfinished"
-    until(lambda: state(url)["variants"][variant]["gone"] == 1)
-    assert feedback(url, id, 0.0).json() == {"status": "counted"}  # it was not liked
+    with challenged(*folders, tmp_path / "log", settings=IDLE, rigged=rigged) as url:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as stream:
+            variant = stream.headers["x-ludus-variant"]
+            lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
+            first = next(lines)
+            id = json.loads(first.removeprefix("data: "))["id"]
+            assert feedback(url, id, 1.0).json()["error"]["code"] == "unfinished"
+        until(lambda: state(url)["variants"][variant]["gone"] == 1)
+        assert feedback(url, id, 0.0).json() == {"status": "counted"}  # it was not liked
 
 
 def test_stream_counts_when_it_ends(url: str) -> None:
@@ -187,20 +195,20 @@ def test_refused_requests_are_no_failures(url: str) -> None:
     assert all(v["requests"] == 0 for v in state(url)["variants"].values())
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_failing_challenger_is_rolled_back(
     folders: tuple[Path, Path], tmp_path: Path, stream: bool
 ) -> None:
     log = tmp_path / "log.jsonl"
     with challenged(*folders, log, rigged={Variant.CHALLENGER: fails()}) as url:
-        for _ in range(100):
+        for _ in range(60):
             complete(url, stream=stream)
         told = state(url)
         assert told["phase"] == "rolled_back"
         assert told["reason"].startswith("errors: ")
         assert [d["action"] for d in told["decisions"]] == ["start", "roll_back"]
         num = told["variants"]["challenger"]["requests"]
-        assert told["variants"]["challenger"]["failed"] == num <= 20
+        assert told["variants"]["challenger"]["failed"] == num <= 60
         for _ in range(5):
             answer = complete(url)
             assert (answer.status_code, answer.headers["x-ludus-variant"]) == (200, "champion")
@@ -209,6 +217,7 @@ def test_failing_challenger_is_rolled_back(
     assert replay(log).decisions[-1].action == "roll_back"
 
 
+@pytest.mark.slow
 def test_model_that_crashes_is_a_failure(folders: tuple[Path, Path], tmp_path: Path) -> None:
     def crash(sampler: Any) -> None:
         def broken(*args: Any, **more: Any) -> Any:
@@ -218,7 +227,7 @@ def test_model_that_crashes_is_a_failure(folders: tuple[Path, Path], tmp_path: P
 
     rigged = {Variant.CHAMPION: crash, Variant.CHALLENGER: crash}
     with challenged(*folders, tmp_path / "log", rigged=rigged) as url:
-        for _ in range(120):
+        for _ in range(80):
             answer = complete(url)
             assert answer.status_code == 500
             assert answer.headers["x-ludus-variant"] in set(Variant)
@@ -229,6 +238,7 @@ def test_model_that_crashes_is_a_failure(folders: tuple[Path, Path], tmp_path: P
         assert told["share"] == 0.5
 
 
+@pytest.mark.slow
 def test_better_challenger_is_promoted_and_stays_after_a_restart(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
