@@ -190,6 +190,8 @@ class RolloutLog:
         return decisions
 
     def close(self) -> None:
+        """Close the log; later events are refused."""
+        self.lost = f"{self.path} is closed"
         os.close(self._file)
         self._locked.close()
 

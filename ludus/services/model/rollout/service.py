@@ -189,13 +189,13 @@ class RolloutService:
         """State, evidence and decisions of the roll-out."""
         header, controller = self._rollout.header, self._controller
         # In a thread: with ten thousand scores it takes tens of milliseconds.
-        interval = await asyncio.to_thread(controller.quality.interval, header.settings.alpha)
+        interval = await asyncio.to_thread(controller.interval)
         return {
             "champion": header.champion,
             "challenger": header.challenger,
             **controller.state(),
             "share": self._share,
-            "interval": interval if controller.quality.num_blocks else None,
+            "interval": interval,
             "log_error": self._rollout.lost or None,
             "settings": header.settings.model_dump(),
             "decisions": [d.model_dump(exclude={"kind"}) for d in self._rollout.decisions],

@@ -38,8 +38,8 @@ def _state(controller: Controller, alpha: float) -> list[str]:
             f"{told:>10}"
         )
     if state["difference"] is not None:
-        low, high = controller.quality.interval(alpha)
-        interval = f"{100 * (1 - alpha):g} % interval {low:+.3f} to {high:+.3f}"
+        low, high = controller.interval()
+        interval = f"{100 * (1 - alpha / 2):g} % interval {low:+.3f} to {high:+.3f}"
         lines.append(f"difference of scores: {state['difference']:+.3f}, {interval}")
     values = ", ".join(f"{test} {value:.2g}" for test, value in state["p_values"].items())
     return [*lines, f"adjusted p-values: {values}", ""]
