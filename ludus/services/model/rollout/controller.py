@@ -301,7 +301,7 @@ class Controller:
         return {name: min(1.0, NUM_TESTS * test.p_value) for name, test in tests.items()}
 
     def interval(self) -> tuple[float, float]:
-        """The difference's interval at confidence 1 - alpha / 2: a side for each test of quality."""
+        """The difference at confidence 1 - alpha / 2, a side for each test of quality."""
         return self.quality.interval(2 * self.settings.alpha / NUM_TESTS)
 
     def state(self) -> dict[str, Any]:
