@@ -296,7 +296,8 @@ def page(results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tests", type=int, default=1000, help="A/A tests and roll-outs a case")
+    parser.add_argument("--tests", type=int, default=1000, help="A/A tests a case")
+    parser.add_argument("--rollouts", type=int, default=400, help="of the first case")
     parser.add_argument("--length", type=int, default=5000, help="samples of an A/A test")
     parser.add_argument("--power-tests", type=int, default=400)
     parser.add_argument("--requests", type=int, default=10_000, help="of a simulated roll-out")
@@ -308,7 +309,7 @@ def main() -> None:
         same = [pool.submit(false_positives, c, options.tests, options.length) for c in SAME]
         other = [pool.submit(power, case, options.power_tests) for case in OTHER]
         played = [
-            pool.submit(rollouts, case, num_of(case, options.tests), options.requests)
+            pool.submit(rollouts, case, num_of(case, options.rollouts), options.requests)
             for case in ROLLOUTS
         ]
         results: dict[str, Any] = {
@@ -328,9 +329,9 @@ def main() -> None:
     print(page(results))
 
 
-def num_of(case: str, num_tests: int) -> int:
+def num_of(case: str, num: int) -> int:
     """Roll-outs to play: the wrong ends of equal models are rare, so they need most."""
-    return num_tests if case == "equal" else max(1, num_tests // 4)
+    return num if case == "equal" else max(1, num // 4)
 
 
 if __name__ == "__main__":

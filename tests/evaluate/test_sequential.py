@@ -93,10 +93,9 @@ def test_values_outside_of_the_range_are_refused(value: float) -> None:
 
 
 def test_blocks_follow_the_share() -> None:
-    least = [least_of_each(1, share) for share in (0.04, 0.2, 0.5, 0.8)]
+    least = [least_of_each(share) for share in (0.04, 0.2, 0.5, 0.8)]
     assert least == [(12, 1), (2, 1), (1, 1), (1, 2)]
-    assert [least_of_each(4, share) for share in (0.04, 0.5)] == [(48, 4), (4, 4)]
-    blocks = Blocks(1)
+    blocks = Blocks()
     assert blocks.add(True, 1.0, 0.25) is None
     assert blocks.add(False, 0.0, 0.25) is None
     assert blocks.add(False, 0.5, 0.25) == Block((0.0, 0.5), (1.0,))

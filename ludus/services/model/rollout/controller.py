@@ -110,9 +110,9 @@ class Controller:
         self.tallies = {variant: Tally() for variant in Variant}
         limit = settings.max_error_increase
         self.quality = Difference(-settings.margin, -settings.margin, (0.0, SWITCHING))
-        self.errors = Difference(floor=limit, switching=(SWITCHING, 0.0), size=1)
+        self.errors = Difference(floor=limit, switching=(SWITCHING, 0.0))
         self.slower = Evidence(0.5, SWITCHING)
-        self._latencies = Blocks(1)
+        self._latencies = Blocks()
         self._step_since = 0.0
         self._step_scored = 0
         self._requests: OrderedDict[str, Request] = OrderedDict()
