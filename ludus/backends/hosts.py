@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, cast
 
 from ludus.backends import BACKENDS
+from ludus.config.reference import keys
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError
 from ludus.core.types import Spec
@@ -155,11 +156,14 @@ class Table:
 
     Args:
         host: its name.
+        rows: in any order; the table has that of the recipe's keys.
         others: the back ends that honour what this host refuses.
     """
 
     def __init__(self, host: str, rows: Sequence[Key], others: Sequence[str] = ("local",)) -> None:
-        self.host, self.rows, self.others = host, tuple(rows), tuple(others)
+        order = [entry.key.replace(".NAME", "") for entry in keys(RunConfig)]
+        self.host, self.others = host, tuple(others)
+        self.rows = tuple(sorted(rows, key=lambda row: order.index(row.key)))
         self._by_key = {row.key: row for row in rows}
 
     def row(self, key: str) -> Key | None:

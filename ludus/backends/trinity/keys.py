@@ -8,12 +8,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import ceil
 from typing import Any
 
 from ludus.backends.hosts import Table, adapted, mapped, refused
-from ludus.config.schema import RLConfig, RunConfig
-from ludus.judges import JUDGES
+from ludus.backends.shared_keys import SHORT_DTYPES, rl_of, schedule_fault, shared_rows
+from ludus.config.schema import RunConfig
 
 ROLLOUT, VERL = "explorer.rollout_model", "trainer.trainer_config"
 ACTOR, REFERENCE = f"{VERL}.actor", f"{VERL}.ref"
@@ -23,12 +24,8 @@ _KL = {"k1": "k1", "k2": "k2", "k3": "low_var_kl"}
 _ARGS = {"clip_low", "clip_high", "entropy_bonus", "kl_coefficient", "kl_kind", "kl_in"}
 
 
-def _rl(config: RunConfig) -> RLConfig:
-    return config.rl or RLConfig()
-
-
 def _algorithm(config: RunConfig) -> dict[str, Any]:
-    args = _rl(config).algorithm.args
+    args = rl_of(config).algorithm.args
     coefficient = args.get("kl_coefficient", 0.0)
     return {
         # Trinity's dapo is its grpo without a reference model: the rest is set here.
@@ -69,19 +66,13 @@ def _algorithm_fault(config: RunConfig) -> str | None:
 
 
 def _tokens(config: RunConfig) -> dict[str, Any]:
-    limit = _rl(config).tokens_per_batch
+    limit = rl_of(config).tokens_per_batch
     return {"trainer.use_dynamic_bsz": True, "trainer.max_token_len_per_gpu": limit}
 
 
 def _warmup(config: RunConfig) -> dict[str, Any]:
-    rl = _rl(config)
+    rl = rl_of(config)
     return {f"{OPTIMIZER}.lr_warmup_steps": ceil(rl.optimizer.warmup_steps / rl.epochs) or -1}
-
-
-def _schedule_fault(config: RunConfig) -> str | None:
-    if _rl(config).optimizer.schedule == "linear":
-        return "Trinity has the schedules constant and cosine"
-    return None
 
 
 def _lengths(config: RunConfig) -> dict[str, Any]:
@@ -95,7 +86,7 @@ def _lengths(config: RunConfig) -> dict[str, Any]:
 
 
 def _model_dtype(config: RunConfig) -> dict[str, Any]:
-    short = {"float32": "fp32", "bfloat16": "bf16"}[config.model.dtype]
+    short = SHORT_DTYPES[config.model.dtype]
     return {
         f"{ROLLOUT}.dtype": config.model.dtype,
         f"{ACTOR}.fsdp_config.model_dtype": short,
@@ -109,7 +100,7 @@ def _everywhere(*names: str) -> tuple[str, ...]:
 
 
 def _learner_dtype(config: RunConfig) -> dict[str, Any]:
-    short = {"float32": "fp32", "bfloat16": "bf16"}[config.learner.dtype]
+    short = SHORT_DTYPES[config.learner.dtype]
     return dict.fromkeys(_everywhere("fsdp_config.mixed_precision.param_dtype"), short)
 
 
@@ -132,15 +123,10 @@ def _seed(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _judge_fault(config: RunConfig) -> str | None:
-    if config.judge is not None and hasattr(JUDGES.load(config.judge.name), "score_groups"):
-        return "it scores the groups of a step together, and Trinity's runners play them apart"
-    return None
-
-
 NEVER = 2**31 - 1
 
 _ROWS = (
+    *shared_rows("Trinity", "Trinity's runners"),
     mapped("name", note="ludus: the name of the run's folder"),
     adapted(
         "seed",
@@ -152,9 +138,6 @@ _ROWS = (
         value=_seed,
     ),
     mapped("backend", note="`backend.args.trinity` holds Trinity's own keys"),
-    mapped("runs_dir", note="ludus, in the process of `ludus train`"),
-    mapped("store", note="ludus, in the process of `ludus train`"),
-    refused("mirror", "Trinity's checkpoints are not copied to the mirror"),
     mapped(
         "model.path",
         "model.model_path",
@@ -167,8 +150,6 @@ _ROWS = (
         note="ludus makes the model and writes it as a Hugging Face folder for Trinity",
         value=lambda config: {},
     ),
-    mapped("model.tokenizer", note="ludus renders and parses; Trinity never tokenises"),
-    mapped("model.chat_template", note="ludus renders and parses"),
     mapped("model.thinking", note="ludus; a conversation with branches gives several experiences"),
     mapped(
         "model.context_length",
@@ -184,8 +165,6 @@ _ROWS = (
         value=_model_dtype,
     ),
     mapped("model.device", note="ludus: the changes for a CPU, or none"),
-    refused("model.tf32", "Trinity has no key for TF32", False),
-    refused("model.lora", "it keeps adapters in a form of its own, which ludus cannot read back"),
     refused(
         "sampler",
         "Trinity samples with its own engine",
@@ -196,7 +175,6 @@ _ROWS = (
         *_everywhere("fsdp_config.mixed_precision.param_dtype"),
         value=_learner_dtype,
     ),
-    adapted("learner.share_prefixes", note="verl computes the prefix of each row by itself"),
     mapped("learner.gradient_checkpointing", f"{VERL}.model.enable_gradient_checkpointing"),
     mapped(
         "learner.compile",
@@ -204,22 +182,6 @@ _ROWS = (
         *_everywhere("fsdp_config.use_torch_compile"),
         value=_compile,
     ),
-    refused("learner.master_weights", "verl rounds to nearest", "float32"),
-    mapped("env"),
-    refused("agent", "agents of the user's call the model over HTTP, which the runners lack"),
-    refused("roles", "Trinity trains one policy", {}),
-    refused("policies", "Trinity trains one policy", {}),
-    mapped("judge", fault=_judge_fault),
-    mapped("tools"),
-    mapped("limits"),
-    mapped("tasks", note="ludus: readers, mixtures and their order, epoch by epoch"),
-    refused("tasks.curriculum", "the tasks of all steps are chosen before Trinity starts"),
-    mapped("rollout.format"),
-    mapped("rollout.tool_calls"),
-    mapped("rollout.markers"),
-    mapped("rollout.system_prompt"),
-    mapped("rollout.max_turns"),
-    mapped("rollout.max_tokens_per_turn"),
     mapped("rollout.temperature", "model.temperature"),
     mapped("rollout.top_p", note="ludus, in each turn"),
     mapped("rollout.top_k", note="ludus, in each turn"),
@@ -229,13 +191,6 @@ _ROWS = (
         note="a runner plays one group at a time (`explorer.runner_per_model`), of which it plays "
         "this many episodes, divided among the runners, at once",
     ),
-    mapped("rollout.episode_deadline_s"),
-    mapped("rollout.step_deadline_s"),
-    mapped("rollout.max_retries"),
-    adapted("rollout.deterministic", note="without effect: vLLM's batches depend on timing"),
-    mapped("rollout.parts"),
-    mapped("demonstrations", note="ludus, before Trinity starts"),
-    mapped("sft", note="ludus' local back end, before Trinity starts"),
     mapped(
         "rl.algorithm",
         "algorithm.algorithm_type",
@@ -260,7 +215,6 @@ _ROWS = (
     ),
     mapped("rl.groups_per_step", "buffer.batch_size"),
     mapped("rl.group_size", "algorithm.repeat_times"),
-    mapped("rl.horizon"),
     mapped("rl.epochs", f"{ACTOR}.ppo_epochs"),
     refused(
         "rl.minibatches",
@@ -280,13 +234,13 @@ _ROWS = (
     mapped(
         "rl.optimizer.betas",
         f"{OPTIMIZER}.betas",
-        value=lambda config: {f"{OPTIMIZER}.betas": list(_rl(config).optimizer.betas)},
+        value=lambda config: {f"{OPTIMIZER}.betas": list(rl_of(config).optimizer.betas)},
     ),
     mapped(
         "rl.optimizer.eps",
         f"{ACTOR}.optim.override_optimizer_config",
         value=lambda config: {
-            f"{ACTOR}.optim.override_optimizer_config": {"eps": _rl(config).optimizer.eps}
+            f"{ACTOR}.optim.override_optimizer_config": {"eps": rl_of(config).optimizer.eps}
         },
     ),
     adapted(
@@ -301,10 +255,12 @@ _ROWS = (
         note="the schedule moves once a step, not once an optimizer step",
         value=_warmup,
     ),
-    mapped("rl.optimizer.schedule", f"{OPTIMIZER}.lr_scheduler_type", fault=_schedule_fault),
+    mapped(
+        "rl.optimizer.schedule",
+        f"{OPTIMIZER}.lr_scheduler_type",
+        fault=partial(schedule_fault, "Trinity"),
+    ),
     refused("rl.max_staleness", "the weights are synchronised after each step", 0),
-    refused("rl.min_success_to_stop", "Trinity runs all of its steps"),
-    mapped("evaluate.num_tasks", note="ludus, before Trinity starts and after it ends"),
     mapped("evaluate.num_tasks_between", note="Trinity's evaluation tasks"),
     mapped("evaluate.samples_per_task", note="ludus, in the runners"),
     mapped("evaluate.temperature", note="ludus, in each turn"),
@@ -316,22 +272,8 @@ _ROWS = (
         "evaluates those before it",
         value=_every,
     ),
-    mapped("evaluate.confidence", note="ludus, in the process of `ludus train`"),
-    refused("evaluate.roles", "Trinity trains one policy"),
     mapped("checkpoint.every", "trainer.save_interval"),
     mapped("checkpoint.keep_last", "trainer.max_checkpoints_to_keep"),
-    adapted("checkpoint.keep_best", note="of RL, the newest checkpoints are kept only"),
-    refused("checkpoint.metric", "of RL, the newest checkpoints are kept only"),
-    mapped("metrics", note="ludus, in the process of `ludus train`"),
-    mapped("notify", note="ludus, in the process of `ludus train`"),
-    refused("traces", "spans of the episodes would be left in Trinity's runners"),
-    adapted(
-        "budget",
-        note="checked after each step; a stopped run goes on from Trinity's newest checkpoint",
-    ),
-    adapted("threads", note="OMP_NUM_THREADS of Trinity's processes; 0: 1 on a CPU"),
-    refused("verify", "sampler and learner are different programs there", False),
-    mapped("report", note="ludus, in the process of `ludus train`"),
 )
 
 TABLE = Table("trinity", _ROWS)

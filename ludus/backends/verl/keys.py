@@ -7,12 +7,13 @@ overrides them, but not the keys that the table or OWN set.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import ceil
 from typing import Any
 
 from ludus.backends.hosts import Table, adapted, mapped, refused
-from ludus.config.schema import RLConfig, RunConfig
-from ludus.judges import JUDGES
+from ludus.backends.shared_keys import SHORT_DTYPES, rl_of, schedule_fault, shared_rows
+from ludus.config.schema import RunConfig
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 
@@ -34,12 +35,8 @@ _OWN_ARGS = {
 }
 
 
-def _rl(config: RunConfig) -> RLConfig:
-    return config.rl or RLConfig()
-
-
 def _algorithm(config: RunConfig) -> dict[str, Any]:
-    rl = _rl(config)
+    rl = rl_of(config)
     name, args = rl.algorithm.name, rl.algorithm.args
     values: dict[str, Any] = {
         "algorithm.adv_estimator": _ESTIMATORS[name],
@@ -99,12 +96,12 @@ def _algorithm_fault(config: RunConfig) -> str | None:
 
 
 def _minibatch(config: RunConfig) -> dict[str, Any]:
-    rl = _rl(config)
+    rl = rl_of(config)
     return {f"{ACTOR}.ppo_mini_batch_size": rl.groups_per_step // rl.minibatches}
 
 
 def _minibatch_fault(config: RunConfig) -> str | None:
-    rl = _rl(config)
+    rl = rl_of(config)
     if rl.groups_per_step % rl.minibatches:
         return (
             f"it splits a step by groups, and {rl.minibatches} does not divide rl.groups_per_step"
@@ -113,7 +110,7 @@ def _minibatch_fault(config: RunConfig) -> str | None:
 
 
 def _tokens(config: RunConfig) -> dict[str, Any]:
-    limit = _rl(config).tokens_per_batch
+    limit = rl_of(config).tokens_per_batch
     return {
         f"{ACTOR}.use_dynamic_bsz": True,
         f"{ACTOR}.ppo_max_token_len_per_gpu": limit,
@@ -125,15 +122,9 @@ def _tokens(config: RunConfig) -> dict[str, Any]:
 
 
 def _warmup(config: RunConfig) -> dict[str, Any]:
-    rl = _rl(config)
+    rl = rl_of(config)
     steps = ceil(rl.optimizer.warmup_steps / (rl.epochs * rl.minibatches))
     return {f"{ACTOR}.optim.lr_warmup_steps": steps or -1}
-
-
-def _schedule_fault(config: RunConfig) -> str | None:
-    if _rl(config).optimizer.schedule == "linear":
-        return "verl has the schedules constant and cosine"
-    return None
 
 
 def _lengths(config: RunConfig) -> dict[str, Any]:
@@ -143,7 +134,7 @@ def _lengths(config: RunConfig) -> dict[str, Any]:
 
 
 def _model_dtype(config: RunConfig) -> dict[str, Any]:
-    short = {"float32": "fp32", "bfloat16": "bf16"}[config.model.dtype]
+    short = SHORT_DTYPES[config.model.dtype]
     return {
         f"{ACTOR}.fsdp_config.model_dtype": short,
         "actor_rollout_ref.ref.fsdp_config.model_dtype": short,
@@ -154,7 +145,7 @@ def _model_dtype(config: RunConfig) -> dict[str, Any]:
 def _learner_dtype(config: RunConfig) -> dict[str, Any]:
     """verl's FSDP computes in the type of `mixed_precision`, by default bfloat16; `dtype` is
     Megatron's."""
-    short = {"float32": "fp32", "bfloat16": "bf16"}[config.learner.dtype]
+    short = SHORT_DTYPES[config.learner.dtype]
     settings: dict[str, Any] = {}
     for part in (ACTOR, "actor_rollout_ref.ref"):
         settings[f"{part}.fsdp_config.dtype"] = config.learner.dtype
@@ -207,13 +198,8 @@ def _top_k(config: RunConfig) -> dict[str, Any]:
     return {f"{ROLLOUT}.top_k": config.rollout.top_k or -1}
 
 
-def _judge_fault(config: RunConfig) -> str | None:
-    if config.judge is not None and hasattr(JUDGES.load(config.judge.name), "score_groups"):
-        return "it scores the groups of a step together, and verl's workers play them apart"
-    return None
-
-
 _ROWS = (
+    *shared_rows("verl", "verl's workers"),
     mapped("name", "trainer.experiment_name"),
     adapted(
         "seed",
@@ -225,9 +211,6 @@ _ROWS = (
         value=_seed,
     ),
     mapped("backend", note="`backend.args.verl` holds verl's own keys"),
-    mapped("runs_dir", note="ludus, in the process of `ludus train`"),
-    mapped("store", note="ludus, in the process of `ludus train`"),
-    refused("mirror", "verl's checkpoints are not copied to the mirror"),
     mapped(
         "model.path",
         f"{MODEL}.path",
@@ -240,8 +223,6 @@ _ROWS = (
         note="ludus makes the model and writes it as a Hugging Face folder for verl",
         value=lambda config: {},
     ),
-    mapped("model.tokenizer", note="ludus renders and parses; verl never tokenises"),
-    mapped("model.chat_template", note="ludus renders and parses"),
     mapped("model.thinking", note="ludus; a conversation with branches gives several rows"),
     mapped(
         "model.context_length",
@@ -254,8 +235,6 @@ _ROWS = (
         "model.dtype", f"{ACTOR}.fsdp_config.model_dtype", f"{ROLLOUT}.dtype", value=_model_dtype
     ),
     mapped("model.device", "trainer.device", value=_device),
-    refused("model.tf32", "verl has no key for TF32", False),
-    refused("model.lora", "it keeps adapters in a form of its own, which ludus cannot read back"),
     refused(
         "sampler",
         "verl samples with its own engine (actor_rollout_ref.rollout.name in backend.args.verl)",
@@ -267,7 +246,6 @@ _ROWS = (
         f"{ACTOR}.fsdp_config.dtype",
         value=_learner_dtype,
     ),
-    adapted("learner.share_prefixes", note="verl computes the prefix of each row by itself"),
     mapped("learner.gradient_checkpointing", f"{MODEL}.enable_gradient_checkpointing"),
     mapped(
         "learner.compile",
@@ -275,22 +253,6 @@ _ROWS = (
         f"{ACTOR}.fsdp_config.use_torch_compile",
         value=_compile,
     ),
-    refused("learner.master_weights", "verl rounds to nearest", "float32"),
-    mapped("env"),
-    refused("agent", "agents of the user's call the model over HTTP, which verl's workers lack"),
-    refused("roles", "verl trains one policy", {}),
-    refused("policies", "verl trains one policy", {}),
-    mapped("judge", fault=_judge_fault),
-    mapped("tools"),
-    mapped("limits"),
-    mapped("tasks", note="ludus: readers, mixtures and their order, epoch by epoch"),
-    refused("tasks.curriculum", "the tasks of all steps are chosen before verl starts"),
-    mapped("rollout.format"),
-    mapped("rollout.tool_calls"),
-    mapped("rollout.markers"),
-    mapped("rollout.system_prompt"),
-    mapped("rollout.max_turns"),
-    mapped("rollout.max_tokens_per_turn"),
     mapped("rollout.temperature", f"{ROLLOUT}.temperature"),
     mapped("rollout.top_p", f"{ROLLOUT}.top_p"),
     mapped("rollout.top_k", f"{ROLLOUT}.top_k", value=_top_k),
@@ -299,13 +261,6 @@ _ROWS = (
         "rollout.concurrency",
         note=f"divided among the workers (`{ROLLOUT}.agent.num_workers`)",
     ),
-    mapped("rollout.episode_deadline_s"),
-    mapped("rollout.step_deadline_s"),
-    mapped("rollout.max_retries"),
-    adapted("rollout.deterministic", note="without effect: vLLM's batches depend on timing"),
-    mapped("rollout.parts"),
-    mapped("demonstrations", note="ludus, before verl starts"),
-    mapped("sft", note="ludus' local back end, before verl starts"),
     mapped(
         "rl.algorithm",
         "algorithm.adv_estimator",
@@ -323,7 +278,6 @@ _ROWS = (
     mapped("rl.steps", "trainer.total_training_steps"),
     mapped("rl.groups_per_step", "data.train_batch_size"),
     mapped("rl.group_size", f"{ROLLOUT}.n"),
-    mapped("rl.horizon"),
     mapped("rl.epochs", f"{ACTOR}.ppo_epochs"),
     adapted(
         "rl.minibatches",
@@ -342,13 +296,13 @@ _ROWS = (
     mapped(
         "rl.optimizer.betas",
         f"{ACTOR}.optim.betas",
-        value=lambda config: {f"{ACTOR}.optim.betas": list(_rl(config).optimizer.betas)},
+        value=lambda config: {f"{ACTOR}.optim.betas": list(rl_of(config).optimizer.betas)},
     ),
     mapped(
         "rl.optimizer.eps",
         f"{ACTOR}.optim.override_optimizer_config",
         value=lambda config: {
-            f"+{ACTOR}.optim.override_optimizer_config.eps": _rl(config).optimizer.eps
+            f"+{ACTOR}.optim.override_optimizer_config.eps": rl_of(config).optimizer.eps
         },
     ),
     adapted(
@@ -363,30 +317,18 @@ _ROWS = (
         note="verl's schedule moves once a step, not once an optimizer step",
         value=_warmup,
     ),
-    mapped("rl.optimizer.schedule", f"{ACTOR}.optim.lr_scheduler_type", fault=_schedule_fault),
+    mapped(
+        "rl.optimizer.schedule",
+        f"{ACTOR}.optim.lr_scheduler_type",
+        fault=partial(schedule_fault, "verl"),
+    ),
     refused("rl.max_staleness", "verl's asynchronous trainers count staleness otherwise", 0),
-    refused("rl.min_success_to_stop", "verl runs all of its steps"),
-    mapped("evaluate.num_tasks", note="ludus, before verl starts and after it ends"),
     mapped("evaluate.num_tasks_between", note="verl's validation set"),
     mapped("evaluate.samples_per_task", f"{ROLLOUT}.val_kwargs.n"),
     mapped("evaluate.temperature", f"{ROLLOUT}.val_kwargs.temperature", value=_greedy),
     mapped("evaluate.every", "trainer.test_freq", value=_every),
-    mapped("evaluate.confidence", note="ludus, in the process of `ludus train`"),
-    refused("evaluate.roles", "verl trains one policy"),
     mapped("checkpoint.every", "trainer.save_freq"),
     mapped("checkpoint.keep_last", "trainer.max_actor_ckpt_to_keep"),
-    adapted("checkpoint.keep_best", note="of RL, the newest checkpoints are kept only"),
-    refused("checkpoint.metric", "of RL, the newest checkpoints are kept only"),
-    mapped("metrics", note="ludus, in the process of `ludus train`"),
-    mapped("notify", note="ludus, in the process of `ludus train`"),
-    refused("traces", "spans of the episodes would be left in verl's workers"),
-    adapted(
-        "budget",
-        note="checked after each step; a stopped run goes on from verl's newest checkpoint",
-    ),
-    adapted("threads", note="OMP_NUM_THREADS of verl's processes; 0: 1 on a CPU"),
-    refused("verify", "sampler and learner are different programs there", False),
-    mapped("report", note="ludus, in the process of `ludus train`"),
 )
 
 TABLE = Table("verl", _ROWS)
