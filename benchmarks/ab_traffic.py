@@ -14,7 +14,7 @@ from ludus.services.model.rollout.service import hashed
 
 @dataclass(frozen=True)
 class Arm:
-    """What a variant's requests are like. A latency is lognormal with a sigma of 0.5."""
+    """Requests of a variant. A latency is lognormal with a sigma of 0.5."""
 
     score: Callable[[random.Random], float] = lambda draw: float(draw.random() < 0.5)
     fail_rate: float = 0.0
@@ -37,7 +37,7 @@ class Traffic:
 
 @dataclass
 class Outcome:
-    """How a simulated roll-out went."""
+    """Course of a simulated roll-out."""
 
     action: str
     reason: str

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ludus.backends.hosts import Table
+from ludus.backends.hosts import HostPlay, Table
 from ludus.backends.ray.cluster import require_answer
 from ludus.config.schema import RunConfig
 from ludus.core.errors import CheckpointError, ConfigError
@@ -177,6 +177,18 @@ class ForeignHost:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 found[self.names.get(name, f"{self.name}/{name}")] = float(value)
         return found
+
+
+def played(play: HostPlay, episodes: Path) -> dict[str, Any]:
+    """The part of a job that the workers play; they append finished groups in `episodes`."""
+    return {
+        "opener": play.opener,
+        "run": str(play.run),
+        "model": str(play.model),
+        "env": None if play.env is None else play.env.model_dump(),
+        "tasks": {"train": str(play.train), "heldout": str(play.heldout)},
+        "episodes": str(episodes),
+    }
 
 
 def new_ray_folder() -> Path:

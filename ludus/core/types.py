@@ -181,7 +181,7 @@ DOES_NOT_TRAIN = "does not train"
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What constrained the tokens of a turn (`models.grammars`).
+    """The constraint on the tokens of a turn (`models.grammars`).
 
     Args:
         grammar: of the turn's text, in Lark.

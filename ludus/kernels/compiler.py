@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from ludus.core.errors import ConfigError, DataError, MissingDependency
@@ -111,7 +110,7 @@ class CudaCompiler:
         return compiled
 
     def _ended(self, result: RunResult, architecture: str) -> Entry | Compiled:
-        """What NVRTC answered; a result, where it did not come to an answer."""
+        """NVRTC's answer; a result, where it did not come to one."""
         if status := STOPPED.get(result.status):
             return self._stopped(status, architecture, result.stdout)
         code = result.exit_code or 0
@@ -180,12 +179,7 @@ class CudaCompiler:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

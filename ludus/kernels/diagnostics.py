@@ -66,7 +66,7 @@ class Diagnostic:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What ptxas reports of a kernel, in bytes but for `registers` (of a thread) and `barriers`."""
+    """Report of ptxas on a kernel, in bytes but for `registers` (of a thread) and `barriers`."""
 
     registers: int
     shared_bytes: int
@@ -125,7 +125,7 @@ def _rest(lines: list[str], start: int) -> tuple[list[str], int | None]:
 
 
 def reported(log: str) -> Mapping[str, Reported]:
-    """What ptxas reports, by the kernel's symbol."""
+    """The reports of ptxas, by the kernel's symbol."""
     return dict(_blocks(log))
 
 

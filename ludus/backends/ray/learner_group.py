@@ -139,11 +139,11 @@ class LearnerGroup:
     # The journal
 
     def _keep(self, entry: Entry) -> None:
-        if entry.method != "begin_stage":
-            self._published = None
         if entry.method == "begin_stage":
             self._stage = entry
-        elif entry.method in ("load", "load_weights"):  # they replace what came before
+        else:
+            self._published = None
+        if entry.method in ("load", "load_weights"):  # they replace what came before
             stage = [self._stage] if entry.method == "load" and self._stage else []
             self._journal, self._saved = stage, None
         self._journal.append(entry)

@@ -24,6 +24,7 @@ from ludus.backends.foreign import (
     ForeignHost,
     last_job,
     new_ray_folder,
+    played,
     remove_left,
 )
 from ludus.backends.hosted import EPISODES, task_lines
@@ -102,12 +103,7 @@ class TrinityHost(ForeignHost):
         job = self.job(config, folder, play.model)
         job["settings"]["ray_namespace"] = f"ludus-{play.run.name}"
         job |= {
-            "opener": play.opener,
-            "run": str(play.run),
-            "model": str(play.model),
-            "env": None if play.env is None else play.env.model_dump(),
-            "tasks": {"train": str(play.train), "heldout": str(play.heldout)},
-            "episodes": str(episodes),
+            **played(play, episodes),
             "steps": str(steps),
             "num_workers": min(job["settings"][RUNNERS], job["settings"]["buffer.batch_size"]),
             "ray": self._ray(config, temporary),

@@ -77,4 +77,4 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "verl.workers.engine.base": _engine,
     "verl.utils.attention_utils": _attention,
 }
-"""What to do with a module after its import."""
+"""Changes a module after its import."""

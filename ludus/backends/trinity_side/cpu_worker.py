@@ -36,7 +36,7 @@ class CpuWorker(CPUWorker):  # type: ignore[misc]
 
 @dataclass
 class Origin(WeightTransferInitInfo):  # type: ignore[misc]
-    """What Trinity tells of itself: of it, the namespace is needed."""
+    """Trinity's description of itself, of which the namespace is needed."""
 
     master_address: str
     master_port: int

@@ -14,13 +14,14 @@ from trinity.common.experience import EID, Experience
 from trinity.common.workflows import Workflow
 
 from ludus.backends.host_side.player import Player, rows_of
+from ludus.backends.host_side.sampler import Sessionless, engine_settings
 from ludus.config.schema import RunConfig
 from ludus.core.errors import SamplerError
 from ludus.core.types import Trajectory
 from ludus.models.samplers.base import Completion, SamplingParams, check_turn
 
 
-class TrinitySampler:
+class TrinitySampler(Sessionless):
     """Samples turns with Trinity's rollout model.
 
     Its public methods take texts, or no stop ids, so the method below them is called.
@@ -33,27 +34,12 @@ class TrinitySampler:
         self.context_length = context_length
         self._model, self._num_ids = model, num_ids
 
-    def open(self, session: str) -> None:
-        """The engine knows no sessions: a cached prefix is found by its ids."""
-
-    def close(self, session: str) -> None:
-        """Nothing is held for a session."""
-
     async def sample(
         self, prompt_ids: list[int], params: SamplingParams, *, session: str
     ) -> Completion:
         """Sample one turn. Errors: ContextOverflow; SamplerError where Trinity's model fails."""
         check_turn(prompt_ids, params, self.context_length, self._num_ids)
-        wanted: dict[str, Any] = {
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k or -1,
-            "stop_token_ids": list(params.stop_token_ids),
-            "stop": list(params.stop),
-            "ignore_eos": True,  # only the template's ids end a turn
-            "logprobs": 0,  # of the sampled ids alone
-        }
+        wanted = {**engine_settings(params), "logprobs": 0}  # of the sampled ids alone
         try:
             answer = await self._model._generate_internal.remote(
                 prompt={"prompt_token_ids": prompt_ids}, **wanted

@@ -23,6 +23,7 @@ from ludus.backends.foreign import (
     ForeignHost,
     last_job,
     new_ray_folder,
+    played,
     remove_left,
 )
 from ludus.backends.hosted import EPISODES
@@ -114,12 +115,7 @@ class VerlHost(ForeignHost):
         settings["trainer.val_before_train"] = play.evaluate_first
         num_workers = settings[f"{ROLLOUT}.agent.num_workers"]
         job |= {
-            "opener": play.opener,
-            "run": str(play.run),
-            "model": str(play.model),
-            "env": None if play.env is None else play.env.model_dump(),
-            "tasks": {"train": str(play.train), "heldout": str(play.heldout)},
-            "episodes": str(episodes),
+            **played(play, episodes),
             "num_workers": num_workers,
         }
         path, steps = folder / "job.json", folder / "steps.jsonl"

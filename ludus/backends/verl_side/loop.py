@@ -22,6 +22,7 @@ from verl.experimental.agent_loop.agent_loop import (
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from ludus.backends.host_side.player import Player, rows_of
+from ludus.backends.host_side.sampler import Sessionless, engine_settings
 from ludus.config.schema import RunConfig
 from ludus.core.errors import SamplerError
 from ludus.core.types import Trajectory
@@ -56,35 +57,19 @@ class QuickBuffer(ReplayBuffer):  # type: ignore[misc]
         super().__init__(**{"poll_interval": 0.05, **options})
 
 
-class VerlSampler:
+class VerlSampler(Sessionless):
     """Samples turns with verl's servers, whose answers have the version of the weights."""
 
     def __init__(self, servers: Any, context_length: int, num_ids: int, decode: Any) -> None:
         self.context_length = context_length
         self._servers, self._num_ids, self._decode = servers, num_ids, decode
 
-    def open(self, session: str) -> None:
-        """verl's servers know no sessions: a cached prefix is found by its ids."""
-
-    def close(self, session: str) -> None:
-        """Nothing is held for a session."""
-
     async def sample(
         self, prompt_ids: list[int], params: SamplingParams, *, session: str
     ) -> Completion:
         """Sample one turn. Errors: ContextOverflow; SamplerError where verl's server fails."""
         check_turn(prompt_ids, params, self.context_length, self._num_ids)
-        wanted: dict[str, Any] = {
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k or -1,
-            "stop_token_ids": list(params.stop_token_ids),
-            "ignore_eos": True,  # only the template's ids end a turn
-            "logprobs": True,
-        }
-        if params.stop:
-            wanted["stop"] = list(params.stop)
+        wanted = {**engine_settings(params), "logprobs": True}
         try:
             answer = await self._servers.generate(
                 request_id=session, prompt_ids=prompt_ids, sampling_params=wanted

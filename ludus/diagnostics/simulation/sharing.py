@@ -58,7 +58,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How the groups of a run share.
+    """Prefixes that the groups of a run share.
 
     Args:
         size: episodes of a group.

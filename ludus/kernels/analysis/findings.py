@@ -117,7 +117,7 @@ class Finding:
 
     @property
     def suggestion(self) -> str:
-        """What to do about it."""
+        """The way to mend it."""
         return RULES[self.rule].suggestion
 
     def __str__(self) -> str:
@@ -150,7 +150,7 @@ class Analysis:
 
     @property
     def reasons(self) -> Sequence[str]:
-        """Why the risk is what it is."""
+        """The reasons for the risk."""
         ordered = sorted(self.rules, key=lambda rule: (-RULES[rule].risk, rule))
         return [f"{rule} ({RULES[rule].risk:g}): {RULES[rule].summary}" for rule in ordered]
 

@@ -236,7 +236,7 @@ def _behind(read: Access, write: Access) -> bool:
 
 
 def _use(node: Node) -> tuple[bool, bool]:
-    """Whether an access writes, and whether it is atomic."""
+    """True if an access writes, and true if it is atomic."""
     child: Node = node
     parent = node.parent
     while parent is not None and parent.type in ("parenthesized_expression", "field_expression"):

@@ -303,7 +303,7 @@ PARTS = ("subscript_expression", "field_expression", "parenthesized_expression")
 
 
 def _runs_away(node: Node, condition: Node) -> str:
-    """Why a counting loop goes away from its end, or an empty text."""
+    """The reason why a counting loop never ends; empty if it ends."""
     update = node.child_by_field_name("update")
     if update is None or condition.type != "binary_expression":
         return ""

@@ -1,4 +1,4 @@
-"""How values of a kernel depend on the thread: which do, and with which stride in threadIdx.x."""
+"""Dependence of a kernel's values on the thread: which do, with which stride in threadIdx.x."""
 
 from __future__ import annotations
 

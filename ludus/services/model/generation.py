@@ -33,7 +33,7 @@ its turns are cancelled."""
 SLOW_S = 2.0
 
 End = Literal["ok", "failed", "gone"]
-"""How a request ended; `gone`: the client disconnected, or read too slowly."""
+"""The end of a request; `gone`: the client disconnected, or read too slowly."""
 
 OnEnd = Callable[[End, float], object]
 """Gets the end of a stream and the time.monotonic() of it: when the last token was there."""

@@ -57,7 +57,7 @@ _SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What a reference computes: numbers of layers and products, of other operations, and
+    """Content of a reference: numbers of layers and products, of other operations, and
     whether it is built of parts (loops, containers, whole networks, several modules)."""
 
     products: int
@@ -148,7 +148,7 @@ def _played(tree: ast.Module) -> Iterator[ast.FunctionDef]:
 
 
 def _called(node: ast.Call) -> tuple[bool, str] | None:
-    """Whether a layer of the module is called, and the last name; None for other functions."""
+    """True if a layer of the module is called, and the last name; None for other functions."""
     if not isinstance(node.func, ast.Attribute):
         return None
     owner = node.func.value

@@ -58,7 +58,7 @@ SWITCHING = 0.0005
 NUM_TESTS = 4
 
 Receipt = Literal["counted", "same_session", "repeated", "conflict", "late", "unknown", "ended"]
-"""What became of a score. `counted` and `same_session` (kept, but another score of the session has
+"""The fate of a score. `counted` and `same_session` (kept, but another score of the session has
 counted) change the state; the others do not."""
 
 Phase = Literal["running", "holding", "promoted", "rolled_back"]
@@ -138,7 +138,7 @@ class Controller:
         return self._decide("start", f"step 1 of {len(self.settings.shares)}")
 
     def receipt(self, event: Scored) -> Receipt:
-        """What would become of a score; nothing changes."""
+        """The fate that a score would have; nothing changes."""
         request = self._requests.get(event.id)
         if request is None:
             return "ended" if self.ended else "unknown"
@@ -264,7 +264,7 @@ class Controller:
         return []
 
     def _degradation(self, failing: str) -> str:
-        """Why the challenger has to go; empty if nothing is shown."""
+        """The reason to remove the challenger; empty if nothing is shown."""
         alpha = self.settings.alpha / NUM_TESTS
         if failing:
             return f"errors: {failing}"

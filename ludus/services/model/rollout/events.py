@@ -38,7 +38,7 @@ class Line(BaseModel):
 
 
 class RolloutSettings(Line):
-    """When a roll-out goes on, ends, and how.
+    """Rules for the increase and the end of a roll-out.
 
     shares: the challenger's share of the traffic, step by step.
     min_samples: scored units of the challenger before the next step.

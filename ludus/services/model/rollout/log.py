@@ -122,7 +122,7 @@ class RolloutLog:
         self.header, self.controller = replayed.header, replayed.controller
         self.decisions = replayed.decisions
         self.lost = ""
-        """Why the log cannot be written any more; empty if it can."""
+        """The reason why the log cannot be written any more; empty if it can."""
         self._locked = locked
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
 
