@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 
 import pytest
@@ -68,7 +69,9 @@ def test_another_answer_is_no_version(body: bytes) -> None:
         ray_version(f"http://127.0.0.1:{port}", "")
 
 
-def test_a_head_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def hanging() -> Iterator[str]:
+    """The address of a head that tells its version, and then answers no more."""
     over = threading.Event()
 
     def hang(request: BaseHTTPRequestHandler) -> None:
@@ -77,39 +80,30 @@ def test_a_head_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             over.wait(20)
 
-    monkeypatch.setattr(client, "SILENCE_S", 0.5)
     with serving(hang) as port:
-        address = f"http://127.0.0.1:{port}"
-        own = job_client(address, "")
-        said = r"has not answered within 0\.5 s; a job may run"
         try:
-            with pytest.raises(ClusterError, match=said), told(address, "; a job may run"):
-                own.get_job_info("a")
+            yield f"http://127.0.0.1:{port}"
         finally:
             over.set()
+
+
+def test_a_head_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "SILENCE_S", 0.5)
+    with hanging() as address:
+        own = job_client(address, "")
+        said = r"has not answered within 0\.5 s; a job may run"
+        with pytest.raises(ClusterError, match=said), told(address, "; a job may run"):
+            own.get_job_info("a")
 
 
 @pytest.mark.filterwarnings("ignore:ssl=None is deprecated:DeprecationWarning")  # Ray's client
 def test_a_head_that_hangs_while_a_log_is_followed_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    over = threading.Event()
-
-    def hang(request: BaseHTTPRequestHandler) -> None:
-        if request.path == "/api/version":
-            reply(request, 200, VERSION)
-        else:
-            over.wait(20)
-
     monkeypatch.setattr(client, "SILENCE_S", 0.5)
     monkeypatch.setattr(jobs, "QUIET_S", 0.5)
-    with serving(hang) as port:
-        address = f"http://127.0.0.1:{port}"
-        try:
-            with pytest.raises(ClusterError, match=r"not answered within 0\.5 s"):
-                jobs.Jobs(address, job_client(address, ""), "2.60.0").follow("a", print)
-        finally:
-            over.set()
+    with hanging() as address, pytest.raises(ClusterError, match=r"not answered within 0\.5 s"):
+        jobs.Jobs(address, job_client(address, ""), "2.60.0").follow("a", print)
 
 
 def test_answers_of_another_form_are_told() -> None:
