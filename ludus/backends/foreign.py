@@ -86,9 +86,17 @@ class ForeignHost:
             self._run_check(config, job)
         return self.table.adaptations(config)
 
+    def settings(self, config: RunConfig) -> dict[str, Any]:
+        """The recipe's values by the host's dotted keys."""
+        return self.table.settings(config)
+
+    def own_name(self, key: str) -> str | None:
+        """The present name of a key of the host's in the table; None where it has none."""
+        return key
+
     def _refuse_ours(self, config: RunConfig) -> None:
         """Errors: ConfigError for a key of the host that the recipe or the run sets."""
-        settings = self.table.settings(config)
+        settings = self.settings(config)
         ours = {key.removeprefix("+") for key in (*settings, *dict(_flat(settings)))}
         for own in self.own:
             name = own.removeprefix("+")
@@ -106,7 +114,7 @@ class ForeignHost:
 
     def _source(self, name: str) -> str | None:
         """The recipe key that sets a key of the host, or the section that has it."""
-        sources = {to: row.key for row in self.table.rows for to in row.to}
+        sources = {self.own_name(to): row.key for row in self.table.rows for to in row.to}
         parts = name.split(".")
         names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
         return next((sources[key] for key in names if key in sources), None)

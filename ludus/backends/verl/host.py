@@ -32,11 +32,11 @@ from ludus.backends.verl.keys import (
     ACTOR,
     CPU_DEFAULTS,
     DEFAULTS,
+    MEGATRON,
     MODEL,
     OWN,
     ROLLOUT,
     TABLE,
-    in_engine,
 )
 from ludus.config.schema import RunConfig
 from ludus.core.files import atomic_write
@@ -129,6 +129,20 @@ class VerlHost(ForeignHost):
         command = [self.python, "-m", "ludus.backends.verl_side.run", str(path)]
         return HostJob(command, environment, steps, episodes, folder / "verl.log", temporary)
 
+    def settings(self, config: RunConfig) -> dict[str, Any]:
+        """The recipe's values by the keys of verl's engine, FSDP or Megatron."""
+        return {
+            name: value
+            for key, value in super().settings(config).items()
+            if (name := self.own_name(key)) is not None
+        }
+
+    def own_name(self, key: str) -> str | None:
+        """A key of FSDP's by its name in the engine; None where the engine has none."""
+        if self.own.get(f"{ACTOR}.strategy") != "megatron":
+            return key
+        return MEGATRON.get(key, key)
+
     def job(self, config: RunConfig, folder: Path, model: Path) -> dict[str, Any]:
         """Returns verl's settings by dotted key."""
         on_cpu = config.model.device == "cpu"
@@ -153,7 +167,7 @@ class VerlHost(ForeignHost):
             f"{ROLLOUT}.logprobs_mode": "processed_logprobs",
             f"{ACTOR}.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
         }
-        table = TABLE.settings(config)
+        table = self.settings(config)
         if not table.get("algorithm.filter_groups.enable"):
             ours["trainer.v1.sampler.custom_sampler.path"] = module
             ours["trainer.v1.sampler.custom_sampler.name"] = "QuickBuffer"
@@ -165,8 +179,7 @@ class VerlHost(ForeignHost):
             num = int(self.own.get("trainer.n_gpus_per_node", 1))
             if "+ray_kwargs.ray_init.num_gpus" in defaults:
                 defaults["+ray_kwargs.ray_init.num_gpus"] = num
-        engine = str(self.own.get(f"{ACTOR}.strategy", "fsdp2"))
-        settings = {**defaults, **in_engine(table, engine), **self.own, **ours}
+        settings = {**defaults, **table, **self.own, **ours}
         return {"settings": settings, "device": config.model.device}
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:

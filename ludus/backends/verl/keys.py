@@ -377,14 +377,6 @@ MEGATRON: Mapping[str, str | None] = {
 """Keys of the FSDP engine by their names in verl's Megatron engine; None: it has none."""
 
 
-def in_engine(settings: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Returns settings for FSDP as those of an engine of verl's."""
-    if engine != "megatron":
-        return dict(settings)
-    names = {key: MEGATRON.get(key, key) for key in settings}
-    return {name: settings[key] for key, name in names.items() if name is not None}
-
-
 OWN = frozenset(
     {
         "data.custom_cls.name",

@@ -8,7 +8,7 @@ import pytest
 from host_configs import config
 
 from ludus.backends.verl.host import VerlHost
-from ludus.backends.verl.keys import TABLE
+from ludus.backends.verl.keys import ACTOR, TABLE
 from ludus.core.errors import ConfigError
 
 
@@ -77,6 +77,15 @@ def test_what_verl_cannot_honour_is_refused_by_name(key: str) -> None:
     assert line.endswith("Back ends that can: local")
 
 
+MEGATRON = {f"{ACTOR}.strategy": "megatron"}
+
+
+def test_megatron_gets_the_settings_by_its_own_names() -> None:
+    settings = VerlHost(verl=MEGATRON).settings(config(seed=5))
+    assert settings[f"{ACTOR}.megatron.seed"] == 5
+    assert not any("fsdp_config" in key for key in settings)
+
+
 def test_arguments_without_an_equal_in_verl_are_refused() -> None:
     algorithm = {"name": "grpo", "args": {"importance_cap": 2.0}}
     with pytest.raises(ConfigError, match="its argument importance_cap has no equal in verl"):
@@ -98,6 +107,11 @@ def test_only_keys_that_the_recipe_changes_are_told() -> None:
         (
             {"actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": "bf16"},
             "set learner.dtype in the recipe instead",
+        ),
+        ({**MEGATRON, f"{ACTOR}.megatron.seed": 7}, "set seed in the recipe instead"),
+        (
+            {**MEGATRON, f"{ACTOR}.optim.lr_decay_style": "cosine"},
+            r"set rl\.optimizer\.schedule in the recipe instead",
         ),
     ],
 )
