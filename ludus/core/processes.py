@@ -27,6 +27,12 @@ MARK = "LUDUS_RUN_MARK"
 
 PROC = Path("/proc")
 
+KERNEL_THREAD = 0x00200000
+"""Flag of the kernel's own threads in /proc/PID/stat (PF_KTHREAD)."""
+
+EXEC_WAITS_S = (0.0, 0.005, 0.02)
+"""Seconds before each look at processes without an environment."""
+
 
 @dataclass(frozen=True, slots=True)
 class Process:
@@ -77,13 +83,25 @@ def descendants(roots: Iterable[Process]) -> list[Process]:
 
 
 def marked(mark: str, variable: str = MARK) -> list[Process]:
-    """Returns the living processes of this user that were started with `variable=mark`."""
+    """Returns the living processes of this user that were started with `variable=mark`.
+
+    A process that is being executed has no environment for a moment, and is looked at again.
+    """
     wanted = f"{variable}={mark}".encode()
-    found = []
-    for pid, stat in _all():
-        with suppress(OSError):
-            if wanted in (PROC / str(pid) / "environ").read_bytes().split(b"\0"):
-                found.append(Process(pid, stat.started, stat.name))
+    found, left = [], [(pid, stat) for pid, stat in _all() if not stat.is_kernel]
+    for wait_s in EXEC_WAITS_S:
+        time.sleep(wait_s)
+        without = []
+        for pid, stat in left:
+            with suppress(OSError):
+                environ = (PROC / str(pid) / "environ").read_bytes()
+                if wanted in environ.split(b"\0"):
+                    found.append(Process(pid, stat.started, stat.name))
+                elif not environ and stat.state not in "ZX":
+                    without.append((pid, stat))
+        if not without:
+            break
+        left = without
     return [process for process in found if is_alive(process)]
 
 
@@ -164,6 +182,7 @@ class _Stat:
     state: str
     parent: int
     started: int
+    is_kernel: bool
 
 
 def _stat(pid: int) -> _Stat | None:
@@ -173,7 +192,8 @@ def _stat(pid: int) -> _Stat | None:
         return None
     head, _, tail = text.rpartition(")")  # the name may contain anything
     fields = tail.split()
-    return _Stat(head.partition("(")[2], fields[0], int(fields[1]), int(fields[19]))
+    is_kernel = bool(int(fields[6]) & KERNEL_THREAD)
+    return _Stat(head.partition("(")[2], fields[0], int(fields[1]), int(fields[19]), is_kernel)
 
 
 def _all() -> Iterator[tuple[int, _Stat]]:

@@ -98,15 +98,36 @@ def test_children_and_theirs_are_found(start) -> None:
 
 
 def test_marked_processes_are_found_after_their_parent_has_died(start) -> None:
+    mark = f"m{os.getpid()}"  # of this run of the tests alone
     code = "import subprocess; p = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
     child = start(
-        [sys.executable, "-c", code + "print(p.pid, flush=True)"], env={**os.environ, MARK: "m1"}
+        [sys.executable, "-c", code + "print(p.pid, flush=True)"], env={**os.environ, MARK: mark}
     )
     child.wait()
-    found = marked("m1")
+    found = marked(mark)
     assert [process.pid for process in found] == [int(child.first)]
-    assert marked("m") == marked("m11") == []
+    assert marked(mark[:-1]) == marked(f"{mark}1") == []
     assert end(found, signal.SIGTERM, 30) == []
+
+
+def test_a_marked_process_is_found_while_it_is_being_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "stat").write_text(f"7 (sleep) S 1 {'0 ' * 17}99 0")
+    environ = tmp_path / "7" / "environ"
+    environ.write_bytes(b"")
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if seconds:
+            environ.write_bytes(f"A=1\0{MARK}=m1\0".encode())
+
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    monkeypatch.setattr("time.sleep", sleep)
+    assert marked("m1") == [Process(7, 99, "sleep")]
+    assert waited == [0.0, processes.EXEC_WAITS_S[1]]
 
 
 def test_a_stubborn_process_outlives_sigterm(start) -> None:
