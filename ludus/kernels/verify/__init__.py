@@ -1,0 +1,1 @@
+"""Whether a kernel computes what its reference computes."""

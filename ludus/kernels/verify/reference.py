@@ -1,0 +1,99 @@
+"""References run in the jail, in torch; what they gave is kept for the next kernel of a problem."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from ludus.core.errors import DataError
+from ludus.kernels.verify import inside
+from ludus.kernels.verify.compare import Trial, read_trials, unfit
+from ludus.kernels.verify.problem import Interface
+from ludus.sandbox.base import Code, Limits, RunStatus
+from ludus.sandbox.jail import Jail
+
+PROGRAM = f"import {inside.MODULE}; {inside.MODULE}.run()"
+LIMITS = Limits(run_s=30.0, memory_mb=4096, num_processes=64, disk_mb=512)
+KEPT_BYTES = 256 << 20
+"""Bytes of the trials that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Referred:
+    """Trials of a reference, or in `problem` why there are none."""
+
+    problem: str
+    trials: tuple[Trial, ...] = ()
+
+    @property
+    def interface(self) -> Interface:
+        """What a kernel is given."""
+        first = self.trials[0]
+        tensors = (*first.inputs, first.out)
+        return Interface(
+            {tensor.name: tensor.shape for tensor in tensors},
+            {tensor.name: tensor.dtype for tensor in tensors},
+            first.numbers,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(len(t.data) for trial in self.trials for t in (*trial.inputs, trial.out))
+
+
+class References:
+    """Runs references, each in a fork of a process that has loaded torch."""
+
+    def __init__(self, limits: Limits = LIMITS, parallel: int | None = None) -> None:
+        self._limits = limits
+        self._jail = Jail(packages=("torch", "numpy"), max_runs=parallel)
+        self._jail.prelude(inside.MODULE, Path(inside.__file__).read_text(encoding="utf-8"))
+        self._kept: OrderedDict[tuple[str, tuple[int, ...]], Referred] = OrderedDict()
+
+    async def trials(self, reference: str, seeds: tuple[int, ...]) -> Referred:
+        """The trials of a reference, one for each seed.
+
+        Errors: ToolError where the sandbox fails.
+        """
+        key = reference, seeds
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        found = await self._run(reference, seeds)
+        self._kept[key] = found
+        while len(self._kept) > 1 and sum(r.num_bytes for r in self._kept.values()) > KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return found
+
+    async def _run(self, reference: str, seeds: tuple[int, ...]) -> Referred:
+        try:
+            text = reference.encode()
+        except UnicodeEncodeError:
+            return Referred("the reference is no valid text")
+        files = {"reference.py": text, "seeds.json": json.dumps(seeds).encode()}
+        code = Code(PROGRAM, "python", files=files, fetch=["trials.bin"])
+        result = await self._jail.run(code, self._limits)
+        limits = self._limits
+        if result.status is RunStatus.TIME_LIMIT:
+            return Referred(f"the reference takes more than {limits.run_s:g} s")
+        if result.status is RunStatus.MEMORY_LIMIT or result.exit_code == -signal.SIGKILL:
+            return Referred(f"the reference needs more than {limits.memory_mb} MB")
+        if result.status is RunStatus.OUTPUT_LIMIT:
+            return Referred(f"the reference's tensors exceed {limits.disk_mb} MB")
+        if result.exit_code != 0 or "trials.bin" not in result.files:
+            said = (result.stderr.strip().splitlines() or [f"exit code {result.exit_code}"])[-1]
+            return Referred(f"the reference: {said[:300]}")
+        try:
+            trials = read_trials(result.files["trials.bin"], len(seeds))
+        except DataError as error:
+            return Referred(str(error))
+        problem = unfit(trials)
+        return Referred(f"the reference: {problem}" if problem else "", tuple(trials))
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self._jail.close()

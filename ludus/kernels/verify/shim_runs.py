@@ -1,0 +1,201 @@
+"""Kernels on the CPU: built by g++ and run in the jail, one call for both."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ludus.core.errors import ConfigError, ToolError
+from ludus.kernels.launches import Buffer, Plan
+from ludus.kernels.shim import inside
+from ludus.kernels.verify.compare import Trial
+from ludus.kernels.verify.result import VerifyStatus
+from ludus.kernels.verify.subset import SHIM, prepared
+from ludus.sandbox.base import Code, Limits, RunStatus
+from ludus.sandbox.jail import Jail
+from ludus.sandbox.languages import language_named
+
+PROGRAM = f"import {inside.MODULE}; {inside.MODULE}.run()"
+BUILD = f"import {inside.MODULE}; {inside.MODULE}.build_runner()"
+BUILD_LIMITS = Limits(run_s=120.0, memory_mb=2048, num_processes=16, disk_mb=64)
+LIMITS = Limits(run_s=10.0, memory_mb=1024, num_processes=16, disk_mb=64, output_bytes=100_000)
+MAX_BYTES = 256 << 20
+"""Bytes of the tensors of all trials: more is for a GPU."""
+KINDS = {
+    "crash": VerifyStatus.CRASHED, "bounds": VerifyStatus.WRONG, "input": VerifyStatus.WRONG,
+    "deadlock": VerifyStatus.WRONG, "launch": VerifyStatus.BAD_LAUNCH,
+    "memory": VerifyStatus.MEMORY_LIMIT, "link": VerifyStatus.REFUSED,
+}  # fmt: skip
+_PLACE = re.compile(r"^(kernel\.cu|launch):(\d+):(?:\d+:)? (?:fatal )?error: (.*)$", re.M)
+
+
+@dataclass(frozen=True, slots=True)
+class ShimRun:
+    """The end of a run: `outputs` of each trial, or a status with its message."""
+
+    outputs: tuple[bytes, ...] = ()
+    status: VerifyStatus | None = None
+    message: str = ""
+    trial: int = 0
+    build_s: float = 0.0
+    run_s: float = 0.0
+
+
+class Shim:
+    """Runs kernels on the CPU.
+
+    Errors: ConfigError without g++.
+    """
+
+    def __init__(self, limits: Limits = LIMITS, parallel: int | None = None) -> None:
+        try:
+            language_named("cpp")
+        except ConfigError:
+            raise ConfigError(
+                "kernels: running them on the CPU needs g++, which is not installed: "
+                "apt install g++"
+            ) from None
+        self._limits = limits
+        self._jail = Jail(packages=(), max_runs=parallel)
+        self._jail.prelude(inside.MODULE, Path(inside.__file__).read_text(encoding="utf-8"))
+        self._header = (SHIM / "cuda.h").read_bytes()
+        self._runner: dict[str, bytes] = {}
+
+    async def run(self, source: str, plan: Plan, trials: Sequence[Trial], seed: int) -> ShimRun:
+        """Build a kernel, and run its launches on the inputs of each trial.
+
+        Errors: ToolError where the sandbox fails.
+        """
+        runner = await self._built()
+        inputs = b"".join(tensor.data for trial in trials for tensor in trial.inputs)
+        size = len(trials[0].out.data)
+        total = len(inputs) + size * len(trials)
+        if total > MAX_BYTES:
+            text = f"the tensors have {total >> 20} MB; the CPU shim takes {MAX_BYTES >> 20} MB"
+            return ShimRun(status=VerifyStatus.UNSUPPORTED, message=text)
+        files = {
+            "kernel.cpp": _with_entries(source, plan).encode(),
+            "headers/cuda.h": self._header,
+            "plan.txt": _plan_text(plan, trials, seed).encode(),
+            "inputs.bin": inputs,
+            **{f"headers/{name}": b"" for name in _included(source)},
+            **runner,
+        }
+        limits = Limits(
+            run_s=self._limits.run_s,
+            memory_mb=self._limits.memory_mb + (2 * total >> 20),
+            num_processes=self._limits.num_processes,
+            disk_mb=self._limits.disk_mb + (total >> 20),
+            output_bytes=self._limits.output_bytes,
+        )
+        fetch = ["built.json", "report.txt", "outputs.bin"]
+        result = await self._jail.run(Code(PROGRAM, files=files, fetch=fetch), limits)
+        built = float(json.loads(result.files.get("built.json", b"0")))
+        run_s = max(result.seconds - built, 0.0)
+
+        def ended(status: VerifyStatus, message: str, trial: int = 0) -> ShimRun:
+            return ShimRun((), status, message, trial, built or result.seconds, run_s)
+
+        if result.status is RunStatus.TIME_LIMIT:
+            what = "running" if built else "compiling for the CPU"
+            return ended(VerifyStatus.TIME_LIMIT, f"{what} takes more than {limits.run_s:g} s")
+        if result.status is RunStatus.MEMORY_LIMIT or result.exit_code == -signal.SIGKILL:
+            text = f"the kernel needs more than {limits.memory_mb} MB"
+            return ended(VerifyStatus.MEMORY_LIMIT, text)
+        code = result.exit_code
+        if code == inside.FORBIDDEN:
+            return ended(VerifyStatus.REFUSED, f"the kernel's code: {result.stderr[:200]}")
+        if code in (inside.COMPILE_FAILED, inside.LINK_FAILED):
+            return ended(*_said(result.stderr, plan))
+        report = result.files.get("report.txt", b"").decode("utf-8", "replace").split("\t", 3)
+        if len(report) == 4 and report[0] in KINDS:
+            place = f"trial {int(report[1]) + 1}"
+            if 0 <= (i := int(report[2])) < len(plan.launches):
+                launch = plan.launches[i]
+                place = f"line {launch.line}: `{launch.name}`"
+            return ended(KINDS[report[0]], f"{place}: {_text(report)}", int(report[1]))
+        outputs = result.files.get("outputs.bin", b"")
+        done = code == 0 and report[0] == "done" and len(outputs) == size * len(trials)
+        if not done:
+            how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+            return ended(VerifyStatus.CRASHED, f"the kernel's process ended with {how}")
+        split = tuple(outputs[i * size : (i + 1) * size] for i in range(len(trials)))
+        return ShimRun(split, build_s=built, run_s=run_s)
+
+    async def _built(self) -> dict[str, bytes]:
+        if not self._runner:
+            files = {"runner.cpp": (SHIM / "runner.cpp").read_bytes()}
+            fetch = ["runner", "libgcc.txt"]
+            result = await self._jail.run(Code(BUILD, files=files, fetch=fetch), BUILD_LIMITS)
+            if result.exit_code != 0 or len(result.files) != len(fetch):
+                raise ToolError(f"kernels: g++ does not build the runner: {result.stderr[:500]}")
+            self._runner = dict(result.files)
+        return self._runner
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self._jail.close()
+
+
+def _text(report: Sequence[str]) -> str:
+    if report[0] == "input":
+        return f"the input `{report[3]}` was changed: inputs may be read only"
+    return report[3]
+
+
+def _said(stderr: str, plan: Plan) -> tuple[VerifyStatus, str]:
+    """What g++ said: of the source (which NVRTC accepted), or of the launches."""
+    for file, line, message in _PLACE.findall(stderr):
+        if file == "launch":
+            launch = plan.launches[min(int(line), len(plan.launches)) - 1]
+            text = f"line {launch.line}: `{launch.kernel}` cannot be launched so: {message[:200]}"
+            return VerifyStatus.BAD_LAUNCH, text
+        text = f"line {line}: the CPU shim does not compile it: {message[:200]}"
+        return VerifyStatus.UNSUPPORTED, text
+    said = (stderr.strip().splitlines() or ["g++ failed"])[0]
+    return VerifyStatus.UNSUPPORTED, f"the CPU shim does not compile it: {said[:200]}"
+
+
+def _included(source: str) -> set[str]:
+    return set(re.findall(r"#\s*include\s*[<\"]([\w./]+)[>\"]", source)) - {"cuda.h"}
+
+
+def _with_entries(source: str, plan: Plan) -> str:
+    """The source, and a function for each launch behind it. What the functions use is declared
+    before the source, and its names are not allowed there."""
+    entries = [
+        '#line 1 "kernel.cu"', prepared(source), '#line 1 "launch"',
+        *(
+            f'extern "C" __attribute__((visibility("default"))) void ludus_entry_{i}'
+            f"(const ludus_value *ludus_v, int ludus_n) "
+            f"{{ ludus_call({launch.kernel}, ludus_v, ludus_n); }}"
+            for i, launch in enumerate(plan.launches)
+        ),
+    ]  # fmt: skip
+    return "\n".join([*entries, ""])
+
+
+def _plan_text(plan: Plan, trials: Sequence[Trial], seed: int) -> str:
+    first = trials[0]
+    buffers = [(tensor.name, 0, len(tensor.data)) for tensor in first.inputs]
+    buffers.append(("out", 1, len(first.out.data)))
+    buffers += [(name, 2, size) for name, size in plan.scratch.items()]
+    index = {name: i for i, (name, _, _) in enumerate(buffers)}
+    lines = [f"{len(trials)} {len(buffers)} {len(plan.launches)} {seed % 2**63}"]
+    lines += [f"{name} {role} {size}" for name, role, size in buffers]
+    for launch in plan.launches:
+        sizes = (*launch.grid, *launch.block, launch.shared_bytes, len(launch.arguments))
+        values = []
+        for item in launch.arguments:
+            if isinstance(item, Buffer):
+                values.append(f"0 {index[item.name]}")
+            elif isinstance(item, float):
+                values.append(f"2 {item!r}")
+            else:
+                values.append(f"1 {int(item)}")
+        lines.append(" ".join([*map(str, sizes), *values]))
+    return "\n".join([*lines, ""])
