@@ -24,7 +24,7 @@ typedef void (*entry_t)(const value *, int);
 
 extern "C" {
 uint3 threadIdx, blockIdx, blockDim, gridDim;
-unsigned char ludus_dynamic[232448] __attribute__((aligned(1024)));
+unsigned char ludus_dynamic[232448 + 256] __attribute__((aligned(1024)));
 }
 
 static const size_t PAGE = 4096, GUARD = 4096, STACK = 256 << 10;
@@ -46,6 +46,11 @@ static void report(const char *kind, const char *format, ...) {
     va_end(arguments);
     int fd = open("report.txt", O_WRONLY | O_CREAT | O_TRUNC, 0644);
     if (fd >= 0 && write(fd, text, length < 700 ? length : 699) >= 0) close(fd);
+}
+static uint64_t random_state, guard_seed;
+// Each guard has bytes of its own: a copy of one buffer's guard onto another's shows.
+static unsigned char guard(int buffer, size_t place) {
+    return (unsigned char)(((place + 7919ull * buffer) * 0x9E3779B97F4A7C15ull ^ guard_seed) >> 40);
 }
 static void end(const char *kind, const char *text) {
     report(kind, "%s", text);
@@ -214,7 +219,6 @@ static void run_block() {
 
 // Launches
 
-static uint64_t random_state;
 static uint32_t draw() {
     random_state = random_state * 6364136223846793005ull + 1442695040888963407ull;
     return (uint32_t)(random_state >> 33);
@@ -248,7 +252,7 @@ static void run_launch(const launch &l, bool barriers, unsigned char *shared, si
         blockIdx = at;
         if (shared_bytes) memset(shared, CANARY, shared_bytes);
         if (l.shared) memset(ludus_dynamic, CANARY, l.shared);
-        memset(ludus_dynamic + l.shared, CANARY, 256);
+        for (int k = 0; k < 256; k++) ludus_dynamic[l.shared + k] = guard(-1, k);
         if (barriers) {
             run_block();
         } else {
@@ -258,7 +262,7 @@ static void run_launch(const launch &l, bool barriers, unsigned char *shared, si
             }
         }
         for (int k = 0; k < 256; k++)
-            if (ludus_dynamic[l.shared + k] != CANARY)
+            if (ludus_dynamic[l.shared + k] != guard(-1, k))
                 end("bounds", "dynamic shared memory is written behind its end: "
                               "the launch line gives its bytes");
     }
@@ -294,6 +298,7 @@ static void read_plan() {
     FILE *file = fopen("plan.txt", "r");
     need(file && fscanf(file, "%d %d %d %lu", &num_trials, &num_buffers, &num_launches,
                         &random_state) == 4);
+    guard_seed = random_state * 0xD1342543DE82EF95ull;
     buffers = (buffer *)calloc(num_buffers + 1, sizeof(buffer));
     launches = (launch *)calloc(num_launches + 1, sizeof(launch));
     for (int i = 0; i < num_buffers; i++) {
@@ -305,7 +310,7 @@ static void read_plan() {
         mprotect(b.base, PAGE, PROT_NONE);
         mprotect(b.base + b.all - PAGE, PAGE, PROT_NONE);
         b.data = b.base + PAGE + GUARD;
-        memset(b.base + PAGE, CANARY, b.all - 2 * PAGE);
+        for (size_t k = PAGE; k < b.all - PAGE; k++) b.base[k] = guard(i, k);
     }
     for (int i = 0; i < num_launches; i++) {
         launch &l = launches[i];
@@ -328,13 +333,13 @@ static void check_guards() {
         const buffer &b = buffers[i];
         const unsigned char *after = b.data + b.bytes, *last = b.base + b.all - PAGE;
         for (const unsigned char *p = b.base + PAGE; p < b.data; p++)
-            if (*p != CANARY) {
+            if (*p != guard(i, p - b.base)) {
                 snprintf(text, sizeof text, "`%s` is written %zu bytes before its start", b.name,
                          (size_t)(b.data - p));
                 end("bounds", text);
             }
         for (const unsigned char *p = after; p < last; p++)
-            if (*p != CANARY) {
+            if (*p != guard(i, p - b.base)) {
                 snprintf(text, sizeof text, "`%s` is written %zu bytes behind its end", b.name,
                          (size_t)(p - after));
                 end("bounds", text);
@@ -346,7 +351,7 @@ int main(int, char **given) {
     trial_now = launch_now = 0;
     read_plan();
     void *library = dlopen(given[1], RTLD_NOW | RTLD_LOCAL);
-    if (!library) end("link", dlerror());
+    if (!library) end("link", "its variables do not fit into memory");
     for (int i = 0; i < num_launches; i++) {
         char name[40];
         snprintf(name, sizeof name, "ludus_entry_%d", i);

@@ -61,7 +61,8 @@ def values_of(data: bytes, dtype: str) -> Array:
     raw: Array = np.frombuffer(data, dtype=_RAW.get(dtype, dtype))
     if dtype == "bfloat16":
         return (raw.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return raw.astype(np.float64) if dtype.startswith("float") else raw.astype(np.int64)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        return raw.astype(np.float64) if dtype.startswith("float") else raw.astype(np.int64)
 
 
 def read_trials(data: bytes, number: int) -> list[Trial]:

@@ -28,7 +28,7 @@ MAX_BYTES = 256 << 20
 KINDS = {
     "crash": VerifyStatus.CRASHED, "bounds": VerifyStatus.WRONG, "input": VerifyStatus.WRONG,
     "deadlock": VerifyStatus.WRONG, "launch": VerifyStatus.BAD_LAUNCH,
-    "memory": VerifyStatus.MEMORY_LIMIT, "link": VerifyStatus.REFUSED,
+    "memory": VerifyStatus.MEMORY_LIMIT, "link": VerifyStatus.MEMORY_LIMIT,
 }  # fmt: skip
 _PLACE = re.compile(r"^(kernel\.cu|launch):(\d+):(?:\d+:)? (?:fatal )?error: (.*)$", re.M)
 
