@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - kernels stand as they are
 """Kernels that cheat, or break things: none may pass. Each has the statuses that it may end with.
 
 The problem: `out = 2 * relu(a) + b`, 1,000 elements, float32.

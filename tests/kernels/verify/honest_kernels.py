@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - kernels stand as they are
 """Honest kernels of the seven kinds of generated problems, each way of writing a kernel for many
 problems: all must pass. `kernels_for` makes the sources of a task in the ways that fit it.
 """

@@ -54,7 +54,9 @@ def test_errors(line: str, message: str) -> None:
 
 def test_a_missing_line_is_shown() -> None:
     source = 'extern "C" __global__ void __launch_bounds__(256) mine(float *a) {}'
-    with pytest.raises(DataError, match=r"add one such as // launch: mine<<<.*\(a, fc_weight, out\)"):
+    with pytest.raises(
+        DataError, match=r"add one such as // launch: mine<<<.*\(a, fc_weight, out\)"
+    ):
         read_launches(source, SHAPES)
 
 

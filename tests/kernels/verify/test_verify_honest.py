@@ -12,7 +12,7 @@ from tests.kernels.verify.honest_kernels import WAYS, kernels_for
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 NUMBER = {
-    "elementwise": 30, "transpose": 14, "reduction": 30, "matvec": 20, "matmul": 20,
+    "elementwise": 30, "transpose": 13, "reduction": 30, "matvec": 20, "matmul": 20,
     "convolution": 10, "fused": 9,
 }  # fmt: skip
 
