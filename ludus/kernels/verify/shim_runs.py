@@ -6,13 +6,13 @@ import json
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.core.errors import ConfigError, ToolError
 from ludus.kernels.launches import Buffer, Plan
 from ludus.kernels.shim import inside
 from ludus.kernels.verify.compare import Trial
+from ludus.kernels.verify.job import Ran
 from ludus.kernels.verify.result import VerifyStatus
 from ludus.kernels.verify.subset import SHIM, prepared
 from ludus.sandbox.base import Code, Limits, RunStatus
@@ -31,18 +31,6 @@ KINDS = {
     "memory": VerifyStatus.MEMORY_LIMIT, "link": VerifyStatus.MEMORY_LIMIT,
 }  # fmt: skip
 _PLACE = re.compile(r"^(kernel\.cu|launch):(\d+):(?:\d+:)? (?:fatal )?error: (.*)$", re.M)
-
-
-@dataclass(frozen=True, slots=True)
-class ShimRun:
-    """The end of a run: `outputs` of each trial, or a status with its message."""
-
-    outputs: tuple[bytes, ...] = ()
-    status: VerifyStatus | None = None
-    message: str = ""
-    trial: int = 0
-    build_s: float = 0.0
-    run_s: float = 0.0
 
 
 class Shim:
@@ -65,7 +53,7 @@ class Shim:
         self._header = (SHIM / "cuda.h").read_bytes()
         self._runner: dict[str, bytes] = {}
 
-    async def run(self, source: str, plan: Plan, trials: Sequence[Trial], seed: int) -> ShimRun:
+    async def run(self, source: str, plan: Plan, trials: Sequence[Trial], seed: int) -> Ran:
         """Build a kernel, and run its launches on the inputs of each trial.
 
         Errors: ToolError where the sandbox fails.
@@ -76,7 +64,7 @@ class Shim:
         total = len(inputs) + size * len(trials)
         if total > MAX_BYTES:
             text = f"the tensors have {total >> 20} MB; the CPU shim takes {MAX_BYTES >> 20} MB"
-            return ShimRun(status=VerifyStatus.UNSUPPORTED, message=text)
+            return Ran(status=VerifyStatus.UNSUPPORTED, message=text)
         files = {
             "kernel.cpp": _with_entries(source, plan).encode(),
             "headers/cuda.h": self._header,
@@ -97,8 +85,8 @@ class Shim:
         built = float(json.loads(result.files.get("built.json", b"0")))
         run_s = max(result.seconds - built, 0.0)
 
-        def ended(status: VerifyStatus, message: str, trial: int = 0) -> ShimRun:
-            return ShimRun((), status, message, trial, built or result.seconds, run_s)
+        def ended(status: VerifyStatus, message: str, trial: int = 0) -> Ran:
+            return Ran((), status, message, trial, built or result.seconds, run_s)
 
         if result.status is RunStatus.TIME_LIMIT:
             what = "running" if built else "compiling for the CPU"
@@ -124,7 +112,7 @@ class Shim:
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             return ended(VerifyStatus.CRASHED, f"the kernel's process ended with {how}")
         split = tuple(outputs[i * size : (i + 1) * size] for i in range(len(trials)))
-        return ShimRun(split, build_s=built, run_s=run_s)
+        return Ran(split, build_s=built, run_s=run_s)
 
     async def _built(self) -> dict[str, bytes]:
         if not self._runner:

@@ -10,34 +10,28 @@ compared here: a kernel's process never holds the reference's output.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from types import TracebackType
 from typing import Self
 
 from ludus.core.errors import DataError
 from ludus.kernels.analysis.analyse import analyse
-from ludus.kernels.analysis.findings import SAFE, Analysis, Finding, Severity
+from ludus.kernels.analysis.findings import SAFE, Analysis, Severity
 from ludus.kernels.cache import CompileCache
 from ludus.kernels.compiler import CudaCompiler
 from ludus.kernels.launches import Plan, read_launches
-from ludus.kernels.result import Compiled, CompileStatus
-from ludus.kernels.verify.compare import compare
+from ludus.kernels.result import Compiled
+from ludus.kernels.verify.job import Job, too_long, trial_seeds
 from ludus.kernels.verify.problem import Interface, KernelProblem
-from ludus.kernels.verify.reference import References, Referred
+from ludus.kernels.verify.reference import References
 from ludus.kernels.verify.result import Verified, VerifyStatus
-from ludus.kernels.verify.shim_runs import Shim, ShimRun
+from ludus.kernels.verify.shim_runs import Shim
 from ludus.kernels.verify.subset import Problem, problems
 from ludus.sandbox.base import Limits
 
 TRIALS = 5
 """Trials on fresh inputs; one more, with another seed, follows them."""
-MAX_SOURCE = 100_000
 COMPILE_LIMITS = Limits(run_s=20.0, memory_mb=1024, num_processes=16, output_bytes=1_000_000)
-STOPPED = {
-    CompileStatus.TIME_LIMIT: VerifyStatus.TIME_LIMIT,
-    CompileStatus.MEMORY_LIMIT: VerifyStatus.MEMORY_LIMIT,
-}
 
 
 class KernelVerifier:
@@ -84,9 +78,12 @@ class KernelVerifier:
 
         Errors: ToolError where the sandbox fails: the kernel is not to blame.
         """
-        job = _Job(self._trials + 1)
-        if (text := _too_long(source)) or (text := job.analysed(source)):
+        job = Job(self._trials + 1)
+        if text := too_long(source):
             return job.ended(VerifyStatus.REFUSED, text)
+        refused, outside = _analysed(job, source)
+        if refused:
+            return job.ended(VerifyStatus.REFUSED, refused)
         began = time.monotonic()
         referred = await self._references.trials(problem.reference, self._seeds(seed))
         job.seconds["reference"] = time.monotonic() - began
@@ -103,15 +100,12 @@ class KernelVerifier:
             _check_kernels(plan, job.compiled)
         except DataError as error:
             return job.ended(VerifyStatus.BAD_LAUNCH, str(error))
-        if job.outside is not None:
-            return job.ended(VerifyStatus.UNSUPPORTED, str(job.outside))
+        if outside is not None:
+            return job.ended(VerifyStatus.UNSUPPORTED, str(outside))
         return job.judged(await self._shim.run(source, plan, referred.trials, seed), referred)
 
     def _seeds(self, seed: int) -> tuple[int, ...]:
-        return tuple(
-            int.from_bytes(hashlib.sha256(f"kernel:{seed}:{i}".encode()).digest()[:4], "big")
-            for i in range(self._trials + 1)
-        )
+        return trial_seeds(seed, self._trials + 1)
 
     async def close(self) -> None:
         """End all processes."""
@@ -131,78 +125,24 @@ class KernelVerifier:
         await self.close()
 
 
-class _Job:
-    """What is known so far of a kernel."""
-
-    def __init__(self, trials: int) -> None:
-        self.trials = trials
-        self.seconds: dict[str, float] = {}
-        self.findings: tuple[Finding, ...] = ()
-        self.compiled: Compiled | None = None
-        self.outside: Problem | None = None
-
-    def analysed(self, source: str) -> str:
-        """Why the source is refused, or an empty text."""
-        began = time.monotonic()
-        found: Analysis = analyse(source)
-        self.findings = found.findings
-        unsafe = [f for f in found.findings if f.kind == SAFE and f.severity is Severity.ERROR]
-        try:
-            for problem in problems(source):
-                if problem.refused:
-                    return str(problem)
-                self.outside = self.outside or problem
-        finally:
-            self.seconds["analyse"] = time.monotonic() - began
-        if unsafe:
-            first = unsafe[0]
-            return f"line {first.line}: {first.rule}: {first.reason}; {first.suggestion}"
-        return ""
-
-    def uncompiled(self, compiled: Compiled) -> Verified:
-        error = compiled.errors[0]
-        place = f"line {error.line}: " if error.line else ""
-        status = STOPPED.get(compiled.status, VerifyStatus.COMPILE_ERROR)
-        return self.ended(status, f"{place}{error.message[:300]}")
-
-    def judged(self, run: ShimRun, referred: Referred) -> Verified:
-        """The result of the outputs."""
-        self.seconds |= {"build": run.build_s, "run": run.run_s}
-        if run.status is not None:
-            return self.ended(run.status, run.message, run.trial if run.trial > 0 else 0)
-        passed, largest, message = 0, 0.0, ""
-        for number, (got, trial) in enumerate(zip(run.outputs, referred.trials, strict=True)):
-            found = compare(got, trial, number)
-            largest = max(largest, found.max_error)
-            passed += not found.problem
-            if found.problem and not message:
-                message = f"trial {number + 1} of {self.trials}: {found.problem}"
-        status = VerifyStatus.WRONG if message else VerifyStatus.PASSED
-        told = message or f"the values of all {self.trials} trials are right"
-        return self.ended(status, told, passed, largest)
-
-    def ended(
-        self, status: VerifyStatus, message: str, passed: int = 0, error: float | None = None
-    ) -> Verified:
-        return Verified(
-            status,
-            " ".join(message.split()),
-            passed,
-            self.trials,
-            error,
-            self.compiled.diagnostics if self.compiled else (),
-            self.compiled,
-            self.findings,
-            None,
-            self.seconds,
-        )
-
-
-def _too_long(source: str) -> str:
-    size = len(source.encode("utf-8", "replace"))
-    return f"the source has {size:,} bytes, and {MAX_SOURCE:,} at most are read" * (
-        size > MAX_SOURCE
-    )
+def _analysed(job: Job, source: str) -> tuple[str, Problem | None]:
+    """Why the source is refused, or an empty text; and what the CPU does not run."""
+    began = time.monotonic()
+    found: Analysis = analyse(source)
+    job.findings = found.findings
+    outside: Problem | None = None
+    unsafe = [f for f in found.findings if f.kind == SAFE and f.severity is Severity.ERROR]
+    try:
+        for problem in problems(source):
+            if problem.refused:
+                return str(problem), None
+            outside = outside or problem
+    finally:
+        job.seconds["analyse"] = time.monotonic() - began
+    if unsafe:
+        first = unsafe[0]
+        return f"line {first.line}: {first.rule}: {first.reason}; {first.suggestion}", outside
+    return "", outside
 
 
 def _check_kernels(plan: Plan, compiled: Compiled) -> None:
