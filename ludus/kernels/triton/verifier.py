@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Self
 
 from ludus.core.errors import DataError
+from ludus.kernels.benchmark.benchmarker import Benchmarker
+from ludus.kernels.benchmark.work import triton_work
 from ludus.kernels.cache import CompileCache
 from ludus.kernels.triton.compiler import LIMITS, TritonCompiler
 from ludus.kernels.triton.launches import (
@@ -28,7 +30,7 @@ from ludus.kernels.triton.runs import Interpreter
 from ludus.kernels.triton.source import read_source
 from ludus.kernels.verify.job import Job, too_long, trial_seeds
 from ludus.kernels.verify.problem import Interface, KernelProblem
-from ludus.kernels.verify.reference import References
+from ludus.kernels.verify.reference import References, Referred
 from ludus.kernels.verify.result import Verified, VerifyStatus
 from ludus.kernels.verify.verifier import TRIALS
 from ludus.sandbox.base import Limits
@@ -42,6 +44,7 @@ class TritonVerifier:
         parallel: runs at the same time of each kind; default: 2 for each core.
         cache: of compilations; None compiles each source anew.
         trials: on fresh inputs, at least 2; one more follows.
+        benchmark: runs kernels that passed on a GPU too, and times them. It stays open.
 
     Errors: MissingDependency without Triton; ConfigError for a version of Triton that does not fit
     NumPy, or where a layer of the sandbox is missing.
@@ -55,7 +58,9 @@ class TritonVerifier:
         trials: int = TRIALS,
         compile_limits: Limits = LIMITS,
         run_limits: Limits | None = None,
+        benchmark: Benchmarker | None = None,
     ) -> None:
+        self._benchmark = benchmark
         self._architecture, self._trials = architecture, max(trials, 2)
         self._compiler = TritonCompiler(compile_limits, cache, parallel)
         self._references = References(parallel=parallel)
@@ -103,9 +108,34 @@ class TritonVerifier:
         job.seconds["compile"] = time.monotonic() - began
         if not done.compiled.ok:
             return job.uncompiled(done.compiled)
-        return job.judged(
+        found = job.judged(
             await self._interpreter.run(source, plan, referred.trials, seed), referred
         )
+        outside = found.status is VerifyStatus.UNSUPPORTED
+        if self._benchmark is None or not (found.ok or outside):
+            return found
+        return await self._on_device(self._benchmark, job, source, plan, problem, referred)
+
+    async def _on_device(
+        self,
+        benchmark: Benchmarker,
+        job: Job,
+        source: str,
+        plan: TritonPlan,
+        problem: KernelProblem,
+        referred: Referred,
+    ) -> Verified:
+        """The result on a GPU, with its times."""
+        device = await benchmark.device()
+        variants = variants_of(plan, referred.interface)
+        done = await self._compiler.compile(source, variants, device.architecture)
+        if not done.compiled.ok:
+            return job.uncompiled(done.compiled)
+        try:
+            work = triton_work(done.images, plan, dtypes_of(plan, referred.interface))
+        except DataError as error:
+            return job.ended(VerifyStatus.UNSUPPORTED, str(error))
+        return job.measured(await benchmark.measure(work, problem, referred.trials))
 
     def _seeds(self, seed: int) -> tuple[int, ...]:
         return trial_seeds(seed, self._trials + 1)
@@ -133,9 +163,13 @@ def variants_of(plan: TritonPlan, face: Interface) -> list[Variant]:
 
     Errors: DataError for a type that Triton does not have.
     """
-    scratch = {name: kind for name, (kind, _) in plan.scratch.items()}
-    dtypes = {**face.dtypes, **scratch}
+    dtypes = dtypes_of(plan, face)
     for name, kind in dtypes.items():
         if kind not in SIZES:
             raise DataError(f"`{name}` is {kind}, which Triton does not have")
     return list(dict.fromkeys(variant_of(launch, dtypes) for launch in plan.launches))
+
+
+def dtypes_of(plan: TritonPlan, face: Interface) -> dict[str, str]:
+    """The types of all buffers by name."""
+    return {**face.dtypes, **{name: kind for name, (kind, _) in plan.scratch.items()}}

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 
 from ludus.kernels.analysis.findings import Finding
+from ludus.kernels.benchmark.benchmarker import Measured
 from ludus.kernels.result import Compiled, CompileStatus
 from ludus.kernels.verify.compare import compare
 from ludus.kernels.verify.reference import Referred
@@ -61,6 +62,11 @@ class Job:
         status = VerifyStatus.WRONG if message else VerifyStatus.PASSED
         told = message or f"the values of all {self.trials} trials are right"
         return self.ended(status, told, passed, largest)
+
+    def measured(self, found: Measured) -> Verified:
+        """The result on a GPU."""
+        self.speedups = found.speedups
+        return self.ended(found.status, found.message, found.passed, found.max_error)
 
     def ended(
         self, status: VerifyStatus, message: str, passed: int = 0, error: float | None = None

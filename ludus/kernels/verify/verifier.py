@@ -17,13 +17,15 @@ from typing import Self
 from ludus.core.errors import DataError
 from ludus.kernels.analysis.analyse import analyse
 from ludus.kernels.analysis.findings import SAFE, Analysis, Severity
+from ludus.kernels.benchmark.benchmarker import Benchmarker
+from ludus.kernels.benchmark.work import cuda_work
 from ludus.kernels.cache import CompileCache
 from ludus.kernels.compiler import CudaCompiler
 from ludus.kernels.launches import Plan, read_launches
 from ludus.kernels.result import Compiled
 from ludus.kernels.verify.job import Job, too_long, trial_seeds
 from ludus.kernels.verify.problem import Interface, KernelProblem
-from ludus.kernels.verify.reference import References
+from ludus.kernels.verify.reference import References, Referred
 from ludus.kernels.verify.result import Verified, VerifyStatus
 from ludus.kernels.verify.shim_runs import Shim
 from ludus.kernels.verify.subset import Problem, problems
@@ -42,6 +44,8 @@ class KernelVerifier:
         parallel: runs at the same time of each kind; default: 2 for each core.
         cache: of compilations; None compiles each source anew.
         trials: on fresh inputs, at least 2; one more follows.
+        benchmark: runs kernels that passed on a GPU too, and those that the CPU does not run, and
+            times them; without it, nothing is timed. It stays open.
 
     Errors: ConfigError without g++, or where a layer of the sandbox is missing; MissingDependency
     without NVRTC.
@@ -55,7 +59,9 @@ class KernelVerifier:
         trials: int = TRIALS,
         compile_limits: Limits = COMPILE_LIMITS,
         run_limits: Limits | None = None,
+        benchmark: Benchmarker | None = None,
     ) -> None:
+        self._benchmark = benchmark
         self._architecture, self._trials = architecture, max(trials, 2)
         self._compiler = CudaCompiler(compile_limits, cache, parallel)
         self._references = References(parallel=parallel)
@@ -76,7 +82,8 @@ class KernelVerifier:
 
         Give each episode another seed: outputs of a known seed could be learnt by heart.
 
-        Errors: ToolError where the sandbox fails: the kernel is not to blame.
+        Errors: ToolError where the sandbox or the GPU's process fails: the kernel is not to blame;
+        ConfigError where a benchmark is given, and there is no GPU.
         """
         job = Job(self._trials + 1)
         if text := too_long(source):
@@ -100,9 +107,32 @@ class KernelVerifier:
             _check_kernels(plan, job.compiled)
         except DataError as error:
             return job.ended(VerifyStatus.BAD_LAUNCH, str(error))
-        if outside is not None:
+        if outside is None:
+            found = job.judged(await self._shim.run(source, plan, referred.trials, seed), referred)
+            if self._benchmark is None or not found.ok:
+                return found
+        elif self._benchmark is None:
             return job.ended(VerifyStatus.UNSUPPORTED, str(outside))
-        return job.judged(await self._shim.run(source, plan, referred.trials, seed), referred)
+        return await self._on_device(self._benchmark, job, source, plan, problem, referred)
+
+    async def _on_device(
+        self,
+        benchmark: Benchmarker,
+        job: Job,
+        source: str,
+        plan: Plan,
+        problem: KernelProblem,
+        referred: Referred,
+    ) -> Verified:
+        """The result on a GPU, with its times."""
+        device = await benchmark.device()
+        try:
+            work = await cuda_work(self._compiler, source, plan, device.architecture)
+        except DataError as error:
+            return job.ended(VerifyStatus.BAD_LAUNCH, str(error))
+        if isinstance(work, Compiled):
+            return job.uncompiled(work)
+        return job.measured(await benchmark.measure(work, problem, referred.trials))
 
     def _seeds(self, seed: int) -> tuple[int, ...]:
         return trial_seeds(seed, self._trials + 1)

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - kernels stand as they are
 """Kernels in Triton that cheat, or break things: none may pass.
 
 The problem is that of tests/kernels/verify/cheats.py: `out = 2 * relu(a) + b`, 1,000 elements.
