@@ -8,7 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 import pytest_asyncio
 
+from ludus.core.errors import ConfigError, MissingDependency
 from ludus.kernels.compiler import PACKAGES, CudaCompiler
+from ludus.kernels.triton.compiler import require_interpreter
 from ludus.sandbox.base import Limits
 
 PATIENT = Limits(run_s=120.0, memory_mb=1024, num_processes=16)
@@ -23,6 +25,15 @@ def nvrtc(layers: None) -> None:
             version(package)
         except PackageNotFoundError:
             pytest.skip(f"{package} is not installed: pip install 'ludus-rl[kernels]'")
+
+
+@pytest.fixture(scope="session")
+def triton(layers: None) -> None:
+    """Triton and its interpreter, in the sandbox; without one of them, the test is skipped."""
+    try:
+        require_interpreter()
+    except (MissingDependency, ConfigError) as error:
+        pytest.skip(str(error))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

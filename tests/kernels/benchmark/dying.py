@@ -31,9 +31,6 @@ def main() -> None:
             case "nonsense":
                 sock.sendall(b"\xff" * 64)
                 time.sleep(3600)
-            case "large":
-                send_frame(sock, {"sizes": 1})
-                sock.sendall(b"")
             case "half":
                 sock.sendall(b"\x40\x00\x00\x00{")
                 os._exit(0)

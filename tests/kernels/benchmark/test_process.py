@@ -1,4 +1,4 @@
-"""Processes that really die, hang, or talk nonsense: each is replaced, and the next call answers."""
+"""Processes that really die, hang, or talk nonsense: each is replaced, and the next answers."""
 
 from __future__ import annotations
 

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import pytest
 import pytest_asyncio
 
-from ludus.core.errors import ConfigError, MissingDependency
-from ludus.kernels.triton.compiler import require_interpreter
 from ludus.kernels.triton.verifier import TritonVerifier
 from ludus.sandbox.base import Limits
 
 COMPILE = Limits(run_s=15.0, memory_mb=4096, num_processes=32, disk_mb=64)
 RUN = Limits(run_s=6.0, memory_mb=1024, num_processes=16, disk_mb=64, output_bytes=100_000)
-
-
-@pytest.fixture(scope="session")
-def triton(layers: None) -> None:
-    """Triton and its interpreter, in the sandbox; without one of them, the test is skipped."""
-    try:
-        require_interpreter()
-    except (MissingDependency, ConfigError) as error:
-        pytest.skip(str(error))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
