@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
 from importlib.metadata import PackageNotFoundError, version
 
@@ -34,6 +35,13 @@ def triton(layers: None) -> None:
         require_interpreter()
     except (MissingDependency, ConfigError) as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def cpp(nvrtc: None) -> None:
+    """g++, beside NVRTC; without it, the test is skipped."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed: apt install g++")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import AsyncIterator
 
-import pytest
 import pytest_asyncio
 
 from ludus.kernels.verify.verifier import KernelVerifier
 from ludus.sandbox.base import Limits
 
 RUN = Limits(run_s=20.0, memory_mb=1024, num_processes=16, disk_mb=64, output_bytes=100_000)
-
-
-@pytest.fixture(scope="session")
-def cpp(nvrtc: None) -> None:
-    """g++, beside NVRTC; without it, the test is skipped."""
-    if shutil.which("g++") is None:
-        pytest.skip("g++ is not installed: apt install g++")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
