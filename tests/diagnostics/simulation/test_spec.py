@@ -34,7 +34,7 @@ NODE = "nodes: {count: 2, gpus: 8, kind: h100}\n"
         (NODE + "cores: 4", r"`cores` is for processes that compute on CPUs: set `nodes.gpus: 0`"),
         (
             "nodes: {gpus: 0}\nlayout: local\ncores: 4",
-            r"`cores` has no effect in `layout: local`, which is one process: set `nodes.cpu_cores`",
+            r"`cores` has no effect in `layout: local`, which is one process: set `nodes",
         ),
         (NODE + "environment_workers: 1000", r"exceeds the 128 cores of all nodes"),
         (
