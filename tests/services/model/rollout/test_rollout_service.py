@@ -18,7 +18,7 @@ from service_world import until
 
 from ludus.core.errors import SamplerError
 from ludus.services.model.rollout.events import Variant
-from ludus.services.model.rollout.log import replay
+from ludus.services.model.rollout.replay import replay
 from ludus.services.model.rollout.service import hashed
 
 ASKED = {"model": "tiny", "prompt": "go", "max_tokens": 2}
