@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ludus.backends.ray.cluster import facts, node_id
-from ludus.backends.ray.weights import Weights, checksum, in_buckets, to_bucket
+from ludus.backends.ray.publication.broadcast import BroadcastFailed, Meeting, Member, joined
+from ludus.backends.ray.publication.weights import Weights, checksum, in_buckets, to_bucket
 from ludus.config.schema import RunConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Sample
@@ -39,6 +41,7 @@ class LearnerActor:
     def __init__(self) -> None:
         self._trainer: WholeTrainer | ShardedTrainer
         self._rank = 0
+        self._member: Member | None = None
 
     def facts(self) -> dict[str, str]:
         return facts()
@@ -99,25 +102,52 @@ class LearnerActor:
     ) -> dict[str, float]:
         return self._trainer.train(samples, algorithm, policy_version)
 
-    def weights(self, version: int, bucket_bytes: int) -> Weights | None:
+    def weights(
+        self, version: int, bucket_bytes: int, meeting: Meeting | None = None
+    ) -> Weights | None:
         """Put the weights into the object store, in buckets; only the first rank returns them.
 
         The object store keeps them as long as the driver has the result.
+
+        Args:
+            meeting: broadcast them to the samplers instead. Where that fails, the result says so.
         """
         import ray
 
-        references: list[Any] = []
-        checksums: list[str] = []
-        num_bytes = 0
-        for tensors in self._trainer.weights(bucket_bytes):
-            if self._rank == 0:
-                bucket = to_bucket(tensors.items())
-                num_bytes += sum(entry.num_bytes for entry in bucket.entries)
-                checksums.append(checksum(bucket))
-                references.append(ray.put(bucket))
+        buckets = self._trainer.weights(bucket_bytes)
         if self._rank:
+            for _ in buckets:  # its parts of them
+                pass
             return None
-        return Weights(version, references, checksums, num_bytes)
+        if meeting is not None:
+            return self._broadcast(meeting, version, buckets)
+        weights = Weights(version, [], [])
+        for tensors in buckets:
+            bucket = to_bucket(tensors.items())
+            weights.checksums.append(checksum(bucket))
+            weights.buckets.append(ray.put(bucket))
+        return weights
+
+    def _broadcast(
+        self, meeting: Meeting, version: int, buckets: Iterator[dict[str, Tensor]]
+    ) -> Weights:
+        """Send buckets to the samplers. All ranks have to gather all of them, also after a fault.
+
+        The other ranks wait for as long as a bucket takes.
+        """
+        weights = Weights(version, [], [])
+        serial, fault = meeting.serial, ""
+        try:
+            self._member = joined(self._member, meeting, 0)
+            for tensors in buckets:
+                index = len(weights.checksums)
+                weights.checksums.append(self._member.send(serial, version, index, tensors))
+            self._member.end(serial, len(weights.checksums))
+        except BroadcastFailed as error:
+            self._member, fault = None, str(error)
+            for _ in buckets:
+                pass
+        return replace(weights, fault=fault)
 
     def save(
         self,

@@ -14,7 +14,13 @@ pytest.importorskip("ray", reason="needs the extra ray")
 from ludus.backends import BACKENDS
 from ludus.backends.ray.backend import RayBackend
 from ludus.backends.ray.cluster import Demand, connect, facts, require_equal
-from ludus.backends.ray.weights import checksum, copy_into, in_buckets, to_bucket, verified
+from ludus.backends.ray.publication.weights import (
+    checksum,
+    copy_into,
+    in_buckets,
+    to_bucket,
+    verified,
+)
 from ludus.config.load import load_config
 from ludus.config.schema import ModelConfig
 from ludus.core.errors import ConfigError, TrainingError
