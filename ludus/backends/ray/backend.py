@@ -246,6 +246,8 @@ class RayBackend:
             self._broadcasts.end if self._broadcasts is not None else lambda reason: None,
         )
         self.learners.start()
+        if self._broadcasts is None:
+            self.learners.actors[0].touch_store.remote(self._bucket_bytes)
         facts = actors.check_versions(envs, ready)
         vocabulary = Vocabulary.of(self._tokenizer)
         self.sampler = SamplerPool(

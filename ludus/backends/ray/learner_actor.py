@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ludus.backends.ray.cluster import facts, node_id
+from ludus.backends.ray.cluster import facts, node_id, store_bytes
 from ludus.backends.ray.publication.broadcast import BroadcastFailed, Meeting, Member, joined
 from ludus.backends.ray.publication.weights import Weights, checksum, in_buckets, to_bucket
 from ludus.config.schema import RunConfig
@@ -22,6 +24,10 @@ from ludus.train.trainer import Restored, Trainer
 
 if TYPE_CHECKING:
     from ludus.train.distributed import Rank, ShardedTrainer, ShardSettings
+
+
+TOUCHED_BYTES = 64 << 20
+"""Smaller publications are fast in any memory."""
 
 
 class WholeTrainer(Trainer):
@@ -102,6 +108,17 @@ class LearnerActor:
     ) -> dict[str, float]:
         return self._trainer.train(samples, algorithm, policy_version)
 
+    def touch_store(self, bucket_bytes: int) -> None:
+        """Let the object store use the memory of two publications once, in a thread.
+
+        The kernel clears memory page by page at its first use, which would make the first two
+        publications several times slower. A store without much more room is left alone.
+        """
+        size = sum(tensor.nbytes for tensor in trained_tensors(self._trainer.model).values())
+        if TOUCHED_BYTES < size < store_bytes() // 4:
+            count = -(-2 * size // bucket_bytes)
+            Thread(target=_touch, args=(count, min(bucket_bytes, size)), daemon=True).start()
+
     def weights(
         self, version: int, bucket_bytes: int, meeting: Meeting | None = None
     ) -> Weights | None:
@@ -168,3 +185,14 @@ class LearnerActor:
 
     def load_weights(self, path: Path) -> int:
         return self._trainer.load_weights(path)
+
+
+def _touch(count: int, num_bytes: int) -> None:
+    """Put `count` arrays into the object store, and drop them."""
+    import numpy as np
+    import ray
+
+    with suppress(ray.exceptions.RayError):
+        zeros = np.zeros(num_bytes, np.uint8)
+        kept = [ray.put(zeros) for _ in range(count)]
+        kept.clear()

@@ -10,7 +10,13 @@ from typing import Any
 
 from ludus.backends.ray.cluster import facts, node_id
 from ludus.backends.ray.publication.broadcast import Meeting, Member, joined
-from ludus.backends.ray.publication.weights import Bucket, Weights, copy_into, verified
+from ludus.backends.ray.publication.weights import (
+    Bucket,
+    Weights,
+    copy_into,
+    own_memory,
+    verified,
+)
 from ludus.backends.ray.station import Station, Stationed
 from ludus.config.schema import RunConfig
 from ludus.models.samplers.base import Completion, PolicySampler, SamplingParams
@@ -51,6 +57,8 @@ class SamplerActor(Stationed):
 
             torch.set_num_threads(config.threads)
         model = build_policy(config.model, tokenizer, config.seed)
+        if config.model.device == "cpu":
+            own_memory(model)
         folder = Path(tempfile.mkdtemp(prefix=f"ludus-{namespace[:40]}-sampler-{index}-"))
         self._folder = folder
         self._model = model

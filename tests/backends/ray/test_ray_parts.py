@@ -87,12 +87,23 @@ def test_no_address_is_refused_before_the_run(address: str) -> None:
         {"placement_deadline_s": math.inf},
         {"collective_timeout_s": math.inf},
         {"bucket_mib": 10**12},
+        {"weights": "nccl"},
+        {"broadcast_timeout_s": 0},
     ],
 )
 def test_arguments_that_no_cluster_can_honour(argument: dict[str, Any]) -> None:
     (name,) = argument
     with pytest.raises(ConfigError, match=rf"backend\.args\.{name} must be"):
         BACKENDS.check(Spec(name="ray", args=argument), "backend")
+
+
+def test_nccl_needs_a_gpu_for_each_member() -> None:
+    model = {"path": "x", "device": "cuda"}
+    config = load_config({"model": model, "tasks": {"train": "x"}})
+    RayBackend.refuse(config, {"weights": "broadcast"})
+    RayBackend.refuse(config, {"colocated": True})
+    with pytest.raises(ConfigError, match=r"^backend\.args\.weights: broadcast needs a GPU for"):
+        RayBackend.refuse(config, {"weights": "broadcast", "colocated": True})
 
 
 def test_versions_that_differ_name_both_nodes() -> None:

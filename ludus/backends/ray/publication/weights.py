@@ -173,6 +173,16 @@ def verified(bucket: Bucket, expected: str, version: int) -> Bucket:
 
 
 @torch.no_grad()
+def own_memory(model: Any) -> None:
+    """Copy a model's trained tensors out of the file that they are mapped from.
+
+    Otherwise the kernel does it page by page, when the first weights are copied into them.
+    """
+    for tensor in trained_tensors(model).values():
+        tensor.data = tensor.data.clone()
+
+
+@torch.no_grad()
 def copy_into(model: Any, buckets: Iterable[Bucket], version: int) -> None:
     """Copy weights into a model's trained tensors of these names.
 
