@@ -100,8 +100,6 @@ def test_arguments_that_no_cluster_can_honour(argument: dict[str, Any]) -> None:
 def test_nccl_needs_a_gpu_for_each_member() -> None:
     model = {"path": "x", "device": "cuda"}
     config = load_config({"model": model, "tasks": {"train": "x"}})
-    RayBackend.refuse(config, {"weights": "broadcast"})
-    RayBackend.refuse(config, {"colocated": True})
     with pytest.raises(ConfigError, match=r"^backend\.args\.weights: broadcast needs a GPU for"):
         RayBackend.refuse(config, {"weights": "broadcast", "colocated": True})
 
