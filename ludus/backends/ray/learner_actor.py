@@ -48,6 +48,7 @@ class LearnerActor:
         self._trainer: WholeTrainer | ShardedTrainer
         self._rank = 0
         self._member: Member | None = None
+        self._space: Any = None  # memory of a bucket, which the next one uses again
 
     def facts(self) -> dict[str, str]:
         return facts()
@@ -140,7 +141,9 @@ class LearnerActor:
             return self._broadcast(meeting, version, buckets)
         weights = Weights(version, [], [])
         for tensors in buckets:
-            bucket = to_bucket(tensors.items())
+            bucket = to_bucket(tensors.items(), self._space)
+            if self._space is None or len(bucket.data) > len(self._space):
+                self._space = bucket.data
             weights.checksums.append(checksum(bucket))
             weights.buckets.append(ray.put(bucket))
         return weights

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -131,6 +132,15 @@ def test_buckets_keep_every_bit(size: int) -> None:
     for name, tensor in tensors().items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
+
+
+def test_the_memory_of_a_bucket_is_used_again() -> None:
+    large = to_bucket({"x": torch.full((1000,), 7.0)}.items())
+    space: Any = large.data
+    found = to_bucket(tensors().items(), space)
+    assert np.shares_memory(found.data, space)
+    assert checksum(found) == checksum(to_bucket(tensors().items()))
+    assert not np.shares_memory(to_bucket({"x": torch.ones(2000)}.items(), space).data, space)
 
 
 def test_damage_is_found() -> None:

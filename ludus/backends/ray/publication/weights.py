@@ -80,11 +80,15 @@ class Weights:
         return xxhash.xxh3_128_hexdigest("".join(self.checksums).encode())
 
 
-def to_bucket(named: Iterable[tuple[str, Tensor]]) -> Bucket:
-    """Copy tensors into a bucket."""
+def to_bucket(
+    named: Iterable[tuple[str, Tensor]], space: NDArray[np.uint8] | None = None
+) -> Bucket:
+    """Copy tensors into a bucket; into `space`, if that is large enough."""
     tensors = dict(named)
     entries, size = layout(tensors)
-    data = np.empty(size, np.uint8)
+    if space is None or len(space) < size:
+        space = np.empty(size, np.uint8)
+    data = space[:size]
     fill(torch.from_numpy(data), entries, tensors)
     return Bucket(entries, data)
 
