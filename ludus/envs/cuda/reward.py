@@ -139,8 +139,12 @@ class KernelReward(_Numbers):
                 raise ValueError(f"{name} has no effect with kind: {self.kind}")
         return self
 
-    def check(self, *, timed: bool) -> None:
+    def check(self, *, timed: bool, rounds: int) -> None:
         """Refuse numbers without an effect. Errors: ConfigError."""
+        if rounds == 1 and "improvement_bonus" in self.parts.model_fields_set:
+            raise ConfigError(
+                "reward: parts.improvement_bonus is for later turns: set rounds, or remove it"
+            )
         if timed:
             return
         if self.kind == "ladder":
@@ -156,7 +160,7 @@ class KernelReward(_Numbers):
                 f"reward: {self.kind}.{without[0]} has no effect: nothing is timed (timing: off)"
             )
 
-    def score_range(self, *, timed: bool) -> tuple[float, float]:
+    def score_range(self, *, timed: bool, rounds: int) -> tuple[float, float]:
         """The lowest and the highest value of a kernel."""
         if self.kind == "ladder":
             numbers = self.ladder
@@ -165,7 +169,7 @@ class KernelReward(_Numbers):
         if self.kind == "kevin":
             own = self.kevin
             return 0.0, own.correct + own.speedup * own.max_speedup * timed
-        bonus = self.parts.improvement_bonus + self.parts.speedup_bonus * timed
+        bonus = self.parts.improvement_bonus * (rounds > 1) + self.parts.speedup_bonus * timed
         return 0.0, 1.0 + bonus
 
     def success_at(self, *, timed: bool) -> float:

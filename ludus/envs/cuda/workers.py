@@ -27,11 +27,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What verifications of a process share. `parallel` None: 2 for each core."""
+    """What verifications of a process share. `parallel` None: 2 for each core. `timed`: right
+    kernels are timed on a GPU."""
 
     architecture: str = "sm_90"
     trials: int = 5
     parallel: int | None = None
+    timed: bool = False
 
 
 class Worker:
