@@ -8,8 +8,8 @@
     generator's turn     -> info role: optimiser, conversation: the messages that it begins with
     optimiser's turn     -> the end: info success, scores, explanation
 
-A role sees its own conversation only. The one that another role begins with may hold turns that this
-role did not write: they are given, without a loss.
+A role sees its own conversation only. The one that it begins with may hold turns of others: they
+are given, without a loss.
 """
 
 from __future__ import annotations

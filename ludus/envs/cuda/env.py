@@ -16,6 +16,7 @@ told. Turns belong to the role `generator` until a kernel is right, then to the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -141,6 +142,12 @@ class Cuda(Env):
                 "would earn more or less than failing once: set reward: {kind: kevin}, or gains"
             )
 
+    @classmethod
+    def works(cls, **args: Any) -> str:
+        parallel = args.get("parallel") or 2 * (os.cpu_count() or 1)
+        timing = {"gpu": ", timed on a GPU", "auto": ", timed on a GPU where there is one"}
+        return f"{parallel} kernels at once in the sandbox{timing.get(args.get('timing', ''), '')}"
+
     async def reset(self, task: Task) -> Observation:
         self._task, self._attempts = None, []
         self._problem = KernelProblem.of(task)
@@ -211,7 +218,7 @@ class Cuda(Env):
     def _go_on(self, attempt: Attempt) -> tuple[str, dict[str, Any]]:
         """The text after a turn, and its info: whose turn is next."""
         wish = (FASTER if self._timed else LEANER) if attempt.measured.correct else MEND
-        text, info = f"{attempt.found}\n{wish}", {"role": self._role}
+        text, info = f"{attempt.found}\n{wish}", dict[str, Any](role=self._role)
         if self._role != attempt.role and attempt.kernel is not None:
             answer = message_of(attempt.kernel, self._language)
             talk = (("user", self._opening), ("assistant", answer), ("user", text))
