@@ -33,6 +33,7 @@ from ludus.envs.cuda.measure import efficiency_of, measured
 from ludus.envs.cuda.messages import FASTER, LEANER, MEND, kernel_of, message_of, report
 from ludus.envs.cuda.reward import KernelReward, Measured, Scored
 from ludus.envs.cuda.workers import Settings, Worker, times_kernels, worker_of
+from ludus.kernels.occupancy import limits_of
 from ludus.kernels.verify.problem import KernelProblem
 from ludus.kernels.verify.result import Verified, VerifyStatus
 from ludus.tasks.kernels.generated import KINDS, problem
@@ -105,6 +106,9 @@ class Cuda(Env):
         trials: Annotated[
             int, Field(ge=2, le=100, description="Trials on fresh inputs; one more follows.")
         ] = 5,
+        run_s: Annotated[
+            float, Field(gt=0, le=600, description="Seconds of building and running a kernel.")
+        ] = 10.0,
         parallel: Annotated[
             int | None,
             Field(ge=1, le=1024, description="Kernels verified at once; null: 2 for each core."),
@@ -114,8 +118,9 @@ class Cuda(Env):
         self._language, self._reward, self.guide = language_named(language), reward, guide
         self._rounds, self._gains = rounds, turn_rewards == "gains"
         self._stop_speedup, self._stop_efficiency = stop_speedup, stop_efficiency
+        limits_of(architecture)
         self._timed = timing != "off" and times_kernels(required=timing == "gpu")
-        self._settings = Settings(architecture, trials, parallel, self._timed)
+        self._settings = Settings(architecture, trials, run_s, parallel, self._timed)
         self._refuse_without_effect(asked=timing != "off")
         low, high = reward.score_range(timed=self._timed, rounds=rounds)
         if not self._gains:

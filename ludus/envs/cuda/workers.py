@@ -13,7 +13,7 @@ import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from ludus.core.errors import ConfigError, MissingDependency
 from ludus.kernels.cache import CompileCache
 from ludus.kernels.verify.problem import Interface, KernelProblem
 from ludus.kernels.verify.result import Verified
+from ludus.kernels.verify.shim_runs import LIMITS
 from ludus.kernels.verify.verifier import KernelVerifier
 from ludus.telemetry.logs import get_logger
 
@@ -36,6 +37,7 @@ class Settings:
 
     architecture: str = "sm_90"
     trials: int = 5
+    run_s: float = LIMITS.run_s
     parallel: int | None = None
     timed: bool = False
 
@@ -56,8 +58,13 @@ class Worker:
             raise
 
     async def _made(self, settings: Settings) -> KernelVerifier:
-        cache = CompileCache()
-        return KernelVerifier(settings.architecture, settings.parallel, cache, settings.trials)
+        return KernelVerifier(
+            settings.architecture,
+            settings.parallel,
+            CompileCache(),
+            settings.trials,
+            run_limits=replace(LIMITS, run_s=settings.run_s),
+        )
 
     async def interface(self, problem: KernelProblem, seed: int) -> Interface:
         """As `KernelVerifier.interface`."""
