@@ -208,6 +208,8 @@ class RayBackend:
         where = "which the back end `ray` does not offer; use backend: local"
         if config.verify:
             raise ConfigError(f"verify: true compares bits of one process, {where}")
+        if config.model.quantised:
+            raise ConfigError(f"model.lora.quantise: weights in 4 bits are not sharded, {where}")
         if config.roles or config.policies:
             key = "roles" if config.roles else "policies"
             raise ConfigError(f"{key}: several policies in one run, {where}")
