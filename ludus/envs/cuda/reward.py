@@ -17,11 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from ludus.config.sections import Section
 from ludus.core.errors import ConfigError
-
-Share = Field(ge=0, le=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +50,7 @@ class Scored:
     explanation: str = ""
 
 
-class _Numbers(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Parts(_Numbers):
+class Parts(Section):
     """Weights of the named parts, bonuses, and the numbers behind performance and efficiency."""
 
     compilation: float = Field(0.30, ge=0, description="Weight: it compiles, and can be launched.")
@@ -86,7 +81,7 @@ class Parts(_Numbers):
         return self
 
 
-class Kevin(_Numbers):
+class Kevin(Section):
     """S = correct * (0.3 + speed-up)."""
 
     correct: float = Field(0.3, gt=0, description="Value of a right kernel.")
@@ -94,7 +89,7 @@ class Kevin(_Numbers):
     max_speedup: float = Field(10.0, gt=0, description="Larger speed-ups count as this.")
 
 
-class Ladder(_Numbers):
+class Ladder(Section):
     """Steps by the speed-up."""
 
     compile_failure: float = Field(-0.5, description="It does not compile, or has no launch.")
@@ -124,10 +119,10 @@ class Ladder(_Numbers):
         return self
 
 
-class KernelReward(_Numbers):
+class KernelReward(Section):
     """A kind of reward with its numbers."""
 
-    kind: Literal["parts", "kevin", "ladder"] = "parts"
+    kind: Literal["parts", "kevin", "ladder"] = Field("parts", description="Form of the reward.")
     parts: Parts = Field(default_factory=Parts, description="Of the kind `parts`.")
     kevin: Kevin = Field(default_factory=Kevin, description="Of the kind `kevin`.")
     ladder: Ladder = Field(default_factory=Ladder, description="Of the kind `ladder`.")
