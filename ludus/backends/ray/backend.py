@@ -379,6 +379,8 @@ def _require_honoured(config: RunConfig, args: Mapping[str, Any]) -> None:
     where = "which the back end `ray` does not offer; use backend: local"
     if config.verify:
         raise ConfigError(f"verify: true compares bits of one process, {where}")
+    if config.model.quantised:
+        raise ConfigError(f"model.lora.quantise: weights in 4 bits are not sharded, {where}")
     colocated = args.get("colocated", False)
     if (
         args.get("weights") == "broadcast"
