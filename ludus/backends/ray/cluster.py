@@ -399,3 +399,10 @@ def node_id() -> str:
     import ray
 
     return str(ray.get_runtime_context().get_node_id())
+
+
+def store_bytes() -> int:
+    """Size of the object store of this process's node."""
+    own = node_id()
+    sizes = [n["Resources"].get("object_store_memory", 0) for n in _nodes() if n["NodeID"] == own]
+    return int(sum(sizes))
