@@ -4,25 +4,32 @@
     python benchmarks/cluster_plan.py compare [--runs-dir runs]            # simulate; the table
 
 Times are those of `quiet.py`: processor time, plus the time in which all wait, as on an idle core.
-Those of the back end `ray` are of the clock on the wall: its processes share the machine's cores
-with each other and with other load; the simulation gives each a core.
+Those of the back end `ray` are of the clock on the wall: its processes share the machine's two
+cores, as far as other programs did not use them meanwhile, and so they do in the simulation.
+
 Each workload has one calibrating run a round, the first of it. All others are predicted from the
-costs and the episodes of that run: `costs: {measured: RUN}`, and nothing else. The second column
-corrects the costs by the time of the run's SFT stage, which does the same work in all runs of a
-recipe: other load slows processor time too. The third takes the episodes of the predicted run
-itself, and its share of groups that train: the rest of the error is not the policy's. Steps count
-from the second on, without those at the end that start no more episodes.
+costs and the episodes of that run: `costs: {measured: RUN}`, and nothing else. The second error
+corrects the costs by the machine's speed during the run, relative to that during the calibrating
+one: by work that is always the same, after each step (`speed.py`). The third has the latencies of
+the run's environments, where others are drawn at random: they are inputs of both. The fourth also
+takes the episodes of the predicted run itself, and its share of groups that train: the rest of the
+error is not the policy's. A prediction is the mean of SEEDS simulated runs. Steps count from the
+second on, without those at the end that start no more episodes.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
+
+from slow_babyai import Latencies
 
 from ludus.config.schema import RunConfig
 from ludus.diagnostics.simulation.costs import Costs
@@ -42,15 +49,19 @@ TEXTCRAFT = (
 )
 RAY = "backend.name=ray backend.args.cpus=0.5 backend.args.samplers=2 backend.args.env_workers=2"
 AHEAD = "rl.algorithm.args.importance_cap=2.0 rollout.deterministic=false rl.max_staleness"
-SLOW = "env=slow_babyai:SlowBabyAI rollout.deterministic=false rl.steps=10"
+SLOW = "env.name=slow_babyai:SlowBabyAI env.args.seed=ROUND rollout.deterministic=false rl.steps=10"
 LATENCY = {"p50": 0.05, "p99": 5.0}
 ONE_CORE = {"nodes": {"gpus": 0, "cpu_cores": 1}, "layout": "local"}
+CORES = 2
+"""Of the machine."""
+
 ACTORS = {
     "nodes": {"count": 3, "gpus": 0, "cpu_cores": 2},
+    "cores": CORES,
     "learner_gpus": 1,
     "environment_workers": 2,
 }
-SEEDS = 4
+SEEDS = 8
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,7 @@ class Row:
 
 
 ROWS = (
-    Row("abase", "abase", "BabyAI, 16 groups of 8 (calibrates)", f"{BABYAI} rl.steps=6"),
+    Row("abase", "abase", "BabyAI, 16 groups of 8 (calibrates)", f"{BABYAI} rl.steps=8"),
     Row("ac32", "abase", "concurrency 32", f"{BABYAI} rl.steps=6 rollout.concurrency=32"),
     Row("ag16", "abase", "groups of 16", f"{BABYAI} rl.steps=6 rl.group_size=16"),
     Row(
@@ -98,20 +109,25 @@ ROWS = (
         "Ray: 1 learner, 2 samplers, 2 environment workers",
         f"{BABYAI} rl.steps=8 {RAY}",
     ),
-    Row("tbase", "tbase", "TextCraft, 8 groups of 8 (calibrates)", f"{TEXTCRAFT} rl.steps=6"),
-    Row("tg16", "tbase", "groups of 16", f"{TEXTCRAFT} rl.steps=6 rl.group_size=16"),
-    Row("tc16", "tbase", "concurrency 16", f"{TEXTCRAFT} rl.steps=6 rollout.concurrency=16"),
+    Row("tbase", "tbase", "TextCraft, 8 groups of 8 (calibrates)", f"{TEXTCRAFT} rl.steps=16"),
+    Row("tg16", "tbase", "groups of 16", f"{TEXTCRAFT} rl.steps=16 rl.group_size=16"),
+    Row("tc16", "tbase", "concurrency 16", f"{TEXTCRAFT} rl.steps=16 rollout.concurrency=16"),
 )
 
 
 def train(rounds: int, runs_dir: str) -> None:
     """Run all settings in turn, round after round."""
-    for _ in range(rounds):
+    for number in range(1, rounds + 1):
         for row in ROWS:
-            program = ["-m", "ludus"] if RAY in row.args else [str(HERE / "quiet_train.py")]
-            command = [sys.executable, *program, "train"]
-            command += [*row.args.split(), f"name={row.name}", f"runs_dir={runs_dir}"]
-            subprocess.run(command, check=True, cwd=HERE)
+            subprocess.run(command_of(row, number, runs_dir), check=True, cwd=HERE)
+
+
+def command_of(row: Row, number: int, runs_dir: str) -> list[str]:
+    """The command of a row's run in a round."""
+    clock = ["--wall"] if RAY in row.args else []
+    command = [sys.executable, str(HERE / "quiet_train.py"), *clock, "train"]
+    args = row.args.replace("ROUND", str(number)).split()
+    return [*command, *args, f"name={row.name}", f"runs_dir={runs_dir}"]
 
 
 def counted(steps: list[Any], staleness: int) -> list[Any]:
@@ -130,32 +146,58 @@ def measured_steps(store: RunStore, run: str) -> list[float] | None:
     return [m["time/wall_s"] - m["time/checkpoint_s"] for m in steps]
 
 
+def mean_of(store: RunStore, run: str, name: str) -> float:
+    """A metric's mean over the steps that count."""
+    steps = [step.metrics for step in store.steps(run, "rl")]
+    staleness = store.run(run).config["rl"]["max_staleness"]
+    return mean(step.get(name, 0.0) for step in counted(steps, staleness))
+
+
 def slowness(store: RunStore, run: str, base: str) -> float:
-    """Seconds of SFT, which does the same work in all runs of a recipe, relative to the base."""
-    one, other = (
-        median(step.metrics["time/wall_s"] for step in store.steps(name, "sft"))
-        for name in (run, base)
-    )
-    return one / other
+    """Seconds of work that is always the same, relative to those in the calibrating run."""
+    return mean_of(store, run, "machine/probe_s") / mean_of(store, base, "machine/probe_s")
+
+
+def answers(store: RunStore, run: str, seed: int) -> Callable[[int, int], Iterator[float]]:
+    """Latencies of the run's episodes, by the number of their group: those of its task."""
+    per_step = store.run(run).config["rl"]["groups_per_step"]
+    tasks: dict[int, str] = {}
+    for stage in ("rl", "rl/left"):
+        for step in store.steps(run, stage):
+            for group in store.groups(run, stage, step.step):
+                begun, place = re.fullmatch(r"rl-(\d+)/g(\d+)", group.id).groups()  # type: ignore[union-attr]
+                tasks[int(begun) * per_step + int(place)] = group.task.id
+    latencies = Latencies(LATENCY["p50"], LATENCY["p99"], seed)
+    return lambda group, attempt: latencies.of(tasks[group], attempt)
 
 
 def scaled(costs: Costs, by: float) -> Costs:
     """The costs of a machine that is slower by this factor."""
-    decoding = PassCost(fixed_s=costs.decoding.fixed_s * by, row_s=costs.decoding.row_s * by)
-    names = ("prefill_token_s", "train_token_s", "turn_s")
+    decoding = PassCost(
+        **{part.name: getattr(costs.decoding, part.name) * by for part in fields(PassCost)}
+    )
+    names = ("prefill_token_s", "train_token_s", "turn_s", "turn_env_s")
     return replace(costs, decoding=decoding, **{name: getattr(costs, name) * by for name in names})
 
 
 def predicted_steps(
-    store: RunStore, run: str, base: str, runs_dir: str, *, own_episodes: bool, by: float
+    store: RunStore,
+    run: str,
+    base: str,
+    runs_dir: str,
+    *,
+    by: float = 1.0,
+    own_latencies: bool = False,
+    own_episodes: bool = False,
 ) -> list[float]:
     """Seconds of the steps, simulated with SEEDS seeds."""
     raw = {**store.run(run).config, "runs_dir": runs_dir}
     config = RunConfig.model_validate(raw)
     assert config.rl is not None
+    on_ray = config.backend.name == "ray"
     spec = ClusterSpec.model_validate(
         {
-            **(ACTORS if config.backend.name == "ray" else ONE_CORE),
+            **(ACTORS if on_ray else ONE_CORE),
             "costs": {"measured": base},
             "episodes": {"measured": run if own_episodes else base},
             "environment": {"latency": latency_of(config)},
@@ -163,10 +205,15 @@ def predicted_steps(
         }
     )
     inputs = inputs_of(config, spec, None, 1.0, runs_dir)
-    inputs = replace(inputs, costs=scaled(inputs.costs, by))
+    work = inputs.workload
+    if own_latencies and "slow" in config.env.name:
+        work = replace(work, answers=answers(store, run, config.env.args["seed"]))
+    inputs = replace(inputs, costs=scaled(inputs.costs, by), workload=work)
+    available = CORES - mean_of(store, run, "machine/others")
     found: list[float] = []
     for seed in range(SEEDS):
         setup = replace(setup_of(inputs, spec), ends=True, seed=seed)
+        setup = replace(setup, cores=available) if on_ray else setup
         steps = Simulation(setup).run()
         found += [step.seconds for step in counted(steps, config.rl.max_staleness)]
     return found
@@ -213,18 +260,22 @@ def pair(
     """A run's measured and predicted seconds."""
     by = slowness(store, run, base)
 
-    def predicted(own_episodes: bool, factor: float) -> list[float]:
-        return predicted_steps(store, run, base, runs_dir, own_episodes=own_episodes, by=factor)
+    def predicted(**how: Any) -> list[float]:
+        return predicted_steps(store, run, base, runs_dir, **how)
 
-    at_its_speed = predicted(False, by)
+    at_its_speed = predicted(by=by)
+    same = predicted(by=by, own_latencies=True)
+    own = predicted(by=by, own_latencies=True, own_episodes=True)
     return {
         "run": run,
         "base": base,
         "measured": mean(done[run]),
         "slowness": by,
-        "predicted": mean(predicted(False, 1.0)),
+        "others": mean_of(store, run, "machine/others"),
+        "predicted": mean(predicted()),
         "at_its_speed": mean(at_its_speed),
-        "with_own_episodes": mean(predicted(True, by)),
+        "with_its_latencies": mean(same),
+        "with_own_episodes": mean(own),
         "measured_steps": [round(seconds, 3) for seconds in done[run]],
         "predicted_p10_p90": middle(at_its_speed),
     }
@@ -257,6 +308,7 @@ def show(row: dict[str, Any]) -> str:
         f"{predicted:.2f}",
         error("predicted"),
         error("at_its_speed"),
+        error("with_its_latencies"),
         error("with_own_episodes"),
         f"{low:.2f} to {high:.2f}",
         f"{median(lows):.2f} to {median(highs):.2f}",
@@ -266,8 +318,8 @@ def show(row: dict[str, Any]) -> str:
 
 HEADER = """\
 | setting | runs | measured, s | predicted, s | error, raw | error, at the run's speed | and with \
-its own episodes | steps measured, p10 to p90 | predicted |
-|---|---|---|---|---|---|---|---|---|
+its latencies | and with its own episodes | steps measured, p10 to p90 | predicted |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 

@@ -1,9 +1,15 @@
 """`ludus train` with the clock of `quiet.py`: processor time, plus the time in which all wait.
 
     python benchmarks/quiet_train.py train babyai-tiny rl.steps=10 ...
+    python benchmarks/quiet_train.py --wall train babyai-tiny backend.name=ray ...
 
 Other load on the machine does not count, and waiting takes no time. The process computes as on one
 core: what a second thread computes counts too. Environments must not block (BabyAI does not).
+`--wall` keeps the clock on the wall, for runs of several processes.
+
+The machine's speed is probed all the time, and the cores that other programs use (`speed.py`):
+`machine/probe_s` and `machine/others`. The probes count in no other time of the run, but for those
+of `--wall`, which the waiting loop does beside the other processes.
 """
 
 from __future__ import annotations
@@ -46,7 +52,11 @@ class Policy(asyncio.DefaultEventLoopPolicy):
 
 
 def quiet_clock() -> float:
-    return time.process_time() + sum(loop._quiet.skipped_s for loop in LOOPS)
+    while True:  # a signal's handler may leave seconds out between the two
+        skipped_s = sum(loop._quiet.skipped_s for loop in LOOPS)
+        now = time.process_time()
+        if skipped_s == sum(loop._quiet.skipped_s for loop in LOOPS):
+            return now + skipped_s
 
 
 def install() -> None:
@@ -63,8 +73,32 @@ def install() -> None:
     asyncio.wrap_future = wrap_future  # type: ignore[assignment]
 
 
+def note_speed(quiet: bool) -> None:
+    """Have each step tell the machine's speed and its other load, outside of the run's time."""
+    from speed import OtherLoad, OwnWork, Speedometer
+
+    from ludus.loop.loop import StepClock
+
+    def leave_out(seconds: float) -> None:
+        if quiet and LOOPS:
+            LOOPS[-1]._quiet.skipped_s -= seconds
+
+    speed = Speedometer(leave_out)
+    others, own, metrics = OtherLoad(), OwnWork(), StepClock.metrics
+
+    def measured(self: StepClock, groups: Any) -> dict[str, float]:
+        found = metrics(self, groups) | ({} if quiet else own.by_kind())
+        return {**found, "machine/probe_s": speed.mean(), "machine/others": others.mean()}
+
+    StepClock.metrics = measured  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
-    install()
+    if on_wall := "--wall" in sys.argv:
+        sys.argv.remove("--wall")
+    else:
+        install()
+    note_speed(quiet=not on_wall)
     from ludus.cli import main
 
     sys.exit(main())

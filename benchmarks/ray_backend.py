@@ -1,9 +1,10 @@
 """The back end `ray` beside `local`: start, overhead of a step, weights of 0.6B, calls, deaths.
 
-    python benchmarks/ray_backend.py [--only steps,sync,calls,faults] [--rounds 3]
+    python benchmarks/ray_backend.py [--only steps,sync,calls,faults] [--rounds 3] [--samplers 1]
 
 Steps: `ludus train recipes/babyai-tiny.yaml` with both back ends in turn; median step of each run.
-Sync: one learner rank and one sampler with a model of the shape of Qwen3-0.6B, random weights.
+Sync: one learner rank and samplers with a model of the shape of Qwen3-0.6B, random weights; by the
+object store and by broadcast in turn.
 Calls: of an actor that does nothing, by Ray alone and in batches.
 Faults: an actor is killed; seconds until the death is seen, and until work goes on.
 """
@@ -31,6 +32,8 @@ RECIPE = ROOT / "recipes" / "babyai-tiny.yaml"
 SHORT = ("sft.steps=10", "rl.steps=16", "demonstrations.num_episodes=320", "report=false")
 SHORT += ("evaluate.num_tasks=16", "evaluate.every=0", "rl.group_size=16")
 RAY = ("backend.name=ray", "backend.args.cpus=0.5")
+FIRST_ROLLOUT_S = 20.0
+"""Seconds before the first publication, which a run spends with its first rollouts."""
 TWO = (
     *RAY,
     "backend.args.learner_ranks=2",
@@ -105,8 +108,8 @@ def large_model(folder: Path) -> dict[str, Any]:
     }
 
 
-async def sync(repeats: int) -> dict[str, Any]:
-    """Seconds of publications of 0.6B weights."""
+async def sync(repeats: int, samplers: int, first: str) -> dict[str, Any]:
+    """Seconds of publications of 0.6B weights by each transport, by turns, from `first` on."""
     from ludus.backends import BACKENDS
     from ludus.backends.conformance import GRPO, SETTINGS, tiny_context
     from ludus.core.types import Spec
@@ -120,18 +123,26 @@ async def sync(repeats: int) -> dict[str, Any]:
         built = tiny_context(folder, model=model, rollout=rollout)
         built["renderer"] = Renderer(load_tokenizer(model["path"]))
         began = time.perf_counter()
-        backend: Any = BACKENDS.build(Spec(name="ray", args={"cpus": 0.5}), "backend", **built)
+        args = {"cpus": 0.5, "samplers": samplers, "weights": "broadcast"}
+        backend: Any = BACKENDS.build(Spec(name="ray", args=args), "backend", **built)
         started = time.perf_counter() - began
         backend.begin_stage(SETTINGS, GRPO)
-        rows = []
+        backend.learners.actors[0].touch_store.remote(backend._bucket_bytes)  # as without broadcast
+        await asyncio.sleep(FIRST_ROLLOUT_S)
+        publisher = backend._publisher
+        kinds = {"broadcast": publisher._broadcasts, "object_store": None}
+        order = sorted(kinds, key=lambda kind: kind != first)
+        rows: list[dict[str, Any]] = []
         for _ in range(repeats):
-            began = time.perf_counter()
-            await backend.publish_weights()
-            row = {"total_s": time.perf_counter() - began, **backend.sampler.publication}
-            print({key: round(value, 3) for key, value in row.items()}, flush=True)
-            rows.append(row)
+            for kind in order:
+                publisher._broadcasts = kinds[kind]
+                began = time.perf_counter()
+                await backend.publish_weights()
+                spent = {"total_s": time.perf_counter() - began, **backend.sampler.publication}
+                print(kind, {key: round(value, 3) for key, value in spent.items()}, flush=True)
+                rows.append({"kind": kind, **spent})
         backend.close()
-    return {"start_s": started, "publications": rows}
+    return {"start_s": started, "samplers": samplers, "publications": rows}
 
 
 async def calls(repeats: int) -> list[dict[str, Any]]:
@@ -254,6 +265,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="steps,sync,calls,faults")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--samplers", type=int, default=1)
+    parser.add_argument("--first", choices=("object_store", "broadcast"), default="object_store")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "ray.json")
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
@@ -261,7 +274,7 @@ def main() -> None:
     if "steps" in parts:
         found["steps"] = steps(arguments.rounds)
     if "sync" in parts:
-        found["sync"] = asyncio.run(sync(2 * arguments.rounds))
+        found["sync"] = asyncio.run(sync(2 * arguments.rounds, arguments.samplers, arguments.first))
     if "calls" in parts:
         found["calls"] = asyncio.run(calls(arguments.rounds))
     if "faults" in parts:

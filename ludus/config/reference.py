@@ -91,7 +91,7 @@ def plugin(registry: Registry[Any], name: str) -> Plugin:
         model = registry.arguments(name)
     except LudusError as error:
         return Plugin(name, summary, [], problem=str(error))
-    arguments = [_entry(key, field) for key, field in model.model_fields.items()]
+    arguments = keys(model)
     open_ended = model.model_config.get("extra") == "allow"
     return Plugin(name, summary, arguments, open_ended)
 

@@ -5,36 +5,31 @@
       |-- samplers           a model of their own and the run's sampler, one process each
       |-- environment workers
 
-Weights go from the ranks to Ray's object store, in buckets with checksums, and from there to the
-samplers, which fetch them while turns go on, and stop for the swap only.
+Weights go from the ranks to the samplers in buckets with checksums, through Ray's object store or
+by a broadcast. Samplers receive them while turns go on, and stop for the swap only.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
 from ludus.backends.ray import cluster
 from ludus.backends.ray.actors import START_S, Actors
-from ludus.backends.ray.cluster import NAMESPACE_VARIABLE, Demand
+from ludus.backends.ray.cluster import NAMESPACE_VARIABLE, Bundle, Demand
 from ludus.backends.ray.env_pool import EnvPool, PooledJudge, WorkerEnvs
-from ludus.backends.ray.learner_group import LearnerGroup
-from ludus.backends.ray.sampler_pool import SamplerPool, WeightsLost
-from ludus.backends.ray.weights import Weights
+from ludus.backends.ray.learner_group import LearnerGroup, LearnerThread
+from ludus.backends.ray.publication.publisher import Broadcasts, Publisher
+from ludus.backends.ray.sampler_pool import SamplerPool
 from ludus.config.messages import explain
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError
-from ludus.core.signals import abandon
 from ludus.core.types import Group, Sample, Spec
 from ludus.judges import JUDGES
 from ludus.judges.base import Judge
@@ -51,16 +46,10 @@ from ludus.train.trainer import checkpoint_store
 
 log = get_logger(__name__)
 
-T = TypeVar("T")
-
 MEBIBYTE = 2**20
 
 LONGEST_S = 86_400
 """Of a time limit: a day."""
-
-
-RESTORE_S = 0.1
-"""Seconds between two looks whether lost weights are there again."""
 
 
 class RayBackend:
@@ -128,6 +117,25 @@ class RayBackend:
             int,
             Field(ge=1, le=1_000_000, description="Size of a bucket of published weights, in MiB."),
         ] = 256,
+        weights: Annotated[
+            Literal["auto", "object_store", "broadcast"],
+            Field(
+                description="How weights reach the samplers: through Ray's object store (shared "
+                "memory on a node), or broadcast by a process group, of NCCL between GPUs and of "
+                "gloo between CPUs. `auto` broadcasts where the learner and each sampler have "
+                "GPUs of their own."
+            ),
+        ] = "auto",
+        broadcast_timeout_s: Annotated[
+            float,
+            Field(
+                gt=0,
+                le=LONGEST_S,
+                description="Time limit of a broadcast's start and of each bucket, in seconds, and "
+                "at most a third of `collective_timeout_s`; then these weights go through the "
+                "object store.",
+            ),
+        ] = 60.0,
         max_deaths: Annotated[
             int,
             Field(
@@ -160,36 +168,29 @@ class RayBackend:
             "reshard_after_forward": reshard_after_forward,
             "collective_timeout_s": collective_timeout_s,
         }
-        self.refuse(config, args)
+        _require_honoured(config, args)
         shards = _shards(args)
         self._config, self._tokenizer = config, renderer.tokenizer
         run_dir = run_dir.resolve()
         namespace = os.environ.get(NAMESPACE_VARIABLE) or run_dir.name
         self._bucket_bytes = bucket_mib * MEBIBYTE
+        self._broadcasts: Broadcasts | None = None
+        if weights == "broadcast" or (weights == "auto" and _on_own_gpus(config, colocated)):
+            limit_s = min(broadcast_timeout_s, collective_timeout_s / 3)
+            self._broadcasts = Broadcasts(config.model.device, limit_s)
         self.checkpoints: CheckpointStore = checkpoint_store(config, run_dir)
         self.policy_version = 0
-        self._thread = ThreadPoolExecutor(1, "ludus-learner")
-        self._job: Future[Any] | None = None
-        self._deferred: int | None = None  # a version that no sampler has yet
-        self._publishing = asyncio.Lock()
+        self._in_thread = LearnerThread()
         self._sft = False
 
-        gpus = 1.0 if config.model.device == "cuda" else 0.0
-        needs = {"CPU": cpus, "GPU": gpus}
-        counts = {"learner_ranks": learner_ranks, "samplers": samplers, "env_workers": env_workers}
-        demand = Demand(
-            {
-                "learner_ranks": (learner_ranks, needs),
-                "samplers": (samplers, needs),
-                "env_workers": (env_workers, {"CPU": cpus}),
-            },
-            colocated,
+        demand = _demand(
+            config, learner_ranks, samplers, env_workers, cpus=cpus, colocated=colocated
         )
         self._connected = cluster.connect(address, namespace, demand)
         self._group: Any = None
         self._actors: Actors | None = None
         try:
-            self._group, places = cluster.place(demand, placement_deadline_s, counts)
+            self._group, places = cluster.place(demand, placement_deadline_s)
             self._actors = Actors(config, self._tokenizer, run_dir, places, shards, namespace)
             self._start(self._actors, max_deaths)
         except BaseException:
@@ -201,19 +202,14 @@ class RayBackend:
         """Check a configuration, with the arguments that it sets.
 
         Errors: ConfigError for keys that this back end does not honour, with those that do; for an
-        address where no cluster answers.
+        address where no cluster answers; for actors that the cluster, or this machine, can never
+        run.
         """
-        if args.get("address") is not None:
-            cluster.require_answer(args["address"])
-        where = "which the back end `ray` does not offer; use backend: local"
-        if config.verify:
-            raise ConfigError(f"verify: true compares bits of one process, {where}")
-        if config.roles or config.policies:
-            key = "roles" if config.roles else "policies"
-            raise ConfigError(f"{key}: several policies in one run, {where}")
-        shards, ranks = _shards(args), args.get("learner_ranks", 1)
-        if ranks > 1 or shards.cpu_offload or shards.tensor_parallel > 1:
-            check_supported(config, shards, ranks)
+        _require_honoured(config, args)
+        defaults = {n: p.default for n, p in inspect.signature(RayBackend).parameters.items()}
+        names = ("learner_ranks", "samplers", "env_workers", "cpus", "colocated")
+        demand = _demand(config, **{name: args.get(name, defaults[name]) for name in names})
+        cluster.require_possible(args.get("address"), demand)
 
     def _start(self, actors: Actors, max_deaths: int) -> None:
         """Start all actors, at the same time."""
@@ -225,8 +221,11 @@ class RayBackend:
             max_deaths,
             START_S,
             lambda weights: self.sampler.put_again(weights),
+            self._broadcasts.end if self._broadcasts is not None else lambda reason: None,
         )
         self.learners.start()
+        if self._broadcasts is None:
+            self.learners.actors[0].touch_store.remote(self._bucket_bytes)
         facts = actors.check_versions(envs, ready)
         vocabulary = Vocabulary.of(self._tokenizer)
         self.sampler = SamplerPool(
@@ -237,8 +236,9 @@ class RayBackend:
             deterministic=self._config.rollout.deterministic,
             max_deaths=max_deaths,
         )
-        self.sampler.refresh = self._publish_deferred
-        self.sampler.restore = self._restore
+        self._publisher = Publisher(
+            self.learners, self.sampler, self._in_thread, self._bucket_bytes, self._broadcasts
+        )
         self.envs = EnvPool(envs, actors.replace_env, max_deaths) if envs else None
         found = self.learners.model_facts
         peak = found["peak_flops"] * len(self.learners.actors)
@@ -300,47 +300,12 @@ class RayBackend:
         """
         version = self.policy_version + 1
         if self._sft:
-            self._deferred = self.policy_version = version
+            self._publisher.deferred = self.policy_version = version
             return version
-        self._deferred = None
-        await self._publish(version)
+        self._publisher.deferred = None
+        await self._publisher.publish(version)
         self.policy_version = version
         return version
-
-    async def _publish(self, version: int) -> None:
-        while True:
-            began = time.perf_counter()
-            weights = await self._in_thread(partial(self._gather, version))
-            self.sampler.publication["time/publish_gather_s"] = time.perf_counter() - began
-            try:
-                await self.sampler.update(weights, version)
-            except WeightsLost:  # the rank has died since: the next call notices it
-                continue
-            return
-
-    async def _publish_deferred(self) -> None:
-        if self._deferred is None:
-            return
-        async with self._publishing:
-            if (version := self._deferred) is not None:
-                await self._publish(version)
-                self._deferred = None
-
-    async def _restore(self, lost: Weights) -> Weights | None:
-        """Returns weights whose rank has died, from a new rank; for a new sampler.
-
-        While the ranks train, their weights are no longer these. But then they notice the death.
-        """
-        while self._deferred is None and self.sampler.weights is lost:
-            if self._idle and self.learners.has_published:
-                return await self._in_thread(partial(self._gather, lost.version))
-            await asyncio.sleep(RESTORE_S)
-        return None if self._deferred is not None else self.sampler.weights
-
-    def _gather(self, version: int) -> Weights:
-        """Put the current weights into the object store."""
-        weights: Weights = self.learners.call("weights", version, self._bucket_bytes)[0]
-        return weights
 
     def save(
         self, stage: str, step: int, state: dict[str, Any], metric: float | None, *, pin: bool
@@ -361,7 +326,7 @@ class RayBackend:
     def load(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint of the stage that `begin_stage` started."""
         restored = self.learners.call("load", path, keep=True)[0]
-        self._deferred = self.policy_version = restored.policy_version
+        self._publisher.deferred = self.policy_version = restored.policy_version
         self.sampler.policy_version = self.policy_version
         loop: dict[str, Any] = restored.loop
         return loop
@@ -369,31 +334,22 @@ class RayBackend:
     def load_weights(self, path: Path) -> None:
         """Take only the weights of a checkpoint, of any stage."""
         version = self.learners.call("load_weights", path, keep=True)[0]
-        self._deferred = self.policy_version = version
+        self._publisher.deferred = self.policy_version = version
         self.sampler.policy_version = version
-
-    @property
-    def _idle(self) -> bool:
-        return self._job is None or self._job.done()
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        self._job = job = self._thread.submit(work)
-        return await asyncio.wrap_future(job)
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, end all actors, leave the cluster."""
-        if self.learners.is_saving and self._idle:
+        if self.learners.is_saving and self._in_thread.is_idle:
             try:
                 self.finish_save()
             except LudusError as error:
                 log.error("the last checkpoint is not complete", reason=str(error))
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._in_thread.close()
         if self.envs is not None:
             self.envs.close()
         self.sampler.shutdown()
         self._disconnect()
-        if self._job is not None:
-            abandon(self._job)
+        self._in_thread.abandon()
 
     def _disconnect(self) -> None:
         """End all actors and free their resources. Idempotent."""
@@ -408,6 +364,57 @@ class RayBackend:
             self._connected = False
             with suppress(Exception):
                 ray.shutdown()
+
+
+def _on_own_gpus(config: RunConfig, colocated: bool) -> bool:
+    """True if learner ranks and samplers have different GPUs."""
+    return config.model.device == "cuda" and not colocated
+
+
+def _require_honoured(config: RunConfig, args: Mapping[str, Any]) -> None:
+    """Errors: ConfigError for keys that this back end does not honour, and where no cluster
+    answers."""
+    if args.get("address") is not None:
+        cluster.require_answer(args["address"])
+    where = "which the back end `ray` does not offer; use backend: local"
+    if config.verify:
+        raise ConfigError(f"verify: true compares bits of one process, {where}")
+    if config.model.quantised:
+        raise ConfigError(f"model.lora.quantise: weights in 4 bits are not sharded, {where}")
+    colocated = args.get("colocated", False)
+    if (
+        args.get("weights") == "broadcast"
+        and config.model.device == "cuda"
+        and not _on_own_gpus(config, colocated)
+    ):
+        raise ConfigError(
+            "backend.args.weights: broadcast needs a GPU for each learner rank and sampler: "
+            "NCCL refuses two members on one. With colocated: true, use object_store, or auto"
+        )
+    if config.roles or config.policies:
+        key = "roles" if config.roles else "policies"
+        raise ConfigError(f"{key}: several policies in one run, {where}")
+    shards, ranks = _shards(args), args.get("learner_ranks", 1)
+    if ranks > 1 or shards.cpu_offload or shards.tensor_parallel > 1:
+        check_supported(config, shards, ranks)
+
+
+def _demand(
+    config: RunConfig,
+    learner_ranks: int,
+    samplers: int,
+    env_workers: int,
+    *,
+    cpus: float,
+    colocated: bool,
+) -> Demand:
+    needs = {"CPU": cpus, "GPU": 1.0 if config.model.device == "cuda" else 0.0}
+    actors: dict[str, tuple[int, Bundle]] = {
+        "learner_ranks": (learner_ranks, needs),
+        "samplers": (samplers, needs),
+        "env_workers": (env_workers, {"CPU": cpus}),
+    }
+    return Demand(actors, colocated)
 
 
 def _shards(args: Mapping[str, Any]) -> ShardSettings:

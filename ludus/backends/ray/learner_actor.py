@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ludus.backends.ray.cluster import facts, node_id
-from ludus.backends.ray.weights import Weights, checksum, in_buckets, to_bucket
+from ludus.backends.ray.cluster import facts, node_id, store_bytes
+from ludus.backends.ray.publication.broadcast import BroadcastFailed, Meeting, Member, joined
+from ludus.backends.ray.publication.weights import Weights, checksum, in_buckets, to_bucket
 from ludus.config.schema import RunConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Sample
@@ -20,6 +24,10 @@ from ludus.train.trainer import Restored, Trainer
 
 if TYPE_CHECKING:
     from ludus.train.distributed import Rank, ShardedTrainer, ShardSettings
+
+
+TOUCHED_BYTES = 64 << 20
+"""Smaller publications are fast in any memory."""
 
 
 class WholeTrainer(Trainer):
@@ -39,6 +47,8 @@ class LearnerActor:
     def __init__(self) -> None:
         self._trainer: WholeTrainer | ShardedTrainer
         self._rank = 0
+        self._member: Member | None = None
+        self._space: Any = None  # memory of a bucket, which the next one uses again
 
     def facts(self) -> dict[str, str]:
         return facts()
@@ -99,25 +109,65 @@ class LearnerActor:
     ) -> dict[str, float]:
         return self._trainer.train(samples, algorithm, policy_version)
 
-    def weights(self, version: int, bucket_bytes: int) -> Weights | None:
+    def touch_store(self, bucket_bytes: int) -> None:
+        """Let the object store use the memory of two publications once, in a thread.
+
+        The kernel clears memory page by page at its first use, which would make the first two
+        publications several times slower. A store without much more room is left alone.
+        """
+        size = sum(tensor.nbytes for tensor in trained_tensors(self._trainer.model).values())
+        if TOUCHED_BYTES < size < store_bytes() // 4:
+            count = -(-2 * size // bucket_bytes)
+            Thread(target=_touch, args=(count, min(bucket_bytes, size)), daemon=True).start()
+
+    def weights(
+        self, version: int, bucket_bytes: int, meeting: Meeting | None = None
+    ) -> Weights | None:
         """Put the weights into the object store, in buckets; only the first rank returns them.
 
         The object store keeps them as long as the driver has the result.
+
+        Args:
+            meeting: broadcast them to the samplers instead. Where that fails, the result says so.
         """
         import ray
 
-        references: list[Any] = []
-        checksums: list[str] = []
-        num_bytes = 0
-        for tensors in self._trainer.weights(bucket_bytes):
-            if self._rank == 0:
-                bucket = to_bucket(tensors.items())
-                num_bytes += sum(entry.num_bytes for entry in bucket.entries)
-                checksums.append(checksum(bucket))
-                references.append(ray.put(bucket))
+        buckets = self._trainer.weights(bucket_bytes)
         if self._rank:
+            for _ in buckets:  # its parts of them
+                pass
             return None
-        return Weights(version, references, checksums, num_bytes)
+        if meeting is not None:
+            return self._broadcast(meeting, version, buckets)
+        weights = Weights(version, [], [])
+        for tensors in buckets:
+            bucket = to_bucket(tensors.items(), self._space)
+            if self._space is None or len(bucket.data) > len(self._space):
+                self._space = bucket.data
+            weights.checksums.append(checksum(bucket))
+            weights.buckets.append(ray.put(bucket))
+        return weights
+
+    def _broadcast(
+        self, meeting: Meeting, version: int, buckets: Iterator[dict[str, Tensor]]
+    ) -> Weights:
+        """Send buckets to the samplers. All ranks have to gather all of them, also after a fault.
+
+        The other ranks wait for as long as a bucket takes.
+        """
+        weights = Weights(version, [], [])
+        serial, fault = meeting.serial, ""
+        try:
+            self._member = joined(self._member, meeting, 0)
+            for tensors in buckets:
+                index = len(weights.checksums)
+                weights.checksums.append(self._member.send(serial, version, index, tensors))
+            self._member.end(serial, len(weights.checksums))
+        except BroadcastFailed as error:
+            self._member, fault = None, str(error)
+            for _ in buckets:
+                pass
+        return replace(weights, fault=fault)
 
     def save(
         self,
@@ -138,3 +188,14 @@ class LearnerActor:
 
     def load_weights(self, path: Path) -> int:
         return self._trainer.load_weights(path)
+
+
+def _touch(count: int, num_bytes: int) -> None:
+    """Put `count` arrays into the object store, and drop them."""
+    import numpy as np
+    import ray
+
+    with suppress(ray.exceptions.RayError):
+        zeros = np.zeros(num_bytes, np.uint8)
+        kept = [ray.put(zeros) for _ in range(count)]
+        kept.clear()

@@ -11,23 +11,28 @@ as long as the rank that put them there lives, so the new ranks put them there a
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ludus.backends.ray.channel import reason_of
 from ludus.backends.ray.cluster import explained, facts, no_room, require_equal
 from ludus.backends.ray.deaths import Deaths
-from ludus.backends.ray.weights import Weights
+from ludus.backends.ray.publication.weights import Weights
 from ludus.core.errors import LudusError, TrainingError
+from ludus.core.signals import abandon
 from ludus.telemetry.logs import get_logger
 from ludus.train.distributed.settings import OtherRankLost
 
 log = get_logger(__name__)
+
+T = TypeVar("T")
 
 SETTLE_S = 5.0
 """Seconds that the other ranks have to answer after one failed, before all are ended."""
@@ -45,6 +50,33 @@ class Entry:
     args: tuple[Any, ...]
 
 
+class LearnerThread:
+    """The thread that calls the ranks, one job after the other."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "ludus-learner")
+        self._job: Future[Any] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """False while a job waits or runs."""
+        return self._job is None or self._job.done()
+
+    async def __call__(self, work: Callable[[], T]) -> T:
+        """Returns the result of `work`."""
+        self._job = job = self._thread.submit(work)
+        return await asyncio.wrap_future(job)
+
+    def close(self) -> None:
+        """Begin no further job. The present one may go on until `abandon`."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def abandon(self) -> None:
+        """Let this process end without the present job."""
+        if self._job is not None:
+            abandon(self._job)
+
+
 class LearnerGroup:
     """Calls methods on all ranks, in order. Synchronous; threads wait for each other.
 
@@ -53,6 +85,7 @@ class LearnerGroup:
         prepare: the arguments of `LearnerActor.prepare` of each rank, given rank 0's address.
         max_deaths: times that ranks may die before the run stops.
         on_again: gets the published weights, put into the object store again after a death.
+        on_lost: gets the reason of a death, before the ranks start anew.
     """
 
     def __init__(
@@ -62,8 +95,10 @@ class LearnerGroup:
         max_deaths: int,
         start_deadline_s: float,
         on_again: Callable[[Weights], None] = lambda weights: None,
+        on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        self._spawn, self._prepare, self._on_again = spawn, prepare, on_again
+        self._spawn, self._prepare = spawn, prepare
+        self._on_again, self._on_lost = on_again, on_lost
         self._one_at_a_time = threading.RLock()
         self._published: tuple[Any, ...] | None = None  # with which `weights` was called last
         self._deaths, self._start_deadline_s = Deaths("learner ranks", max_deaths), start_deadline_s
@@ -104,11 +139,13 @@ class LearnerGroup:
                     results = self._attempt(method, args)
                 except RankLost as lost:
                     self._recover(lost)
+                    if method == "weights":
+                        args = _to_store(args)
                     continue
                 if keep:
                     self._keep(Entry(method, args))
                 if method == "weights":
-                    self._published = args
+                    self._published = _to_store(args)
                 return results
 
     @property
@@ -165,6 +202,7 @@ class LearnerGroup:
     def _recover(self, lost: RankLost) -> None:
         """Start new ranks, and bring them to the state of before."""
         began = time.monotonic()
+        self._on_lost(str(lost))
         while True:
             self._deaths.count(lost)
             self._settle()
@@ -206,6 +244,11 @@ class LearnerGroup:
             raise _telling(failures, method, len(references), bool(waiting))
         results: list[Any] = ray.get(references)
         return results
+
+
+def _to_store(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns arguments of `weights` without those of a broadcast, whose group a death ends."""
+    return args[:2]
 
 
 def _telling(

@@ -9,8 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from ludus.backends.ray.cluster import facts, node_id
+from ludus.backends.ray.publication.broadcast import Meeting, Member, joined
+from ludus.backends.ray.publication.weights import (
+    Bucket,
+    Weights,
+    copy_into,
+    own_memory,
+    verified,
+)
 from ludus.backends.ray.station import Station, Stationed
-from ludus.backends.ray.weights import Bucket, Weights, copy_into, verified
 from ludus.config.schema import RunConfig
 from ludus.models.samplers.base import Completion, PolicySampler, SamplingParams
 
@@ -32,7 +39,8 @@ class SamplerActor(Stationed):
         self._sampler: PolicySampler
         self._model: Any = None
         self._station = Station(self, self._counters)
-        self._received: tuple[Weights, list[Bucket]] | None = None
+        self._received: list[Bucket] = []
+        self._member: Member | None = None
 
     async def prepare(
         self, config: RunConfig, tokenizer: Any, namespace: str, index: int
@@ -49,6 +57,8 @@ class SamplerActor(Stationed):
 
             torch.set_num_threads(config.threads)
         model = build_policy(config.model, tokenizer, config.seed)
+        if config.model.device == "cpu":
+            own_memory(model)
         folder = Path(tempfile.mkdtemp(prefix=f"ludus-{namespace[:40]}-sampler-{index}-"))
         self._folder = folder
         self._model = model
@@ -82,7 +92,24 @@ class SamplerActor(Stationed):
             pairs = zip(buckets, weights.checksums, strict=True)
             return [verified(bucket, expected, weights.version) for bucket, expected in pairs]
 
-        self._received = weights, await asyncio.to_thread(fetch)
+        self._received = await asyncio.to_thread(fetch)
+
+    async def receive_broadcast(self, meeting: Meeting, rank: int, version: int) -> list[str]:
+        """Receive and verify weights that the learner broadcasts, while turns go on.
+
+        Returns the checksums of the buckets. Errors: BroadcastFailed.
+        """
+        self._received = []
+
+        def receive() -> tuple[list[Bucket], list[str]]:
+            member, self._member = self._member, None  # none, unless all goes well
+            member = joined(member, meeting, rank)
+            received = member.receive(meeting.serial, version)
+            self._member = member
+            return received
+
+        self._received, checksums = await asyncio.to_thread(receive)
+        return checksums
 
     async def swap(self, version: int) -> float:
         """Sample with the received weights; without any, give the present ones a version.
@@ -91,17 +118,17 @@ class SamplerActor(Stationed):
         sampler could start. Errors: TrainingError.
         """
         began = time.perf_counter()
-        received, self._received = self._received, None
+        received, self._received = self._received, []
         sampler = self._sampler
-        if received is None or not received[1]:
+        if not received:
             sampler.pause()
             sampler.publish(version)
         elif sampler.shares_weights:
             sampler.pause()
-            copy_into(self._model, received[1], version)
+            copy_into(self._model, received, version)
             sampler.publish(version)
         else:
-            await asyncio.to_thread(copy_into, self._model, received[1], version)
+            await asyncio.to_thread(copy_into, self._model, received, version)
             began = time.perf_counter()
             sampler.pause()
             await asyncio.to_thread(sampler.publish, version)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from ludus.backends.ray.channel import ActorLost, Channel, reason_of
 from ludus.backends.ray.deaths import Deaths, Replacements
+from ludus.backends.ray.publication.weights import Weights
 from ludus.backends.ray.sampler_actor import COUNTERS
-from ludus.backends.ray.weights import Weights
 from ludus.core.errors import LudusError
 from ludus.models.grammars import Grammars
 from ludus.models.samplers.base import Completion, SamplingParams
@@ -37,7 +37,7 @@ class Replica:
 
 
 class WeightsLost(LudusError):
-    """Published weights left the object store: the rank that put them there has died."""
+    """Published weights are not in the object store: they never were, or their rank has died."""
 
 
 class SamplerPool:
@@ -197,22 +197,41 @@ class SamplerPool:
         """The last publication; None before the first."""
         return self._weights
 
-    async def update(self, weights: Weights | None, version: int) -> None:
+    @property
+    def alive(self) -> list[Replica]:
+        """The replicas that live, as far as is known."""
+        return [replica for replica in self.replicas if replica.alive]
+
+    def lose(self, replica: Replica, lost: ActorLost) -> None:
+        """Replace a replica that has died. Errors: LudusError: too many died."""
+        replica.channel.fail(lost)
+        self._bury(replica, lost)
+
+    async def update(
+        self, weights: Weights | None, version: int, received: Sequence[Replica] = ()
+    ) -> None:
         """Give all replicas weights (None: those that they have) under a version.
 
-        Turns go on until the swap. Dead replicas are replaced. Errors: TrainingError; WeightsLost.
+        Turns go on until the swap. Dead replicas are replaced.
+
+        Args:
+            received: replicas that have these weights already, and swap only.
+
+        Errors: TrainingError; WeightsLost.
         """
         self._weights, self.policy_version = weights or self._weights, version
-        replicas = [replica for replica in self.replicas if replica.alive]
+        replicas = self.alive
         done = await asyncio.gather(
-            *(self._update(replica.channel.actor, weights, version) for replica in replicas),
+            *(
+                self._update(r.channel.actor, None if r in received else weights, version)
+                for r in replicas
+            ),
             return_exceptions=True,
         )
         times: list[tuple[float, float]] = []
         for replica, result in zip(replicas, done, strict=True):
             if isinstance(result, ActorLost):
-                replica.channel.fail(result)
-                self._bury(replica, result)
+                self.lose(replica, result)
             elif isinstance(result, BaseException):
                 raise result
             else:
@@ -226,6 +245,8 @@ class SamplerPool:
         from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
         began = time.perf_counter()
+        if weights is not None and not weights.is_stored:
+            raise WeightsLost(f"weights {version} were broadcast, and are not stored")
         try:
             if weights is not None:
                 await actor.receive.remote(weights)
@@ -264,7 +285,7 @@ class SamplerPool:
         import ray
 
         self._replacements.close()
-        alive = [replica for replica in self.replicas if replica.alive]
+        alive = self.alive
         with suppress(Exception):  # a cluster that is gone
             stopped = [replica.channel.actor.shutdown.remote() for replica in alive]
             if stopped:

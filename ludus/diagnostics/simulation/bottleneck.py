@@ -64,7 +64,7 @@ def _halves(setup: Setup) -> dict[str, Setup]:
         "publication of weights": replace(setup, costs=replace(costs, sync_s=costs.sync_s / 2)),
         "environment's cores": replace(
             setup,
-            costs=replace(costs, turn_s=costs.turn_s / 2),
+            costs=replace(costs, turn_s=costs.turn_s / 2, turn_env_s=costs.turn_env_s / 2),
             workload=replace(work, step_s=work.step_s / 2, reset_s=work.reset_s / 2),
         ),
         "environment's latency": replace(setup, workload=_faster(work)),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -41,6 +42,7 @@ class Costs:
     Args:
         train_token_s: of a computed token, all learner ranks together.
         comm_batch_s, batch_tokens: communication of a micro-batch; its tokens, over all ranks.
+        turn_s, turn_env_s: processor time of a turn besides sampling; of this, the environment's.
         parting: part of a group's tokens after the prompt that its episodes do not share.
         prompt_share, observed_share: parts of prompts and observations that samplers compute; the
             rest is shared by the episodes of a group.
@@ -55,6 +57,7 @@ class Costs:
     batch_tokens: float = math.inf
     sync_s: float = 0.0
     turn_s: float = TURN_S
+    turn_env_s: float = 0.0
     capacity: float = math.inf
     parting: float = 1.0
     shares_prefixes: bool = True
@@ -104,7 +107,7 @@ def device_costs(
     passes = forward_passes(config, trained=1.0)
     work = flops.forward(1, sampled / length, length / 2)
     parted = 1 - math.exp(-PARTING * sampled)
-    share = 1 / rl.group_size if rl else 1.0
+    share = min(spec.samplers / rl.group_size, 1.0) if rl else 1.0
     return Costs(
         decoding=_decoding(flops, memory, on, width, given.decode_efficiency),
         prefill_token_s=flops.forward(1, 0, length / 2)
@@ -139,7 +142,8 @@ def forward_passes(config: RunConfig, trained: float) -> float:
 def with_given(costs: Costs, spec: ClusterSpec) -> Costs:
     """Returns the costs with those that the SPEC gives in their place."""
     given, sources = spec.costs, dict(costs.sources)
-    decoding, changes = costs.decoding, {}
+    decoding = costs.decoding
+    changes: dict[str, Any] = {}
     if given.pass_s is not None or given.row_s is not None:
         decoding = PassCost(
             fixed_s=costs.decoding.fixed_s if given.pass_s is None else given.pass_s,
@@ -150,6 +154,11 @@ def with_given(costs: Costs, spec: ClusterSpec) -> Costs:
         if (value := getattr(given, name)) is not None:
             changes[name] = value
             sources[PART_OF[name]] = f"given: costs.{name}"
+    if given.turn_s is not None:  # of ludus alone
+        changes["turn_env_s"] = 0.0
+    elif spec.environment.cpu_s is not None:  # in place of the measured one
+        changes["turn_s"] = costs.turn_s - costs.turn_env_s
+        changes["turn_env_s"] = 0.0
     return replace(costs, decoding=decoding, sources=sources, **changes)
 
 
@@ -234,7 +243,8 @@ def _sources(config: RunConfig, spec: ClusterSpec, on: Hardware) -> dict[str, st
     return {
         "decoding": f"assumed: {given.decode_efficiency:g} of {peaks}, and "
         f"{on.layer_s * 1e6:g} us a layer, {SAMPLED_S * 1e6:g} us a sequence",
-        "prefill": f"assumed: {given.prefill_mfu:g} of the peak; the prompt once a group",
+        "prefill": f"assumed: {given.prefill_mfu:g} of the peak; the prompt once a group "
+        "and sampler",
         "training": f"assumed: {given.train_mfu:g} of the peak, communication overlapped, "
         "all groups have a signal",
         "step": f"assumed: {STEP_S:g} s beside the model's work",

@@ -11,13 +11,15 @@ environment, or a phase of the learner; no event belongs to a token.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Generator
 from typing import Any
 
 from ludus.diagnostics.simulation.clock import Clock, Signal
-from ludus.diagnostics.simulation.parts import Counts, Episode, Group, Job, Setup, Step, Workers
+from ludus.diagnostics.simulation.cores import Cores, Process
+from ludus.diagnostics.simulation.parts import Counts, Episode, Group, Setup, Step, Workers
 from ludus.diagnostics.simulation.replica import Replica, Turn
 from ludus.rollout.prefetch import longest_wait
 
@@ -29,7 +31,8 @@ class Simulation:
         self.setup = setup
         self.clock = Clock(setup.max_events)
         self.rng = random.Random(setup.seed)
-        local, costs = setup.layout == "local", setup.costs
+        costs, self._cores = setup.costs, Cores(setup.cores)
+        share = self._cores.share if math.isfinite(setup.cores) else None
         self.replicas = [
             Replica(
                 self.clock,
@@ -37,12 +40,18 @@ class Simulation:
                 costs.prefill_token_s,
                 costs.capacity,
                 lockstep=setup.lockstep,
-                on_busy=self._share if local and setup.overlap > 1 else None,
+                on_busy=share,
             )
             for _ in range(setup.samplers)
         ]
         self.workers = Workers(setup.workers)
-        self.version = 0
+        self._learner = Process(self.clock, self._cores.share)
+        self._driver = Process(self.clock, self._cores.share)
+        self._hosts: list[Process] = []
+        if share is not None and setup.layout != "local":
+            self._hosts = [Process(self.clock, share) for _ in range(setup.workers)]
+        self._cores.of([*self.replicas, self._learner, self._driver, *self._hosts])
+        self.version = self._num_groups = 0
         self.steps: list[Step] = []
         self.counts: list[Counts] = []
         self._free = setup.concurrency
@@ -52,7 +61,6 @@ class Simulation:
         self._totals = Counts()
         self._open, self._open_since = 0, 0.0
         self._changed = Signal(self.clock)
-        self._training = Job(self.clock)
 
     def run(self) -> list[Step]:
         """Simulate. Errors: ConfigError above `max_events`."""
@@ -117,13 +125,9 @@ class Simulation:
         if stops:
             self._pause()
         self._totals.learner_s -= self.clock.now
-        if setup.layout == "local" and setup.overlap > 1:
-            self._training.start(seconds)
-            self._share()
-            yield self._training.done
-            self._share()
-        else:
-            yield self.clock.timeout(seconds)
+        done = self.clock.event()
+        self._learner.run(seconds, done.succeed)
+        yield done
         self._totals.learner_s += self.clock.now
         if stops:
             self._resume()
@@ -135,14 +139,6 @@ class Simulation:
         for replica in self.replicas:
             replica.clear_cache()
         self._resume()
-
-    def _share(self) -> None:
-        """Learner and sampler of one process share its cores."""
-        replica, both = self.replicas[0], 1 / self.setup.overlap
-        sampler = both if self._training.running else 1.0
-        if replica.speed != sampler:
-            replica.set_speed(sampler)
-        self._training.set_speed(both if replica.computing else 1.0)
 
     def _due(self) -> list[Group]:
         oldest = self.version - self.setup.max_staleness
@@ -165,8 +161,8 @@ class Simulation:
         for episode in running:
             episode.cut = True
             if episode.running is not None:
-                assert episode.group.replica is not None
-                episode.group.replica.drop(episode.running)
+                assert episode.replica is not None
+                episode.replica.drop(episode.running)
                 episode.cached = 0.0
             self._end(episode)
         return len(running)
@@ -192,7 +188,7 @@ class Simulation:
         totals, now = self._totals, self.clock.now
         totals.time = now
         totals.sampler_s = sum(replica.busy_s for replica in self.replicas)
-        totals.worker_s = self.workers.busy_s
+        totals.worker_s = self.workers.busy_s + sum(host.busy_s for host in self._hosts)
         totals.sampled = sum(replica.sampled for replica in self.replicas)
         totals.prefilled = sum(replica.prefilled for replica in self.replicas)
         names = Counts.__dataclass_fields__
@@ -210,7 +206,8 @@ class Simulation:
 
     def _start_up_to(self, count: int) -> None:
         while len(self._pending) < count:
-            group = Group(self.setup.group_size)
+            group = Group(self.setup.group_size, self._num_groups)
+            self._num_groups += 1
             group.episodes = [
                 Episode(group, self.setup.workload.draw(self.rng))
                 for _ in range(self.setup.group_size)
@@ -230,25 +227,50 @@ class Simulation:
             self._begin(episode)
 
     def _begin(self, episode: Episode) -> None:
-        group = episode.group
-        if group.replica is None:
-            group.began = self.version
-            group.replica = min(self.replicas, key=lambda r: r.open)
-        group.replica.enter()
-        episode.started, episode.version = self.clock.now, self.version
+        if episode.group.began is None:
+            episode.group.began = self.version
+        episode.replica = self._choose()
+        episode.started = self.clock.now
         self._totals.started += 1
-        self._answer(episode, self.setup.workload.reset_s, 0.0)
+        self._attempt(episode)
 
-    def _answer(self, episode: Episode, cpu_s: float, latency: float) -> None:
-        """The environment's answer, after its time on a core and its latency."""
-        now, replica = self.clock.now, episode.group.replica
+    def _choose(self) -> Replica:
+        """The sampler of an episode, which keeps its context."""
+        if self.setup.sticks_by_name:
+            return self.replicas[int(self.rng.random() * len(self.replicas))]
+        return min(self.replicas, key=lambda replica: replica.open)
+
+    def _attempt(self, episode: Episode) -> None:
+        """Begin an episode, or begin it again."""
+        assert episode.replica is not None
+        workload, group = self.setup.workload, episode.group
+        episode.waits = workload.waits(episode.sizes, self.rng, group.number, group.attempts)
+        group.attempts += 1
+        episode.version = self.version
+        episode.replica.enter()
+        self._answer(episode, 0.0, workload.reset_s, 0.0)
+
+    def _answer(self, episode: Episode, own_s: float, env_s: float, latency: float) -> None:
+        """The environment's answer, after `own_s` of ludus and `env_s` of the environment on a
+        core, and its latency."""
+        now, replica, layout = self.clock.now, episode.replica, self.setup.layout
         assert replica is not None
-        if self.setup.layout == "local":
-            ready = replica.block(cpu_s) if cpu_s else now
+        if self._hosts:
+            host = min(self._hosts, key=lambda process: process.waiting)
+            self._driver.run(own_s, lambda _: host.run(env_s, self._wait, (episode, latency)))
+            return
+        seconds, ready = own_s + env_s, now
+        if layout == "local":
+            ready = replica.block(seconds) if seconds else now
         else:
-            ready = self.workers.run(now, cpu_s)
-        if ready + latency > now:
-            self.clock.at(ready + latency, self._next, episode)
+            ready = self.workers.run(now, seconds)
+        self._wait((episode, ready - now + latency))
+
+    def _wait(self, item: tuple[Episode, float]) -> None:
+        """Go on with an episode after so many seconds."""
+        episode, seconds = item
+        if seconds > 0:
+            self.clock.at(self.clock.now + seconds, self._next, episode)
         else:
             self._next(episode)
 
@@ -261,7 +283,7 @@ class Simulation:
             if not episode.group.left or episode.group.due:
                 self._changed.set()
             return
-        costs, replica = self.setup.costs, episode.group.replica
+        costs, replica = self.setup.costs, episode.replica
         assert replica is not None
         prefill = sizes.observed if episode.turn else sizes.prompt
         valid = episode.version == self.version
@@ -275,13 +297,13 @@ class Simulation:
         replica.submit(turn)
 
     def _turned(self, episode: Episode) -> None:
-        turn, workload = episode.running, self.setup.workload
+        turn, costs = episode.running, self.setup.costs
         assert turn is not None
         episode.running, episode.cached, episode.version = None, turn.final, self.version
-        cpu_s = workload.step_s + self.setup.costs.turn_s
-        latency = workload.wait(episode.sizes, self.rng)
+        latency = next(episode.waits)
         if latency <= self.setup.deadline_s:
-            self._answer(episode, cpu_s, latency)
+            env_s = self.setup.workload.step_s + costs.turn_env_s
+            self._answer(episode, costs.turn_s - costs.turn_env_s, env_s, latency)
         else:
             self.clock.at(self.clock.now + self.setup.deadline_s, self._overdue, episode)
 
@@ -295,12 +317,10 @@ class Simulation:
             self._changed.set()
             return
         episode.retries += 1
-        assert episode.group.replica is not None
-        episode.group.replica.leave(episode.cached if episode.version == self.version else 0.0)
+        assert episode.replica is not None
+        episode.replica.leave(episode.cached if episode.version == self.version else 0.0)
         episode.turn, episode.cached, episode.ages = 0, 0.0, 0.0
-        episode.version = self.version
-        episode.group.replica.enter()
-        self._answer(episode, self.setup.workload.reset_s, 0.0)
+        self._attempt(episode)
 
     def _end(self, episode: Episode) -> None:
         group, episode.done = episode.group, True
@@ -317,8 +337,8 @@ class Simulation:
         else:
             self._totals.finished += 1
             self._totals.episode_s += self.clock.now - episode.started
-        assert group.replica is not None
-        group.replica.leave(episode.cached if episode.version == self.version else 0.0)
+        assert episode.replica is not None
+        episode.replica.leave(episode.cached if episode.version == self.version else 0.0)
         self._fill()
 
     def _account(self) -> None:

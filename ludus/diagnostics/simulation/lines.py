@@ -32,6 +32,8 @@ def placement(spec: ClusterSpec) -> str:
     device = f"{nodes.gpus} x {nodes.kind}" if nodes.gpus else f"{nodes.kind} (no GPU)"
     where = f"{nodes.count} node{'s'[: nodes.count != 1]} of {device}"
     workers = f"{spec.workers:,} cores for environments"
+    if spec.cores is not None:
+        workers = f"{spec.workers:,} environment workers, all on {spec.cores:,} cores together"
     of = f"{spec.samplers:,} sampler{'s'[: spec.samplers != 1]} of {width}"
     if spec.layout == "local":
         return f"{where}: one process"

@@ -30,6 +30,9 @@ NUM_STEPS = 8
 
 FITTED = ("time/pass_s", "time/pass_row_s", "time/prefill_token_s")
 
+CONTEXT = "time/pass_context_s"
+"""A run of an older ludus lacks it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -67,6 +70,13 @@ class Run:
         cpu = self.total("time/cpu_s") - self.total("time/train_s", "time/sample_s")
         turns = sum(s["rollout/turns"] * s["rollout/episodes"] for s in self.steps)
         return max(min(rollout, cpu), 0.0) / turns
+
+    @property
+    def turn_env_s(self) -> float:
+        """Of these, the environment's: its answers' time, as far as it is no latency."""
+        turns = sum(episode.turns for episode in self.episodes)
+        waited = sum(min(e.answer_s, self.turn_s) * e.turns for e in self.episodes)
+        return waited / turns if turns else 0.0
 
 
 def read_run(run_id: str, where: str, store: str | None, runs_dir: str) -> Run:
@@ -115,6 +125,7 @@ def _sizes(trajectory: Trajectory, turn_s: float) -> Sizes:
         sampled / turns,
         observed / max(turns - 1, 1),
         max(waited / turns - turn_s, 0.0),
+        waited / turns,
     )
 
 
@@ -148,8 +159,10 @@ def measured_costs(
             f"{where} sampled on one device: set gpus_per_sampler: 1, or give the costs"
         )
     size = config.rl.group_size if config.rl else rl.group_size
-    shares = _shares(run, rl.group_size) * run.sharing.observed.per_episode(size)
-    pass_s, row_s, prefill_s = (last[name] * _fit_scale(run) for name in FITTED)
+    together = max(round(size / spec.samplers), 1)
+    shares = _shares(run, rl.group_size) * run.sharing.observed.per_episode(together)
+    scale = _fit_scale(run)
+    pass_s, row_s, prefill_s = (last[name] * scale for name in FITTED)
     trained = run.trained
     whole = _computed(run) / trained if trained else 0.0
     parting = _parting(run, whole, rl.group_size)
@@ -166,14 +179,17 @@ def measured_costs(
     ratio = now / then if then else 1.0
     return replace(
         costs,
-        decoding=PassCost(fixed_s=pass_s, row_s=row_s),
+        decoding=PassCost(
+            fixed_s=pass_s, row_s=row_s, context_read_s=scale * last.get(CONTEXT, 0.0)
+        ),
         prefill_token_s=prefill_s,
         train_token_s=spent / computed * ratio / spec.learners,
         train_step_s=0.0,
         turn_s=run.turn_s,
+        turn_env_s=run.turn_env_s,
         parting=parting,
         shares_prefixes=config.learner.share_prefixes,
-        prompt_share=1 / size,
+        prompt_share=1 / together,
         observed_share=min(shares, 1.0),
         sources={**costs.sources, **_sources(run, spec, ratio, size)},
     )
@@ -186,7 +202,15 @@ def _fit_scale(run: Run) -> float:
     sampled = run.total("rollout/sampled_tokens")
     prefilled = run.total("rollout/unique_tokens") - sampled
     fitted = run.total("time/passes") * pass_s + sampled * row_s + prefilled * prefill_s
+    fitted += sampled * _mean_context(run) * last.get(CONTEXT, 0.0)
     return run.total("time/sample_s") / fitted if fitted else 1.0
+
+
+def _mean_context(run: Run) -> float:
+    """Tokens before a sampled token, as if an episode grew evenly after its prompt."""
+    sampled = sum(e.turns * e.sampled for e in run.episodes)
+    before = sum(e.turns * e.sampled * (e.prompt + e.length) / 2 for e in run.episodes)
+    return before / sampled if sampled else 0.0
 
 
 def _shares(run: Run, group_size: int) -> float:

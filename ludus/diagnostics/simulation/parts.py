@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ludus.diagnostics.simulation.clock import Clock
 from ludus.diagnostics.simulation.costs import Costs
 from ludus.diagnostics.simulation.replica import Replica, Turn
 from ludus.diagnostics.simulation.spec import Layout
@@ -17,8 +17,9 @@ class Setup:
     """A run on its hardware.
 
     Args:
-        overlap: in the layout `local`, the factor by which sampler and learner slow each other down
-            while both compute: 1 on a core each, 2 on one core.
+        cores: on which all processes compute: learner, samplers, driver and environment workers;
+            in the layout `local`, learner and sampler. Infinite: each has cores of its own.
+        sticks_by_name: an episode's sampler is drawn, else it is the one with the fewest episodes.
         shares_weights: the sampler stands still while the learner changes the weights.
         deadline_s: a longer answer of an environment ends the attempt; another begins, at most
             `max_retries` times.
@@ -34,7 +35,8 @@ class Setup:
     costs: Costs
     workload: Workload
     lockstep: bool = False
-    overlap: float = 1.0
+    cores: float = float("inf")
+    sticks_by_name: bool = False
     shares_weights: bool = False
     steps: int = 6
     warmup: int = 2
@@ -52,24 +54,29 @@ class Setup:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Episodes of a task. `began`: the version when the first of them started."""
+    """Episodes of a task, the `number`-th of the run. `began`: the version when the first of them
+    started; `attempts`: how often one of them began."""
 
     left: int
+    number: int = 0
+    attempts: int = 0
     began: int | None = None
-    replica: Replica | None = None
     due: bool = False
     episodes: list[Episode] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """An episode in progress. `version`: that of the weights which computed its cached context."""
+    """An episode in progress. `version`: that of the weights which computed its cached context;
+    `waits`: seconds of each answer of its environment without a core."""
 
     group: Group
     sizes: Sizes
     turn: int = 0
     cached: float = 0.0
     version: int = 0
+    replica: Replica | None = None
+    waits: Iterator[float] = field(default_factory=lambda: iter(()))
     running: Turn | None = None
     cut: bool = False
     done: bool = False
@@ -132,35 +139,3 @@ class Workers:
         heapq.heapreplace(self._free, end)
         self.busy_s += seconds
         return end
-
-
-class Job:
-    """Training in the layout `local`, at a speed that changes."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._left, self._speed, self._last, self._due = 0.0, 1.0, 0.0, 0.0
-        self.running = False
-        self.done = clock.event()
-
-    def start(self, seconds: float) -> None:
-        self.running, self.done = True, self._clock.event()
-        self._left, self._last = seconds, self._clock.now
-        self._schedule()
-
-    def set_speed(self, speed: float) -> None:
-        if not self.running or speed == self._speed:
-            self._speed = speed
-            return
-        self._left -= (self._clock.now - self._last) * self._speed
-        self._speed, self._last = speed, self._clock.now
-        self._schedule()
-
-    def _schedule(self) -> None:
-        self._due = self._clock.now + max(self._left, 0.0) / self._speed
-        self._clock.at(self._due, self._on_time, self._due)
-
-    def _on_time(self, due: float) -> None:
-        if self.running and due == self._due:
-            self.running = False
-            self.done.succeed()

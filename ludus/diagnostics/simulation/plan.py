@@ -243,7 +243,8 @@ def setup_of(inputs: Inputs, spec: ClusterSpec, *, scale: int = 1) -> Setup:
         costs=costs,
         workload=inputs.workload,
         lockstep=config.rollout.deterministic and config.sampler.name == "in_process",
-        overlap=2.0 if spec.nodes.gpus or spec.nodes.cpu_cores == 1 else 1.0,
+        cores=_cores(spec),
+        sticks_by_name=config.rollout.deterministic,
         shares_weights=_shares_weights(config),
         deadline_s=config.rollout.step_deadline_s,
         max_retries=config.rollout.max_retries,
@@ -252,6 +253,13 @@ def setup_of(inputs: Inputs, spec: ClusterSpec, *, scale: int = 1) -> Setup:
         seed=spec.simulate.seed,
         max_events=spec.simulate.max_events,
     )
+
+
+def _cores(spec: ClusterSpec) -> float:
+    """Cores that all processes share. In the layout `local`, a GPU is one."""
+    if spec.layout == "local":
+        return 1 if spec.nodes.gpus else spec.nodes.cpu_cores
+    return math.inf if spec.cores is None else spec.cores
 
 
 def _shares_weights(config: RunConfig) -> bool:

@@ -172,6 +172,10 @@ class Replica:
     def set_speed(self, speed: float) -> None:
         """Compute at a part of the full speed."""
         self._advance()
+        if (rest := self._blocked - self.clock.now) > 0:
+            longer = rest * (self.speed / speed - 1)
+            self._blocked += longer
+            self.busy_s += longer
         self.speed = speed
         self._schedule()
 

@@ -226,6 +226,12 @@ class ClusterSpec(Section):
     environment_workers: int | None = Field(
         None, ge=1, description="CPU cores for environments; default: all but 2 a GPU."
     )
+    cores: int | None = Field(
+        None,
+        ge=1,
+        description="Cores of one machine without GPUs that computes all: learner, samplers, "
+        "environment workers and the process of the loop share them. Default: each has its own.",
+    )
     costs: CostsConfig = Field(default_factory=CostsConfig, description="Seconds of the parts.")
     episodes: EpisodesConfig = Field(
         default_factory=EpisodesConfig, description="Sizes of episodes."
@@ -278,6 +284,17 @@ class ClusterSpec(Section):
             raise ValueError("`currency` has no effect without `price_per_gpu_hour`")
         if self.layout == "local" and "network" in self.model_fields_set:
             raise ValueError("`network` has no effect in `layout: local`, which is one process")
+        return self
+
+    @model_validator(mode="after")
+    def _cores_are_shared(self) -> ClusterSpec:
+        if self.cores is not None and (self.nodes.gpus or self.layout == "local"):
+            raise ValueError(
+                "`cores` is for processes that compute on CPUs: set `nodes.gpus: 0`, or remove it"
+                if self.nodes.gpus
+                else "`cores` has no effect in `layout: local`, which is one process: set "
+                "`nodes.cpu_cores`"
+            )
         return self
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ludus.diagnostics.simulation.spec import Distribution
@@ -16,13 +16,15 @@ NONE = Distribution(constant=0.0)
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """An episode: tokens before the first turn; turns; tokens that a turn samples, and those
-    between two turns; seconds that a turn waits for its environment."""
+    between two turns; seconds that a turn waits for its environment without a core, and
+    (`answer_s`, of a recorded episode) with one."""
 
     prompt: float
     turns: int
     sampled: float
     observed: float
     latency: float = 0.0
+    answer_s: float = 0.0
 
     @property
     def length(self) -> float:
@@ -37,6 +39,7 @@ class Workload:
     Args:
         episodes: of a run, drawn with equal probability; empty: by the distributions.
         latency: of a turn, drawn for each turn; None: that of the drawn episode.
+        answers: latencies of the turns of a group's n-th episode, where a run's own are known.
         reset_s, step_s: CPU seconds of the environment.
         context: most tokens of an episode.
         max_turns: most turns of an episode.
@@ -48,6 +51,7 @@ class Workload:
     sampled: Distribution = ONE
     observed: float = 0.0
     latency: Distribution | None = None
+    answers: Callable[[int, int], Iterator[float]] | None = None
     reset_s: float = 0.0
     step_s: float = 0.0
     context: float = math.inf
@@ -62,9 +66,19 @@ class Workload:
         turns = min(round(draw(self.turns, rng)), self.max_turns, max(room, 1.0))
         return Sizes(self.prompt, max(int(turns), 1), sampled, self.observed)
 
-    def wait(self, sizes: Sizes, rng: random.Random) -> float:
-        """Returns the seconds that a turn waits for its environment, without a core."""
-        return sizes.latency if self.latency is None else draw(self.latency, rng)
+    def waits(
+        self, sizes: Sizes, rng: random.Random, group: int = 0, attempt: int = 0
+    ) -> Iterator[float]:
+        """Yields the seconds that each turn waits for its environment, without a core.
+
+        Args:
+            group: the number of its group in the run.
+            attempt: how many episodes of the group have begun before, those that begin again too.
+        """
+        if self.answers is not None:
+            yield from self.answers(group, attempt)
+        while True:
+            yield sizes.latency if self.latency is None else draw(self.latency, rng)
 
     def mean(self) -> Sizes:
         """Returns means over the episodes."""

@@ -251,7 +251,9 @@ class InProcessSampler:
                     if batch is not None:
                         self._scheduler.postprocess(batch, *self._run(batch))
                         spent = time.perf_counter() - started
-                        self.pass_times.add(len(batch.turns), batch.num_prefill_tokens, spent)
+                        self.pass_times.add(
+                            len(batch.turns), batch.num_context, batch.num_prefill_tokens, spent
+                        )
         except Exception as error:
             self._scheduler.fail(_explained(error))
             self._scheduler.clear_cache()

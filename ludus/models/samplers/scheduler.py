@@ -70,6 +70,8 @@ class DecodeBatch:
     num_prefill_tokens: int
     num_prompt_tokens: int
     """Prompt tokens of the turns that begin, computed or cached."""
+    num_context: int
+    """Tokens to which the newest ones of all turns attend."""
 
 
 class Scheduler:
@@ -197,6 +199,7 @@ class Scheduler:
             StepInputs.concat(decode_inputs, prefill_inputs),
             0 if prefill_inputs is None else len(prefill_inputs.ids),
             num_prompt_tokens,
+            int(self._slots.positions[slots_R].sum()),
         )
 
     def postprocess(

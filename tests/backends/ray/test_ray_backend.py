@@ -13,9 +13,12 @@ from ludus.backends.conformance import CHECKS, Check, environments_play, judges_
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
 
+@pytest.mark.parametrize("weights", ["object_store", "broadcast"])
 @pytest.mark.parametrize("check", CHECKS)
-async def test_conformance(check: Check, make: Callable[..., Backend], tmp_path: Path) -> None:
-    await check(make, tmp_path)
+async def test_conformance(
+    check: Check, weights: str, make: Callable[..., Backend], tmp_path: Path
+) -> None:
+    await check(lambda folder: make(folder, weights=weights), tmp_path)
 
 
 @pytest.mark.parametrize("check", [environments_play, judges_score], ids=lambda f: f.__name__)

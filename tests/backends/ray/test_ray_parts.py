@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,13 @@ pytest.importorskip("ray", reason="needs the extra ray")
 from ludus.backends import BACKENDS
 from ludus.backends.ray.backend import RayBackend
 from ludus.backends.ray.cluster import Demand, connect, facts, require_equal
-from ludus.backends.ray.weights import checksum, copy_into, in_buckets, to_bucket, verified
+from ludus.backends.ray.publication.weights import (
+    checksum,
+    copy_into,
+    in_buckets,
+    to_bucket,
+    verified,
+)
 from ludus.config.load import load_config
 from ludus.config.schema import ModelConfig
 from ludus.core.errors import ConfigError, TrainingError
@@ -81,12 +88,21 @@ def test_no_address_is_refused_before_the_run(address: str) -> None:
         {"placement_deadline_s": math.inf},
         {"collective_timeout_s": math.inf},
         {"bucket_mib": 10**12},
+        {"weights": "nccl"},
+        {"broadcast_timeout_s": 0},
     ],
 )
 def test_arguments_that_no_cluster_can_honour(argument: dict[str, Any]) -> None:
     (name,) = argument
     with pytest.raises(ConfigError, match=rf"backend\.args\.{name} must be"):
         BACKENDS.check(Spec(name="ray", args=argument), "backend")
+
+
+def test_nccl_needs_a_gpu_for_each_member() -> None:
+    model = {"path": "x", "device": "cuda"}
+    config = load_config({"model": model, "tasks": {"train": "x"}})
+    with pytest.raises(ConfigError, match=r"^backend\.args\.weights: broadcast needs a GPU for"):
+        RayBackend.refuse(config, {"weights": "broadcast", "colocated": True})
 
 
 def test_versions_that_differ_name_both_nodes() -> None:
@@ -116,6 +132,15 @@ def test_buckets_keep_every_bit(size: int) -> None:
     for name, tensor in tensors().items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
+
+
+def test_the_memory_of_a_bucket_is_used_again() -> None:
+    large = to_bucket({"x": torch.full((1000,), 7.0)}.items())
+    space: Any = large.data
+    found = to_bucket(tensors().items(), space)
+    assert np.shares_memory(found.data, space)
+    assert checksum(found) == checksum(to_bucket(tensors().items()))
+    assert not np.shares_memory(to_bucket({"x": torch.ones(2000)}.items(), space).data, space)
 
 
 def test_damage_is_found() -> None:

@@ -188,3 +188,40 @@ def test_samplers_of_a_cluster_wait_for_their_episodes_where_a_run_does(
     setup = setup_of(found, ClusterSpec.model_validate(spec))
     assert setup.samplers == 2
     assert setup.lockstep is lockstep
+
+
+def test_the_cost_of_context_comes_back(tmp_path: Path) -> None:
+    """A sampled token attends to half of its episode after the prompt, in the mean: 16.5 tokens."""
+    context_s = 1e-6
+    sample_s = metrics()["time/sample_s"] + 80 * 16.5 * context_s
+    rollout_s = sample_s + 16 * TURN_S
+    record(
+        tmp_path,
+        **{
+            "time/pass_context_s": context_s,
+            "time/sample_s": sample_s,
+            "time/rollout_s": rollout_s,
+            "time/cpu_s": rollout_s + metrics()["time/train_s"],
+        },
+    )
+    decoding = planned(tmp_path).costs.decoding
+    assert decoding.seconds(4, 1000) == pytest.approx(PASS_S + 4 * ROW_S + 1000 * context_s)
+
+
+def test_a_turn_is_the_loops_and_its_environments(tmp_path: Path) -> None:
+    record(tmp_path, latency=-TURN_S / 4)  # answers take 3/4 of a turn's time, none of it latency
+    costs = planned(tmp_path).costs
+    assert (costs.turn_s, costs.turn_env_s) == pytest.approx((TURN_S, TURN_S * 3 / 4))
+    given = planned(tmp_path, environment={"cpu_s": 1.0})
+    assert given.workload.step_s == 1.0
+    assert (given.costs.turn_s, given.costs.turn_env_s) == pytest.approx((TURN_S / 4, 0.0))
+    own = planned(tmp_path, costs={"measured": "base-1", "turn_s": 2.0}).costs
+    assert (own.turn_s, own.turn_env_s) == (2.0, 0.0)
+
+
+def test_a_group_on_two_samplers_shares_less(tmp_path: Path) -> None:
+    record(tmp_path)
+    nodes = {"count": 3, "gpus": 0, "cpu_cores": 2}
+    apart = planned(tmp_path, layout="disaggregated", learner_gpus=1, nodes=nodes).costs
+    assert planned(tmp_path).costs.prompt_share == 1 / 4
+    assert apart.prompt_share == 1 / 2

@@ -88,7 +88,7 @@ def test_episodes_are_conserved(staleness: int, layout: str) -> None:
         max_staleness=staleness,
         layout=layout,
         samplers=1 if layout == "local" else 2,
-        overlap=2.0 if layout == "local" else 1.0,
+        cores=1 if layout == "local" else math.inf,
         workload=replace(WORK, latency=Distribution(p50=0.1, p99=5.0)),
     )
     total = simulation.counts[-1]
@@ -157,8 +157,8 @@ def test_colocated_sampling_stops_while_training() -> None:
 def test_one_core_is_shared_by_learner_and_sampler() -> None:
     """On one core nothing is won by overlap; on two, the shorter part is hidden."""
     changes = {"max_staleness": 2, "layout": "local", "samplers": 1, "steps": 8, "warmup": 3}
-    one = run(**changes, overlap=2.0).totals().time / 8
-    two = run(**changes, overlap=1.0).totals().time / 8
+    one = run(**changes, cores=1).totals().time / 8
+    two = run(**changes, cores=2).totals().time / 8
     alone = run(layout="local", samplers=1, steps=8).totals().time / 8
     assert one == pytest.approx(alone, rel=0.1)
     assert two < 0.8 * alone

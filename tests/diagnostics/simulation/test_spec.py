@@ -31,6 +31,11 @@ NODE = "nodes: {count: 2, gpus: 8, kind: h100}\n"
         (NODE + "layout: colocated\nlearner_gpus: 4", r"belongs to `layout: disaggregated`"),
         (NODE + "gpus_per_sampler: 9\nlayout: colocated", r"exceeds a node's 8 GPUs"),
         (NODE + "layout: local", r"one node with at most one GPU"),
+        (NODE + "cores: 4", r"`cores` is for processes that compute on CPUs: set `nodes.gpus: 0`"),
+        (
+            "nodes: {gpus: 0}\nlayout: local\ncores: 4",
+            r"`cores` has no effect in `layout: local`, which is one process: set `nodes",
+        ),
         (NODE + "environment_workers: 1000", r"exceeds the 128 cores of all nodes"),
         (
             "faults: {recovery_s: 60}",

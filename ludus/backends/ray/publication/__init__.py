@@ -1,0 +1,1 @@
+"""Publication of weights: buckets, their transports, and the versions that samplers have."""

@@ -1,0 +1,269 @@
+"""Kernels as an environment: turns, rewards, roles, and ends that say nothing of a kernel."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from ludus.core.errors import ConfigError, DataError, EnvError, ToolError, Unscorable
+from ludus.core.types import Message, Spec, StepResult, Task
+from ludus.envs import ENVS
+from ludus.envs.checks.check import check_env
+from ludus.envs.cuda.env import Cuda
+from ludus.envs.cuda.reward import KernelReward, Parts
+from ludus.envs.cuda.workers import worker_of
+from ludus.kernels.expert import WAYS, kernels_for
+from ludus.tasks.kernels.generated import problem
+
+pytestmark = pytest.mark.usefixtures("cpp")
+
+TASK = problem("reduction", 3)  # of each row or column: see `test_the_opening`
+PATIENT = {"run_s": 60.0, "parallel": 1}
+GOOD, _, PLAIN = kernels_for(TASK)
+"""Of full occupancy; a thread for each result, in blocks of 32 threads."""
+
+
+def made(**args: Any) -> Cuda:
+    return Cuda(**{**PATIENT, **args})  # type: ignore[arg-type]
+
+
+def fenced(source: str) -> Message:
+    return Message(role="assistant", content=f"```cuda\n{source}\n```")
+
+
+async def played(env: Cuda, *sources: str, task: Task = TASK) -> list[StepResult]:
+    await env.reset(task)
+    return [await env.step(fenced(source)) for source in sources]
+
+
+def spoilt(source: str) -> str:
+    """The kernel with a wrong result in one place."""
+    return source.replace("out[", "out[0] = 77.0f; out[", 1)
+
+
+async def test_the_environment_follows_the_protocol() -> None:
+    assert await check_env("cuda", num_tasks=3, timeout_s=60.0) == []
+
+
+async def test_the_opening_tells_reference_buffers_and_launch_lines() -> None:
+    env = made()
+    observation = await env.reset(TASK)
+    text = observation.messages[0].content
+    shape = TASK.data["inputs"]["a"]
+    assert TASK.data["reference"].strip() in text
+    assert f"a: float32 {shape}; out: float32 {TASK.data['output']}" in text
+    assert "// launch: kernel<<<" in text
+    assert observation.info == {"role": "generator"}
+    bare = await made(guide=False).reset(TASK)
+    assert "launch" not in bare.messages[0].content
+
+
+@pytest.mark.parametrize("kind", WAYS)
+async def test_the_expert_solves_problems_of_each_kind(kind: str) -> None:
+    env, task = made(), problem(kind, 11)
+    await env.reset(task)
+    result = await env.step(Message(role="assistant", content=env.expert_action()))
+    assert result.terminated
+    assert result.reward is not None
+    assert env.success_at <= result.reward <= 1.0
+    assert env.scores()["correctness"] == 1.0
+    assert result.messages[0].content.startswith("passed")
+    assert "occupancy" in result.messages[0].content
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "compiles"),
+    [
+        (spoilt(GOOD), "wrong", 1.0),
+        (GOOD.replace("out[", "out[0] = NAN; out[", 1), "wrong", 1.0),
+        (GOOD.replace("float", "flaot", 1), "compile_error", 0.0),
+        (GOOD.replace("// launch:", "// start:"), "bad_launch", 0.0),
+        ("__device__ int nothing;", "bad_launch", 0.0),
+        ("#include <stdio.h>\n__global__ void k() { system(\"id\"); }", "refused", 0.0),
+        ("__global__ void k() { while (true) {} }\n// launch: k<<<1, 1>>>()", "refused", 0.0),
+    ],
+)  # fmt: skip
+async def test_a_kernel_that_is_not_right_fails(source: str, status: str, compiles: float) -> None:
+    env = made()
+    (result,) = await played(env, source)
+    assert result.messages[0].content.startswith(f"{status}: ")
+    assert env.scores()["compilation"] == compiles
+    assert env.scores()["correctness"] == 0.0
+    assert result.reward == pytest.approx(0.4 * compiles)
+    assert result.reward < env.success_at
+    assert result.info["success"] is False
+
+
+async def test_a_kernel_that_never_ends_is_stopped() -> None:
+    env = made(run_s=8.0)
+    loop = "for (int i = 0; i >= 0; i = (i + 1) & 1023) out[0] = i;"
+    source = f"// launch: k<<<1, 1>>>(out)\n__global__ void k(float *out) {{ {loop} }}"
+    (result,) = await played(env, source)
+    assert result.messages[0].content.startswith("time_limit: ")
+    assert result.reward == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("text", ["", "I would tile it.", "```python\nx\n```", "no " * 350_000])
+async def test_a_message_without_a_kernel_is_a_failure_that_is_told(text: str) -> None:
+    env = made(rounds=2)
+    await env.reset(TASK)
+    result = await env.step(Message(role="assistant", content=text))
+    assert result.messages[0].content.startswith("no kernel: ")
+    assert result.reward == 0.0
+    assert not result.terminated
+    again = await env.step(fenced(GOOD))
+    assert again.terminated
+    assert again.reward is not None
+    assert again.reward >= env.success_at
+
+
+async def test_what_the_cpu_does_not_run_has_no_reward() -> None:
+    source = (
+        "#include <mma.h>\n// launch: k<<<1, 32>>>(out)\n__global__ void k(float *out) {\n"
+        "nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> f;\n"
+        "nvcuda::wmma::fill_fragment(f, 0.0f); out[0] = f.x[0]; }"
+    )
+    with pytest.raises(Unscorable, match="unsupported"):
+        await played(made(), source)
+
+
+@pytest.mark.parametrize(
+    ("expression", "problem"), [("a * 0", "within 0.01 of 0"), ("a", "equal"), ("b", "NameError")]
+)
+async def test_a_reference_that_tests_nothing_has_no_reward(expression: str, problem: str) -> None:
+    code = (
+        "import torch\nclass Model(torch.nn.Module):\n    def forward(self, a):\n"
+        f"        return {expression}\ndef get_inputs():\n    return [torch.randn(8)]\n"
+    )
+    with pytest.raises(Unscorable, match=problem):
+        await made().reset(Task(id="bad", data={"reference": code}))
+
+
+async def test_a_task_without_a_reference_names_the_readers() -> None:
+    with pytest.raises(DataError, match="generated_kernels"):
+        await made().reset(Task(id="bad"))
+
+
+async def test_an_episode_earns_its_best_value() -> None:
+    env = made(rounds=4, stop_efficiency=1.0)
+    kernels = ["nonsense", spoilt(PLAIN), PLAIN, spoilt(PLAIN)]
+    results = await played(env, *kernels)
+    assert [r.terminated for r in results] == [False, False, False, True]
+    scores = env.scores()
+    rewards = [float(r.reward or 0.0) for r in results]
+    assert rewards[0] == 0.0
+    assert rewards[1] == pytest.approx(0.4 + 0.1 * 0.4)  # with the bonus for improvement
+    assert rewards[3] == 0.0  # a worse turn takes nothing away
+    assert sum(rewards) == pytest.approx(scores["best"])
+    assert scores["best"] == max(scores[f"turn_{i}"] for i in range(1, 5))
+    assert env.success_at <= sum(rewards) <= env.score_range[1]
+    lines = env.explanation().splitlines()
+    assert [line.split(":")[0] for line in lines[::2]] == [
+        "turn 1 (generator)", "turn 2 (generator)", "turn 3 (generator)", "turn 4 (optimiser)",
+    ]  # fmt: skip
+    assert "improvement_bonus" in lines[5]
+
+
+async def test_kevins_turns_have_values_of_their_own() -> None:
+    env = made(
+        rounds=3, reward=KernelReward(kind="kevin"), turn_rewards="scores", stop_efficiency=1.0
+    )
+    results = await played(env, PLAIN, spoilt(PLAIN), PLAIN)
+    assert [r.reward for r in results] == pytest.approx([0.3, 0.0, 0.3])
+    assert env.score_range == (0.0, pytest.approx(0.9))
+
+
+async def test_a_right_kernel_ends_the_episode_early() -> None:
+    (first,) = await played(made(rounds=4), PLAIN)
+    assert first.terminated
+    first, second = await played(made(rounds=2, stop_efficiency=1.0), PLAIN, PLAIN)
+    assert (first.terminated, second.terminated) == (False, True)
+
+
+async def test_the_optimiser_takes_over_a_right_kernel() -> None:
+    env = made(rounds=4, stop_efficiency=1.0)
+    first, second, third = await played(env, spoilt(PLAIN), PLAIN, spoilt(PLAIN))
+    assert first.info["role"] == "generator"
+    assert "conversation" not in first.info
+    assert first.messages[0].content.endswith("Correct it. Answer with the whole kernel.")
+    assert second.info["role"] == "optimiser"
+    opening, kernel, found = second.info["conversation"]
+    assert (opening["role"], kernel["role"], found["role"]) == ("user", "assistant", "user")
+    assert TASK.data["reference"].strip() in opening["content"]
+    assert PLAIN.strip() in kernel["content"]
+    assert found["content"] == second.messages[0].content
+    assert found["content"].endswith("make it more efficient. Answer with the whole kernel.")
+    assert third.info["role"] == "optimiser"
+    assert "conversation" not in third.info
+    assert third.info["success"] is True
+
+
+async def test_inputs_differ_from_kernel_to_kernel() -> None:
+    """What one turn was told of the values helps no later one."""
+    env = made(rounds=2)
+    one, other = await played(env, spoilt(GOOD), spoilt(GOOD) + "// again")
+    texts = [r.messages[0].content.splitlines()[0] for r in (one, other)]
+    assert all(text.startswith("wrong: ") for text in texts)
+    assert texts[0] != texts[1]
+
+
+async def test_a_fault_of_the_sandbox_is_a_fault_of_the_tools() -> None:
+    env = made(parallel=2)  # a worker of its own
+    await env.reset(TASK)
+    long = "for (int k = 0; k < 2000000000; k++) out[k & 1] = k * 0.5f;"
+    source = f"// launch: k<<<64, 64>>>(out)\n__global__ void k(float *out) {{ {long} }}"
+    step = asyncio.create_task(env.step(fenced(source)))
+    shim = worker_of(env._settings)._verifier._shim._jail
+    while shim._ground is None or not shim._slots or step.done():
+        assert not step.done()
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(1.0)  # it builds or runs
+    shim._ground.process.kill()  # type: ignore[attr-defined]
+    with pytest.raises(ToolError):
+        await step
+    (result,) = await played(env, GOOD)  # the jail starts anew
+    assert result.info["success"] is True
+
+
+async def test_steps_need_an_episode() -> None:
+    env = made()
+    with pytest.raises(EnvError, match="call reset first"):
+        await env.step(fenced(GOOD))
+    await played(env, GOOD)
+    with pytest.raises(EnvError, match="call reset first"):
+        await env.step(fenced(GOOD))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"stop_efficiency": 0.5}, "one round"),
+        ({"rounds": 2, "stop_speedup": 1.5}, "nothing is timed"),
+        ({"turn_rewards": "scores"}, "one round"),
+        ({"rounds": 2, "turn_rewards": "scores"}, "kind: kevin"),
+        ({"reward": {"kind": "ladder"}}, "the ladder is one of speed-ups"),
+        ({"reward": {"parts": {"performance": 0.3}}}, "parts.performance has no effect"),
+        ({"reward": {"parts": {"performnce": 0.3}}}, "did you mean .*performance"),
+        ({"reward": {"kind": "kevin", "parts": {}}}, "parts has no effect"),
+        ({"language": "fortran"}, "language"),
+        ({"architecture": "sm_1"}, "architecture"),
+    ],
+)
+async def test_settings_without_effect_are_refused(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ENVS.build(Spec(name="cuda", args=args), "env")
+
+
+def test_timing_needs_a_gpu() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ConfigError, match=r"timing: gpu: this machine has no CUDA device"):
+        made(timing="gpu")
+    env = made(
+        timing="auto", rounds=2, stop_speedup=2.0, reward=KernelReward(parts=Parts(performance=1))
+    )
+    assert env.success_at == pytest.approx(0.6 / 0.75)  # of the weights that are left

@@ -1,0 +1,96 @@
+"""Less of a recipe: without a stage, or a few steps of a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ludus.cli import app
+from ludus.config.load import load_config
+from ludus.config.recipes import shipped_recipes
+from ludus.config.schema import RunConfig
+from ludus.core.errors import ConfigError
+from ludus.pipeline.quick import quick, without_stages
+
+RECIPES = {n: p for n, p in shipped_recipes().items() if not n.startswith("coevolve-")}
+
+
+def recipe(name: str, *changes: str) -> RunConfig:
+    config = load_config(str(RECIPES[name]), list(changes))
+    assert isinstance(config, RunConfig)
+    return config
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_recipe_has_a_quick_version(name: str) -> None:
+    config, notes = quick(recipe(name))
+    assert config.name == f"{name}-quick"
+    assert config.model.path is None
+    assert config.model.device == "cpu"
+    assert config.backend.name == "local"
+    assert config.sampler.name == "in_process"
+    for stage in (config.sft, config.rl):
+        assert stage is None or stage.steps <= 2
+    assert config.evaluate.num_tasks is not None
+    assert config.evaluate.num_tasks <= 4
+    assert notes[0] == "a few steps and episodes"
+
+
+def test_what_differs_is_told() -> None:
+    _, notes = quick(recipe("cuda-qwen3-4b", "backend=ray", "metrics=[tensorboard]"))
+    told = "; ".join(notes)
+    for part in (
+        "model.device: cpu",
+        "a tiny model from scratch in place of Qwen/Qwen3-4B",
+        "plain LoRA in place of QLoRA",
+        "backend: local",
+        "no metrics",
+    ):
+        assert part in told
+    _, notes = quick(recipe("babyai-tiny"))
+    assert notes == ["a few steps and episodes"]
+
+
+def test_a_stage_is_left_out() -> None:
+    config = recipe("babyai-tiny")
+    without = without_stages(config, sft=True, rl=False)
+    assert (without.sft, without.demonstrations) == (None, None)
+    assert without.rl == config.rl
+    without = without_stages(config, sft=False, rl=True)
+    assert without.rl is None
+    assert without.sft == config.sft
+
+
+@pytest.mark.parametrize(
+    ("changes", "skipped", "problem"),
+    [
+        (["sft=null", "demonstrations=null"], ["sft"], "--skip-sft: the recipe has no `sft`"),
+        (["rl=null"], ["rl"], "--skip-rl: the recipe has no `rl`"),
+        (["rl=null"], ["sft"], "nothing is left to train"),
+        ([], ["sft", "rl"], "nothing is left to train"),
+    ],
+)
+def test_nothing_to_skip_or_to_train_is_refused(
+    changes: list[str], skipped: list[str], problem: str
+) -> None:
+    config = recipe("babyai-tiny", *changes)
+    with pytest.raises(ConfigError, match=problem):
+        without_stages(config, sft="sft" in skipped, rl="rl" in skipped)
+
+
+def test_a_resumed_run_takes_no_such_option() -> None:
+    result = CliRunner().invoke(app, ["train", "--resume", "x-1", "--skip-rl"])
+    assert result.exit_code != 0
+    assert isinstance(result.exception, ConfigError)
+    assert "--skip-rl belongs to the start of a run" in str(result.exception)
+
+
+def test_a_quick_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["train", "babyai-tiny", "--quick-test", "--skip-rl"])
+    assert result.exit_code == 0, result.output
+    [run] = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+    assert run.name == "babyai-tiny-quick-1"
+    assert (run / "report.html").exists()
