@@ -11,13 +11,13 @@ import pytest
 import pytest_asyncio
 
 from ludus.kernels.benchmark.benchmarker import Benchmarker
+from ludus.kernels.expert import kernels_for
 from ludus.kernels.triton.verifier import TritonVerifier
 from ludus.kernels.verify.problem import KernelProblem
 from ludus.kernels.verify.verifier import KernelVerifier
 from ludus.tasks.kernels.generated import read_generated
 from tests.kernels.triton.cheats import HONEST as IN_TRITON
 from tests.kernels.verify.cheats import CHEATS, HONEST, REFERENCE, RIGHT, body
-from tests.kernels.verify.honest_kernels import kernels_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.asyncio(loop_scope="module")]
 
