@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import ludus
 from ludus.core.errors import ToolError
 from ludus.core.processes import started
 from ludus.sandbox.zygotes import receive, send
@@ -84,7 +83,7 @@ class Process:
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        root = str(Path(ludus.__file__).parents[1])
+        root = str(Path(__file__).parents[3])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         with theirs:
             self._process = subprocess.Popen(
