@@ -78,7 +78,7 @@ def replay(
     log: Annotated[Path, typer.Argument(help="Log of `ludus serve model A --challenger B`.")],
 ) -> None:
     """Replay the log of an A/B roll-out: the same decisions, or an error with the line."""
-    from ludus.services.model.rollout import log as logs
+    from ludus.services.model.rollout import replay as logs
     from ludus.services.model.rollout.show import render_replay
 
     try:

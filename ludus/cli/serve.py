@@ -144,7 +144,8 @@ def model(
     rollout_log: Annotated[
         str | None,
         typer.Option(
-            help="The roll-out's log; an existing one goes on. Default: rollout-A-B.jsonl."
+            help="The roll-out's log; an existing one goes on. "
+            "Default: rollout-A-B.jsonl in runs-dir."
         ),
     ] = None,
     shares: Annotated[

@@ -29,13 +29,17 @@ def view(
             help="Token to open the page with, or `new` to make one; default: LUDUS_TOKENS."
         ),
     ] = None,
+    rollout_log: Annotated[
+        list[Path] | None,
+        typer.Option(help="Log of an A/B roll-out outside of runs-dir; repeatable."),
+    ] = None,
     migrate: Annotated[
         bool, typer.Option("--migrate", help="First upgrade a store of an older ludus.")
     ] = False,
     max_connections: MaxConnections = 1024,
     max_per_address: MaxPerAddress = 256,
 ) -> None:
-    """Show runs, the running step and rollouts on a web page that reads only."""
+    """Show runs, the running step, rollouts and A/B roll-outs on a web page that reads only."""
     from ludus.services.server.auth import check_tokens, client_tokens
     from ludus.services.server.connections import ConnectionLimits
     from ludus.services.server.serve import ServeOptions
@@ -50,4 +54,4 @@ def view(
         RunStore.upgrade(store, runs_dir)
     connections = ConnectionLimits(max_connections, max_per_address)
     options = ServeOptions(host, port, 1, tokens, connections)
-    serve_viewer(options, Path(runs_dir), store, typer.echo)
+    serve_viewer(options, Path(runs_dir), store, typer.echo, rollout_log or ())

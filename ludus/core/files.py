@@ -16,7 +16,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -52,6 +52,20 @@ def lock(path: Path) -> IO[str]:
     file.write(str(os.getpid()))
     file.flush()
     return file
+
+
+def locked_by(path: Path) -> int | None:
+    """The process that holds the lock of a file; None if none does, or if it cannot be known.
+
+    The file is not locked for that, so a process that begins meanwhile is not refused.
+    """
+    with suppress(OSError, ValueError):
+        number = f":{path.stat().st_ino}"
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if "FLOCK" in fields and any(field.endswith(number) for field in fields):
+                return int(path.read_text())
+    return None
 
 
 def atomic_write(path: Path, content: str | bytes, *, flush: bool = True) -> None:

@@ -24,13 +24,18 @@ block, so a drift of both variants cancels, and an outage of both disturbs two b
 from __future__ import annotations
 
 import math
-from array import array
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ludus.core.errors import ConfigError
 
 STAKES = tuple(0.9 * 2 ** (-k / 2) for k in range(14))
 """Fractions of the capital that are staked, 0.9 to 0.01. Small ones find small differences."""
+
+BINS = 4000
+"""Of values from 0 to 1, for intervals."""
 
 MAX_CAPITAL = 1e250
 """The capital is not counted further: no threshold is near it, and it would overflow."""
@@ -140,6 +145,42 @@ def least_of_each(share: float) -> tuple[int, int]:
     return (larger, 1) if share <= 0.5 else (1, larger)
 
 
+class Spread:
+    """Values in [0, 1] and the interval of their mean, in memory that does not grow with them.
+
+    Values are counted in bins of 1 / BINS. Each side of the interval takes the end of the bin that
+    widens it, so rounding makes no interval too narrow.
+    """
+
+    def __init__(self) -> None:
+        self.num_values = 0
+        self._sum = 0.0
+        self._below: Counter[int] = Counter()
+        self._above: Counter[int] = Counter()
+
+    def add(self, value: float) -> None:
+        """Count a value from 0 to 1."""
+        self.num_values += 1
+        self._sum += value
+        self._below[math.floor(value * BINS)] += 1
+        self._above[math.floor((1 - value) * BINS)] += 1
+
+    @property
+    def mean(self) -> float | None:
+        """None before the first value."""
+        return self._sum / self.num_values if self.num_values else None
+
+    def interval(self, alpha: float) -> tuple[float, float]:
+        """The confidence interval of the mean, valid at all times at once, to 0.0005.
+
+        The means that neither a test of the lower nor one of the upper side rejects now, each at
+        alpha / 2 and without switching.
+        """
+        # Copies: another thread may count meanwhile.
+        low = _lowest_mean(self._below.copy(), alpha / 2)
+        return low, 1 - _lowest_mean(self._above.copy(), alpha / 2)
+
+
 class Difference:
     """Is the mean of B above, or below, that of A by more than a limit? Values are in [0, 1].
 
@@ -156,7 +197,8 @@ class Difference:
         self.above = Evidence((1 + floor) / 2, switching[0])
         self.below = Evidence((1 - ceiling) / 2, switching[1])
         self._blocks = Blocks()
-        self._differences = array("d")
+        self._sum = 0.0
+        self._spread = Spread()
 
     def add(self, is_b: bool, value: float, share: float = 0.5) -> Block | None:
         """Count a value. Errors: ConfigError if it lies outside of [0, 1]."""
@@ -167,7 +209,8 @@ class Difference:
             z = min(1.0, max(0.0, (1 + block.difference) / 2))
             self.above.add(z)
             self.below.add(1 - z)
-            self._differences.append(block.difference)
+            self._spread.add(z)
+            self._sum += block.difference
         return block
 
     def break_off(self) -> None:
@@ -176,35 +219,30 @@ class Difference:
 
     @property
     def num_blocks(self) -> int:
-        return len(self._differences)
+        return self._spread.num_values
 
     @property
     def estimate(self) -> float | None:
         """Mean difference of the blocks; None before the first."""
-        return sum(self._differences) / self.num_blocks if self._differences else None
+        return self._sum / self.num_blocks if self.num_blocks else None
 
     def interval(self, alpha: float) -> tuple[float, float]:
-        """The confidence interval of B - A, valid at all times at once, to 0.001.
-
-        The differences that neither a test of the lower nor one of the upper side rejects now, each
-        at alpha / 2 and without switching.
-        """
-        z = [(1 + difference) / 2 for difference in self._differences]
-        low = _lowest_mean(z, alpha / 2)
-        high = 1 - _lowest_mean([1 - value for value in z], alpha / 2)
+        """The confidence interval of B - A, valid at all times at once, to 0.001."""
+        low, high = self._spread.interval(alpha)
         return 2 * low - 1, 2 * high - 1
 
 
-def _lowest_mean(values: list[float], alpha: float) -> float:
+def _lowest_mean(bins: Mapping[Any, int], alpha: float) -> float:
     """The largest m such that means of m or less are rejected; the capital falls as m grows."""
     import numpy as np
 
-    if not values:
+    if not bins:
         return 0.0
-    stakes_G1, values_N = np.array(STAKES)[:, None], np.array(values)
+    stakes_G1 = np.array(STAKES)[:, None]
+    values_N, counts_N = np.array(list(bins)) / BINS, np.array(list(bins.values()))
 
     def log_capital(mean: float) -> float:
-        logs_G = np.log1p(stakes_G1 * (values_N / mean - 1)).sum(axis=1)
+        logs_G = np.log1p(stakes_G1 * (values_N / mean - 1)) @ counts_N
         top = float(logs_G.max())
         return top + math.log(float(np.exp(logs_G - top).mean()))
 

@@ -121,9 +121,14 @@ def write_live(folder: Path, age_s: float = 0.0, **changes: object) -> None:
 
 
 @contextmanager
-def viewer(folder: Path, tokens: tuple[str, ...] = (), store: str | None = None) -> Iterator[str]:
+def viewer(
+    folder: Path,
+    tokens: tuple[str, ...] = (),
+    store: str | None = None,
+    logs: tuple[Path, ...] = (),
+) -> Iterator[str]:
     """The service in a thread; yields its address."""
-    app = viewer_service(Settings(tokens=tokens), Data.open(folder, store))
+    app = viewer_service(Settings(tokens=tokens), Data.open(folder, store, logs))
     server = uvicorn.Server(server_config(app, ConnectionLimits()))
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))

@@ -36,7 +36,7 @@ RENAMED = {"step_time": "step_s", "feedback_time": "feedback_s"}
 
 @dataclass(frozen=True)
 class Challenge:
-    """An A/B roll-out: the challenger's checkpoint, settings, and the log (None: a default)."""
+    """An A/B roll-out: the challenger's checkpoint, settings, and the log (None: in `runs_dir`)."""
 
     checkpoint: str
     settings: RolloutSettings
@@ -112,7 +112,7 @@ def serve_model(
         else:
             other = load_policy(challenge.checkpoint, runs_dir, overrides)
             require_alike(policy, other)
-            rollout = held.enter_context(closing(_open_log(challenge, policy, other)))
+            rollout = held.enter_context(closing(_open_log(challenge, policy, other, runs_dir)))
             engines = [
                 held.enter_context(closing(make_engine(one, sampler, folder / part)))
                 for part, one in (("champion", policy), ("challenger", other))
@@ -124,9 +124,11 @@ def serve_model(
         run(app, [listening], connections)
 
 
-def _open_log(challenge: Challenge, champion: Policy, challenger: Policy) -> RolloutLog:
+def _open_log(
+    challenge: Challenge, champion: Policy, challenger: Policy, runs_dir: str
+) -> RolloutLog:
     names = re.sub(r"[^\w.-]+", "-", f"{champion.name}-{challenger.name}")
-    path = Path(challenge.log or f"rollout-{names}.jsonl")
+    path = Path(challenge.log or Path(runs_dir) / f"rollout-{names}.jsonl")
     origins = (champion.origin, challenger.origin)
     return RolloutLog.open(path, *origins, challenge.settings, time.time())
 

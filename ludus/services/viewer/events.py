@@ -2,6 +2,7 @@
 
     event: live     data: the run's `live.json`, or null
     event: news     data: null; a run began or ended, or a step was recorded
+                    of a log's page: the log has grown
     event: failure  data: {"type": ..., "message": ...}; the store cannot be read
 
 One reader polls for all streams.
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ludus.core.errors import LudusError, printable
+from ludus.services.viewer.ab_rollouts import RolloutLogs
 from ludus.services.viewer.source import Source
 
 EVERY_S = 1.0
@@ -25,6 +27,9 @@ KEEP_ALIVE_S = 15.0
 MAX_STREAMS = 256
 
 State = tuple[Any, Any, Any]
+Topic = tuple[str | None, str | None]
+"""A run, or a log of a roll-out; (None, None): all runs."""
+
 NOTHING: State = (None, None, None)
 
 
@@ -33,22 +38,23 @@ class Events:
     """Streams of events. `stop` ends all of them."""
 
     source: Source
+    logs: RolloutLogs
     num_streams: int = 0
     _stopped: bool = False
-    _polled: dict[str | None, tuple[float, State]] = field(default_factory=dict)
+    _polled: dict[Topic, tuple[float, State]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def stop(self) -> None:
         self._stopped = True
 
-    async def stream(self, run: str | None) -> AsyncIterator[str]:
+    async def stream(self, run: str | None, log: str | None = None) -> AsyncIterator[str]:
         """Yields events until the client leaves or the service stops."""
         self.num_streams += 1
         try:
             last = NOTHING
             said = 0.0
             while not self._stopped:
-                state = await asyncio.to_thread(self._poll, run)
+                state = await asyncio.to_thread(self._poll, (run, log))
                 for name, old, new in zip(("failure", "news", "live"), last, state, strict=True):
                     if old != new and not (new is None and name == "failure"):
                         said = time.monotonic()
@@ -66,22 +72,27 @@ class Events:
             if not self._stopped:
                 await asyncio.sleep(EVERY_S / 5)
 
-    def _poll(self, run: str | None) -> State:
+    def _poll(self, topic: Topic) -> State:
         """Failure, news and live, at most EVERY_S old."""
         with self._lock:
             if len(self._polled) > MAX_STREAMS:
                 self._polled.clear()
-            at, state = self._polled.get(run, (0.0, NOTHING))
+            at, state = self._polled.get(topic, (0.0, NOTHING))
             if time.monotonic() - at < 0.8 * EVERY_S and at:
                 return state
-            live = self.source.live(run) if run else None
-            try:
-                state = None, self.source.pulse(), live
-            except LudusError as error:
-                kind = type(error).__name__
-                state = {"type": kind, "message": printable(str(error))}, None, live
-            self._polled[run] = time.monotonic(), state
+            state = self._state(*topic)
+            self._polled[topic] = time.monotonic(), state
             return state
+
+    def _state(self, run: str | None, log: str | None) -> State:
+        if log is not None:
+            return None, self.logs.pulse(log), None
+        live = self.source.live(run) if run else None
+        try:
+            return None, self.source.pulse(), live
+        except LudusError as error:
+            kind = type(error).__name__
+            return {"type": kind, "message": printable(str(error))}, None, live
 
 
 def _event(name: str, data: Any) -> str:

@@ -3,6 +3,7 @@ modules to load, statements to compile, and the newest run's metrics to be read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import get_args
 
 from ludus.core.errors import LudusError
 from ludus.services.viewer import rollout
+from ludus.services.viewer.ab_rollouts import RolloutLogs
 from ludus.services.viewer.curves import Curves
 from ludus.services.viewer.overview import curves_of, describe_run, list_runs
 from ludus.services.viewer.source import NoRuns, Source
@@ -23,13 +25,14 @@ class Data:
     """The store and the run folders, with what is kept in memory."""
 
     source: Source
+    logs: RolloutLogs
     curves: Curves = field(default_factory=Curves)
     tokenizers: Tokenizers = field(default_factory=Tokenizers)
 
     @classmethod
-    def open(cls, runs_dir: Path, store: str | None) -> Data:
-        """The store opens on first use."""
-        return cls(Source(runs_dir, store))
+    def open(cls, runs_dir: Path, store: str | None, logs: Sequence[Path] = ()) -> Data:
+        """The store and the logs of roll-outs open on first use."""
+        return cls(Source(runs_dir, store), RolloutLogs(runs_dir, logs))
 
 
 def prepare(data: Data) -> str:

@@ -8,12 +8,14 @@ GET /api/steps?run=ID                      steps, newest first
 GET /api/step?run=ID&stage=rl&step=3       one step: its groups, and why it had no gradient
 GET /api/rollouts?run=ID&sort=reward       rollouts: filtered, sorted, in pages
 GET /api/rollout?run=ID&id=ROLLOUT         one rollout with its tokens
-GET /api/events?run=ID                     server-sent events
+GET /api/ab-rollouts                       logs of A/B roll-outs, newest first
+GET /api/ab-rollout?log=PATH               one A/B roll-out: state, course, decisions
+GET /api/events?run=ID or ?log=PATH        server-sent events
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,6 +32,7 @@ from ludus.services.server.app import ERRORS, OPEN_PATHS, ServiceError, Settings
 from ludus.services.server.peers import Peers
 from ludus.services.server.serve import ServeOptions, serve
 from ludus.services.viewer import rollout as view
+from ludus.services.viewer.ab_rollouts import UnknownLog
 from ludus.services.viewer.curves import ELAPSED, EPISODES
 from ludus.services.viewer.events import MAX_STREAMS, Events
 from ludus.services.viewer.overview import curves_of, describe_run, list_runs
@@ -59,7 +62,7 @@ def viewer_service(settings: Settings, data: Data, *, peers: Peers | None = None
     """An application that shows the runs of a folder, or of a store."""
     files = page_files()
     source, curves, tokenizers = data.source, data.curves, data.tokenizers
-    events = Events(source)
+    events = Events(source, data.logs)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -165,12 +168,22 @@ def viewer_service(settings: Settings, data: Data, *, peers: Peers | None = None
         start = view.Cursor(segment, offset)
         return _json(view.part(opened.trajectory(run, id), start, decode))
 
+    @app.get("/api/ab-rollouts", responses=ERRORS, tags=["viewer"])
+    def read_ab_rollouts() -> Response:
+        """Logs of A/B roll-outs, newest first."""
+        return _json(data.logs.list())
+
+    @app.get("/api/ab-rollout", responses=ERRORS, tags=["viewer"])
+    def read_ab_rollout(log: Annotated[str, Query(max_length=MAX_CHARS)]) -> Response:
+        """One A/B roll-out, as far as its log has been read: ask again while `more` is true."""
+        return _json(data.logs.describe(log))
+
     @app.get("/api/events", include_in_schema=False)
-    async def read_events(request: Request, run: Text = None) -> Response:
+    async def read_events(request: Request, run: Text = None, log: Text = None) -> Response:
         """Server-sent events; see `events`."""
         if events.num_streams >= MAX_STREAMS:
             raise ServiceError(429, "busy", f"{MAX_STREAMS} pages follow already: close some")
-        return StreamingResponse(events.stream(run), media_type="text/event-stream")
+        return StreamingResponse(events.stream(run, log), media_type="text/event-stream")
 
     return app
 
@@ -185,7 +198,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     message = printable(str(error))
     if isinstance(error, NoRuns):
         refused = ServiceError(404, "no_runs", message)
-    elif isinstance(error, UnknownName):
+    elif isinstance(error, UnknownName | UnknownLog):
         refused = ServiceError(404, "unknown_name", message)
     elif isinstance(error, ConfigError):
         refused = ServiceError(422, "invalid", message)
@@ -195,14 +208,18 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def serve_viewer(
-    options: ServeOptions, runs_dir: Path, store: str | None, say: Callable[[str], object]
+    options: ServeOptions,
+    runs_dir: Path,
+    store: str | None,
+    say: Callable[[str], object],
+    logs: Sequence[Path] = (),
 ) -> None:
-    """`ludus view`: serve until stopped.
+    """`ludus view`: serve until stopped. `logs`: of A/B roll-outs, beside those in `runs_dir`.
 
     Errors: ConfigError, StoreError for a store that cannot be read; one that is not there yet is
     waited for.
     """
-    data = Data.open(runs_dir, store)
+    data = Data.open(runs_dir, store, logs)
     told = prepare(data)
 
     def ready(address: str) -> None:

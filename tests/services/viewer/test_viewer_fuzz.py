@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ab_rollout_logs import opened
 from fuzzing import Link, fuzz
 from viewer_world import RUN, make_runs, viewer
 
@@ -16,18 +17,24 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not i
 def test_no_request_causes_a_server_error(tmp_path: Path, examples: int) -> None:
     """Every route answers 2xx to some, and every refusal has the form of errors."""
     make_runs(tmp_path)
+    log = str(tmp_path / "log.jsonl")
+    opened(Path(log)).close()
     with viewer(tmp_path) as url:
         schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
-        statuses = fuzz(schema, examples, link_to(), check)
+        statuses = fuzz(schema, examples, link_to(log), check)
     assert statuses.never_succeeded() == [], str(statuses)
     assert statuses["GET /api/rollouts"][422], str(statuses)
 
 
-def link_to() -> Link:
-    """The run, a rollout and a step that exist."""
+def link_to(log: str) -> Link:
+    """The run, a rollout, a step and a log that exist."""
 
     def link(case: Any, valid: bool) -> None:
-        if not case.path.startswith("/api/") or case.path == "/api/runs":
+        if not case.path.startswith("/api/") or case.path in ("/api/runs", "/api/ab-rollouts"):
+            return
+        if case.path == "/api/ab-rollout":
+            generated = {} if valid or not isinstance(case.query, dict) else case.query
+            case.query = {**generated, "log": log}
             return
         here = {"run": [RUN] if case.path == "/api/curves" else RUN}
         if case.path == "/api/rollout":

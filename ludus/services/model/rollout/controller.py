@@ -26,7 +26,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ludus.evaluate.sequential import Blocks, Difference, Evidence
+from ludus.evaluate.sequential import Blocks, Difference, Evidence, Spread
 from ludus.services.model.rollout.events import (
     Action,
     Decision,
@@ -112,6 +112,7 @@ class Controller:
         self.quality = Difference(-settings.margin, -settings.margin, (0.0, SWITCHING))
         self.errors = Difference(floor=limit, switching=(SWITCHING, 0.0))
         self.slower = Evidence(0.5, SWITCHING)
+        self.slower_pairs = Spread()
         self._latencies = Blocks()
         self._step_since = 0.0
         self._step_scored = 0
@@ -206,7 +207,9 @@ class Controller:
         if event.end == "ok" and self._first("latency", event.unit):
             block = self._latencies.add(is_challenger, event.seconds, self.share)
             if block is not None:
-                self.slower.add(block.exceeds(self.settings.max_latency_ratio))
+                slower = block.exceeds(self.settings.max_latency_ratio)
+                self.slower.add(slower)
+                self.slower_pairs.add(slower)
         if not failed:
             self._requests[event.id] = Request(event.variant, event.unit, self.now)
             while len(self._requests) > MAX_UNSCORED:
@@ -284,25 +287,51 @@ class Controller:
 
     def _step_is_over(self) -> bool:
         enough = self._step_scored >= self.settings.min_samples
-        return enough and self.now - self._step_since >= self.settings.step_s
+        return enough and self.step_seconds >= self.settings.step_s
 
     def _decide(self, action: Action, reason: str) -> Decision:
         self.reason = reason
         return Decision(t=self.now, action=action, share=self.share, reason=reason)
 
-    def evidence(self) -> dict[str, float]:
-        """The p-value of each test times NUM_TESTS: at alpha or below, the test has decided."""
-        tests = {
+    @property
+    def tests(self) -> dict[str, Evidence]:
+        """The tests; each has decided once its capital has reached NUM_TESTS / alpha."""
+        return {
             "better": self.quality.above,
             "worse": self.quality.below,
             "errors": self.errors.above,
             "latency": self.slower,
         }
-        return {name: min(1.0, NUM_TESTS * test.p_value) for name, test in tests.items()}
+
+    def evidence(self) -> dict[str, float]:
+        """The p-value of each test times NUM_TESTS: at alpha or below, the test has decided."""
+        return {name: min(1.0, NUM_TESTS * test.p_value) for name, test in self.tests.items()}
 
     def interval(self) -> tuple[float, float]:
         """The difference at confidence 1 - alpha / 2, a side for each test of quality."""
         return self.quality.interval(2 * self.settings.alpha / NUM_TESTS)
+
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """As `interval`, of each comparison: scores, failed requests, and share of slower pairs."""
+        alpha = 2 * self.settings.alpha / NUM_TESTS
+        return {
+            "quality": self.interval(),
+            "errors": self.errors.interval(alpha),
+            "latency": self.slower_pairs.interval(alpha),
+        }
+
+    def estimates(self) -> dict[str, float | None]:
+        """The means that `intervals` are of; None before the first comparison."""
+        return {
+            "quality": self.quality.estimate,
+            "errors": self.errors.estimate,
+            "latency": self.slower_pairs.mean,
+        }
+
+    @property
+    def step_seconds(self) -> float:
+        """Since the share was increased last, until the last event."""
+        return self.now - self._step_since
 
     def state(self) -> dict[str, Any]:
         """The state as `GET /rollout` shows it, without the interval."""

@@ -10,108 +10,28 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Annotated, Self
+from typing import IO, Self
 
-from pydantic import Field, TypeAdapter, ValidationError
-
-from ludus.core.errors import ConfigError, DataError, LudusError
+from ludus.core.errors import ConfigError, LudusError
 from ludus.core.files import InUse, lock
-from ludus.services.model.rollout.controller import Controller
 from ludus.services.model.rollout.events import (
     FORMAT,
     Decision,
-    Ended,
     Event,
     Header,
     Line,
     RolloutSettings,
-    Scored,
 )
+from ludus.services.model.rollout.replay import Replay, replay
 from ludus.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-_LINE: TypeAdapter[Header | Ended | Scored | Decision] = TypeAdapter(
-    Annotated[Header | Ended | Scored | Decision, Field(discriminator="kind")]
-)
-
 
 class LogLost(LudusError):
     """The log cannot be written: the roll-out stands still."""
-
-
-@dataclass
-class Replay:
-    """A log and what its events lead to."""
-
-    header: Header
-    controller: Controller
-    decisions: list[Decision]
-    missing: list[Decision] = field(default_factory=list)
-    """Decisions that follow from the last event, and were not written."""
-    num_events: int = 0
-    num_bytes: int = 0
-    """Length of the log without a last line that was cut off."""
-
-
-def replay(path: Path) -> Replay:
-    """Replay a log.
-
-    Errors: DataError with the line, if the log is damaged, or has another decision than follows
-    from its events; OSError.
-    """
-    found: Replay | None = None
-    expected: list[Decision] = []
-    for number, start, line in _lines(path):
-        place = f"{path}:{number}"
-        if found is None:
-            if not isinstance(line, Header):
-                raise DataError(f"{place}: the first line of a log of a roll-out is its header")
-            if line.format != FORMAT:
-                raise DataError(f"{place}: format {line.format}; this version reads {FORMAT}")
-            found = Replay(line, Controller(line.settings), [])
-            expected = [found.controller.start(line.t)]
-        elif isinstance(line, Header):
-            raise DataError(f"{place}: a second header: one log is one roll-out")
-        elif isinstance(line, Decision):
-            if not expected or expected[0] != line:
-                told = _told(expected[0]) if expected else "no decision"
-                raise DataError(f"{place}: {_told(line)} is recorded, the events give {told}")
-            found.decisions.append(expected.pop(0))
-        else:
-            if expected:
-                raise DataError(f"{place}: the events give {_told(expected[0])} before this line")
-            expected = found.controller.apply(line)
-            found.num_events += 1
-        found.num_bytes = start
-    if found is None:
-        raise DataError(f"{path} has no complete line of a roll-out")
-    found.missing = expected
-    return found
-
-
-def _lines(path: Path) -> Iterator[tuple[int, int, Header | Ended | Scored | Decision]]:
-    """Number, end in bytes, and content of each complete line."""
-    end = 0
-    with open(path, "rb") as file:
-        for number, raw in enumerate(file, 1):
-            if not raw.endswith(b"\n"):
-                return  # cut off by the end of the service
-            end += len(raw)
-            try:
-                yield number, end, _LINE.validate_json(raw)
-            except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(str(part) for part in first["loc"][1:])
-                told = f"{where}: {first['msg']}" if where else first["msg"]
-                raise DataError(f"{path}:{number}: not a line of a roll-out: {told}") from None
-
-
-def _told(decision: Decision) -> str:
-    return f"{decision.action} to {100 * decision.share:g} % at {decision.t:.3f}"
 
 
 class RolloutLog:

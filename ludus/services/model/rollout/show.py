@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ludus.services.model.rollout.controller import Controller
-from ludus.services.model.rollout.log import Replay
+from ludus.services.model.rollout.replay import Replay
 
 
 def render_replay(replayed: Replay) -> str:

@@ -8,6 +8,8 @@ const VIEWS = {
   step: () => import("./step.js"),
   rollouts: () => import("./rollouts.js"),
   rollout: () => import("./rollout.js"),
+  "ab-rollouts": () => import("./ab-rollouts.js"),
+  "ab-rollout": () => import("./ab-rollout.js"),
 };
 
 const main = document.getElementById("main");
@@ -40,6 +42,7 @@ async function show() {
   actions = {};
   const state = document.getElementById("state");
   fill(state);
+  delete main.dataset.ready;
   const page = {
     main,
     query,
@@ -89,7 +92,7 @@ const TITLES = {
   store: "The run store cannot be read",
   no_runs: "No runs yet",
   offline: "The server is gone",
-  unknown_name: "Not in the store",
+  unknown_name: "Not found",
 };
 
 function tokenForm() {

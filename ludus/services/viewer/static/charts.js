@@ -1,10 +1,10 @@
 // Line charts of several runs, as SVG.
 import { el, svg, num, span, showTip, hideTip } from "./dom.js";
 
-const WIDTH = 460, HEIGHT = 200, LEFT = 48, RIGHT = 10, TOP = 8, BOTTOM = 24;
+const WIDTH = 460, HEIGHT = 200, RIGHT = 10, TOP = 8, BOTTOM = 24;
 export const COLORS = 8;
 
-const AXES = { step: (x) => num(x), time: (x) => span(x), episodes: (x) => num(x) };
+const AXES = { step: (x) => num(x), time: (x) => span(x), episodes: (x) => num(x), requests: (x) => num(Math.round(x)), scores: (x) => num(Math.round(x)) };
 
 function ticks(low, high, wanted) {
   if (low === high) {
@@ -31,22 +31,27 @@ function smoothed(points) {
   });
 }
 
-/** A chart of {name, series: [{run, stage, points}]}; `colorOf` gives a run's number. */
-export function chart(data, { axis = "step", colorOf, smooth = true }) {
+/** A chart of {name, series: [{run, stage, points}]}; `colorOf` gives a run's number.
+ *  Of a series with `band`, the least and greatest are an area. `limit`: a horizontal line with its name. */
+export function chart(data, { axis = "step", colorOf, smooth = true, limit = null, told = num, note = "" }) {
   const lines = data.series;
+  const LEFT = told === num ? 48 : 64;
   const all = lines.flatMap((line) => line.points);
+  // An area is widest at its start: there it may leave the chart.
+  const seen = lines.flatMap((line) => (line.band ? line.points.slice(Math.floor(line.points.length / 8)) : line.points));
   const xs = all.map((p) => p[0]);
   const left = Math.min(...xs), right = Math.max(...xs);
-  const yTicks = ticks(Math.min(...all.map((p) => p[2])), Math.max(...all.map((p) => p[3])), 4);
+  const limits = limit ? [limit[0]] : [];
+  const yTicks = ticks(Math.min(...seen.map((p) => p[2]), ...limits), Math.max(...seen.map((p) => p[3]), ...limits), 4);
   const bottom = yTicks[0], top = yTicks[yTicks.length - 1];
   const px = (x) => LEFT + ((x - left) / (right - left || 1)) * (WIDTH - LEFT - RIGHT);
-  const py = (y) => HEIGHT - BOTTOM - ((y - bottom) / (top - bottom || 1)) * (HEIGHT - TOP - BOTTOM);
+  const py = (y) => HEIGHT - BOTTOM - ((Math.min(top, Math.max(bottom, y)) - bottom) / (top - bottom || 1)) * (HEIGHT - TOP - BOTTOM);
   const at = (points) => points.map((p) => `${px(p[0]).toFixed(1)},${py(p[1]).toFixed(1)}`).join(" ");
   const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "plot", role: "img", "aria-label": data.name });
   for (const tick of yTicks) {
     picture.append(
       svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: py(tick), y2: py(tick) }),
-      svg("text", { class: "y", x: LEFT - 6, y: py(tick) }, tickText(tick)),
+      svg("text", { class: "y", x: LEFT - 6, y: py(tick) }, told === num ? tickText(tick) : told(tick)),
     );
   }
   for (const tick of ticks(left, right, 4).filter((t) => t >= left && t <= right)) {
@@ -56,34 +61,39 @@ export function chart(data, { axis = "step", colorOf, smooth = true }) {
     const color = `s${colorOf(line.run)}`;
     const dotted = line.stage === "evaluate" ? " other" : "";
     const rough = smooth && line.points.length > 12;
+    if (line.band) {
+      const around = [...line.points.map((p) => [p[0], p[3]]), ...line.points.toReversed().map((p) => [p[0], p[2]])];
+      picture.append(svg("polygon", { class: `${color} band`, points: at(around) }));
+    }
     if (line.points.length === 1 || line.stage === "evaluate") {
       for (const p of line.points) picture.append(svg("circle", { class: `${color} dot`, cx: px(p[0]), cy: py(p[1]), r: 3 }));
     }
     picture.append(svg("polyline", { class: `${color} line${rough ? " raw" : dotted}`, points: at(line.points) }));
     if (rough) picture.append(svg("polyline", { class: `${color} line${dotted}`, points: at(smoothed(line.points)) }));
   }
+  if (limit) picture.append(svg("line", { class: "limit", x1: LEFT, x2: WIDTH - RIGHT, y1: py(limit[0]), y2: py(limit[0]) }), svg("text", { class: "limit", x: WIDTH - RIGHT, y: py(limit[0]) + (py(limit[0]) < TOP + 16 ? 15 : -5) }, limit[1]));
   const pointer = svg("line", { class: "pointer", y1: TOP, y2: HEIGHT - BOTTOM });
   picture.append(pointer);
   picture.addEventListener("pointermove", (event) => {
     const box = picture.getBoundingClientRect();
     const x = left + (((event.clientX - box.left) * WIDTH) / box.width - LEFT) / (WIDTH - LEFT - RIGHT) * (right - left);
-    const told = lines.map((line) => {
+    const shown = lines.map((line) => {
       const near = line.points.reduce((best, p) => (Math.abs(p[0] - x) < Math.abs(best[0] - x) ? p : best));
       return [line, near];
     });
-    const nearest = told.reduce((best, one) => (Math.abs(one[1][0] - x) < Math.abs(best[1][0] - x) ? one : best));
+    const nearest = shown.reduce((best, one) => (Math.abs(one[1][0] - x) < Math.abs(best[1][0] - x) ? one : best));
     pointer.setAttribute("x1", px(nearest[1][0]));
     pointer.setAttribute("x2", px(nearest[1][0]));
     picture.classList.add("on");
     showTip(event.clientX, event.clientY,
       el("b", {}, `${axis} ${AXES[axis](nearest[1][0])}`),
-      told.map(([line, p]) => el("div", {}, el("i", { class: `key k${colorOf(line.run)}` }), `${line.run}${line.stage === "evaluate" ? " (held out)" : ""}: ${num(p[1])}`)));
+      shown.map(([line, p]) => el("div", {}, el("i", { class: `key k${colorOf(line.run)}` }), `${line.run}${line.stage === "evaluate" ? " (held out)" : ""}: ${told(p[1])}${line.band ? ` (${told(p[2])} to ${told(p[3])})` : ""}`)));
   });
   picture.addEventListener("pointerleave", () => {
     picture.classList.remove("on");
     hideTip();
   });
-  const last = lines.length === 1 ? num(lines[0].points.at(-1)[1]) : "";
+  const last = note || (lines.length === 1 ? told(lines[0].points.at(-1)[1]) : "");
   return el("figure", { class: "chart" }, el("figcaption", {}, data.name, el("span", { class: "soft" }, last)), picture);
 }
 

@@ -84,7 +84,7 @@ export function badge(text, kind = "") {
   return el("span", { class: `badge ${kind}` }, text);
 }
 
-const KINDS = { completed: "good", running: "live", failed: "bad", interrupted: "warn", aborted: "bad", unscorable: "warn" };
+const KINDS = { completed: "good", running: "live", failed: "bad", interrupted: "warn", aborted: "bad", unscorable: "warn", holding: "warn", promoted: "good", "rolled back": "bad" };
 
 export function status(name) {
   return badge(name, KINDS[name] ?? (name.startsWith("error") ? "bad" : name.startsWith("trunc") ? "warn" : ""));

@@ -2,6 +2,7 @@
 import { el, fill, link, status, ago, day, span, badge } from "./dom.js";
 import { get, follow } from "./api.js";
 import { chart, COLORS } from "./charts.js";
+import { logList } from "./ab-rollouts.js";
 
 const MOST = 8;
 
@@ -20,6 +21,7 @@ export async function show(page) {
   const charts = el("div", { class: "charts" });
   const tools = el("div", { class: "tools" });
   const more = el("p", {});
+  const logs = el("section", {});
   let runs = [], next = null, serial = 0;
 
   const remember = () => page.remember("", { run: chosen, stage, x: axis === "step" ? null : axis, name: wanted });
@@ -63,18 +65,19 @@ export async function show(page) {
   }
 
   async function load() {
-    const data = await get("runs", {}, signal);
+    const [data, found] = await Promise.all([get("runs", {}, signal), get("ab-rollouts", {}, signal)]);
     runs = data.runs;
     next = data.next;
+    fill(logs, logList(found));
     if (!runs.length) {
-      fill(main, el("section", { class: "empty" }, el("h1", {}, "No runs yet"), el("p", {}, data.message ?? ""),
+      fill(main, logs, el("section", { class: "empty" }, el("h1", {}, "No runs yet"), el("p", {}, data.message ?? ""),
         el("p", { class: "soft" }, "This page shows the first run as soon as it begins."),
         data.unrecorded?.length ? el("p", { class: "soft" }, `Folders without a record: ${data.unrecorded.join(", ")}`) : null));
       return;
     }
     if (!main.contains(list)) {
       if (!chosen.length) chosen = runs.slice(0, 1).map((run) => run.id);
-      fill(main, el("div", { class: "split" }, el("section", { class: "side" }, el("h1", {}, "Runs"), list, more), el("section", {}, tools, charts)));
+      fill(main, el("div", { class: "split" }, el("section", { class: "side" }, el("h1", {}, "Runs"), list, more, logs), el("section", {}, tools, charts)));
     }
     drawList(data);
     await drawCharts();
@@ -98,8 +101,8 @@ export async function show(page) {
   });
 }
 
-export function axisSwitch(axis, change) {
-  return el("div", { class: "switch", role: "group", "aria-label": "x axis" }, ["step", "time", "episodes"].map((name) =>
+export function axisSwitch(axis, change, names = ["step", "time", "episodes"]) {
+  return el("div", { class: "switch", role: "group", "aria-label": "x axis" }, names.map((name) =>
     el("button", { type: "button", "aria-pressed": String(name === axis), onclick: () => change(name) }, name)));
 }
 

@@ -14,7 +14,8 @@ from starlette.testclient import TestClient
 
 from ludus.core.types import Spec
 from ludus.services.model.policy import ModelOverrides, load_policy
-from ludus.services.model.rollout.log import RolloutLog, replay
+from ludus.services.model.rollout.log import RolloutLog
+from ludus.services.model.rollout.replay import replay
 from ludus.services.model.rollout.service import rollout_service
 from ludus.services.model.service import ModelOptions
 from ludus.services.model.serving import make_engine

@@ -13,7 +13,8 @@ import ludus
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.modules import load_module
 from ludus.services.model.rollout.events import Ended, RolloutSettings, Scored, Variant
-from ludus.services.model.rollout.log import LogLost, RolloutLog, replay
+from ludus.services.model.rollout.log import LogLost, RolloutLog
+from ludus.services.model.rollout.replay import replay
 
 traffic = load_module(str(Path(ludus.__file__).parents[1] / "benchmarks" / "ab_traffic.py"))
 
