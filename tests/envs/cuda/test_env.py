@@ -43,6 +43,7 @@ def spoilt(source: str) -> str:
     return source.replace("out[", "out[0] = 77.0f; out[", 1)
 
 
+@pytest.mark.slow
 async def test_the_environment_follows_the_protocol() -> None:
     assert await check_env("cuda", num_tasks=3, timeout_s=60.0) == []
 
@@ -96,6 +97,7 @@ async def test_a_kernel_that_is_not_right_fails(source: str, status: str, compil
     assert result.info["success"] is False
 
 
+@pytest.mark.slow
 async def test_a_kernel_that_never_ends_is_stopped() -> None:
     env = made(run_s=8.0)
     loop = "for (int i = 0; i >= 0; i = (i + 1) & 1023) out[0] = i;"
