@@ -26,6 +26,7 @@ ENVS: Registry[Env] = Registry(
             "ludus.envs.synthetic.proposals:Proposals", "", "writing problems of that kind"
         ),
         "babyai": Row("ludus.envs.babyai.env:BabyAI", "envs", "minigrid's BabyAI levels, in text"),
+        "cuda": Row("ludus.envs.cuda.env:Cuda", "kernels", "CUDA kernels to write"),
         "scienceworld": Row(
             "ludus.envs.java.scienceworld:ScienceWorld", "scienceworld", "30 science tasks, in text"
         ),

@@ -164,6 +164,10 @@ class Env(ABC):
         """Returns named scores of the finished episode, stored with its trajectory."""
         return {}
 
+    def explanation(self) -> str:
+        """How the finished episode was scored, for people who read the rollout; empty: nothing."""
+        return ""
+
     def tools(self) -> Sequence[ToolSpec]:
         """The tools of the model, for rollouts in the tool-call format."""
         return ()

@@ -320,6 +320,20 @@ class AgentSession(Session):
         if turns and reward is not None:
             turns[-1].reward = (turns[-1].reward or 0.0) + reward
 
+    def set_turn_rewards(self, rewards: Sequence[float]) -> bool:
+        """Record the rewards of this role's turns, in place of those noted; False where they are
+        not as many. A fixed policy's turns need none."""
+        turns = [segment for segment in self.trajectory.segments if segment.sampled]
+        if not self._trains:
+            return True
+        if len(turns) != len(rewards):
+            return False
+        for segment in self.trajectory.segments:
+            segment.reward = None
+        for turn, reward in zip(turns, rewards, strict=True):
+            turn.reward = reward
+        return True
+
     def _own(self, options: CallOptions) -> CallOptions:
         return options if self._trains else replace(options, trained=False)
 

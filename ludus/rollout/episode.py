@@ -295,8 +295,13 @@ async def _score(episode: Episode, env: HostedEnv | None) -> None:
     reward = sum(rewards)
     check_total(reward)
     score_range, success_at = limits_of(env.env)
-    scores = await env.scores()
-    session.set_reward(reward, scores, success=reward >= success_at, score_range=score_range)
+    session.set_reward(
+        reward,
+        await env.scores(),
+        success=reward >= success_at,
+        score_range=score_range,
+        explanation=await env.explanation(),
+    )
 
 
 async def _judge(judge: Judge, task: Task, session: Session) -> Score:

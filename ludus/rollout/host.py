@@ -140,6 +140,14 @@ class HostedEnv:
 
         return _check_scores(await self._call("scores", act))
 
+    async def explanation(self) -> str:
+        """How the finished episode was scored."""
+
+        async def act() -> str:
+            return str(getattr(self.env, "explanation", str)())
+
+        return await self._call("explanation", act)
+
     async def close(self) -> None:
         """Close the environment, then release it. Errors of its `close` are ignored."""
         try:

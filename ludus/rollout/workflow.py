@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import traceback
 from bdb import BdbQuit
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -55,7 +56,10 @@ T = TypeVar("T")
 
 CONTEXT = frozenset({"task", "model", "env", "tools"})
 
-ROWS = {"command": Row("ludus.rollout.command.agent:CommandAgent", "", "a program")}
+ROWS = {
+    "command": Row("ludus.rollout.command.agent:CommandAgent", "", "a program"),
+    "relay": Row("ludus.rollout.relay:relay", "", "an environment's roles, one after another"),
+}
 AGENTS: Registry[Any] = Registry("agent", ROWS, context=CONTEXT)
 
 MODEL_NAME = "policy"
@@ -69,6 +73,8 @@ class Outcome:
         reward: None: the judge or the environment scores the episode. All roles get it.
         rewards: the reward of each role, in place of `reward`; fixed roles may be left out, but
             for the first.
+        turn_rewards: the rewards of each role's turns, in their order, in place of `rewards`: a
+            role's reward is their sum.
         success: None: a reward of at least 1 is a success.
         scores: named parts of the reward. metrics: numbers for the run's metrics.
         explanation: for people who read the rollout.
@@ -80,6 +86,7 @@ class Outcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
     explanation: str = ""
     rewards: Mapping[str, float] | None = None
+    turn_rewards: Mapping[str, Sequence[float]] | None = None
 
 
 class Model:
@@ -370,6 +377,10 @@ def _number(value: Any) -> float | None:
 def _rewards(session: AgentSession, outcome: Outcome) -> dict[str, float] | None:
     """The reward of each role; None: the judge or the environment scores. Errors: Unscorable."""
     given: Mapping[str, Any] | None = outcome.rewards
+    if outcome.turn_rewards is not None:
+        if given is not None:
+            raise Unscorable("the agent's Outcome has `rewards` and `turn_rewards`; one is needed")
+        given = _of_turns(session, outcome.turn_rewards)
     if given is None and outcome.reward is None:
         return None
     if given is not None and outcome.reward is not None:
@@ -387,11 +398,35 @@ def _rewards(session: AgentSession, outcome: Outcome) -> dict[str, float] | None
             kind = "a number" if number is None else f"finite, at most {LARGEST:g} in size"
             raise Unscorable(f"the agent's reward{role} is {reward!r:.80}; it has to be {kind}")
         rewards[name] = number
-    if missing := [name for name in session.trained_roles if name not in given]:
+    idle = [name for name, role in session.roles.items() if not role.trajectory.num_turns]
+    idle = idle if outcome.turn_rewards is not None else []
+    if missing := [n for n in session.trained_roles if n not in given and n not in idle]:
         raise Unscorable(f"the agent's rewards lack the role {missing[0]!r}, which trains")
     if (first := session.trajectory.role) not in given:
         raise Unscorable(f"the agent's rewards lack the first role, {first!r}, which is measured")
     return rewards
+
+
+def _of_turns(session: AgentSession, turns: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Record the rewards of turns; returns the sum of each role's. Errors: Unscorable."""
+    sums: dict[str, float] = {}
+    for name, rewards in turns.items():
+        if name not in session.roles:
+            raise Unscorable(
+                f"the agent's turn_rewards: no role {name!r:.80}; the roles are {[*session.roles]}"
+            )
+        try:
+            numbers = [float(reward) for reward in rewards]
+        except (TypeError, ValueError):
+            raise Unscorable(f"the agent's turn_rewards of {name} have to be numbers") from None
+        role = session.roles[name]
+        if not role.set_turn_rewards(numbers):
+            raise Unscorable(
+                f"the agent's turn_rewards of {name} are {len(numbers)}; its turns are "
+                f"{role.trajectory.num_turns}"
+            )
+        sums[name] = math.fsum(numbers)
+    return sums
 
 
 def _message(given: Message | Mapping[str, Any], number: int) -> Message:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from contextlib import AsyncExitStack
 from functools import lru_cache
 from types import TracebackType
 from typing import Self
@@ -117,9 +118,9 @@ class KernelVerifier:
 
     async def close(self) -> None:
         """End all processes."""
-        await self._compiler.close()
-        await self._references.close()
-        await self._shim.close()
+        async with AsyncExitStack() as stack:  # all, also where one fails
+            for part in (self._compiler, self._references, self._shim):
+                stack.push_async_callback(part.close)
 
     async def __aenter__(self) -> Self:
         return self

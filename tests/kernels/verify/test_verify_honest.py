@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from ludus.kernels.expert import WAYS, kernels_for
 from ludus.kernels.verify.problem import KernelProblem
 from ludus.kernels.verify.verifier import KernelVerifier
 from ludus.tasks.kernels.generated import read_generated
-from tests.kernels.verify.honest_kernels import WAYS, kernels_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

@@ -1,0 +1,1 @@
+"""CUDA kernels that a model writes: compiled, analysed, verified, rewarded."""

@@ -1,0 +1,290 @@
+"""Kernels: write a CUDA kernel that computes the same as a reference, and make it faster.
+
+    user        Write a CUDA kernel that computes the same as this reference. ...
+    assistant   ```cuda
+                // launch: kernel<<<(n + 255) / 256, 256>>>(a, out, n)
+                __global__ void kernel(const float *a, float *out, int n) { ... }
+                ```
+    user        wrong: trial 1 of 6: out[8] is 0.0, not 1.3
+                Correct it. Answer with the whole kernel.
+    assistant   ...
+
+A turn's kernel is analysed, compiled and run in the sandbox (`kernels.verify`); what was found is
+told. Turns belong to the role `generator` until a kernel is right, then to the `optimiser`: see
+`StepResult.info`. Tasks are those of the readers of kernel problems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ludus.core.errors import ConfigError, DataError, EnvError, ToolError, Unscorable
+from ludus.core.seeds import derive_seed
+from ludus.core.types import Message, Observation, StepResult, Task
+from ludus.envs.actions import Guide
+from ludus.envs.base import Env, NoExpert, set_limits
+from ludus.envs.cuda.languages import LanguageName, SourceError, language_named
+from ludus.envs.cuda.measure import efficiency_of, measured
+from ludus.envs.cuda.messages import (
+    FASTER,
+    LEANER,
+    MEND,
+    handed_over,
+    kernel_of,
+    message_of,
+    report,
+)
+from ludus.envs.cuda.reward import KernelReward, Measured, Scored
+from ludus.envs.cuda.workers import Settings, Worker, worker_of
+from ludus.kernels.verify.problem import KernelProblem
+from ludus.kernels.verify.result import Verified, VerifyStatus
+from ludus.tasks.kernels.generated import KINDS, problem
+
+GENERATOR, OPTIMISER = "generator", "optimiser"
+
+NOT_OURS = {VerifyStatus.UNSUPPORTED, VerifyStatus.BAD_REFERENCE}
+"""Ends that say nothing of the kernel: no reward can be computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A turn: who wrote it, the kernel as written (None: there was none), what was found."""
+
+    role: str
+    kernel: str | None
+    measured: Measured
+    scored: Scored
+    found: str
+
+
+class Cuda(Env):
+    """A kernel for a problem, in up to `rounds` turns.
+
+    The episode ends early with a right kernel: where kernels are timed, of a speed-up of
+    `stop_speedup`; else, of an efficiency of `stop_efficiency`.
+
+    `info` of a reset or step has `role`, the role whose turn is next, and `opening` where another
+    role takes over: the text that opens a conversation of its own. A step's info also has
+    `success`, `scores` and `explanation` of the episode so far.
+    """
+
+    blocking: ClassVar[bool] = False  # a worker's thread computes
+    max_turns: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        language: Annotated[
+            LanguageName,
+            Field(description="cuda: CUDA C++ with launch lines; templates: a few templates."),
+        ] = "cuda",
+        rounds: Annotated[int, Field(ge=1, le=64, description="Most turns of an episode.")] = 1,
+        stop_speedup: Annotated[
+            float | None,
+            Field(gt=0, description="A right kernel this much faster than eager PyTorch ends the "
+            "episode; null: all rounds are played. Needs `timing: gpu`."),
+        ] = None,
+        stop_efficiency: Annotated[
+            float | None,
+            Field(ge=0, le=1, description="A right kernel of this efficiency ends the episode, "
+            "where nothing is timed; null: any right kernel does."),
+        ] = None,
+        reward: Annotated[
+            KernelReward, Field(description="The kind of reward, and its numbers.")
+        ] = KernelReward(),  # noqa: B008 - frozen
+        turn_rewards: Annotated[
+            Literal["gains", "scores"],
+            Field(description="gains: a turn earns what it adds to the best value so far, so an "
+            "episode earns its best value. scores: each turn earns its own value (of `kind: "
+            "kevin`), for algorithms with returns of turns, such as turn_grpo."),
+        ] = "gains",
+        timing: Annotated[
+            Literal["off", "gpu"],
+            Field(description="gpu: time right kernels on this machine's GPU; off: no speed-ups."),
+        ] = "off",
+        architecture: Annotated[
+            str, Field(description="GPU for which kernels are compiled.")
+        ] = "sm_90",
+        trials: Annotated[
+            int, Field(ge=2, le=100, description="Trials on fresh inputs; one more follows.")
+        ] = 5,
+        parallel: Annotated[
+            int | None,
+            Field(ge=1, le=1024, description="Kernels verified at once; null: 2 for each core."),
+        ] = None,
+        guide: Guide = True,
+    ) -> None:  # fmt: skip
+        self._language, self._reward, self.guide = language_named(language), reward, guide
+        self._rounds, self._gains = rounds, turn_rewards == "gains"
+        self._stop_speedup, self._stop_efficiency = stop_speedup, stop_efficiency
+        self._timed = timing == "gpu"
+        self._settings = Settings(architecture, trials, parallel, self._timed)
+        self._refuse_without_effect()
+        low, high = reward.score_range(timed=self._timed, rounds=rounds)
+        if not self._gains:
+            high *= rounds
+        set_limits(self, rounds, (low, high), reward.success_at(timed=self._timed))
+        self._task: Task | None = None
+        self._attempts: list[Attempt] = []
+
+    def _refuse_without_effect(self) -> None:
+        """Errors: ConfigError."""
+        self._reward.check(timed=self._timed, rounds=self._rounds)
+        early = {"stop_speedup": self._stop_speedup, "stop_efficiency": self._stop_efficiency}
+        set_ = [name for name, value in early.items() if value is not None]
+        if set_ and self._rounds == 1:
+            raise ConfigError(f"{set_[0]}: an episode of one round has no earlier end: set rounds")
+        if self._stop_speedup is not None and not self._timed:
+            raise ConfigError("stop_speedup: nothing is timed: set timing: gpu, or stop_efficiency")
+        if self._stop_efficiency is not None and self._timed:
+            raise ConfigError("stop_efficiency: kernels are timed: set stop_speedup")
+        if not self._gains and self._rounds == 1:
+            raise ConfigError("turn_rewards: an episode of one round has one reward: set rounds")
+        if not self._gains and self._reward.kind != "kevin":
+            raise ConfigError(
+                f"turn_rewards: scores of kind {self._reward.kind!r} add up, so failing for longer "
+                "would earn more or less than failing once: set reward: {kind: kevin}, or gains"
+            )
+
+    async def reset(self, task: Task) -> Observation:
+        self._task, self._attempts = None, []
+        self._problem = KernelProblem.of(task)
+        try:
+            self._face = await self._worker.interface(self._problem, 0)
+        except DataError as error:
+            raise Unscorable(f"cuda: task {task.id}: {error}") from None
+        self._task = task
+        self._opening = self._language.opening(task, self._face, self.guide)
+        message = Message(role="user", content=self._opening)
+        return Observation(messages=[message], info={"role": GENERATOR})
+
+    async def step(self, action: Message) -> StepResult:
+        task = self._task
+        if task is None:
+            raise EnvError("cuda: the episode is over, or was never reset; call reset first")
+        best = self._best
+        self._attempts.append(attempt := await self._attempt(task, action.content))
+        gained = attempt.scored.value
+        if best is not None and self._gains:
+            gained = max(gained - best.scored.value, 0.0)
+        if done := len(self._attempts) == self._rounds or self._enough(attempt.measured):
+            self._task = None
+        info: dict[str, Any]
+        text, info = (attempt.found, {}) if done else self._go_on(attempt)
+        reply = Message(role="user", content=text)
+        return StepResult(
+            messages=[reply], reward=gained, terminated=done, info=info | self._so_far()
+        )
+
+    async def _attempt(self, task: Task, message: str) -> Attempt:
+        """Errors: Unscorable where the end says nothing of the kernel; ToolError."""
+        kernel, efficiency = None, None
+        try:
+            kernel = kernel_of(message, self._language)
+            source = self._language.expand(kernel, self._problem)
+        except SourceError as error:
+            found, numbers = f"no kernel: {error}", Measured(compiles=False, correct=False)
+        else:
+            verified = await self._verified(task, source)
+            if verified.ok:
+                parts = self._reward.parts
+                efficiency = efficiency_of(source, verified, self._face, parts)
+            found, numbers = report(verified, efficiency), measured(verified, efficiency)
+        bases = [earlier.scored.base for earlier in self._attempts]
+        scored = self._reward.score(numbers, timed=self._timed, best=max(bases, default=None))
+        return Attempt(self._role, kernel, numbers, scored, found)
+
+    async def _verified(self, task: Task, source: str) -> Verified:
+        """Errors: Unscorable, ToolError."""
+        seed = derive_seed(0, task.id, source)  # no kernel can know its inputs
+        found = await self._worker.verify(source, self._problem, seed)
+        if found.status in NOT_OURS:
+            raise Unscorable(f"cuda: task {task.id}: {found.status}: {found.message}")
+        if found.ok and self._timed and found.speedups is None:
+            raise ToolError(f"cuda: task {task.id}: a right kernel was not timed")
+        return found
+
+    def _enough(self, numbers: Measured) -> bool:
+        """True for a kernel that needs no further turn."""
+        if not numbers.correct:
+            return False
+        if self._timed:
+            wanted = self._stop_speedup
+            return wanted is not None and (numbers.speedup or 0.0) >= wanted
+        return numbers.efficiency >= (self._stop_efficiency or 0.0)
+
+    def _go_on(self, attempt: Attempt) -> tuple[str, dict[str, Any]]:
+        """The text after a turn, and its info: whose turn is next."""
+        wish = (FASTER if self._timed else LEANER) if attempt.measured.correct else MEND
+        info: dict[str, Any] = {"role": self._role}
+        if self._role != attempt.role and attempt.kernel is not None:
+            info["opening"] = handed_over(
+                self._opening, attempt.kernel, attempt.found, wish, self._language
+            )
+        return f"{attempt.found}\n{wish}", info
+
+    @property
+    def _role(self) -> str:
+        """The role whose turn is next."""
+        right = any(attempt.measured.correct for attempt in self._attempts)
+        return OPTIMISER if right else GENERATOR
+
+    @property
+    def _best(self) -> Attempt | None:
+        """The turn of the highest value so far."""
+        return max(self._attempts, key=lambda attempt: attempt.scored.value, default=None)
+
+    @property
+    def _worker(self) -> Worker:
+        return worker_of(self._settings)
+
+    def _so_far(self) -> dict[str, Any]:
+        best = self._best
+        assert best is not None
+        return {
+            "success": best.measured.correct,
+            "scores": self.scores(),
+            "explanation": self.explanation(),
+        }
+
+    def scores(self) -> dict[str, float]:
+        """The parts of the best turn; the values of all turns."""
+        if (best := self._best) is None:
+            return {}
+        values = {f"turn_{i}": a.scored.value for i, a in enumerate(self._attempts, 1)}
+        return {**best.scored.parts, "best": best.scored.value, **values}
+
+    def explanation(self) -> str:
+        lines = [
+            f"turn {i} ({a.role}): {a.found.splitlines()[0]}\n  {a.scored.explanation}"
+            for i, a in enumerate(self._attempts, 1)
+        ]
+        return "\n".join(lines)
+
+    async def close(self) -> None:
+        self._task = None
+
+    async def world(self, task: Task) -> str | None:
+        return KernelProblem.of(task).reference
+
+    def expert_action(self) -> str:
+        kernels = self._language.expert(self._task) if self._task is not None else ()
+        if not kernels:
+            raise NoExpert("cuda: generated problems have an expert, while they are played")
+        number = min(len(self._attempts), len(kernels) - 1)
+        return message_of(kernels[number], self._language)
+
+    @classmethod
+    def tiers(cls) -> Sequence[str]:
+        return tuple(dict.fromkeys(tier for tier, _ in KINDS.values()))
+
+    @classmethod
+    def task(cls, tier: str | None, seed: int) -> Task:
+        """A generated problem. The kinds of the tier take turns."""
+        if tier is not None:
+            cls.check_tier(tier)
+        kinds = [kind for kind, (own, _) in KINDS.items() if tier in (None, own)]
+        return problem(kinds[seed % len(kinds)], seed)

@@ -1,0 +1,116 @@
+"""The verifiers of a process: one for each setting, in a thread with an event loop of its own.
+
+Environments of any event loop and thread share them: a verifier's processes (compiler, references,
+kernels) stay warm from one episode to the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ludus.core.errors import ConfigError, MissingDependency
+from ludus.kernels.cache import CompileCache
+from ludus.kernels.verify.problem import Interface, KernelProblem
+from ludus.kernels.verify.result import Verified
+from ludus.kernels.verify.verifier import KernelVerifier
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What verifications of a process share. `parallel` None: 2 for each core. `timed`: right
+    kernels are timed on a GPU."""
+
+    architecture: str = "sm_90"
+    trials: int = 5
+    parallel: int | None = None
+    timed: bool = False
+
+
+class Worker:
+    """A verifier in its own thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Errors: ConfigError, MissingDependency: a part that verifications need is absent."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.name = "ludus-kernels"
+        self._thread.start()
+        try:
+            self._verifier = self._run(self._made(settings)).result()
+        except (ConfigError, MissingDependency):
+            self._stop()
+            raise
+
+    async def _made(self, settings: Settings) -> KernelVerifier:
+        cache = CompileCache()
+        return KernelVerifier(settings.architecture, settings.parallel, cache, settings.trials)
+
+    async def interface(self, problem: KernelProblem, seed: int) -> Interface:
+        """As `KernelVerifier.interface`."""
+        return await self._answer(self._verifier.interface(problem, seed))
+
+    async def verify(self, source: str, problem: KernelProblem, seed: int) -> Verified:
+        """As `KernelVerifier.verify`."""
+        return await self._answer(self._verifier.verify(source, problem, seed))
+
+    async def _answer(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(self._run(work))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """End the processes, and the thread."""
+        self._run(self._verifier.close()).result()
+        self._stop()
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+_workers: dict[Settings, Worker] = {}
+_lock = threading.Lock()
+
+
+def worker_of(settings: Settings) -> Worker:
+    """This process's worker of the settings, started on first use, ended at exit.
+
+    Errors: ConfigError, MissingDependency.
+    """
+    with _lock:
+        if settings not in _workers:
+            _workers[settings] = Worker(settings)
+        return _workers[settings]
+
+
+@atexit.register
+def close_workers() -> None:
+    """End all workers of this process; the next use starts them again."""
+    with _lock:
+        workers = list(_workers.values())
+        _workers.clear()
+    for worker in workers:
+        with suppress(Exception):  # at exit, no thread may start, which a full close needs
+            worker.close()
+
+
+def _after_fork() -> None:
+    """Forget the parent's workers in a forked child, which has none of their threads."""
+    global _lock
+    _lock = threading.Lock()
+    _workers.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
