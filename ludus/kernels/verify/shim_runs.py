@@ -9,12 +9,12 @@ import hashlib
 import json
 import re
 import signal
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ludus.core.errors import ConfigError, ToolError
+from ludus.core.once import Once
 from ludus.kernels.launches import Buffer, Plan
 from ludus.kernels.shim import inside
 from ludus.kernels.verify.compare import Trial
@@ -85,7 +85,7 @@ class Shim:
         self._jail.prelude(inside.MODULE, Path(inside.__file__).read_text(encoding="utf-8"))
         self._header = (SHIM / "cuda.h").read_bytes()
         self._runner: dict[str, bytes] = {}
-        self._kept: OrderedDict[bytes, Built] = OrderedDict()
+        self._once = Once[Built](size=lambda built: len(built.shared), max_size=KEPT_BYTES)
 
     async def run(self, source: str, plan: Plan, trials: Sequence[Trial], seed: int) -> ShimRun:
         """Build a kernel, and run its launches on the inputs of each trial.
@@ -128,14 +128,22 @@ class Shim:
         Errors: ToolError.
         """
         text = _with_entries(source, plan).encode()
-        key = hashlib.sha256(text).digest()
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
+        seconds = 0.0
+
+        async def build() -> tuple[Built, bool]:
+            nonlocal seconds
+            built = await self._build(text, _included(source))
+            seconds = built.seconds
+            return built, built.status is None
+
+        built = await self._once.of(hashlib.sha256(text).digest(), build)
+        return replace(built, seconds=seconds)
+
+    async def _build(self, text: bytes, headers: Collection[str]) -> Built:
         files = {
             "kernel.cpp": text,
             "headers/cuda.h": self._header,
-            **{f"headers/{name}": b"" for name in _included(source)},
+            **{f"headers/{name}": b"" for name in headers},
             **await self._runner_files(),
         }
         code = Code(BUILD, files=files, fetch=["kernel.so", "built.json"])
@@ -149,14 +157,8 @@ class Shim:
             return Built(None, text_, b"", False, result.seconds, VerifyStatus.MEMORY_LIMIT)
         facts = json.loads(result.files.get("built.json", b"{}"))
         shared = result.files.get("kernel.so", b"")
-        built = Built(
-            result.exit_code if facts or result.exit_code else inside.COMPILE_FAILED,
-            result.stderr, shared, bool(facts.get("waits")), result.seconds,
-        )  # fmt: skip
-        self._kept[key] = replace(built, seconds=0.0)
-        while len(self._kept) > 1 and sum(len(b.shared) for b in self._kept.values()) > KEPT_BYTES:
-            self._kept.popitem(last=False)
-        return built
+        code_ = result.exit_code if facts or result.exit_code else inside.COMPILE_FAILED
+        return Built(code_, result.stderr, shared, bool(facts.get("waits")), result.seconds)
 
     async def _runner_files(self) -> dict[str, bytes]:
         if not self._runner:

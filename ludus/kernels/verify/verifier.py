@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from ludus.core.errors import DataError
+from ludus.core.once import Once
 from ludus.kernels.analysis.analyse import analyse
 from ludus.kernels.analysis.findings import SAFE, Analysis, Finding, Severity
 from ludus.kernels.cache import CompileCache
@@ -35,6 +36,8 @@ from ludus.sandbox.base import Limits
 TRIALS = 5
 """Trials on fresh inputs; one more, with another seed, follows them."""
 MAX_SOURCE = 100_000
+KEPT_COMPILED = 1024
+"""Compilations that are kept in memory."""
 COMPILE_LIMITS = Limits(run_s=20.0, memory_mb=1024, num_processes=16, output_bytes=1_000_000)
 STOPPED = {
     CompileStatus.TIME_LIMIT: VerifyStatus.TIME_LIMIT,
@@ -66,6 +69,7 @@ class KernelVerifier:
     ) -> None:
         self._architecture, self._trials = architecture, max(trials, 2)
         self._compiler = CudaCompiler(compile_limits, cache, parallel)
+        self._once = Once[Compiled](KEPT_COMPILED)
         self._references = References(parallel=parallel)
         self._shim = Shim(run_limits, parallel) if run_limits else Shim(parallel=parallel)
 
@@ -96,7 +100,7 @@ class KernelVerifier:
         if referred.problem:
             return job.ended(VerifyStatus.BAD_REFERENCE, referred.problem)
         began = time.monotonic()
-        job.compiled = await self._compiler.compile(code, self._architecture)
+        job.compiled = await self._compiled(code)
         job.seconds["compile"] = time.monotonic() - began
         if not job.compiled.ok:
             return job.uncompiled(job.compiled)
@@ -109,6 +113,17 @@ class KernelVerifier:
         if job.outside is not None:
             return job.ended(VerifyStatus.UNSUPPORTED, str(job.outside))
         return job.judged(await self._shim.run(code, plan, referred.trials, seed), referred)
+
+    async def _compiled(self, code: str) -> Compiled:
+        """Errors: ToolError."""
+
+        async def compile_() -> tuple[Compiled, bool]:
+            compiled = await self._compiler.compile(code, self._architecture)
+            return compiled, compiled.status not in STOPPED
+
+        return await self._once.of(
+            hashlib.sha256(code.encode("utf-8", "surrogatepass")).digest(), compile_
+        )
 
     def _seeds(self, seed: int) -> tuple[int, ...]:
         return tuple(
