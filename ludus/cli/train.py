@@ -34,6 +34,17 @@ def train(
             "NAME`), started and ended with the run.",
         ),
     ] = None,
+    skip_sft: Annotated[
+        bool, typer.Option("--skip-sft", help="Leave out demonstrations and SFT.")
+    ] = False,
+    skip_rl: Annotated[bool, typer.Option("--skip-rl", help="Leave out RL.")] = False,
+    quick_test: Annotated[
+        bool,
+        typer.Option(
+            "--quick-test",
+            help="A few steps of a tiny model on the CPU, in a run NAME-quick: tests the parts.",
+        ),
+    ] = False,
     view: Annotated[
         bool, typer.Option("--view", help="Serve the live page (`ludus view`) while the run goes.")
     ] = False,
@@ -45,6 +56,11 @@ def train(
     if (recipe is None) == (resume is None) and not (resume and recipe and "=" in recipe):
         raise ConfigError("give either a recipe or --resume RUN")
     config = None if resume else load(str(recipe), overrides, runs_dir)  # before slow imports
+    of_a_start = {"--skip-sft": skip_sft, "--skip-rl": skip_rl, "--quick-test": quick_test}
+    if config is not None and any(of_a_start.values()):
+        config = _reduced(config, skip_sft, skip_rl, quick_test)
+    elif given := [flag for flag, on in of_a_start.items() if on]:
+        raise ConfigError(f"{given[0]} belongs to the start of a run: a resumed one is as it began")
 
     from ludus.config.load import dump_config
     from ludus.pipeline import launch
@@ -85,6 +101,17 @@ def train(
         opened.close()
     where = folder.report if folder.report.exists() else folder.path
     typer.echo(f"run {folder.id} is complete: {where}")
+
+
+def _reduced(config: Any, skip_sft: bool, skip_rl: bool, quick_test: bool) -> Any:
+    """The recipe with less to do."""
+    from ludus.pipeline.quick import quick, without_stages
+
+    config = without_stages(config, sft=skip_sft, rl=skip_rl)
+    if quick_test:
+        config, notes = quick(config)
+        typer.echo(f"--quick-test: {'; '.join(notes)}", err=True)
+    return config
 
 
 @app.command()

@@ -6,18 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ludus.config.coevolve import CoevolveConfig
+from ludus.pipeline.quick import LIMITS, limited
 
 STAND_INS = 4
 """Problems where the model proposes none, as an untrained one."""
-
-LIMITS: dict[str, dict[str, Any]] = {
-    "sft": {"steps": 2, "episodes_per_step": 4},
-    "rl": {"steps": 2, "groups_per_step": 2, "group_size": 2},
-    "demonstrations": {"num_episodes": 64},
-    "evaluate": {"num_tasks": 8, "samples_per_task": 2},
-    "rollout": {"max_tokens_per_turn": 64, "max_turns": 4},
-}
-"""Largest values of a run's keys."""
 
 
 def tiny(config: CoevolveConfig) -> CoevolveConfig:
@@ -30,7 +22,7 @@ def tiny(config: CoevolveConfig) -> CoevolveConfig:
     shared = data["shared"]
     for section in ("shared", "start", "curriculum", "executor"):
         if data[section] is not None:
-            data[section] = _limited(data[section])
+            data[section] = limited(data[section], LIMITS)
     _limit_heldout(data["executor"], shared)
     data |= {"name": f"{config.name}-test", "iterations": 1, "shared": shared and data["shared"]}
     data["answers"] |= {"number": min(config.answers.number, 2)}
@@ -50,16 +42,3 @@ def _limit_heldout(executor: dict[str, Any], shared: Mapping[str, Any]) -> None:
         given = {**(shared.get("evaluate") or {}), **(executor.get("evaluate") or {})}
         own = executor.get("evaluate") or {}
         executor["evaluate"] = {**own, "num_tasks": min(given.get("num_tasks") or most, most)}
-
-
-def _limited(section: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(section)
-    for name, limits in LIMITS.items():
-        if isinstance(own := section.get(name), Mapping):
-            small = {
-                key: min(own[key], limit)
-                for key, limit in limits.items()
-                if isinstance(own.get(key), int)
-            }
-            result[name] = {**own, **small}
-    return result

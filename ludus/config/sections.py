@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ludus.core.types import Spec
 
@@ -26,6 +33,11 @@ class LoraConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapters' input.")
     targets: list[str] | Literal["all-linear"] = Field(
         "all-linear", description="Names of the modules that get an adapter."
+    )
+    quantise: Literal["nf4", "nf4_on_gpu"] | None = Field(
+        None,
+        description="Pack the frozen weights in 4 bits (QLoRA, by bitsandbytes): nf4; nf4_on_gpu: "
+        "on a CPU they stay as they are; null: never.",
     )
 
 
@@ -66,12 +78,30 @@ class ModelConfig(Section):
     )
     lora: LoraConfig | None = Field(None, description="Train adapters only; null: all parameters.")
 
+    @property
+    def quantised(self) -> bool:
+        """True if the base is packed in 4 bits on this device."""
+        return self.lora is not None and self.lora.quantise == "nf4"
+
+    @field_validator("lora")
+    @classmethod
+    def _packed_where_trained(
+        cls, lora: LoraConfig | None, info: ValidationInfo
+    ) -> LoraConfig | None:
+        """A run that was packed stays so on another device, for its adapters fit that base."""
+        on_gpu = str(info.data.get("device")).startswith("cuda")
+        if lora is None or lora.quantise != "nf4_on_gpu" or not on_gpu:
+            return lora
+        return lora.model_copy(update={"quantise": "nf4"})
+
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:
         if (self.path is None) == (self.architecture is None):
             raise ValueError("set exactly one of `path` and `architecture`")
         if self.architecture is not None and self.tokenizer is None:
             raise ValueError("a model from scratch needs a `tokenizer`, e.g. {name: words}")
+        if self.architecture is not None and self.lora is not None and self.lora.quantise:
+            raise ValueError("`lora.quantise` needs `path`: weights from scratch are not packed")
         if self.tf32 and not self.device.startswith("cuda"):
             raise ValueError(f"`tf32` needs `device: cuda`; products on {self.device} are exact")
         return self

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from ludus.config.schema import RunConfig
+from ludus.models.quantisation import BYTES_PER_WEIGHT
 
 WEIGHTS = ("weights", "packed weights", "sampler's weights")
 """Parts of the memory that any model needs."""
@@ -56,8 +57,8 @@ class Memory:
         _, kv_heads, size = self._heads()
         return self.layers * 2 * kv_heads * size * self.sampling_item
 
-    def parts(self, parameters: int, trained: int) -> dict[str, float]:
-        """Returns bytes by part."""
+    def parts(self, parameters: int, trained: int, linear: int = 0) -> dict[str, float]:
+        """Returns bytes by part. `linear`: the weights that `model.lora.quantise` packs."""
         config = self.config
         context = config.model.context_length
         stages = []
@@ -68,7 +69,7 @@ class Memory:
             stages.append(min(config.rl.tokens_per_batch, played * context))
         gradient, state = self._training_bytes()
         parts = {
-            "weights": float(parameters * self.item),
+            "weights": self._weights(parameters, linear),
             "gradients": float(trained * gradient),
             "optimizer": float(trained * state),
             "activations": max(stages, default=0) * self.activations(),
@@ -81,7 +82,17 @@ class Memory:
             parts["packed weights"] = float(packed + 4 * text.vocab_size * text.hidden_size)
         elif self.samples_bfloat16 and config.sampler.name == "in_process":
             parts["sampler's weights"] = 2.0 * parameters
+        elif config.model.quantised and config.sampler.name == "in_process":
+            parts["sampler's weights"] = float(self.sampling_item * parameters)
+        if others := sum(policy.model == "same" for policy in config.policies.values()):
+            own = float(trained * (gradient + state + (4 if config.model.lora else self.item)))
+            own += parts.get("sampler's weights", 0.0)
+            parts["other policies"] = float(others * own)
         return parts
+
+    def _weights(self, parameters: int, linear: int) -> float:
+        packed = linear if self.config.model.quantised else 0
+        return float((parameters - packed) * self.item + packed * BYTES_PER_WEIGHT)
 
     def _training_bytes(self) -> tuple[int, int]:
         """Returns bytes of the gradient and of AdamW's state of a trained weight."""

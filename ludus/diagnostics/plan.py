@@ -119,7 +119,7 @@ def plan(
         config, on, fill, efficiency, env_step_s, usage, num_calls, call_s
     )
     seconds = estimate.seconds()
-    memory = estimate.memory.parts(num, trained)
+    memory = estimate.memory.parts(num, trained, estimate.cost.body)
     return Plan(on, num, memory, seconds, estimate.tokens, estimate.calls.lines)
 
 
@@ -140,7 +140,7 @@ def playing(
     Further arguments and errors: as `plan`. Without the time of a start.
     """
     estimate, num, _ = _estimate(config, on, fill, efficiency, 0.0, usage, num_calls, call_s)
-    memory = estimate.memory.parts(num, 0)
+    memory = estimate.memory.parts(num, 0, estimate.cost.body)
     memory = {part: memory[part] for part in (*WEIGHTS, "KV cache") if part in memory}
     seconds = estimate.played(num_tasks * samples, samples)
     return Plan(on, num, memory, seconds, 0.0, estimate.calls.lines)

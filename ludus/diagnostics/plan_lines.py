@@ -5,6 +5,7 @@ from __future__ import annotations
 from ludus.config.schema import RunConfig
 from ludus.core.types import Spec
 from ludus.diagnostics.hardware import Hardware
+from ludus.diagnostics.placement import placement
 from ludus.diagnostics.plan import UNKNOWN_VOCABULARY, Plan
 
 GIB = 1024**3
@@ -21,6 +22,7 @@ REMEDIES = {
     "optimizer": LESS_STATE,
     "gradients": LESS_STATE,
     "weights": "set model.dtype: bfloat16, or take a smaller model",
+    "other policies": "train fewer of `policies`, or adapters of a lower rank",
     "packed weights": "set sampler.args.dtype: bfloat16, or take a smaller model",
     "sampler's weights": "set sampler.args.dtype: auto, or take a smaller model",
 }
@@ -36,6 +38,8 @@ def lines(config: RunConfig, plan: Plan) -> list[str]:
         *_assumptions(config),
         *plan.notes,
         device_line(on),
+        "",
+        *placement(config),
         "",
         "memory",
         *[f"  {part:{WIDTH}} {size(count):>12}" for part, count in plan.memory.items()],

@@ -133,6 +133,12 @@ class Env(ABC):
         """`blocking` for an episode of `task` in an environment with these arguments."""
         return cls.blocking
 
+    @classmethod
+    def works(cls, **args: Any) -> str:
+        """Processes and devices that an environment with these arguments computes on besides its
+        own process, for `ludus plan`; empty: none."""
+        return ""
+
     async def prepare(self, task: Task) -> None:  # noqa: B027 - most environments need nothing
         """Start what the episodes of a process share, such as an engine, and write what `task`
         needs. Called before `reset`; has PREPARE_S seconds, not a step's."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from ludus.core.errors import CheckpointError, ConfigError, MissingDependency, d
 from ludus.models import ARCHITECTURES
 from ludus.models.chat.tokenizers import load_error
 from ludus.models.progress_bars import no_progress_bars
+from ludus.models.quantisation import keep_packing, loading, unpacked_copy
 from ludus.models.vocabulary import Vocabulary
 
 HiddenSize = Annotated[int, Field(ge=8, description="Width of the residual stream.")]
@@ -154,7 +154,7 @@ def merge_lora(model: Any) -> PreTrainedModel:
     """Returns a copy of the model with its adapters merged; a model without adapters as it is."""
     if not hasattr(model, "merge_and_unload"):
         return model
-    return copy.deepcopy(model).merge_and_unload()
+    return unpacked_copy(model).merge_and_unload()
 
 
 def _from_scratch(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
@@ -209,7 +209,9 @@ def _pretrained(config: ModelConfig) -> PreTrainedModel:
                 dtype=getattr(torch, config.dtype),
                 attn_implementation="sdpa",
                 output_loading_info=True,
+                **loading(config),
             )
+            keep_packing(model)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(load_error("model.path", config.path, error)) from error
     except (RuntimeError, SafetensorError) as error:

@@ -5,10 +5,11 @@
 
     reset                -> info role: generator          the generator's conversation opens
     generator's turn     -> info role: generator          it reads the environment's answer
-    generator's turn     -> info role: optimiser, opening: a conversation of the optimiser's own
+    generator's turn     -> info role: optimiser, conversation: the messages that it begins with
     optimiser's turn     -> the end: info success, scores, explanation
 
-A role sees its own conversation only: the environment's `opening` tells a new role all it needs.
+A role sees its own conversation only. The one that it begins with may hold turns of others: they
+are given, without a loss.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ async def relay(
         if result.done:
             break
         following = _role(result.info)
-        if (text := result.info.get("opening")) is not None:
-            talks[following] = [Message(role="user", content=str(text))]
+        if (given := result.info.get("conversation")) is not None:
+            talks[following] = [Message.model_validate(message) for message in given]
         elif following not in talks:
-            raise EnvError(f"the environment gives no `opening` for the role {following!r}")
+            raise EnvError(f"the environment gives no `conversation` for the role {following!r}")
         else:
             talks[following] += result.messages
         name = following

@@ -16,6 +16,7 @@ told. Turns belong to the role `generator` until a kernel is right, then to the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -29,17 +30,9 @@ from ludus.envs.actions import Guide
 from ludus.envs.base import Env, NoExpert, set_limits
 from ludus.envs.cuda.languages import LanguageName, SourceError, language_named
 from ludus.envs.cuda.measure import efficiency_of, measured
-from ludus.envs.cuda.messages import (
-    FASTER,
-    LEANER,
-    MEND,
-    handed_over,
-    kernel_of,
-    message_of,
-    report,
-)
+from ludus.envs.cuda.messages import FASTER, LEANER, MEND, kernel_of, message_of, report
 from ludus.envs.cuda.reward import KernelReward, Measured, Scored
-from ludus.envs.cuda.workers import Settings, Worker, worker_of
+from ludus.envs.cuda.workers import Settings, Worker, times_kernels, worker_of
 from ludus.kernels.verify.problem import KernelProblem
 from ludus.kernels.verify.result import Verified, VerifyStatus
 from ludus.tasks.kernels.generated import KINDS, problem
@@ -67,9 +60,9 @@ class Cuda(Env):
     The episode ends early with a right kernel: where kernels are timed, of a speed-up of
     `stop_speedup`; else, of an efficiency of `stop_efficiency`.
 
-    `info` of a reset or step has `role`, the role whose turn is next, and `opening` where another
-    role takes over: the text that opens a conversation of its own. A step's info also has
-    `success`, `scores` and `explanation` of the episode so far.
+    `info` of a reset or step has `role`, the role whose turn is next, and `conversation` where
+    another role takes over: the messages that it begins with. A step's info also has `success`,
+    `scores` and `explanation` of the episode so far.
     """
 
     blocking: ClassVar[bool] = False  # a worker's thread computes
@@ -102,8 +95,9 @@ class Cuda(Env):
             "kevin`), for algorithms with returns of turns, such as turn_grpo."),
         ] = "gains",
         timing: Annotated[
-            Literal["off", "gpu"],
-            Field(description="gpu: time right kernels on this machine's GPU; off: no speed-ups."),
+            Literal["off", "auto", "gpu"],
+            Field(description="gpu: time right kernels on this machine's GPU; auto: where there is "
+            "one; off: never, so there are no speed-ups."),
         ] = "off",
         architecture: Annotated[
             str, Field(description="GPU for which kernels are compiled.")
@@ -120,9 +114,9 @@ class Cuda(Env):
         self._language, self._reward, self.guide = language_named(language), reward, guide
         self._rounds, self._gains = rounds, turn_rewards == "gains"
         self._stop_speedup, self._stop_efficiency = stop_speedup, stop_efficiency
-        self._timed = timing == "gpu"
+        self._timed = timing != "off" and times_kernels(required=timing == "gpu")
         self._settings = Settings(architecture, trials, parallel, self._timed)
-        self._refuse_without_effect()
+        self._refuse_without_effect(asked=timing != "off")
         low, high = reward.score_range(timed=self._timed, rounds=rounds)
         if not self._gains:
             high *= rounds
@@ -130,17 +124,16 @@ class Cuda(Env):
         self._task: Task | None = None
         self._attempts: list[Attempt] = []
 
-    def _refuse_without_effect(self) -> None:
-        """Errors: ConfigError."""
-        self._reward.check(timed=self._timed, rounds=self._rounds)
+    def _refuse_without_effect(self, *, asked: bool) -> None:
+        """`asked`: kernels are timed, if not here then on a machine with a GPU. Errors:
+        ConfigError."""
+        self._reward.check(timed=self._timed, asked=asked, rounds=self._rounds)
         early = {"stop_speedup": self._stop_speedup, "stop_efficiency": self._stop_efficiency}
-        set_ = [name for name, value in early.items() if value is not None]
-        if set_ and self._rounds == 1:
-            raise ConfigError(f"{set_[0]}: an episode of one round has no earlier end: set rounds")
-        if self._stop_speedup is not None and not self._timed:
+        given = [name for name, value in early.items() if value is not None]
+        if given and self._rounds == 1:
+            raise ConfigError(f"{given[0]}: an episode of one round has no earlier end: set rounds")
+        if self._stop_speedup is not None and not asked:
             raise ConfigError("stop_speedup: nothing is timed: set timing: gpu, or stop_efficiency")
-        if self._stop_efficiency is not None and self._timed:
-            raise ConfigError("stop_efficiency: kernels are timed: set stop_speedup")
         if not self._gains and self._rounds == 1:
             raise ConfigError("turn_rewards: an episode of one round has one reward: set rounds")
         if not self._gains and self._reward.kind != "kevin":
@@ -148,6 +141,12 @@ class Cuda(Env):
                 f"turn_rewards: scores of kind {self._reward.kind!r} add up, so failing for longer "
                 "would earn more or less than failing once: set reward: {kind: kevin}, or gains"
             )
+
+    @classmethod
+    def works(cls, **args: Any) -> str:
+        parallel = args.get("parallel") or 2 * (os.cpu_count() or 1)
+        timing = {"gpu": ", timed on a GPU", "auto": ", timed on a GPU where there is one"}
+        return f"{parallel} kernels at once in the sandbox{timing.get(args.get('timing', ''), '')}"
 
     async def reset(self, task: Task) -> Observation:
         self._task, self._attempts = None, []
@@ -224,12 +223,12 @@ class Cuda(Env):
     def _go_on(self, attempt: Attempt) -> tuple[str, dict[str, Any]]:
         """The text after a turn, and its info: whose turn is next."""
         wish = (FASTER if self._timed else LEANER) if attempt.measured.correct else MEND
-        info: dict[str, Any] = {"role": self._role}
+        text, info = f"{attempt.found}\n{wish}", dict[str, Any](role=self._role)
         if self._role != attempt.role and attempt.kernel is not None:
-            info["opening"] = handed_over(
-                self._opening, attempt.kernel, attempt.found, wish, self._language
-            )
-        return f"{attempt.found}\n{wish}", info
+            answer = message_of(attempt.kernel, self._language)
+            talk = (("user", self._opening), ("assistant", answer), ("user", text))
+            info["conversation"] = [{"role": role, "content": said} for role, said in talk]
+        return text, info
 
     @property
     def _role(self) -> str:

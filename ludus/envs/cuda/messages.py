@@ -81,12 +81,6 @@ def report(verified: Verified, efficiency: Efficiency | None = None) -> str:
     return "\n".join(lines)
 
 
-def handed_over(opening: str, kernel: str, found: str, task: str, language: Language) -> str:
-    """The opening of another author who goes on with a kernel."""
-    parts = [opening, "This kernel is right:", message_of(kernel, language), found, task]
-    return "\n\n".join(parts)
-
-
 def _speed(speedups: Speedups) -> str:
     text = f"speed-up {speedups.over_eager:.2f} over eager PyTorch"
     if speedups.over_compile is not None:

@@ -139,8 +139,11 @@ class KernelReward(_Numbers):
                 raise ValueError(f"{name} has no effect with kind: {self.kind}")
         return self
 
-    def check(self, *, timed: bool, rounds: int) -> None:
-        """Refuse numbers without an effect. Errors: ConfigError."""
+    def check(self, *, timed: bool, asked: bool, rounds: int) -> None:
+        """Refuse numbers without an effect. `asked`: kernels are timed where there is a GPU.
+
+        Errors: ConfigError.
+        """
         if rounds == 1 and "improvement_bonus" in self.parts.model_fields_set:
             raise ConfigError(
                 "reward: parts.improvement_bonus is for later turns: set rounds, or remove it"
@@ -149,9 +152,11 @@ class KernelReward(_Numbers):
             return
         if self.kind == "ladder":
             raise ConfigError(
-                "reward: the ladder is one of speed-ups, and nothing is timed: set timing: gpu on "
-                "a machine with a GPU, or another kind"
+                "reward: the ladder is one of speed-ups, and nothing is timed here: set timing: "
+                "gpu on a machine with a GPU, or another kind"
             )
+        if asked:
+            return
         numbers: Parts | Kevin = self.parts if self.kind == "parts" else self.kevin
         of_time = {"performance", "full_speedup", "speedup_bonus", "speedup_bonus_at"}
         of_time |= {"speedup", "max_speedup"}

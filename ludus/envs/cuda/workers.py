@@ -15,6 +15,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 from ludus.core.errors import ConfigError, MissingDependency
@@ -23,6 +24,9 @@ from ludus.kernels.cache import CompileCache
 from ludus.kernels.verify.problem import Interface, KernelProblem
 from ludus.kernels.verify.result import Verified, VerifyStatus
 from ludus.kernels.verify.verifier import KernelVerifier
+from ludus.telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -96,6 +100,35 @@ class Worker:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def times_kernels(*, required: bool) -> bool:
+    """True if this machine times kernels; says once why not.
+
+    Errors: ConfigError where it has to and cannot.
+    """
+    problem = _no_timing()
+    if problem and required:
+        raise ConfigError(f"timing: gpu: {problem}: set timing: off, which measures no speed-ups")
+    if problem:
+        _tell(problem)
+    return not problem
+
+
+@cache
+def _tell(problem: str) -> None:
+    log.warning("kernels are not timed: speed-ups have no value here", reason=problem)
+
+
+def _no_timing() -> str:
+    """Why kernels cannot be timed here; empty: they can."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return "torch is not installed"
+    if not torch.cuda.is_available():
+        return "this machine has no CUDA device"
+    return "this version has no benchmark for GPUs"
 
 
 _workers: dict[Settings, Worker] = {}

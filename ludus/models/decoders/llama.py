@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ludus.models.quantisation import is_packed, weight_of
+
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
 """Rotary types whose frequencies do not depend on the sequence length."""
@@ -51,7 +53,7 @@ class Linear:
         """Returns the weight [outputs, inputs] with active adapters merged."""
         module = self.module
         base = getattr(module, "base_layer", module)
-        weight: Tensor = base.weight.detach()
+        weight = weight_of(base)
         if base is not module and not module.disable_adapters and not module.merged:
             for name in module.active_adapters:
                 weight = weight + module.get_delta_weight(name).detach().to(weight.dtype)
@@ -195,7 +197,8 @@ def _layer(layer: Any) -> LlamaLayer:
 def _linear(module: Any) -> Linear:
     """A plain linear layer, or a peft layer with plain low-rank adapters."""
     base = getattr(module, "base_layer", module)
-    _require(type(base) is nn.Linear, f"a linear layer of type {type(base).__name__}")
+    plain = type(base) is nn.Linear or is_packed(base)
+    _require(plain, f"a linear layer of type {type(base).__name__}")
     if base is not module:
         plain = hasattr(module, "get_delta_weight")
         variants = ("use_dora", "lora_bias")

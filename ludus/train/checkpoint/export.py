@@ -24,6 +24,7 @@ import ludus
 from ludus.core.errors import CheckpointError, ConfigError
 from ludus.core.files import recover
 from ludus.models.progress_bars import no_progress_bars
+from ludus.models.quantisation import unpacked_copy
 from ludus.train.checkpoint.folder import checkpoint_folder
 from ludus.train.checkpoint.state import all_tensors, trained_tensors
 
@@ -105,7 +106,7 @@ def _merged(model: PeftModel) -> Any:
         # peft warns that it corrects `tie_word_embeddings`, as intended.
         warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
         try:
-            copied = copy.deepcopy(model)
+            copied = unpacked_copy(model)
             _untie_adapted_embeddings(copied)
             return copied.merge_and_unload(safe_merge=True)
         except (ValueError, RuntimeError) as error:  # not finite; tied adapters; out of memory

@@ -19,6 +19,7 @@ from ludus.train.checkpoint.state import (
     digest,
     layout,
     load_optimizer,
+    packed_names,
     require_same_optimizer,
 )
 from ludus.train.checkpoint.tensors import TensorFiles
@@ -90,7 +91,9 @@ def _read_state(folder: Path) -> dict[str, Any]:
 def identity(model: nn.Module, trained: dict[str, Tensor]) -> dict[str, Any]:
     """Returns the model's class, its tensors' layouts, and a digest of the frozen tensors."""
     tensors = all_tensors(model)
-    base = {name: tensor for name, tensor in tensors.items() if name not in trained}
+    packed = packed_names(model, tensors)  # another device rounds them otherwise
+    frozen = tensors.keys() - trained.keys() - packed
+    base = {name: tensor for name, tensor in tensors.items() if name in frozen}
     layouts = {name: layout(tensor) for name, tensor in tensors.items()}
     return {
         "class": type(model).__name__,

@@ -51,11 +51,25 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors = all_tensors(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return tensors
+    packed = packed_names(model, tensors)
     return {
         name: tensor
         for name, tensor in tensors.items()
-        if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+        if tensor.requires_grad or not (isinstance(tensor, nn.Parameter) or name in packed)
     }
+
+
+def packed_names(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Returns those of the tensors' names that belong to packed weights (`model.lora.quantise`):
+    the weights, and their scales."""
+    packed = {name for name, p in model.named_parameters() if hasattr(p, "quant_state")}
+    return {name for name in names if _weight_of(name) in packed} if packed else set()
+
+
+def _weight_of(name: str) -> str:
+    """`a.weight` of `a.weight`, and of `a.weight.absmax`."""
+    head, found, _ = name.partition(".weight")
+    return head + found
 
 
 def fingerprint(model: nn.Module) -> str:

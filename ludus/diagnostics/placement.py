@@ -1,0 +1,102 @@
+"""The placement of a recipe: where learner, samplers, reference, environments and rewards run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ludus.backends import BACKENDS
+from ludus.config.schema import RunConfig
+from ludus.envs import ENVS
+from ludus.envs.base import Env
+
+WIDTH = 14
+
+
+def placement(config: RunConfig) -> list[str]:
+    """Returns the lines of a plan: a part, and its devices. Of a host (verl, trinity), none: it
+    places its parts itself."""
+    if config.backend.name == "local":
+        rows = _local(config)
+    elif config.backend.name == "ray":
+        rows = _ray(config, BACKENDS.check(config.backend, "backend"))
+    else:
+        return []
+    return ["placement", *(f"  {part:{WIDTH}} {where}" for part, where in rows)]
+
+
+def _local(config: RunConfig) -> list[tuple[str, str]]:
+    device = config.model.device
+    rows = [("learner", f"{device}: {_trained(config)}")]
+    if config.rl is not None:
+        rows.append(("sampler", _sampler(config, device)))
+        rows.append(("reference", _reference(config, device)))
+    rows.append(("environment", f"this process{_work(config)}"))
+    if config.judge is not None:
+        rows.append(("judge", f"this process: {config.judge.name}"))
+    for name, policy in config.policies.items():
+        if policy.model is not None and policy.model != "same":
+            rows.append((f"policy {name}", str(policy.model.device)))
+        elif policy.endpoint is not None:
+            rows.append((f"policy {name}", policy.endpoint.base_url))
+    return rows
+
+
+def _ray(config: RunConfig, args: dict[str, Any]) -> list[tuple[str, str]]:
+    ranks, samplers = args.get("learner_ranks", 1), args.get("samplers", 1)
+    workers, gpu = args.get("env_workers", 0), config.model.device.startswith("cuda")
+    shared = bool(args.get("colocated"))
+    each = ", a GPU each" if gpu else ""
+    rows = [("learner", f"{_number(ranks, 'rank')}{each}: {_trained(config)}")]
+    if config.rl is not None:
+        how = ", on the ranks' GPUs" if gpu and shared else each
+        rows.append(("samplers", f"{_number(samplers, 'process', 'processes')}{how}"))
+        rows.append(("reference", _reference(config, "the ranks")))
+    host = _number(workers, "worker") if workers else "the process that starts the run"
+    rows.append(("environment", f"{host}{_work(config)}"))
+    if config.judge is not None:
+        rows.append(("judge", f"{host}: {config.judge.name}"))
+    if gpu:
+        rows.append(("GPUs", str(ranks if shared else ranks + samplers)))
+    return rows
+
+
+def _trained(config: RunConfig) -> str:
+    names = [name for name, policy in config.policies.items() if policy.model is not None]
+    lora = config.model.lora
+    kind = "all weights" if lora is None else f"adapters of rank {lora.rank}"
+    if config.model.quantised:
+        kind += " on a base in 4 bits"
+    return f"{', '.join(['policy', *names])} ({kind})" if names else kind
+
+
+def _sampler(config: RunConfig, device: str) -> str:
+    if config.sampler.name != "in_process":
+        return f"{config.sampler.name}, a server of its own"
+    copies = ", on an unpacked copy of the weights" if config.model.quantised else ""
+    return f"{device}, in turn with the learner{copies}"
+
+
+def _reference(config: RunConfig, where: str) -> str:
+    assert config.rl is not None
+    args = config.rl.algorithm.args
+    if not args.get("kl_coefficient"):
+        return "none: rl.algorithm has no kl_coefficient"
+    if named := args.get("kl_reference"):
+        return f"{where}: {named}"
+    if config.model.lora is not None:
+        return f"{where}: the model without its adapters, no copy"
+    return f"{where}: a copy of the policy as RL begins"
+
+
+def _work(config: RunConfig) -> str:
+    """The work of the environment elsewhere, behind a colon."""
+    if config.env is None:
+        return ": none"
+    env_class: Any = ENVS.load(config.env.name)
+    works = getattr(env_class, "works", Env.works)
+    text = works(**ENVS.check(config.env, "env"))
+    return f": {config.env.name}{f', {text}' if text else ''}"
+
+
+def _number(count: int, noun: str, several: str = "") -> str:
+    return f"{count} {noun if count == 1 else several or f'{noun}s'}"

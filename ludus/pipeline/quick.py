@@ -1,0 +1,120 @@
+"""Small versions of a recipe, to see that all its parts work here: minutes on a CPU.
+
+config, notes = quick(config)       `ludus train RECIPE --quick-test`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ludus.config.schema import RunConfig
+from ludus.core.errors import ConfigError
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "sft": {"steps": 2, "episodes_per_step": 4},
+    "rl": {"steps": 2, "groups_per_step": 2, "group_size": 2},
+    "demonstrations": {"num_episodes": 64},
+    "evaluate": {"num_tasks": 8, "samples_per_task": 2},
+    "rollout": {"max_tokens_per_turn": 64, "max_turns": 4},
+}
+"""Largest values of a run's keys."""
+
+FEWER: dict[str, dict[str, Any]] = {
+    "demonstrations": {"num_episodes": 8},
+    "evaluate": {"num_tasks": 4, "num_tasks_between": 4},
+    "rollout": {"concurrency": 4},
+}
+"""Lower ones of a single run."""
+
+TINY = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+"""The model in place of a pretrained one."""
+
+ON_A_CPU: dict[str, dict[str, Any]] = {
+    "model": {"device": "cpu", "dtype": "float32", "tf32": False},
+    "learner": {
+        "dtype": "float32",
+        "compile": False,
+        "gradient_checkpointing": False,
+        "master_weights": "float32",
+    },
+}
+"""Values of a run on a CPU."""
+
+
+def limited(section: Mapping[str, Any], limits: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns a run's keys with values of at most these."""
+    result = dict(section)
+    for name, most in limits.items():
+        if isinstance(own := section.get(name), Mapping):
+            small = {
+                key: min(own[key], limit)
+                for key, limit in most.items()
+                if isinstance(own.get(key), int)
+            }
+            result[name] = {**own, **small}
+    return result
+
+
+def quick(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """Returns the recipe with small counts, named NAME-quick, and what else differs from it.
+
+    A pretrained model is replaced by a tiny one from scratch, with a tokenizer of its own: such a
+    run tests the parts, and learns nothing.
+
+    Errors: ConfigError for a recipe whose model cannot be replaced.
+    """
+    data = limited(limited(config.model_dump(mode="json"), LIMITS), FEWER)
+    notes = ["a few steps and episodes"]
+    for name, values in ON_A_CPU.items():
+        changed = [f"{name}.{k}: {v}" for k, v in values.items() if data[name][k] != v]
+        notes += [text.replace("True", "true").replace("False", "false") for text in changed]
+        data[name] |= values
+    if data["evaluate"]["num_tasks"] is None:
+        data["evaluate"]["num_tasks"] = FEWER["evaluate"]["num_tasks"]
+    if config.model.path is not None:
+        notes += _from_scratch(data, config.model.path)
+    for key, plain in (("sampler", "in_process"), ("backend", "local")):
+        if data[key]["name"] != plain:
+            notes.append(f"{key}: {plain}")
+        data[key] = {"name": plain}
+    for key, none in (("mirror", None), ("notify", []), ("metrics", []), ("traces", None)):
+        if data[key]:
+            notes.append(f"no {key}")
+        data[key] = none
+    data["name"] = f"{config.name}-quick"
+    return RunConfig.model_validate(data), notes
+
+
+def _from_scratch(data: dict[str, Any], path: str) -> list[str]:
+    """Replace the model, and those of the policies."""
+    model = data["model"]
+    model |= {"path": None, "chat_template": None}
+    model |= {"architecture": {"name": "qwen3", "args": TINY}, "tokenizer": {"name": "bpe"}}
+    notes = [f"a tiny model from scratch in place of {path}"]
+    if model["lora"] and model["lora"]["quantise"]:
+        model["lora"]["quantise"] = None
+        notes.append("plain LoRA in place of QLoRA")
+    for name, policy in data["policies"].items():
+        if isinstance(policy.get("model"), Mapping):
+            policy["model"] = "same"
+            notes.append(f"policies.{name}.model: same")
+    return notes
+
+
+def without_stages(config: RunConfig, *, sft: bool, rl: bool) -> RunConfig:
+    """Returns the recipe without its SFT (and demonstrations), or without its RL.
+
+    Errors: ConfigError where there is nothing to skip, or nothing is left to train.
+    """
+    for name, skipped, left in (("sft", sft, config.rl), ("rl", rl, config.sft)):
+        if skipped and getattr(config, name) is None:
+            raise ConfigError(f"--skip-{name}: the recipe has no `{name}`")
+        if skipped and (left is None or (sft and rl)):
+            raise ConfigError(f"--skip-{name}: nothing is left to train: `ludus evaluate` plays")
+    data = config.model_dump(mode="json")
+    if sft:
+        data |= {"sft": None, "demonstrations": None}
+    if rl:
+        data["rl"] = None
+    return RunConfig.model_validate(data)
