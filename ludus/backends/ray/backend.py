@@ -26,7 +26,7 @@ from pydantic import Field, ValidationError
 
 from ludus.backends.ray import cluster
 from ludus.backends.ray.actors import START_S, Actors
-from ludus.backends.ray.cluster import NAMESPACE_VARIABLE, Demand
+from ludus.backends.ray.cluster import NAMESPACE_VARIABLE, Bundle, Demand
 from ludus.backends.ray.env_pool import EnvPool, PooledJudge, WorkerEnvs
 from ludus.backends.ray.learner_group import LearnerGroup
 from ludus.backends.ray.sampler_pool import SamplerPool, WeightsLost
@@ -160,7 +160,7 @@ class RayBackend:
             "reshard_after_forward": reshard_after_forward,
             "collective_timeout_s": collective_timeout_s,
         }
-        self.refuse(config, args)
+        _require_honoured(config, args)
         shards = _shards(args)
         self._config, self._tokenizer = config, renderer.tokenizer
         run_dir = run_dir.resolve()
@@ -174,22 +174,14 @@ class RayBackend:
         self._publishing = asyncio.Lock()
         self._sft = False
 
-        gpus = 1.0 if config.model.device == "cuda" else 0.0
-        needs = {"CPU": cpus, "GPU": gpus}
-        counts = {"learner_ranks": learner_ranks, "samplers": samplers, "env_workers": env_workers}
-        demand = Demand(
-            {
-                "learner_ranks": (learner_ranks, needs),
-                "samplers": (samplers, needs),
-                "env_workers": (env_workers, {"CPU": cpus}),
-            },
-            colocated,
+        demand = _demand(
+            config, learner_ranks, samplers, env_workers, cpus=cpus, colocated=colocated
         )
         self._connected = cluster.connect(address, namespace, demand)
         self._group: Any = None
         self._actors: Actors | None = None
         try:
-            self._group, places = cluster.place(demand, placement_deadline_s, counts)
+            self._group, places = cluster.place(demand, placement_deadline_s)
             self._actors = Actors(config, self._tokenizer, run_dir, places, shards, namespace)
             self._start(self._actors, max_deaths)
         except BaseException:
@@ -201,19 +193,14 @@ class RayBackend:
         """Check a configuration, with the arguments that it sets.
 
         Errors: ConfigError for keys that this back end does not honour, with those that do; for an
-        address where no cluster answers.
+        address where no cluster answers; for actors that the cluster, or this machine, can never
+        run.
         """
-        if args.get("address") is not None:
-            cluster.require_answer(args["address"])
-        where = "which the back end `ray` does not offer; use backend: local"
-        if config.verify:
-            raise ConfigError(f"verify: true compares bits of one process, {where}")
-        if config.roles or config.policies:
-            key = "roles" if config.roles else "policies"
-            raise ConfigError(f"{key}: several policies in one run, {where}")
-        shards, ranks = _shards(args), args.get("learner_ranks", 1)
-        if ranks > 1 or shards.cpu_offload or shards.tensor_parallel > 1:
-            check_supported(config, shards, ranks)
+        _require_honoured(config, args)
+        defaults = {n: p.default for n, p in inspect.signature(RayBackend).parameters.items()}
+        names = ("learner_ranks", "samplers", "env_workers", "cpus", "colocated")
+        demand = _demand(config, **{name: args.get(name, defaults[name]) for name in names})
+        cluster.require_possible(args.get("address"), demand)
 
     def _start(self, actors: Actors, max_deaths: int) -> None:
         """Start all actors, at the same time."""
@@ -408,6 +395,40 @@ class RayBackend:
             self._connected = False
             with suppress(Exception):
                 ray.shutdown()
+
+
+def _require_honoured(config: RunConfig, args: Mapping[str, Any]) -> None:
+    """Errors: ConfigError for keys that this back end does not honour, and where no cluster
+    answers."""
+    if args.get("address") is not None:
+        cluster.require_answer(args["address"])
+    where = "which the back end `ray` does not offer; use backend: local"
+    if config.verify:
+        raise ConfigError(f"verify: true compares bits of one process, {where}")
+    if config.roles or config.policies:
+        key = "roles" if config.roles else "policies"
+        raise ConfigError(f"{key}: several policies in one run, {where}")
+    shards, ranks = _shards(args), args.get("learner_ranks", 1)
+    if ranks > 1 or shards.cpu_offload or shards.tensor_parallel > 1:
+        check_supported(config, shards, ranks)
+
+
+def _demand(
+    config: RunConfig,
+    learner_ranks: int,
+    samplers: int,
+    env_workers: int,
+    *,
+    cpus: float,
+    colocated: bool,
+) -> Demand:
+    needs = {"CPU": cpus, "GPU": 1.0 if config.model.device == "cuda" else 0.0}
+    actors: dict[str, tuple[int, Bundle]] = {
+        "learner_ranks": (learner_ranks, needs),
+        "samplers": (samplers, needs),
+        "env_workers": (env_workers, {"CPU": cpus}),
+    }
+    return Demand(actors, colocated)
 
 
 def _shards(args: Mapping[str, Any]) -> ShardSettings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,14 @@ ADDRESS = "backend.args.address"
 CONNECT_S = 5.0
 """Time limit of the first connection to a cluster's address, in seconds."""
 
+NODES_S = 60.0
+"""Time limit of a first process on each node, in seconds."""
+
 NAMESPACE_VARIABLE = "LUDUS_RAY_NAMESPACE"
 """Environment variable with the Ray namespace of a run; unset: the run's name."""
+
+EPSILON = 1e-6
+"""Amounts of resources closer than this are equal."""
 
 Bundle = Mapping[str, float]
 
@@ -89,6 +95,10 @@ class Demand:
 
     def total(self) -> Counter[str]:
         return _sum(self.bundles()[0])
+
+    def keys(self) -> str:
+        """For messages: the recipe's keys with their values."""
+        return ", ".join(f"{kind} = {count}" for kind, (count, _) in self.actors.items())
 
 
 def _sum(bundles: Iterable[Bundle]) -> Counter[str]:
@@ -183,13 +193,59 @@ def require_answer(address: str, key: str = ADDRESS) -> None:
         ) from error
 
 
-def place(
-    demand: Demand, deadline_s: float, keys: Mapping[str, int]
-) -> tuple[Any, dict[str, list[Place]]]:
-    """Reserve the bundles of a run; returns the placement group, and the places of each kind.
+def require_possible(address: str | None, demand: Demand) -> None:
+    """Check a demand before anything of the run exists. A cluster is connected to and left again.
 
-    Args:
-        keys: for messages, the recipe's keys of the demand and their values.
+    Errors: ConfigError for what the cluster at `address`, or else this machine, can never run, for
+    nodes that lack ludus or have other versions, and those of `connect`.
+    """
+    if address is None and "RAY_ADDRESS" not in os.environ:
+        missing = demand.total()["GPU"] - (present := _own_gpus() if demand.total()["GPU"] else 0)
+        if missing > EPSILON:
+            raise ConfigError(_missing(demand, "GPU", present, "this machine"))
+        return
+    connected = connect(address, "ludus-check", demand)
+    import ray
+
+    try:
+        _require_possible(demand)
+        _require_equal_nodes()
+    finally:
+        if connected:
+            ray.shutdown()
+
+
+def _require_equal_nodes() -> None:
+    """Ask a process of each node for its versions.
+
+    A node that does not answer in time is left to the actors, whose start checks them too.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    asked = ray.remote(num_cpus=0, max_retries=0)(facts)
+    calls = [
+        asked.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote()
+        for node in _nodes()
+        if node["Alive"] and node["Resources"].get("CPU")
+    ]
+    done, late = ray.wait(calls, num_returns=len(calls), timeout=NODES_S)
+    for call in late:
+        ray.cancel(call)
+    with explained("a node"):
+        require_equal(facts(), ray.get(done))
+
+
+def _own_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def place(demand: Demand, deadline_s: float) -> tuple[Any, dict[str, list[Place]]]:
+    """Reserve the bundles of a run; returns the placement group, and the places of each kind.
 
     Errors: ConfigError where the cluster can never meet the demand, or does not within
     `deadline_s` because other runs hold its resources.
@@ -198,7 +254,7 @@ def place(
     from ray.util.placement_group import placement_group, remove_placement_group
 
     bundles, places = demand.bundles()
-    _require_possible(bundles, keys)
+    _require_possible(demand)
     group = placement_group(bundles, strategy="PACK")
     if not group.wait(deadline_s):
         free = ray.available_resources()  # type: ignore[no-untyped-call]
@@ -214,25 +270,28 @@ def place(
     }
 
 
-def _require_possible(bundles: Sequence[Bundle], keys: Mapping[str, int]) -> None:
+def _require_possible(demand: Demand) -> None:
     """Errors: ConfigError for what the whole cluster lacks, or no node has."""
     nodes = [node["Resources"] for node in _nodes() if node["Alive"]]
-    needed, present = _sum(bundles), _sum(nodes)
-    asked = ", ".join(f"{name} = {value}" for name, value in keys.items())
+    needed, present = demand.total(), _sum(nodes)
     for kind in ("GPU", "CPU"):
-        missing = needed[kind] - present[kind]
-        if missing > 1e-6:
-            raise ConfigError(
-                f"backend.args: {asked} need {needed[kind]:g} {kind}s, and the cluster has "
-                f"{present[kind]:g}: {missing:g} {kind}s are missing. Add nodes, or ask for less"
-            )
-    for bundle in bundles:
+        if needed[kind] - present[kind] > EPSILON:
+            raise ConfigError(_missing(demand, kind, present[kind], "the cluster"))
+    for bundle in demand.bundles()[0]:
         if not any(all(node.get(k, 0) >= v for k, v in bundle.items()) for node in nodes):
             raise ConfigError(
-                f"backend.args: no node has {_amounts(bundle)}, which one actor needs ({asked}); "
-                "the largest node has "
+                f"backend.args: no node has {_amounts(bundle)}, which one actor needs "
+                f"({demand.keys()}); the largest node has "
                 f"{_amounts(max(nodes, key=lambda n: (n.get('GPU', 0), n.get('CPU', 0))))}"
             )
+
+
+def _missing(demand: Demand, kind: str, present: float, where: str) -> str:
+    needed = demand.total()[kind]
+    return (
+        f"backend.args: {demand.keys()} need {needed:g} {kind}s, and {where} has "
+        f"{present:g}: {needed - present:g} {kind}s are missing. Add nodes, or ask for less"
+    )
 
 
 def _nodes() -> list[dict[str, Any]]:
@@ -275,8 +334,11 @@ def require_equal(own: Mapping[str, str], others: Iterable[Mapping[str, str]]) -
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def explained(subject: str = "an actor") -> Iterator[None]:
     """Explain the errors of Ray while actors start.
+
+    Args:
+        subject: for messages.
 
     Errors: LudusError where one died, or was not ready in time; ConfigError where its node lacks a
     package; a LudusError of its own.
@@ -287,22 +349,22 @@ def explained() -> Iterator[None]:
         yield
     except TimeoutError:  # Ray's is one, too
         raise LudusError(
-            "an actor was not ready within its time limit: its node reads the model, or starts "
+            f"{subject} was not ready within its time limit: its node reads the model, or starts "
             "processes, too slowly"
         ) from None
-    except exceptions.RayTaskError as error:
-        cause = error.cause
+    except (exceptions.RayTaskError, exceptions.RayActorError) as error:
+        cause = getattr(error, "cause", None)
         if isinstance(cause, LudusError):
             raise cause from None
-        raise LudusError(f"an actor did not start: {error}") from None
-    except exceptions.RayActorError as error:
         text = str(error)
         if "ModuleNotFoundError" in text or "No module named" in text:
             raise ConfigError(
                 "a node of the cluster lacks ludus, or a package that it needs: install ludus-rl "
                 f"with the same extras on every node ({_line(text, 'No module named')})"
             ) from None
-        raise LudusError(f"an actor died while it started: {_line(text, 'cause')}") from None
+        if isinstance(error, exceptions.RayTaskError):
+            raise LudusError(f"{subject} did not start: {error}") from None
+        raise LudusError(f"{subject} died while it started: {_line(text, 'cause')}") from None
 
 
 def no_room(error: BaseException) -> LudusError | None:
