@@ -157,7 +157,7 @@ class Cuda(Env):
         self._task, self._attempts = None, []
         self._problem = KernelProblem.of(task)
         try:
-            self._face = await self._worker.interface(self._problem, 0)
+            self._face = await self._worker.interface(self._problem, self._seed(task))
         except DataError as error:
             raise Unscorable(f"cuda: task {task.id}: {error}") from None
         self._task = task
@@ -188,7 +188,7 @@ class Cuda(Env):
         kernel, efficiency = None, None
         try:
             kernel = kernel_of(message, self._language)
-            source = self._language.expand(kernel, self._problem)
+            source = self._language.expand(kernel, self._face)
         except SourceError as error:
             found, numbers = f"no kernel: {error}", Measured(compiles=False, correct=False)
         else:
@@ -203,13 +203,18 @@ class Cuda(Env):
 
     async def _verified(self, task: Task, source: str) -> Verified:
         """Errors: Unscorable, ToolError."""
-        seed = derive_seed(0, task.id, source)  # no kernel can know its inputs
+        seed = self._seed(task, source if self._language.tables else "")
         found = await self._worker.verify(source, self._problem, seed)
         if found.status in NOT_OURS:
             raise Unscorable(f"cuda: task {task.id}: {found.status}: {found.message}")
         if found.ok and self._timed and found.speedups is None:
             raise ToolError(f"cuda: task {task.id}: a right kernel was not timed")
         return found
+
+    @staticmethod
+    def _seed(task: Task, source: str = "") -> int:
+        """The seed of the inputs: no kernel can know them before it is written."""
+        return derive_seed(0, task.id, source)
 
     def _enough(self, numbers: Measured) -> bool:
         """True for a kernel that needs no further turn."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import hashlib
 import os
 import threading
 from collections.abc import Coroutine
@@ -18,9 +19,10 @@ from functools import cache
 from typing import Any, TypeVar
 
 from ludus.core.errors import ConfigError, MissingDependency
+from ludus.core.once import Once
 from ludus.kernels.cache import CompileCache
 from ludus.kernels.verify.problem import Interface, KernelProblem
-from ludus.kernels.verify.result import Verified
+from ludus.kernels.verify.result import Verified, VerifyStatus
 from ludus.kernels.verify.shim_runs import LIMITS
 from ludus.kernels.verify.verifier import KernelVerifier
 from ludus.telemetry.logs import get_logger
@@ -28,6 +30,11 @@ from ludus.telemetry.logs import get_logger
 log = get_logger(__name__)
 
 T = TypeVar("T")
+
+MAX_RESULTS = 4096
+"""Results that are kept."""
+STOPPED = {VerifyStatus.TIME_LIMIT, VerifyStatus.MEMORY_LIMIT}
+"""Ends that another try may not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,7 @@ class Worker:
 
     def __init__(self, settings: Settings) -> None:
         """Errors: ConfigError, MissingDependency: a part that verifications need is absent."""
+        self._once = Once[Verified](MAX_RESULTS)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.name = "ludus-kernels"
@@ -72,7 +80,17 @@ class Worker:
 
     async def verify(self, source: str, problem: KernelProblem, seed: int) -> Verified:
         """As `KernelVerifier.verify`."""
-        return await self._answer(self._verifier.verify(source, problem, seed))
+        return await self._answer(self._verified(source, problem, seed))
+
+    async def _verified(self, source: str, problem: KernelProblem, seed: int) -> Verified:
+        """The result, kept for the next episode that writes the same."""
+        key = hashlib.sha256(repr((source, problem.reference, seed)).encode()).digest()
+
+        async def verify() -> tuple[Verified, bool]:
+            found = await self._verifier.verify(source, problem, seed)
+            return found, found.status not in STOPPED and found.speedups is None
+
+        return await self._once.of(key, verify)
 
     async def _answer(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(self._run(work))

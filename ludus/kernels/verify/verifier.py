@@ -13,15 +13,17 @@ from __future__ import annotations
 import hashlib
 import time
 from contextlib import AsyncExitStack
+from functools import lru_cache
 from types import TracebackType
 from typing import Self
 
 from ludus.core.errors import DataError
+from ludus.core.once import Once
 from ludus.kernels.analysis.analyse import analyse
 from ludus.kernels.analysis.findings import SAFE, Analysis, Finding, Severity
 from ludus.kernels.cache import CompileCache
 from ludus.kernels.compiler import CudaCompiler
-from ludus.kernels.launches import Plan, read_launches
+from ludus.kernels.launches import Plan, device_code, read_launches
 from ludus.kernels.result import Compiled, CompileStatus
 from ludus.kernels.verify.compare import compare
 from ludus.kernels.verify.problem import Interface, KernelProblem
@@ -34,6 +36,8 @@ from ludus.sandbox.base import Limits
 TRIALS = 5
 """Trials on fresh inputs; one more, with another seed, follows them."""
 MAX_SOURCE = 100_000
+KEPT_COMPILED = 1024
+"""Compilations that are kept in memory."""
 COMPILE_LIMITS = Limits(run_s=20.0, memory_mb=1024, num_processes=16, output_bytes=1_000_000)
 STOPPED = {
     CompileStatus.TIME_LIMIT: VerifyStatus.TIME_LIMIT,
@@ -65,6 +69,7 @@ class KernelVerifier:
     ) -> None:
         self._architecture, self._trials = architecture, max(trials, 2)
         self._compiler = CudaCompiler(compile_limits, cache, parallel)
+        self._once = Once[Compiled](KEPT_COMPILED)
         self._references = References(parallel=parallel)
         self._shim = Shim(run_limits, parallel) if run_limits else Shim(parallel=parallel)
 
@@ -86,7 +91,8 @@ class KernelVerifier:
         Errors: ToolError where the sandbox fails: the kernel is not to blame.
         """
         job = _Job(self._trials + 1)
-        if (text := _too_long(source)) or (text := job.analysed(source)):
+        code = device_code(source)  # so what is known of the same code is found
+        if (text := _too_long(source)) or (text := job.analysed(code)):
             return job.ended(VerifyStatus.REFUSED, text)
         began = time.monotonic()
         referred = await self._references.trials(problem.reference, self._seeds(seed))
@@ -94,7 +100,7 @@ class KernelVerifier:
         if referred.problem:
             return job.ended(VerifyStatus.BAD_REFERENCE, referred.problem)
         began = time.monotonic()
-        job.compiled = await self._compiler.compile(source, self._architecture)
+        job.compiled = await self._compiled(code)
         job.seconds["compile"] = time.monotonic() - began
         if not job.compiled.ok:
             return job.uncompiled(job.compiled)
@@ -106,7 +112,18 @@ class KernelVerifier:
             return job.ended(VerifyStatus.BAD_LAUNCH, str(error))
         if job.outside is not None:
             return job.ended(VerifyStatus.UNSUPPORTED, str(job.outside))
-        return job.judged(await self._shim.run(source, plan, referred.trials, seed), referred)
+        return job.judged(await self._shim.run(code, plan, referred.trials, seed), referred)
+
+    async def _compiled(self, code: str) -> Compiled:
+        """Errors: ToolError."""
+
+        async def compile_() -> tuple[Compiled, bool]:
+            compiled = await self._compiler.compile(code, self._architecture)
+            return compiled, compiled.status not in STOPPED
+
+        return await self._once.of(
+            hashlib.sha256(code.encode("utf-8", "surrogatepass")).digest(), compile_
+        )
 
     def _seeds(self, seed: int) -> tuple[int, ...]:
         return tuple(
@@ -142,23 +159,12 @@ class _Job:
         self.compiled: Compiled | None = None
         self.outside: Problem | None = None
 
-    def analysed(self, source: str) -> str:
-        """Why the source is refused, or an empty text."""
+    def analysed(self, code: str) -> str:
+        """Why the code is refused, or an empty text."""
         began = time.monotonic()
-        found: Analysis = analyse(source)
-        self.findings = found.findings
-        unsafe = [f for f in found.findings if f.kind == SAFE and f.severity is Severity.ERROR]
-        try:
-            for problem in problems(source):
-                if problem.refused:
-                    return str(problem)
-                self.outside = self.outside or problem
-        finally:
-            self.seconds["analyse"] = time.monotonic() - began
-        if unsafe:
-            first = unsafe[0]
-            return f"line {first.line}: {first.rule}: {first.reason}; {first.suggestion}"
-        return ""
+        self.findings, refused, self.outside = _looked_at(code)
+        self.seconds["analyse"] = time.monotonic() - began
+        return refused
 
     def uncompiled(self, compiled: Compiled) -> Verified:
         error = compiled.errors[0]
@@ -197,6 +203,24 @@ class _Job:
             None,
             self.seconds,
         )
+
+
+@lru_cache(maxsize=1024)
+def _looked_at(code: str) -> tuple[tuple[Finding, ...], str, Problem | None]:
+    """The findings of the analysis, why the code is refused or an empty text, and what the CPU does
+    not run."""
+    found: Analysis = analyse(code)
+    outside = None
+    for problem in problems(code):
+        if problem.refused:
+            return found.findings, str(problem), outside
+        outside = outside or problem
+    unsafe = [f for f in found.findings if f.kind == SAFE and f.severity is Severity.ERROR]
+    if not unsafe:
+        return found.findings, "", outside
+    first = unsafe[0]
+    text = f"line {first.line}: {first.rule}: {first.reason}; {first.suggestion}"
+    return found.findings, text, outside
 
 
 def _too_long(source: str) -> str:
