@@ -2,9 +2,9 @@
 
 `make constraints` runs this after the tests passed with these versions. Packages that ludus does
 not depend on are left out. So is a build's local label (`+cpu`): a pin accepts any build of its
-version. NVIDIA's packages are left out too: torch's CUDA builds pin them, each its own versions;
-the extra `kernels` fixes their minor version. With arguments, prints the pins of these
-requirements, roots included, on one line.
+version. NVIDIA's packages and Triton are left out too: torch's CUDA builds pin them, each its own
+versions; the extra `kernels` fixes the minor version of NVIDIA's. With arguments, prints the pins
+of these requirements, roots included, on one line.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
     if sys.argv[1:]:
         print(*lines)
     else:
-        lines = [line for line in lines if not line.startswith("nvidia-")]
+        lines = [line for line in lines if not line.startswith(("nvidia-", "triton=="))]
         Path("constraints.txt").write_text(HEADER + "\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -80,9 +80,14 @@ class CudaCompiler:
         self._jail.prelude(inside.MODULE, Path(inside.__file__).read_text(encoding="utf-8"))
 
     async def compile(
-        self, source: str, architecture: str = "sm_90", options: Sequence[str] = ()
+        self,
+        source: str,
+        architecture: str = "sm_90",
+        options: Sequence[str] = (),
+        names: Sequence[str] = (),
     ) -> Compiled:
-        """Compile a source for an architecture.
+        """Compile a source for an architecture. `names`: kernels whose symbols are needed, such as
+        `tile<64>`; the result is not kept then.
 
         A source that does not compile, or exceeds a limit, is a result and no error.
 
@@ -90,24 +95,27 @@ class CudaCompiler:
         that is not allowed; ToolError where the sandbox fails: the source is not to blame.
         """
         limits_of(architecture)
-        _check_options(options)
-        if problem := _unreadable(source):
+        check_options(options)
+        if problem := unreadable(source):
             return Compiled(CompileStatus.ERROR, architecture, self.name, (problem,))
         given = [f"--gpu-architecture={architecture}", *ALWAYS, *options]
         key = CompileCache.key(source, architecture, *given, *self._versions)
-        kept = self._cache.get(key) if self._cache else None
+        cache = None if names else self._cache
+        kept = cache.get(key) if cache else None
         if kept is not None:
             return replace(self._judged(kept, architecture), cached=True)
         files = {inside.SOURCE: source.encode(), inside.OPTIONS: json.dumps(given).encode()}
-        code = Code(PROGRAM, "python", files=files, fetch=[inside.CUBIN])
+        if names:
+            files[inside.NAMES] = json.dumps(names).encode()
+        code = Code(PROGRAM, "python", files=files, fetch=[inside.CUBIN, inside.SYMBOLS])
         result = await self._jail.run(code, self._limits)
         ended = self._ended(result, architecture)
         if isinstance(ended, Compiled):
             return replace(ended, seconds=result.seconds)
         compiled = self._judged(ended, architecture)
-        if self._cache and compiled.status in (CompileStatus.OK, CompileStatus.ERROR):
-            self._cache.put(key, ended)
-        return compiled
+        if cache and compiled.status in (CompileStatus.OK, CompileStatus.ERROR):
+            cache.put(key, ended)
+        return replace(compiled, symbols=_symbols(result)) if names else compiled
 
     def _ended(self, result: RunResult, architecture: str) -> Entry | Compiled:
         """NVRTC's answer; a result, where it did not come to one."""
@@ -198,6 +206,14 @@ async def compile_cuda(
         return await compiler.compile(source, architecture, options)
 
 
+def _symbols(result: RunResult) -> dict[str, str]:
+    try:
+        found = json.loads(result.files.get(inside.SYMBOLS, b"{}"))
+        return {str(name): str(symbol) for name, symbol in found.items()}
+    except (ValueError, AttributeError, RecursionError):
+        return {}
+
+
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -205,7 +221,8 @@ def _version(package: str) -> str:
         raise MissingDependency(package, "kernels", "compiling CUDA") from None
 
 
-def _check_options(options: Sequence[str]) -> None:
+def check_options(options: Sequence[str]) -> None:
+    """Errors: ConfigError for an option that is not allowed."""
     for option in options:
         if not any(re.fullmatch(pattern, option) for pattern in OPTIONS):
             raise ConfigError(
@@ -215,7 +232,7 @@ def _check_options(options: Sequence[str]) -> None:
             )
 
 
-def _unreadable(source: str) -> Diagnostic | None:
+def unreadable(source: str) -> Diagnostic | None:
     """A source that the compiler would read otherwise than we do."""
     if len(source) > MAX_SOURCE or len(source.encode("utf-8", "replace")) > MAX_SOURCE:
         message = f"the source has more than {MAX_SOURCE:,} bytes"

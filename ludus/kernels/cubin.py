@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ludus.core.errors import DataError
 
 SECTION = struct.Struct("<IIQQQQIIQQ")
-NO_BITS = 8
+NO_BITS, SYMBOLS = 8, 2
 MAX_THREADS, PARAMETER_BYTES = 0x05, 0x19
 """Attributes: the threads of a block that `__launch_bounds__` allows; size of the parameters."""
 WITH_DATA = 4
@@ -49,14 +49,41 @@ def read_cubin(data: bytes) -> Cubin:
         raise DataError(f"not a cubin: {error}") from None
 
 
-def _read(data: bytes) -> Cubin:
+def variable(data: bytes, name: str) -> bytes:
+    """The initial value of a `__device__` variable of a cubin.
+
+    Errors: DataError for a variable that it lacks.
+    """
+    try:
+        headers = _headers(data)
+        for header in headers:
+            if header[1] != SYMBOLS:
+                continue
+            texts = headers[header[6]][4]
+            for at in range(header[4], header[4] + header[5], 24):
+                text, _, _, section, value, size = struct.unpack_from("<IBBHQQ", data, at)
+                end = data.index(b"\0", texts + text)
+                if data[texts + text : end] == name.encode() and 0 < section < len(headers):
+                    start = headers[section][4] + value
+                    return data[start : start + size]
+    except (struct.error, ValueError, IndexError, OverflowError) as error:
+        raise DataError(f"not a cubin: {error}") from None
+    raise DataError(f"the cubin has no variable {name}")
+
+
+def _headers(data: bytes) -> list[tuple[int, ...]]:
     if data[:5] != b"\x7fELF\x02":
         raise ValueError("it does not begin as a 64-bit ELF file")
     [offset] = struct.unpack_from("<Q", data, 40)
-    size, number, names_at = struct.unpack_from("<HHH", data, 58)
+    size, number = struct.unpack_from("<HH", data, 58)
     if size != SECTION.size:
         raise ValueError(f"sections of {size} bytes")
-    headers = [SECTION.unpack_from(data, offset + size * index) for index in range(number)]
+    return [SECTION.unpack_from(data, offset + size * index) for index in range(number)]
+
+
+def _read(data: bytes) -> Cubin:
+    headers = _headers(data)
+    [names_at] = struct.unpack_from("<H", data, 62)
     names = headers[names_at][4]
     sections: dict[str, bytes] = {}
     for header in headers:

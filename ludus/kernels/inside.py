@@ -19,6 +19,8 @@ from typing import NoReturn
 MODULE = "ludus_nvrtc"
 FAILED, TOO_LARGE = 100, 99
 SOURCE, OPTIONS, CUBIN = "kernel.cu", "options.json", "kernel.cubin"
+NAMES, SYMBOLS = "names.json", "symbols.json"
+"""Kernels that shall be in the cubin, such as `tile<64>`, and their symbols there."""
 
 INTEGERS = """#pragma once
 typedef signed char int8_t;
@@ -112,18 +114,29 @@ class Nvrtc:
         self._call("nvrtcGetSupportedArchs", found)
         return list(found)
 
-    def compile(self, source: bytes, options: Sequence[str]) -> tuple[int, bytes, bytes]:
-        """Returns NVRTC's code, its log, and the cubin (empty where the code is not 0)."""
+    def compile(
+        self, source: bytes, options: Sequence[str], symbols: dict[str, str] | None = None
+    ) -> tuple[int, bytes, bytes]:
+        """Returns NVRTC's code, its log, and the cubin (empty where the code is not 0). The names
+        in `symbols` get their symbols."""
         program = ctypes.c_void_p()
         names = (ctypes.c_char_p * len(HEADERS))(*[name.encode() for name in HEADERS])
         texts = (ctypes.c_char_p * len(HEADERS))(*[text.encode() for text in HEADERS.values()])
         given = (source, SOURCE.encode(), len(HEADERS), texts, names)
         self._call("nvrtcCreateProgram", ctypes.byref(program), *given)
+        for name in symbols or ():
+            self._call("nvrtcAddNameExpression", program, name.encode())
         all_options = [option.encode() for option in (*options, *self._folders)]
         array = (ctypes.c_char_p * len(all_options))(*all_options)
         code: int = self._lib.nvrtcCompileProgram(program, len(all_options), array)
         log = self._text(program, "ProgramLog").replace(b"\0", b"")  # one after each part
         cubin = self._text(program, "CUBIN") if code == 0 else b""
+        if symbols and code == 0:
+            for name in symbols:
+                found = ctypes.c_char_p()
+                given_name = name.encode()
+                self._call("nvrtcGetLoweredName", program, given_name, ctypes.byref(found))
+                symbols[name] = (found.value or b"").decode()
         self._call("nvrtcDestroyProgram", ctypes.byref(program))
         return code, log, cubin
 
@@ -161,9 +174,14 @@ def run() -> NoReturn:
     assert NVRTC is not None
     options = json.loads(Path(OPTIONS).read_text(encoding="utf-8"))
     source = Path(SOURCE).read_bytes()
-    code, log, cubin = NVRTC.compile(source, [QUICKER, *options])
+    symbols: dict[str, str] = {}
+    if Path(NAMES).exists():
+        symbols = dict.fromkeys(json.loads(Path(NAMES).read_text(encoding="utf-8")), "")
+    code, log, cubin = NVRTC.compile(source, [QUICKER, *options], symbols)
     if code:  # perhaps for a name that was left out
-        code, log, cubin = NVRTC.compile(source, options)
+        code, log, cubin = NVRTC.compile(source, options, symbols)
+    if symbols:
+        Path(SYMBOLS).write_text(json.dumps(symbols), encoding="utf-8")
     if code == 0:
         try:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an error in its place

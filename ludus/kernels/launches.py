@@ -5,7 +5,8 @@
 
 Launches run in the order of their lines. Numbers are integer expressions of `+ - * / // %`, `min`,
 `max`, `a.shape[0]`, `a.numel`, the reference's numbers by name, and `n`, the number of elements of
-the output. They are parsed and computed here; nothing of them is executed.
+the output; `cdiv` and `next_power_of_2` are Triton's. They are parsed and computed here; nothing of
+them is executed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ludus.core.errors import DataError, did_you_mean
 from ludus.kernels.occupancy import MAX_THREADS_PER_BLOCK
@@ -35,6 +37,22 @@ TYPES = {
     "int64_t": 8, "uint64_t": 8, "float2": 8, "float4": 16,
 }  # fmt: skip
 """Bytes of the types of scratch buffers."""
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _next_power_of_2(a: int) -> int:
+    return 1 << (min(a, MAX_NUMBER) - 1).bit_length() if a > 0 else 0
+
+
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "min": lambda *values: min(values), "max": lambda *values: max(values),
+    "cdiv": _cdiv, "triton.cdiv": _cdiv,
+    "next_power_of_2": _next_power_of_2, "triton.next_power_of_2": _next_power_of_2,
+}  # fmt: skip
+"""Functions of numbers, in launch lines."""
 EXAMPLE = "// launch: kernel<<<(n + 255) / 256, 256>>>(a, out)"
 
 _LINE = re.compile(r"^[ \t]*//[ \t]*(launch|scratch)[ \t]*:(.*)$", re.M)
@@ -105,8 +123,8 @@ def read_launches(
         if match[1] == "launch":
             launches.append((line, match[2]))
             continue
-        name, size = _Reader(line, shapes, given, scratch).scratch(match[2])
-        scratch[name] = size
+        name, kind, count = LineReader(line, shapes, given, scratch).scratch(match[2])
+        scratch[name] = count * TYPES[kind]
         if sum(scratch.values()) > MAX_SCRATCH:
             raise DataError(f"line {line}: scratch buffers have at most {MAX_SCRATCH >> 20} MB")
     if not launches:
@@ -115,7 +133,7 @@ def read_launches(
         line = launches[MAX_LAUNCHES][0]
         raise DataError(f"line {line}: at most {MAX_LAUNCHES} launches are possible")
     return Plan(
-        tuple(_Reader(line, shapes, given, scratch).launch(text) for line, text in launches),
+        tuple(LineReader(line, shapes, given, scratch).launch(text) for line, text in launches),
         scratch,
     )
 
@@ -142,8 +160,8 @@ def _no_launch(source: str, shapes: Mapping[str, Shape]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
-    """Reads the text of one line."""
+class LineReader:
+    """Reads the text of one line. Its methods raise DataError with the line."""
 
     line: int
     shapes: Mapping[str, Shape]
@@ -153,22 +171,23 @@ class _Reader:
     def error(self, text: str) -> DataError:
         return DataError(f"line {self.line}: {text}")
 
-    def scratch(self, text: str) -> tuple[str, int]:
+    def scratch(self, text: str, types: Mapping[str, int] = TYPES) -> tuple[str, str, int]:
+        """Name, type and number of items of a scratch buffer; `types`: their bytes."""
         match = _SCRATCH.fullmatch(text)
         if match is None:
-            raise self.error("a scratch line has the form // scratch: tmp float[1024]")
+            raise self.error(f"a scratch line has the form scratch: tmp {next(iter(types))}[1024]")
         name, kind = match[1], match[2]
-        if kind not in TYPES:
+        if kind not in types:
             name, kind = kind, name  # as C has it
-        if kind not in TYPES:
-            known = ", ".join(TYPES)
+        if kind not in types:
+            known = ", ".join(types)
             raise self.error(f"{match[2][:40]!r} is no type of a scratch buffer: {known}")
         if name in self.shapes or name in self.scratches or name in self.numbers:
             raise self.error(f"`{name}` is there already: give the scratch buffer another name")
         count = self.integer(self.parsed(match[3]))
-        if not 1 <= count * TYPES[kind] <= MAX_SCRATCH:
+        if not 1 <= count * types[kind] <= MAX_SCRATCH:
             raise self.error(f"a scratch buffer has 1 to {MAX_SCRATCH:,} bytes, not {count} items")
-        return name, count * TYPES[kind]
+        return name, kind, count
 
     def launch(self, text: str) -> Launch:
         match = _LAUNCH.fullmatch(text)
@@ -244,9 +263,8 @@ class _Reader:
             value = -operand if isinstance(node.op, ast.USub) else operand
         elif isinstance(node, ast.BinOp):
             value = self.computed(node, depth)
-        elif isinstance(node, ast.Call) and _named(node.func) in ("min", "max") and node.args:
-            values = [self.number(item, depth + 1) for item in node.args]
-            value = min(values) if _named(node.func) == "min" else max(values)
+        elif isinstance(node, ast.Call) and (work := FUNCTIONS.get(ast.unparse(node.func)[:40])):
+            value = self.called(node, work, depth)
         elif name := _named(node):
             value = self.named(name)
         else:
@@ -255,6 +273,16 @@ class _Reader:
             raise self.error("the number is not finite")
         if abs(value) > MAX_NUMBER:
             raise self.error("the number is too large")
+        return value
+
+    def called(self, node: ast.Call, work: Callable[..., Any], depth: int) -> int | float:
+        values = [self.number(item, depth + 1) for item in node.args]
+        try:
+            if node.keywords or not values:
+                raise TypeError
+            value: int | float = work(*values)
+        except (TypeError, ZeroDivisionError):
+            raise self.error(f"{ast.unparse(node)[:60]} is not possible") from None
         return value
 
     def computed(self, node: ast.BinOp, depth: int) -> int | float:

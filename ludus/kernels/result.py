@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from ludus.kernels.cubin import read_cubin, readable
@@ -78,7 +79,8 @@ class Compiled:
     """The result of a compilation.
 
     `seconds` of the compilation in the sandbox, that of the first time where `cached`. `log` is the
-    compiler's, at most `output_bytes` of it. `compiler` such as `NVRTC 13.0.88`.
+    compiler's, at most `output_bytes` of it. `compiler` such as `NVRTC 13.0.88`. `symbols` of the
+    kernels whose names were asked for.
     """
 
     status: CompileStatus
@@ -90,6 +92,7 @@ class Compiled:
     log: str = ""
     seconds: float = 0.0
     cached: bool = False
+    symbols: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:

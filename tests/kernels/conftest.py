@@ -9,7 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 import pytest_asyncio
 
+from ludus.core.errors import ConfigError, MissingDependency
 from ludus.kernels.compiler import PACKAGES, CudaCompiler
+from ludus.kernels.triton.compiler import require_interpreter
 from ludus.kernels.verify.verifier import KernelVerifier
 from ludus.sandbox.base import Limits
 
@@ -26,6 +28,15 @@ def nvrtc(layers: None) -> None:
             version(package)
         except PackageNotFoundError:
             pytest.skip(f"{package} is not installed: pip install 'ludus-rl[kernels]'")
+
+
+@pytest.fixture(scope="session")
+def triton(layers: None) -> None:
+    """Triton and its interpreter, in the sandbox; without one of them, the test is skipped."""
+    try:
+        require_interpreter()
+    except (MissingDependency, ConfigError) as error:
+        pytest.skip(str(error))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -12,10 +12,11 @@ from ludus.core.types import Task
 @dataclass(frozen=True, slots=True)
 class KernelProblem:
     """A problem. `reference`: Python with `Model`, `get_inputs` and perhaps `get_init_inputs`, as
-    in KernelBench; untrusted code."""
+    in KernelBench; untrusted code. `flops`: its operations, where they are known."""
 
     name: str
     reference: str
+    flops: float | None = None
 
     @classmethod
     def of(cls, task: Task) -> KernelProblem:
@@ -26,7 +27,8 @@ class KernelProblem:
                 f"task {task.id}: data.reference is missing: use a reader of kernel problems "
                 "(generated_kernels, kernelbench, cuda_engineer_archive)"
             )
-        return cls(str(name), reference)
+        flops = task.data.get("flops")
+        return cls(str(name), reference, float(flops) if isinstance(flops, int | float) else None)
 
 
 @dataclass(frozen=True, slots=True)

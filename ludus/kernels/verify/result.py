@@ -29,12 +29,21 @@ class VerifyStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Speedups:
-    """Measured on a GPU: seconds of the kernel, of eager PyTorch and of torch.compile (medians)."""
+    """Measured on a GPU: seconds of the kernel, of eager PyTorch and of torch.compile (medians).
+
+    `bandwidth` in bytes/s, of inputs, parameters and output, once each; `bandwidth_share` of the
+    device's limit. `throughput` in operations/s, where the problem tells them. `flags`: what a
+    reader should look at before believing it.
+    """
 
     kernel_s: float
     eager_s: float
     compiled_s: float | None
-    bandwidth: float  # bytes/s: inputs, parameters and output, once each
+    bandwidth: float
+    bandwidth_share: float | None = None
+    throughput: float | None = None
+    device: str = ""
+    flags: tuple[str, ...] = ()
 
     @property
     def over_eager(self) -> float:

@@ -18,6 +18,7 @@ from ludus.core.once import Once
 from ludus.kernels.launches import Buffer, Plan
 from ludus.kernels.shim import inside
 from ludus.kernels.verify.compare import Trial
+from ludus.kernels.verify.job import Ran
 from ludus.kernels.verify.result import VerifyStatus
 from ludus.kernels.verify.subset import SHIM, prepared
 from ludus.sandbox.base import Code, Limits, RunResult, RunStatus
@@ -39,18 +40,6 @@ KINDS = {
     "memory": VerifyStatus.MEMORY_LIMIT, "link": VerifyStatus.MEMORY_LIMIT,
 }  # fmt: skip
 _PLACE = re.compile(r"^(kernel\.cu|launch):(\d+):(?:\d+:)? (?:fatal )?error: (.*)$", re.M)
-
-
-@dataclass(frozen=True, slots=True)
-class ShimRun:
-    """The end of a run: `outputs` of each trial, or a status with its message."""
-
-    outputs: tuple[bytes, ...] = ()
-    status: VerifyStatus | None = None
-    message: str = ""
-    trial: int = 0
-    build_s: float = 0.0
-    run_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +76,7 @@ class Shim:
         self._runner: dict[str, bytes] = {}
         self._once = Once[Built](size=lambda built: len(built.shared), max_size=KEPT_BYTES)
 
-    async def run(self, source: str, plan: Plan, trials: Sequence[Trial], seed: int) -> ShimRun:
+    async def run(self, source: str, plan: Plan, trials: Sequence[Trial], seed: int) -> Ran:
         """Build a kernel, and run its launches on the inputs of each trial.
 
         Errors: ToolError where the sandbox fails.
@@ -97,15 +86,15 @@ class Shim:
         total += size * len(trials)
         if total > MAX_BYTES:
             text = f"the tensors have {total >> 20} MB; the CPU shim takes {MAX_BYTES >> 20} MB"
-            return ShimRun(status=VerifyStatus.UNSUPPORTED, message=text)
+            return Ran(status=VerifyStatus.UNSUPPORTED, message=text)
         built = await self._built(source, plan)
         if built.status is not None:
-            return ShimRun((), built.status, built.said, build_s=built.seconds)
+            return Ran((), built.status, built.said, build_s=built.seconds)
         if built.code == inside.FORBIDDEN:
             text = f"the kernel's code: {built.said[:200]}"
-            return ShimRun((), VerifyStatus.REFUSED, text, build_s=built.seconds)
+            return Ran((), VerifyStatus.REFUSED, text, build_s=built.seconds)
         if built.code != inside.BUILT:
-            return ShimRun((), *_said(built.said, plan), build_s=built.seconds)
+            return Ran((), *_said(built.said, plan), build_s=built.seconds)
         files = {
             "kernel.so": built.shared,
             "plan.txt": _plan_text(plan, trials, seed).encode(),
@@ -179,11 +168,11 @@ class Shim:
 
 def _ended(
     result: RunResult, plan: Plan, num_trials: int, size: int, limits: Limits, built: Built
-) -> ShimRun:
+) -> Ran:
     """The end of a run; `size` of the output of a trial."""
 
-    def ended(status: VerifyStatus, message: str, trial: int = 0) -> ShimRun:
-        return ShimRun((), status, message, trial, built.seconds, result.seconds)
+    def ended(status: VerifyStatus, message: str, trial: int = 0) -> Ran:
+        return Ran((), status, message, trial, built.seconds, result.seconds)
 
     if result.status is RunStatus.TIME_LIMIT:
         return ended(VerifyStatus.TIME_LIMIT, f"running takes more than {limits.run_s:g} s")
@@ -204,7 +193,7 @@ def _ended(
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         return ended(VerifyStatus.CRASHED, f"the kernel's process ended with {how}")
     split = tuple(outputs[i * size : (i + 1) * size] for i in range(num_trials))
-    return ShimRun(split, build_s=built.seconds, run_s=result.seconds)
+    return Ran(split, build_s=built.seconds, run_s=result.seconds)
 
 
 def _text(report: Sequence[str]) -> str:

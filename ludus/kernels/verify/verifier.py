@@ -21,28 +21,25 @@ from ludus.core.errors import DataError
 from ludus.core.once import Once
 from ludus.kernels.analysis.analyse import analyse
 from ludus.kernels.analysis.findings import SAFE, Analysis, Finding, Severity
+from ludus.kernels.benchmark.benchmarker import Benchmarker
+from ludus.kernels.benchmark.work import cuda_work
 from ludus.kernels.cache import CompileCache
 from ludus.kernels.compiler import CudaCompiler
 from ludus.kernels.launches import Plan, device_code, read_launches
-from ludus.kernels.result import Compiled, CompileStatus
-from ludus.kernels.verify.compare import compare
+from ludus.kernels.result import Compiled
+from ludus.kernels.verify.job import STOPPED, Job, too_long, trial_seeds
 from ludus.kernels.verify.problem import Interface, KernelProblem
 from ludus.kernels.verify.reference import References, Referred
 from ludus.kernels.verify.result import Verified, VerifyStatus
-from ludus.kernels.verify.shim_runs import Shim, ShimRun
+from ludus.kernels.verify.shim_runs import Shim
 from ludus.kernels.verify.subset import Problem, problems
 from ludus.sandbox.base import Limits
 
 TRIALS = 5
 """Trials on fresh inputs; one more, with another seed, follows them."""
-MAX_SOURCE = 100_000
 KEPT_COMPILED = 1024
 """Compilations that are kept in memory."""
 COMPILE_LIMITS = Limits(run_s=20.0, memory_mb=1024, num_processes=16, output_bytes=1_000_000)
-STOPPED = {
-    CompileStatus.TIME_LIMIT: VerifyStatus.TIME_LIMIT,
-    CompileStatus.MEMORY_LIMIT: VerifyStatus.MEMORY_LIMIT,
-}
 
 
 class KernelVerifier:
@@ -53,6 +50,8 @@ class KernelVerifier:
         parallel: runs at the same time of each kind; default: 2 for each core.
         cache: of compilations; None compiles each source anew.
         trials: on fresh inputs, at least 2; one more follows.
+        benchmark: runs kernels that passed on a GPU too, and those that the CPU does not run, and
+            times them; without it, nothing is timed. It stays open.
 
     Errors: ConfigError without g++, or where a layer of the sandbox is missing; MissingDependency
     without NVRTC.
@@ -66,7 +65,9 @@ class KernelVerifier:
         trials: int = TRIALS,
         compile_limits: Limits = COMPILE_LIMITS,
         run_limits: Limits | None = None,
+        benchmark: Benchmarker | None = None,
     ) -> None:
+        self._benchmark = benchmark
         self._architecture, self._trials = architecture, max(trials, 2)
         self._compiler = CudaCompiler(compile_limits, cache, parallel)
         self._once = Once[Compiled](KEPT_COMPILED)
@@ -88,12 +89,18 @@ class KernelVerifier:
 
         Give each episode another seed: outputs of a known seed could be learnt by heart.
 
-        Errors: ToolError where the sandbox fails: the kernel is not to blame.
+        Errors: ToolError where the sandbox or the GPU's process fails: the kernel is not to blame;
+        ConfigError where a benchmark is given, and there is no GPU.
         """
-        job = _Job(self._trials + 1)
-        code = device_code(source)  # so what is known of the same code is found
-        if (text := _too_long(source)) or (text := job.analysed(code)):
+        job = Job(self._trials + 1)
+        if text := too_long(source):
             return job.ended(VerifyStatus.REFUSED, text)
+        code = device_code(source)  # so what is known of the same code is found
+        began = time.monotonic()
+        job.findings, refused, outside = _looked_at(code)
+        job.seconds["analyse"] = time.monotonic() - began
+        if refused:
+            return job.ended(VerifyStatus.REFUSED, refused)
         began = time.monotonic()
         referred = await self._references.trials(problem.reference, self._seeds(seed))
         job.seconds["reference"] = time.monotonic() - began
@@ -110,9 +117,32 @@ class KernelVerifier:
             _check_kernels(plan, job.compiled)
         except DataError as error:
             return job.ended(VerifyStatus.BAD_LAUNCH, str(error))
-        if job.outside is not None:
-            return job.ended(VerifyStatus.UNSUPPORTED, str(job.outside))
-        return job.judged(await self._shim.run(code, plan, referred.trials, seed), referred)
+        if outside is None:
+            found = job.judged(await self._shim.run(code, plan, referred.trials, seed), referred)
+            if self._benchmark is None or not found.ok:
+                return found
+        elif self._benchmark is None:
+            return job.ended(VerifyStatus.UNSUPPORTED, str(outside))
+        return await self._on_device(self._benchmark, job, source, plan, problem, referred)
+
+    async def _on_device(
+        self,
+        benchmark: Benchmarker,
+        job: Job,
+        source: str,
+        plan: Plan,
+        problem: KernelProblem,
+        referred: Referred,
+    ) -> Verified:
+        """The result on a GPU, with its times."""
+        device = await benchmark.device()
+        try:
+            work = await cuda_work(self._compiler, source, plan, device.architecture)
+        except DataError as error:
+            return job.ended(VerifyStatus.BAD_LAUNCH, str(error))
+        if isinstance(work, Compiled):
+            return job.uncompiled(work)
+        return job.measured(await benchmark.measure(work, problem, referred.trials))
 
     async def _compiled(self, code: str) -> Compiled:
         """Errors: ToolError."""
@@ -126,10 +156,7 @@ class KernelVerifier:
         )
 
     def _seeds(self, seed: int) -> tuple[int, ...]:
-        return tuple(
-            int.from_bytes(hashlib.sha256(f"kernel:{seed}:{i}".encode()).digest()[:4], "big")
-            for i in range(self._trials + 1)
-        )
+        return trial_seeds(seed, self._trials + 1)
 
     async def close(self) -> None:
         """End all processes."""
@@ -149,62 +176,6 @@ class KernelVerifier:
         await self.close()
 
 
-class _Job:
-    """What is known so far of a kernel."""
-
-    def __init__(self, trials: int) -> None:
-        self.trials = trials
-        self.seconds: dict[str, float] = {}
-        self.findings: tuple[Finding, ...] = ()
-        self.compiled: Compiled | None = None
-        self.outside: Problem | None = None
-
-    def analysed(self, code: str) -> str:
-        """Why the code is refused, or an empty text."""
-        began = time.monotonic()
-        self.findings, refused, self.outside = _looked_at(code)
-        self.seconds["analyse"] = time.monotonic() - began
-        return refused
-
-    def uncompiled(self, compiled: Compiled) -> Verified:
-        error = compiled.errors[0]
-        place = f"line {error.line}: " if error.line else ""
-        status = STOPPED.get(compiled.status, VerifyStatus.COMPILE_ERROR)
-        return self.ended(status, f"{place}{error.message[:300]}")
-
-    def judged(self, run: ShimRun, referred: Referred) -> Verified:
-        """The result of the outputs."""
-        self.seconds |= {"build": run.build_s, "run": run.run_s}
-        if run.status is not None:
-            return self.ended(run.status, run.message, run.trial if run.trial > 0 else 0)
-        passed, largest, message = 0, 0.0, ""
-        for number, (got, trial) in enumerate(zip(run.outputs, referred.trials, strict=True)):
-            found = compare(got, trial, number)
-            largest = max(largest, found.max_error)
-            passed += not found.problem
-            if found.problem and not message:
-                message = f"trial {number + 1} of {self.trials}: {found.problem}"
-        status = VerifyStatus.WRONG if message else VerifyStatus.PASSED
-        told = message or f"the values of all {self.trials} trials are right"
-        return self.ended(status, told, passed, largest)
-
-    def ended(
-        self, status: VerifyStatus, message: str, passed: int = 0, error: float | None = None
-    ) -> Verified:
-        return Verified(
-            status,
-            " ".join(message.split()),
-            passed,
-            self.trials,
-            error,
-            self.compiled.diagnostics if self.compiled else (),
-            self.compiled,
-            self.findings,
-            None,
-            self.seconds,
-        )
-
-
 @lru_cache(maxsize=1024)
 def _looked_at(code: str) -> tuple[tuple[Finding, ...], str, Problem | None]:
     """The findings of the analysis, why the code is refused or an empty text, and what the CPU does
@@ -221,13 +192,6 @@ def _looked_at(code: str) -> tuple[tuple[Finding, ...], str, Problem | None]:
     first = unsafe[0]
     text = f"line {first.line}: {first.rule}: {first.reason}; {first.suggestion}"
     return found.findings, text, outside
-
-
-def _too_long(source: str) -> str:
-    size = len(source.encode("utf-8", "replace"))
-    return f"the source has {size:,} bytes, and {MAX_SOURCE:,} at most are read" * (
-        size > MAX_SOURCE
-    )
 
 
 def _check_kernels(plan: Plan, compiled: Compiled) -> None:

@@ -112,8 +112,8 @@ def main() -> None:
     settings = frame[0]
     os.environ.update(settings["environment"])
     sys.path.append(settings["packages_dir"])
+    load_prelude(settings["prelude"])  # first: it may choose how a package is loaded
     loaded = load(settings["packages"])
-    load_prelude(settings["prelude"])
     if settings.get("forward"):
         __import__("ludus.sandbox.inside.forward")
     gc.collect()

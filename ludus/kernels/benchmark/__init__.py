@@ -1,0 +1,1 @@
+"""Times of kernels on a GPU, in a process of their own."""

@@ -1,0 +1,1 @@
+"""Kernels in Triton: a subset of Python, read, compiled and interpreted."""
