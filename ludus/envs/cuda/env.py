@@ -100,6 +100,11 @@ class Cuda(Env):
             Field(description="gpu: time right kernels on this machine's GPU; auto: where there is "
             "one; off: never, so there are no speed-ups."),
         ] = "off",
+        trust_references: Annotated[
+            bool,
+            Field(description="Run the tasks' references on the GPU, outside of the sandbox, for "
+            "speed-ups: timing needs it. They are Python: read those of a data set first."),
+        ] = False,
         architecture: Annotated[
             str, Field(description="GPU for which kernels are compiled.")
         ] = "sm_90",
@@ -119,6 +124,13 @@ class Cuda(Env):
         self._rounds, self._gains = rounds, turn_rewards == "gains"
         self._stop_speedup, self._stop_efficiency = stop_speedup, stop_efficiency
         limits_of(architecture)
+        if trust_references != (timing != "off"):
+            raise ConfigError(
+                "trust_references: nothing is timed: set timing: gpu"
+                if trust_references
+                else f"timing: {timing}: speed-ups need times of the references, which run on the "
+                "GPU outside of the sandbox: set trust_references: true for tasks that you trust"
+            )
         self._timed = timing != "off" and times_kernels(required=timing == "gpu")
         self._settings = Settings(architecture, trials, run_s, parallel, self._timed)
         self._refuse_without_effect(asked=timing != "off")

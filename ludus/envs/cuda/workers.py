@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from ludus.core.errors import ConfigError, MissingDependency
 from ludus.core.once import Once
+from ludus.kernels.benchmark.benchmarker import Benchmarker
 from ludus.kernels.cache import CompileCache
 from ludus.kernels.verify.problem import Interface, KernelProblem
 from ludus.kernels.verify.result import Verified, VerifyStatus
@@ -66,12 +67,15 @@ class Worker:
             raise
 
     async def _made(self, settings: Settings) -> KernelVerifier:
+        # References run on the device too: `trust_references` is the environment's key.
+        self._benchmark = Benchmarker(trust_references=True) if settings.timed else None
         return KernelVerifier(
             settings.architecture,
             settings.parallel,
             CompileCache(),
             settings.trials,
             run_limits=replace(LIMITS, run_s=settings.run_s),
+            benchmark=self._benchmark,
         )
 
     async def interface(self, problem: KernelProblem, seed: int) -> Interface:
@@ -101,6 +105,8 @@ class Worker:
     def close(self) -> None:
         """End the processes, and the thread."""
         self._run(self._verifier.close()).result()
+        if self._benchmark is not None:
+            self._run(self._benchmark.close()).result()
         self._stop()
 
     def _stop(self) -> None:
@@ -133,9 +139,7 @@ def _no_timing() -> str:
         import torch
     except ModuleNotFoundError:
         return "torch is not installed"
-    if not torch.cuda.is_available():
-        return "this machine has no CUDA device"
-    return "this version has no benchmark for GPUs"
+    return "" if torch.cuda.is_available() else "this machine has no CUDA device"
 
 
 _workers: dict[Settings, Worker] = {}

@@ -258,14 +258,25 @@ async def test_settings_without_effect_are_refused(args: dict[str, Any], message
         ENVS.build(Spec(name="cuda", args=args), "env")
 
 
+def test_references_run_outside_of_the_sandbox_only_where_they_are_trusted() -> None:
+    with pytest.raises(ConfigError, match=r"timing: auto: .*set trust_references: true"):
+        made(timing="auto")
+    with pytest.raises(ConfigError, match="trust_references: nothing is timed"):
+        made(trust_references=True)
+
+
 def test_timing_needs_a_gpu() -> None:
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(ConfigError, match=r"timing: gpu: this machine has no CUDA device"):
-        made(timing="gpu")
+        made(timing="gpu", trust_references=True)
     env = made(
-        timing="auto", rounds=2, stop_speedup=2.0, reward=KernelReward(parts=Parts(performance=1))
+        timing="auto",
+        trust_references=True,
+        rounds=2,
+        stop_speedup=2.0,
+        reward=KernelReward(parts=Parts(performance=1)),
     )
     assert env.success_at == pytest.approx(0.6 / 0.75)  # of the weights that are left
