@@ -3,6 +3,7 @@
 The kernels of the tests (tests/kernels/analysis/honest.py) that need no host code, one after the
 other on one core, each time with another comment, without the cache. `sandbox`: from the call to
 the result; `program`: of it the compiler's process; then reads of the cache, and the analysis.
+Then nvcc, and a kernel in Triton by stage, where they are installed.
 """
 
 from __future__ import annotations
@@ -18,10 +19,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from ludus.core.errors import LudusError
 from ludus.kernels.analysis import analyse
 from ludus.kernels.cache import CompileCache
 from ludus.kernels.compiler import CudaCompiler
+from ludus.kernels.nvcc import NvccCompiler
+from ludus.kernels.triton.verifier import TritonVerifier
+from ludus.kernels.verify.problem import KernelProblem
 from tests.kernels.analysis.honest import HONEST
+from tests.kernels.triton.cheats import HONEST as IN_TRITON
+from tests.kernels.verify.cheats import REFERENCE
 
 LEFT_OUT = ("host code", "cooperative groups")
 """NVRTC compiles no host code; the headers of cooperative groups alone take a second."""
@@ -58,6 +65,7 @@ async def measure(rounds: int, architecture: str) -> None:
                     if (await compiler.compile(source, architecture)).cached:
                         cached.append(time.perf_counter() - began)
             name = compiler.name
+    rows = [*await measure_nvcc(architecture), *await measure_triton(rounds)]
     for source in HONEST.values():
         began = time.perf_counter()
         analyse(source)
@@ -69,8 +77,47 @@ async def measure(rounds: int, architecture: str) -> None:
         ("program", program),
         ("cache", cached),
         ("analysis", analysed),
+        *rows,
     ):
         print(row(title, seconds))
+
+
+async def measure_nvcc(architecture: str) -> list[tuple[str, list[float]]]:
+    """The same kernels through nvcc; nothing where it is not installed."""
+    found = []
+    try:
+        compiler = NvccCompiler(parallel=1)
+    except LudusError as error:
+        print(f"nvcc: {error}")
+        return []
+    async with compiler:
+        for source in [source for name, source in HONEST.items() if name not in LEFT_OUT]:
+            began = time.perf_counter()
+            compiled = await compiler.compile(source, architecture)
+            found.append(time.perf_counter() - began)
+            assert compiled.ok, compiled.errors
+    return [("nvcc", found[1:])]
+
+
+async def measure_triton(rounds: int) -> list[tuple[str, list[float]]]:
+    """An element-wise kernel in Triton, verified; nothing where it is not installed."""
+    stages: dict[str, list[float]] = {}
+    try:
+        verifier = TritonVerifier(parallel=1)
+    except LudusError as error:
+        print(f"Triton: {error}")
+        return []
+    async with verifier:
+        for number in range(-2, 4 * rounds):
+            began = time.perf_counter()
+            source = IN_TRITON + f"# {number}\n"
+            found = await verifier.verify(source, KernelProblem("", REFERENCE), seed=1)
+            assert found.ok, found.message
+            if number >= 0:
+                whole = time.perf_counter() - began
+                for name, seconds in {**found.seconds, "verified": whole}.items():
+                    stages.setdefault(name, []).append(seconds)
+    return [(f"Triton: {name}", stages[name]) for name in ("analyse", "compile", "run", "verified")]
 
 
 if __name__ == "__main__":

@@ -35,10 +35,9 @@ TRIALS = 6
 
 
 async def prepare(path: Path, architecture: str, number: int) -> None:
-    from tests.kernels.verify.honest_kernels import WAYS, kernels_for
-
     from ludus.kernels.benchmark.work import cuda_work
     from ludus.kernels.compiler import CudaCompiler
+    from ludus.kernels.expert import WAYS, kernels_for
     from ludus.kernels.launches import read_launches
     from ludus.kernels.verify.verifier import KernelVerifier
     from ludus.tasks.kernels.generated import read_generated

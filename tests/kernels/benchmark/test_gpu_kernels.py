@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from tests.kernels.verify.honest_kernels import kernels_for
 
 from ludus.kernels.benchmark.benchmarker import Benchmarker
+from ludus.kernels.expert import kernels_for
 from ludus.kernels.triton.verifier import TritonVerifier
 from ludus.kernels.verify.problem import KernelProblem
 from ludus.kernels.verify.verifier import KernelVerifier
