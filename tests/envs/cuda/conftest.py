@@ -2,5 +2,4 @@
 
 from __future__ import annotations
 
-from tests.kernels.conftest import nvrtc  # noqa: F401 - a fixture
-from tests.kernels.verify.conftest import cpp  # noqa: F401 - a fixture
+from tests.kernels.conftest import cpp, nvrtc  # noqa: F401 - fixtures
