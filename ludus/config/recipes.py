@@ -15,7 +15,8 @@ FOLDERS = [
 def shipped_recipes() -> dict[str, Path]:
     """Name to file of the recipes in the package."""
     folder = next((folder for folder in FOLDERS if folder.is_dir()), FOLDERS[0])
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    paths = {path.stem: path for path in folder.glob("*.yaml")}
+    return dict(sorted(paths.items()))
 
 
 def summary(path: Path) -> str:

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from ludus.core.once import Once
 from ludus.core.types import Score, Spec, Task, Trajectory
 from ludus.judges.base import final_answer
 from ludus.judges.code_tests import Test, read_tests
-from ludus.judges.verdicts import Verdicts
 from ludus.sandbox import SANDBOXES
 from ludus.sandbox.base import Code, Limits, RunResult, RunStatus
 
@@ -60,7 +60,7 @@ class CodeJudge:
         self._reward, self._max_tests, self._parallel = reward, max_tests, parallel
         self._limits = Limits(run_s=run_s, memory_mb=memory_mb)
         self._sandbox = SANDBOXES.build(sandbox, "sandbox")
-        self._verdicts = Verdicts[str | None]()
+        self._verdicts = Once[str | None]()
         self._opened: asyncio.Task[object] | None = None
         self._slots = asyncio.Semaphore(parallel)
 

@@ -58,6 +58,7 @@ EXAMPLE = "// launch: kernel<<<(n + 255) / 256, 256>>>(a, out)"
 _LINE = re.compile(r"^[ \t]*//[ \t]*(launch|scratch)[ \t]*:(.*)$", re.M)
 _LAUNCH = re.compile(r"\s*([A-Za-z_][\w:]*(?:<[\w\s,:]*>)?)\s*<<<(.*)>>>\s*\((.*)\)\s*;?\s*")
 _SCRATCH = re.compile(r"\s*([A-Za-z_]\w*)\s+(\w+)\s*\[(.*)\]\s*;?\s*")
+_LAST_LINES = re.compile(r"\n(?:[ \t]*//[ \t]*launch[ \t]*:[\w \t.,:+\-*/%<>()\[\]]*\n*)+\Z", re.A)
 _KERNEL = re.compile(
     r"__global__[^;{]*?\bvoid\b[^;{(]*?(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\("
 )
@@ -135,6 +136,15 @@ def read_launches(
         tuple(LineReader(line, shapes, given, scratch).launch(text) for line, text in launches),
         scratch,
     )
+
+
+def device_code(source: str) -> str:
+    """A source without the plain launch lines at its end, which no compiler needs to see: sources
+    that differ in them alone are the same to a compiler."""
+    found = _LAST_LINES.search(source)
+    if found is None or "*/" in found[0] or source[: found.start()].endswith(("\\", "??/")):
+        return source
+    return source[: found.start() + 1]
 
 
 def _no_launch(source: str, shapes: Mapping[str, Shape]) -> str:

@@ -8,7 +8,6 @@ from plain_sandbox import PlainSandbox
 
 from ludus.core.types import Spec, Task
 from ludus.judges import JUDGES
-from ludus.judges.verdicts import Verdicts
 
 ADD = "def add(a, b):\n    return a + b"
 TESTS = {"test_list": ["assert add(1, 2) == 3"]}
@@ -61,39 +60,3 @@ async def test_the_verdict_of_a_time_limit_is_not_kept(judge):
     loop = "while True: pass"
     assert await asyncio.gather(*(judge(loop, TESTS, run_s=0.3) for _ in range(3))) == [0] * 3
     assert len(judge.runs) == 3
-
-
-async def test_a_caller_that_fails_or_gives_up_leaves_the_run_to_the_next():
-    verdicts, runs = Verdicts(), []
-
-    async def run(first=None):
-        runs.append(first)
-        if first == "fails":
-            raise OSError
-        if first == "hangs":
-            await asyncio.sleep(60)
-        return "good", True
-
-    for first in ("fails", "hangs"):
-        key = first.encode()
-        given_up = asyncio.create_task(verdicts.of(key, lambda first=first: run(first)))
-        await asyncio.sleep(0)
-        others = [asyncio.create_task(verdicts.of(key, run)) for _ in range(2)]
-        await asyncio.sleep(0)
-        given_up.cancel()
-        assert await asyncio.gather(*others) == ["good"] * 2
-        assert await verdicts.of(key, run) == "good"
-        with pytest.raises((OSError, asyncio.CancelledError)):
-            await given_up
-
-
-async def test_the_oldest_verdict_is_forgotten():
-    verdicts, runs = Verdicts(max_verdicts=2), []
-
-    async def run():
-        runs.append(1)
-        return 1, True
-
-    for key in (b"a", b"b", b"a", b"c", b"a", b"b"):
-        await verdicts.of(key, run)
-    assert len(runs) == 4  # a, b, c, b

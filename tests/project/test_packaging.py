@@ -59,7 +59,8 @@ NOT_IMPORTED = {
 
 
 APART = {
-    "agents", "alfworld", "debug", "games", "inspect", "kernels", "notify", "otel", "ray",
+    "agents", "alfworld", "debug", "games", "inspect", "kernels", "notify", "otel", "qlora",
+    "ray",
     "reasoning", "renderers", "s3", "scienceworld", "textworldexpress",
 }  # fmt: skip
 """Extras that `all` leaves out: they need Java or a compiler, or bring many packages along."""

@@ -100,6 +100,11 @@ class Cuda(Env):
             Field(description="gpu: time right kernels on this machine's GPU; auto: where there is "
             "one; off: never, so there are no speed-ups."),
         ] = "off",
+        trust_references: Annotated[
+            bool,
+            Field(description="Run the tasks' references on the GPU, outside of the sandbox, for "
+            "speed-ups: timing needs it. They are Python: read those of a data set first."),
+        ] = False,
         architecture: Annotated[
             str, Field(description="GPU for which kernels are compiled.")
         ] = "sm_90",
@@ -119,6 +124,13 @@ class Cuda(Env):
         self._rounds, self._gains = rounds, turn_rewards == "gains"
         self._stop_speedup, self._stop_efficiency = stop_speedup, stop_efficiency
         limits_of(architecture)
+        if trust_references != (timing != "off"):
+            raise ConfigError(
+                "trust_references: nothing is timed: set timing: gpu"
+                if trust_references
+                else f"timing: {timing}: speed-ups need times of the references, which run on the "
+                "GPU outside of the sandbox: set trust_references: true for tasks that you trust"
+            )
         self._timed = timing != "off" and times_kernels(required=timing == "gpu")
         self._settings = Settings(architecture, trials, run_s, parallel, self._timed)
         self._refuse_without_effect(asked=timing != "off")
@@ -157,7 +169,7 @@ class Cuda(Env):
         self._task, self._attempts = None, []
         self._problem = KernelProblem.of(task)
         try:
-            self._face = await self._worker.interface(self._problem, 0)
+            self._face = await self._worker.interface(self._problem, self._seed(task))
         except DataError as error:
             raise Unscorable(f"cuda: task {task.id}: {error}") from None
         self._task = task
@@ -188,7 +200,7 @@ class Cuda(Env):
         kernel, efficiency = None, None
         try:
             kernel = kernel_of(message, self._language)
-            source = self._language.expand(kernel, self._problem)
+            source = self._language.expand(kernel, self._face)
         except SourceError as error:
             found, numbers = f"no kernel: {error}", Measured(compiles=False, correct=False)
         else:
@@ -203,13 +215,18 @@ class Cuda(Env):
 
     async def _verified(self, task: Task, source: str) -> Verified:
         """Errors: Unscorable, ToolError."""
-        seed = derive_seed(0, task.id, source)  # no kernel can know its inputs
+        seed = self._seed(task, source if self._language.tables else "")
         found = await self._worker.verify(source, self._problem, seed)
         if found.status in NOT_OURS:
             raise Unscorable(f"cuda: task {task.id}: {found.status}: {found.message}")
         if found.ok and self._timed and found.speedups is None:
             raise ToolError(f"cuda: task {task.id}: a right kernel was not timed")
         return found
+
+    @staticmethod
+    def _seed(task: Task, source: str = "") -> int:
+        """The seed of the inputs: no kernel can know them before it is written."""
+        return derive_seed(0, task.id, source)
 
     def _enough(self, numbers: Measured) -> bool:
         """True for a kernel that needs no further turn."""

@@ -14,12 +14,13 @@ from typing import Literal, Protocol
 from ludus.core.errors import LudusError
 from ludus.core.modules import load_module
 from ludus.core.types import Task
-from ludus.kernels.verify.problem import Interface, KernelProblem
+from ludus.kernels.verify.problem import Interface
 
 LanguageName = Literal["cuda", "templates"]
 
 LANGUAGES: dict[str, str] = {
     "cuda": "ludus.envs.cuda.languages:CudaSource",
+    "templates": "ludus.envs.cuda.templates:Templates",
 }
 """`module:class` of each language."""
 
@@ -41,10 +42,14 @@ class Language(Protocol):
     """A word that every kernel has: a message without a code block is a kernel if it has the word,
     else it is prose. Empty: every message without a code block is a kernel."""
 
+    tables: bool
+    """True if a kernel can hold a table of outputs that were learnt by heart: each kernel has
+    inputs of its own. False: the kernels of a task share inputs, and a run of the reference."""
+
     def opening(self, task: Task, interface: Interface, guide: bool) -> str:
         """The text that opens an episode; with `guide` it tells how to write a kernel."""
 
-    def expand(self, text: str, problem: KernelProblem) -> str:
+    def expand(self, text: str, interface: Interface) -> str:
         """The CUDA C++ of a kernel, with its launch lines. Deterministic.
 
         Errors: SourceError with a message for the author.
@@ -61,6 +66,7 @@ class CudaSource:
     label = "cuda"
     fences: Sequence[str] = ("", "cuda", "cu", "c", "cpp", "c++")
     needs = "__global__"
+    tables = True
 
     def opening(self, task: Task, interface: Interface, guide: bool) -> str:
         lines = [
@@ -70,7 +76,7 @@ class CudaSource:
         ]
         return "\n\n".join([*lines, CUDA_GUIDE] if guide else lines)
 
-    def expand(self, text: str, problem: KernelProblem) -> str:
+    def expand(self, text: str, interface: Interface) -> str:
         return text
 
     def expert(self, task: Task) -> Sequence[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import hashlib
 import os
 import threading
 from collections.abc import Coroutine
@@ -18,9 +19,11 @@ from functools import cache
 from typing import Any, TypeVar
 
 from ludus.core.errors import ConfigError, MissingDependency
+from ludus.core.once import Once
+from ludus.kernels.benchmark.benchmarker import Benchmarker
 from ludus.kernels.cache import CompileCache
 from ludus.kernels.verify.problem import Interface, KernelProblem
-from ludus.kernels.verify.result import Verified
+from ludus.kernels.verify.result import Verified, VerifyStatus
 from ludus.kernels.verify.shim_runs import LIMITS
 from ludus.kernels.verify.verifier import KernelVerifier
 from ludus.telemetry.logs import get_logger
@@ -28,6 +31,11 @@ from ludus.telemetry.logs import get_logger
 log = get_logger(__name__)
 
 T = TypeVar("T")
+
+MAX_RESULTS = 4096
+"""Results that are kept."""
+STOPPED = {VerifyStatus.TIME_LIMIT, VerifyStatus.MEMORY_LIMIT}
+"""Ends that another try may not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,7 @@ class Worker:
 
     def __init__(self, settings: Settings) -> None:
         """Errors: ConfigError, MissingDependency: a part that verifications need is absent."""
+        self._once = Once[Verified](MAX_RESULTS)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.name = "ludus-kernels"
@@ -58,12 +67,15 @@ class Worker:
             raise
 
     async def _made(self, settings: Settings) -> KernelVerifier:
+        # References run on the device too: `trust_references` is the environment's key.
+        self._benchmark = Benchmarker(trust_references=True) if settings.timed else None
         return KernelVerifier(
             settings.architecture,
             settings.parallel,
             CompileCache(),
             settings.trials,
             run_limits=replace(LIMITS, run_s=settings.run_s),
+            benchmark=self._benchmark,
         )
 
     async def interface(self, problem: KernelProblem, seed: int) -> Interface:
@@ -72,7 +84,17 @@ class Worker:
 
     async def verify(self, source: str, problem: KernelProblem, seed: int) -> Verified:
         """As `KernelVerifier.verify`."""
-        return await self._answer(self._verifier.verify(source, problem, seed))
+        return await self._answer(self._verified(source, problem, seed))
+
+    async def _verified(self, source: str, problem: KernelProblem, seed: int) -> Verified:
+        """The result, kept for the next episode that writes the same."""
+        key = hashlib.sha256(repr((source, problem.reference, seed)).encode()).digest()
+
+        async def verify() -> tuple[Verified, bool]:
+            found = await self._verifier.verify(source, problem, seed)
+            return found, found.status not in STOPPED and found.speedups is None
+
+        return await self._once.of(key, verify)
 
     async def _answer(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(self._run(work))
@@ -83,6 +105,8 @@ class Worker:
     def close(self) -> None:
         """End the processes, and the thread."""
         self._run(self._verifier.close()).result()
+        if self._benchmark is not None:
+            self._run(self._benchmark.close()).result()
         self._stop()
 
     def _stop(self) -> None:
@@ -115,9 +139,7 @@ def _no_timing() -> str:
         import torch
     except ModuleNotFoundError:
         return "torch is not installed"
-    if not torch.cuda.is_available():
-        return "this machine has no CUDA device"
-    return "this version has no benchmark for GPUs"
+    return "" if torch.cuda.is_available() else "this machine has no CUDA device"
 
 
 _workers: dict[Settings, Worker] = {}

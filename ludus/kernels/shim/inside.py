@@ -1,4 +1,4 @@
-"""Runs inside the jail: compiles a kernel with g++, looks at the object, and becomes the runner.
+"""Runs inside the jail: compiles a kernel with g++ and looks at the object; becomes the runner.
 
 The source of this file becomes the module `ludus_shim` of the jail, so it imports the standard
 library only. A program reads what `shim.files_of` writes, and ends with one of the codes below, or
@@ -155,8 +155,8 @@ def build_runner() -> None:
     os._exit(BUILT)
 
 
-def run() -> NoReturn:
-    """Compile, look, link, and become the runner; see the head of this file."""
+def build() -> NoReturn:
+    """Compile a kernel, look at the object, and link it; see the head of this file."""
     began = time.monotonic()
     compile_ = ["g++", *FLAGS, "-include", "cuda.h", "-c", "kernel.cpp", "-o", "kernel.o"]
     done = _call(*compile_)
@@ -171,6 +171,12 @@ def run() -> NoReturn:
     done = _call("ld", "-shared", "-z", "noexecstack", "-o", "kernel.so", "kernel.o", libgcc)
     if done.returncode:
         _end(LINK_FAILED, done.stderr.decode("utf-8", "replace"))
-    Path("built.json").write_text(json.dumps(time.monotonic() - began), encoding="utf-8")
+    built = {"seconds": time.monotonic() - began, "waits": waits}
+    Path("built.json").write_text(json.dumps(built), encoding="utf-8")
+    os._exit(BUILT)
+
+
+def run(waits: bool) -> NoReturn:
+    """Become the runner of a kernel that is built."""
     os.chmod("runner", 0o755)
     os.execv("./runner", ["runner", "./kernel.so", "1" if waits else "0"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -147,8 +148,8 @@ def _told(found: Array, wanted: Array, wrong: Array, got: bytes, trial: Trial, n
 def unfit(trials: Sequence[Trial]) -> str:
     """Why no test of a kernel is possible with a reference, or an empty text.
 
-    The outputs of two seeds must differ by more than the tolerance: otherwise an output that is
-    written down passes.
+    The outputs of most pairs of seeds must differ by more than the tolerance: otherwise an output
+    that is written down passes.
     """
     if len(trials) < 2:
         raise ValueError("two trials at least")
@@ -161,10 +162,10 @@ def unfit(trials: Sequence[Trial]) -> str:
         return "the output is constant: all of its elements are equal"
     if not any(trial.inputs for trial in trials):
         return "it has no inputs"
-    for i, later in enumerate(trials[1:], start=1):
-        for earlier in trials[:i]:
-            if not compare(earlier.out.data, later, 0).problem:
-                return "the output does not depend on the inputs: that of another seed would pass"
+    pairs = list(combinations(trials, 2))
+    alike = sum(not compare(earlier.out.data, later, 0).problem for earlier, later in pairs)
+    if alike * 3 > len(pairs):  # a single number may be the same for two seeds by chance
+        return "the output does not depend on the inputs: that of another seed would pass"
     for tensor in trials[0].inputs:
         if (tensor.dtype, len(tensor.data)) == (trials[0].out.dtype, len(trials[0].out.data)):
             position = trials[0].inputs.index(tensor)

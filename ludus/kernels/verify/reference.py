@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
-from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.core.errors import DataError
+from ludus.core.once import Once
 from ludus.kernels.verify import inside
 from ludus.kernels.verify.compare import Trial, read_trials, unfit
 from ludus.kernels.verify.problem import Interface
@@ -52,22 +53,19 @@ class References:
         self._limits = limits
         self._jail = Jail(packages=("torch", "numpy"), max_runs=parallel)
         self._jail.prelude(inside.MODULE, Path(inside.__file__).read_text(encoding="utf-8"))
-        self._kept: OrderedDict[tuple[str, tuple[int, ...]], Referred] = OrderedDict()
+        self._once = Once[Referred](size=lambda found: found.num_bytes, max_size=KEPT_BYTES)
 
     async def trials(self, reference: str, seeds: tuple[int, ...]) -> Referred:
         """The trials of a reference, one for each seed.
 
         Errors: ToolError where the sandbox fails.
         """
-        key = reference, seeds
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        found = await self._run(reference, seeds)
-        self._kept[key] = found
-        while len(self._kept) > 1 and sum(r.num_bytes for r in self._kept.values()) > KEPT_BYTES:
-            self._kept.popitem(last=False)
-        return found
+        key = hashlib.sha256(f"{seeds}{reference}".encode("utf-8", "surrogatepass")).digest()
+
+        async def run() -> tuple[Referred, bool]:
+            return await self._run(reference, seeds), True
+
+        return await self._once.of(key, run)
 
     async def _run(self, reference: str, seeds: tuple[int, ...]) -> Referred:
         try:

@@ -1,36 +1,58 @@
-"""Kernels on the CPU: built by g++ and run in the jail, one call for both."""
+"""Kernels on the CPU: built by g++ in the jail, and run there in a call of its own.
+
+What is built is kept by content: kernels that differ in their launches alone are built once.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ludus.core.errors import ConfigError, ToolError
+from ludus.core.once import Once
 from ludus.kernels.launches import Buffer, Plan
 from ludus.kernels.shim import inside
 from ludus.kernels.verify.compare import Trial
 from ludus.kernels.verify.job import Ran
 from ludus.kernels.verify.result import VerifyStatus
 from ludus.kernels.verify.subset import SHIM, prepared
-from ludus.sandbox.base import Code, Limits, RunStatus
+from ludus.sandbox.base import Code, Limits, RunResult, RunStatus
 from ludus.sandbox.jail import Jail
 from ludus.sandbox.languages import language_named
 
-PROGRAM = f"import {inside.MODULE}; {inside.MODULE}.run()"
-BUILD = f"import {inside.MODULE}; {inside.MODULE}.build_runner()"
+BUILD_RUNNER = f"import {inside.MODULE}; {inside.MODULE}.build_runner()"
+BUILD = f"import {inside.MODULE}; {inside.MODULE}.build()"
+RUN = f"import {inside.MODULE}; {inside.MODULE}.run({{}})"
 BUILD_LIMITS = Limits(run_s=120.0, memory_mb=2048, num_processes=16, disk_mb=64)
 LIMITS = Limits(run_s=10.0, memory_mb=1024, num_processes=16, disk_mb=64, output_bytes=100_000)
 MAX_BYTES = 256 << 20
 """Bytes of the tensors of all trials: more is for a GPU."""
+KEPT_BYTES = 64 << 20
+"""Bytes of the built kernels that are kept."""
 KINDS = {
     "crash": VerifyStatus.CRASHED, "bounds": VerifyStatus.WRONG, "input": VerifyStatus.WRONG,
     "deadlock": VerifyStatus.WRONG, "launch": VerifyStatus.BAD_LAUNCH,
     "memory": VerifyStatus.MEMORY_LIMIT, "link": VerifyStatus.MEMORY_LIMIT,
 }  # fmt: skip
 _PLACE = re.compile(r"^(kernel\.cu|launch):(\d+):(?:\d+:)? (?:fatal )?error: (.*)$", re.M)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The end of a build: an exit code of `inside` and what g++ said, or a shared object. Its
+    threads may wait for each other. `status` for a build that was stopped."""
+
+    code: int | None
+    said: str
+    shared: bytes
+    waits: bool
+    seconds: float
+    status: VerifyStatus | None = None
 
 
 class Shim:
@@ -52,26 +74,32 @@ class Shim:
         self._jail.prelude(inside.MODULE, Path(inside.__file__).read_text(encoding="utf-8"))
         self._header = (SHIM / "cuda.h").read_bytes()
         self._runner: dict[str, bytes] = {}
+        self._once = Once[Built](size=lambda built: len(built.shared), max_size=KEPT_BYTES)
 
     async def run(self, source: str, plan: Plan, trials: Sequence[Trial], seed: int) -> Ran:
         """Build a kernel, and run its launches on the inputs of each trial.
 
         Errors: ToolError where the sandbox fails.
         """
-        runner = await self._built()
-        inputs = b"".join(tensor.data for trial in trials for tensor in trial.inputs)
         size = len(trials[0].out.data)
-        total = len(inputs) + size * len(trials)
+        total = sum(len(tensor.data) for trial in trials for tensor in trial.inputs)
+        total += size * len(trials)
         if total > MAX_BYTES:
             text = f"the tensors have {total >> 20} MB; the CPU shim takes {MAX_BYTES >> 20} MB"
             return Ran(status=VerifyStatus.UNSUPPORTED, message=text)
+        built = await self._built(source, plan)
+        if built.status is not None:
+            return Ran((), built.status, built.said, build_s=built.seconds)
+        if built.code == inside.FORBIDDEN:
+            text = f"the kernel's code: {built.said[:200]}"
+            return Ran((), VerifyStatus.REFUSED, text, build_s=built.seconds)
+        if built.code != inside.BUILT:
+            return Ran((), *_said(built.said, plan), build_s=built.seconds)
         files = {
-            "kernel.cpp": _with_entries(source, plan).encode(),
-            "headers/cuda.h": self._header,
+            "kernel.so": built.shared,
             "plan.txt": _plan_text(plan, trials, seed).encode(),
-            "inputs.bin": inputs,
-            **{f"headers/{name}": b"" for name in _included(source)},
-            **runner,
+            "inputs.bin": b"".join(tensor.data for trial in trials for tensor in trial.inputs),
+            **await self._runner_files(),
         }
         limits = Limits(
             run_s=self._limits.run_s,
@@ -80,45 +108,54 @@ class Shim:
             disk_mb=self._limits.disk_mb + (total >> 20),
             output_bytes=self._limits.output_bytes,
         )
-        fetch = ["built.json", "report.txt", "outputs.bin"]
-        result = await self._jail.run(Code(PROGRAM, files=files, fetch=fetch), limits)
-        built = float(json.loads(result.files.get("built.json", b"0")))
-        run_s = max(result.seconds - built, 0.0)
+        code = Code(RUN.format(built.waits), files=files, fetch=["report.txt", "outputs.bin"])
+        return _ended(await self._jail.run(code, limits), plan, len(trials), size, limits, built)
 
-        def ended(status: VerifyStatus, message: str, trial: int = 0) -> Ran:
-            return Ran((), status, message, trial, built or result.seconds, run_s)
+    async def _built(self, source: str, plan: Plan) -> Built:
+        """The build of a source with the kernels of a plan; kept, if it was not stopped.
 
+        Errors: ToolError.
+        """
+        text = _with_entries(source, plan).encode()
+        seconds = 0.0
+
+        async def build() -> tuple[Built, bool]:
+            nonlocal seconds
+            built = await self._build(text, _included(source))
+            seconds = built.seconds
+            return built, built.status is None
+
+        built = await self._once.of(hashlib.sha256(text).digest(), build)
+        return replace(built, seconds=seconds)
+
+    async def _build(self, text: bytes, headers: Collection[str]) -> Built:
+        files = {
+            "kernel.cpp": text,
+            "headers/cuda.h": self._header,
+            **{f"headers/{name}": b"" for name in headers},
+            **await self._runner_files(),
+        }
+        code = Code(BUILD, files=files, fetch=["kernel.so", "built.json"])
+        limits = self._limits
+        result = await self._jail.run(code, limits)
         if result.status is RunStatus.TIME_LIMIT:
-            what = "running" if built else "compiling for the CPU"
-            return ended(VerifyStatus.TIME_LIMIT, f"{what} takes more than {limits.run_s:g} s")
+            text_ = f"compiling for the CPU takes more than {limits.run_s:g} s"
+            return Built(None, text_, b"", False, result.seconds, VerifyStatus.TIME_LIMIT)
         if result.status is RunStatus.MEMORY_LIMIT or result.exit_code == -signal.SIGKILL:
-            text = f"the kernel needs more than {limits.memory_mb} MB"
-            return ended(VerifyStatus.MEMORY_LIMIT, text)
-        code = result.exit_code
-        if code == inside.FORBIDDEN:
-            return ended(VerifyStatus.REFUSED, f"the kernel's code: {result.stderr[:200]}")
-        if code in (inside.COMPILE_FAILED, inside.LINK_FAILED):
-            return ended(*_said(result.stderr, plan))
-        report = result.files.get("report.txt", b"").decode("utf-8", "replace").split("\t", 3)
-        if len(report) == 4 and report[0] in KINDS:
-            place = f"trial {int(report[1]) + 1}"
-            if 0 <= (i := int(report[2])) < len(plan.launches):
-                launch = plan.launches[i]
-                place = f"line {launch.line}: `{launch.name}`"
-            return ended(KINDS[report[0]], f"{place}: {_text(report)}", int(report[1]))
-        outputs = result.files.get("outputs.bin", b"")
-        done = code == 0 and report[0] == "done" and len(outputs) == size * len(trials)
-        if not done:
-            how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-            return ended(VerifyStatus.CRASHED, f"the kernel's process ended with {how}")
-        split = tuple(outputs[i * size : (i + 1) * size] for i in range(len(trials)))
-        return Ran(split, build_s=built, run_s=run_s)
+            text_ = f"compiling for the CPU needs more than {limits.memory_mb} MB"
+            return Built(None, text_, b"", False, result.seconds, VerifyStatus.MEMORY_LIMIT)
+        facts = json.loads(result.files.get("built.json", b"{}"))
+        shared = result.files.get("kernel.so", b"")
+        code_ = result.exit_code if facts or result.exit_code else inside.COMPILE_FAILED
+        return Built(code_, result.stderr, shared, bool(facts.get("waits")), result.seconds)
 
-    async def _built(self) -> dict[str, bytes]:
+    async def _runner_files(self) -> dict[str, bytes]:
         if not self._runner:
             files = {"runner.cpp": (SHIM / "runner.cpp").read_bytes()}
             fetch = ["runner", "libgcc.txt"]
-            result = await self._jail.run(Code(BUILD, files=files, fetch=fetch), BUILD_LIMITS)
+            result = await self._jail.run(
+                Code(BUILD_RUNNER, files=files, fetch=fetch), BUILD_LIMITS
+            )
             if result.exit_code != 0 or len(result.files) != len(fetch):
                 raise ToolError(f"kernels: g++ does not build the runner: {result.stderr[:500]}")
             self._runner = dict(result.files)
@@ -127,6 +164,36 @@ class Shim:
     async def close(self) -> None:
         """End the processes."""
         await self._jail.close()
+
+
+def _ended(
+    result: RunResult, plan: Plan, num_trials: int, size: int, limits: Limits, built: Built
+) -> Ran:
+    """The end of a run; `size` of the output of a trial."""
+
+    def ended(status: VerifyStatus, message: str, trial: int = 0) -> Ran:
+        return Ran((), status, message, trial, built.seconds, result.seconds)
+
+    if result.status is RunStatus.TIME_LIMIT:
+        return ended(VerifyStatus.TIME_LIMIT, f"running takes more than {limits.run_s:g} s")
+    if result.status is RunStatus.MEMORY_LIMIT or result.exit_code == -signal.SIGKILL:
+        text = f"the kernel needs more than {limits.memory_mb} MB"
+        return ended(VerifyStatus.MEMORY_LIMIT, text)
+    code = result.exit_code
+    report = result.files.get("report.txt", b"").decode("utf-8", "replace").split("\t", 3)
+    if len(report) == 4 and report[0] in KINDS:
+        place = f"trial {int(report[1]) + 1}"
+        if 0 <= (i := int(report[2])) < len(plan.launches):
+            launch = plan.launches[i]
+            place = f"line {launch.line}: `{launch.name}`"
+        return ended(KINDS[report[0]], f"{place}: {_text(report)}", int(report[1]))
+    outputs = result.files.get("outputs.bin", b"")
+    done = code == 0 and report[0] == "done" and len(outputs) == size * num_trials
+    if not done:
+        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        return ended(VerifyStatus.CRASHED, f"the kernel's process ended with {how}")
+    split = tuple(outputs[i * size : (i + 1) * size] for i in range(num_trials))
+    return Ran(split, build_s=built.seconds, run_s=result.seconds)
 
 
 def _text(report: Sequence[str]) -> str:

@@ -10,21 +10,24 @@ compared here: a kernel's process never holds the reference's output.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from contextlib import AsyncExitStack
+from functools import lru_cache
 from types import TracebackType
 from typing import Self
 
 from ludus.core.errors import DataError
+from ludus.core.once import Once
 from ludus.kernels.analysis.analyse import analyse
-from ludus.kernels.analysis.findings import SAFE, Analysis, Severity
+from ludus.kernels.analysis.findings import SAFE, Analysis, Finding, Severity
 from ludus.kernels.benchmark.benchmarker import Benchmarker
 from ludus.kernels.benchmark.work import cuda_work
 from ludus.kernels.cache import CompileCache
 from ludus.kernels.compiler import CudaCompiler
-from ludus.kernels.launches import Plan, read_launches
+from ludus.kernels.launches import Plan, device_code, read_launches
 from ludus.kernels.result import Compiled
-from ludus.kernels.verify.job import Job, too_long, trial_seeds
+from ludus.kernels.verify.job import STOPPED, Job, too_long, trial_seeds
 from ludus.kernels.verify.problem import Interface, KernelProblem
 from ludus.kernels.verify.reference import References, Referred
 from ludus.kernels.verify.result import Verified, VerifyStatus
@@ -34,6 +37,8 @@ from ludus.sandbox.base import Limits
 
 TRIALS = 5
 """Trials on fresh inputs; one more, with another seed, follows them."""
+KEPT_COMPILED = 1024
+"""Compilations that are kept in memory."""
 COMPILE_LIMITS = Limits(run_s=20.0, memory_mb=1024, num_processes=16, output_bytes=1_000_000)
 
 
@@ -65,6 +70,7 @@ class KernelVerifier:
         self._benchmark = benchmark
         self._architecture, self._trials = architecture, max(trials, 2)
         self._compiler = CudaCompiler(compile_limits, cache, parallel)
+        self._once = Once[Compiled](KEPT_COMPILED)
         self._references = References(parallel=parallel)
         self._shim = Shim(run_limits, parallel) if run_limits else Shim(parallel=parallel)
 
@@ -89,7 +95,10 @@ class KernelVerifier:
         job = Job(self._trials + 1)
         if text := too_long(source):
             return job.ended(VerifyStatus.REFUSED, text)
-        refused, outside = _analysed(job, source)
+        code = device_code(source)  # so what is known of the same code is found
+        began = time.monotonic()
+        job.findings, refused, outside = _looked_at(code)
+        job.seconds["analyse"] = time.monotonic() - began
         if refused:
             return job.ended(VerifyStatus.REFUSED, refused)
         began = time.monotonic()
@@ -98,7 +107,7 @@ class KernelVerifier:
         if referred.problem:
             return job.ended(VerifyStatus.BAD_REFERENCE, referred.problem)
         began = time.monotonic()
-        job.compiled = await self._compiler.compile(source, self._architecture)
+        job.compiled = await self._compiled(code)
         job.seconds["compile"] = time.monotonic() - began
         if not job.compiled.ok:
             return job.uncompiled(job.compiled)
@@ -109,7 +118,7 @@ class KernelVerifier:
         except DataError as error:
             return job.ended(VerifyStatus.BAD_LAUNCH, str(error))
         if outside is None:
-            found = job.judged(await self._shim.run(source, plan, referred.trials, seed), referred)
+            found = job.judged(await self._shim.run(code, plan, referred.trials, seed), referred)
             if self._benchmark is None or not found.ok:
                 return found
         elif self._benchmark is None:
@@ -135,6 +144,17 @@ class KernelVerifier:
             return job.uncompiled(work)
         return job.measured(await benchmark.measure(work, problem, referred.trials))
 
+    async def _compiled(self, code: str) -> Compiled:
+        """Errors: ToolError."""
+
+        async def compile_() -> tuple[Compiled, bool]:
+            compiled = await self._compiler.compile(code, self._architecture)
+            return compiled, compiled.status not in STOPPED
+
+        return await self._once.of(
+            hashlib.sha256(code.encode("utf-8", "surrogatepass")).digest(), compile_
+        )
+
     def _seeds(self, seed: int) -> tuple[int, ...]:
         return trial_seeds(seed, self._trials + 1)
 
@@ -156,24 +176,22 @@ class KernelVerifier:
         await self.close()
 
 
-def _analysed(job: Job, source: str) -> tuple[str, Problem | None]:
-    """Why the source is refused, or an empty text; and what the CPU does not run."""
-    began = time.monotonic()
-    found: Analysis = analyse(source)
-    job.findings = found.findings
-    outside: Problem | None = None
+@lru_cache(maxsize=1024)
+def _looked_at(code: str) -> tuple[tuple[Finding, ...], str, Problem | None]:
+    """The findings of the analysis, why the code is refused or an empty text, and what the CPU does
+    not run."""
+    found: Analysis = analyse(code)
+    outside = None
+    for problem in problems(code):
+        if problem.refused:
+            return found.findings, str(problem), outside
+        outside = outside or problem
     unsafe = [f for f in found.findings if f.kind == SAFE and f.severity is Severity.ERROR]
-    try:
-        for problem in problems(source):
-            if problem.refused:
-                return str(problem), None
-            outside = outside or problem
-    finally:
-        job.seconds["analyse"] = time.monotonic() - began
-    if unsafe:
-        first = unsafe[0]
-        return f"line {first.line}: {first.rule}: {first.reason}; {first.suggestion}", outside
-    return "", outside
+    if not unsafe:
+        return found.findings, "", outside
+    first = unsafe[0]
+    text = f"line {first.line}: {first.rule}: {first.reason}; {first.suggestion}"
+    return found.findings, text, outside
 
 
 def _check_kernels(plan: Plan, compiled: Compiled) -> None:

@@ -43,6 +43,7 @@ def spoilt(source: str) -> str:
     return source.replace("out[", "out[0] = 77.0f; out[", 1)
 
 
+@pytest.mark.slow
 async def test_the_environment_follows_the_protocol() -> None:
     assert await check_env("cuda", num_tasks=3, timeout_s=60.0) == []
 
@@ -96,6 +97,7 @@ async def test_a_kernel_that_is_not_right_fails(source: str, status: str, compil
     assert result.info["success"] is False
 
 
+@pytest.mark.slow
 async def test_a_kernel_that_never_ends_is_stopped() -> None:
     env = made(run_s=8.0)
     loop = "for (int i = 0; i >= 0; i = (i + 1) & 1023) out[0] = i;"
@@ -256,14 +258,25 @@ async def test_settings_without_effect_are_refused(args: dict[str, Any], message
         ENVS.build(Spec(name="cuda", args=args), "env")
 
 
+def test_references_run_outside_of_the_sandbox_only_where_they_are_trusted() -> None:
+    with pytest.raises(ConfigError, match=r"timing: auto: .*set trust_references: true"):
+        made(timing="auto")
+    with pytest.raises(ConfigError, match="trust_references: nothing is timed"):
+        made(trust_references=True)
+
+
 def test_timing_needs_a_gpu() -> None:
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(ConfigError, match=r"timing: gpu: this machine has no CUDA device"):
-        made(timing="gpu")
+        made(timing="gpu", trust_references=True)
     env = made(
-        timing="auto", rounds=2, stop_speedup=2.0, reward=KernelReward(parts=Parts(performance=1))
+        timing="auto",
+        trust_references=True,
+        rounds=2,
+        stop_speedup=2.0,
+        reward=KernelReward(parts=Parts(performance=1)),
     )
     assert env.success_at == pytest.approx(0.6 / 0.75)  # of the weights that are left
