@@ -61,7 +61,7 @@ NOT_IMPORTED = {
 APART = {
     "agents", "alfworld", "debug", "games", "inspect", "kernels", "notify", "otel", "qlora",
     "ray",
-    "reasoning", "renderers", "s3", "scienceworld", "textworldexpress",
+    "reasoning", "renderers", "s3", "scienceworld", "textworldexpress", "triton",
 }  # fmt: skip
 """Extras that `all` leaves out: they need Java or a compiler, or bring many packages along."""
 

@@ -202,7 +202,7 @@ def triton_version() -> str:
     try:
         return version(PACKAGE)
     except PackageNotFoundError:
-        raise MissingDependency(PACKAGE, "kernels", "compiling Triton") from None
+        raise MissingDependency(PACKAGE, "triton", "compiling Triton") from None
 
 
 def require_interpreter() -> None:
