@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -26,6 +27,8 @@ from ludus.train.samples import rows, to_samples
 TASKS = [task_of(100 + i) for i in range(6)]
 STYLES = [("plain", "keep"), ("think", "keep"), ("think", "strip"), ("tools", "keep")]
 MAX_TURNS = 12
+SAID = re.compile(r"|say \w+ \.|that is no colour \.")
+"""Texts of the game."""
 
 
 @pytest.fixture(scope="session")
@@ -126,6 +129,14 @@ def is_whole(trajectory: Trajectory) -> bool:
     return all(turn.content or turn.tool_calls for turn in turns)
 
 
+def is_well_formed(trajectory: Trajectory) -> bool:
+    """True if the game alone answered: the built-in loop tells what is wrong with a turn that
+    cannot be read, such as an unfinished `<think>`, and a program does not. How many of them the
+    policy writes depends on the processor's rounding."""
+    told = [s.message.content for s in trajectory.segments if s.message and not s.sampled]
+    return all(text == "plain" or SAID.fullmatch(text) for text in told)
+
+
 def only(kept: set[str], groups: list[Group]) -> list[Group]:
     """The groups without other trajectories than those with these ids."""
     found = deepcopy(groups)
@@ -165,4 +176,7 @@ async def test_a_command(taught: World, tmp_path: Path) -> None:
     program.write_text(PROGRAM)
     spec = Spec(name="command", args={"command": ["{python}", "-S", "-E", str(program)]})
     expected = await built_in(taught, "plain", "keep")
-    check_equal(taught, expected, await played_by(Agent.build(spec), taught, "plain", "keep"))
+    found = await played_by(Agent.build(spec), taught, "plain", "keep")
+    kept = {t.id for group in expected for t in group.trajectories if is_well_formed(t)}
+    assert len(kept) >= 6
+    check_equal(taught, only(kept, expected), only(kept, found))
