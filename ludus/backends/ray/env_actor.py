@@ -78,6 +78,9 @@ class EnvActor(Stationed):
     async def scores(self, session: str) -> dict[str, float]:
         return await self._env(session).scores()
 
+    async def explanation(self, session: str) -> str:
+        return await self._env(session).explanation()
+
     async def judge(self, session: str, spec: Spec, task: Task, trajectory: Trajectory) -> Score:
         """Score a trajectory. Errors: those of the judge."""
         key = spec.model_dump_json()

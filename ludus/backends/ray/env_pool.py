@@ -209,6 +209,10 @@ class PooledEnv(HostedEnv):
         scores: dict[str, float] = await self._ask("scores")
         return scores
 
+    async def explanation(self) -> str:
+        text: str = await self._ask("explanation")
+        return text
+
     async def close(self) -> None:
         """Close the environment, without waiting for it."""
         if self._place is None:
