@@ -15,6 +15,7 @@ pytest.importorskip("ray", reason="needs the extra ray")
 from ludus.backends import BACKENDS
 from ludus.backends.ray.backend import RayBackend
 from ludus.backends.ray.cluster import Demand, connect, facts, require_equal
+from ludus.backends.ray.env_pool import PooledEnv
 from ludus.backends.ray.publication.weights import (
     checksum,
     copy_into,
@@ -28,6 +29,7 @@ from ludus.core.errors import ConfigError, TrainingError
 from ludus.core.types import Spec
 from ludus.models.build import build_model
 from ludus.models.chat.tokenizers import train_tokenizer
+from ludus.rollout.host import HostedEnv
 
 GPU = {"CPU": 2.0, "GPU": 1.0}
 
@@ -190,3 +192,9 @@ def test_other_names_and_shapes_are_refused() -> None:
     ):
         with pytest.raises(TrainingError, match=words):
             copy_into(target, [to_bucket(wrong.items())], 3)
+
+
+def test_an_environment_in_a_worker_has_all_calls_of_a_hosted_one() -> None:
+    """An inherited one would ask for an environment of this process."""
+    calls = {name for name in vars(HostedEnv) if not name.startswith("_")}
+    assert calls <= vars(PooledEnv).keys()
