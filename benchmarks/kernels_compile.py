@@ -27,7 +27,7 @@ from ludus.kernels.nvcc import NvccCompiler
 from ludus.kernels.triton.verifier import TritonVerifier
 from ludus.kernels.verify.problem import KernelProblem
 from tests.kernels.analysis.honest import HONEST
-from tests.kernels.triton.cheats import HONEST as IN_TRITON
+from tests.kernels.in_triton.cheats import HONEST as IN_TRITON
 from tests.kernels.verify.cheats import REFERENCE
 
 LEFT_OUT = ("host code", "cooperative groups")

@@ -247,3 +247,11 @@ def test_public_names_are_declared_to_type_checkers() -> None:
 def test_public_names_say_where_they_live() -> None:
     for name, module in ludus._EXPORTS.items():
         assert hasattr(importlib.import_module(module), name)
+
+
+def test_no_folder_of_tests_has_the_name_of_an_absent_package() -> None:
+    """pytest puts the parents of test folders on the path, where child processes would take the
+    folder for the package: torch asks for `triton`."""
+    tests = Path(__file__).parents[1]
+    names = {folder.name for folder in tests.rglob("*") if folder.is_dir()}
+    assert not names & {"flash_attn", "torchaudio", "torchvision", "triton", "xformers"}

@@ -155,7 +155,7 @@ async def test_nothing_is_left() -> None:
     assert ended(os.getpid())
     assert folder is not None
     assert not folder.exists()
-    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert len(os.listdir("/proc/self/fd")) <= open_files  # others may close theirs meanwhile
     assert own_groups() <= others
 
 

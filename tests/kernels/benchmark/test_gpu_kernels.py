@@ -16,7 +16,7 @@ from ludus.kernels.triton.verifier import TritonVerifier
 from ludus.kernels.verify.problem import KernelProblem
 from ludus.kernels.verify.verifier import KernelVerifier
 from ludus.tasks.kernels.generated import read_generated
-from tests.kernels.triton.cheats import HONEST as IN_TRITON
+from tests.kernels.in_triton.cheats import HONEST as IN_TRITON
 from tests.kernels.verify.cheats import CHEATS, HONEST, REFERENCE, RIGHT, body
 
 pytestmark = [pytest.mark.gpu, pytest.mark.asyncio(loop_scope="module")]

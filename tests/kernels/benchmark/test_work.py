@@ -14,7 +14,7 @@ from ludus.kernels.launches import Buffer, read_launches
 from ludus.kernels.triton.compiler import TritonCompiler
 from ludus.kernels.triton.launches import read_triton_launches, type_of, variant_of
 from ludus.kernels.triton.source import read_source
-from tests.kernels.triton.cheats import HONEST
+from tests.kernels.in_triton.cheats import HONEST
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

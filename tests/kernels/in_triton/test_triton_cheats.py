@@ -6,7 +6,7 @@ import pytest
 
 from ludus.kernels.triton.verifier import TritonVerifier
 from ludus.kernels.verify.problem import KernelProblem
-from tests.kernels.triton.cheats import CHEATS, HONEST
+from tests.kernels.in_triton.cheats import CHEATS, HONEST
 from tests.kernels.verify.cheats import REFERENCE
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
