@@ -21,13 +21,14 @@ STOPPED = {
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The end of a run: `outputs` of each trial, or a status with its message."""
+    """The end of a run: `outputs` of each trial, or a status with its message. `build_s` None: runs
+    of this kind build nothing."""
 
     outputs: tuple[bytes, ...] = ()
     status: VerifyStatus | None = None
     message: str = ""
     trial: int = 0
-    build_s: float = 0.0
+    build_s: float | None = None
     run_s: float = 0.0
 
 
@@ -49,7 +50,9 @@ class Job:
 
     def judged(self, run: Ran, referred: Referred) -> Verified:
         """The result of the outputs."""
-        self.seconds |= {"run": run.run_s} | ({"build": run.build_s} if run.build_s else {})
+        self.seconds |= {"run": run.run_s} | (
+            {"build": run.build_s} if run.build_s is not None else {}
+        )
         if run.status is not None:
             return self.ended(run.status, run.message, run.trial if run.trial > 0 else 0)
         passed, largest, message = 0, 0.0, ""
