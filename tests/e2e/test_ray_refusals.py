@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import shutil
 import site
-import subprocess
+import sys
 import venv
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from harness import BABYAI, Ludus
 
@@ -27,12 +25,7 @@ def cluster() -> Iterator[Any]:
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     yield cluster
-    address = cluster.address
     cluster.shutdown()
-    for process in psutil.process_iter():  # of nodes that this process did not start
-        with suppress(psutil.Error):
-            if any(address in argument for argument in process.cmdline()):
-                process.kill()
 
 
 def refused(ludus: Ludus, cluster: Any, text: str, *args: str) -> None:
@@ -50,16 +43,11 @@ def python_without_ludus(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def add_node(cluster: Any, python: Path) -> None:
+def add_node(cluster: Any, python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node whose processes are of another Python."""
-    command = [python, "-m", "ray.scripts.scripts", "start", "--num-cpus=1"]
-    subprocess.run(
-        [*map(str, command), f"--address={cluster.address}"],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        cwd=python.parent,
-        env={"PATH": "/usr/bin:/bin", "RAY_USAGE_STATS_ENABLED": "0"},
-    )
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(python))
+        cluster.add_node(num_cpus=1)
 
 
 def test_actors_for_which_there_is_no_room(ludus: Ludus, cluster: Any) -> None:
@@ -77,9 +65,11 @@ def test_gpus_that_this_machine_lacks(ludus: Ludus) -> None:
     assert not (ludus.cwd / "runs").exists()
 
 
-def test_nodes_with_other_packages(ludus: Ludus, cluster: Any, tmp_path: Path) -> None:
+def test_nodes_with_other_packages(
+    ludus: Ludus, cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     python = python_without_ludus(tmp_path / "venv")
-    add_node(cluster, python)
+    add_node(cluster, python, monkeypatch)
     refused(ludus, cluster, "a node of the cluster lacks ludus")
     own = next((tmp_path / "venv").glob("lib/python*/site-packages"))
     shutil.copytree(Path(package.__file__).parent, own / "ludus")
