@@ -12,7 +12,7 @@ PARALLEL := -n $(JOBS) --maxprocesses 8 --dist loadfile
 QUICK := tests/core tests/config tests/tasks tests/judges tests/evaluate tests/train/algorithms \
 	tests/models/kv_cache tests/envs/textcraft
 
-.PHONY: help setup test-setup vllm sglang verifiers appworld verl trinity demo test quick test-slow test-engines gpu-kit gpu
+.PHONY: help setup test-setup vllm sglang verifiers appworld verl trinity demo test quick test-slow test-long test-engines gpu-kit gpu
 .PHONY: audit check lint types layers format docs constraints clean
 
 help:  ## list the commands
@@ -48,13 +48,16 @@ demo: setup  ## train an agent on BabyAI: demonstrations, SFT, GRPO, evaluation,
 	$(BIN)/ludus train recipes/babyai-tiny.yaml
 
 test: test-setup lint types  ## run all checks, and all tests but those of the next commands
-	$(PYTEST) $(PARALLEL) -m "not slow and not engine"
+	$(PYTEST) $(PARALLEL) -m "not slow and not long and not engine"
 
 quick: lint layers  ## run the fast unit tests (under a minute)
-	$(PYTEST) -q $(PARALLEL) -m "not slow and not engine" $(QUICK)
+	$(PYTEST) -q $(PARALLEL) -m "not slow and not long and not engine" $(QUICK)
 
 test-slow: test-setup  ## run the slow tests, and the variants that `make test` leaves out
-	$(PYTEST) $(PARALLEL) -m "slow and not engine"
+	$(PYTEST) $(PARALLEL) -m "slow and not long and not engine"
+
+test-long: test-setup  ## run what repeats slow tests with other settings (CI does not: run it before a release)
+	$(PYTEST) $(PARALLEL) -m "long and not engine"
 
 test-engines: setup  ## run the tests of foreign engines: of `make vllm`, `sglang`, `verifiers`, `appworld`, `verl`, `trinity`
 	$(PYTEST) -m engine

@@ -128,6 +128,8 @@ print([worker.measure(gpu.Case("", "", m), bench, None, s)["error"] for m, s in 
 
 
 @pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_sft_and_ppo_beside_their_peers_have_equal_losses() -> None:
     """The program ends with an error where losses differ."""
     pytest.importorskip("trl", reason="TRL is not installed: nothing to compare with")
@@ -153,6 +155,7 @@ def test_a_step_beside_trl() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_time_to_success_beside_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="TRL is not installed: nothing to compare with")
     names = ("ludus", "rollout", "environment")

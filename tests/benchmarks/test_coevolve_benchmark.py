@@ -99,6 +99,7 @@ def test_an_empty_folder_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_conditions_share_the_first_run(tmp_path: Path) -> None:
     """An untrained agent proposes nothing: each co-evolution ends at its filter, and is told of."""
     recipe, out = tmp_path / "toy.yaml", tmp_path / "out"

@@ -102,7 +102,10 @@ def test_killed_the_second_process_ends_too_and_the_bits_are_the_same(
     assert bits(copy.cwd / ROOT) == bits(paired.cwd / ROOT)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)],
+)
 def test_stopped_by_a_signal_both_can_be_resumed(
     paired: Ludus, copy: Ludus, number: int, code: int
 ) -> None:

@@ -76,7 +76,9 @@ def test_actors_die_and_the_run_is_the_same(ludus: Ludus, reference: Ludus) -> N
     assert_same(ludus, reference, "retries", "rollout/retries", "rollout/unique_tokens")
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "stop", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)]
+)
 def test_stopped_it_leaves_no_process_and_goes_on_without_ray(
     ludus: Ludus, reference: Ludus, stop: signal.Signals
 ) -> None:

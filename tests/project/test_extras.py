@@ -109,7 +109,17 @@ def test_the_core_alone_names_the_extra_of_every_verb(wheel: Path, work: Path) -
     assert files(work) == before
 
 
-@pytest.mark.parametrize("extra", extras())
+FIRST = {"train", "serve", "kernels"}
+"""Extras that are tried always; the others by `make test-long`."""
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        extra if extra in FIRST else pytest.param(extra, marks=pytest.mark.long)
+        for extra in extras()
+    ],
+)
 def test_an_extra_alone_names_what_is_still_absent(extra: str, wheel: Path, work: Path) -> None:
     for name in requirements(extra):
         try:

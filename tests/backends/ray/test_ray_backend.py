@@ -13,8 +13,20 @@ from ludus.backends.conformance import CHECKS, Check, environments_play, judges_
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
 
-@pytest.mark.parametrize("weights", ["object_store", "broadcast"])
-@pytest.mark.parametrize("check", CHECKS)
+BROADCAST = {"versions_count_up", "resuming_equals_never_having_stopped"}
+"""Checks that the other publication is run through, too, and not only by `make test-long`."""
+
+
+@pytest.mark.parametrize(
+    ("check", "weights"),
+    [(check, "object_store") for check in CHECKS]
+    + [
+        pytest.param(
+            check, "broadcast", marks=[] if check.__name__ in BROADCAST else pytest.mark.long
+        )
+        for check in CHECKS
+    ],
+)
 async def test_conformance(
     check: Check, weights: str, make: Callable[..., Backend], tmp_path: Path
 ) -> None:

@@ -48,7 +48,7 @@ async def step(backend: RayBackend) -> dict[str, float]:
     return metrics
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 async def test_results_are_those_of_the_object_store(
     make: Make, tmp_path: Path, faults: list[tuple[str, bool]], ranks: int
 ) -> None:

@@ -64,8 +64,15 @@ async def test_a_sampler_that_dies_between_turns_gets_no_weights(
     backend.close()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "ranks"),
+    [
+        (False, 1),
+        (True, 2),
+        pytest.param(False, 2, marks=pytest.mark.long),
+        pytest.param(True, 1, marks=pytest.mark.long),
+    ],
+)
 async def test_a_dead_rank_is_replaced_and_its_steps_are_repeated(
     make: Make, tmp_path: Path, ranks: int, saved: bool
 ) -> None:
@@ -93,7 +100,7 @@ async def test_a_dead_rank_is_replaced_and_its_steps_are_repeated(
     struck.close()
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.long), True])
 async def test_weights_outlive_the_rank_that_published_them(
     make: Make, tmp_path: Path, training: bool
 ) -> None:

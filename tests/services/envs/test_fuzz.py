@@ -121,7 +121,7 @@ def existing() -> Iterator[tuple[Any, Existing]]:
         over.set()
 
 
-@pytest.mark.parametrize("examples", [6, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [6, pytest.param(100, marks=pytest.mark.long)])
 def test_no_request_causes_a_server_error(examples: int, existing: tuple[Any, Existing]) -> None:
     """Every route answers 2xx to some, and every refusal has the form of errors."""
     schema, opened = existing

@@ -11,7 +11,7 @@ from service_world import command
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
 
-@pytest.mark.parametrize("examples", [30, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [30, pytest.param(400, marks=pytest.mark.long)])
 def test_no_request_causes_a_server_error(examples: int) -> None:
     """Every route answers 2xx to some, and every refusal has the form of errors."""
     names = ["answer", "choice", "code", "format", "math", "qa"]

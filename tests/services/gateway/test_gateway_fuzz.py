@@ -58,7 +58,7 @@ def live(world: World) -> Iterator[tuple[Any, str]]:
     loop.close()
 
 
-@pytest.mark.parametrize("examples", [15, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [15, pytest.param(150, marks=pytest.mark.long)])
 def test_no_request_causes_a_server_error(examples: int, live: tuple[Any, str]) -> None:
     """Every route answers 2xx to some, and every refusal has the form of its API's errors."""
     schema, key = live

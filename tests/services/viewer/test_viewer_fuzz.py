@@ -13,7 +13,7 @@ from viewer_world import RUN, make_runs, viewer
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
 
-@pytest.mark.parametrize("examples", [30, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [30, pytest.param(400, marks=pytest.mark.long)])
 def test_no_request_causes_a_server_error(tmp_path: Path, examples: int) -> None:
     """Every route answers 2xx to some, and every refusal has the form of errors."""
     make_runs(tmp_path)
