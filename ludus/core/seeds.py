@@ -12,5 +12,5 @@ import hashlib
 def derive_seed(seed: int, *parts: str | int) -> int:
     """A 63-bit seed for the stream named by `parts`; the same on every platform."""
     text = "/".join([str(seed), *map(str, parts)])
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -24,6 +24,7 @@ from ludus.core.errors import ConfigError, DataError, MissingDependency
 from ludus.kernels import inside
 from ludus.kernels.cache import CompileCache, Entry
 from ludus.kernels.diagnostics import Diagnostic, diagnostics_of
+from ludus.kernels.ends import check_blame, cpu_seconds, out_of_time, waiting_longer
 from ludus.kernels.occupancy import limits_of
 from ludus.kernels.result import Compiled, CompileStatus, failed, kernels_of
 from ludus.sandbox.base import Code, Limits, RunResult, RunStatus
@@ -43,12 +44,11 @@ OPTIONS = (
 )  # fmt: skip
 """Patterns of options that a caller may give; others could read or write files."""
 ALWAYS = ("--ptxas-options=-v",)
-PROGRAM = f"import {inside.MODULE}; {inside.MODULE}.run()"
+PROGRAM = f"import {inside.MODULE}; {inside.MODULE}.run({{}})"
 OUT_OF_MEMORY, INVALID_OPTION, COMPILATION = 1, 5, 6
 """Codes of NVRTC (nvrtc.h, nvrtcResult)."""
 EXHAUSTED = re.compile(r"^kernel\.cu\(\d+\): catastrophic error: out of memory$", re.M)
 STOPPED = {
-    RunStatus.TIME_LIMIT: CompileStatus.TIME_LIMIT,
     RunStatus.MEMORY_LIMIT: CompileStatus.MEMORY_LIMIT,
     RunStatus.OUTPUT_LIMIT: CompileStatus.OUTPUT_LIMIT,
 }
@@ -107,8 +107,9 @@ class CudaCompiler:
         files = {inside.SOURCE: source.encode(), inside.OPTIONS: json.dumps(given).encode()}
         if names:
             files[inside.NAMES] = json.dumps(names).encode()
-        code = Code(PROGRAM, "python", files=files, fetch=[inside.CUBIN, inside.SYMBOLS])
-        result = await self._jail.run(code, self._limits)
+        text = PROGRAM.format(cpu_seconds(self._limits))
+        code = Code(text, "python", files=files, fetch=[inside.CUBIN, inside.SYMBOLS])
+        result = await self._jail.run(code, waiting_longer(self._limits))
         ended = self._ended(result, architecture)
         if isinstance(ended, Compiled):
             return replace(ended, seconds=result.seconds)
@@ -118,7 +119,13 @@ class CudaCompiler:
         return replace(compiled, symbols=_symbols(result)) if names else compiled
 
     def _ended(self, result: RunResult, architecture: str) -> Entry | Compiled:
-        """NVRTC's answer; a result, where it did not come to one."""
+        """NVRTC's answer; a result, where it did not come to one.
+
+        Errors: ConfigError, ToolError.
+        """
+        check_blame(result, "NVRTC", self._limits)
+        if out_of_time(result):
+            return self._stopped(CompileStatus.TIME_LIMIT, architecture, result.stdout)
         if status := STOPPED.get(result.status):
             return self._stopped(status, architecture, result.stdout)
         code = result.exit_code or 0
@@ -147,7 +154,7 @@ class CudaCompiler:
     def _stopped(self, status: CompileStatus, architecture: str, log: str) -> Compiled:
         limits = self._limits
         message = {
-            CompileStatus.TIME_LIMIT: f"compiling takes more than {limits.run_s:g} s",
+            CompileStatus.TIME_LIMIT: f"compiling takes more than {cpu_seconds(limits)} s",
             CompileStatus.MEMORY_LIMIT: f"compiling needs more than {limits.memory_mb} MB",
             CompileStatus.OUTPUT_LIMIT: f"the log exceeds {limits.output_bytes:,} bytes, or the "
             f"cubin {limits.disk_mb} MB",

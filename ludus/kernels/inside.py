@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -169,8 +170,10 @@ def prepare() -> Nvrtc:
     return nvrtc
 
 
-def run() -> NoReturn:
-    """Compile what lies in the working folder; see the head of this file."""
+def run(cpu_s: int) -> NoReturn:
+    """Compile what lies in the working folder, in at most `cpu_s` seconds of processor time; see
+    the head of this file."""
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     assert NVRTC is not None
     options = json.loads(Path(OPTIONS).read_text(encoding="utf-8"))
     source = Path(SOURCE).read_bytes()

@@ -223,7 +223,8 @@ class LineReader:
         if not text.strip():
             return []
         found = self.parsed(f"[{text}]")
-        assert isinstance(found, ast.List)
+        if not isinstance(found, ast.List):  # the text closes the bracket and opens others
+            raise self.error(f"{text.strip()[:60]!r} is no list such as a, out, n")
         return found.elts
 
     def dim3(self, node: ast.expr, what: str, most: Dim3) -> Dim3:

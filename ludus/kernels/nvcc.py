@@ -25,9 +25,10 @@ from ludus.kernels import inside_nvcc as inside
 from ludus.kernels.cache import CompileCache, Entry
 from ludus.kernels.compiler import ALWAYS, STOPPED, check_options, unreadable
 from ludus.kernels.diagnostics import MAX_DIAGNOSTICS, MAX_MESSAGE, Diagnostic, diagnostics_of
+from ludus.kernels.ends import check_blame, killed
 from ludus.kernels.occupancy import limits_of
 from ludus.kernels.result import Compiled, CompileStatus, failed, kernels_of
-from ludus.sandbox.base import Code, Limits, RunResult
+from ludus.sandbox.base import Code, Limits, RunResult, RunStatus
 from ludus.sandbox.bubblewrap import PACKAGES_DIR
 from ludus.sandbox.jail import Jail
 from ludus.sandbox.languages import PATH
@@ -43,6 +44,7 @@ _HOST = re.compile(
     r"(?P<severity>fatal error|error|warning|note): (?P<message>.*)"
 )
 _DRIVER = re.compile(r"nvcc (?P<severity>fatal|error|warning)\s*:\s*(?P<message>.*)")
+_STOPPED = {**STOPPED, RunStatus.TIME_LIMIT: CompileStatus.TIME_LIMIT}
 _MEMORY = re.compile(r"cc1plus: out of memory|virtual memory exhausted|bad_alloc|out of memory")
 
 
@@ -103,10 +105,14 @@ class NvccCompiler:
         return compiled
 
     def _ended(self, result: RunResult, architecture: str) -> Compiled | None:
-        """The result, where nvcc came to no answer."""
-        limits, status = self._limits, STOPPED.get(result.status)
+        """The result, where nvcc came to no answer. Errors: ConfigError, ToolError."""
+        limits, status = self._limits, _STOPPED.get(result.status)
         code, log = result.exit_code or 0, result.stdout
-        if code == -signal.SIGKILL or (code and _MEMORY.search(log)):
+        if status is None:
+            check_blame(result, "nvcc", limits)
+            if code == inside.SIGNALLED + signal.SIGKILL or "died due to signal 9" in log:
+                raise killed("nvcc")
+        if code and _MEMORY.search(log):
             status = CompileStatus.MEMORY_LIMIT
         if status is not None:
             message = {

@@ -133,7 +133,7 @@ class Cuda(Env):
             )
         self._timed = timing != "off" and times_kernels(required=timing == "gpu")
         self._settings = Settings(architecture, trials, run_s, parallel, self._timed)
-        self._refuse_without_effect(asked=timing != "off")
+        self._refuse_without_effect(asked=timing != "off", always=timing == "gpu")
         low, high = reward.score_range(timed=self._timed, rounds=rounds)
         if not self._gains:
             high *= rounds
@@ -141,14 +141,18 @@ class Cuda(Env):
         self._task: Task | None = None
         self._attempts: list[Attempt] = []
 
-    def _refuse_without_effect(self, *, asked: bool) -> None:
-        """`asked`: kernels are timed, if not here then on a machine with a GPU. Errors:
-        ConfigError."""
+    def _refuse_without_effect(self, *, asked: bool, always: bool) -> None:
+        """`asked`: kernels are timed, if not here then on a machine with a GPU; `always`: or the
+        run ends. Errors: ConfigError."""
         self._reward.check(timed=self._timed, asked=asked, rounds=self._rounds)
         early = {"stop_speedup": self._stop_speedup, "stop_efficiency": self._stop_efficiency}
         given = [name for name, value in early.items() if value is not None]
         if given and self._rounds == 1:
             raise ConfigError(f"{given[0]}: an episode of one round has no earlier end: set rounds")
+        if self._stop_efficiency is not None and always:
+            raise ConfigError(
+                "stop_efficiency: kernels are timed: set stop_speedup, or timing: off"
+            )
         if self._stop_speedup is not None and not asked:
             raise ConfigError("stop_speedup: nothing is timed: set timing: gpu, or stop_efficiency")
         if not self._gains and self._rounds == 1:
@@ -167,8 +171,8 @@ class Cuda(Env):
 
     async def reset(self, task: Task) -> Observation:
         self._task, self._attempts = None, []
-        self._problem = KernelProblem.of(task)
         try:
+            self._problem = KernelProblem.of(task)
             self._face = await self._worker.interface(self._problem, self._seed(task))
         except DataError as error:
             raise Unscorable(f"cuda: task {task.id}: {error}") from None
@@ -209,13 +213,14 @@ class Cuda(Env):
                 parts = self._reward.parts
                 efficiency = efficiency_of(source, verified, self._face, parts)
             found, numbers = report(verified, efficiency), measured(verified, efficiency)
-        bases = [earlier.scored.base for earlier in self._attempts]
+        bases = [turn.scored.base for turn in self._attempts if turn.measured.correct]
         scored = self._reward.score(numbers, timed=self._timed, best=max(bases, default=None))
         return Attempt(self._role, kernel, numbers, scored, found)
 
     async def _verified(self, task: Task, source: str) -> Verified:
         """Errors: Unscorable, ToolError."""
-        seed = self._seed(task, source if self._language.tables else "")
+        turn = len(self._attempts)  # a turn's report tells values: the next turn has other inputs
+        seed = self._seed(task, source if self._language.tables else str(turn or ""))
         found = await self._worker.verify(source, self._problem, seed)
         if found.status in NOT_OURS:
             raise Unscorable(f"cuda: task {task.id}: {found.status}: {found.message}")

@@ -44,7 +44,8 @@ class Language(Protocol):
 
     tables: bool
     """True if a kernel can hold a table of outputs that were learnt by heart: each kernel has
-    inputs of its own. False: the kernels of a task share inputs, and a run of the reference."""
+    inputs of its own. False: the kernels of a turn of a task share inputs, and a run of the
+    reference."""
 
     def opening(self, task: Task, interface: Interface, guide: bool) -> str:
         """The text that opens an episode; with `guide` it tells how to write a kernel."""

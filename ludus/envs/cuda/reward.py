@@ -50,12 +50,23 @@ class Scored:
     explanation: str = ""
 
 
+MAX_NUMBER = 1e6
+OF_WEIGHT = {
+    "performance": {"full_speedup"},
+    "efficiency": {"occupancy", "spills", "patterns", "spill_bytes", "pattern_cost"},
+    "spills": {"spill_bytes"},
+    "patterns": {"pattern_cost"},
+    "speedup_bonus": {"speedup_bonus_at"},
+}
+"""Numbers that have no effect where a weight is 0."""
+
+
 class Parts(Section):
     """Weights of the named parts, bonuses, and the numbers behind performance and efficiency."""
 
     compilation: float = Field(0.30, ge=0, description="Weight: it compiles, and can be launched.")
     correctness: float = Field(
-        0.30, ge=0, description="Weight: the values of all trials are right."
+        0.30, gt=0, description="Weight: the values of all trials are right."
     )
     performance: float = Field(0.25, ge=0, description="Weight: the speed-up, where it is timed.")
     efficiency: float = Field(0.10, ge=0, description="Weight: occupancy, spills, slow patterns.")
@@ -69,15 +80,22 @@ class Parts(Section):
     speedup_bonus: float = Field(0.1, ge=0, description="Added at a speed-up of speedup_bonus_at.")
     speedup_bonus_at: float = Field(2.0, gt=0, description="Speed-up from which it is added.")
     improvement_bonus: float = Field(
-        0.1, ge=0, description="Added: this times what a later turn adds to the best value so far."
+        0.1,
+        ge=0,
+        description="Added: this times what a later right kernel adds to the best right one.",
     )
 
     @model_validator(mode="after")
     def _has_weight(self) -> Parts:
-        if not self.compilation + self.correctness > 0:
-            raise ValueError("compilation and correctness cannot both be 0")
+        for name in type(self).model_fields:
+            if not getattr(self, name) <= MAX_NUMBER:
+                raise ValueError(f"{name} is at most {MAX_NUMBER:g}")
         if not self.occupancy + self.spills + self.patterns > 0:
             raise ValueError("occupancy, spills and patterns cannot all be 0")
+        for weight, numbers in OF_WEIGHT.items():
+            for name in sorted(numbers & self.model_fields_set):
+                if getattr(self, weight) == 0 and getattr(self, name) != 0:
+                    raise ValueError(f"{name} has no effect with {weight}: 0")
         return self
 
 
@@ -182,8 +200,8 @@ class KernelReward(Section):
         return (weights["compilation"] + weights["correctness"]) / sum(weights.values()) - 1e-9
 
     def score(self, measured: Measured, *, timed: bool, best: float | None = None) -> Scored:
-        """The value of a kernel. `best`: the highest `base` of the earlier turns; None: there is
-        none, so nothing to improve on."""
+        """The value of a kernel. `best`: the highest `base` of the earlier right kernels; None:
+        there is none, so nothing to improve on."""
         if self.kind == "kevin":
             return self._kevin(measured)
         if self.kind == "ladder":
@@ -216,7 +234,7 @@ class KernelReward(Section):
         bonuses = {}
         if timed and right and (measured.speedup or 0.0) >= numbers.speedup_bonus_at:
             bonuses["speedup_bonus"] = numbers.speedup_bonus
-        if best is not None and base > best:
+        if right and best is not None and base > best:
             bonuses["improvement_bonus"] = numbers.improvement_bonus * (base - best)
         told += "".join(f"; {value:+.3g} {name}" for name, value in bonuses.items())
         value = base + sum(bonuses.values())

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import struct
 import subprocess
 import time
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 MODULE = "ludus_shim"
-COMPILE_FAILED, FORBIDDEN, LINK_FAILED, BUILT = 50, 51, 52, 0
+COMPILE_FAILED, FORBIDDEN, LINK_FAILED, TOO_SLOW, KILLED, BUILT = 50, 51, 52, 53, 54, 0
 FLAGS = (
     "-std=c++17", "-O1", "-nostdinc", "-fPIC", "-fvisibility=hidden", "-fno-exceptions",
     "-fno-rtti", "-ffp-contract=off", "-fno-math-errno", "-fno-asynchronous-unwind-tables",
@@ -155,28 +157,46 @@ def build_runner() -> None:
     os._exit(BUILT)
 
 
-def build() -> NoReturn:
+def bound(cpu_s: int) -> None:
+    """Bound the processor time of this process and of each that it starts."""
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+
+
+def _failed(done: subprocess.CompletedProcess[bytes], code: int) -> NoReturn:
+    """End with `code`, or with that of a compiler that a signal has ended; g++ names the signal
+    of its parts."""
+    ended = done.returncode
+    if ended == -signal.SIGXCPU or b"CPU time limit exceeded signal term" in done.stderr:
+        code = TOO_SLOW
+    elif ended == -signal.SIGKILL or b"Killed signal terminated" in done.stderr:
+        code = KILLED
+    _end(code, done.stderr.decode("utf-8", "replace"))
+
+
+def build(cpu_s: int) -> NoReturn:
     """Compile a kernel, look at the object, and link it; see the head of this file."""
+    bound(cpu_s)
     began = time.monotonic()
     compile_ = ["g++", *FLAGS, "-include", "cuda.h", "-c", "kernel.cpp", "-o", "kernel.o"]
     done = _call(*compile_)
     if done.returncode and b"section type conflict" in done.stderr:
         done = _call(*compile_, "-DLUDUS_PLAIN_SHARED")
     if done.returncode:
-        _end(COMPILE_FAILED, done.stderr.decode("utf-8", "replace"))
+        _failed(done, COMPILE_FAILED)
     problem, waits = forbidden(Path("kernel.o").read_bytes())
     if problem:
         _end(FORBIDDEN, problem)
     libgcc = Path("libgcc.txt").read_text(encoding="utf-8")
     done = _call("ld", "-shared", "-z", "noexecstack", "-o", "kernel.so", "kernel.o", libgcc)
     if done.returncode:
-        _end(LINK_FAILED, done.stderr.decode("utf-8", "replace"))
+        _failed(done, LINK_FAILED)
     built = {"seconds": time.monotonic() - began, "waits": waits}
     Path("built.json").write_text(json.dumps(built), encoding="utf-8")
     os._exit(BUILT)
 
 
-def run(waits: bool) -> NoReturn:
+def run(waits: bool, cpu_s: int) -> NoReturn:
     """Become the runner of a kernel that is built."""
+    bound(cpu_s)
     os.chmod("runner", 0o755)
     os.execv("./runner", ["runner", "./kernel.so", "1" if waits else "0"])

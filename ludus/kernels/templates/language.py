@@ -34,6 +34,7 @@ FUNCTIONS = {
 MAX_TEXT, MAX_DEPTH, MAX_LOOPS, MAX_REDUCTIONS, MAX_DIGITS = 2000, 20, 8, 4, 6
 OUT = "out"
 
+MAX_NUMBER = 3e38  # of a float
 _TOKEN = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)|([A-Za-z_]\w*)|([-+*/%(),:<=\[\]])")
 
 
@@ -333,6 +334,8 @@ class _Line:
             raise self._place.error(
                 f"here stands a number, not {self._next or 'the end of the line'!r}"
             )
+        if self._next != "inf" and float(self._next) > MAX_NUMBER:
+            raise self._place.error(f"a number is at most {MAX_NUMBER:g}, or inf")
         return self._take()
 
     def _indices(self) -> tuple[Expression, ...]:

@@ -9,7 +9,6 @@ async with TritonCompiler() as compiler:
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +18,7 @@ from typing import Any, Self
 from ludus.core.errors import ConfigError, DataError, MissingDependency
 from ludus.kernels.cache import CompileCache, Entry
 from ludus.kernels.diagnostics import Diagnostic
+from ludus.kernels.ends import check_blame
 from ludus.kernels.occupancy import limits_of
 from ludus.kernels.result import Compiled, CompileStatus, KernelResources, failed, kernels_of
 from ludus.kernels.triton import inside_compile as inside
@@ -113,9 +113,11 @@ class TritonCompiler:
         return compiled
 
     def _ended(self, result: RunResult, architecture: str) -> Compiled | None:
-        """The result, where the compiler came to no answer."""
+        """The result, where the compiler came to no answer. Errors: ToolError."""
         limits, status = self._limits, STOPPED.get(result.status)
-        if result.exit_code == -signal.SIGKILL or "MemoryError" in result.stderr[-2000:]:
+        if status is None:
+            check_blame(result, "Triton's compiler", limits)
+        if "MemoryError" in result.stderr[-2000:]:
             status = CompileStatus.MEMORY_LIMIT
         if status is not None:
             message = {

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ludus.kernels.ends import check_blame
 from ludus.kernels.launches import Buffer
 from ludus.kernels.triton import inside_run as inside
 from ludus.kernels.triton.compiler import require_interpreter
@@ -77,7 +77,8 @@ def _ran(result: RunResult, plan: TritonPlan, size: int, trials: int, limits: Li
     if result.status is RunStatus.TIME_LIMIT:
         text = f"interpreting takes more than {limits.run_s:g} s"
         return ended(VerifyStatus.TIME_LIMIT, text)
-    if result.status is RunStatus.MEMORY_LIMIT or result.exit_code == -signal.SIGKILL:
+    check_blame(result, "Triton's interpreter", limits)
+    if result.status is RunStatus.MEMORY_LIMIT:
         return ended(VerifyStatus.MEMORY_LIMIT, f"it needs more than {limits.memory_mb} MB")
     try:
         report = json.loads(result.files.get("report.json", b"{}"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import keyword
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -12,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ludus.core.errors import DataError
+from ludus.kernels.verify.inside import DTYPES
 
 Array = npt.NDArray[Any]
 
@@ -19,6 +22,8 @@ TOLERANCE = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2
 """Absolute, and relative to the reference, as in KernelBench; other types must be equal."""
 TINY = 0.01
 MAX_HEADER = 1_000_000
+MAX_NUMBER = 2.0**63
+"""Of the numbers among the inputs."""
 _POISON = {  # of the trials 0, 2, ... and 1, 3, ...
     0: b"\xff", 1: b"\x71",
 }  # fmt: skip
@@ -79,15 +84,24 @@ def read_trials(data: bytes, number: int) -> list[Trial]:
         for item in json.loads(head):
             tensors = []
             for name, shape, dtype, size in item["tensors"]:
-                if not (isinstance(name, str) and name.isidentifier() and len(name) < 60):
+                if not (isinstance(name, str) and name.isidentifier() and len(name) < 60) or (
+                    keyword.iskeyword(name)
+                ):
                     raise ValueError(f"the name {name!r:.40} is not possible")
-                wanted = int(np.prod([int(side) for side in shape], dtype=np.int64))
+                if dtype not in DTYPES:
+                    raise ValueError(f"{name} is of type {dtype!r:.40}, not {', '.join(DTYPES)}")
+                if not all(type(side) is int and side > 0 for side in shape):
+                    raise ValueError(f"{name} has the shape {shape!r:.60}")
+                wanted = math.prod(shape)
                 wanted *= np.dtype(_RAW.get(dtype, dtype)).itemsize
                 if size != wanted or size < 0 or at + size > len(body) or size == 0:
                     raise ValueError(f"{name} has {size} bytes")
-                tensors.append(Tensor(name, tuple(map(int, shape)), dtype, body[at : at + size]))
+                tensors.append(Tensor(name, tuple(shape), dtype, body[at : at + size]))
                 at += size
             numbers = {str(key): value for key, value in item["numbers"].items()}
+            for key, value in numbers.items():
+                if type(value) not in (bool, int, float) or not abs(value) <= MAX_NUMBER:
+                    raise ValueError(f"the number {key:.40} is {value!r:.40}")
             names = [tensor.name for tensor in tensors] + [*numbers]
             if len({*names}) != len(names):
                 raise ValueError("two inputs have the same name")
@@ -98,7 +112,15 @@ def read_trials(data: bytes, number: int) -> list[Trial]:
         }
         if len(trials) != number or len(layouts) != 1:
             raise ValueError("the shapes change from one seed to another")
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        RecursionError,
+        OverflowError,
+        AttributeError,
+    ) as error:
         raise DataError(f"the reference: {str(error)[:200]}") from None
     return trials
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.core.errors import DataError
 from ludus.core.once import Once
+from ludus.kernels.ends import check_blame
 from ludus.kernels.verify import inside
 from ludus.kernels.verify.compare import Trial, read_trials, unfit
 from ludus.kernels.verify.problem import Interface
@@ -63,34 +63,37 @@ class References:
         key = hashlib.sha256(f"{seeds}{reference}".encode("utf-8", "surrogatepass")).digest()
 
         async def run() -> tuple[Referred, bool]:
-            return await self._run(reference, seeds), True
+            referred, lasts = await self._run(reference, seeds)
+            return referred, lasts
 
         return await self._once.of(key, run)
 
-    async def _run(self, reference: str, seeds: tuple[int, ...]) -> Referred:
+    async def _run(self, reference: str, seeds: tuple[int, ...]) -> tuple[Referred, bool]:
+        """Also whether it would end so again. Errors: ToolError."""
         try:
             text = reference.encode()
         except UnicodeEncodeError:
-            return Referred("the reference is no valid text")
+            return Referred("the reference is no valid text"), True
         files = {"reference.py": text, "seeds.json": json.dumps(seeds).encode()}
         code = Code(PROGRAM, "python", files=files, fetch=["trials.bin"])
         result = await self._jail.run(code, self._limits)
         limits = self._limits
         if result.status is RunStatus.TIME_LIMIT:
-            return Referred(f"the reference takes more than {limits.run_s:g} s")
-        if result.status is RunStatus.MEMORY_LIMIT or result.exit_code == -signal.SIGKILL:
-            return Referred(f"the reference needs more than {limits.memory_mb} MB")
+            return Referred(f"the reference takes more than {limits.run_s:g} s"), False
+        check_blame(result, "the reference's process", limits)
+        if result.status is RunStatus.MEMORY_LIMIT:
+            return Referred(f"the reference needs more than {limits.memory_mb} MB"), True
         if result.status is RunStatus.OUTPUT_LIMIT:
-            return Referred(f"the reference's tensors exceed {limits.disk_mb} MB")
+            return Referred(f"the reference's tensors exceed {limits.disk_mb} MB"), True
         if result.exit_code != 0 or "trials.bin" not in result.files:
             said = (result.stderr.strip().splitlines() or [f"exit code {result.exit_code}"])[-1]
-            return Referred(f"the reference: {said[:300]}")
+            return Referred(f"the reference: {said[:300]}"), True
         try:
             trials = read_trials(result.files["trials.bin"], len(seeds))
         except DataError as error:
-            return Referred(str(error))
+            return Referred(str(error)), True
         problem = unfit(trials)
-        return Referred(f"the reference: {problem}" if problem else "", tuple(trials))
+        return Referred(f"the reference: {problem}" if problem else "", tuple(trials)), True
 
     async def close(self) -> None:
         """End the processes."""

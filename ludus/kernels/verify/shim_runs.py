@@ -8,13 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ludus.core.errors import ConfigError, ToolError
 from ludus.core.once import Once
+from ludus.kernels.ends import (
+    check_blame,
+    cpu_seconds,
+    killed,
+    out_of_time,
+    waiting_longer,
+)
 from ludus.kernels.launches import Buffer, Plan
 from ludus.kernels.shim import inside
 from ludus.kernels.verify.compare import Trial
@@ -26,8 +32,8 @@ from ludus.sandbox.jail import Jail
 from ludus.sandbox.languages import language_named
 
 BUILD_RUNNER = f"import {inside.MODULE}; {inside.MODULE}.build_runner()"
-BUILD = f"import {inside.MODULE}; {inside.MODULE}.build()"
-RUN = f"import {inside.MODULE}; {inside.MODULE}.run({{}})"
+BUILD = f"import {inside.MODULE}; {inside.MODULE}.build({{}})"
+RUN = f"import {inside.MODULE}; {inside.MODULE}.run({{}}, {{}})"
 BUILD_LIMITS = Limits(run_s=120.0, memory_mb=2048, num_processes=16, disk_mb=64)
 LIMITS = Limits(run_s=10.0, memory_mb=1024, num_processes=16, disk_mb=64, output_bytes=100_000)
 MAX_BYTES = 256 << 20
@@ -108,8 +114,10 @@ class Shim:
             disk_mb=self._limits.disk_mb + (total >> 20),
             output_bytes=self._limits.output_bytes,
         )
-        code = Code(RUN.format(built.waits), files=files, fetch=["report.txt", "outputs.bin"])
-        return _ended(await self._jail.run(code, limits), plan, len(trials), size, limits, built)
+        text = RUN.format(built.waits, cpu_seconds(limits))
+        code = Code(text, files=files, fetch=["report.txt", "outputs.bin"])
+        result = await self._jail.run(code, waiting_longer(limits))
+        return _ended(result, plan, len(trials), size, limits, built)
 
     async def _built(self, source: str, plan: Plan) -> Built:
         """The build of a source with the kernels of a plan; kept, if it was not stopped.
@@ -135,15 +143,19 @@ class Shim:
             **{f"headers/{name}": b"" for name in headers},
             **await self._runner_files(),
         }
-        code = Code(BUILD, files=files, fetch=["kernel.so", "built.json"])
         limits = self._limits
-        result = await self._jail.run(code, limits)
-        if result.status is RunStatus.TIME_LIMIT:
-            text_ = f"compiling for the CPU takes more than {limits.run_s:g} s"
+        text_ = BUILD.format(cpu_seconds(limits))
+        code = Code(text_, files=files, fetch=["kernel.so", "built.json"])
+        result = await self._jail.run(code, waiting_longer(limits))
+        check_blame(result, "g++", limits)
+        if result.exit_code == inside.TOO_SLOW or out_of_time(result):
+            text_ = f"compiling for the CPU takes more than {cpu_seconds(limits)} s"
             return Built(None, text_, b"", False, result.seconds, VerifyStatus.TIME_LIMIT)
-        if result.status is RunStatus.MEMORY_LIMIT or result.exit_code == -signal.SIGKILL:
+        if result.status is RunStatus.MEMORY_LIMIT:
             text_ = f"compiling for the CPU needs more than {limits.memory_mb} MB"
             return Built(None, text_, b"", False, result.seconds, VerifyStatus.MEMORY_LIMIT)
+        if result.exit_code == inside.KILLED:
+            raise killed("g++")
         facts = json.loads(result.files.get("built.json", b"{}"))
         shared = result.files.get("kernel.so", b"")
         code_ = result.exit_code if facts or result.exit_code else inside.COMPILE_FAILED
@@ -169,14 +181,16 @@ class Shim:
 def _ended(
     result: RunResult, plan: Plan, num_trials: int, size: int, limits: Limits, built: Built
 ) -> Ran:
-    """The end of a run; `size` of the output of a trial."""
+    """The end of a run; `size` of the output of a trial. Errors: ToolError."""
 
     def ended(status: VerifyStatus, message: str, trial: int = 0) -> Ran:
         return Ran((), status, message, trial, built.seconds, result.seconds)
 
-    if result.status is RunStatus.TIME_LIMIT:
-        return ended(VerifyStatus.TIME_LIMIT, f"running takes more than {limits.run_s:g} s")
-    if result.status is RunStatus.MEMORY_LIMIT or result.exit_code == -signal.SIGKILL:
+    check_blame(result, "the kernel's process", limits)
+    if out_of_time(result):
+        text = f"running takes more than {cpu_seconds(limits)} s of processor time"
+        return ended(VerifyStatus.TIME_LIMIT, text)
+    if result.status is RunStatus.MEMORY_LIMIT:
         text = f"the kernel needs more than {limits.memory_mb} MB"
         return ended(VerifyStatus.MEMORY_LIMIT, text)
     code = result.exit_code

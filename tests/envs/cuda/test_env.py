@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ludus.core.errors import ConfigError, DataError, EnvError, ToolError, Unscorable
+from ludus.core.errors import ConfigError, EnvError, ToolError, Unscorable
 from ludus.core.types import Message, Spec, StepResult, Task
 from ludus.envs import ENVS
 from ludus.envs.checks.check import check_env
@@ -144,20 +144,20 @@ async def test_a_reference_that_tests_nothing_has_no_reward(expression: str, pro
 
 
 async def test_a_task_without_a_reference_names_the_readers() -> None:
-    with pytest.raises(DataError, match="generated_kernels"):
+    with pytest.raises(Unscorable, match="generated_kernels"):
         await made().reset(Task(id="bad"))
 
 
 async def test_an_episode_earns_its_best_value() -> None:
     env = made(rounds=4, stop_efficiency=1.0)
-    kernels = ["nonsense", spoilt(PLAIN), PLAIN, spoilt(PLAIN)]
+    kernels = ["nonsense", spoilt(PLAIN), PLAIN, GOOD]
     results = await played(env, *kernels)
     assert [r.terminated for r in results] == [False, False, False, True]
+    assert GOOD != PLAIN
     scores = env.scores()
     rewards = [float(r.reward or 0.0) for r in results]
     assert rewards[0] == 0.0
-    assert rewards[1] == pytest.approx(0.4 + 0.1 * 0.4)  # with the bonus for improvement
-    assert rewards[3] == 0.0  # a worse turn takes nothing away
+    assert rewards[1] == pytest.approx(0.4)
     assert sum(rewards) == pytest.approx(scores["best"])
     assert scores["best"] == max(scores[f"turn_{i}"] for i in range(1, 5))
     assert env.success_at <= sum(rewards) <= env.score_range[1]
@@ -165,7 +165,33 @@ async def test_an_episode_earns_its_best_value() -> None:
     assert [line.split(":")[0] for line in lines[::2]] == [
         "turn 1 (generator)", "turn 2 (generator)", "turn 3 (generator)", "turn 4 (optimiser)",
     ]  # fmt: skip
-    assert "improvement_bonus" in lines[5]
+    bonus = ["improvement_bonus" in line for line in lines[1::2]]
+    assert bonus == [False, False, False, True], "what improves on a wrong kernel earns no bonus"
+
+
+async def test_a_worse_turn_takes_nothing_away() -> None:
+    env = made(rounds=2, stop_efficiency=1.0)
+    right, wrong = await played(env, PLAIN, spoilt(PLAIN))
+    assert (right.reward or 0.0) > 0.4
+    assert wrong.reward == 0.0
+
+
+async def test_a_message_of_half_a_character_is_a_failure_that_is_told() -> None:
+    (result,) = await played(made(), GOOD + "// \ud800")
+    assert "a lone surrogate" in result.messages[0].content
+    assert result.reward == 0.0
+
+
+async def test_each_turn_of_a_template_kernel_has_other_inputs() -> None:
+    """A report tells a wrong value and the right one: neither is of use in the next turn."""
+    env = made(language="templates", rounds=3, guide=False)
+    wrong = "thread 32 for i < out0\nout[i] = a[0, 0]"
+    task = problem("reduction", 4)
+    await env.reset(task)
+    message = Message(role="assistant", content=wrong)
+    told = [(await env.step(message)).messages[0].content.splitlines()[0] for _ in range(3)]
+    assert all(text.startswith("wrong: ") for text in told)
+    assert len({*told}) == 3
 
 
 async def test_kevins_turns_have_values_of_their_own() -> None:

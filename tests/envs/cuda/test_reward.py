@@ -56,6 +56,7 @@ def test_the_bonus_for_improvement_is_of_later_turns_and_of_what_they_add() -> N
     assert scored.parts["improvement_bonus"] == pytest.approx(0.1 * (scored.base - 0.4))
     assert scored.value == pytest.approx(scored.base + 0.1 * (scored.base - 0.4))
     assert plain.score(WRONG, timed=False, best=0.9).value == pytest.approx(0.4)
+    assert plain.score(WRONG, timed=False, best=0.0).value == pytest.approx(0.4)
 
 
 def test_success_is_a_right_kernel_of_any_speed_and_efficiency() -> None:
@@ -112,7 +113,10 @@ def test_all_values_are_in_the_range() -> None:
         ({"kind": "kevin", "parts": {"performance": 0.5}}, "parts has no effect"),
         ({"kind": "parts", "ladder": {}}, "ladder has no effect"),
         ({"parts": {"speed": 1}}, "speed"),
-        ({"parts": {"compilation": 0, "correctness": 0}}, "cannot both be 0"),
+        ({"parts": {"correctness": 0}}, "greater than 0"),
+        ({"parts": {"compilation": 1e308}}, "compilation is at most"),
+        ({"parts": {"patterns": 0, "pattern_cost": 0.5}}, "pattern_cost has no effect with patt"),
+        ({"parts": {"efficiency": 0, "occupancy": 0.9}}, "occupancy has no effect with effic"),
         ({"parts": {"occupancy": 0, "spills": 0, "patterns": 0}}, "cannot all be 0"),
         ({"kind": "ladder", "ladder": {"steps": {1.0: 0.5, 2.0: 0.1}}}, "cannot have a lower"),
         ({"kind": "ladder", "ladder": {"wrong": 0.0}}, "above all failures"),
