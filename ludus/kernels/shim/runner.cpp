@@ -340,8 +340,11 @@ static void check_guards() {
             }
         for (const unsigned char *p = after; p < last; p++)
             if (*p != guard(i, p - b.base)) {
-                snprintf(text, sizeof text, "`%s` is written %zu bytes behind its end", b.name,
-                         (size_t)(p - after));
+                if (p == after)
+                    snprintf(text, sizeof text, "`%s` is written directly after its end", b.name);
+                else
+                    snprintf(text, sizeof text, "`%s` is written %zu bytes after its end", b.name,
+                             (size_t)(p - after));
                 end("bounds", text);
             }
     }
