@@ -44,7 +44,9 @@ def kernel_of(message: str, language: Language) -> str:
         if language.needs not in message or not message.strip():
             raise SourceError(f"the message has no kernel: write it in a block {fence}")
         return message
-    kernels = [text for label, text in blocks if label in language.fences and text.strip()]
+    fitting = [block for block in blocks if block[0] in language.fences and block[1].strip()]
+    labelled = [text for label, text in fitting if label]  # blocks without a label may be prose
+    kernels = labelled or [text for _, text in fitting]
     if not kernels:
         label = blocks[-1][0] or "empty"
         raise SourceError(f"the code block is {label}: write the kernel in a block {fence}")
@@ -64,8 +66,11 @@ def report(verified: Verified, efficiency: Efficiency | None = None) -> str:
     if verified.status is VerifyStatus.COMPILE_ERROR and verified.compiled is not None:
         errors = [f"line {d.line}: {d.message}" for d in verified.compiled.errors[1:] if d.line]
         lines += _listed(errors)
+    told_better = verified.status is VerifyStatus.COMPILE_ERROR  # by the compiler
     found = dict.fromkeys(
-        f"line {f.line}: {f.rule}: {f.reason}; {f.suggestion}" for f in verified.findings
+        f"line {f.line}: {f.rule}: {f.reason}; {f.suggestion}"
+        for f in verified.findings
+        if not (told_better and f.rule == "unreadable")
     )
     lines += _listed([text for text in found if text not in verified.message])
     for use in dict.fromkeys(efficiency.uses if efficiency else ()):

@@ -27,6 +27,7 @@ KERNEL = "// launch: k<<<1, 32>>>(a, out)\n__global__ void k(const float *a, flo
         f"```cuda\nint first;\n```\nBetter:\n```cuda\n{KERNEL}```",
         f"```cuda\n{KERNEL}```\n```python\nprint(1)\n```",
         f"```cuda\n{KERNEL}```\n```cuda\n\n```",
+        f"```cuda\n{KERNEL}```\n```\nIt is just fast.\n```",
     ],
 )
 def test_the_last_block_of_the_language_is_the_kernel(message: str) -> None:
