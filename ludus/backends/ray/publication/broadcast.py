@@ -62,7 +62,8 @@ class Meeting:
         host, port: of the driver's store.
         names: of the members, by rank; the first one sends.
         device: type of the members' devices, `cpu` or `cuda`.
-        timeout_s: longest wait for the members, and for each bucket.
+        timeout_s: longest wait for the members, and for each bucket; twice as long for word of the
+            next one.
     """
 
     number: int
@@ -225,7 +226,10 @@ class Member:
         key = f"bucket/{serial}/{index}"
         sender = self.meeting.names[0]
         with self._told("the driver's store does not answer"):
-            self._wait_for(lambda: self._store.check([key]), lambda: f"{sender} sent no bucket")
+            patience = 2 * self.meeting.timeout_s  # the sender may wait for another: it knows whom
+            self._wait_for(
+                lambda: self._store.check([key]), lambda: f"{sender} sent no bucket", patience
+            )
             return json.loads(self._store.get(key))
 
     def _broadcast(self, data: Tensor) -> None:
@@ -257,10 +261,13 @@ class Member:
 
     # Waiting
 
-    def _wait_for(self, is_done: Callable[[], bool], late: Callable[[], str]) -> None:
+    def _wait_for(
+        self, is_done: Callable[[], bool], late: Callable[[], str], wait_s: float | None = None
+    ) -> None:
         """Wait until `is_done`. Errors: BroadcastFailed that begins with `late`, at the deadline,
         or where the group has ended."""
-        end = time.monotonic() + self.meeting.timeout_s
+        wait_s = self.meeting.timeout_s if wait_s is None else wait_s
+        end = time.monotonic() + wait_s
         look, pause = time.monotonic() + LOOK_S, 0.0002
         while not is_done():
             now = time.monotonic()
@@ -270,7 +277,7 @@ class Member:
                     if self._store.check([ENDED]):
                         raise self.fail("")
                     if now > end:
-                        raise self.fail(f"{late()} within {self.meeting.timeout_s:g} s")
+                        raise self.fail(f"{late()} within {wait_s:g} s")
             time.sleep(pause)
             pause = min(2 * pause, 0.005)
 
