@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import ssl
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,6 +183,27 @@ def test_late_score_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> No
     with challenged(*folders, tmp_path / "log", settings=settings) as url:
         answer = feedback(url, complete(url).json()["id"], 1.0)
         assert (answer.status_code, answer.json()["error"]["code"]) == (410, "late")
+
+
+@pytest.mark.parametrize("jump", [3.2e7, -3.2e7])
+def test_clock_that_jumps_changes_no_step_and_no_age(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    log, clock = tmp_path / "log.jsonl", time.time
+    settings = QUICK.model_copy(update={"step_s": 10_000.0, "min_samples": 1})
+    with challenged(*folders, log, settings=settings) as url:
+        before = complete(url).json()["id"]
+        monkeypatch.setattr(time, "time", lambda: clock() + jump)
+        ids = [complete(url).json()["id"] for _ in range(MANY)]
+        assert feedback(url, before, 0.5).json() == {"status": "counted"}
+        monkeypatch.undo()
+        for id in ids:
+            assert feedback(url, id, 0.5).json() == {"status": "counted"}
+        assert [one["action"] for one in state(url)["decisions"]] == ["start"]
+    assert 0 < replay(log).controller.step_seconds < 10_000
+    times = [json.loads(line)["t"] for line in log.read_text().splitlines()]
+    assert times == sorted(times)
+    assert abs(times[-1] - clock()) < 10_000
 
 
 def test_answer_under_way_cannot_be_scored(folders: tuple[Path, Path], tmp_path: Path) -> None:
