@@ -272,6 +272,29 @@ def test_model_that_crashes_is_a_failure(folders: tuple[Path, Path], tmp_path: P
         assert told["share"] == 0.5
 
 
+@pytest.mark.timeout(120)  # requests, and the end of the service, waited for ever
+@pytest.mark.parametrize("place", ["decoder", "sampler"])
+def test_challenger_that_ends_its_thread_is_rolled_back(
+    folders: tuple[Path, Path], tmp_path: Path, place: str
+) -> None:
+    def leave(*args: Any, **more: Any) -> Any:
+        raise SystemExit("the driver is lost")
+
+    def change(sampler: Any) -> None:
+        if place == "decoder":
+            sampler.decoder.forward = leave
+        else:
+            sampler.sample = leave
+
+    log = tmp_path / "log.jsonl"
+    with challenged(*folders, log, rigged={Variant.CHALLENGER: change}) as url:
+        told = after_requests(url, "rolled_back")
+        num = told["variants"]["challenger"]["requests"]
+        assert told["variants"]["challenger"]["failed"] == num > 0
+        assert told["variants"]["champion"]["failed"] == 0
+        assert complete(url).status_code == 200
+
+
 def test_better_challenger_is_promoted_and_stays_after_a_restart(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
