@@ -10,10 +10,13 @@ A killed process leaves at most these two behind. `recover` removes them.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import shutil
+import stat
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -39,7 +42,7 @@ def lock(path: Path) -> IO[str]:
     """
     file = open(path, "a+")  # noqa: SIM115 - the lock lasts as long as the file is open
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _flock(file)
     except BlockingIOError:
         file.seek(0)
         owner = file.read().strip() or "?"
@@ -54,18 +57,90 @@ def lock(path: Path) -> IO[str]:
     return file
 
 
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file. Anything else is refused: a pipe blocks, a device may do anything.
+
+    Errors: OSError.
+    """
+    with suppress(FileNotFoundError):
+        _require_regular(os.stat(path), path)  # before it is opened: that has effects on a device
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        _require_regular(os.fstat(handle), path)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _require_regular(found: os.stat_result, path: Path) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def lock_itself(handle: int, path: Path) -> None:
+    """Lock an open file by what it is, whichever of its names (links) others use.
+
+    The lock lasts until the handle is closed or the process ends. Errors: InUse; OSError.
+    """
+    try:
+        _flock(handle)
+    except BlockingIOError:
+        raise InUse(str(locked_by(path) or "?")) from None
+
+
+def _flock(file: IO[str] | int) -> None:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def locked_by(path: Path) -> int | None:
     """The process that holds the lock of a file; None if none does, or if it cannot be known.
 
     The file is not locked for that, so a process that begins meanwhile is not refused.
     """
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, IndexError):
         number = f":{path.stat().st_ino}"
         for line in Path("/proc/locks").read_text().splitlines():
-            fields = line.split()
-            if "FLOCK" in fields and any(field.endswith(number) for field in fields):
-                return int(path.read_text())
+            fields = line.split()  # 1: FLOCK ADVISORY WRITE 4711 fe:00:123 0 EOF; `->`: it waits
+            if "FLOCK" in fields and "->" not in fields and fields[5].endswith(number):
+                return int(fields[4])
     return None
+
+
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A private folder in the system's folder for such, removed at the end.
+
+    It is locked, so that this function also removes those of killed processes, and no others.
+    """
+    _remove_unlocked(prefix)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix))
+        with suppress(FileNotFoundError):
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if folder.exists():  # another process may have removed it before it was locked
+                break
+            os.close(handle)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def _remove_unlocked(prefix: str) -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(handle).st_uid == os.geteuid():
+                    _flock(handle)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)
 
 
 def atomic_write(path: Path, content: str | bytes, *, flush: bool = True) -> None:

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
+import subprocess
+import sys
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
-from ludus.core.files import atomic_file, atomic_folder, atomic_write, remove_folder
+from ludus.core.files import (
+    InUse,
+    atomic_file,
+    atomic_folder,
+    atomic_write,
+    lock_itself,
+    locked_by,
+    open_regular,
+    remove_folder,
+    temporary_folder,
+)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -104,3 +118,46 @@ def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:
     assert os.read(reader, 100) == b"text"
     assert pipe.is_fifo()
     os.close(reader)
+
+
+def test_a_file_is_locked_under_all_its_names(tmp_path: Path) -> None:
+    path, other = tmp_path / "file", tmp_path / "other"
+    first = open_regular(path, os.O_RDWR | os.O_CREAT)
+    other.hardlink_to(path)
+    second = open_regular(other)
+    assert locked_by(other) is None
+    lock_itself(first, path)
+    with pytest.raises(InUse, match=f"in use by process {os.getpid()}"):
+        lock_itself(second, other)
+    assert locked_by(other) == os.getpid()
+    os.close(first)
+    lock_itself(second, other)
+    os.close(second)
+
+
+def test_a_folder_of_a_killed_process_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "mark-file").write_text("no folder")
+    (tmp_path / "mark-link").symlink_to(tmp_path / "other")
+    (tmp_path / "other").mkdir()
+    code = "import sys, time; from ludus.core.files import temporary_folder as made\n"
+    code += (
+        "with made('mark-') as path: (path / 'x').touch(); print(path, flush=True); time.sleep(99)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        killed = Path(process.stdout.readline().strip())
+        with temporary_folder("mark-") as mine, temporary_folder("mark-") as another:
+            assert killed.exists()
+            assert mine.exists()
+            assert mine != another
+        process.send_signal(signal.SIGKILL)
+    assert killed.exists()
+    with temporary_folder("mark-"):
+        assert not killed.exists()
+    assert names_in(tmp_path) == ["mark-file", "mark-link", "other"]

@@ -19,17 +19,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ludus.core.errors import SamplerError, described
 from ludus.core.versions import expand
 from ludus.models.samplers.base import Completion, PolicySampler, SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
 from ludus.models.samplers.sampling import distribution
-from ludus.models.samplers.scheduler import Turn
+from ludus.models.samplers.scheduler import DecodeBatch, Turn
 from ludus.models.vocabulary import Vocabulary
 
 T = TypeVar("T")
 
 SCORED_TOKENS = 128
 """Prompt tokens per forward pass when scoring; bounds the memory for logits."""
+
+ENDS = (SystemExit, KeyboardInterrupt)
+"""Would end the thread's event loop, and then no request would ever have an answer."""
 
 Alternatives = list[tuple[int, float]]
 """The most likely tokens of a position with log-probabilities, best first."""
@@ -75,6 +79,12 @@ class StreamingSampler(InProcessSampler):
         """Remove an episode and its callback."""
         self._watchers.pop(session, None)
         super().close(session)
+
+    def _run(self, batch: DecodeBatch) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        try:
+            return super()._run(batch)
+        except ENDS as error:
+            raise _failed(error) from error
 
     def _sample_tokens(
         self, turns: list[Turn], logits_RV: Tensor, uniforms_R: NDArray[np.float64]
@@ -174,7 +184,8 @@ class EngineThread:
         self._loop.close()
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        kept = _keep_running(work)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(kept, self._loop))
 
     async def _turn(
         self,
@@ -248,6 +259,17 @@ class EngineThread:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         self.sampler.shutdown()
+
+
+async def _keep_running(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await work
+    except ENDS as error:
+        raise _failed(error) from error
+
+
+def _failed(error: BaseException) -> SamplerError:
+    return SamplerError(f"the model tried to end the process: {described(error)}")
 
 
 def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:

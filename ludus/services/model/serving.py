@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -14,12 +13,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from ludus.core.errors import ConfigError
+from ludus.core.files import temporary_folder
 from ludus.core.types import Spec
 from ludus.models import SAMPLERS
 from ludus.models.vocabulary import Vocabulary
 from ludus.services.model.engine import STREAMING, EngineThread
 from ludus.services.model.policy import ModelOverrides, Policy, load_policy
-from ludus.services.model.rollout.events import RolloutSettings
+from ludus.services.model.rollout.events import SHARES_TAKEN, RolloutSettings
 from ludus.services.model.rollout.log import RolloutLog
 from ludus.services.model.rollout.service import require_alike, rollout_service
 from ludus.services.model.service import ModelOptions, model_service
@@ -29,6 +29,10 @@ from ludus.services.server.connections import ConnectionLimits
 from ludus.services.server.serve import listen, run
 
 MAX_BODY_BYTES = 4_000_000
+
+FOLDERS = "ludus-model-service-"
+"""Begin of the names of temporary folders. Folders with another name, as services had them that
+locked none, may be in use: they are left alone."""
 
 RENAMED = {"step_time": "step_s", "feedback_time": "feedback_s"}
 """Options of the command whose setting has another name."""
@@ -55,6 +59,11 @@ def challenge_of(checkpoint: str | None, options: Mapping[str, Any]) -> Challeng
             raise ConfigError(f"--{option} has an effect with --challenger only")
         return None
     log = given.pop("rollout_log", None)
+    if log == "":
+        raise ConfigError(
+            "--rollout-log is empty: give the path of a file, or leave the option out for "
+            "rollout-A-B.jsonl in the runs folder"
+        )
     if "shares" in given:
         given["shares"] = _shares(given["shares"])
     fields = {RENAMED.get(name, name): value for name, value in given.items()}
@@ -66,7 +75,7 @@ def challenge_of(checkpoint: str | None, options: Mapping[str, Any]) -> Challeng
         name = next((option for option, key in RENAMED.items() if key == field), field)
         told = f"{options[name]}: {first['msg'][:1].lower()}{first['msg'][1:]}"
         if name == "shares":
-            told = f"{options[name]}: from 1 to 100 shares, each above 0 and below 100 (%)"
+            told = f"{options[name]}: {SHARES_TAKEN}"
         raise ConfigError(f"--{name.replace('_', '-')} {told}") from None
     settings.check()
     return Challenge(checkpoint, settings, log)
@@ -103,7 +112,7 @@ def serve_model(
         listen(host, port, tokens) as (listening, address),
         ExitStack() as held,
     ):
-        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="ludus-model-")))
+        folder = held.enter_context(temporary_folder(FOLDERS))
         policy = load_policy(checkpoint, runs_dir, overrides)
         options = ModelOptions(name or policy.name, runs_dir, max_turns, max_turns_per_token, admin)
         if challenge is None:
@@ -128,7 +137,8 @@ def _open_log(
     challenge: Challenge, champion: Policy, challenger: Policy, runs_dir: str
 ) -> RolloutLog:
     names = re.sub(r"[^\w.-]+", "-", f"{champion.name}-{challenger.name}")
-    path = Path(challenge.log or Path(runs_dir) / f"rollout-{names}.jsonl")
+    default = Path(runs_dir) / f"rollout-{names}.jsonl"
+    path = default if challenge.log is None else Path(challenge.log)
     origins = (champion.origin, challenger.origin)
     return RolloutLog.open(path, *origins, challenge.settings, time.time())
 

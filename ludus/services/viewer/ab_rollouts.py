@@ -92,7 +92,7 @@ class RolloutLogs:
                 "more": more,
                 "problem": problem or None,
                 "cut_off": 0 if more or problem else opened.log.size - opened.log.num_read,
-                "service": locked_by(opened.path.with_name(f"{opened.path.name}.lock")),
+                "service": locked_by(opened.path),
                 "now": time.time(),
             }
             if opened.log.replayed is None:

@@ -73,8 +73,10 @@ def test_a_service_that_has_the_log_open_is_named(tmp_path: Path) -> None:
     path = made(tmp_path)
     with viewer(tmp_path) as url:
         assert asked(url, path)["service"] is None
+        (tmp_path / "link.jsonl").hardlink_to(path)
         with closing(opened(path)):
             assert asked(url, path)["service"] == os.getpid()
+            assert asked(url, tmp_path / "link.jsonl")["service"] == os.getpid()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

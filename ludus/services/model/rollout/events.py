@@ -20,7 +20,17 @@ from ludus.core.errors import ConfigError
 
 FORMAT = 1
 
-Time = Annotated[float, Field(allow_inf_nan=False)]
+FIRST_TIME, LAST_TIME = -62_135_596_800.0, 253_402_300_799.0
+"""Years 1 to 9999: others have no date."""
+
+MIN_SHARE, MIN_ALPHA = 0.0001, 1e-9
+"""Of new roll-outs: less has no effect. Logs may have less, and replay all the same."""
+
+SHARES_TAKEN = (
+    f"from 1 to 100 shares, each from {100 * MIN_SHARE:g} to {100 - 100 * MIN_SHARE:g} (%)"
+)
+
+Time = Annotated[float, Field(ge=FIRST_TIME, le=LAST_TIME, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
 
 
@@ -62,16 +72,26 @@ class RolloutSettings(Line):
     feedback_s: float = Field(86_400.0, gt=0, allow_inf_nan=False)
 
     def check(self) -> None:
-        """Errors: ConfigError for shares that do not increase, or samples that cannot suffice."""
+        """Errors: ConfigError for shares that do not increase, or values that cannot work."""
+        if min(self.shares) < MIN_SHARE or max(self.shares) > 1 - MIN_SHARE:
+            raise ConfigError(f"--shares {self._percent()}: {SHARES_TAKEN}")
         pairs = zip(self.shares, self.shares[1:], strict=False)
         if any(first >= second for first, second in pairs):
-            told = ",".join(f"{100 * share:g}" for share in self.shares)
-            raise ConfigError(f"--shares {told}: each share must be larger than the one before")
+            raise ConfigError(
+                f"--shares {self._percent()}: each share must be larger than the one before"
+            )
+        if self.alpha < MIN_ALPHA:
+            raise ConfigError(
+                f"--alpha {self.alpha:g}: from {MIN_ALPHA:g} to 0.5; with less, nothing is decided"
+            )
         if self.max_samples < self.min_samples * len(self.shares):
             raise ConfigError(
                 f"--max-samples {self.max_samples}: {len(self.shares)} shares of --min-samples "
                 f"{self.min_samples} need at least {self.min_samples * len(self.shares)}"
             )
+
+    def _percent(self) -> str:
+        return ",".join(f"{100 * share:g}" for share in self.shares)
 
 
 class Header(Line):

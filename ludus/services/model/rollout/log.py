@@ -3,6 +3,9 @@
 An event is written before it counts, and its decisions with it. A service that is killed and starts
 again replays the log and goes on where it was; a last line that was cut off is removed. Decisions
 are flushed to the disk (fsync); events survive the end of the process, not a power cut.
+
+Two locks keep other services out: of the log itself, whatever links they use, and of its name
+(`<log>.lock`), so that none begins another roll-out where a log was removed or replaced.
 """
 
 from __future__ import annotations
@@ -10,24 +13,30 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
 from ludus.core.errors import ConfigError, LudusError
-from ludus.core.files import InUse, lock
+from ludus.core.files import InUse, lock, lock_itself, open_regular
 from ludus.services.model.rollout.events import (
     FORMAT,
+    LAST_TIME,
     Decision,
     Event,
     Header,
     Line,
     RolloutSettings,
 )
-from ludus.services.model.rollout.replay import Replay, replay
+from ludus.services.model.rollout.replay import MAX_LINE, Replay, replay
 from ludus.telemetry.logs import get_logger
 
 log = get_logger(__name__)
+
+HEADER_START = f'{{"kind": "rollout", "format": {FORMAT}, "t": '.encode()
+"""Of each log. A first line that was cut off after it is certainly a log's."""
 
 
 class LogLost(LudusError):
@@ -37,14 +46,17 @@ class LogLost(LudusError):
 class RolloutLog:
     """A roll-out with its log open for appending."""
 
-    def __init__(self, path: Path, replayed: Replay, locked: IO[str]) -> None:
+    def __init__(
+        self, path: Path, replayed: Replay, handle: int, held: ExitStack, t: float
+    ) -> None:
         self.path = path
         self.header, self.controller = replayed.header, replayed.controller
         self.decisions = replayed.decisions
         self.lost = ""
         """The reason why the log cannot be written any more; empty if it can."""
-        self._locked = locked
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self._file, self._held = handle, held
+        # A log from a time when the clock was ahead goes on from its last time.
+        self._began = max(t, self.controller.now), time.monotonic()
 
     @classmethod
     def open(
@@ -56,37 +68,44 @@ class RolloutLog:
         DataError if it is damaged.
         """
         settings.check()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            locked = lock(path.with_name(f"{path.name}.lock"))
-        except InUse as used:
-            raise ConfigError(f"--rollout-log {path}: {used}") from None
-        except OSError as error:
-            raise _cannot_write(path, error) from None
-        try:
-            header = Header(
-                format=FORMAT,
-                t=t,
-                champion=champion,
-                challenger=challenger,
-                salt=secrets.token_hex(16),
-                settings=settings,
-            )
-            if _is_new(path):
-                path.write_bytes(_encoded([header]))
-            replayed = replay(path)
-            _same_rollout(path, replayed.header, header)
-            os.truncate(path, replayed.num_bytes)
-            opened = cls(path, replayed, locked)
-            opened._append(replayed.missing, flush=True)
-        except OSError as error:
-            locked.close()
-            raise _cannot_write(path, error) from None
-        except BaseException:
-            locked.close()
-            raise
-        opened.decisions += replayed.missing
-        return opened
+        place = Path(os.path.realpath(path))
+        header = Header(
+            format=FORMAT,
+            t=t,
+            champion=champion,
+            challenger=challenger,
+            salt=secrets.token_hex(16),
+            settings=settings,
+        )
+        with ExitStack() as held:
+            try:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                handle = open_regular(place, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+                held.callback(os.close, handle)
+                lock_itself(handle, place)
+                held.enter_context(lock(place.with_name(f"{place.name}.lock")))
+                if _is_new(path, handle):
+                    os.truncate(handle, 0)
+                    _write(handle, [header])
+                replayed = replay(path)
+                _same_rollout(path, replayed.header, header)
+                os.truncate(handle, replayed.num_bytes)
+                _write(handle, replayed.missing, flush=True)
+            except InUse as used:
+                raise ConfigError(f"--rollout-log {path}: {used}") from None
+            except OSError as error:
+                raise _cannot_write(path, error) from None
+            replayed.decisions += replayed.missing
+            return cls(path, replayed, handle, held.pop_all(), t)
+
+    def now(self) -> float:
+        """Unix time of an event: the clock's at the start, and the seconds since.
+
+        A clock that is set, ahead or back, while the service runs changes neither the length of a
+        step nor the age of an answer.
+        """
+        began, counted = self._began
+        return min(LAST_TIME, began + time.monotonic() - counted)
 
     def apply(self, event: Event) -> list[Decision]:
         """Write an event and its decisions. Returns the decisions.
@@ -112,15 +131,18 @@ class RolloutLog:
     def close(self) -> None:
         """Close the log; later events are refused."""
         self.lost = f"{self.path} is closed"
-        os.close(self._file)
-        self._locked.close()
+        self._held.close()
 
     def _append(self, lines: Sequence[Line], *, flush: bool = False) -> None:
-        data = _encoded(lines)
-        while data:
-            data = data[os.write(self._file, data) :]
-        if lines and flush:
-            os.fsync(self._file)
+        _write(self._file, lines, flush=flush)
+
+
+def _write(handle: int, lines: Sequence[Line], *, flush: bool = False) -> None:
+    data = _encoded(lines)
+    while data:
+        data = data[os.write(handle, data) :]
+    if lines and flush:
+        os.fsync(handle)
 
 
 def _encoded(lines: Sequence[Line]) -> bytes:
@@ -128,13 +150,20 @@ def _encoded(lines: Sequence[Line]) -> bytes:
     return "".join(f"{text}\n" for text in texts).encode()
 
 
-def _is_new(path: Path) -> bool:
-    """True if there is no log: no file, an empty one, or one cut off in its first line."""
-    if not path.exists():
-        return True
-    with open(path, "rb") as file:
-        start = file.read(100_000)
-    return b"\n" not in start and b'{"kind": "rollout"'.startswith(start[:18])
+def _is_new(path: Path, handle: int) -> bool:
+    """True if there is no log yet: an empty file, or a log cut off in its first line.
+
+    Errors: ConfigError for a file without a line that may be of something else.
+    """
+    start = os.pread(handle, MAX_LINE, 0)
+    if b"\n" in start or len(start) == MAX_LINE:
+        return False
+    if start and not start.startswith(HEADER_START):
+        raise ConfigError(
+            f"--rollout-log {path} has no complete line of a roll-out, and may be another file: "
+            "name a new file, or remove this one"
+        )
+    return True
 
 
 def _cannot_write(path: Path, error: OSError) -> ConfigError:

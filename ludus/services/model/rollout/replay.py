@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import IO, Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ludus.core.errors import DataError
+from ludus.core.files import open_regular
 from ludus.services.model.rollout.controller import Controller
 from ludus.services.model.rollout.events import FORMAT, Decision, Ended, Header, Scored
 
@@ -74,7 +74,7 @@ def replay(path: Path) -> Replay:
     from its events; OSError.
     """
     found: Replay | None = None
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         for number, end, line in _lines(file, path):
             found = _next(found, line, f"{path}:{number}")
             found.num_bytes = end
@@ -190,9 +190,5 @@ class Replaced(DataError):
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """Open a regular file; anything else, such as a pipe, could block. Errors: OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(22, "not a regular file", str(path))
-    return os.fdopen(handle, "rb")
+    """Open a log to read it. Errors: OSError, also for what is no regular file."""
+    return os.fdopen(open_regular(path), "rb")

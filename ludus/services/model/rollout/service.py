@@ -171,7 +171,7 @@ class RolloutService:
         """Score an answer. The first score counts; the same one again is no error."""
         if body.id in self._open:
             raise self._refused("unfinished", 409, "this answer is still being generated")
-        event = Scored(t=time.time(), id=body.id, score=body.score)
+        event = Scored(t=self._rollout.now(), id=body.id, score=body.score)
         receipt: Receipt = self._controller.receipt(event)
         if receipt in REFUSED:
             raise self._refused(receipt, *REFUSED[receipt])
@@ -249,7 +249,9 @@ class RolloutService:
             self._metrics.seconds.labels(variant.value).observe(seconds)
         if self._controller.ended or self._rollout.lost:
             return
-        event = Ended(t=time.time(), id=id, variant=variant, unit=unit, end=end, seconds=seconds)
+        event = Ended(
+            t=self._rollout.now(), id=id, variant=variant, unit=unit, end=end, seconds=seconds
+        )
         try:
             self._note(self._rollout.apply(event))
         except LogLost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from ludus.core.errors import printable
 from ludus.services.model.rollout.controller import Controller
 from ludus.services.model.rollout.replay import Replay
 
@@ -14,8 +15,8 @@ def render_replay(replayed: Replay) -> str:
     header, controller = replayed.header, replayed.controller
     decisions = [*replayed.decisions, *replayed.missing]
     lines = [
-        f"champion    {header.champion}",
-        f"challenger  {header.challenger}",
+        f"champion    {_one_line(header.champion)}",
+        f"challenger  {_one_line(header.challenger)}",
         "",
         *(f"{_time(d.t)}  {d.action:<9}  {100 * d.share:>5.4g} %  {d.reason}" for d in decisions),
         "",
@@ -43,6 +44,11 @@ def _state(controller: Controller, alpha: float) -> list[str]:
         lines.append(f"difference of scores: {state['difference']:+.3f}, {interval}")
     values = ", ".join(f"{test} {value:.2g}" for test, value in state["p_values"].items())
     return [*lines, f"adjusted p-values: {values}", ""]
+
+
+def _one_line(text: str) -> str:
+    """A name of a log, which anybody may have written: it cannot look like further lines."""
+    return printable(text).replace("\n", "\\n")
 
 
 def _time(t: float) -> str:

@@ -39,9 +39,14 @@ def test_options_become_settings() -> None:
     [
         ({"shares": "5;10"}, "--shares 5;10: percentages such as 5,10,25,50"),
         ({"shares": ""}, "--shares : percentages such as"),
-        ({"shares": "5,100"}, "--shares 5,100: from 1 to 100 shares, each above 0 and below 100"),
+        ({"shares": "5,100"}, "--shares 5,100: from 1 to 100 shares, each from 0.01 to 99.99 (%)"),
         ({"shares": "0"}, "--shares 0: from 1 to 100 shares"),
         ({"shares": "nan"}, "--shares nan: from 1 to 100 shares"),
+        ({"shares": "1e-320"}, ": from 1 to 100 shares, each from 0.01 to 99.99"),
+        ({"shares": "0.009,5"}, "--shares 0.009,5: from 1 to 100 shares, each from 0.01"),
+        ({"shares": "5,99.999"}, "--shares 5,99.999: from 1 to 100 shares, each from 0.01"),
+        ({"alpha": 1e-310}, "--alpha 1e-310: from 1e-09 to 0.5"),
+        ({"rollout_log": ""}, "--rollout-log is empty: give the path of a file"),
         ({"shares": "10,5"}, "--shares 10,5: each share must be larger"),
         ({"alpha": 0.0}, "--alpha 0.0: input should be greater than 0"),
         ({"alpha": float("nan")}, "--alpha nan: input should be"),
@@ -59,6 +64,13 @@ def test_wrong_options(options: dict[str, Any], said: str) -> None:
         challenge_of("b", options)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_least_and_largest_options_are_taken() -> None:
+    given = challenge_of("b", {"shares": "0.01,99.99", "alpha": 1e-9})
+    assert given is not None
+    assert given.settings.shares == pytest.approx((0.0001, 0.9999))
+    assert challenge_of("b", {"alpha": 0.5}) is not None
 
 
 def test_option_without_a_challenger_is_refused() -> None:

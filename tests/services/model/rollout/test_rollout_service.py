@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import ssl
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,6 +185,27 @@ def test_late_score_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> No
         assert (answer.status_code, answer.json()["error"]["code"]) == (410, "late")
 
 
+@pytest.mark.parametrize("jump", [3.2e7, -3.2e7])
+def test_clock_that_jumps_changes_no_step_and_no_age(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    log, clock = tmp_path / "log.jsonl", time.time
+    settings = QUICK.model_copy(update={"step_s": 10_000.0, "min_samples": 1})
+    with challenged(*folders, log, settings=settings) as url:
+        before = complete(url).json()["id"]
+        monkeypatch.setattr(time, "time", lambda: clock() + jump)
+        ids = [complete(url).json()["id"] for _ in range(MANY)]
+        assert feedback(url, before, 0.5).json() == {"status": "counted"}
+        monkeypatch.undo()
+        for id in ids:
+            assert feedback(url, id, 0.5).json() == {"status": "counted"}
+        assert [one["action"] for one in state(url)["decisions"]] == ["start"]
+    assert 0 < replay(log).controller.step_seconds < 10_000
+    times = [json.loads(line)["t"] for line in log.read_text().splitlines()]
+    assert times == sorted(times)
+    assert abs(times[-1] - clock()) < 10_000
+
+
 def test_answer_under_way_cannot_be_scored(folders: tuple[Path, Path], tmp_path: Path) -> None:
     rigged = dict.fromkeys(Variant, slow)
     body = {**ASKED, "max_tokens": 2000, "ignore_eos": True, "stream": True}
@@ -248,6 +270,29 @@ def test_model_that_crashes_is_a_failure(folders: tuple[Path, Path], tmp_path: P
         told = after_requests(url, "holding")
         assert told["reason"] == "both variants fail"
         assert told["share"] == 0.5
+
+
+@pytest.mark.timeout(120)  # requests, and the end of the service, waited for ever
+@pytest.mark.parametrize("place", ["decoder", "sampler"])
+def test_challenger_that_ends_its_thread_is_rolled_back(
+    folders: tuple[Path, Path], tmp_path: Path, place: str
+) -> None:
+    def leave(*args: Any, **more: Any) -> Any:
+        raise SystemExit("the driver is lost")
+
+    def change(sampler: Any) -> None:
+        if place == "decoder":
+            sampler.decoder.forward = leave
+        else:
+            sampler.sample = leave
+
+    log = tmp_path / "log.jsonl"
+    with challenged(*folders, log, rigged={Variant.CHALLENGER: change}) as url:
+        told = after_requests(url, "rolled_back")
+        num = told["variants"]["challenger"]["requests"]
+        assert told["variants"]["challenger"]["failed"] == num > 0
+        assert told["variants"]["champion"]["failed"] == 0
+        assert complete(url).status_code == 200
 
 
 def test_better_challenger_is_promoted_and_stays_after_a_restart(
