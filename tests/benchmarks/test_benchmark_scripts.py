@@ -140,6 +140,7 @@ def test_sft_and_ppo_beside_their_peers_have_equal_losses() -> None:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_step_beside_trl() -> None:
     pytest.importorskip("trl", reason="TRL is not installed: nothing to compare with")
@@ -203,6 +204,7 @@ def test_a_spread_of_one_repeat_is_that_repeat(monkeypatch: pytest.MonkeyPatch) 
     assert common.Spread.of([1.0, 3.0]) == common.Spread(2.0, 1.5, 2.5)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_native_code_beside_torch() -> None:
     lines = run("native.py", "--quick", "--repeats", "1").splitlines()

@@ -20,6 +20,7 @@ def mounted(tmp_path: Path) -> set[str]:
     return {place for place in places if not place.startswith(str(tmp_path.parents[1]))}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("layers")
 def test_the_benchmark_measures_and_leaves_nothing(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_both_roles_train_and_both_stages_are_complete(paired: Ludus) -> None:
     assert "models/start" in config  # the executor of one iteration earlier
 
 
+@pytest.mark.long
 def test_killed_the_second_process_ends_too_and_the_bits_are_the_same(
     paired: Ludus, copy: Ludus
 ) -> None:
@@ -127,6 +128,7 @@ def test_a_second_process_that_is_killed_is_told_and_resumed(paired: Ludus, copy
     assert bits(copy.cwd / ROOT) == bits(paired.cwd / ROOT)
 
 
+@pytest.mark.long
 def test_the_last_line_of_a_second_process_that_fails_is_told(paired: Ludus, copy: Ludus) -> None:
     shutil.rmtree(copy.cwd / ROOT / "models/curriculum-1")
     run(copy).wait().refused(1, "curriculum of iteration 2 failed with exit code", "curriculum-1")

@@ -65,6 +65,7 @@ def test_a_run_on_ray_is_the_local_run(ludus: Ludus, reference: Ludus) -> None:
     assert_same(ludus, reference)
 
 
+@pytest.mark.long
 def test_actors_die_and_the_run_is_the_same(ludus: Ludus, reference: Ludus) -> None:
     """One actor of each kind is killed in RL; a retry counts, and the tokens that it computed."""
     process = ludus.start("train", BABYAI, *RAY)

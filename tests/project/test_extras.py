@@ -109,7 +109,7 @@ def test_the_core_alone_names_the_extra_of_every_verb(wheel: Path, work: Path) -
     assert files(work) == before
 
 
-FIRST = {"train", "serve", "kernels"}
+FIRST = {"serve", "kernels"}
 """Extras that are tried always; the others by `make test-long`."""
 
 

@@ -13,17 +13,21 @@ from ludus.backends.conformance import CHECKS, Check, environments_play, judges_
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
 
+SHORT = {
+    "versions_count_up", "stale_turns_are_refused", "training_reports_metrics",
+    "resuming_equals_never_having_stopped", "weights_load_without_a_stage", "failures_are_errors",
+    "environments_play", "judges_score",
+}  # fmt: skip
+"""Checks of each run of the slow tests; the others are left to `make test-long`."""
 BROADCAST = {"versions_count_up", "resuming_equals_never_having_stopped"}
-"""Checks that the other publication is run through, too, and not only by `make test-long`."""
+"""Those of the other publication."""
 
 
 @pytest.mark.parametrize(
     ("check", "weights"),
-    [(check, "object_store") for check in CHECKS]
-    + [
-        pytest.param(
-            check, "broadcast", marks=[] if check.__name__ in BROADCAST else pytest.mark.long
-        )
+    [
+        pytest.param(check, weights, marks=[] if check.__name__ in kept else pytest.mark.long)
+        for weights, kept in (("object_store", SHORT), ("broadcast", BROADCAST))
         for check in CHECKS
     ],
 )

@@ -131,6 +131,7 @@ async def test_a_rank_that_dies_in_a_broadcast(
     struck.close()
 
 
+@pytest.mark.long
 async def test_a_sampler_that_hangs_is_ended_and_replaced(
     make: Make, tmp_path: Path, faults: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +167,7 @@ async def test_a_sampler_that_dies_later_gets_weights_that_were_broadcast(
     backend.close()
 
 
+@pytest.mark.long
 async def test_a_group_that_cannot_be_formed(
     make: Make, tmp_path: Path, faults: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ async def test_turns_go_on_where_a_sampler_dies(make: Make, tmp_path: Path) -> N
     backend.close()
 
 
+@pytest.mark.long
 async def test_a_sampler_that_dies_between_turns_gets_no_weights(
     make: Make, tmp_path: Path
 ) -> None:
@@ -124,6 +125,7 @@ async def test_weights_outlive_the_rank_that_published_them(
     backend.close()
 
 
+@pytest.mark.long
 async def test_a_rank_that_dies_while_samplers_fetch_its_weights(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
