@@ -165,9 +165,13 @@ class Cuda(Env):
 
     @classmethod
     def works(cls, **args: Any) -> str:
-        parallel = args.get("parallel") or 2 * (os.cpu_count() or 1)
+        parallel = cls.at_once(**args)
         timing = {"gpu": ", timed on a GPU", "auto": ", timed on a GPU where there is one"}
         return f"{parallel} kernels at once in the sandbox{timing.get(args.get('timing', ''), '')}"
+
+    @classmethod
+    def at_once(cls, **args: Any) -> int:
+        return args.get("parallel") or 2 * (os.cpu_count() or 1)
 
     async def reset(self, task: Task) -> Observation:
         self._task, self._attempts = None, []
