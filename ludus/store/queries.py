@@ -26,7 +26,7 @@ _NAN = float("nan")
 TREE_COLUMNS = [field.name for field in fields(Tree)]
 
 ELAPSED = "time/elapsed_s"
-"""Metric of each step: the run's time so far, in seconds, without pauses."""
+"""Metric of each step: the run's wall time so far, in seconds, without pauses."""
 
 
 def runs(connection: Connection, key: int | None = None) -> list[RunRow]:
@@ -53,9 +53,17 @@ def runs(connection: Connection, key: int | None = None) -> list[RunRow]:
         last_step = max((stage.at for stage in run_stages), default=None)
         columns = {name: value for name, value in row._mapping.items() if name != "key"}
         columns["status"] = RunStatus(row.status)
-        elapsed_s = elapsed.get(row.key)
-        rows.append(RunRow(**columns, stages=steps, last_step=last_step, elapsed_s=elapsed_s))
+        columns["elapsed_s"] = took(row) if row.finished else elapsed.get(row.key)
+        rows.append(RunRow(**columns, stages=steps, last_step=last_step))
     return rows
+
+
+def took(row: Any) -> float | None:
+    """Wall time of a run's row from start to end; None while it runs. A row of an older ludus has
+    the time of its pauses too."""
+    if row.finished is None or row.elapsed_s is not None:
+        return row.elapsed_s
+    return (row.finished - row.created).total_seconds()
 
 
 def summary(connection: Connection, run_key: int) -> list[StageSummary]:

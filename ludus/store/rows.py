@@ -23,8 +23,8 @@ class RunStatus(StrEnum):
 @dataclass(frozen=True, slots=True)
 class RunRow:
     """A run. `stages`: the last step of each stage, in order of their start. `last_step`: the start
-    time of the latest step. `elapsed_s`: the run's time up to its end, without pauses between a
-    stop and `--resume`; None where no step recorded it."""
+    time of the latest step. `elapsed_s`: wall time from start to end, without pauses between a
+    stop and `--resume`; of a running one, up to the latest step; None before."""
 
     id: str
     name: str

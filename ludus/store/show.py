@@ -336,9 +336,8 @@ def _progress(stage: str, last: int) -> str:
 
 
 def _took(run: RunRow) -> str:
-    if run.finished is not None:
-        whole = run.finished - run.created
-        return _span(whole if run.elapsed_s is None else timedelta(seconds=run.elapsed_s))
+    if run.finished is not None and run.elapsed_s is not None:
+        return _span(timedelta(seconds=run.elapsed_s))
     return f"last step {_span(datetime.now(UTC) - run.last_step)} ago" if run.last_step else ""
 
 

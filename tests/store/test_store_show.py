@@ -150,15 +150,16 @@ def test_a_run_at_a_glance(local: RunStore) -> None:
 
 
 def test_a_pause_does_not_count_as_time_of_a_run(local: RunStore) -> None:
-    """The trainer counts the time of a run; it continues where a resumed run goes on."""
-    local.finish_run("run-1", "completed")
-    assert " 0 s" in text_of(render_runs(local), width=140), "no step was recorded"
+    """The budget counts the time of a run; it continues where a resumed run goes on."""
     local.record_step("run-1", "sft", 0, [], {"time/elapsed_s": 60.0})
-    local.record_step("run-1", "rl", 0, [], {"time/elapsed_s": 100.0})
-    local.create_run("run-2", "demo", {}, {})
-    local.record_step("run-2", "rl", 0, [], {"time/elapsed_s": 7.0})
+    assert local.run("run-1").elapsed_s == 60
+    local.finish_run("run-1", "interrupted")
+    assert " 0 s" in text_of(render_runs(local), width=140), "of an older ludus: since its creation"
+    local.finish_run("run-1", "completed", elapsed_s=100.0)
     for shown in (render_runs(local), render_run(local, "run-1")):
         assert "1 min 40 s" in text_of(shown, width=140)
+    local.reopen_run("run-1")
+    assert local.run("run-1").elapsed_s == 60
 
 
 def test_long_lists_are_cut_and_say_how_to_see_all(local: RunStore) -> None:
