@@ -310,6 +310,13 @@ def test_timing_needs_a_gpu() -> None:
     assert env.success_at == pytest.approx(0.6 / 0.75)  # of the weights that are left
 
 
+@pytest.mark.parametrize("architecture", ["sm_70", "sm_72", "sm_1", "sm_91"])
+def test_an_architecture_without_a_compiler_is_refused_at_once(architecture: str) -> None:
+    with pytest.raises(ConfigError, match=rf"architecture: '?{architecture}"):
+        made(architecture=architecture)
+    made(architecture="sm_75")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_that_nothing_is_timed_is_told_once_for_a_run(capfd: pytest.CaptureFixture[str]) -> None:
     """The processes that play the expert told it again."""
