@@ -110,7 +110,7 @@ def _reduced(config: Any, skip_sft: bool, skip_rl: bool, quick_test: bool) -> An
     config = without_stages(config, sft=skip_sft, rl=skip_rl)
     if quick_test:
         config, notes = quick(config)
-        typer.echo(f"--quick-test: {'; '.join(notes)}", err=True)
+        typer.echo("\n  ".join([f"--quick-test: {notes[0]}", *notes[1:]]), err=True)
     return config
 
 
