@@ -81,6 +81,7 @@ def summary(connection: Connection, run_key: int) -> list[StageSummary]:
             s.stage,
             t.role,
             t.status,
+            func.sum(case((t.num_turns == 0, 1), else_=0)).label("num_silent"),
             func.count().label("num"),
             func.count(scored).label("num_scored"),
             func.sum(scored).label("total"),
@@ -96,8 +97,11 @@ def summary(connection: Connection, run_key: int) -> list[StageSummary]:
         num_scored = sum(end.num_scored for end in counts)
         total = sum(end.total for end in counts if end.num_scored)
         statuses: Counter[Status] = Counter()
+        without_turn = sum(end.num_silent for end in counts if Status(end.status).trainable)
         for end in counts:
-            statuses[Status(end.status)] += end.num
+            status = Status(end.status)
+            if played := end.num - (end.num_silent if status.trainable else 0):
+                statuses[status] += played
         summaries.append(
             StageSummary(
                 stage=stage.stage,
@@ -107,6 +111,7 @@ def summary(connection: Connection, run_key: int) -> list[StageSummary]:
                 mean_reward=total / num_scored if num_scored else None,
                 statuses=statuses,
                 rewards=_mean_rewards(counts),
+                num_without_turn=without_turn,
             )
         )
     return summaries
