@@ -10,8 +10,8 @@ from ludus.config.registry import Registry, Row
 # The variable has to be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# peft imports bitsandbytes wherever it is installed, and that warns in each process on some CPUs that
-# it lacks a faster kernel for weights in 4 bits on the CPU: nearly no run has such weights.
+# peft imports bitsandbytes wherever it is installed, and on some CPUs that warns in each process of
+# a missing faster kernel for weights in 4 bits on the CPU: nearly no run has such weights.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
     lambda record: "gemm_4bit_forward" not in record.getMessage()
 )
