@@ -305,10 +305,10 @@ class _Estimate:
         """Steps of environments at the same time."""
         config = self.config
         most = config.rollout.concurrency
-        bound = of_class(config.env, "at_once") if config.env is not None else None
+        bound: int | None = of_class(config.env, "at_once") if config.env else None
         if bound is None:
             return most
-        workers = 1
+        workers: int = 1
         if config.backend.name == "ray":
             workers = BACKENDS.check(config.backend, "backend").get("env_workers") or 1
         return min(most, bound * workers)

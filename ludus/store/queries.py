@@ -62,8 +62,8 @@ def took(row: Any) -> float | None:
     """Wall time of a run's row from start to end; None while it runs. A row of an older ludus has
     the time of its pauses too."""
     if row.finished is None or row.elapsed_s is not None:
-        return row.elapsed_s
-    return (row.finished - row.created).total_seconds()
+        return None if row.elapsed_s is None else float(row.elapsed_s)
+    return float((row.finished - row.created).total_seconds())
 
 
 def summary(connection: Connection, run_key: int) -> list[StageSummary]:

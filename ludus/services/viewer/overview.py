@@ -50,10 +50,11 @@ def describe_run(source: Source, run: str) -> dict[str, Any]:
     head = RunHead(
         0, row.id, row.name, row.status.value, row.created.timestamp(),
         None if row.finished is None else row.finished.timestamp(), row.error, dict(row.stages),
-        None if row.last_step is None else row.last_step.timestamp(), number(row.elapsed_s),
+        None if row.last_step is None else row.last_step.timestamp(), None,
     )  # fmt: skip
     return _head(source, head) | {
         "live": source.live(run),
+        "elapsed_s": number(row.elapsed_s),
         "metrics": store.read(lambda connection: _newest(connection, run)),
         "tools": tools(store, run),
         "statuses": [status.value for status in statuses(store, run)],
