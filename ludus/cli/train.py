@@ -110,7 +110,7 @@ def _reduced(config: Any, skip_sft: bool, skip_rl: bool, quick_test: bool) -> An
     config = without_stages(config, sft=skip_sft, rl=skip_rl)
     if quick_test:
         config, notes = quick(config)
-        typer.echo(f"--quick-test: {'; '.join(notes)}", err=True)
+        typer.echo("\n  ".join([f"--quick-test: {notes[0]}", *notes[1:]]), err=True)
     return config
 
 
@@ -219,7 +219,10 @@ def plan(
         float,
         typer.Option(min=0.01, max=1, help="Fraction of the hardware's peak that is reached."),
     ] = 0.35,
-    env_step_s: Annotated[float, typer.Option(min=0, help="Seconds of an environment step.")] = 0.0,
+    env_step_s: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds of an environment step; default: as measured here."),
+    ] = None,
     tool_calls: Annotated[
         float | None,
         typer.Option(min=0, help="Tool calls an episode; default: as the expert makes them."),
@@ -258,7 +261,7 @@ def plan(
         if is_coevolution(recipe):
             raise ConfigError("--cluster: a co-evolution cannot be simulated: name a run's recipe")
         differs = {"--hardware": hardware != "here", "--efficiency": efficiency != 0.35}
-        differs |= {"--env-step-s": env_step_s != 0, "--tool-calls": tool_calls is not None}
+        differs |= {"--env-step-s": env_step_s is not None, "--tool-calls": tool_calls is not None}
         differs |= {"--tool-call-s": tool_call_s is not None}
         if wrong := [option for option, differing in differs.items() if differing]:
             raise ConfigError(f"{wrong[0]} does not belong to --cluster: set it in {cluster}")
@@ -266,7 +269,7 @@ def plan(
         return
     if is_coevolution(recipe):
         of_a_run = {"--tool-calls": tool_calls, "--tool-call-s": tool_call_s}
-        of_a_run["--env-step-s"] = env_step_s or None
+        of_a_run["--env-step-s"] = env_step_s
         if given := [option for option, value in of_a_run.items() if value is not None]:
             raise ConfigError(f"{given[0]} belongs to the plan of a run: remove it")
         show_plan(recipe, overrides or [], hardware, fill, efficiency)
@@ -281,10 +284,10 @@ def plan(
     estimate = planning.plan(
         config,
         on,
-        fill=1.0 if fill is None else fill,
+        fill=fill,
         efficiency=efficiency,
         env_step_s=env_step_s,
-        usage=usage if fill is None else None,
+        usage=usage,
         num_calls=tool_calls,
         call_s=tool_call_s,
     )

@@ -92,9 +92,9 @@ def plan(
     """Estimate a co-evolution.
 
     Args:
-        hardware, fill, efficiency: as `ludus plan` has them. Without `fill`, the expert of a role's
-            environment is played, else that of the start; without one, episodes use all turns and
-            the whole context.
+        hardware, fill, efficiency: as `ludus plan` has them. The expert of a role's environment is
+            played, else that of the start; without one and without `fill`, episodes use all turns
+            and the whole context.
 
     Errors: ConfigError, DataError.
     """
@@ -230,11 +230,11 @@ class _Planner:
 
     def _run(self, config: RunConfig, usage: Usage | None) -> Plan:
         self._note(config, usage)
-        fill, on = self._fill or 1.0, self._on(config)
+        fill, on = self._fill, self._on(config)
         return planning.plan(config, on, fill=fill, efficiency=self._efficiency, usage=usage)
 
     def _played(self, config: RunConfig, num_tasks: int, samples: int, usage: Usage | None) -> Plan:
-        fill, on = self._fill or 1.0, self._on(config)
+        fill, on = self._fill, self._on(config)
         return planning.playing(
             config, on, num_tasks, samples, fill=fill, efficiency=self._efficiency, usage=usage
         )
@@ -268,7 +268,7 @@ class _Planner:
     @cached_property
     def _started(self) -> Usage | None:
         """Sizes of the expert's episodes of the start."""
-        if self._fill or self.config.start is None or (config := self.roles.start()).env is None:
+        if self.config.start is None or (config := self.roles.start()).env is None:
             return None
         return measure(config)
 
@@ -276,7 +276,7 @@ class _Planner:
     def _proposes(self) -> Usage | None:
         """Sizes of the curriculum agent's episodes: as its expert's, or as the start's."""
         config = self._shaped("curriculum", self.roles.proposing(1, 1))
-        if self._fill or config.env is None or not trains_curriculum(self.config):
+        if config.env is None or not trains_curriculum(self.config):
             return self._started
         return measure(self._shaped("curriculum", self.roles.training("curriculum", 1)))
 
@@ -286,7 +286,7 @@ class _Planner:
         problems that it trains on do not exist yet, or as the start's."""
         config = self._shaped("executor", self.roles.training("executor", 1))
         heldout = self.roles.solving(0, "evaluate").tasks.heldout
-        if self._fill or config.env is None or heldout is None:
+        if config.env is None or heldout is None:
             return self._started
         tasks = config.tasks.model_copy(update={"train": heldout})
         return measure(config.model_copy(update={"tasks": tasks})) or self._started

@@ -6,6 +6,7 @@ from typing import Any
 
 from ludus.backends import BACKENDS
 from ludus.config.schema import RunConfig
+from ludus.core.types import Spec
 from ludus.envs import ENVS
 from ludus.envs.base import Env
 
@@ -92,10 +93,14 @@ def _work(config: RunConfig) -> str:
     """The work of the environment elsewhere, behind a colon."""
     if config.env is None:
         return ": none"
-    env_class: Any = ENVS.load(config.env.name)
-    works = getattr(env_class, "works", Env.works)
-    text = works(**ENVS.check(config.env, "env"))
+    text = of_class(config.env, "works")
     return f": {config.env.name}{f', {text}' if text else ''}"
+
+
+def of_class(env: Spec, name: str) -> Any:
+    """What a class method of an environment, or else of `Env`, returns for its arguments."""
+    method = getattr(ENVS.load(env.name), name, getattr(Env, name))
+    return method(**ENVS.check(env, "env"))
 
 
 def _number(count: int, noun: str, several: str = "") -> str:

@@ -2,8 +2,8 @@
 
 Computed from the recipe, the model's shape and a few of the expert's episodes (`episodes.Usage`):
 a policy in training is taken to use a quarter of the turns between the expert's and the limit.
-Without an expert, episodes use the fraction `fill` of their turns and context. The device reaches
-the fraction `efficiency` of its peak.
+Without an expert, or where `fill` is given, episodes use the fraction `fill` of their turns and
+context. The device reaches the fraction `efficiency` of its peak.
 
     weights                                parameters * bytes of model.dtype
     gradients, AdamW's state               trained parameters * bytes of `train.optimizer`'s table
@@ -11,7 +11,8 @@ the fraction `efficiency` of its peak.
     KV cache                               rollout.concurrency * model.context_length tokens
     sampling    max(bytes read / bandwidth, operations / peak), one pass a token of a turn
     training    3 forward passes of every token, with prefixes that a group shares computed once
-    episodes    the environment's seconds, and those of ludus a turn (TURN_S)
+    episodes    the environment's seconds as measured, one call after the other, or `env_step_s` a
+                step with `Env.at_once` of them at once; those of ludus a turn (TURN_S)
     tools       calls * seconds of a call (`ToolCalls`)
 
 Floors, on any device: the time of a layer's kernels (`Hardware.layer_s`) a pass, SAMPLED_S a token,
@@ -30,11 +31,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from ludus.backends import BACKENDS
 from ludus.config.schema import RunConfig
 from ludus.core.types import Spec
 from ludus.diagnostics.episodes import Usage, local
 from ludus.diagnostics.hardware import Hardware
 from ludus.diagnostics.memory import WEIGHTS, Memory
+from ludus.diagnostics.placement import of_class
 from ludus.diagnostics.tool_calls import NO_CALLS, ToolCalls, tool_calls
 from ludus.envs import ENVS
 from ludus.models.build import model_shape
@@ -97,9 +100,9 @@ def plan(
     config: RunConfig,
     on: Hardware,
     *,
-    fill: float = 1.0,
+    fill: float | None = None,
     efficiency: float = 0.35,
-    env_step_s: float = 0.0,
+    env_step_s: float | None = None,
     usage: Usage | None = None,
     num_calls: float | None = None,
     call_s: float | None = None,
@@ -107,10 +110,11 @@ def plan(
     """Estimate memory and time of a recipe.
 
     Args:
-        usage: sizes of the expert's episodes; then `fill` has no effect.
-        fill: fraction of the turns, of the tokens a turn and of the context that episodes use.
+        usage: sizes and seconds of the expert's episodes.
+        fill: fraction of the turns, of the tokens a turn and of the context that episodes use, in
+            place of the expert's sizes; the environment's seconds stay. None without an expert: 1.
         efficiency: fraction of the device's peak that training and sampling reach.
-        env_step_s: seconds of one step of the environment, for all episodes of a round.
+        env_step_s: seconds of one step of the environment, in place of the measured ones.
         num_calls, call_s: tool calls an episode and seconds of a call, see `tool_calls`.
 
     Errors: ConfigError for a model that cannot be read.
@@ -129,7 +133,7 @@ def playing(
     num_tasks: int,
     samples: int,
     *,
-    fill: float = 1.0,
+    fill: float | None = None,
     efficiency: float = 0.35,
     usage: Usage | None = None,
     num_calls: float | None = None,
@@ -139,7 +143,7 @@ def playing(
 
     Further arguments and errors: as `plan`. Without the time of a start.
     """
-    estimate, num, _ = _estimate(config, on, fill, efficiency, 0.0, usage, num_calls, call_s)
+    estimate, num, _ = _estimate(config, on, fill, efficiency, None, usage, num_calls, call_s)
     memory = estimate.memory.parts(num, 0, estimate.cost.body)
     memory = {part: memory[part] for part in (*WEIGHTS, "KV cache") if part in memory}
     seconds = estimate.played(num_tasks * samples, samples)
@@ -149,9 +153,9 @@ def playing(
 def _estimate(
     config: RunConfig,
     on: Hardware,
-    fill: float,
+    fill: float | None,
     efficiency: float,
-    env_step_s: float,
+    env_step_s: float | None,
     usage: Usage | None,
     num_calls: float | None,
     call_s: float | None,
@@ -163,10 +167,12 @@ def _estimate(
         model = AutoModelForCausalLM.from_config(shape)
     num = sum(p.numel() for p in model.parameters())
     trained = _adapters(model, config.model.lora.rank) if config.model.lora else num
-    calls = tool_calls(config, usage, fill, num_calls, call_s)
+    sizes = usage if fill is None else None
+    fill = 1.0 if fill is None else fill
+    calls = tool_calls(config, sizes, fill, num_calls, call_s)
     cost = Shape.of(model)
     memory = Memory(config, shape)
-    found = _Estimate(config, on, memory, cost, fill, efficiency, env_step_s, usage, calls)
+    found = _Estimate(config, on, memory, cost, fill, efficiency, env_step_s, sizes, calls, usage)
     return found, num, trained
 
 
@@ -192,9 +198,12 @@ class _Estimate:
     cost: Shape
     fill: float
     efficiency: float
-    env_step_s: float
+    env_step_s: float | None
     usage: Usage | None = None
+    """Sizes of episodes; None: by `fill`."""
     calls: ToolCalls = NO_CALLS
+    timed: Usage | None = None
+    """Seconds of episodes; None: unknown."""
     tokens: float = 0.0
     """Of all training episodes; counted by `seconds`."""
 
@@ -206,8 +215,8 @@ class _Estimate:
         config, parts = self.config, {"start": START_S}
         self.tokens = 0.0
         episode = self._episode(config.rollout.max_turns)
-        if config.demonstrations is not None and self.usage is not None:
-            played = self.usage.expert_s * config.demonstrations.num_episodes
+        if config.demonstrations is not None and self.timed is not None:
+            played = self.timed.expert_s * config.demonstrations.num_episodes
             parts["demonstrations"] = played / config.demonstrations.num_workers
             if self.calls.demonstrated:
                 parts["demonstrations: tools"] = self.calls.demonstration_s(config)
@@ -223,7 +232,6 @@ class _Estimate:
             for steps, turns in _phases(config):
                 now = self._episode(turns)
                 number = config.rl.groups_per_step * config.rl.group_size
-                waves = max(number / config.rollout.concurrency, 1.0)
                 distinct = self._distinct(now, config.rl.group_size)
                 sampling += steps * self._sampling(number, now, distinct)
                 training += config.rl.epochs * self._training(
@@ -233,7 +241,6 @@ class _Estimate:
                     config.rl.tokens_per_batch,
                     steps,
                 )
-                waiting += steps * now.turns * self.env_step_s * waves
                 waiting += steps * self._playing(number, now)
             parts |= {"rl: sampling": sampling, "rl: training": training}
             if waiting:
@@ -284,9 +291,27 @@ class _Estimate:
         return (one.length + parted * (apart - one.length)) / (group_size * one.length)
 
     def _playing(self, episodes: float, one: Episodes) -> float:
-        """Returns the seconds of environments and of ludus for episodes, on one core."""
-        reset_s, step_s = (self.usage.reset_s, self.usage.step_s) if self.usage else (0.0, 0.0)
-        return episodes * (reset_s + one.turns * (step_s + TURN_S))
+        """Returns the seconds of environments and of ludus for episodes, on one core; with
+        `env_step_s`, the environment's steps take place `_at_once`."""
+        timed = self.timed
+        if self.env_step_s is not None:
+            step_s = self.env_step_s / max(min(self._at_once, episodes), 1)
+        else:
+            step_s = timed.step_s if timed else 0.0
+        return episodes * ((timed.reset_s if timed else 0.0) + one.turns * (step_s + TURN_S))
+
+    @property
+    def _at_once(self) -> float:
+        """Steps of environments at the same time."""
+        config = self.config
+        most = config.rollout.concurrency
+        bound: int | None = of_class(config.env, "at_once") if config.env else None
+        if bound is None:
+            return most
+        workers: int = 1
+        if config.backend.name == "ray":
+            workers = BACKENDS.check(config.backend, "backend").get("env_workers") or 1
+        return min(most, bound * workers)
 
     def _episode(self, max_turns: int | dict[str, int] | None) -> Episodes:
         """Returns a policy's episode: from the measured usage, or the largest times `fill`. For a

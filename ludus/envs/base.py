@@ -139,6 +139,12 @@ class Env(ABC):
         own process, for `ludus plan`; empty: none."""
         return ""
 
+    @classmethod
+    def at_once(cls, **args: Any) -> int | None:
+        """Most calls at the same time in a process of environments with these arguments, for
+        `ludus plan`; None: as many as there are episodes under way."""
+        return None
+
     async def prepare(self, task: Task) -> None:  # noqa: B027 - most environments need nothing
         """Start what the episodes of a process share, such as an engine, and write what `task`
         needs. Called before `reset`; has PREPARE_S seconds, not a step's."""

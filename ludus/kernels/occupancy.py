@@ -21,6 +21,8 @@ REGISTER_UNIT = 256
 PARTITIONS = 4
 """An SM's parts, each with its own registers: a block's warps are spread over them."""
 MAX_THREADS_PER_BLOCK = 1024
+OLDEST = 75
+"""Oldest architecture that the compilers of CUDA 13 know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,17 @@ def limits_of(architecture: str) -> ArchitectureLimits:
             f"architecture: {architecture[:40]!r} is not known{did_you_mean(name, ARCHITECTURES)}"
         )
     return ARCHITECTURES[name]
+
+
+def check_compilable(architecture: str) -> None:
+    """Errors: ConfigError for an architecture that the table lacks, or that is too old for the
+    compilers of CUDA 13. Others they may still refuse: only a compiler knows its own."""
+    limits_of(architecture)
+    if int(re.sub(r"\D", "", architecture)) < OLDEST:
+        raise ConfigError(
+            f"architecture: {architecture} is too old: the compilers of CUDA 13 know sm_{OLDEST} "
+            "and newer ones"
+        )
 
 
 def occupancy(architecture: str, threads: int, registers: int, shared_bytes: int = 0) -> Occupancy:

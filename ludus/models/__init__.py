@@ -1,5 +1,6 @@
 """Models, tokenizers, chat rendering, samplers."""
 
+import logging
 import os
 from typing import Any
 
@@ -8,6 +9,12 @@ from ludus.config.registry import Registry, Row
 # By default, waiting OpenMP threads spin and take CPU time from environments and other processes.
 # The variable has to be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# peft imports bitsandbytes wherever it is installed, and on some CPUs that warns in each process of
+# a missing faster kernel for weights in 4 bits on the CPU: nearly no run has such weights.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+    lambda record: "gemm_4bit_forward" not in record.getMessage()
+)
 
 ARCHITECTURES: Registry[object] = Registry(
     "architecture",

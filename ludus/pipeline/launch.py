@@ -246,6 +246,12 @@ def _recorded(
     observer = LiveRecord(folder.live, observer)
     trainers: list[Trainer] = []
     mirror: RunMirror | None = None
+    budget: Budget | None = None
+
+    def finish(status: str, message: str | None = None) -> None:
+        elapsed_s = None if budget is None else budget.spent.seconds
+        _finish(store, folder, status, message, elapsed_s)
+
     try:
         with (
             disk_faults(folder),
@@ -275,22 +281,24 @@ def _recorded(
                     )
                     write_code(config, folder)
                     yield trainers[0]
+            timings.add("other", max(budget.spent.seconds - timings.total, 0.0))
             atomic_write(folder.path / "timings.json", json.dumps(timings.seconds))
             if config.report:
                 report(folder, store)
-            store.finish_run(folder.id, "completed")
+            budget.keep()
+            store.finish_run(folder.id, "completed", elapsed_s=budget.spent.seconds)
             if mirror is not None:
                 mirror.push()
     except (KeyboardInterrupt, BudgetSpent) as stop:
         stopped = Stopped(folder, stop)
-        _finish(store, folder, "interrupted", stopped.exceeded or None)
+        finish("interrupted", stopped.exceeded or None)
         if mirror is not None and not any(trainer.stops_at_once for trainer in trainers):
             with suppress(KeyboardInterrupt):  # another signal ends the upload
                 mirror.push()
         raise stopped from None
     except LudusError as error:
         intact = complete and not any(trainer.rewound for trainer in trainers)
-        _finish(store, folder, *(("completed",) if intact else ("failed", str(error))))
+        finish(*(("completed",) if intact else ("failed", str(error))))
         if before is not None and not any(trainer.started for trainer in trainers):
             with suppress(OSError):
                 atomic_write(folder.config, dump_config(before))
@@ -303,12 +311,12 @@ def _recorded(
                 mirror.push()
         raise
     except SystemExit as error:  # a user's code: its exit code 0 would tell of a success
-        _finish(store, folder, "failed", told(error))
+        finish("failed", told(error))
         raise LudusError(
             f"run {folder.id} failed: {told(error)}: code that ludus calls must not exit"
         ) from error
     except Exception as error:
-        _finish(store, folder, "failed", f"{type(error).__name__}: {error}")
+        finish("failed", f"{type(error).__name__}: {error}")
         log.exception("the run failed")
         raise
     finally:
@@ -333,11 +341,17 @@ def _mirror(
     return mirror
 
 
-def _finish(store: RunStore, folder: RunFolder, status: str, message: str | None = None) -> None:
+def _finish(
+    store: RunStore,
+    folder: RunFolder,
+    status: str,
+    message: str | None,
+    elapsed_s: float | None,
+) -> None:
     """Record how the run ended, unless the store itself failed. Another signal waits."""
     try:
         with handling(lambda _: None):
-            store.finish_run(folder.id, status, message)
+            store.finish_run(folder.id, status, message, elapsed_s)
     except LudusError as error:
         log.error("cannot record the end of the run", status=status, error=str(error))
 

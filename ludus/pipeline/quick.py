@@ -5,6 +5,7 @@ config, notes = quick(config)       `ludus train RECIPE --quick-test`
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +58,8 @@ def limited(section: Mapping[str, Any], limits: Mapping[str, Mapping[str, Any]])
 
 
 def quick(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Returns the recipe with small counts, named NAME-quick, and what else differs from it.
+    """Returns the recipe with small counts, named NAME-quick, and what differs from it: in words,
+    then each key with both values.
 
     A pretrained model is replaced by a tiny one from scratch, with a tokenizer of its own: such a
     run tests the parts, and learns nothing.
@@ -65,41 +67,53 @@ def quick(config: RunConfig) -> tuple[RunConfig, list[str]]:
     Errors: ConfigError for a recipe whose model cannot be replaced.
     """
     data = limited(limited(config.model_dump(mode="json"), LIMITS), FEWER)
-    notes = ["a few steps and episodes"]
+    told = "a few steps and episodes"
     for name, values in ON_A_CPU.items():
-        changed = [f"{name}.{k}: {v}" for k, v in values.items() if data[name][k] != v]
-        notes += [text.replace("True", "true").replace("False", "false") for text in changed]
         data[name] |= values
     if data["evaluate"]["num_tasks"] is None:
         data["evaluate"]["num_tasks"] = FEWER["evaluate"]["num_tasks"]
     if config.model.path is not None:
-        notes += _from_scratch(data, config.model.path)
-    for key, plain in (("sampler", "in_process"), ("backend", "local")):
-        if data[key]["name"] != plain:
-            notes.append(f"{key}: {plain}")
-        data[key] = {"name": plain}
-    for key, none in (("mirror", None), ("notify", []), ("metrics", []), ("traces", None)):
-        if data[key]:
-            notes.append(f"no {key}")
-        data[key] = none
-    data["name"] = f"{config.name}-quick"
-    return RunConfig.model_validate(data), notes
+        told += f" of a tiny model from scratch in place of {config.model.path}"
+        _from_scratch(data)
+    data |= {"sampler": {"name": "in_process"}, "backend": {"name": "local"}}
+    data |= {"mirror": None, "notify": [], "metrics": [], "traces": None}
+    small = RunConfig.model_validate(data)
+    changed = _changes(config.model_dump(mode="json"), small.model_dump(mode="json"))
+    return small.model_copy(update={"name": f"{config.name}-quick"}), [told, *changed]
 
 
-def _from_scratch(data: dict[str, Any], path: str) -> list[str]:
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any], inside: str = "") -> list[str]:
+    """Lines `key: old -> new` of the keys that differ."""
+    lines = []
+    for key in dict.fromkeys((*old, *new)):
+        one, other = old.get(key), new.get(key)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            lines += _changes(one, other, f"{inside}{key}.")
+        elif one != other:
+            lines.append(f"{inside}{key}: {_short(one)} -> {_short(other)}")
+    return lines
+
+
+def _short(value: Any) -> str:
+    """A value in a word: of a plug-in its name, of other sections and of lists no content, which
+    may have secrets."""
+    if isinstance(value, Mapping):
+        return str(value.get("name", "{...}"))
+    if isinstance(value, list):
+        return "[...]" if value else "[]"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _from_scratch(data: dict[str, Any]) -> None:
     """Replace the model, and those of the policies."""
     model = data["model"]
     model |= {"path": None, "chat_template": None}
     model |= {"architecture": {"name": "qwen3", "args": TINY}, "tokenizer": {"name": "bpe"}}
-    notes = [f"a tiny model from scratch in place of {path}"]
     if model["lora"] and model["lora"]["quantise"]:
         model["lora"]["quantise"] = None
-        notes.append("plain LoRA in place of QLoRA")
-    for name, policy in data["policies"].items():
+    for policy in data["policies"].values():
         if isinstance(policy.get("model"), Mapping):
             policy["model"] = "same"
-            notes.append(f"policies.{name}.model: same")
-    return notes
 
 
 def without_stages(config: RunConfig, *, sft: bool, rl: bool) -> RunConfig:

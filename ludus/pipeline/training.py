@@ -272,7 +272,7 @@ class Trainer:
         self._num_episodes += int(metrics["rollout/episodes"])
         metrics = {
             **metrics,
-            "time/elapsed_s": self.timings.total,
+            "time/elapsed_s": self._budget.spent.seconds,
             "rollout/episodes_total": float(self._num_episodes),
             "rollout/dropped": float(
                 sum(t.dropped is not None and not t.fixed for t in trajectories)
@@ -307,7 +307,7 @@ class Trainer:
         """Store the prefetched groups that no step is left to train on."""
         if groups:
             name = f"{stage.name}/{UNTRAINED}"
-            metrics = {"time/elapsed_s": self.timings.total}
+            metrics = {"time/elapsed_s": self._budget.spent.seconds}
             self._store.record_step(self.run.folder.id, name, step - 1, by_role(groups), metrics)
             count = sum(len(group.trajectories) for group in groups)
             self._observer.note(f"{stage.name}: {count} prefetched episodes were not trained on")
@@ -333,7 +333,7 @@ class Trainer:
         metrics = {
             "evaluate/success": result.success.value,
             "evaluate/score": result.score.value,
-            "time/elapsed_s": self.timings.total,
+            "time/elapsed_s": self._budget.spent.seconds,
         }
         for part in sorted({o.part for o in result.outcomes if o.part in result.tiers}):
             metrics[f"evaluate/success_{part}"] = result.tiers[part].success.value

@@ -26,7 +26,7 @@ _NAN = float("nan")
 TREE_COLUMNS = [field.name for field in fields(Tree)]
 
 ELAPSED = "time/elapsed_s"
-"""Metric of each step: the run's time so far, in seconds, without pauses."""
+"""Metric of each step: the run's wall time so far, in seconds, without pauses."""
 
 
 def runs(connection: Connection, key: int | None = None) -> list[RunRow]:
@@ -53,9 +53,17 @@ def runs(connection: Connection, key: int | None = None) -> list[RunRow]:
         last_step = max((stage.at for stage in run_stages), default=None)
         columns = {name: value for name, value in row._mapping.items() if name != "key"}
         columns["status"] = RunStatus(row.status)
-        elapsed_s = elapsed.get(row.key)
-        rows.append(RunRow(**columns, stages=steps, last_step=last_step, elapsed_s=elapsed_s))
+        columns["elapsed_s"] = took(row) if row.finished else elapsed.get(row.key)
+        rows.append(RunRow(**columns, stages=steps, last_step=last_step))
     return rows
+
+
+def took(row: Any) -> float | None:
+    """Wall time of a run's row from start to end; None while it runs. A row of an older ludus has
+    the time of its pauses too."""
+    if row.finished is None or row.elapsed_s is not None:
+        return None if row.elapsed_s is None else float(row.elapsed_s)
+    return float((row.finished - row.created).total_seconds())
 
 
 def summary(connection: Connection, run_key: int) -> list[StageSummary]:
@@ -73,6 +81,7 @@ def summary(connection: Connection, run_key: int) -> list[StageSummary]:
             s.stage,
             t.role,
             t.status,
+            func.sum(case((t.num_turns == 0, 1), else_=0)).label("num_silent"),
             func.count().label("num"),
             func.count(scored).label("num_scored"),
             func.sum(scored).label("total"),
@@ -88,8 +97,11 @@ def summary(connection: Connection, run_key: int) -> list[StageSummary]:
         num_scored = sum(end.num_scored for end in counts)
         total = sum(end.total for end in counts if end.num_scored)
         statuses: Counter[Status] = Counter()
+        without_turn = sum(end.num_silent for end in counts if Status(end.status).trainable)
         for end in counts:
-            statuses[Status(end.status)] += end.num
+            status = Status(end.status)
+            if played := end.num - (end.num_silent if status.trainable else 0):
+                statuses[status] += played
         summaries.append(
             StageSummary(
                 stage=stage.stage,
@@ -99,6 +111,7 @@ def summary(connection: Connection, run_key: int) -> list[StageSummary]:
                 mean_reward=total / num_scored if num_scored else None,
                 statuses=statuses,
                 rewards=_mean_rewards(counts),
+                num_without_turn=without_turn,
             )
         )
     return summaries

@@ -23,8 +23,8 @@ class RunStatus(StrEnum):
 @dataclass(frozen=True, slots=True)
 class RunRow:
     """A run. `stages`: the last step of each stage, in order of their start. `last_step`: the start
-    time of the latest step. `elapsed_s`: the run's time up to its end, without pauses between a
-    stop and `--resume`; None where no step recorded it."""
+    time of the latest step. `elapsed_s`: wall time from start to end, without pauses between a
+    stop and `--resume`; of a running one, up to the latest step; None before."""
 
     id: str
     name: str
@@ -74,6 +74,14 @@ class TrajectoryRow:
     error: str | None
     dropped: str | None
 
+    @property
+    def without_turn(self) -> bool:
+        """True for a role that had no turn in its episode, which ended well."""
+        return self.num_turns == 0 and self.status.trainable
+
+
+NO_TURN = "no turn"
+"""In place of a status: a role that had no turn in its episode, which ended well."""
 
 TRAJECTORY_COLUMNS = [field.name for field in fields(TrajectoryRow)][2:]
 """The columns of a TrajectoryRow's own table: all fields but stage and step."""
@@ -100,8 +108,9 @@ class DroppedRow:
 
 @dataclass(frozen=True, slots=True)
 class StageSummary:
-    """Summary of a stage. `mean_reward` covers trajectories with a reward that is not NaN;
-    `rewards` has the mean of each role."""
+    """Summary of a stage. `num_without_turn` of its trajectories are of roles that had no turn in
+    their episode: they are not in `statuses`. `mean_reward` covers trajectories with a reward
+    that is not NaN; `rewards` has the mean of each role."""
 
     stage: str
     num_steps: int
@@ -110,3 +119,4 @@ class StageSummary:
     mean_reward: float | None
     statuses: Mapping[Status, int]
     rewards: Mapping[str, float | None]
+    num_without_turn: int = 0

@@ -119,6 +119,7 @@ runs = Table(
     Column("config", ExactJSON, nullable=False),
     Column("versions", ExactJSON, nullable=False),
     Column("error", ExactText),
+    Column("elapsed_s", ExactFloat),
 )
 
 steps = Table(

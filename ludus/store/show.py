@@ -27,13 +27,23 @@ from rich.text import Text
 from ludus.core.errors import printable
 from ludus.core.types import Message, Segment, Trajectory
 from ludus.core.versions import spell_runs
-from ludus.store.rows import RunRow, RunStatus, StageSummary, StepRow, TrajectoryRow
+from ludus.store.rows import (
+    NO_TURN,
+    RunRow,
+    RunStatus,
+    StageSummary,
+    StepRow,
+    TrajectoryRow,
+)
 from ludus.store.store import RunStore
 
 Decode = Callable[[list[int]], str]
 
 NEWEST = 15
 """Rows of a list that is cut."""
+
+LEAST = 12
+"""Narrowest column of text that wraps."""
 
 _INDENT = 4
 _GIVEN, _SAMPLED = "dim", "green"
@@ -239,13 +249,19 @@ def _stages(stages: list[StageSummary]) -> Table:
             stage.stage,
             str(stage.num_steps),
             str(stage.last_step),
-            str(stage.num_trajectories),
+            str(stage.num_trajectories - stage.num_without_turn),
             _rewards(stage),
-            ", ".join(f"{status.value} {count}" for status, count in stage.statuses.items()),
+            ", ".join(f"{how} {count}" for how, count in _ends(stage).items()),
         )
         for stage in stages
     ]
     return make_table(("stage", "steps", "last", "trajectories", "mean reward", "ended"), rows)
+
+
+def _ends(stage: StageSummary) -> dict[str, int]:
+    """How often episodes ended so, for a role each."""
+    ends = {status.value: count for status, count in stage.statuses.items()}
+    return ends | ({NO_TURN: stage.num_without_turn} if stage.num_without_turn else {})
 
 
 def _rewards(stage: StageSummary) -> str:
@@ -262,7 +278,30 @@ def _metrics(steps: list[StepRow]) -> Table:
     return make_table(("metric", "first", "last"), rows)
 
 
-def _trajectories(rows: list[TrajectoryRow]) -> Table:
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A table of trajectories. Ids stay in one piece: where there is no room for both, the task
+    stands below its trajectory."""
+
+    columns: Mapping[str, Sequence[str]]
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        columns = dict(self.columns)
+        room = options.max_width
+        for name, cells in columns.items():
+            room -= LEAST if name == "dropped" else max(map(len, (name, *cells))) + 2
+        if room < 0:
+            pairs = zip(columns.pop("trajectory"), columns.pop("task"), strict=True)
+            columns = {"trajectory, task": [f"{id}\n  {task}" for id, task in pairs], **columns}
+        table = make_table(list(columns), zip(*columns.values(), strict=True))
+        for column in table.columns:
+            column.no_wrap = column.header != "dropped"
+        yield table
+
+
+def _trajectories(rows: list[TrajectoryRow]) -> _Listed:
     """The columns that the ids do not tell already, and `dropped` where a trajectory was."""
     told = all(row.id.startswith(f"{row.stage}-{row.step:06d}/") for row in rows)
     columns: dict[str, list[str]] = {"trajectory": [row.id for row in rows]}
@@ -270,13 +309,14 @@ def _trajectories(rows: list[TrajectoryRow]) -> Table:
         columns |= {"stage": [row.stage for row in rows], "step": [str(row.step) for row in rows]}
     columns |= {
         "task": [row.task_id for row in rows],
-        "status": [row.status.value for row in rows],
+        "status": [NO_TURN if row.without_turn else row.status.value for row in rows],
         "reward": [_number(row.reward) or "" for row in rows],
         "turns": [str(row.num_turns) for row in rows],
     }
-    if any(row.dropped for row in rows):
-        columns["dropped"] = [row.dropped or "" for row in rows]
-    return make_table(list(columns), zip(*columns.values(), strict=True))
+    dropped = ["" if row.without_turn else row.dropped or "" for row in rows]
+    if any(dropped):
+        columns["dropped"] = dropped
+    return _Listed(columns)
 
 
 # Cells
@@ -336,9 +376,8 @@ def _progress(stage: str, last: int) -> str:
 
 
 def _took(run: RunRow) -> str:
-    if run.finished is not None:
-        whole = run.finished - run.created
-        return _span(whole if run.elapsed_s is None else timedelta(seconds=run.elapsed_s))
+    if run.finished is not None and run.elapsed_s is not None:
+        return _span(timedelta(seconds=run.elapsed_s))
     return f"last step {_span(datetime.now(UTC) - run.last_step)} ago" if run.last_step else ""
 
 

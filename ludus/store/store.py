@@ -139,14 +139,25 @@ class RunStore:
                 f"run {run_id!r} exists already in {self.url}: resume it, or choose another name"
             ) from error
 
-    def finish_run(self, run_id: str, status: str, error: str | None = None) -> None:
-        """End a run: completed, interrupted, or failed with an error."""
+    def finish_run(
+        self,
+        run_id: str,
+        status: str,
+        error: str | None = None,
+        elapsed_s: float | None = None,
+    ) -> None:
+        """End a run: completed, interrupted, or failed with an error.
+
+        Args:
+            elapsed_s: wall time of all processes of the run; None: that since its creation.
+        """
         values = {"status": RunStatus(status), "finished": datetime.now(UTC), "error": error}
-        self._update_run(run_id, values)
+        self._update_run(run_id, {**values, "elapsed_s": elapsed_s})
 
     def reopen_run(self, run_id: str) -> None:
         """Mark a run as running again."""
-        self._update_run(run_id, {"status": RunStatus.RUNNING, "finished": None, "error": None})
+        ended = {"finished": None, "error": None, "elapsed_s": None}
+        self._update_run(run_id, {"status": RunStatus.RUNNING, **ended})
 
     def record_step(
         self,

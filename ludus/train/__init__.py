@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import ludus.models  # noqa: F401 - its settings, before torch and peft are imported
 from ludus.config.registry import Registry, Row
 
 if TYPE_CHECKING:

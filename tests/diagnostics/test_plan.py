@@ -209,6 +209,36 @@ def test_usage_is_that_of_the_experts_episodes() -> None:
     assert small.memory == planning.plan(recipe(), CPU).memory, "memory has to hold the largest"
 
 
+def test_fill_scales_sizes_and_keeps_the_environments_seconds() -> None:
+    config = load_config(str(RECIPES / "cuda-tiny.yaml"), ["rollout.max_turns=null"])
+    usage = Usage(20, 7, 17, 1, reset_s=0.5, step_s=2.0, expert_s=3.0)
+    found = planning.plan(config, CPU, fill=0.5, usage=usage)
+    own = planning.plan(config, CPU, fill=0.5)
+    episodes = 60 * 24 * 8
+    more = found.seconds["rl: environment"] - own.seconds["rl: environment"]
+    assert more == pytest.approx(episodes * 2.5)
+    assert found.tokens == own.tokens
+    assert found.seconds["demonstrations"] > 0
+    given = planning.plan(config, CPU, fill=0.5, usage=usage, env_step_s=2.0)
+    assert given.seconds["rl: environment"] < found.seconds["rl: environment"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "at_once"),
+    [
+        (["env.args.parallel=3"], 3),
+        (["env.args.parallel=1000"], 192),  # rollout.concurrency
+        (["env.args.parallel=3", "backend={name: ray, args: {env_workers: 2}}"], 6),
+    ],
+)
+def test_the_environments_calls_at_once_bound_its_steps(changes: list[str], at_once: int) -> None:
+    config = load_config(str(RECIPES / "cuda-tiny.yaml"), ["rl.group_size=16", *changes])
+    base, found = (planning.plan(config, CPU, fill=1, env_step_s=s) for s in (0.0, 3.0))
+    for part, episodes in (("rl: environment", 60 * 24 * 16), ("evaluation", 2 * 240 + 120)):
+        more = found.seconds[part] - base.seconds[part]
+        assert more == pytest.approx(episodes * 3.0 / at_once), part
+
+
 def test_demonstrations_with_code_are_measured_as_they_are_written() -> None:
     sums = "{name: env, args: {num_tasks: 4, tiers: [chain_sum]}}"
     changes = ["env=reasoning", f"tasks.train={sums}", "tasks.heldout=null"]

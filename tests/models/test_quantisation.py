@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,14 @@ def test_a_missing_package_is_named(
     monkeypatch.setattr(quantisation, "find_spec", lambda name: None)
     with pytest.raises(MissingDependency, match=r"bitsandbytes.*ludus-rl\[qlora\]"):
         build_model(settings(folder), tokenizer, 1)
+
+
+@needs
+def test_a_run_without_packed_weights_is_told_nothing_of_them() -> None:
+    """On a CPU with avx512_bf16 bitsandbytes asked for `kernels`, of which no run has need."""
+    command = [sys.executable, "-c", "import ludus.train.checkpoint.export"]  # which imports peft
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_weights_from_scratch_are_not_packed() -> None:

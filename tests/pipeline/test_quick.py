@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from ludus.config.recipes import shipped_recipes
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError
 from ludus.pipeline.quick import quick, without_stages
+from ludus.services.viewer.overview import describe_run, list_runs
+from ludus.services.viewer.source import Source
 
 RECIPES = {n: p for n, p in shipped_recipes().items() if not n.startswith("coevolve-")}
 
@@ -35,22 +38,25 @@ def test_each_recipe_has_a_quick_version(name: str) -> None:
         assert stage is None or stage.steps <= 2
     assert config.evaluate.num_tasks is not None
     assert config.evaluate.num_tasks <= 4
-    assert notes[0] == "a few steps and episodes"
+    assert notes[0].startswith("a few steps and episodes")
 
 
 def test_what_differs_is_told() -> None:
     _, notes = quick(recipe("cuda-qwen3-4b", "backend=ray", "metrics=[tensorboard]"))
-    told = "; ".join(notes)
+    assert notes[0].endswith("of a tiny model from scratch in place of Qwen/Qwen3-4B")
     for part in (
-        "model.device: cpu",
-        "a tiny model from scratch in place of Qwen/Qwen3-4B",
-        "plain LoRA in place of QLoRA",
-        "backend: local",
-        "no metrics",
+        "model.path: Qwen/Qwen3-4B -> null",
+        "model.device: cuda -> cpu",
+        "model.architecture: null -> qwen3",
+        "model.lora.quantise: nf4 -> null",
+        "backend.name: ray -> local",
+        "metrics: [...] -> []",
+        "rl.steps: 200 -> 2",
     ):
-        assert part in told
-    _, notes = quick(recipe("babyai-tiny"))
-    assert notes == ["a few steps and episodes"]
+        assert part in notes
+    _, notes = quick(recipe("cuda-tiny"))
+    assert "rollout.max_tokens_per_turn: 128 -> 64" in notes
+    assert not [line for line in notes if line.startswith(("name", "model."))]
 
 
 def test_a_stage_is_left_out() -> None:
@@ -94,3 +100,20 @@ def test_a_quick_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     [run] = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
     assert run.name == "babyai-tiny-quick-1"
     assert (run / "report.html").exists()
+    assert_one_time(run)
+
+
+def assert_one_time(run: Path) -> None:
+    """Store, viewer, report and budget tell the same wall time."""
+    spent = json.loads((run / "budget.json").read_text())["seconds"]
+    parts = json.loads((run / "timings.json").read_text())
+    source = Source(run.parent, None)
+    row = source.store().run(run.name)
+    [listed] = list_runs(source, None)["runs"]
+    assert row.finished is not None
+    assert row.elapsed_s is not None
+    for shown in (listed, describe_run(source, run.name)):
+        assert shown["elapsed_s"] == pytest.approx(row.elapsed_s, rel=1e-5)
+    assert spent <= row.elapsed_s <= (row.finished - row.created).total_seconds()
+    assert 0.5 * spent < sum(parts.values()) <= spent
+    source.store().close()

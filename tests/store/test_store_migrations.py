@@ -32,7 +32,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "9999"
-down_revision = "0003"
+down_revision = "0004"
 
 
 def upgrade():
@@ -130,7 +130,7 @@ def test_a_newer_schema_is_refused(
     store.close()
     for read_only in (False, True):
         with pytest.raises(
-            StoreError, match=r"newer ludus \(schema 9999; this ludus reads up to 0003"
+            StoreError, match=r"newer ludus \(schema 9999; this ludus reads up to 0004"
         ):
             RunStore.open(url, read_only=read_only)
 
@@ -138,7 +138,7 @@ def test_a_newer_schema_is_refused(
 def test_a_reader_does_not_migrate(url: str, store: RunStore, later: Path) -> None:
     store.close()
     reader = Database(url, read_only=True)
-    with pytest.raises(StoreError, match=r"schema 0003 of an older ludus \(this one reads 9999\)"):
+    with pytest.raises(StoreError, match=r"schema 0004 of an older ludus \(this one reads 9999\)"):
         migrate(reader, later)
     reader.close()
 

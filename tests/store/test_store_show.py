@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from store_examples import branched, make_groups
 
 from ludus.core.errors import StoreError
-from ludus.core.types import Group, Message, Segment, Task, Trajectory
+from ludus.core.types import Group, Message, Segment, Status, Task, Trajectory
 from ludus.store import RunStore
 from ludus.store.show import render_run, render_runs, render_trajectory, render_turns
 
@@ -131,6 +131,29 @@ def test_mean_rewards_of_several_roles(local: RunStore) -> None:
     assert "rl 1 0 6 villager 0, wolf 1 completed 4, error_env 2" in shown
 
 
+def test_a_role_without_a_turn_is_no_episode_and_ids_stay_whole(local: RunStore) -> None:
+    task, groups = Task(id="kernel:reduction/small/0"), []
+    for role, segments in (("generator", [Segment(-1, [1], [-0.5])]), ("optimiser", [])):
+        id = f"evaluate/before-000000/g0000/e000/{role}"
+        trajectory = Trajectory(id, f"g/{role}", task.id, segments, status=Status.COMPLETED)
+        trajectory.role = role
+        if not segments:
+            trajectory.dropped = "nothing was sampled: the agent made no call that trains"
+        groups.append(Group(trajectory.group_id, task, [trajectory]))
+    local.record_step("run-1", "evaluate/before", 0, groups, {})
+    [stage] = local.summary("run-1")
+    assert (stage.num_trajectories, stage.num_without_turn) == (2, 1)
+    assert stage.statuses == {Status.COMPLETED: 1}
+    for width in (80, 200):
+        shown = text_of(render_run(local, "run-1"), width=width)
+        listed = shown.partition("newest trajectories")[2]
+        assert "evaluate/before 1 0 1 completed 1, no turn 1" in " ".join(shown.split())
+        assert "nothing was sampled" not in listed
+        for whole in (task.id, "evaluate/before-000000/g0000/e000/optimiser"):
+            assert whole in listed, width
+        assert ("trajectory, task" in listed) == (width == 80)
+
+
 def test_a_run_at_a_glance(local: RunStore) -> None:
     assert "running" in text_of(render_run(local, "run-1")), "an empty run shows too"
     local.record_step("run-1", "sft", 0, [], {"sft/loss": 2.0})
@@ -150,15 +173,16 @@ def test_a_run_at_a_glance(local: RunStore) -> None:
 
 
 def test_a_pause_does_not_count_as_time_of_a_run(local: RunStore) -> None:
-    """The trainer counts the time of a run; it continues where a resumed run goes on."""
-    local.finish_run("run-1", "completed")
-    assert " 0 s" in text_of(render_runs(local), width=140), "no step was recorded"
+    """The budget counts the time of a run; it continues where a resumed run goes on."""
     local.record_step("run-1", "sft", 0, [], {"time/elapsed_s": 60.0})
-    local.record_step("run-1", "rl", 0, [], {"time/elapsed_s": 100.0})
-    local.create_run("run-2", "demo", {}, {})
-    local.record_step("run-2", "rl", 0, [], {"time/elapsed_s": 7.0})
+    assert local.run("run-1").elapsed_s == 60
+    local.finish_run("run-1", "interrupted")
+    assert " 0 s" in text_of(render_runs(local), width=140), "of an older ludus: since its creation"
+    local.finish_run("run-1", "completed", elapsed_s=100.0)
     for shown in (render_runs(local), render_run(local, "run-1")):
         assert "1 min 40 s" in text_of(shown, width=140)
+    local.reopen_run("run-1")
+    assert local.run("run-1").elapsed_s == 60
 
 
 def test_long_lists_are_cut_and_say_how_to_see_all(local: RunStore) -> None:
@@ -178,11 +202,11 @@ def test_long_lists_are_cut_and_say_how_to_see_all(local: RunStore) -> None:
 
 def test_a_trajectory_id_is_in_one_piece_on_a_narrow_screen(local: RunStore) -> None:
     id = "evaluate/after-000000/g0019/e000"
-    trajectory = Trajectory(id, "g", "a-task-12345", [Segment(-1, [1], None)], reward=1.0)
+    trajectory = Trajectory(id, "g", "a-task-12345", [Segment(-1, [1], [-0.5])], reward=1.0)
     group = Group("g", Task(id="a-task-12345"), [trajectory])
     local.record_step("run-1", "evaluate/after", 0, [group], {})
     (line,) = [x for x in text_of(render_run(local, "run-1"), width=80).splitlines() if id in x]
-    assert line.split() == [id, "a-task-12345", "completed", "1", "0"], "the id has stage and step"
+    assert line.split() == [id, "a-task-12345", "completed", "1", "1"], "the id has stage and step"
 
 
 def test_a_demonstration_is_not_shown_as_sampled(local: RunStore) -> None:

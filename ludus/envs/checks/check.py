@@ -181,7 +181,7 @@ async def _declarations(subject: _Subject, player: Player) -> None:
     env = subject.make()
     (low, high), success_at = limits_of(env)
     if not low <= success_at <= high:
-        subject.error("declarations", f"success_at {success_at} is outside of score_range")
+        subject.error("declarations", f"success_at {success_at:g} is outside of score_range")
     if env.max_turns < 1:
         subject.error("declarations", f"max_turns is {env.max_turns}; an episode needs a turn")
     await player.close_env(env)
@@ -221,7 +221,7 @@ async def _expert(subject: _Subject, player: Player) -> None:
         finally:
             await player.close_env(env)
         if not low - 1e-9 <= total <= high + 1e-9:
-            text = f"{task.id}: the reward {total:g} is outside of score_range {env.score_range}"
+            text = f"{task.id}: the reward {total:g} is outside of score_range {low:g} to {high:g}"
             subject.error("rewards", text)
         if not done:
             subject.error("expert", f"{task.id}: the episode does not end in {MAX_TURNS} turns")

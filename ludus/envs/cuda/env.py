@@ -33,7 +33,7 @@ from ludus.envs.cuda.measure import efficiency_of, measured
 from ludus.envs.cuda.messages import FASTER, LEANER, MEND, kernel_of, message_of, report
 from ludus.envs.cuda.reward import KernelReward, Measured, Scored
 from ludus.envs.cuda.workers import Settings, Worker, times_kernels, worker_of
-from ludus.kernels.occupancy import limits_of
+from ludus.kernels.occupancy import check_compilable
 from ludus.kernels.verify.problem import KernelProblem
 from ludus.kernels.verify.result import Verified, VerifyStatus
 from ludus.tasks.kernels.generated import KINDS, problem
@@ -123,7 +123,7 @@ class Cuda(Env):
         self._language, self._reward, self.guide = language_named(language), reward, guide
         self._rounds, self._gains = rounds, turn_rewards == "gains"
         self._stop_speedup, self._stop_efficiency = stop_speedup, stop_efficiency
-        limits_of(architecture)
+        check_compilable(architecture)
         if trust_references != (timing != "off"):
             raise ConfigError(
                 "trust_references: nothing is timed: set timing: gpu"
@@ -165,9 +165,13 @@ class Cuda(Env):
 
     @classmethod
     def works(cls, **args: Any) -> str:
-        parallel = args.get("parallel") or 2 * (os.cpu_count() or 1)
+        parallel = cls.at_once(**args)
         timing = {"gpu": ", timed on a GPU", "auto": ", timed on a GPU where there is one"}
         return f"{parallel} kernels at once in the sandbox{timing.get(args.get('timing', ''), '')}"
+
+    @classmethod
+    def at_once(cls, **args: Any) -> int:
+        return args.get("parallel") or 2 * (os.cpu_count() or 1)
 
     async def reset(self, task: Task) -> Observation:
         self._task, self._attempts = None, []

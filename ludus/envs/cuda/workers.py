@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import hashlib
+import multiprocessing
 import os
 import threading
 from collections.abc import Coroutine
@@ -123,7 +124,7 @@ def times_kernels(*, required: bool) -> bool:
     problem = _no_timing()
     if problem and required:
         raise ConfigError(f"timing: gpu: {problem}: set timing: off, which measures no speed-ups")
-    if problem:
+    if problem and multiprocessing.parent_process() is None:  # else the parent has told
         _tell(problem)
     return not problem
 

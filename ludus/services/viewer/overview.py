@@ -50,7 +50,7 @@ def describe_run(source: Source, run: str) -> dict[str, Any]:
     head = RunHead(
         0, row.id, row.name, row.status.value, row.created.timestamp(),
         None if row.finished is None else row.finished.timestamp(), row.error, dict(row.stages),
-        None if row.last_step is None else row.last_step.timestamp(),
+        None if row.last_step is None else row.last_step.timestamp(), None,
     )  # fmt: skip
     return _head(source, head) | {
         "live": source.live(run),

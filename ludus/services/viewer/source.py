@@ -16,6 +16,7 @@ from ludus.core.errors import LudusError
 from ludus.store import RunStore
 from ludus.store import schema as db
 from ludus.store.folders import RunFolder, unrecorded
+from ludus.store.queries import took
 
 MAX_LIVE_BYTES = 100_000
 STALE_S = 30.0
@@ -28,7 +29,8 @@ class NoRuns(LudusError):
 
 @dataclass(frozen=True, slots=True)
 class RunHead:
-    """A run in the list. `stages`: the last step of each stage, in order of their start."""
+    """A run in the list. `stages`: the last step of each stage, in order of their start.
+    `elapsed_s`: its time from start to end, as RunRow has it."""
 
     key: int
     id: str
@@ -39,6 +41,7 @@ class RunHead:
     error: str | None
     stages: dict[str, int]
     last_step: float | None
+    elapsed_s: float | None
 
 
 class Source:
@@ -115,7 +118,7 @@ class Source:
 
 def _heads(connection: Connection, limit: int, before: int | None) -> list[RunHead]:
     r, s = db.runs.c, db.steps.c
-    columns = (r.key, r.id, r.name, r.status, r.created, r.finished, r.error)
+    columns = (r.key, r.id, r.name, r.status, r.created, r.finished, r.error, r.elapsed_s)
     query = select(*columns).order_by(r.key.desc()).limit(limit)
     if before is not None:
         query = query.where(r.key < before)
@@ -138,7 +141,7 @@ def _heads(connection: Connection, limit: int, before: int | None) -> list[RunHe
             run.key, run.id, run.name, run.status, run.created.timestamp(),
             run.finished and run.finished.timestamp(), run.error,
             {row.stage: row.step for row in sorted(stages[run.key], key=lambda row: row.first)},
-            started[newest[run.key]].timestamp() if run.key in newest else None,
+            started[newest[run.key]].timestamp() if run.key in newest else None, took(run),
         )
         for run in runs
     ]  # fmt: skip

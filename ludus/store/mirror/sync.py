@@ -91,6 +91,7 @@ class RunMirror:
             "versions": dict(row.versions),
             "status": row.status.value,
             "error": row.error,
+            "elapsed_s": row.elapsed_s,
         }
         self._remote.commit(Snapshot(sequence, run, files, steps))
         self._sequence = sequence
@@ -225,7 +226,7 @@ def _fetch_rows(remote: Remote, snapshot: Snapshot, store: RunStore, scratch: Pa
         remote.get(step.content, scratch)
         store.unpack_step(run["id"], scratch.read_bytes())
     if run["status"] != "running":
-        store.finish_run(run["id"], run["status"], run["error"])
+        store.finish_run(run["id"], run["status"], run["error"], run.get("elapsed_s"))
     with suppress(FileNotFoundError):
         scratch.unlink()
 

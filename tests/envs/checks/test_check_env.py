@@ -53,7 +53,7 @@ FAULTS: list[tuple[type[Env], str, str]] = [
     (faulty.SeedsTheWorld, "random state", "random"),
     (faulty.Shares, "independence", "beside other episodes"),
     (faulty.GoesOn, "expert", "does not end"),
-    (faulty.PaysTooMuch, "rewards", "outside of score_range"),
+    (faulty.PaysTooMuch, "rewards", "outside of score_range 0 to 1"),
     (faulty.ClosesOnce, "close", "the second close raised RuntimeError"),
     (faulty.Silent, "answers", "no messages"),
 ]

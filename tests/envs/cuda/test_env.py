@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 from typing import Any
 
 import pytest
+import torch
 
 from ludus.core.errors import ConfigError, EnvError, ToolError, Unscorable
 from ludus.core.types import Message, Spec, StepResult, Task
@@ -13,7 +15,7 @@ from ludus.envs import ENVS
 from ludus.envs.checks.check import check_env
 from ludus.envs.cuda.env import Cuda
 from ludus.envs.cuda.reward import KernelReward, Parts
-from ludus.envs.cuda.workers import worker_of
+from ludus.envs.cuda.workers import times_kernels, worker_of
 from ludus.kernels.expert import WAYS, kernels_for
 from ludus.tasks.kernels.generated import problem
 
@@ -306,3 +308,22 @@ def test_timing_needs_a_gpu() -> None:
         reward=KernelReward(parts=Parts(performance=1)),
     )
     assert env.success_at == pytest.approx(0.6 / 0.75)  # of the weights that are left
+
+
+@pytest.mark.parametrize("architecture", ["sm_70", "sm_72", "sm_1", "sm_91"])
+def test_an_architecture_without_a_compiler_is_refused_at_once(architecture: str) -> None:
+    with pytest.raises(ConfigError, match=rf"architecture: '?{architecture}"):
+        made(architecture=architecture)
+    made(architecture="sm_75")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_that_nothing_is_timed_is_told_once_for_a_run(capfd: pytest.CaptureFixture[str]) -> None:
+    """The processes that play the expert told it again."""
+    child = multiprocessing.get_context("spawn").Process(
+        target=times_kernels, kwargs={"required": False}
+    )
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert "not timed" not in capfd.readouterr().err

@@ -27,7 +27,7 @@ export async function show(page) {
       data.error ? el("p", { class: "problem" }, data.error) : null,
       el("dl", { class: "facts" }, Object.entries({
         started: `${day(data.created)} (${ago(data.created)})`,
-        took: data.elapsed_s ? span(data.elapsed_s) : data.finished ? span(data.finished - data.created) : "",
+        took: data.elapsed_s ? span(data.elapsed_s) : "",
         "last step": data.last_step ? ago(data.last_step) : "none yet",
         stages: Object.entries(data.stages).map(([name, step]) => `${name} ${name.startsWith("evaluate/") ? step || "" : step + 1}`.trim()).join(", "),
         tools: data.tools.slice(0, 12).join(", "),

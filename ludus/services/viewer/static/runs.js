@@ -35,7 +35,7 @@ export async function show(page) {
         el("td", {}, status(run.status), run.is_live ? badge("live", "live") : null),
         el("td", { class: "soft" }, Object.entries(run.stages).filter(([stage]) => !stage.startsWith("evaluate/")).map(([stage, step]) => `${stage} ${step + 1}`).join(", ")),
         el("td", { class: "soft", title: day(run.created) }, ago(run.created)),
-        el("td", { class: "soft" }, run.finished ? span(run.finished - run.created) : ""),
+        el("td", { class: "soft" }, run.elapsed_s ? span(run.elapsed_s) : ""),
         run.error ? el("td", { class: "error", title: run.error }, run.error.split("\n")[0].slice(0, 160)) : null)))));
     fill(more, next ? el("button", { type: "button", onclick: loadMore }, "Older runs") : null,
       data?.unrecorded?.length ? el("span", { class: "soft" }, `Killed before they were recorded, or of another store: ${data.unrecorded.join(", ")}`) : null);
