@@ -139,8 +139,8 @@ async def test_all_calls_under_way_end_with_a_lost_server() -> None:
 
 @pytest.mark.slow
 async def test_a_hanging_call_meets_its_deadline() -> None:
-    async with await opened(deadline_s=3) as toolbox:
-        with pytest.raises(ToolError, match="no answer within 3 s"):
+    async with await opened(deadline_s=10) as toolbox:
+        with pytest.raises(ToolError, match="no answer within 10 s"):
             await call(toolbox, "hang")
 
 
