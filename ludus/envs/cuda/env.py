@@ -112,7 +112,8 @@ class Cuda(Env):
             int, Field(ge=2, le=100, description="Trials on fresh inputs; one more follows.")
         ] = 5,
         run_s: Annotated[
-            float, Field(gt=0, le=600, description="Processor seconds of building a kernel, and of running it.")
+            float,
+            Field(gt=0, le=600, description="Processor seconds of building, and of running."),
         ] = 10.0,
         parallel: Annotated[
             int | None,
