@@ -146,7 +146,6 @@ def test_submit_waits_and_follows(world: Any) -> None:
     )
 
 
-@pytest.mark.long
 def test_a_run_that_fails_gives_its_exit_code(world: Any) -> None:
     done = world.run("submit", RECIPE, *SHORT, "budget.max_tokens=1", "--wait")
     assert done.code == 3, done.all
@@ -202,7 +201,6 @@ def test_a_node_that_dies_is_seen_and_started_again(world: Any) -> None:
     assert "pair: 2 of 2 nodes alive" in world.run("cluster", "status", world.file).ok().out
 
 
-@pytest.mark.long
 def test_a_head_that_dies_is_started_again_with_its_workers(world: Any) -> None:
     [gcs] = [process for process in processes(HEAD) if process.what == "gcs_server"]
     os.kill(gcs.pid, signal.SIGKILL)
