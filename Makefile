@@ -8,7 +8,7 @@ READY := .venv/.ready
 # One more than cores: some tests wait.
 JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest
-PARALLEL := -n $(JOBS) --maxprocesses 8
+PARALLEL := -n $(JOBS) --maxprocesses 8 --dist loadfile
 QUICK := tests/core tests/config tests/tasks tests/judges tests/evaluate tests/train/algorithms \
 	tests/models/kv_cache tests/envs/textcraft
 
@@ -48,16 +48,16 @@ demo: setup  ## train an agent on BabyAI: demonstrations, SFT, GRPO, evaluation,
 	$(BIN)/ludus train recipes/babyai-tiny.yaml
 
 test: test-setup lint types  ## run all checks, and all tests but those of the next commands
-	$(PYTEST) $(PARALLEL) --dist loadfile -m "not slow and not long and not engine"
+	$(PYTEST) $(PARALLEL) -m "not slow and not long and not engine"
 
 quick: lint layers  ## run the fast unit tests (under a minute)
-	$(PYTEST) -q $(PARALLEL) --dist loadfile -m "not slow and not long and not engine" $(QUICK)
+	$(PYTEST) -q $(PARALLEL) -m "not slow and not long and not engine" $(QUICK)
 
 test-slow: test-setup  ## run the slow tests, and the variants that `make test` leaves out
-	$(PYTEST) $(PARALLEL) --dist loadgroup -m "slow and not long and not engine"
+	$(PYTEST) $(PARALLEL) -m "slow and not long and not engine"
 
 test-long: test-setup  ## run what repeats slow tests with other settings (CI does not: run it before a release)
-	$(PYTEST) $(PARALLEL) --dist loadgroup -m "long and not engine"
+	$(PYTEST) $(PARALLEL) -m "long and not engine"
 
 test-engines: setup  ## run the tests of foreign engines: of `make vllm`, `sglang`, `verifiers`, `appworld`, `verl`, `trinity`
 	$(PYTEST) -m engine

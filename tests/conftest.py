@@ -65,19 +65,6 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.addaudithook(_refuse_internet)
 
 
-RAY = ("tests/backends/ray/", "tests/cluster/", "tests/e2e/test_ray_")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One process of `--dist loadgroup` runs a file; a single one all tests with a Ray of their
-    own, of which several at once are too much for a small machine."""
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        group = "ray" if file.startswith(RAY) else file.replace("/", ".")
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 def pytest_collection_finish() -> None:
     """Spare the garbage collector the imported modules, which it would look through each time."""
     gc.collect()

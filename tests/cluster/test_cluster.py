@@ -27,7 +27,7 @@ from ludus.cluster.node import processes
 if TYPE_CHECKING:
     from harness import Done, Zygote
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 pytest.importorskip("ray")
 
 LIMIT_S = 400  # a guard against a hang: two Rays start on busy cores

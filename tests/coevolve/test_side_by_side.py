@@ -120,6 +120,7 @@ def test_stopped_by_a_signal_both_can_be_resumed(
     assert bits(copy.cwd / ROOT) == bits(paired.cwd / ROOT)
 
 
+@pytest.mark.long
 def test_a_second_process_that_is_killed_is_told_and_resumed(paired: Ludus, copy: Ludus) -> None:
     process = run(copy)
     os.kill(child_of(process), signal.SIGKILL)

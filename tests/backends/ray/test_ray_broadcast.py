@@ -101,6 +101,7 @@ async def test_a_sampler_that_dies_in_a_broadcast(
     struck.close()
 
 
+@pytest.mark.long
 async def test_a_rank_that_dies_in_a_broadcast(
     make: Make, tmp_path: Path, faults: list[tuple[str, bool]]
 ) -> None:
@@ -151,6 +152,7 @@ async def test_a_sampler_that_hangs_is_ended_and_replaced(
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 async def test_a_sampler_that_dies_later_gets_weights_that_were_broadcast(
     make: Make, tmp_path: Path, faults: list[tuple[str, bool]]
 ) -> None:
