@@ -98,7 +98,7 @@ def _work(config: RunConfig) -> str:
 
 
 def of_class(env: Spec, name: str) -> Any:
-    """What a class method of an environment, or else of `Env`, returns for its arguments."""
+    """The result of a class method of an environment, or else of `Env`, for its arguments."""
     method = getattr(ENVS.load(env.name), name, getattr(Env, name))
     return method(**ENVS.check(env, "env"))
 

@@ -1,7 +1,7 @@
 """Limits of processor time, and ends of a run for which the code is not to blame.
 
 A busy or paused machine makes every program slow, so the limit of a judged run is processor time,
-which the kernel enforces inside of the jail (SIGXCPU). Wall time only ends what hangs: programs
+which Linux enforces inside of the jail (SIGXCPU). Wall time only ends what hangs: programs
 here have no call with which they could sleep.
 """
 
@@ -19,7 +19,7 @@ WALL = 6
 
 
 def cpu_seconds(limits: Limits) -> int:
-    """Processor seconds of a run; the kernel counts whole ones."""
+    """Processor seconds of a run; Linux counts whole ones."""
     return math.ceil(limits.run_s)
 
 

@@ -259,7 +259,7 @@ def _stages(stages: list[StageSummary]) -> Table:
 
 
 def _ends(stage: StageSummary) -> dict[str, int]:
-    """How often episodes ended so, for a role each."""
+    """Counts of the ends of episodes, for each role."""
     ends = {status.value: count for status, count in stage.statuses.items()}
     return ends | ({NO_TURN: stage.num_without_turn} if stage.num_without_turn else {})
 

@@ -61,12 +61,7 @@ class References:
         Errors: ToolError where the sandbox fails.
         """
         key = hashlib.sha256(f"{seeds}{reference}".encode("utf-8", "surrogatepass")).digest()
-
-        async def run() -> tuple[Referred, bool]:
-            referred, lasts = await self._run(reference, seeds)
-            return referred, lasts
-
-        return await self._once.of(key, run)
+        return await self._once.of(key, lambda: self._run(reference, seeds))
 
     async def _run(self, reference: str, seeds: tuple[int, ...]) -> tuple[Referred, bool]:
         """Also whether it would end so again. Errors: ToolError."""
