@@ -5,12 +5,15 @@ Fixtures of several folders: the command line (`ludus`), the sandbox's layers an
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import os
+import secrets
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,8 +64,23 @@ def _refuse_internet(event: str, args: tuple[Any, ...]) -> None:
         raise OSError(f"a test reached for {name}: tests use this machine only")
 
 
+def _set_ray_token() -> None:
+    """One token of Ray for all test processes and the commands that they start.
+
+    Ray else sets RAY_AUTH_MODE in the first process that starts a local Ray: clusters of that
+    process then ask for a token that other processes do not send.
+    """
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        with tempfile.NamedTemporaryFile("w", prefix="ray-token-", delete=False) as file:
+            file.write(secrets.token_hex(32))
+        atexit.register(os.unlink, file.name)
+        os.environ["RAY_AUTH_TOKEN_PATH"] = file.name
+    os.environ["RAY_AUTH_MODE"] = "token"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     sys.addaudithook(_refuse_internet)
+    _set_ray_token()
 
 
 def pytest_collection_finish() -> None:

@@ -90,21 +90,30 @@ def check_nodes() -> None:
 
     ray.init(address="auto", namespace=os.environ.get(NAMESPACE_VARIABLE), log_to_driver=False)
     try:
-        alive = [node for node in ray.nodes() if node["Alive"]]
         probe = ray.remote(num_cpus=0, max_retries=0)(_version)
         asked = {}
-        for node in alive:
-            place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            asked[probe.options(scheduling_strategy=place).remote()] = node["NodeManagerAddress"]
+        for node, address in _alive(ray).items():
+            place = NodeAffinitySchedulingStrategy(node, soft=False)
+            asked[probe.options(scheduling_strategy=place).remote()] = node, address
         _, waiting = ray.wait(list(asked), num_returns=len(asked), timeout=NODES_S)
-        faults = [f"{asked[one]}: no answer within {NODES_S} s" for one in waiting]
-        for answer, address in asked.items():
-            if answer not in waiting and (fault := _node_fault(ray, answer)):
+        # Ray lists a dead node as alive for some seconds: a node that was restarted is there twice.
+        alive = _alive(ray)
+        faults = []
+        for answer, (node, address) in asked.items():
+            if node not in alive:
+                continue
+            late = f"no answer within {NODES_S} s" if answer in waiting else ""
+            if fault := late or _node_fault(ray, answer):
                 faults.append(f"{address}: {fault}")
     finally:
         ray.shutdown()
     if faults:
         raise ConfigError("\n".join(sorted(faults)))
+
+
+def _alive(ray: Any) -> dict[str, str]:
+    """Address of each node of the cluster that is alive, by its id."""
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
 def _version() -> str | None:

@@ -55,6 +55,21 @@ def test_actors_for_which_there_is_no_room(ludus: Ludus, cluster: Any) -> None:
     refused(ludus, cluster, text, "backend.args.samplers=4")
 
 
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({"RAY_AUTH_MODE": "disabled"}, "If it asks for a token, set RAY_AUTH_MODE=token"),
+        ({"RAY_AUTH_TOKEN": "a" * 64}, "or set RAY_AUTH_TOKEN"),
+        ({"RAY_AUTH_TOKEN_PATH": "/no/file"}, "cannot be opened or is empty: /no/file"),
+    ],
+)
+def test_another_token_than_the_clusters(
+    ludus: Ludus, cluster: Any, env: dict[str, str], text: str
+) -> None:
+    address = f"backend.args.address={cluster.address}"
+    ludus("train", BABYAI, "backend.name=ray", address, env=env).refused(2, text)
+
+
 def test_gpus_that_this_machine_lacks(ludus: Ludus) -> None:
     import torch
 

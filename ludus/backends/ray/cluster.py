@@ -122,6 +122,7 @@ def connect(address: str | None, namespace: str, demand: Demand) -> bool:
     require("ray", "ray", "the back end `ray`")
     require("xxhash", "ray", "the back end `ray`")
     import ray
+    from ray.exceptions import RayError
 
     if ray.is_initialized():
         return False
@@ -140,7 +141,7 @@ def connect(address: str | None, namespace: str, demand: Demand) -> bool:
         options["address"] = address
     try:
         ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
+    except (RayError, RuntimeError, ValueError, OSError) as error:
         raise ConfigError(f"{ADDRESS}: {_told(error, address)}") from error
     return True
 
@@ -152,7 +153,14 @@ def _told(error: Exception, address: str | None) -> str:
         return (
             f"this Python and the cluster at {address} have other versions of Ray or Python: {text}"
         )
-    return f"Ray cannot use the cluster at {address or 'this machine'}: {text:.300}"
+    told = f"Ray cannot use the cluster at {address or 'this machine'}: {text:.300}"
+    if not isinstance(error, ConnectionError):
+        return told
+    # Ray's error does not name a missing or wrong token: its log does.
+    return (
+        f"{told}. If it asks for a token, set RAY_AUTH_MODE=token, and take ~/.ray/auth_token of "
+        "the user who started it, or set RAY_AUTH_TOKEN"
+    )
 
 
 def require_form(address: str, key: str = ADDRESS) -> tuple[str, int] | None:
