@@ -14,7 +14,7 @@ QUICK := tests/core tests/config tests/tasks tests/judges tests/evaluate tests/t
 
 .PHONY: help setup test-setup vllm sglang verifiers appworld verl trinity triton demo test quick test-slow test-long
 .PHONY: test-engines test-triton gpu-kit gpu
-.PHONY: audit check lint types layers format docs constraints clean
+.PHONY: audit check lint types layers format docs site constraints clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z][a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -97,9 +97,14 @@ format: setup  ## format the code, and fix what the linter can fix
 docs: setup  ## write the generated pages
 	$(BIN)/python scripts/generate_docs.py
 
+site: setup  ## write the documentation as a site with a search to build/site
+	@scripts/setup-site.sh
+	.venv-site/bin/mkdocs build --strict --quiet
+	@echo "Read it: python -m http.server --directory build/site"
+
 constraints: setup  ## pin the versions installed in .venv
 	$(BIN)/python scripts/write_constraints.py
 
 clean:  ## remove everything built; runs/ stays
-	rm -rf .venv .venv-vllm .venv-sglang .venv-verifiers .venv-appworld .venv-verl .venv-trinity .venv-audit gpu-kit build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang .venv-verifiers .venv-appworld .venv-verl .venv-trinity .venv-site .venv-audit gpu-kit build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

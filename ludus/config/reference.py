@@ -226,7 +226,8 @@ def _table(entries: list[Entry], head: str) -> list[str]:
     rows = [f"| {head} | type | default | meaning |", "|---|---|---|---|"]
     for entry in entries:
         default = f"`{entry.default}`" if entry.default else ""
-        cells = [f"`{entry.key}`", entry.type, default, entry.description]
+        kind = entry.type.replace("[", "\\[")  # a pattern is no link
+        cells = [f"`{entry.key}`", kind, default, entry.description]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return rows
 

@@ -63,5 +63,8 @@ def test_continuous_integration_starts_with_make_test() -> None:
         "verifiers",
         "appworld",
         "verl",
+        "site",
+        "triton",
+        "test-triton",
         "test-engines",
     ]
