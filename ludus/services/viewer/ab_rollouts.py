@@ -58,7 +58,7 @@ class _Open:
 
     def _count(self, replayed: Replay, line: Content) -> None:
         if isinstance(line, Decision):
-            self.course.decided(replayed.controller, [line])
+            self.course.decided(replayed.controller, replayed.decisions[-1:])
         elif not isinstance(line, Header):
             self.course.count(replayed.controller, line)
 

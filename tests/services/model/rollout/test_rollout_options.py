@@ -149,7 +149,7 @@ def test_command_serves_and_its_log_is_replayed(tmp_path: Path, ludus: Any) -> N
             assert sum(variant["requests"] for variant in variants) == 6 * (start + 1)
     told = ludus("replay", str(log)).ok().out
     assert "start" in told
-    assert "18 events give these 1 decisions again." in told
+    assert "Replayed: 18 events and 1 decision, as recorded." in told
 
 
 def test_replay_tells_decisions_and_faults(tmp_path: Path, ludus: Any) -> None:
