@@ -35,7 +35,7 @@ FOLDERS = "ludus-model-service-"
 """Begin of the names of temporary folders. Folders with another name, as services had them that
 locked none, may be in use: they are left alone."""
 
-RENAMED = {"step_time": "step_s", "feedback_time": "feedback_s"}
+RENAMED = {"step_time": "step_s", "feedback_time": "feedback_s", "answer_time": "answer_s"}
 """Options of the command whose setting has another name."""
 
 

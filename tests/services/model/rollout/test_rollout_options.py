@@ -58,6 +58,7 @@ def test_options_become_settings() -> None:
         ({"max_error_increase": 1.0}, "--max-error-increase 1.0: input should be less than 1"),
         ({"step_time": -1.0}, "--step-time -1.0: input should be"),
         ({"feedback_time": 0.0}, "--feedback-time 0.0: input should be"),
+        ({"answer_time": 0.0}, "--answer-time 0.0: input should be"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], said: str) -> None:
