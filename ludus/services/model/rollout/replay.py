@@ -25,6 +25,9 @@ from ludus.services.model.rollout.events import FORMAT, Decision, Ended, Header,
 MAX_LINE = 100_000
 """Bytes. A line of a log has a few hundred."""
 
+TAIL = 1_000_000
+DECISION_START = b'\n{"kind": "decision"'
+
 Content = Header | Ended | Scored | Decision
 KINDS = {"rollout": Header, "ended": Ended, "scored": Scored, "decision": Decision}
 _LINE: TypeAdapter[Content] = TypeAdapter(Annotated[Content, Field(discriminator="kind")])
@@ -151,13 +154,15 @@ def first_line(path: Path) -> Content:
     raise DataError(f"{path} has no complete line of a roll-out")
 
 
-def last_line(path: Path) -> Content | None:
-    """The last complete line; None if it is no line of a log. Errors: OSError."""
+def last_decision(path: Path) -> Decision | None:
+    """The last decision of the last TAIL bytes; None if they have none. Errors: OSError."""
     with _opened(path) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_LINE))
-        whole = file.read(2 * MAX_LINE).rpartition(b"\n")[0].rpartition(b"\n")[2]
+        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+        whole = file.read(TAIL).rpartition(b"\n")[0]
+    start = whole.rfind(DECISION_START)
     with suppress(ValidationError):
-        return _LINE.validate_json(whole)
+        line = _LINE.validate_json(whole[max(0, start) :].strip().partition(b"\n")[0])
+        return line if isinstance(line, Decision) else None
     return None
 
 
