@@ -17,6 +17,7 @@ MAX_TEXT = 300
 """Characters of each."""
 
 MEND = "Correct it. Answer with the whole kernel."
+OTHERWISE = "Write it without that. Answer with the whole kernel."
 FASTER = "It is right: make it faster. Answer with the whole kernel."
 LEANER = "It is right: make it more efficient. Answer with the whole kernel."
 

@@ -29,7 +29,12 @@ TAIL = 1_000_000
 DECISION_START = b'\n{"kind": "decision"'
 
 Content = Header | Ended | Scored | Decision
-KINDS = {"rollout": Header, "ended": Ended, "scored": Scored, "decision": Decision}
+KINDS: dict[str, type[Content]] = {
+    "rollout": Header,
+    "ended": Ended,
+    "scored": Scored,
+    "decision": Decision,
+}
 _LINE: TypeAdapter[Content] = TypeAdapter(Annotated[Content, Field(discriminator="kind")])
 
 
