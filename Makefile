@@ -12,7 +12,8 @@ PARALLEL := -n $(JOBS) --maxprocesses 8 --dist loadfile
 QUICK := tests/core tests/config tests/tasks tests/judges tests/evaluate tests/train/algorithms \
 	tests/models/kv_cache tests/envs/textcraft
 
-.PHONY: help setup test-setup vllm sglang verifiers appworld verl trinity demo test quick test-slow test-long test-engines gpu-kit gpu
+.PHONY: help setup test-setup vllm sglang verifiers appworld verl trinity triton demo test quick test-slow test-long
+.PHONY: test-engines test-triton gpu-kit gpu
 .PHONY: audit check lint types layers format docs constraints clean
 
 help:  ## list the commands
@@ -44,6 +45,9 @@ verl: setup  ## install verl and vLLM's CPU build, for `backend: verl`, into .ve
 trinity: setup  ## install Trinity-RFT and vLLM for `backend: trinity` into .venv-trinity (CI does not: its tests are run by hand)
 	@scripts/setup-trinity.sh
 
+triton: setup  ## install Triton, for its kernels, into .venv (1 GB)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[triton]'
+
 demo: setup  ## train an agent on BabyAI: demonstrations, SFT, GRPO, evaluation, report
 	$(BIN)/ludus train recipes/babyai-tiny.yaml
 
@@ -61,6 +65,9 @@ test-long: test-setup  ## run what repeats slow tests with other settings (CI do
 
 test-engines: setup  ## run the tests of foreign engines: of `make vllm`, `sglang`, `verifiers`, `appworld`, `verl`, `trinity`
 	$(PYTEST) -m engine
+
+test-triton: test-setup  ## run the tests of kernels in Triton, of `make triton`
+	$(PYTEST) tests/kernels/in_triton tests/kernels/benchmark/test_work.py
 
 gpu-kit: setup  ## collect the wheels that a bare GPU machine lacks
 	@scripts/gpu-kit.sh

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ludus.backends.fixed import LocalFixed, share_base
 from ludus.config.schema import RunConfig
 from ludus.core.signals import abandon
 from ludus.core.types import Group, Sample, Spec
@@ -26,6 +27,9 @@ from ludus.train.minibatches import TrainSettings, train_metrics
 from ludus.train.trainer import Trainer
 
 T = TypeVar("T")
+
+
+IN_PROCESS = Spec(name="in_process")
 
 
 def make_sampler(
@@ -65,6 +69,7 @@ class LocalBackend:
     def __init__(
         self, make_model: Callable[[], Any], renderer: Renderer, config: RunConfig, run_dir: Path
     ) -> None:
+        self._config, self._tokenizer = config, renderer.tokenizer
         self.trainer = Trainer(make_model, renderer.tokenizer, config, run_dir)
         self.sampler = make_sampler(config, self.model, renderer.tokenizer, run_dir / "sampler")
         half = "bfloat16" in (config.learner.dtype, config.sampler.args.get("dtype"))
@@ -89,6 +94,20 @@ class LocalBackend:
     def checkpoints(self) -> CheckpointStore:
         """The run's checkpoints."""
         return self.trainer.checkpoints
+
+    def fixed_policy(self, make_model: Callable[[], Any], folder: Path) -> LocalFixed:
+        """A policy in this process, whose frozen base may be that of the run's policy."""
+        model = make_model()
+        share_base(self.model, model)
+        model.requires_grad_(False).eval()
+        # A served sampler has the weights of the run's policy.
+        spec = IN_PROCESS if self._config.sampler.name != IN_PROCESS.name else None
+        sampler = make_sampler(self._config, model, self._tokenizer, folder, spec=spec)
+        return LocalFixed(model, sampler)
+
+    def present_model(self) -> Any:
+        """The policy itself."""
+        return self.model
 
     def make_envs(self, spec: Spec | None) -> LocalEnvs:
         """Environments in this process."""

@@ -8,9 +8,10 @@ The first is the run's `model`; its checkpoints name those of the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ludus.backends.base import Backend
 from ludus.config.policies import POLICY
@@ -23,6 +24,8 @@ from ludus.train.checkpoint.listing import CheckpointInfo
 from ludus.train.checkpoint.store import CheckpointStore
 from ludus.train.meter import Meter
 from ludus.train.minibatches import TrainSettings
+
+T = TypeVar("T")
 
 
 class Follower(Protocol):
@@ -85,10 +88,11 @@ class SeveralPolicies:
                 follower.started(self.policy_version)
 
     async def score(self, groups: Sequence[Group], algorithm: Algorithm) -> Sequence[Group]:
-        scored: dict[str, Group] = {}
-        for name, backend in self._all.items():
-            own = [g for g in groups if self._policy_of(g.trajectories[0].policy) == name]
-            scored |= {group.id: group for group in await backend.score(own, algorithm)}
+        def own(name: str) -> list[Group]:
+            return [g for g in groups if self._policy_of(g.trajectories[0].policy) == name]
+
+        done = await self._of_all(lambda name, b: b.score(own(name), algorithm))
+        scored = {group.id: group for part in done.values() for group in part}
         return [scored[group.id] for group in groups]
 
     async def train(self, samples: list[Sample], algorithm: Algorithm) -> dict[str, float]:
@@ -97,13 +101,16 @@ class SeveralPolicies:
         Returns the metrics of the run's policy, and those of the others as `policy/NAME/METRIC`;
         the optimizer steps are those of all.
         """
+
+        def taken(name: str) -> list[Sample]:
+            return [s for s in samples if s.policy == name or s.policy not in self._all]
+
+        done = await self._of_all(lambda name, b: b.train(taken(name), algorithm))
         metrics: dict[str, float] = {}
         steps = 0.0
-        for name, backend in self._all.items():
-            taken = [s for s in samples if s.policy == name or s.policy not in self._all]
-            own = await backend.train(taken, algorithm)
+        for name, own in done.items():
             steps += own["train/optimizer_steps"]
-            if backend is self._main:
+            if name == POLICY:
                 metrics |= own
             else:
                 metrics |= {
@@ -132,7 +139,8 @@ class SeveralPolicies:
         for backend in self._others.values():
             backend.save(stage, step, {}, None, pin=True)
         path = self._main.save(stage, step, state, metric, pin=pin)
-        kept = {info.path.name for info in self._main.checkpoints.list()}
+        # The run's policy may still write its own, in the background.
+        kept = {path.name, *(info.path.name for info in self._main.checkpoints.list())}
         for backend in self._others.values():
             backend.checkpoints.keep_only(kept)
         return path
@@ -155,8 +163,21 @@ class SeveralPolicies:
     def close(self) -> None:
         for follower in self._followers:
             follower.close()
-        for backend in self._all.values():
+        for backend in (*self._others.values(), self._main):  # the first may own what all use
             backend.close()
+
+    async def _of_all(self, work: Callable[[str, Backend], Coroutine[Any, Any, T]]) -> dict[str, T]:
+        """Await work of each policy: at the same time where all train elsewhere, else in turn."""
+        if not all(getattr(b, "trains_elsewhere", False) for b in self._all.values()):
+            return {name: await work(name, b) for name, b in self._all.items()}
+        running = [work(name, backend) for name, backend in self._all.items()]
+        done = await asyncio.gather(*running, return_exceptions=True)  # all end before the error
+        results: dict[str, T] = {}
+        for name, result in zip(self._all, done, strict=True):
+            if isinstance(result, BaseException):
+                raise result
+            results[name] = result
+        return results
 
     def _policy_of(self, name: str) -> str:
         """The policy that scores a trajectory: demonstrations are of none that trains."""

@@ -172,10 +172,12 @@ def _one_plugin(name: str, registries: Registries, known: list[str]) -> Renderab
 
 
 def _outside(name: str, registries: Registries) -> Registry[Any]:
-    """The registry of a "module:Class", which is no row of any. They differ in the parameters that
-    ludus supplies: an agent takes a task and a model."""
-    names = inspect.signature(registries["env"].load(name)).parameters
-    return registries["agent" if {"task", "model"} <= set(names) else "env"]
+    """The registry of a "module:Class", which is no row of any: the one that supplies the most of
+    its parameters, as a task and a model to an agent. One name may be an environment's own."""
+    parameters = inspect.signature(registries["env"].load(name)).parameters.values()
+    needed = {p.name for p in parameters if p.default is p.empty}
+    likely = max(registries.values(), key=lambda registry: len(registry.context & needed))
+    return likely if len(likely.context & needed) > 1 else registries["env"]
 
 
 def _entry(key: str, field: FieldInfo) -> Entry:

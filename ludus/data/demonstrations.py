@@ -195,6 +195,7 @@ def _play_all(
     """Yields the results of all tasks, in order. Errors: LudusError if no worker can start."""
     from pebble import ProcessPool
 
+    others = set(multiprocessing.active_children())
     pool = ProcessPool(
         max_workers=max(1, min(num_workers, len(tasks))),
         initializer=_prepare_worker,
@@ -232,7 +233,11 @@ def _play_all(
             "often for its memory (then use fewer workers), or cannot import the environment"
         ) from error
     finally:
-        pool.stop()  # kills running jobs; there are none unless an exception interrupted us
+        pool.stop()  # ends running jobs; there are none unless an exception interrupted us
+        # `join` gives up the workers' locks, and then ends one after the other: those that still
+        # start meanwhile would print a traceback.
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.kill()
         pool.join()
 
 

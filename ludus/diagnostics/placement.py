@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ludus.backends import BACKENDS
+from ludus.backends.ray.backend import RayBackend
 from ludus.config.schema import RunConfig
 from ludus.core.types import Spec
 from ludus.envs import ENVS
@@ -47,17 +48,28 @@ def _ray(config: RunConfig, args: dict[str, Any]) -> list[tuple[str, str]]:
     workers, gpu = args.get("env_workers", 0), config.model.device.startswith("cuda")
     shared = bool(args.get("colocated"))
     each = ", a GPU each" if gpu else ""
-    rows = [("learner", f"{_number(ranks, 'rank')}{each}: {_trained(config)}")]
+    several = any(policy.model is not None for policy in config.policies.values())
+    of_each = " of each policy" if several else ""
+    rows = [("learner", f"{_number(ranks, 'rank')}{of_each}{each}: {_trained(config)}")]
     if config.rl is not None:
         how = ", on the ranks' GPUs" if gpu and shared else each
-        rows.append(("samplers", f"{_number(samplers, 'process', 'processes')}{how}"))
+        rows.append(("samplers", f"{_number(samplers, 'process', 'processes')}{of_each}{how}"))
         rows.append(("reference", _reference(config, "the ranks")))
+        fixed = _number(args.get("fixed_samplers", 1), "process", "processes")
+        for name, policy in config.policies.items():
+            if policy.past is not None:
+                versions = f" for each of {policy.past.most} older versions"
+                rows.append((f"policy {name}", f"{fixed}{versions}{each}"))
+            elif policy.weights is not None:
+                rows.append((f"policy {name}", f"{fixed}{each}: {policy.weights}"))
+            elif policy.endpoint is not None:
+                rows.append((f"policy {name}", policy.endpoint.base_url))
     host = _number(workers, "worker") if workers else "the process that starts the run"
     rows.append(("environment", f"{host}{_work(config)}"))
     if config.judge is not None:
         rows.append(("judge", f"{host}: {config.judge.name}"))
-    if gpu:
-        rows.append(("GPUs", str(ranks if shared else ranks + samplers)))
+    if gpus := round(RayBackend.demand(config, args).total()["GPU"]):
+        rows.append(("GPUs", str(gpus)))
     return rows
 
 

@@ -18,13 +18,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING, Any, cast
 
 from ludus.backends import BACKENDS
 from ludus.backends.base import Backend
-from ludus.backends.local import LocalBackend, make_sampler
+from ludus.backends.fixed import FixedPolicies, FixedPolicy, share_base
+from ludus.backends.local import LocalBackend
 from ludus.backends.several import Follower, SeveralPolicies
 from ludus.config.load import dump_config
 from ludus.config.policies import POLICY, FixedEndpointConfig, PastConfig, Roles
@@ -35,22 +34,18 @@ from ludus.core.seeds import derive_seed
 from ludus.core.types import Spec
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import load_tokenizer
-from ludus.models.samplers.base import PolicySampler, Sampler
+from ludus.models.samplers.base import Sampler
 from ludus.models.vocabulary import fingerprint
 from ludus.rollout.roles import Player, Role
 from ludus.store.folders import RunFolder
 from ludus.telemetry.logs import get_logger
-from ludus.train.checkpoint.loading import load
 from ludus.train.checkpoint.policy import build_policy
-from ludus.train.checkpoint.state import all_tensors
 from ludus.train.checkpoint.store import CheckpointStore
 
 if TYPE_CHECKING:
     from ludus.models.endpoint.client import Endpoint
 
 log = get_logger(__name__)
-
-IN_PROCESS = Spec(name="in_process")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +114,9 @@ class _Opener:
             self.endpoints.append(endpoint)
             return Player(name, None, endpoint, trains=False)
         if settings.past is not None:
-            league = League(
-                settings.past,
-                self._local(f"policies.{name}.past"),
-                partial(self._start, self._folder / name),
-                self._folder / name,
-                self._config,
-            )
+            backend, folder = self._fixed_policies(f"policies.{name}.past"), self._folder / name
+            make = partial(backend.fixed_policy, self._start, folder)
+            league = League(settings.past, backend, make, folder, self._config)
             self.followers.append(league)
             return Player(name, league.sampler_of, trains=False)
         assert settings.weights is not None
@@ -149,71 +140,57 @@ class _Opener:
             )
         _require_tokenizer(f"policies.{name}.model", settings.path, tokenizer)
         seed = derive_seed(config.seed, "policy", name)
-        config = config.model_copy(update={"model": settings})
-        alone = {"seed": seed, "roles": {}, "policies": {}}
         evaluate = config.evaluate.model_copy(update={"roles": None})
-        _write_run(
-            RunFolder(self._folder / name),
-            RunFolder(self._folder.parent).tokenizer,
-            config.model_copy(update={**alone, "evaluate": evaluate}),
-        )
+        changes = {"model": settings, "seed": seed, "evaluate": evaluate}
+        alone = config.model_copy(update={**changes, "roles": {}, "policies": {}})
+        folder = RunFolder(self._folder / name)
+        _write_run(folder, RunFolder(self._folder.parent).tokenizer, alone)
 
         def make_model() -> Any:
             built = build_policy(settings, tokenizer, seed)
-            share_base(self._local(f"policies.{name}.model").model, built)
+            if isinstance(self._backend, LocalBackend):
+                share_base(self._backend.model, built)
             return built
 
         backend: Backend = BACKENDS.build(
-            config.backend,
+            _of_another(config.backend),
             "backend",
             make_model=make_model,
             renderer=self._renderer,
-            config=config,
+            config=alone,
             run_dir=self._folder / name,
         )
         return backend
 
     def _fixed(self, name: str, weights: str) -> Fixed:
-        if weights == "start":
-            return self._start(self._folder / name)
-        from ludus.services.model.policy import ModelOverrides, load_policy
-
-        own = self._config.model
-        overrides = ModelOverrides(own.device, own.dtype, own.context_length)
-        where = f"policies.{name}.weights"
-        try:
-            policy = load_policy(weights, self._config.runs_dir, overrides)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
-        _same_tokenizer(where, policy.tokenizer, self._renderer.tokenizer)
-        return self._sampled(policy.model, self._folder / name)
-
-    def _start(self, folder: Path) -> Fixed:
-        """The run's model as it began."""
-        model = build_policy(self._config.model, self._renderer.tokenizer, self._config.seed)
-        share_base(self._local("policies").model, model)
-        return self._sampled(model, folder)
-
-    def _local(self, where: str) -> LocalBackend:
-        """The run's back end. Errors: ConfigError where its weights are elsewhere."""
-        if not isinstance(self._backend, LocalBackend):
-            raise ConfigError(f"{where} needs `backend: local`, which has the weights")
-        return self._backend
-
-    def _sampled(self, model: Any, folder: Path) -> Fixed:
-        # A served sampler has the weights of the run's policy.
-        spec = IN_PROCESS if self._config.sampler.name != IN_PROCESS.name else None
+        where, config = f"policies.{name}", self._config
         tokenizer = self._renderer.tokenizer
-        model.requires_grad_(False).eval()
-        return Fixed(model, make_sampler(self._config, model, tokenizer, folder, spec=spec))
+        if weights == "start":
+            make_model: Callable[[], Any] = self._start
+        else:
+            make_model = partial(_loaded, f"{where}.weights", weights, config, tokenizer)
+        return Fixed(self._fixed_policies(where).fixed_policy(make_model, self._folder / name))
+
+    @property
+    def _start(self) -> Callable[[], Any]:
+        """Makes the run's model as it began."""
+        config = self._config
+        return partial(build_policy, config.model, self._renderer.tokenizer, config.seed)
+
+    def _fixed_policies(self, where: str) -> FixedPolicies:
+        """The run's back end. Errors: ConfigError where it offers no fixed policies."""
+        backend: Any = self._backend
+        if not hasattr(backend, "fixed_policy"):
+            raise ConfigError(f"{where} needs `backend: local` or `ray`")
+        return cast(FixedPolicies, backend)
 
 
-@dataclass(slots=True)
 class Fixed:
-    """Weights that do not change, with their sampler."""
+    """A follower whose weights do not change."""
 
-    model: Any
-    sampler: PolicySampler
+    def __init__(self, policy: FixedPolicy) -> None:
+        self.sampler = policy.sampler
+        self.close = policy.close
 
     def started(self, version: int) -> None:
         pass
@@ -223,9 +200,6 @@ class Fixed:
 
     def restored(self, version: int) -> None:
         pass
-
-    def close(self) -> None:
-        self.sampler.shutdown()
 
 
 class League:
@@ -241,8 +215,8 @@ class League:
     def __init__(
         self,
         settings: PastConfig,
-        backend: LocalBackend,
-        make: Callable[[], Fixed],
+        backend: FixedPolicies,
+        make: Callable[[], FixedPolicy],
         folder: Path,
         config: RunConfig,
     ) -> None:
@@ -251,7 +225,7 @@ class League:
         # A resumed run needs the members of its checkpoint, from which later ones have taken over.
         behind = config.checkpoint.every * config.checkpoint.keep_last
         self._most_saved = settings.most + math.ceil(behind / settings.every) + 1
-        self._members: list[tuple[int, Fixed]] = []
+        self._members: list[tuple[int, FixedPolicy]] = []
         self._has_started = False
 
     def sampler_of(self, group_id: str) -> Sampler:
@@ -264,14 +238,15 @@ class League:
     def started(self, version: int) -> None:
         self._has_started = True
         if not self._store().list():
-            self._save(version)
+            self._save(version, self._backend.present_model())
         self._open(version)
 
     def published(self, version: int) -> None:
         if self._has_started and version % self._every == 0:  # not in SFT
             full = len(self._members) >= self._most
-            self._join(version, self._members.pop(0)[1] if full else self._make())
-            self._save(version)
+            model = self._backend.present_model()
+            self._join(version, model, self._members.pop(0)[1] if full else self._make())
+            self._save(version, model)
 
     def restored(self, version: int) -> None:
         if not self._open(version) and version:
@@ -290,12 +265,11 @@ class League:
         infos = sorted(self._store().list(), key=lambda info: info.step)
         for info in [info for info in infos if info.step <= version][-self._most :]:
             member = self._make()
-            load(info.path, model=member.model)
-            member.sampler.publish(info.step)
             self._members.append((info.step, member))
+            member.restore(info.path, info.step)
         found = bool(self._members)
         if not found:
-            self._join(version, self._make())
+            self._join(version, self._backend.present_model(), self._make())
         return found
 
     def close(self) -> None:
@@ -303,17 +277,12 @@ class League:
             member.close()
         self._members = []
 
-    def _join(self, version: int, member: Fixed) -> None:
-        own = all_tensors(self._backend.model)
-        with torch.no_grad():
-            for name, tensor in all_tensors(member.model).items():
-                if tensor.data_ptr() != own[name].data_ptr():  # else the shared base
-                    tensor.copy_(own[name])
-        member.sampler.publish(version)
+    def _join(self, version: int, model: Any, member: FixedPolicy) -> None:
         self._members.append((version, member))
+        member.take(model, version)
 
-    def _save(self, version: int) -> None:
-        self._store().save("past", version, model=self._backend.model, state={})
+    def _save(self, version: int, model: Any) -> None:
+        self._store().save("past", version, model=model, state={})
 
     def _store(self) -> CheckpointStore:
         return CheckpointStore(self._folder / "checkpoints", self._most_saved, keep_best=0)
@@ -330,16 +299,24 @@ def _write_run(folder: RunFolder, tokenizer: Path, config: RunConfig) -> None:
     atomic_write(folder.config, dump_config(config))
 
 
-def share_base(policy: Any, model: Any) -> None:
-    """Let the frozen tensors of a model be those of the run's policy where they are equal: adapters
-    on one base take the memory of one base."""
-    own = {name: p for name, p in policy.named_parameters() if not p.requires_grad}
-    for name, parameter in model.named_parameters():
-        base = own.get(name)
-        if base is None or parameter.requires_grad or base.shape != parameter.shape:
-            continue
-        if base.dtype == parameter.dtype and torch.equal(base, parameter):
-            parameter.data = base.data
+def _of_another(spec: Spec) -> Spec:
+    """The back end of another policy, without what only the run's policy needs."""
+    without = getattr(BACKENDS.load(spec.name), "of_other_policies", {})
+    return spec.model_copy(update={"args": {**spec.args, **without}})
+
+
+def _loaded(where: str, weights: str, config: RunConfig, tokenizer: Any) -> Any:
+    """Returns the model of a run, a checkpoint or a folder. Errors: ConfigError."""
+    from ludus.services.model.policy import ModelOverrides, load_policy
+
+    own = config.model
+    overrides = ModelOverrides(own.device, own.dtype, own.context_length)
+    try:
+        policy = load_policy(weights, config.runs_dir, overrides)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    _same_tokenizer(where, policy.tokenizer, tokenizer)
+    return policy.model
 
 
 def _endpoint(name: str, settings: FixedEndpointConfig) -> Endpoint:

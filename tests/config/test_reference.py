@@ -162,3 +162,16 @@ def test_an_unknown_key_is_told_with_the_nearest():
         str(caught.value)
         == "rl.stpes is not a key, a section or a plug-in (did you mean rl.steps?)"
     )
+
+
+def test_a_file_of_another_kind_hides_what_ludus_supplies(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def tokenizer(texts, framing, min_count: int = 1): ...\n")
+    tokenizers = Registry("tokenizer", {}, context=frozenset({"texts", "framing"}))
+    console = Console(width=100, no_color=True)
+    with console.capture() as capture:
+        registries = {"env": ENVS, "model.tokenizer": tokenizers}
+        console.print(show_reference(f"{path}:tokenizer", registries))
+    text = capture.get()
+    assert "min_count" in text
+    assert "framing" not in text

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Literal
 
 import faulty_envs
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from ludus.core.errors import ConfigError, DataError, LudusError
 from ludus.core.types import Spec, Task
 from ludus.data.demonstrations import (
+    EPISODES_PER_JOB,
     Dropped,
     dropped_path,
     generate_demonstrations,
@@ -198,3 +201,25 @@ def test_an_interrupt_leaves_no_half_file(tmp_path: Path) -> None:
     assert process.returncode != 0
     assert b"KeyboardInterrupt" in error
     assert list(out.iterdir()) == []
+
+
+def test_workers_that_still_start_end_without_a_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C on a busy machine: the pool gives up its locks before it ends its workers."""
+    from pebble.pool import process
+
+    stop = process.stop_process
+    monkeypatch.setattr(process, "stop_process", lambda worker: (time.sleep(2), stop(worker)))
+
+    def interrupted(task: Task) -> Literal["plain"]:
+        if int(task.id) >= EPISODES_PER_JOB:  # the first job has started the workers
+            raise KeyboardInterrupt
+        return "plain"
+
+    tasks = [Task(id=str(i), data={"seed": i}) for i in range(2 * EPISODES_PER_JOB)]
+    with pytest.raises(KeyboardInterrupt):
+        generate_demonstrations(
+            Spec(name="babyai"), tasks, tmp_path / "d.jsonl", num_workers=2, format=interrupted
+        )
+    assert capfd.readouterr().err == ""

@@ -65,6 +65,29 @@ def test_a_ray_cluster(colocated: str, gpus: str) -> None:
     assert found["GPUs"] == gpus
 
 
+def test_several_policies_on_a_ray_cluster() -> None:
+    found = rows(recipe("cuda-qwen3-4b", "backend.name=ray", "backend.args.samplers=2"))
+    assert found["learner"] == (
+        "1 rank of each policy, a GPU each: policy, optimiser (adapters of rank 32 on a base in 4 "
+        "bits)"
+    )
+    assert found["samplers"] == "2 processes of each policy, a GPU each"
+    assert found["GPUs"] == "6"
+
+
+def test_older_versions_on_a_ray_cluster() -> None:
+    changes = [
+        "roles.opponent=old",
+        "policies={old: {past: {most: 3}}}",
+        "model.device=cuda",
+        "backend.name=ray",
+        "backend.args.fixed_samplers=2",
+    ]
+    found = rows(recipe("tictactoe-tiny", *changes))
+    assert found["policy old"] == "2 processes for each of 3 older versions, a GPU each"
+    assert found["GPUs"] == "8"
+
+
 def test_a_host_places_its_parts_itself() -> None:
     assert placement(recipe("babyai-tiny", "backend=verl")) == []
 

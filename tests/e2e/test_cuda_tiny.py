@@ -15,6 +15,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_short_run_verifies_the_kernels_of_the_model(ludus: Ludus, layers: None) -> None:
     for package in PACKAGES:
         try:
@@ -26,7 +27,7 @@ def test_a_short_run_verifies_the_kernels_of_the_model(ludus: Ludus, layers: Non
     short = ("demonstrations.num_episodes=28", "demonstrations.timeout_s=120", "sft.steps=3")
     rl = ("rl.steps=2", "rl.group_size=2", "rl.groups_per_step=7")
     few = ("evaluate.num_tasks=7", "evaluate.every=0", "evaluate.num_tasks_between=null")
-    found = ludus("train", RECIPES / "cuda-tiny.yaml", *short, *rl, *few).ok()
+    found = ludus.start("train", RECIPES / "cuda-tiny.yaml", *short, *rl, *few).wait(500).ok()
     assert "28 demonstrations" in found.all
     lines = ludus.metrics("cuda-tiny-1")
     steps = [line for line in lines if line["stage"] == "rl"]

@@ -1,4 +1,4 @@
-"""The algorithm, sink and back end that the docs show work as plug-ins."""
+"""The plug-ins that the docs show work: each kind that has a page."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ludus.backends import BACKENDS
 from ludus.backends.base import Backend
 from ludus.backends.conformance import CHECKS, Check
 from ludus.config.schema import RunConfig
-from ludus.core.errors import ConfigError
+from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Group, Segment, Spec, Task, Trajectory
 from ludus.models.build import build_model
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
+from ludus.tasks.readers import read_tasks
 from ludus.telemetry.sinks import build_sinks
 from ludus.train import ALGORITHMS
 from ludus.train.algorithms.losses import LossInputs
@@ -96,16 +97,45 @@ def run_config(**changes: object) -> RunConfig:
     )
 
 
+def test_the_reader_reads_a_table(tmp_path: Path) -> None:
+    path = block("your-own-plugins.md", "def questions", tmp_path)
+    table = tmp_path / "train.csv"
+    table.write_text("question,answer,year\nHow many?,7,1999\nWhere?,here,\n")
+    spec = Spec(name=f"{path}:questions", args={"path": str(table)})
+    first, second = read_tasks(spec, "tasks.train")
+    assert (first.id, first.prompt[0].content, first.answer) == ("row-1", "How many?", "7")
+    assert second.data == {"year": ""}
+    table.write_text("question,answer\n,7\n")
+    with pytest.raises(DataError, match=r"row 1: the column 'question' is empty"):
+        read_tasks(spec, "tasks.train")
+
+
+def test_the_tokenizer_has_a_token_per_character(tmp_path: Path) -> None:
+    path = block("your-own-plugins.md", "def characters", tmp_path)
+    spec = Spec(name=f"{path}:characters", args={"min_count": 2})
+    tokenizer = train_tokenizer(spec, ["go left", "got\nlost"])
+    assert tokenizer.decode(tokenizer.encode("lo\ngo t")) == "lo<unk>go t"
+    assert [tokenizer.decode([id]) for id in tokenizer.encode("tog")] == ["t", "o", "g"]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_the_sampler_conforms(check: Check, tmp_path: Path) -> None:
+    path = block("your-own-plugins.md", "class PlainSampler", tmp_path)
+    await check(partial(made, sampler=f"{path}:PlainSampler"), tmp_path)
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 async def test_the_back_end_conforms(check: Check, tmp_path: Path) -> None:
     path = block("training.md", "class WeightNorm", tmp_path)
+    await check(partial(made, backend=f"{path}:WeightNorm"), tmp_path)
+
+
+def made(folder: Path, **changes: object) -> Backend:
+    """A back end with these settings, in a folder."""
     renderer = Renderer(train_tokenizer(Spec(name="words"), ["go left", "go right", "stop here"]))
-
-    def make(folder: Path) -> Backend:
-        config = run_config(backend=f"{path}:WeightNorm")
-        make_model = partial(build_model, config.model, renderer.tokenizer, seed=1)
-        return BACKENDS.build(
-            config.backend, make_model=make_model, renderer=renderer, config=config, run_dir=folder
-        )
-
-    await check(make, tmp_path)
+    config = run_config(**changes)
+    make_model = partial(build_model, config.model, renderer.tokenizer, seed=1)
+    built: Backend = BACKENDS.build(
+        config.backend, make_model=make_model, renderer=renderer, config=config, run_dir=folder
+    )
+    return built

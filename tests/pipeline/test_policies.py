@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ludus.backends.fixed import share_base
 from ludus.config.schema import LoraConfig, ModelConfig
 from ludus.core.types import Spec
 from ludus.models.chat.tokenizers import train_tokenizer
-from ludus.pipeline.policies import share_base
 from ludus.train.checkpoint.policy import build_policy
 
 

@@ -146,7 +146,7 @@ async def test_a_hanging_call_meets_its_deadline() -> None:
 
 @pytest.mark.slow
 async def test_a_server_that_is_silent_three_times_is_started_anew() -> None:
-    async with await opened(deadline_s=6) as toolbox:
+    async with await opened(deadline_s=15) as toolbox:
         assert (await call(toolbox, "next_number")).content == "1"
         await asyncio.gather(*(call(toolbox, "hang") for _ in range(3)), return_exceptions=True)
         assert (await call(toolbox, "next_number")).content == "1"

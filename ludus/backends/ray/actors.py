@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ class Actors:
     Args:
         places: those of each kind, from `cluster.place`.
         namespace: names the samplers' temporary folders.
+        make_model: makes the samplers' model in their processes; None: the run's, as it begins.
     """
 
     def __init__(
@@ -36,9 +37,11 @@ class Actors:
         places: dict[str, list[Place]],
         shards: ShardSettings,
         namespace: str,
+        make_model: Callable[[], Any] | None = None,
     ) -> None:
         self._config, self._tokenizer, self._run_dir = config, tokenizer, run_dir
         self._places, self._shards, self._namespace = places, shards, namespace
+        self._make_model = make_model
         self._actors: list[Any] = []
 
     def start_samplers(self) -> tuple[list[Any], list[Any]]:
@@ -102,7 +105,9 @@ class Actors:
 
     def _sampler(self, index: int) -> tuple[Any, Any]:
         actor = self._new(SamplerActor, self._places["samplers"][index])
-        prepared = actor.prepare.remote(self._config, self._tokenizer, self._namespace, index)
+        prepared = actor.prepare.remote(
+            self._config, self._tokenizer, self._namespace, index, self._make_model
+        )
         return actor, prepared
 
     def _new(self, kind: type[Any], place: Place) -> Any:

@@ -15,19 +15,28 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from ludus.backends.ray import cluster
 from ludus.backends.ray.actors import START_S, Actors
-from ludus.backends.ray.cluster import NAMESPACE_VARIABLE, Bundle, Demand
+from ludus.backends.ray.cluster import NAMESPACE_VARIABLE
+from ludus.backends.ray.demand import (
+    demand_of,
+    fixed_demand,
+    on_own_gpus,
+    require_honoured,
+    shards_of,
+)
 from ludus.backends.ray.env_pool import EnvPool, PooledJudge, WorkerEnvs
+from ludus.backends.ray.fixed import FixedSamplers
 from ludus.backends.ray.learner_group import LearnerGroup, LearnerThread
 from ludus.backends.ray.publication.publisher import Broadcasts, Publisher
+from ludus.backends.ray.publication.weights import Weights, copy_into
 from ludus.backends.ray.sampler_pool import SamplerPool
-from ludus.config.messages import explain
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError
 from ludus.core.types import Group, Sample, Spec
@@ -38,8 +47,8 @@ from ludus.models.vocabulary import Vocabulary
 from ludus.rollout.host import LocalEnvs
 from ludus.telemetry.logs import get_logger
 from ludus.train.algorithms.base import Algorithm
+from ludus.train.checkpoint.policy import build_policy
 from ludus.train.checkpoint.store import CheckpointStore
-from ludus.train.distributed.settings import ShardSettings, check_supported
 from ludus.train.meter import Away, Meter
 from ludus.train.minibatches import TrainSettings
 from ludus.train.trainer import checkpoint_store
@@ -61,6 +70,12 @@ class RayBackend:
         config: the run's configuration.
         run_dir: on a file system that all nodes share, if learner ranks are on several.
     """
+
+    trains_elsewhere = True
+    """The ranks of several policies train at the same time."""
+
+    of_other_policies: ClassVar[Mapping[str, Any]] = {"env_workers": 0}
+    """Arguments of the back ends of a run's other policies, which host no environments."""
 
     def __init__(
         self,
@@ -94,6 +109,15 @@ class RayBackend:
             bool,
             Field(description="The n-th learner rank and the n-th sampler share a node and a GPU."),
         ] = False,
+        fixed_samplers: Annotated[
+            int,
+            Field(
+                ge=1,
+                le=10_000,
+                description="Sampler processes of each policy that does not train: of "
+                "`policies.NAME.weights`, and of each version of `past`.",
+            ),
+        ] = 1,
         cpus: Annotated[float, Field(ge=0.01, le=10_000, description="CPUs of an actor.")] = 1.0,
         tensor_parallel: Annotated[
             int,
@@ -168,14 +192,14 @@ class RayBackend:
             "reshard_after_forward": reshard_after_forward,
             "collective_timeout_s": collective_timeout_s,
         }
-        _require_honoured(config, args)
-        shards = _shards(args)
+        require_honoured(config, args)
+        shards = shards_of(args)
         self._config, self._tokenizer = config, renderer.tokenizer
         run_dir = run_dir.resolve()
         namespace = os.environ.get(NAMESPACE_VARIABLE) or run_dir.name
         self._bucket_bytes = bucket_mib * MEBIBYTE
         self._broadcasts: Broadcasts | None = None
-        if weights == "broadcast" or (weights == "auto" and _on_own_gpus(config, colocated)):
+        if weights == "broadcast" or (weights == "auto" and on_own_gpus(config, colocated)):
             limit_s = min(broadcast_timeout_s, collective_timeout_s / 3)
             self._broadcasts = Broadcasts(config.model.device, limit_s)
         self.checkpoints: CheckpointStore = checkpoint_store(config, run_dir)
@@ -183,16 +207,28 @@ class RayBackend:
         self._in_thread = LearnerThread()
         self._sft = False
 
-        demand = _demand(
-            config, learner_ranks, samplers, env_workers, cpus=cpus, colocated=colocated
+        counts = {
+            "learner_ranks": learner_ranks,
+            "samplers": samplers,
+            "env_workers": env_workers,
+            "fixed_samplers": fixed_samplers,
+            "cpus": cpus,
+            "colocated": colocated,
+        }
+        demand = demand_of(config, counts)
+        self._fixed_demand = fixed_demand(config, counts)
+        self._placement_deadline_s, self._max_deaths = placement_deadline_s, max_deaths
+        self._actors_on = partial(
+            Actors, config, self._tokenizer, run_dir, shards=shards, namespace=namespace
         )
+        self._mirror: Any = None
         self._connected = cluster.connect(address, namespace, demand)
         self._group: Any = None
         self._actors: Actors | None = None
         try:
-            self._group, places = cluster.place(demand, placement_deadline_s)
-            self._actors = Actors(config, self._tokenizer, run_dir, places, shards, namespace)
-            self._start(self._actors, max_deaths)
+            self._group, places = cluster.place(demand, self._placement_deadline_s)
+            self._actors = self._actors_on(places)
+            self._start(self._actors)
         except BaseException:
             self._disconnect()
             raise
@@ -205,20 +241,23 @@ class RayBackend:
         address where no cluster answers; for actors that the cluster, or this machine, can never
         run.
         """
-        _require_honoured(config, args)
-        defaults = {n: p.default for n, p in inspect.signature(RayBackend).parameters.items()}
-        names = ("learner_ranks", "samplers", "env_workers", "cpus", "colocated")
-        demand = _demand(config, **{name: args.get(name, defaults[name]) for name in names})
-        cluster.require_possible(args.get("address"), demand)
+        require_honoured(config, args)
+        cluster.require_possible(args.get("address"), RayBackend.demand(config, args))
 
-    def _start(self, actors: Actors, max_deaths: int) -> None:
+    @staticmethod
+    def demand(config: RunConfig, args: Mapping[str, Any]) -> cluster.Demand:
+        """The actors of a configuration, with the arguments that it sets."""
+        defaults = {n: p.default for n, p in inspect.signature(RayBackend).parameters.items()}
+        return demand_of(config, {**defaults, **args})
+
+    def _start(self, actors: Actors) -> None:
         """Start all actors, at the same time."""
         envs = actors.start_envs()
         samplers, ready = actors.start_samplers()
         self.learners = LearnerGroup(
             actors.start_learners,
             actors.learner_args,
-            max_deaths,
+            self._max_deaths,
             START_S,
             lambda weights: self.sampler.put_again(weights),
             self._broadcasts.end if self._broadcasts is not None else lambda reason: None,
@@ -226,23 +265,50 @@ class RayBackend:
         self.learners.start()
         if self._broadcasts is None:
             self.learners.actors[0].touch_store.remote(self._bucket_bytes)
-        facts = actors.check_versions(envs, ready)
-        vocabulary = Vocabulary.of(self._tokenizer)
-        self.sampler = SamplerPool(
+        self._vocabulary = Vocabulary.of(self._tokenizer)
+        self.sampler = self._pool(actors, samplers, actors.check_versions(envs, ready))
+        self._publisher = Publisher(
+            self.learners, self.sampler, self._in_thread, self._bucket_bytes, self._broadcasts
+        )
+        self.envs = EnvPool(envs, actors.replace_env, self._max_deaths) if envs else None
+        found = self.learners.model_facts
+        peak = found["peak_flops"] * len(self.learners.actors)
+        self.meter = Meter(Away(found["shape"], peak), self.sampler)
+
+    def _pool(self, actors: Actors, samplers: list[Any], facts: Mapping[str, Any]) -> SamplerPool:
+        vocabulary = self._vocabulary
+        return SamplerPool(
             samplers,
             actors.replace_sampler,
             facts["context_length"],
             lambda: vocabulary.grammars,
             deterministic=self._config.rollout.deterministic,
-            max_deaths=max_deaths,
+            max_deaths=self._max_deaths,
         )
-        self._publisher = Publisher(
-            self.learners, self.sampler, self._in_thread, self._bucket_bytes, self._broadcasts
-        )
-        self.envs = EnvPool(envs, actors.replace_env, max_deaths) if envs else None
-        found = self.learners.model_facts
-        peak = found["peak_flops"] * len(self.learners.actors)
-        self.meter = Meter(Away(found["shape"], peak), self.sampler)
+
+    # Policies that do not train
+
+    def fixed_policy(self, make_model: Callable[[], Any], folder: Path) -> FixedSamplers:
+        """A policy in sampler actors of its own; `make_model` is called in each of them."""
+        group, places = cluster.place(self._fixed_demand, self._placement_deadline_s)
+        actors = self._actors_on({"samplers": places["fixed_samplers"]}, make_model=make_model)
+        return FixedSamplers(group, actors, self._model_here, self._bucket_bytes, self._pool)
+
+    def present_model(self) -> Any:
+        """A model of this process, with the weights of the ranks."""
+        import ray
+
+        weights: Weights = self.learners.call("weights", self.policy_version, self._bucket_bytes)[0]
+        model = self._model_here()
+        copy_into(model, ray.get(list(weights.buckets)), weights.version)
+        return model
+
+    def _model_here(self) -> Any:
+        """The run's model in the memory of this process; its weights are anyone's."""
+        if self._mirror is None:
+            here = self._config.model.model_copy(update={"device": "cpu"})
+            self._mirror = build_policy(here, self._tokenizer, self._config.seed)
+        return self._mirror
 
     # The protocol
 
@@ -364,67 +430,3 @@ class RayBackend:
             self._connected = False
             with suppress(Exception):
                 ray.shutdown()
-
-
-def _on_own_gpus(config: RunConfig, colocated: bool) -> bool:
-    """True if learner ranks and samplers have different GPUs."""
-    return config.model.device == "cuda" and not colocated
-
-
-def _require_honoured(config: RunConfig, args: Mapping[str, Any]) -> None:
-    """Errors: ConfigError for keys that this back end does not honour, and where no cluster
-    answers."""
-    if args.get("address") is not None:
-        cluster.require_answer(args["address"])
-    where = "which the back end `ray` does not offer; use backend: local"
-    if config.verify:
-        raise ConfigError(f"verify: true compares bits of one process, {where}")
-    if config.model.quantised:
-        raise ConfigError(f"model.lora.quantise: weights in 4 bits are not sharded, {where}")
-    colocated = args.get("colocated", False)
-    if (
-        args.get("weights") == "broadcast"
-        and config.model.device == "cuda"
-        and not _on_own_gpus(config, colocated)
-    ):
-        raise ConfigError(
-            "backend.args.weights: broadcast needs a GPU for each learner rank and sampler: "
-            "NCCL refuses two members on one. With colocated: true, use object_store, or auto"
-        )
-    if config.roles or config.policies:
-        key = "roles" if config.roles else "policies"
-        raise ConfigError(f"{key}: several policies in one run, {where}")
-    shards, ranks = _shards(args), args.get("learner_ranks", 1)
-    if ranks > 1 or shards.cpu_offload or shards.tensor_parallel > 1:
-        check_supported(config, shards, ranks)
-
-
-def _demand(
-    config: RunConfig,
-    learner_ranks: int,
-    samplers: int,
-    env_workers: int,
-    *,
-    cpus: float,
-    colocated: bool,
-) -> Demand:
-    needs = {"CPU": cpus, "GPU": 1.0 if config.model.device == "cuda" else 0.0}
-    actors: dict[str, tuple[int, Bundle]] = {
-        "learner_ranks": (learner_ranks, needs),
-        "samplers": (samplers, needs),
-        "env_workers": (env_workers, {"CPU": cpus}),
-    }
-    return Demand(actors, colocated)
-
-
-def _shards(args: Mapping[str, Any]) -> ShardSettings:
-    """Returns the settings of the shards among the arguments. Errors: ConfigError."""
-    names = ("tensor_parallel", "cpu_offload", "reshard_after_forward")
-    values = {name: args[name] for name in names if name in args}
-    if "collective_timeout_s" in args:
-        values["timeout_s"] = args["collective_timeout_s"]
-    try:
-        return ShardSettings(**values)
-    except ValidationError as error:
-        lines = [text for _, text in explain(error, ShardSettings, "backend.args")]
-        raise ConfigError("\n".join(lines)) from None

@@ -66,11 +66,15 @@ class Demand:
     """The actors of a run and what they need.
 
     `actors` has the name of each kind, the number of its actors, and what one needs. With
-    `colocated`, the n-th learner rank and the n-th sampler share a bundle and its GPU.
+    `colocated`, the n-th learner rank and the n-th sampler share a bundle and its GPU. `beside` has
+    the actors of the run's other policies, each with its `name`: they have placement groups of
+    their own.
     """
 
     actors: dict[str, tuple[int, Bundle]] = field(default_factory=dict)
     colocated: bool = False
+    name: str = ""
+    beside: tuple[Demand, ...] = ()
 
     def bundles(self) -> tuple[list[dict[str, float]], dict[str, list[tuple[int, Bundle]]]]:
         """Returns the bundles, and for each kind the bundle of each actor and its part of it."""
@@ -94,11 +98,16 @@ class Demand:
         return bundles, places
 
     def total(self) -> Counter[str]:
-        return _sum(self.bundles()[0])
+        """Resources of all actors, those beside included."""
+        return _sum([*self.bundles()[0], *(other.total() for other in self.beside)])
 
     def keys(self) -> str:
         """For messages: the recipe's keys with their values."""
-        return ", ".join(f"{kind} = {count}" for kind, (count, _) in self.actors.items())
+        own = ", ".join(f"{kind} = {count}" for kind, (count, _) in self.actors.items())
+        named = f"{own} of {self.name}" if self.name else own
+        counts = Counter(other.keys() for other in self.beside)
+        others = (f"{n} times {keys}" if n > 1 else keys for keys, n in counts.items())
+        return "; ".join([named, *others])
 
 
 def _sum(bundles: Iterable[Bundle]) -> Counter[str]:
@@ -148,13 +157,13 @@ def connect(address: str | None, namespace: str, demand: Demand) -> bool:
 
 def _told(error: Exception, address: str | None) -> str:
     """Returns the telling part of an error of `ray.init`."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).rstrip(".")
     if "ersion mismatch" in text:
         return (
             f"this Python and the cluster at {address} have other versions of Ray or Python: {text}"
         )
     told = f"Ray cannot use the cluster at {address or 'this machine'}: {text:.300}"
-    if not isinstance(error, ConnectionError):
+    if not isinstance(error, ConnectionError) or address == "auto":
         return told
     # Ray's error does not name a missing or wrong token: its log does.
     return (
@@ -285,7 +294,7 @@ def _require_possible(demand: Demand) -> None:
     for kind in ("GPU", "CPU"):
         if needed[kind] - present[kind] > EPSILON:
             raise ConfigError(_missing(demand, kind, present[kind], "the cluster"))
-    for bundle in demand.bundles()[0]:
+    for bundle in (b for part in (demand, *demand.beside) for b in part.bundles()[0]):
         if not any(all(node.get(k, 0) >= v for k, v in bundle.items()) for node in nodes):
             raise ConfigError(
                 f"backend.args: no node has {_amounts(bundle)}, which one actor needs "

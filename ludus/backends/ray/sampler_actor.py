@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +45,17 @@ class SamplerActor(Stationed):
         self._member: Member | None = None
 
     async def prepare(
-        self, config: RunConfig, tokenizer: Any, namespace: str, index: int
+        self,
+        config: RunConfig,
+        tokenizer: Any,
+        namespace: str,
+        index: int,
+        make_model: Callable[[], Any] | None,
     ) -> dict[str, Any]:
         """Build the model and the sampler; returns the facts of the replica.
 
-        The initial weights derive from the run's seed, so they equal the learner's.
+        The initial weights derive from the run's seed, so they equal the learner's; with
+        `make_model`, they are those of a policy that does not train.
         """
         from ludus.backends.local import make_sampler
         from ludus.train.checkpoint.policy import build_policy
@@ -56,13 +64,16 @@ class SamplerActor(Stationed):
             import torch
 
             torch.set_num_threads(config.threads)
-        model = build_policy(config.model, tokenizer, config.seed)
+        own = partial(build_policy, config.model, tokenizer, config.seed)
+        model = (make_model or own)()
         if config.model.device == "cpu":
             own_memory(model)
         folder = Path(tempfile.mkdtemp(prefix=f"ludus-{namespace[:40]}-sampler-{index}-"))
         self._folder = folder
         self._model = model
         self._sampler = make_sampler(config, model, tokenizer, folder)
+        if make_model is not None:
+            self._sampler.publish(0)  # a server has loaded the weights of the run's `model`
         return {**facts(), "context_length": self._sampler.context_length}
 
     async def facts(self) -> dict[str, str]:

@@ -51,7 +51,7 @@ def _basis(inputs: Inputs, outcome: Outcome) -> list[str]:
     text = [
         device_line(inputs.device),
         *[f"  {part:{WIDTH}} {source}" for part, source in inputs.costs.sources.items()],
-        *[f"  {'episodes':{WIDTH}} {note.removeprefix('episodes: ')}" for note in inputs.notes],
+        *[f"  {key:{WIDTH}} {told}" for key, _, told in (n.partition(": ") for n in inputs.notes)],
         f"  {'':{WIDTH}} mean {mean.turns} turns, {mean.length:,.0f} tokens, of these "
         f"{mean.turns * mean.sampled:,.0f} sampled",
         f"  {'latency':{WIDTH}} {answers}",

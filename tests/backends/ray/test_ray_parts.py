@@ -107,6 +107,38 @@ def test_nccl_needs_a_gpu_for_each_member() -> None:
         RayBackend.refuse(config, {"weights": "broadcast", "colocated": True})
 
 
+SEVERAL = {
+    "model": {"path": "x", "device": "cuda", "lora": {"rank": 2, "quantise": "nf4"}},
+    "tasks": {"train": "x"},
+    "agent": "m:play",
+    "rollout": {"deterministic": False},
+    "roles": {"red": "policy", "blue": "rival", "grey": {"old": 1, "first": 1}},
+    "policies": {
+        "rival": {"model": "same"},
+        "old": {"past": {"most": 3}},
+        "first": {"weights": "start"},
+    },
+}
+
+
+def test_all_policies_count() -> None:
+    config = load_config(SEVERAL)
+    args = {"learner_ranks": 1, "samplers": 2, "env_workers": 4, "fixed_samplers": 2}
+    needed = RayBackend.demand(config, args)
+    assert needed.total() == {"GPU": 2 * (1 + 2) + 2 * (3 + 1), "CPU": 14 + 4}
+    assert needed.keys() == (
+        "learner_ranks = 1, samplers = 2, env_workers = 4; learner_ranks = 1, samplers = 2 of "
+        "policies.rival; 3 times fixed_samplers = 2 of policies.old.past; fixed_samplers = 2 of "
+        "policies.first"
+    )
+
+
+@pytest.mark.parametrize("args", [{"learner_ranks": 2}, {"cpu_offload": True}])
+def test_weights_in_4_bits_are_not_sharded(args: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.lora\.quantise: weights in 4 bits are not "):
+        RayBackend.refuse(load_config(SEVERAL), args)
+
+
 def test_versions_that_differ_name_both_nodes() -> None:
     own = facts()
     require_equal(own, [own, {**own, "node": "gpu3"}])

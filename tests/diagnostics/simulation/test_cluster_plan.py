@@ -159,6 +159,17 @@ def test_advice_needs_a_choice() -> None:
         search(inputs(spec), spec)
 
 
+def test_other_policies_are_not_simulated_and_a_line_says_so() -> None:
+    changes = [
+        "policies={rival: {model: same}}",
+        "roles={player: policy, opponent: rival}",
+        "rollout.deterministic=false",
+    ]
+    recipe = Path(RECIPE).with_name("tictactoe-tiny.yaml")
+    found = inputs_of(load_config(str(recipe), changes), cluster(), USAGE, 1.0, "runs")
+    assert "policies: rival not simulated: all samplers are the policy's" in found.notes
+
+
 def test_lines_name_faults_and_cost() -> None:
     spec = cluster(
         faults={"node_mtbf_h": 10, "recovery_s": 600},

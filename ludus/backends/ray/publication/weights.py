@@ -10,6 +10,7 @@ all. Two transports bring buckets:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ from torch import Tensor
 
 from ludus.core.errors import TrainingError
 from ludus.train.checkpoint.state import trained_tensors
+
+# Arrays from Ray's object store are read-only, and `Bucket.tensors` only reads them.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 ALIGNMENT = 64
 """Bytes at which each tensor of a bucket begins."""
