@@ -183,6 +183,12 @@ def model(
         float | None,
         typer.Option(help="Seconds in which an answer can be scored; default: 86400."),
     ] = None,
+    answer_time: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds after which a request without a whole answer has failed; default: 300."
+        ),
+    ] = None,
 ) -> None:
     """Serve a model over OpenAI's API. Tokens: LUDUS_TOKENS=a,b; for swaps: LUDUS_ADMIN_TOKEN."""
     from ludus.services.model.policy import ModelOverrides
@@ -207,6 +213,7 @@ def model(
         "max_error_increase": max_error_increase,
         "max_latency_ratio": max_latency_ratio,
         "feedback_time": feedback_time,
+        "answer_time": answer_time,
     }
     serve_model(
         checkpoint,

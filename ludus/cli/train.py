@@ -323,10 +323,8 @@ def _simulate(
     from ludus.diagnostics.simulation.bottleneck import find_bottleneck
     from ludus.diagnostics.simulation.lines import lines
 
-    usage = None
-    if fill is None and spec.episodes.turns is None and not simulation.measured_runs(spec):
-        usage = measure(config)
-    inputs = simulation.inputs_of(config, spec, usage, 1.0 if fill is None else fill, runs_dir)
+    usage = measure(config) if simulation.needs_expert(spec, fill) else None
+    inputs = simulation.inputs_of(config, spec, usage, fill, runs_dir)
     outcome = simulation.simulate(inputs, spec)
     for line in lines(inputs, outcome, find_bottleneck(inputs, spec)):
         typer.echo(line)

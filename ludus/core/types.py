@@ -178,6 +178,10 @@ class Status(StrEnum):
 DOES_NOT_TRAIN = "does not train"
 """End of `Trajectory.dropped` of a role that a fixed policy plays."""
 
+WITHOUT_TURN = "its role had no turn in the episode"
+"""`Trajectory.dropped` of a role besides the first that sampled nothing in an episode that ended
+well."""
+
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
@@ -289,6 +293,11 @@ class Trajectory:
     def fixed(self) -> bool:
         """True if a policy that does not train played its role."""
         return self.dropped is not None and self.dropped.endswith(DOES_NOT_TRAIN)
+
+    @property
+    def without_turn(self) -> bool:
+        """True for a role that had no turn in its episode: nothing was lost."""
+        return self.dropped == WITHOUT_TURN
 
     def leaves(self) -> list[int]:
         """Indices of the segments without children, in order."""

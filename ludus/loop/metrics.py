@@ -63,13 +63,19 @@ class StepClock:
         return {**phases, **rates, **self._split.metrics()}
 
 
+def _is_trainable(trajectory: Trajectory) -> bool:
+    return trajectory.status.trainable and trajectory.reward is not None
+
+
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Outcomes of a step's rollouts. Rates and means are over trainable episodes."""
     everyone = [t for group in groups for t in group.trajectories]
-    trainable = [t for t in everyone if t.status.trainable and t.reward is not None]
+    trainable = [t for t in everyone if _is_trainable(t)]
     metrics = {
         "rollout/episodes": float(len(everyone)),
-        "rollout/excluded": float(len(everyone) - len(trainable)),
+        "rollout/excluded": float(
+            sum(not t.without_turn for t in everyone if not _is_trainable(t))
+        ),
         "rollout/retries": _total(everyone, "retries"),
         "rollout/tokens": float(sum(t.num_tokens for t in everyone)),
         "rollout/sampled_tokens": float(sum(t.num_sampled_tokens for t in everyone)),

@@ -275,7 +275,7 @@ class Trainer:
             "time/elapsed_s": self._budget.spent.seconds,
             "rollout/episodes_total": float(self._num_episodes),
             "rollout/dropped": float(
-                sum(t.dropped is not None and not t.fixed for t in trajectories)
+                sum(t.dropped is not None and not (t.fixed or t.without_turn) for t in trajectories)
             ),
         }
         metrics |= self._machine_metrics(groups, metrics)

@@ -24,7 +24,14 @@ from ludus.core.errors import (
     did_you_mean,
 )
 from ludus.core.seeds import derive_seed
-from ludus.core.types import DOES_NOT_TRAIN, Message, Status, ToolSpec, Trajectory
+from ludus.core.types import (
+    DOES_NOT_TRAIN,
+    WITHOUT_TURN,
+    Message,
+    Status,
+    ToolSpec,
+    Trajectory,
+)
 from ludus.models.grammars import grammar_for
 from ludus.models.samplers.base import Completion, Sampler, SamplingParams
 from ludus.rollout.calls import CallTree, Place
@@ -245,7 +252,8 @@ class AgentSession(Session):
 
     def played(self) -> bool:
         for other in self._others:
-            other.played()
+            if not other.played() and other.trajectory.status is Status.COMPLETED:
+                other.trajectory.dropped = WITHOUT_TURN
         return not self._trains or super().played()
 
     def set_rewards(self, rewards: Mapping[str, float], *, explanation: str = "") -> None:

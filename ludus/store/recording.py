@@ -47,7 +47,8 @@ class StepWriter:
             [_trajectory_values(trajectory, task) for _, trajectory, task in played],
             [n for n, _, _ in played],
             [pack_tree(t.segments, f"{where}, trajectory {t.id!r}") for _, t, _ in played],
-            [(t.id, t.dropped) for _, t, _ in played if t.dropped is not None] + list(dropped),
+            [(t.id, t.dropped) for _, t, _ in played if t.dropped and not t.without_turn]
+            + list(dropped),
             [tools_of(t) for _, t, _ in played],
         )
 

@@ -10,7 +10,7 @@ from played_envs import task_of
 from rollout_world import Scripted, World
 from test_agents import collector
 
-from ludus.core.types import Group, Spec, Status, Trajectory, by_role
+from ludus.core.types import WITHOUT_TURN, Group, Spec, Status, Trajectory, by_role
 from ludus.rollout.roles import Player, Role
 from ludus.rollout.workflow import Agent, Outcome
 from ludus.train import ALGORITHMS
@@ -86,7 +86,8 @@ async def test_a_role_that_has_no_turn_gives_no_row(world: World) -> None:
     third = first.others[1]
     assert first.reward == 0.5
     assert third.reward is None
-    assert third.dropped == "nothing was sampled: the agent made no call that trains"
+    assert third.dropped == WITHOUT_TURN
+    assert third.without_turn
 
 
 async def test_a_role_at_its_limit_ends_the_episode_with_what_was_earned(world: World) -> None:

@@ -15,7 +15,7 @@ from rollout_world import Scripted, World
 from test_agents import collector
 
 from ludus.core.errors import ConfigError, SamplerError, SchemaError
-from ludus.core.types import Group, Status, by_role
+from ludus.core.types import WITHOUT_TURN, Group, Status, by_role
 from ludus.loop.loop import credit_by_role
 from ludus.loop.metrics import role_metrics
 from ludus.models.endpoint.client import Reply
@@ -91,7 +91,7 @@ async def test_the_agents_own_model_is_the_first_role(world: World):
     assert (wolf.num_turns, wolf.reward) == (2, 0.5)
     (villager,) = wolf.others
     assert villager.reward == 0.5, "one reward is for all"
-    assert villager.dropped == "nothing was sampled: the agent made no call that trains"
+    assert villager.dropped == WITHOUT_TURN
 
 
 async def test_a_fixed_policy_has_no_row(world: World):

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from store_examples import branched, make_groups
 
 from ludus.core.errors import StoreError
-from ludus.core.types import Group, Message, Segment, Status, Task, Trajectory
+from ludus.core.types import WITHOUT_TURN, Group, Message, Segment, Status, Task, Trajectory
 from ludus.store import RunStore
 from ludus.store.show import render_run, render_runs, render_trajectory, render_turns
 
@@ -138,7 +138,7 @@ def test_a_role_without_a_turn_is_no_episode_and_ids_stay_whole(local: RunStore)
         trajectory = Trajectory(id, f"g/{role}", task.id, segments, status=Status.COMPLETED)
         trajectory.role = role
         if not segments:
-            trajectory.dropped = "nothing was sampled: the agent made no call that trains"
+            trajectory.dropped = WITHOUT_TURN
         groups.append(Group(trajectory.group_id, task, [trajectory]))
     local.record_step("run-1", "evaluate/before", 0, groups, {})
     [stage] = local.summary("run-1")
@@ -148,7 +148,8 @@ def test_a_role_without_a_turn_is_no_episode_and_ids_stay_whole(local: RunStore)
         shown = text_of(render_run(local, "run-1"), width=width)
         listed = shown.partition("newest trajectories")[2]
         assert "evaluate/before 1 0 1 completed 1, no turn 1" in " ".join(shown.split())
-        assert "nothing was sampled" not in listed
+        assert WITHOUT_TURN not in shown
+        assert "dropped because" not in shown, "nothing was lost"
         for whole in (task.id, "evaluate/before-000000/g0000/e000/optimiser"):
             assert whole in listed, width
         assert ("trajectory, task" in listed) == (width == 80)

@@ -96,9 +96,17 @@ class Outcome:
 
 
 def inputs_of(
-    config: RunConfig, spec: ClusterSpec, usage: Usage | None, fill: float, runs_dir: str
+    config: RunConfig, spec: ClusterSpec, usage: Usage | None, fill: float | None, runs_dir: str
 ) -> Inputs:
-    """Returns costs and episodes for a recipe. Errors: ConfigError, StoreError."""
+    """Returns costs and episodes for a recipe.
+
+    Args:
+        usage: the expert's episodes: their sizes (unless `fill` is given) and seconds of the
+            environment, where neither the SPEC nor a measured run tells them.
+        fill: fraction of turns and context that episodes use; None: as the expert's, else all.
+
+    Errors: ConfigError, StoreError.
+    """
     if config.rl is None:
         raise ConfigError("--cluster: the recipe has no `rl`: the simulation is of this stage")
     config = local(config)
@@ -149,6 +157,13 @@ def _costs(
     return with_given(costs, spec)
 
 
+def needs_expert(spec: ClusterSpec, fill: float | None) -> bool:
+    """True if the expert's episodes tell what SPEC and `fill` do not: sizes, or the environment's
+    seconds."""
+    sizes = fill is None and spec.episodes.turns is None and not measured_runs(spec)
+    return sizes or (spec.environment.cpu_s is None and not spec.costs.measured)
+
+
 def measured_runs(spec: ClusterSpec) -> dict[str, str]:
     """Returns the runs that a SPEC names, by key."""
     named = {"costs.measured": spec.costs.measured, "episodes.measured": spec.episodes.measured}
@@ -156,7 +171,7 @@ def measured_runs(spec: ClusterSpec) -> dict[str, str]:
 
 
 def _workload(
-    config: RunConfig, spec: ClusterSpec, usage: Usage | None, fill: float, run: Run | None
+    config: RunConfig, spec: ClusterSpec, usage: Usage | None, fill: float | None, run: Run | None
 ) -> tuple[Workload, list[str]]:
     """Returns the episodes, and how they are known."""
     given, environment, context = spec.episodes, spec.environment, config.model.context_length
@@ -187,7 +202,7 @@ def _workload(
         sizes = {"prompt": given.prompt, "turns": given.turns, "sampled": given.sampled}
         work = Workload(**sizes, observed=given.observed, **shared)  # type: ignore[arg-type]
         return work, ["episodes: given"]
-    if usage is not None:
+    if usage is not None and fill is None:
         shown = min(usage.turns, turns)
         number = shown + (turns - shown) / 4
         work = Workload(
@@ -201,6 +216,7 @@ def _workload(
             f"episodes: assumed: as the expert plays, with {number:.1f} turns (a quarter of those "
             "between the expert's and the limit), all alike"
         ]
+    fill = 1.0 if fill is None else fill
     sampled = max(min(fill * config.rollout.max_tokens_per_turn, context / 2), 1.0)
     number = max(fill * turns, 1.0)
     rest = max(fill * context - number * sampled, 2.0)

@@ -30,7 +30,15 @@ from ludus.envs.actions import Guide
 from ludus.envs.base import Env, NoExpert, set_limits
 from ludus.envs.cuda.languages import LanguageName, SourceError, language_named
 from ludus.envs.cuda.measure import efficiency_of, measured
-from ludus.envs.cuda.messages import FASTER, LEANER, MEND, kernel_of, message_of, report
+from ludus.envs.cuda.messages import (
+    FASTER,
+    LEANER,
+    MEND,
+    OTHERWISE,
+    kernel_of,
+    message_of,
+    report,
+)
 from ludus.envs.cuda.reward import KernelReward, Measured, Scored
 from ludus.envs.cuda.workers import Settings, Worker, times_kernels, worker_of
 from ludus.kernels.occupancy import check_compilable
@@ -40,18 +48,16 @@ from ludus.tasks.kernels.generated import KINDS, problem
 
 GENERATOR, OPTIMISER = "generator", "optimiser"
 
-NOT_OURS = {VerifyStatus.UNSUPPORTED, VerifyStatus.BAD_REFERENCE}
-"""Ends that say nothing of the kernel: no reward can be computed."""
-
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A turn: who wrote it, the kernel as written (None: there was none), what was found."""
+    """A turn: who wrote it, the kernel as written (None: there was none), what was found. `scored`
+    is None where that says nothing of the kernel."""
 
     role: str
     kernel: str | None
     measured: Measured
-    scored: Scored
+    scored: Scored | None
     found: str
 
 
@@ -95,6 +101,12 @@ class Cuda(Env):
             "episode earns its best value. scores: each turn earns its own value (of `kind: "
             "kevin`), for algorithms with returns of turns, such as turn_grpo."),
         ] = "gains",
+        unsupported: Annotated[
+            Literal["exclude", "wrong"],
+            Field(description="A kernel that the CPU does not run. exclude: its turn has no "
+            "reward, and an episode of such turns alone is unscorable; wrong: it earns what a "
+            "wrong kernel earns."),
+        ] = "exclude",
         timing: Annotated[
             Literal["off", "auto", "gpu"],
             Field(description="gpu: time right kernels on this machine's GPU; auto: where there is "
@@ -124,6 +136,7 @@ class Cuda(Env):
         self._language, self._reward, self.guide = language_named(language), reward, guide
         self._rounds, self._gains = rounds, turn_rewards == "gains"
         self._stop_speedup, self._stop_efficiency = stop_speedup, stop_efficiency
+        self._excludes = unsupported == "exclude"
         check_compilable(architecture)
         if trust_references != (timing != "off"):
             raise ConfigError(
@@ -154,6 +167,8 @@ class Cuda(Env):
             raise ConfigError(
                 "stop_efficiency: kernels are timed: set stop_speedup, or timing: off"
             )
+        if not self._excludes and always:
+            raise ConfigError("unsupported: what the CPU does not run runs on the GPU: remove it")
         if self._stop_speedup is not None and not asked:
             raise ConfigError("stop_speedup: nothing is timed: set timing: gpu, or stop_efficiency")
         if not self._gains and self._rounds == 1:
@@ -192,11 +207,13 @@ class Cuda(Env):
             raise EnvError("cuda: the episode is over, or was never reset; call reset first")
         best = self._best
         self._attempts.append(attempt := await self._attempt(task, action.content))
-        gained = attempt.scored.value
-        if best is not None and self._gains:
-            gained = max(gained - best.scored.value, 0.0)
+        gained = attempt.scored.value if attempt.scored else None
+        if gained is not None and best is not None and self._gains:
+            gained = max(gained - best.value, 0.0)
         if done := len(self._attempts) == self._rounds or self._enough(attempt.measured):
             self._task = None
+        if done and self._best is None:  # no turn says anything
+            raise Unscorable(f"cuda: task {task.id}: {attempt.found.splitlines()[0]}")
         info: dict[str, Any]
         text, info = (attempt.found, {}) if done else self._go_on(attempt)
         reply = Message(role="user", content=text)
@@ -205,7 +222,7 @@ class Cuda(Env):
         )
 
     async def _attempt(self, task: Task, message: str) -> Attempt:
-        """Errors: Unscorable where the end says nothing of the kernel; ToolError."""
+        """Errors: Unscorable where no kernel can be tested; ToolError."""
         kernel, efficiency = None, None
         try:
             kernel = kernel_of(message, self._language)
@@ -218,7 +235,9 @@ class Cuda(Env):
                 parts = self._reward.parts
                 efficiency = efficiency_of(source, verified, self._face, parts)
             found, numbers = report(verified, efficiency), measured(verified, efficiency)
-        bases = [turn.scored.base for turn in self._attempts if turn.measured.correct]
+            if verified.status is VerifyStatus.UNSUPPORTED and self._excludes:
+                return Attempt(self._role, kernel, numbers, None, found)
+        bases = [t.scored.base for t in self._attempts if t.scored and t.measured.correct]
         scored = self._reward.score(numbers, timed=self._timed, best=max(bases, default=None))
         return Attempt(self._role, kernel, numbers, scored, found)
 
@@ -227,10 +246,12 @@ class Cuda(Env):
         turn = len(self._attempts)  # a turn's report tells values: the next turn has other inputs
         seed = self._seed(task, source if self._language.tables else str(turn or ""))
         found = await self._worker.verify(source, self._problem, seed)
-        if found.status in NOT_OURS:
+        if found.status is VerifyStatus.BAD_REFERENCE:
             raise Unscorable(f"cuda: task {task.id}: {found.status}: {found.message}")
-        if found.ok and self._timed and found.speedups is None:
-            raise ToolError(f"cuda: task {task.id}: a right kernel was not timed")
+        if found.ok and self._timed and found.speedups is None and not found.unbelieved:
+            raise ToolError(
+                f"cuda: task {task.id}: a right kernel has no speed-up: {found.message}"
+            )
         return found
 
     @staticmethod
@@ -250,6 +271,8 @@ class Cuda(Env):
     def _go_on(self, attempt: Attempt) -> tuple[str, dict[str, Any]]:
         """The text after a turn, and its info: whose turn is next."""
         wish = (FASTER if self._timed else LEANER) if attempt.measured.correct else MEND
+        if attempt.scored is None:
+            wish = OTHERWISE
         text, info = f"{attempt.found}\n{wish}", dict[str, Any](role=self._role)
         if self._role != attempt.role and attempt.kernel is not None:
             answer = message_of(attempt.kernel, self._language)
@@ -264,33 +287,34 @@ class Cuda(Env):
         return OPTIMISER if right else GENERATOR
 
     @property
-    def _best(self) -> Attempt | None:
-        """The turn of the highest value so far."""
-        return max(self._attempts, key=lambda attempt: attempt.scored.value, default=None)
+    def _best(self) -> Scored | None:
+        """What the best turn so far earned; None: no turn says anything yet."""
+        scored = (attempt.scored for attempt in self._attempts if attempt.scored)
+        return max(scored, key=lambda scored: scored.value, default=None)
 
     @property
     def _worker(self) -> Worker:
         return worker_of(self._settings)
 
     def _so_far(self) -> dict[str, Any]:
-        best = self._best
-        assert best is not None
         return {
-            "success": best.measured.correct,
+            "success": any(attempt.measured.correct for attempt in self._attempts),
             "scores": self.scores(),
             "explanation": self.explanation(),
         }
 
     def scores(self) -> dict[str, float]:
-        """The parts of the best turn; the values of all turns."""
+        """The parts of the best turn; the values of all turns that have one."""
         if (best := self._best) is None:
             return {}
-        values = {f"turn_{i}": a.scored.value for i, a in enumerate(self._attempts, 1)}
-        return {**best.scored.parts, "best": best.scored.value, **values}
+        turns = enumerate(self._attempts, 1)
+        values = {f"turn_{i}": a.scored.value for i, a in turns if a.scored}
+        return {**best.parts, "best": best.value, **values}
 
     def explanation(self) -> str:
         lines = [
-            f"turn {i} ({a.role}): {a.found.splitlines()[0]}\n  {a.scored.explanation}"
+            f"turn {i} ({a.role}): {a.found.splitlines()[0]}\n"
+            f"  {a.scored.explanation if a.scored else 'no value: this says nothing of the kernel'}"
             for i, a in enumerate(self._attempts, 1)
         ]
         return "\n".join(lines)

@@ -42,6 +42,7 @@ def measured(verified: Verified, efficiency: Efficiency | None) -> Measured:
         efficiency=efficiency.value if efficiency else 0.0,
         quality=quality_of(verified.findings),
         decoy=verified.status is VerifyStatus.REFUSED,
+        unbelieved=bool(verified.unbelieved),
     )
 
 

@@ -17,6 +17,7 @@ MAX_TEXT = 300
 """Characters of each."""
 
 MEND = "Correct it. Answer with the whole kernel."
+OTHERWISE = "Write it without that. Answer with the whole kernel."
 FASTER = "It is right: make it faster. Answer with the whole kernel."
 LEANER = "It is right: make it more efficient. Answer with the whole kernel."
 
@@ -90,7 +91,12 @@ def _speed(speedups: Speedups) -> str:
     text = f"speed-up {speedups.over_eager:.2f} over eager PyTorch"
     if speedups.over_compile is not None:
         text += f", {speedups.over_compile:.2f} over torch.compile"
-    return f"{text} ({speedups.kernel_s * 1e6:.1f} us)"
+    text += f" ({speedups.kernel_s * 1e6:.1f} us"
+    if speedups.bandwidth_share is not None:
+        text += f", {speedups.bandwidth_share:.0%} of the memory's bandwidth"
+    if speedups.throughput is not None:
+        text += f", {speedups.throughput / 1e9:,.0f} Gflop/s"
+    return f"{text})"
 
 
 def _listed(lines: Sequence[str]) -> list[str]:

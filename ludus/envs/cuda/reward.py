@@ -28,7 +28,8 @@ class Measured:
     """What is known of a kernel.
 
     `speedup` None: it was not timed. `efficiency` and `quality`: 0 to 1, of a right kernel.
-    `decoy`: it was refused, as a kernel that cheats is.
+    `decoy`: it was refused, as a kernel that cheats is. `unbelieved`: it was timed, and the time is
+    not believed.
     """
 
     compiles: bool
@@ -37,6 +38,7 @@ class Measured:
     efficiency: float = 0.0
     quality: float = 0.0
     decoy: bool = False
+    unbelieved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Scored:
 
 
 MAX_NUMBER = 1e6
+UNBELIEVED = "no speed-up: the time is not believed"
 OF_WEIGHT = {
     "performance": {"full_speedup"},
     "efficiency": {"occupancy", "spills", "patterns", "spill_bytes", "pattern_cost"},
@@ -231,6 +234,8 @@ class KernelReward(Section):
             told = f"({told}) / {total:g}"
         if not timed:
             told += "; performance is left out: nothing was timed"
+        elif measured.unbelieved:
+            told += f"; {UNBELIEVED}"
         bonuses = {}
         if timed and right and (measured.speedup or 0.0) >= numbers.speedup_bonus_at:
             bonuses["speedup_bonus"] = numbers.speedup_bonus
@@ -251,7 +256,7 @@ class KernelReward(Section):
             value += numbers.speedup * counted * correct
             told += f" + {numbers.speedup:g} * {counted:.3g} speed-up * {correct:g}"
         elif measured.correct:
-            told += "; no speed-up: nothing was timed"
+            told += f"; {UNBELIEVED if measured.unbelieved else 'no speed-up: nothing was timed'}"
         return Scored(value, value, parts, f"{told}; together {value:.3g}")
 
     def _ladder(self, measured: Measured) -> Scored:
@@ -267,6 +272,8 @@ class KernelReward(Section):
             reached = [step for step in numbers.steps if speedup >= step]
             value = numbers.steps[max(reached)] if reached else numbers.slower
             told = f"right, speed-up {speedup:.3g}"
+            if measured.unbelieved:
+                told = f"right, {UNBELIEVED}"
         parts = {"compilation": float(measured.compiles), "correctness": float(measured.correct)}
         if measured.speedup is not None:
             parts["speedup"] = measured.speedup

@@ -93,7 +93,8 @@ class Worker:
 
         async def verify() -> tuple[Verified, bool]:
             found = await self._verifier.verify(source, problem, seed)
-            return found, found.status not in STOPPED and found.speedups is None
+            timed = found.speedups is not None or found.unbelieved
+            return found, found.status not in STOPPED and not timed
 
         return await self._once.of(key, verify)
 

@@ -15,7 +15,7 @@ NOT YET RUN ON A GPU: see docs/kernels.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -42,8 +42,8 @@ class Measured:
     """A kernel on a device.
 
     `status` is `passed` where all values are right, those of timed launches too. `times` of the
-    kernel; None where it was not timed, or its time is not believed: `message` says why. `speedups`
-    need the times of the reference as well.
+    kernel; None where it was not timed, or its time is not believed: `unbelieved` says why.
+    `speedups` need the times of the reference as well.
     """
 
     status: VerifyStatus
@@ -53,6 +53,7 @@ class Measured:
     times: Times | None = None
     speedups: Speedups | None = None
     flags: tuple[str, ...] = field(default=())
+    unbelieved: str = ""
 
 
 class Benchmarker:
@@ -156,10 +157,8 @@ class Benchmarker:
             raise ToolError(f"kernels: the GPU's process: {error}") from None
         flags = verdict.flags
         if verdict.problem:
-            text = f"not timed: {verdict.problem}"
-            return Measured(
-                checked.status, text, checked.passed, checked.max_error, flags=(text, *flags)
-            )
+            text = f"{checked.message}; the time is not believed: {verdict.problem}"
+            return replace(checked, message=text, flags=flags, unbelieved=verdict.problem)
         speedups = None
         if eager_s is not None:
             speedups = Speedups(

@@ -41,6 +41,7 @@ class Job:
         self.findings: tuple[Finding, ...] = ()
         self.compiled: Compiled | None = None
         self.speedups: Speedups | None = None
+        self.unbelieved = ""
 
     def uncompiled(self, compiled: Compiled) -> Verified:
         error = compiled.errors[0]
@@ -68,7 +69,7 @@ class Job:
 
     def measured(self, found: Measured) -> Verified:
         """The result on a GPU."""
-        self.speedups = found.speedups
+        self.speedups, self.unbelieved = found.speedups, found.unbelieved
         return self.ended(found.status, found.message, found.passed, found.max_error)
 
     def ended(
@@ -84,6 +85,7 @@ class Job:
             self.compiled,
             self.findings,
             self.speedups,
+            self.unbelieved,
             self.seconds,
         )
 

@@ -67,8 +67,8 @@ class Verified:
 
     `message`: one line for the author of the kernel, with the place where there is one. `passed`
     of `trials`. `max_error`: the largest absolute difference seen, None where no output was
-    compared. `speedups`: None without a GPU. `seconds` by stage: `compile`, `analyse`, `reference`,
-    `build`, `run`.
+    compared. `speedups`: None without a GPU, and where the time is not believed: `unbelieved` says
+    why. `seconds` by stage: `compile`, `analyse`, `reference`, `build`, `run`.
     """
 
     status: VerifyStatus
@@ -80,6 +80,7 @@ class Verified:
     compiled: Compiled | None = None
     findings: tuple[Finding, ...] = ()
     speedups: Speedups | None = None
+    unbelieved: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -35,6 +35,7 @@ from ludus.kernels.verify.shim_runs import Shim
 from ludus.kernels.verify.subset import Problem, problems
 from ludus.sandbox.base import Limits
 
+UNSUPPORTED = VerifyStatus.UNSUPPORTED
 TRIALS = 5
 """Trials on fresh inputs; one more, with another seed, follows them."""
 KEPT_COMPILED = 1024
@@ -119,10 +120,10 @@ class KernelVerifier:
             return job.ended(VerifyStatus.BAD_LAUNCH, str(error))
         if outside is None:
             found = job.judged(await self._shim.run(code, plan, referred.trials, seed), referred)
-            if self._benchmark is None or not found.ok:
+            if self._benchmark is None or not (found.ok or found.status is UNSUPPORTED):
                 return found
         elif self._benchmark is None:
-            return job.ended(VerifyStatus.UNSUPPORTED, str(outside))
+            return job.ended(UNSUPPORTED, str(outside))
         return await self._on_device(self._benchmark, job, source, plan, problem, referred)
 
     async def _on_device(

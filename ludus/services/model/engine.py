@@ -26,6 +26,9 @@ from ludus.models.samplers.engine import InProcessSampler
 from ludus.models.samplers.sampling import distribution
 from ludus.models.samplers.scheduler import DecodeBatch, Turn
 from ludus.models.vocabulary import Vocabulary
+from ludus.telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -34,6 +37,9 @@ SCORED_TOKENS = 128
 
 ENDS = (SystemExit, KeyboardInterrupt)
 """Would end the thread's event loop, and then no request would ever have an answer."""
+
+CLOSE_S = 10.0
+"""Seconds in which the thread has to end."""
 
 Alternatives = list[tuple[int, float]]
 """The most likely tokens of a position with log-probabilities, best first."""
@@ -177,8 +183,15 @@ class EngineThread:
         asyncio.run_coroutine_threadsafe(self._swap({}, version), self._loop).result()
 
     def close(self) -> None:
-        """Stop running turns, the sampler and the thread."""
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        """Stop running turns, the sampler and the thread.
+
+        A thread that hangs in the model is left alone: it ends with the process.
+        """
+        try:
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(CLOSE_S)
+        except TimeoutError:
+            log.error("the model hangs: its thread is left to the end of the process")
+            return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

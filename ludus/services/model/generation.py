@@ -87,7 +87,8 @@ class StreamQueue:
 class TurnStream(StreamingResponse):
     """A stream that cancels its turns when it ends, and where it cannot start.
 
-    `on_end` may be set before the stream starts; it is called once.
+    `on_end` may be set before the stream starts; it is called once. So may `deadline`, the
+    time.monotonic() at which the stream ends with an error if a turn is not over, and the error.
     """
 
     def __init__(
@@ -96,14 +97,25 @@ class TurnStream(StreamingResponse):
         super().__init__(events, media_type="text/event-stream")
         self._turns, self._queue = turns, queue
         self.on_end: OnEnd = lambda end, at: None
+        self.deadline: tuple[float, ApiError] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        late = None
+        if self.deadline is not None:
+            at, error = self.deadline
+            late = asyncio.get_running_loop().call_later(at - time.monotonic(), self._end, error)
         try:
             await super().__call__(scope, receive, send)
         finally:
+            if late is not None:
+                late.cancel()
             for turn in self._turns:
                 turn.cancel()
             self.on_end(self._queue.end, self._queue.ended_at)
+
+    def _end(self, error: ApiError) -> None:
+        if not all(turn.done() for turn in self._turns):  # else only the client is slow
+            self._queue.put(-1, server_error(error))
 
 
 class Turns:
@@ -272,6 +284,8 @@ class Generator:
 def server_error(error: Exception) -> ApiError:
     """The response to a failure behind the service. Details go to the log only."""
     log.error("generation failed", error=f"{type(error).__name__}: {error}")
+    if isinstance(error, ApiError):
+        return error
     message = "generation failed; see the service's log"
     if isinstance(error, TrainingError):
         message = str(error)

@@ -53,7 +53,8 @@ class ModelOverrides:
 
 @dataclass(frozen=True)
 class Policy:
-    """A model to serve. `version` is the run's policy version; 0 for a folder."""
+    """A model to serve. `version` is the run's policy version; 0 for a folder. `folder` is the
+    Hugging Face folder; None for a run's checkpoint."""
 
     name: str
     origin: str
@@ -61,6 +62,7 @@ class Policy:
     tokenizer: Any
     settings: ModelConfig
     version: int
+    folder: Path | None = None
 
     def renderer(self, tools: Any = ()) -> Renderer:
         """A renderer for conversations with these tools. Errors: ConfigError."""
@@ -112,7 +114,8 @@ def _of_folder(path: Path, overrides: ModelOverrides) -> Policy:
     )
     tokenizer = load_tokenizer(str(path))
     model = build_model(settings, tokenizer, 0)
-    return Policy(path.resolve().name, str(path), model, tokenizer, settings, version=0)
+    place = path.resolve()
+    return Policy(place.name, str(path), model, tokenizer, settings, version=0, folder=place)
 
 
 def _with_overrides(config: ModelConfig, overrides: ModelOverrides) -> ModelConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -34,7 +35,7 @@ FOLDERS = "ludus-model-service-"
 """Begin of the names of temporary folders. Folders with another name, as services had them that
 locked none, may be in use: they are left alone."""
 
-RENAMED = {"step_time": "step_s", "feedback_time": "feedback_s"}
+RENAMED = {"step_time": "step_s", "feedback_time": "feedback_s", "answer_time": "answer_s"}
 """Options of the command whose setting has another name."""
 
 
@@ -136,11 +137,25 @@ def serve_model(
 def _open_log(
     challenge: Challenge, champion: Policy, challenger: Policy, runs_dir: str
 ) -> RolloutLog:
-    names = re.sub(r"[^\w.-]+", "-", f"{champion.name}-{challenger.name}")
-    default = Path(runs_dir) / f"rollout-{names}.jsonl"
-    path = default if challenge.log is None else Path(challenge.log)
+    if challenge.log is None:
+        path = Path(runs_dir) / default_log(champion, challenger)
+    else:
+        path = Path(challenge.log)
     origins = (champion.origin, challenger.origin)
     return RolloutLog.open(path, *origins, challenge.settings, time.time())
+
+
+def default_log(champion: Policy, challenger: Policy) -> str:
+    """The name of a roll-out's log: other models, another name."""
+    return f"rollout-{_label(champion)}-{_label(challenger)}.jsonl"
+
+
+def _label(policy: Policy) -> str:
+    name = policy.origin
+    if policy.folder is not None:  # many folders have the same name
+        digest = hashlib.sha256(str(policy.folder).encode("utf-8", "surrogateescape")).hexdigest()
+        name = f"{policy.name}-{digest[:8]}"
+    return re.sub(r"[^\w.-]+", "-", name)
 
 
 def make_engine(policy: Policy, sampler: Spec, folder: Path) -> EngineThread:

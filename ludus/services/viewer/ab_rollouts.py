@@ -27,7 +27,7 @@ from ludus.services.model.rollout.replay import (
     Replaced,
     Replay,
     first_line,
-    last_line,
+    last_decision,
 )
 from ludus.services.viewer.rollout import clipped
 
@@ -35,6 +35,10 @@ MAX_LOGS = 200
 MAX_OPEN = 4
 READ_S = 0.5
 """A request reads a log for that long at most; the page asks again until it is read."""
+CHECK_S, CHECK_ALL_S = 0.1, 1.0
+"""Seconds in which the list looks for damage, in a log and in all; a page reads longer logs."""
+PHASES = {"hold": "holding", "promote": "promoted", "roll_back": "rolled_back"}
+"""After a decision; `running` after the others."""
 
 
 class UnknownLog(LudusError):
@@ -58,7 +62,7 @@ class _Open:
 
     def _count(self, replayed: Replay, line: Content) -> None:
         if isinstance(line, Decision):
-            self.course.decided(replayed.controller, [line])
+            self.course.decided(replayed.controller, replayed.decisions[-1:])
         elif not isinstance(line, Header):
             self.course.count(replayed.controller, line)
 
@@ -69,12 +73,18 @@ class RolloutLogs:
     def __init__(self, runs_dir: Path, named: Sequence[Path] = ()) -> None:
         self._runs_dir, self._named = runs_dir, list(named)
         self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._checked: dict[str, tuple[Any, str]] = {}
         self._lock = threading.Lock()
 
     def list(self) -> dict[str, Any]:
         """Heads of the logs, newest first."""
-        heads = [_head(name, path) for name, path in self._paths().items()]
+        paths = self._paths()
+        heads = [_head(name, path) for name, path in paths.items()]
         heads.sort(key=lambda head: head["changed"] or 0.0, reverse=True)
+        until = time.monotonic() + CHECK_ALL_S
+        for head in heads[:MAX_LOGS]:
+            if not head["problem"]:
+                head["problem"] = self._damage(head["log"], paths[head["log"]], until) or None
         return {"logs": heads[:MAX_LOGS], "num": len(heads)}
 
     def describe(self, name: str) -> dict[str, Any]:
@@ -93,6 +103,7 @@ class RolloutLogs:
                 "problem": problem or None,
                 "cut_off": 0 if more or problem else opened.log.size - opened.log.num_read,
                 "service": locked_by(opened.path),
+                "changed": _changed(opened.path),
                 "now": time.time(),
             }
             if opened.log.replayed is None:
@@ -100,13 +111,23 @@ class RolloutLogs:
             return {**found, "rollout": _rollout(opened.log.replayed, opened.course)}
 
     def pulse(self, name: str) -> Any:
-        """A value that changes when a log does."""
+        """A value that changes when a log does, or when a service begins or ends to write it."""
         path = self._paths().get(name)
-        with suppress(OSError):
-            if path is not None:
-                found = path.stat()
-                return found.st_ino, found.st_size, found.st_mtime_ns
-        return None
+        return None if path is None else (_mark(path), locked_by(path))
+
+    def _damage(self, name: str, path: Path, until: float) -> str:
+        """What is wrong with a log, with the line; empty if nothing is known."""
+        if (opened := self._open.get(name)) and opened.log.problem:
+            return printable(opened.log.problem)
+        mark, (checked, problem) = _mark(path), self._checked.get(name, (None, ""))
+        seconds = min(CHECK_S, until - time.monotonic())
+        if mark != checked and seconds > 0:
+            log = LogFollower(path)
+            with suppress(OSError):
+                log.read_on(seconds)
+            problem = printable(log.problem)
+            self._checked[name] = mark, problem
+        return problem
 
     def _paths(self) -> dict[str, Path]:
         found = {str(path): path for path in self._named}
@@ -147,26 +168,39 @@ def _read(opened: _Open) -> tuple[bool, str]:
     return more, printable(opened.log.problem)
 
 
+def _mark(path: Path) -> Any:
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_ino, found.st_size, found.st_mtime_ns
+    return None
+
+
+def _changed(path: Path) -> float | None:
+    """The time of the last entry."""
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return None
+
+
 def _head(name: str, path: Path) -> dict[str, Any]:
-    """A log in the list, from its first and last line."""
-    head: dict[str, Any] = {"log": name, "changed": None, "problem": None, "phase": None}
+    """A log in the list, from its first line and its last decision."""
+    head: dict[str, Any] = {"log": name, "changed": _changed(path), "problem": None, "phase": None}
     try:
-        head["changed"] = path.stat().st_mtime
-        header, last = first_line(path), last_line(path)
+        header, last = first_line(path), last_decision(path)
     except OSError as error:
         return {**head, "problem": f"{path}: {error.strerror}"}
     except LudusError as error:
         return {**head, "problem": printable(str(error))}
     if not isinstance(header, Header):
         return {**head, "problem": f"{path}: the log of a roll-out begins with its header"}
-    ends = {"promote": "promoted", "roll_back": "rolled_back"}
-    action = last.action if isinstance(last, Decision) else ""
     return {
         **head,
         "champion": clipped(header.champion, 300),
         "challenger": clipped(header.challenger, 300),
         "started": header.t,
-        "phase": ends.get(action, "running"),
+        "phase": PHASES.get(last.action, "running") if last else "running",
+        "share": last.share if last else None,
+        "service": locked_by(path),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, select
 
-from ludus.core.types import Message, Segment, Trajectory
+from ludus.core.types import WITHOUT_TURN, Message, Segment, Trajectory
 from ludus.core.versions import spell_runs
 from ludus.services.viewer.texts import Decode, token_texts
 from ludus.store import RunStore
@@ -172,7 +172,8 @@ def why_untrained(record: Record) -> list[str]:
         return ["An evaluation: its rollouts are not trained on."]
     reasons = []
     if row.dropped:
-        reasons.append(f"Dropped: {clipped(row.dropped, 2000)}")
+        dropped = "" if row.dropped == WITHOUT_TURN else "Dropped: "
+        reasons.append(f"{dropped}{clipped(row.dropped, 2000)}")
     elif not row.status.trainable:
         reasons.append(f"Its status, {row.status.value}, is not trained on.")
     if row.error and row.error not in (row.dropped or ""):
@@ -216,7 +217,7 @@ def _group(store: RunStore, run: str, row: TrajectoryRow) -> list[dict[str, Any]
                 "id": member.id,
                 "status": member.status,
                 "reward": number(member.reward),
-                "dropped": member.dropped is not None,
+                "dropped": member.dropped not in (None, WITHOUT_TURN),
             }
             for member in connection.execute(query)
         ]

@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, select
 
 from ludus.core.errors import ConfigError
+from ludus.core.types import WITHOUT_TURN
 from ludus.services.viewer.rollout import clipped, is_training, number
 from ludus.store import RunStore
 from ludus.store import schema as db
@@ -100,6 +101,10 @@ def describe_step(store: RunStore, run: str, stage: str, step: int) -> dict[str,
     return store.read(work)
 
 
+def _is_dropped(row: Any) -> bool:
+    return row.dropped not in (None, WITHOUT_TURN)
+
+
 def verdict(stage: str, metrics: Mapping[str, Any], rows: Any, reasons: list[str]) -> list[str]:
     """Returns sentences that say whether the step trained, and why not."""
     if not is_training(stage):
@@ -114,7 +119,7 @@ def verdict(stage: str, metrics: Mapping[str, Any], rows: Any, reasons: list[str
             else "No gradient: its norm is 0, so the optimizer step changed nothing but momentum."
         )
     told += _signal(rows)
-    num_dropped = sum(row.dropped is not None for row in rows)
+    num_dropped = sum(_is_dropped(row) for row in rows)
     if rows and num_dropped:
         told.append(f"{num_dropped} of {len(rows)} rollouts were dropped.")
     told += [f"{count} × {reason}" for reason, count in _reasons(reasons)[:5]]
@@ -154,14 +159,16 @@ def _groups(rows: Any, groups: Any) -> list[dict[str, Any]]:
             "id": group.id,
             "task": clipped(members[group.key][0].task_id, 300) if members[group.key] else "",
             "signal": len({row.reward for row in members[group.key]}) > 1,
-            "reasons": _reasons([row.dropped for row in members[group.key] if row.dropped])[:2],
+            "reasons": _reasons([row.dropped for row in members[group.key] if _is_dropped(row)])[
+                :2
+            ],
             "members": [
                 {
                     "id": row.id,
                     "status": row.status,
                     "reward": number(row.reward),
                     "turns": row.num_turns,
-                    "dropped": row.dropped is not None,
+                    "dropped": _is_dropped(row),
                 }
                 for row in members[group.key]
             ],

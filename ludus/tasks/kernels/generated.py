@@ -21,6 +21,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import permutations
+from math import prod
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -43,12 +44,17 @@ MAX_TRIES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation on named inputs: `expression` in torch, `title` in words."""
+    """An operation on named inputs: `expression` in torch, `title` in words.
+
+    `flops`: each addition, multiplication, comparison and function of a number counts as 1; 0 where
+    numbers only move.
+    """
 
     title: str
     inputs: dict[str, Shape]
     expression: str
     output: Shape
+    flops: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,25 +114,27 @@ def _elementwise(draw: Draw) -> Operation:
     (name, unary), constant = draw.one_of(*UNARY.items()), draw.number()
     if draw.one_of(True, False):
         expression = unary.format(f"{constant} * a")
-        return Operation(f"{name} of {constant} times a", {"a": shape}, expression, shape)
+        title = f"{name} of {constant} times a"
+        return Operation(title, {"a": shape}, expression, shape, 2 * prod(shape))
     other, binary = draw.one_of(*BINARY.items())
     inner = binary.format("a", f"{constant} * b")
     title = f"{name} of the {other} of a and {constant} times b"
-    return Operation(title, {"a": shape, "b": shape}, unary.format(inner), shape)
+    inputs = {"a": shape, "b": shape}
+    return Operation(title, inputs, unary.format(inner), shape, 3 * prod(shape))
 
 
 def _transpose(draw: Draw) -> Operation:
     if draw.one_of(True, False):
         rows, columns = draw.side(), draw.side()
         return Operation(
-            "transpose of a", {"a": (rows, columns)}, "a.t().contiguous()", (columns, rows)
+            "transpose of a", {"a": (rows, columns)}, "a.t().contiguous()", (columns, rows), 0
         )
     side = draw.rng.randrange(64, 257) if draw.large else draw.rng.randrange(4, 25)
     shape = side, side + draw.rng.randrange(1, 8), side + draw.rng.randrange(8, 16)
     axes = draw.one_of(*list(permutations(range(3)))[1:])
     output = shape[axes[0]], shape[axes[1]], shape[axes[2]]
     title = f"a with its axes in the order {', '.join(map(str, axes))}"
-    return Operation(title, {"a": shape}, f"a.permute{axes}.contiguous()", output)
+    return Operation(title, {"a": shape}, f"a.permute{axes}.contiguous()", output, 0)
 
 
 def _reduction(draw: Draw) -> Operation:
@@ -140,10 +148,14 @@ def _reduction(draw: Draw) -> Operation:
             ("sum, divided by the square root of the number of elements,", "torch.sum(a) / {:.6f}"),
         )
         expression = form.format((rows * columns) ** 0.5)
-        return Operation(f"{name} of all of a", inputs, f"({expression}).reshape(1)", (1,))
+        expression = f"({expression}).reshape(1)"
+        return Operation(f"{name} of all of a", inputs, expression, (1,), rows * columns)
     name, form = draw.one_of(*REDUCED.items())
     of, output = ("column", (columns,)) if axis == 0 else ("row", (rows,))
-    return Operation(f"{name} of each {of} of a", inputs, form.format("a", f", dim={axis}"), output)
+    expression, flops = form.format("a", f", dim={axis}"), rows * columns
+    if "square" in form:
+        flops *= 2
+    return Operation(f"{name} of each {of} of a", inputs, expression, output, flops)
 
 
 def _matvec(draw: Draw) -> Operation:
@@ -155,7 +167,8 @@ def _matvec(draw: Draw) -> Operation:
     title = f"{'the transpose of ' if turned else ''}a by the vector x"
     if bias:
         inputs["b"], expression, title = (size_out,), f"{expression} + b", f"{title}, plus b"
-    return Operation(title, inputs, expression, (size_out,))
+    flops = 2 * rows * columns + size_out * bias
+    return Operation(title, inputs, expression, (size_out,), flops)
 
 
 def _matmul(draw: Draw) -> Operation:
@@ -163,9 +176,8 @@ def _matmul(draw: Draw) -> Operation:
     if draw.one_of(True, False, False):
         batch = draw.rng.randrange(2, 9)
         shapes: dict[str, Shape] = {"a": (batch, rows, inner), "b": (batch, inner, columns)}
-        return Operation(
-            "product of each matrix of a and of b", shapes, "a @ b", (batch, rows, columns)
-        )
+        title, output = "product of each matrix of a and of b", (batch, rows, columns)
+        return Operation(title, shapes, "a @ b", output, 2 * inner * prod(output))
     first, second = draw.one_of(True, False), draw.one_of(True, False)
     shapes = {
         "a": (inner, rows) if first else (rows, inner),
@@ -173,7 +185,7 @@ def _matmul(draw: Draw) -> Operation:
     }
     expression = f"{'a.t()' if first else 'a'} @ {'b.t()' if second else 'b'}"
     title = f"{'transpose of a' if first else 'a'} by {'transpose of b' if second else 'b'}"
-    return Operation(title, shapes, expression, (rows, columns))
+    return Operation(title, shapes, expression, (rows, columns), 2 * rows * inner * columns)
 
 
 def _convolution(draw: Draw) -> Operation:
@@ -192,7 +204,9 @@ def _convolution(draw: Draw) -> Operation:
     settings = f"stride={stride}, padding={padding}"
     expression = f"torch.nn.functional.conv{dims}d(x, w, {settings})"
     title = f"convolution of x with w in {dims} dimension{'s' * (dims > 1)}, {settings}"
-    return Operation(title, inputs, expression, (batch, depth_out, *after))
+    output = (batch, depth_out, *after)
+    flops = 2 * depth_in * kernel**dims * prod(output)
+    return Operation(title, inputs, expression, output, flops)
 
 
 def _fused(draw: Draw) -> Operation:
@@ -201,39 +215,50 @@ def _fused(draw: Draw) -> Operation:
     product_name, product_form = draw.one_of(*UNBOUNDED.items())
     matrix: Shape = (rows, columns)
     dense: dict[str, Shape] = {"a": (rows, inner), "b": (inner, columns), "c": (columns,)}
+    elements = rows * columns
+    dense_flops = 2 * inner * elements
     return draw.one_of(  # type: ignore[no-any-return]
         Operation(
-            f"{product_name} of a by b plus c", dense, product_form.format("a @ b + c"), matrix
+            f"{product_name} of a by b plus c",
+            dense,
+            product_form.format("a @ b + c"),
+            matrix,
+            dense_flops + 2 * elements,
         ),
         Operation(
             f"{product_name} of a by b, times {constant}, plus c",
             dense,
             f"{product_form.format('a @ b')} * {constant} + c",
             matrix,
+            dense_flops + 3 * elements,
         ),
         Operation(
             f"softmax of each row of {constant} times a, times the length of a row",
             {"a": matrix},
             f"torch.softmax({constant} * a, dim=1) * {columns}",
             matrix,
+            7 * elements,  # times, maximum, minus, exp, sum, divided, times
         ),
         Operation(
             "layer norm of each row of a (epsilon 1e-5), times b, plus c",
             {"a": matrix, "b": (columns,), "c": (columns,)},
             f"torch.nn.functional.layer_norm(a, ({columns},), b, c, 1e-5)",
             matrix,
+            7 * elements,  # mean, minus, square, sum, times its root, times b, plus c
         ),
         Operation(
             f"sum of each row of the {name} of a minus b",
             {"a": matrix, "b": matrix},
             f"torch.sum({unary.format('a - b')}, dim=1)",
             (rows,),
+            3 * elements,
         ),
         Operation(
             f"maximum of each row of the {product_name} of a by b",
             {"a": (rows, inner), "b": (inner, columns)},
             f"torch.amax({product_form.format('a @ b')}, dim=1)",
             (rows,),
+            dense_flops + 2 * elements,
         ),
     )
 
@@ -277,8 +302,9 @@ def operation_of(kind: str, seed: int, size: Size = "small") -> Operation:
 def problem(kind: str, seed: int, size: Size = "small") -> Task:
     """The task of a kind and a seed.
 
-    `data` has `kind`, `name`, `reference`, the shapes of `inputs` and `output`, and `signature`: a
-    kernel's parameters, if it is called without torch: the inputs in order, then the output.
+    `data` has `kind`, `name`, `reference`, the shapes of `inputs` and `output`, `flops`, and
+    `signature`: a kernel's parameters, if it is called without torch: the inputs in order, then the
+    output.
     """
     made = operation_of(kind, seed, size)
     names = ", ".join(made.inputs)
@@ -295,6 +321,7 @@ def problem(kind: str, seed: int, size: Size = "small") -> Task:
         ),
         "inputs": {name: list(shape) for name, shape in made.inputs.items()},
         "output": list(made.output),
+        "flops": made.flops,
         "signature": f"void kernel({', '.join([*pointers, 'float* out'])})",
     }
     return Task(id=f"kernel:{kind}/{size}/{seed}", data=data, tier=KINDS[kind][0])

@@ -15,7 +15,7 @@ from ludus.diagnostics.hardware import HARDWARE
 from ludus.diagnostics.simulation.advice import advice_lines, search
 from ludus.diagnostics.simulation.bottleneck import find_bottleneck
 from ludus.diagnostics.simulation.lines import lines
-from ludus.diagnostics.simulation.plan import Inputs, inputs_of, simulate
+from ludus.diagnostics.simulation.plan import Inputs, inputs_of, needs_expert, simulate
 from ludus.diagnostics.simulation.spec import ClusterSpec
 
 RECIPE = str(Path(__file__).parents[3] / "recipes" / "babyai-tiny.yaml")
@@ -23,8 +23,10 @@ USAGE = Usage(prompt=60, observed=20, sampled=4, turns=6, reset_s=1e-3, step_s=1
 H100 = {"count": 2, "gpus": 8, "kind": "h100", "cpu_cores": 64}
 
 
-def inputs(spec: ClusterSpec, *changes: str, usage: Usage | None = USAGE) -> Inputs:
-    return inputs_of(load_config(RECIPE, list(changes)), spec, usage, 1.0, "runs")
+def inputs(
+    spec: ClusterSpec, *changes: str, usage: Usage | None = USAGE, fill: float | None = None
+) -> Inputs:
+    return inputs_of(load_config(RECIPE, list(changes)), spec, usage, fill, "runs")
 
 
 def cluster(**keys: Any) -> ClusterSpec:
@@ -57,6 +59,18 @@ def test_given_costs_replace_the_assumed_ones() -> None:
     assert found.costs.sync_s == 3.0
     assert found.costs.sources["publication"] == "given: costs.sync_s"
     assert found.costs.sources["prefill"].startswith("assumed")
+
+
+def test_fill_scales_sizes_and_keeps_the_environments_seconds() -> None:
+    own, filled = inputs(cluster()).workload, inputs(cluster(), fill=0.5).workload
+    assert (filled.step_s, filled.reset_s) == (own.step_s, own.reset_s) == (1e-3, 1e-3)
+    assert filled.prompt == inputs(cluster(), usage=None, fill=0.5).workload.prompt != own.prompt
+    given = cluster(environment={"cpu_s": 0.25})
+    assert inputs(given, fill=0.5).workload.step_s == 0.25
+    assert needs_expert(cluster(), 0.5)
+    assert needs_expert(given, None)
+    assert not needs_expert(given, 0.5)
+    assert not needs_expert(cluster(costs={"measured": "run"}), 0.5)
 
 
 def test_older_weights_cost_another_forward_pass() -> None:

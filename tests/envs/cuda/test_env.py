@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from ludus.envs.cuda.env import Cuda
 from ludus.envs.cuda.reward import KernelReward, Parts
 from ludus.envs.cuda.workers import times_kernels, worker_of
 from ludus.kernels.expert import WAYS, kernels_for
+from ludus.kernels.verify.result import Verified
 from ludus.tasks.kernels.generated import problem
 
 pytestmark = pytest.mark.usefixtures("cpp")
@@ -123,14 +126,61 @@ async def test_a_message_without_a_kernel_is_a_failure_that_is_told(text: str) -
     assert again.reward >= env.success_at
 
 
+OUTSIDE = (
+    "#include <mma.h>\n// launch: k<<<1, 32>>>(out)\n__global__ void k(float *out) {\n"
+    "nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> f;\n"
+    "nvcuda::wmma::fill_fragment(f, 0.0f); out[0] = f.x[0]; }"
+)
+
+
 async def test_what_the_cpu_does_not_run_has_no_reward() -> None:
-    source = (
-        "#include <mma.h>\n// launch: k<<<1, 32>>>(out)\n__global__ void k(float *out) {\n"
-        "nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> f;\n"
-        "nvcuda::wmma::fill_fragment(f, 0.0f); out[0] = f.x[0]; }"
-    )
     with pytest.raises(Unscorable, match="unsupported"):
-        await played(made(), source)
+        await played(made(), OUTSIDE)
+    with pytest.raises(Unscorable, match="unsupported"):
+        await played(made(rounds=2), OUTSIDE, OUTSIDE)
+
+
+async def test_what_the_cpu_does_not_run_takes_no_value_of_other_turns_away() -> None:
+    """A failure of an earlier turn stays one: its episode was `unscorable`."""
+    env = made(rounds=2)
+    wrong, outside = await played(env, spoilt(GOOD), OUTSIDE)
+    assert (wrong.reward, outside.reward) == (pytest.approx(0.4), None)
+    assert outside.info["scores"]["best"] == pytest.approx(0.4)
+    assert "turn_2" not in outside.info["scores"]
+    outside, right = await played(env, OUTSIDE, GOOD)
+    assert "Write it without that." in outside.messages[0].content
+    assert outside.reward is None
+    assert right.reward is not None
+    assert right.reward >= env.success_at
+
+
+async def test_what_the_cpu_does_not_run_counts_as_wrong_on_request() -> None:
+    (outside,) = await played(made(unsupported="wrong"), OUTSIDE)
+    (wrong,) = await played(made(), spoilt(GOOD))
+    assert outside.reward == wrong.reward == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("kind", ["parts", "kevin", "ladder"])
+async def test_a_time_that_is_not_believed_is_no_fault_of_the_tools(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = made()
+    env._timed, env._reward = True, KernelReward(kind=kind)  # type: ignore[arg-type]
+    worker, told = env._worker, "0.1 us are not possible"
+
+    async def verify(*args: Any) -> Verified:
+        return replace(await worker.verify(*args), unbelieved=told, message=f"right; {told}")
+
+    fake = SimpleNamespace(interface=worker.interface, verify=verify)
+    monkeypatch.setattr("ludus.envs.cuda.env.worker_of", lambda settings: fake)
+    (result,) = await played(env, GOOD)
+    assert told in result.messages[0].content
+    assert result.info["success"] is True
+    assert "the time is not believed" in result.info["explanation"]
+    assert result.reward == pytest.approx({"parts": 0.75, "kevin": 0.3, "ladder": -0.1}[kind])
+    told = ""
+    with pytest.raises(ToolError, match="has no speed-up: right"):
+        await played(env, GOOD)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ludus.envs.cuda.languages import CudaSource, SourceError
@@ -83,4 +85,7 @@ def test_a_speed_is_told_where_there_is_one() -> None:
     text = report(Verified(VerifyStatus.PASSED, "right", speedups=speedups))
     assert "speed-up 2.00 over eager PyTorch (100.0 us)" in text
     assert "torch.compile" not in text
+    told = replace(speedups, bandwidth_share=0.4213, throughput=1.5e12)
+    text = report(Verified(VerifyStatus.PASSED, "right", speedups=told))
+    assert "(100.0 us, 42% of the memory's bandwidth, 1,500 Gflop/s)" in text
     assert "speed-up" not in report(Verified(VerifyStatus.PASSED, "right"))

@@ -117,8 +117,9 @@ async def test_times_that_are_not_believed(
     if text:
         assert (found.status, found.speedups) == ("passed", None)
         assert text in found.message
+        assert text in found.unbelieved
     else:
-        assert "not possible" in found.message
+        assert "not possible" in found.unbelieved
         assert found.speedups is None
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from ludus.core.errors import DataError
 from ludus.core.types import Task
+from ludus.kernels.benchmark.benchmarker import Measured
 from ludus.kernels.verify.problem import KernelProblem
+from ludus.kernels.verify.result import VerifyStatus
 from ludus.kernels.verify.verifier import KernelVerifier
 from tests.kernels.verify.cheats import HONEST, REFERENCE, RIGHT, body
 
@@ -112,3 +117,22 @@ async def test_interface_of_a_bad_reference_is_an_error(verifier: KernelVerifier
 async def test_a_task_without_reference() -> None:
     with pytest.raises(DataError, match=r"task t: data\.reference is missing"):
         KernelProblem.of(Task(id="t", data={}))
+
+
+async def test_what_the_shim_does_not_run_goes_to_the_device(
+    verifier: KernelVerifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only the shim can tell, as for tensors that are too large for it."""
+
+    async def device() -> SimpleNamespace:
+        return SimpleNamespace(architecture="sm_90")
+
+    async def measure(*args: Any) -> Measured:
+        return Measured(VerifyStatus.PASSED, "right on the device", 6, 0.0)
+
+    monkeypatch.setattr("ludus.kernels.verify.shim_runs.MAX_BYTES", 1000)
+    assert (await verifier.verify(HONEST, PROBLEM, seed=1)).status == "unsupported"
+    benchmark = SimpleNamespace(device=device, measure=measure)
+    monkeypatch.setattr(verifier, "_benchmark", benchmark)
+    found = await verifier.verify(HONEST, PROBLEM, seed=1)
+    assert (found.status, found.message) == ("passed", "right on the device")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,40 @@ def test_logs_are_found_in_the_runs_folder_and_by_name(tmp_path: Path) -> None:
             assert (answer.status_code, answer.json()["error"]["type"]) == (404, "unknown_name")
 
 
+def test_the_list_tells_what_parts_the_logs(browser: Any, tmp_path: Path) -> None:
+    made(tmp_path, "rollout-stopped.jsonl", 30)
+    damaged = made(tmp_path, "rollout-damaged.jsonl", 60)
+    lines = damaged.read_text().splitlines(keepends=True)
+    damaged.write_text("".join([*lines[:50], "oops\n", *lines[51:]]))
+    with closing(opened(tmp_path / "rollout-live.jsonl")) as rollout:
+        play(rollout, 30)
+        with viewer(tmp_path) as url, tab(browser, f"{url}/#/ab-rollouts") as page:
+            rows = page.locator("tbody tr").all_inner_texts()
+            told = {row.split("rollout-")[1].split(".jsonl")[0]: row for row in rows}
+            assert all("against runs/support-3/rl-000100" in row for row in rows)
+            assert "running" in told["live"]
+            assert "10 %" in told["live"]
+            assert "may have stopped" in told["stopped"]
+            assert "s ago" in told["stopped"]
+            assert "damaged" in told["damaged"]
+            assert f"{damaged}:51: not a line of a roll-out" in told["damaged"]
+            assert not any("running" in told[name] for name in ("stopped", "damaged"))
+
+
+def test_damage_of_a_long_log_is_in_the_list_once_its_page_has_found_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = made(tmp_path)
+    path.write_text(path.read_text() + "oops\n")
+    monkeypatch.setattr(ab_rollouts, "CHECK_S", 0.0)
+    with viewer(tmp_path) as url:
+        for seen in (False, True):
+            (one,) = httpx.get(f"{url}/api/ab-rollouts").json()["logs"]
+            assert (one["problem"] is not None, one["phase"]) == (seen, "running")
+            while asked(url, path)["more"]:
+                pass
+
+
 def test_a_log_is_read_in_parts_and_again_after_it_was_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +129,9 @@ def test_the_page_of_a_rollout(browser: Any, tmp_path: Path, width: int, scheme:
         assert ["promote" in rows[0], "increase" in rows[1], "start" in rows[-1]] == [True] * 3
         assert page.locator("figure.chart svg").count() == 8
         assert page.locator("polygon.band").count() == 3
+        labels = page.locator("text.axis").all_text_contents()
+        assert len(labels) == 16  # of x and y
+        assert labels.count("requests of both variants") == 7
         page.locator("figure", has_text="evidence").locator("svg").hover()
         assert "better: " in page.locator("#tip").inner_text()
         page.get_by_role("button", name="scores").click()
@@ -115,6 +153,19 @@ def test_a_running_rollout_is_followed(browser: Any, tmp_path: Path) -> None:
             assert "errors: " in page.locator(".decisions").inner_text()
 
 
+def test_a_service_that_has_stopped_is_not_shown_as_running(browser: Any, tmp_path: Path) -> None:
+    address = f"#/ab-rollout?log={quote(str(tmp_path / NAME), safe='')}"
+    with closing(opened(tmp_path / NAME)) as rollout, viewer(tmp_path) as url:
+        play(rollout, 40)
+        with tab(browser, f"{url}/{address}") as page:
+            assert "running" in page.locator("h1").inner_text()
+            rollout.close()
+            until(page, "document.querySelector('h1').textContent.includes('may have stopped')")
+            facts = page.locator("dl.facts").inner_text()
+            assert "may have stopped: no process of this machine has the log open" in facts
+            assert re.search(r"last entry\n.*\(\d+ s ago\)", facts)
+
+
 def test_a_damaged_log_is_told_on_the_page(browser: Any, tmp_path: Path) -> None:
     path = made(tmp_path, num=60)
     with path.open("a") as file:
@@ -128,6 +179,8 @@ def test_a_damaged_log_is_told_on_the_page(browser: Any, tmp_path: Path) -> None
         with tab(browser, f"{url}/{address}") as page:
             assert "not a line of a roll-out" in page.locator("[role=alert]").inner_text()
             assert page.locator("figure.chart").count() == 8  # up to the line before
+            assert "damaged" in page.locator("h1", has_text="A/B").inner_text()
+            assert "Up to the damage: " in page.locator("main").inner_text()
         path.write_text("my notes\n")
         with tab(browser, f"{url}/#/ab-rollouts") as page:
             assert "No A/B roll-outs" in page.locator("main").inner_text()

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from ludus.config.schema import CurriculumConfig
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Spec
+from ludus.kernels.verify.problem import KernelProblem
 from ludus.tasks.kernels.difficulty import operations, parse
 from ludus.tasks.kernels.generated import KINDS, operation_of, problem
 from ludus.tasks.readers import TaskList, read_tasks
@@ -73,6 +75,20 @@ def test_a_problem_is_the_same_in_every_run() -> None:
     assert matmul.data["inputs"] == {"a": [67, 25], "b": [64, 25]}
     assert matmul.data["output"] == [67, 64]
     assert matmul.data["signature"] == "void kernel(const float* a, const float* b, float* out)"
+
+
+def test_operations_of_a_problem_are_known() -> None:
+    assert problem("matmul", 1).data["flops"] == 2 * 67 * 25 * 64
+    assert {problem("transpose", seed).data["flops"] for seed in range(20)} == {0}
+    for kind in ("matmul", "convolution"):
+        for seed in range(20):
+            task = problem(kind, seed)
+            names = reference(task.data["reference"])
+            with FlopCounterMode(display=False) as counter:
+                names["Model"]()(*names["get_inputs"]())
+            assert task.data["flops"] == counter.get_total_flops(), task.id
+    assert all(problem("fused", seed).data["flops"] > 0 for seed in range(20))
+    assert KernelProblem.of(problem("matmul", 1)).flops == 214400.0
 
 
 def test_problems_come_kind_by_kind_and_none_twice() -> None:

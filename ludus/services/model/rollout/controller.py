@@ -254,8 +254,7 @@ class Controller:
             return [self._decide("roll_back", reason)]
         if self._may_promote():
             self.phase = "promoted"
-            told = f"{self.quality.estimate or 0:+.3f}, above -{self.settings.margin:g}"
-            return [self._decide("promote", f"quality: {told}")]
+            return [self._decide("promote", f"quality: {self._difference('above')}")]
         if scored >= self.settings.max_samples:
             self.phase = "rolled_back"
             return [self._decide("roll_back", f"no answer after {scored} scored sessions")]
@@ -272,13 +271,21 @@ class Controller:
         if failing:
             return f"errors: {failing}"
         if self.errors.above.rejects(alpha):
-            return f"errors: more failed requests by {self.errors.estimate or 0:+.3f}"
+            limit, found = self.settings.max_error_increase, self.errors.estimate or 0.0
+            return (
+                f"errors: difference of failed requests {found:+z.3f}, shown to be above {limit:g}"
+            )
         if self.slower.rejects(alpha):
             ratio = self.settings.max_latency_ratio
             return f"latency: above {ratio:g} times the champion's in most pairs of requests"
         if self.quality.below.rejects(alpha):
-            return f"quality: worse scores by {self.quality.estimate or 0:+.3f}"
+            return f"quality: {self._difference('below')}"
         return ""
+
+    def _difference(self, side: str) -> str:
+        limit = 0.0 - self.settings.margin  # not -0
+        told = f"difference of scores {self.quality.estimate or 0.0:+z.3f}"
+        return f"{told}, shown to be {side} {limit:g}"
 
     def _may_promote(self) -> bool:
         last = self.step + 1 == len(self.settings.shares)

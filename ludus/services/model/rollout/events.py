@@ -59,6 +59,7 @@ class RolloutSettings(Line):
     max_error_increase: the challenger's share of failed requests may be higher by so much.
     max_latency_ratio: its requests may take longer by this factor.
     feedback_s: seconds after the end of a request in which its score counts.
+    answer_s: seconds in which an answer has to be whole; later, the request has failed.
     """
 
     shares: tuple[Share, ...] = Field((0.05, 0.1, 0.25, 0.5), min_length=1, max_length=100)
@@ -70,6 +71,7 @@ class RolloutSettings(Line):
     max_error_increase: float = Field(0.01, ge=0, lt=1, allow_inf_nan=False)
     max_latency_ratio: float = Field(1.5, ge=1, allow_inf_nan=False)
     feedback_s: float = Field(86_400.0, gt=0, allow_inf_nan=False)
+    answer_s: float = Field(300.0, gt=0, allow_inf_nan=False)
 
     def check(self) -> None:
         """Errors: ConfigError for shares that do not increase, or values that cannot work."""

@@ -90,6 +90,8 @@ class RolloutLog:
                 replayed = replay(path)
                 _same_rollout(path, replayed.header, header)
                 os.truncate(handle, replayed.num_bytes)
+                if cut := replayed.num_cut_off:
+                    log.warning("a last line that was cut off is removed", log=path, bytes=cut)
                 _write(handle, replayed.missing, flush=True)
             except InUse as used:
                 raise ConfigError(f"--rollout-log {path}: {used}") from None

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import IO, Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from ludus.config.messages import explain, show
 from ludus.core.errors import DataError
 from ludus.core.files import open_regular
 from ludus.services.model.rollout.controller import Controller
@@ -23,7 +25,16 @@ from ludus.services.model.rollout.events import FORMAT, Decision, Ended, Header,
 MAX_LINE = 100_000
 """Bytes. A line of a log has a few hundred."""
 
+TAIL = 1_000_000
+DECISION_START = b'\n{"kind": "decision"'
+
 Content = Header | Ended | Scored | Decision
+KINDS: dict[str, type[Content]] = {
+    "rollout": Header,
+    "ended": Ended,
+    "scored": Scored,
+    "decision": Decision,
+}
 _LINE: TypeAdapter[Content] = TypeAdapter(Annotated[Content, Field(discriminator="kind")])
 
 
@@ -39,6 +50,8 @@ class Replay:
     num_events: int = 0
     num_bytes: int = 0
     """Length of the log without a last line that was cut off."""
+    num_cut_off: int = 0
+    """Bytes of that last line."""
 
     @classmethod
     def begin(cls, line: Content, place: str) -> Replay:
@@ -55,7 +68,7 @@ class Replay:
         if isinstance(line, Header):
             raise DataError(f"{place}: a second header: one log is one roll-out")
         if isinstance(line, Decision):
-            if not self.missing or self.missing[0] != line:
+            if not self.missing or not _same(self.missing[0], line):
                 told = _told(self.missing[0]) if self.missing else "no decision"
                 raise DataError(f"{place}: {_told(line)} is recorded, the events give {told}")
             self.decisions.append(self.missing.pop(0))
@@ -78,8 +91,10 @@ def replay(path: Path) -> Replay:
         for number, end, line in _lines(file, path):
             found = _next(found, line, f"{path}:{number}")
             found.num_bytes = end
+        size = os.fstat(file.fileno()).st_size
     if found is None:
         raise DataError(f"{path} has no complete line of a roll-out")
+    found.num_cut_off = size - found.num_bytes
     return found
 
 
@@ -102,11 +117,34 @@ def _lines(
         number, end = number + 1, end + len(raw)
         try:
             yield number, end, _LINE.validate_json(raw)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"][1:])
-            told = f"{where}: {first['msg']}" if where else first["msg"]
-            raise DataError(f"{path}:{number}: not a line of a roll-out: {told}") from None
+        except ValidationError:
+            raise DataError(f"{path}:{number}: not a line of a roll-out: {_fault(raw)}") from None
+
+
+def _fault(raw: bytes) -> str:
+    """What is wrong with a line, in words."""
+    try:
+        content = json.loads(raw.decode().rstrip())
+    except json.JSONDecodeError as error:
+        return f"no JSON from column {error.colno} on"
+    except (ValueError, RecursionError):  # no UTF-8, a number of too many digits, nested too deeply
+        return "no JSON"
+    if not isinstance(content, dict):
+        return "no JSON object"
+    kind = content.get("kind")
+    if not isinstance(kind, str) or kind not in KINDS:
+        return f"kind must be one of {', '.join(KINDS)}, got {show(kind)}"
+    try:
+        KINDS[kind].model_validate(content)
+    except ValidationError as error:
+        return explain(error, KINDS[kind], noun="a field")[0][1]
+    return "no JSON"  # Python reads more than JSON: a lone surrogate
+
+
+def _same(decision: Decision, recorded: Decision) -> bool:
+    """Reasons are words, which may differ from version to version."""
+    names = ("t", "action", "share")
+    return all(getattr(decision, name) == getattr(recorded, name) for name in names)
 
 
 def _told(decision: Decision) -> str:
@@ -121,13 +159,15 @@ def first_line(path: Path) -> Content:
     raise DataError(f"{path} has no complete line of a roll-out")
 
 
-def last_line(path: Path) -> Content | None:
-    """The last complete line; None if it is no line of a log. Errors: OSError."""
+def last_decision(path: Path) -> Decision | None:
+    """The last decision of the last TAIL bytes; None if they have none. Errors: OSError."""
     with _opened(path) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_LINE))
-        whole = file.read(2 * MAX_LINE).rpartition(b"\n")[0].rpartition(b"\n")[2]
+        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+        whole = file.read(TAIL).rpartition(b"\n")[0]
+    start = whole.rfind(DECISION_START)
     with suppress(ValidationError):
-        return _LINE.validate_json(whole)
+        line = _LINE.validate_json(whole[max(0, start) :].strip().partition(b"\n")[0])
+        return line if isinstance(line, Decision) else None
     return None
 
 

@@ -114,6 +114,7 @@ class RolloutService:
             for variant, (policy, engine) in loaded.items()
         }
         self._open: set[str] = set()
+        self._answer_s = rollout.header.settings.answer_s
         self._metrics = RolloutMetrics(settings.registry, lambda: self._share, self._controller)
         for decision in rollout.decisions:
             self._metrics.decisions.labels(decision.action).inc()
@@ -216,15 +217,21 @@ class RolloutService:
     async def _watched(
         self, work: Awaitable[Response], variant: Variant, unit: str, id: str
     ) -> Response:
-        """The response; how it ends becomes an event. A refusal (4xx) does not."""
+        """The response; how it ends becomes an event. A refusal (4xx) does not.
+
+        An answer that is not whole in time is a failure: a model that hangs raises no error.
+        """
         started = time.monotonic()
+        limit = asyncio.timeout(self._answer_s)
         ended = partial(self._ended, variant, unit, id, started)
         self._open.add(id)
         streams = False
         try:
-            response = await work
+            async with limit:
+                response = await work
             if isinstance(response, TurnStream):
                 response.on_end, streams = ended, True
+                response.deadline = started + self._answer_s, self._late()
             else:
                 ended("ok" if response.status_code < 400 else "gone", time.monotonic())
             return response
@@ -234,7 +241,7 @@ class RolloutService:
             raise
         except Exception as error:  # a model may fail in any library
             ended("failed", time.monotonic())
-            raise server_error(error) from error
+            raise server_error(self._late() if limit.expired() else error) from error
         finally:
             if not streams:
                 self._open.discard(id)
@@ -256,6 +263,10 @@ class RolloutService:
             self._note(self._rollout.apply(event))
         except LogLost:
             return  # said in the service's log, and by GET /rollout
+
+    def _late(self) -> ApiError:
+        told = f"the model gave no whole answer in {self._answer_s:g} s"
+        return ApiError(504, told, kind="timeout", code="answer_time")
 
     def _note(self, decisions: list[Decision]) -> None:
         for decision in decisions:

@@ -21,10 +21,16 @@ def render_replay(replayed: Replay) -> str:
         *(f"{_time(d.t)}  {d.action:<9}  {100 * d.share:>5.4g} %  {d.reason}" for d in decisions),
         "",
         *_state(controller, header.settings.alpha),
-        f"{replayed.num_events} events give these {len(decisions)} decisions again.",
+        f"Replayed: {_count(replayed.num_events, 'event')} and "
+        f"{_count(len(replayed.decisions), 'decision')}, as recorded.",
     ]
     if replayed.missing:
         lines.append("The last event's decisions were not written: the service ended there.")
+    if replayed.num_cut_off:
+        lines.append(
+            f"The last {_count(replayed.num_cut_off, 'byte')} are left out, as they are no whole "
+            "line: the service was killed while it wrote, or is writing."
+        )
     return "\n".join(lines)
 
 
@@ -40,10 +46,14 @@ def _state(controller: Controller, alpha: float) -> list[str]:
         )
     if state["difference"] is not None:
         low, high = controller.interval()
-        interval = f"{100 * (1 - alpha / 2):g} % interval {low:+.3f} to {high:+.3f}"
-        lines.append(f"difference of scores: {state['difference']:+.3f}, {interval}")
+        interval = f"{100 * (1 - alpha / 2):g} % interval {low:+z.3f} to {high:+z.3f}"
+        lines.append(f"difference of scores: {state['difference']:+z.3f}, {interval}")
     values = ", ".join(f"{test} {value:.2g}" for test, value in state["p_values"].items())
     return [*lines, f"adjusted p-values: {values}", ""]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _one_line(text: str) -> str:

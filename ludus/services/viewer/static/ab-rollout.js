@@ -1,15 +1,16 @@
 // One A/B roll-out: its state, what comes next, evidence, curves, decisions.
-import { el, fill, link, num, span, ago, day, count, status, badge } from "./dom.js";
+import { el, fill, link, num, span, ago, day, count, badge } from "./dom.js";
 import { get, follow } from "./api.js";
 import { chart } from "./charts.js";
 import { axisSwitch } from "./runs.js";
-import { phaseName } from "./ab-rollouts.js";
+import { phaseName, state } from "./ab-rollouts.js";
 
 const VARIANTS = ["champion", "challenger"];
 const COLORS = { champion: 0, challenger: 1, "challenger − champion": 1, "slower pairs": 1, better: 6, worse: 4, errors: 2, latency: 3 };
 const KINDS = { start: "live", increase: "live", hold: "warn", resume: "live", promote: "good", roll_back: "bad" };
 const STATES = { running: "live", holding: "", promoted: "good", rolled_back: "bad" };
 const TESTS = { better: "quality", worse: "quality", errors: "errors", latency: "latency" };
+const AXES = { time: "time since the start", requests: "requests of both variants", scores: "scores of both variants" };
 const SAYS = {
   better: "the challenger scores better", worse: "the challenger scores worse",
   errors: "more of its requests fail", latency: "most of its requests are slower",
@@ -17,7 +18,7 @@ const SAYS = {
 
 const percent = (value) => (value === null || value === undefined ? "" : `${num(100 * value, 3)} %`);
 const signed = (value) => (value > 0 ? `+${num(value, 3)}` : num(value, 3));
-const points100 = (value) => `${value > 0 ? "+" : ""}${num(100 * value, 3)} %`;
+const points100 = (value) => `${signed(100 * value)} %`;
 const seconds = (value) => (value === null || value === undefined ? "" : value < 1 ? `${num(1000 * value, 3)} ms` : `${num(value, 3)} s`);
 
 export async function show(page) {
@@ -73,7 +74,7 @@ export async function show(page) {
     busy = false;
   }
   follow({ log }, signal, (name) => {
-    page.state(name === "closed" ? badge("no connection", "bad") : badge("following", "good"));
+    page.state(name === "closed" ? badge("no connection", "bad") : badge("following the log", data.service ? "good" : ""));
     if (name === "news") update();
   });
 }
@@ -94,15 +95,15 @@ function headOf(data) {
   const found = data.rollout, phase = found.phase;
   const facts = {
     started: `${day(found.started)} (${ago(found.started)})`,
-    "last event": found.num_events ? ago(found.last_event) : "none yet",
-    service: data.service ? `process ${data.service} has the log open` : "",
+    "last entry": data.changed ? `${day(data.changed)} (${ago(data.changed)})` : "",
+    service: data.service ? `process ${data.service} has the log open` : found.next.length ? "may have stopped: no process of this machine has the log open" : "",
     step: `${found.step} of ${found.num_steps}`, log: data.log,
   };
   return [
-    el("h1", {}, "A/B roll-out ", status(phaseName(phase))),
+    el("h1", {}, "A/B roll-out ", state(phase, data.problem, data.service)),
     el("dl", { class: "facts" }, VARIANTS.map((name) => el("div", {}, el("dt", {}, key(name), name), el("dd", {}, found[name]))),
       Object.entries(facts).filter(([, value]) => value).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
-    el("section", { class: `why ${STATES[phase]}`, "aria-label": "State" }, el("p", {}, el("b", {}, sentence(found))), el("p", { class: "soft" }, found.reason)),
+    el("section", { class: `why ${data.problem || !data.service && found.next.length ? "" : STATES[phase]}`, "aria-label": "State" }, el("p", {}, el("b", {}, data.problem ? "Up to the damage: " : null, sentence(found))), el("p", { class: "soft" }, found.reason)),
   ];
 }
 
@@ -160,17 +161,18 @@ function curves(found, axis) {
   const evidence = { name: "evidence (1/p)", series: Object.keys(TESTS).map((test) => line(test, one((point) => Math.log10(point.evidence[test])))) };
   const power = (value) => (value < 0 ? "" : value > 4 ? `1e${num(value, 2)}` : num(10 ** value, 2));
   return [
-    [{ name: "share of sessions", series: [{ run: "challenger", points: steps(found) }] }, { axis: "time", smooth: false, told: percent, note: `over time: ${percent(found.share)}` }],
-    [both("score", "score"), {}],
-    [band("difference of scores", "quality", difference), { smooth: false, told: signed, limit: [found.limits.quality, found.settings.margin ? "margin" : "equal"] }],
-    [evidence, { smooth: false, told: power, limit: [Math.log10(found.threshold), "decides"], note: el("span", { class: "legend" }, Object.keys(TESTS).map((test) => el("span", {}, key(test), test))) }],
-    [both("failed requests", "failed"), { told: percent }],
-    [band("difference of failed requests", "errors", difference), { smooth: false, told: points100, limit: [found.limits.errors, "allowed"] }],
-    [both("time of an answer, median", "seconds"), { told: seconds }],
-    [band(`pairs slower by over ${num(found.settings.max_latency_ratio)} ×`, "latency", "slower pairs"), { smooth: false, told: percent, limit: [found.limits.latency, "most"] }],
-  ].map(([data, options]) => {
+    ["share", { name: "share of sessions", series: [{ run: "challenger", points: steps(found) }] }, { axis: "time", smooth: false, told: percent, note: `over time: ${percent(found.share)}` }],
+    ["mean score", both("score", "score"), {}],
+    ["difference", band("difference of scores", "quality", difference), { smooth: false, told: signed, limit: [found.limits.quality, found.settings.margin ? "margin" : "equal"] }],
+    ["1/p", evidence, { smooth: false, told: power, limit: [Math.log10(found.threshold), "decides"], note: el("span", { class: "legend" }, Object.keys(TESTS).map((test) => el("span", {}, key(test), test))) }],
+    ["failed", both("failed requests", "failed"), { told: percent }],
+    ["difference", band("difference of failed requests", "errors", difference), { smooth: false, told: points100, limit: [found.limits.errors, "allowed"] }],
+    ["median", both("time of an answer, median", "seconds"), { told: seconds }],
+    ["slower pairs", band(`pairs slower by over ${num(found.settings.max_latency_ratio)} ×`, "latency", "slower pairs"), { smooth: false, told: percent, limit: [found.limits.latency, "most"] }],
+  ].map(([y, data, options]) => {
     data.series = data.series.filter((series) => series.points.length);
-    return data.series.length ? chart(data, { axis, colorOf, ...options }) : el("figure", { class: "chart" }, el("figcaption", {}, data.name), el("p", { class: "soft" }, "Nothing to show yet."));
+    const x = options.axis ?? axis;
+    return data.series.length ? chart(data, { axis, colorOf, axes: [AXES[x], y], ...options }) : el("figure", { class: "chart" }, el("figcaption", {}, data.name), el("p", { class: "soft" }, "Nothing to show yet."));
   });
 }
 

@@ -1,7 +1,7 @@
 // Line charts of several runs, as SVG.
 import { el, svg, num, span, showTip, hideTip } from "./dom.js";
 
-const WIDTH = 460, HEIGHT = 200, RIGHT = 10, TOP = 8, BOTTOM = 24;
+const WIDTH = 460, HEIGHT = 200, RIGHT = 10, TOP = 8;
 export const COLORS = 8;
 
 const AXES = { step: (x) => num(x), time: (x) => span(x), episodes: (x) => num(x), requests: (x) => num(Math.round(x)), scores: (x) => num(Math.round(x)) };
@@ -32,10 +32,11 @@ function smoothed(points) {
 }
 
 /** A chart of {name, series: [{run, stage, points}]}; `colorOf` gives a run's number.
- *  Of a series with `band`, the least and greatest are an area. `limit`: a horizontal line with its name. */
-export function chart(data, { axis = "step", colorOf, smooth = true, limit = null, told = num, note = "" }) {
+ *  Of a series with `band`, the least and greatest are an area. `limit`: a horizontal line with its name.
+ *  `axes`: the labels of x and y. */
+export function chart(data, { axis = "step", colorOf, smooth = true, limit = null, told = num, note = "", axes = null }) {
   const lines = data.series;
-  const LEFT = told === num ? 48 : 64;
+  const LEFT = (told === num ? 48 : 64) + (axes ? 16 : 0), BOTTOM = axes ? 42 : 24;
   const all = lines.flatMap((line) => line.points);
   // An area is widest at its start: there it may leave the chart.
   const seen = lines.flatMap((line) => (line.band ? line.points.slice(Math.floor(line.points.length / 8)) : line.points));
@@ -54,8 +55,16 @@ export function chart(data, { axis = "step", colorOf, smooth = true, limit = nul
       svg("text", { class: "y", x: LEFT - 6, y: py(tick) }, told === num ? tickText(tick) : told(tick)),
     );
   }
-  for (const tick of ticks(left, right, 4).filter((t) => t >= left && t <= right)) {
-    picture.append(svg("text", { class: "x", x: px(tick), y: HEIGHT - 6 }, AXES[axis](tick)));
+  const inside = ticks(left, right, 4).filter((t) => t >= left && t <= right);
+  for (const tick of inside.length > 1 ? inside : new Set([left, right])) {
+    const last = px(tick) > WIDTH - RIGHT - 16; // its middle would leave the chart
+    picture.append(svg("text", { class: last ? "x last" : "x", x: last ? WIDTH : px(tick), y: HEIGHT - BOTTOM + 18 }, AXES[axis](tick)));
+  }
+  if (axes) {
+    picture.append(
+      svg("text", { class: "x axis", x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 4 }, axes[0]),
+      svg("text", { class: "x axis", transform: `translate(11 ${(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)` }, axes[1]),
+    );
   }
   for (const line of lines) {
     const color = `s${colorOf(line.run)}`;

@@ -39,6 +39,7 @@ export function fill(node, ...children) {
 export function num(value, digits = 4) {
   if (value === null || value === undefined || value === "") return "";
   if (typeof value !== "number") return String(value);
+  if (value === 0) return "0"; // not "-0"
   if (Number.isInteger(value) && Math.abs(value) < 1e9) return value.toLocaleString("en");
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,8 @@ def test_better_challenger_is_promoted_after_all_steps() -> None:
     for outcome in ends_of(better):
         assert [d.action for d in outcome.decisions] == ["start", "increase", "promote"]
         assert [d.share for d in outcome.decisions] == [0.1, 0.5, 1.0]
-        assert outcome.reason.startswith("quality: +0.")
+        assert outcome.reason.startswith("quality: difference of scores +0.")
+        assert outcome.reason.endswith(", shown to be above 0")
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,7 @@ def test_degraded_challenger_is_rolled_back(challenger: Any, cause: str) -> None
     for outcome in ends_of(challenger):
         assert (outcome.action, outcome.reason.partition(":")[0]) == ("roll_back", cause)
         assert outcome.decisions[-1].share == 0.0
+        assert not re.search(r"by -|-0\.0+\b|--", outcome.reason)
 
 
 def test_challenger_that_fails_has_few_requests() -> None:

@@ -136,9 +136,15 @@ def test_damaged_logs_are_refused_with_the_line(tmp_path: Path) -> None:
         (changed(lines, 0, format=9), ":1: format 9; this version reads 1"),
         (lines[1:], ":1: the first line of a log of a roll-out is its header"),
         ([*lines, lines[0]], "a second header"),
-        (changed(lines, 2, seconds=-1), ":3: not a line of a roll-out: seconds: "),
-        (changed(lines, 2, kind="other"), ":3: not a line of a roll-out"),
-        ([*lines[:3], "{", *lines[3:]], ":4: not a line of a roll-out"),
+        (changed(lines, 2, seconds=-1), ": seconds must be a number >= 0, got -1"),
+        (changed(lines, 2, sconds=1), ":3: not a line of a roll-out: sconds is not a field (did"),
+        (changed(lines, 2, end="lost"), ": end must be one of ok, failed, gone, got 'lost'"),
+        (changed(lines, 2, kind="other"), ": kind must be one of rollout, ended, scored, decision"),
+        ([*lines[:3], '{"kind": "ended"}', *lines[3:]], ":4: not a line of a roll-out: t is requ"),
+        ([*lines[:3], "{", *lines[3:]], ":4: not a line of a roll-out: no JSON from column 2 on"),
+        ([*lines[:3], "[]", *lines[3:]], ":4: not a line of a roll-out: no JSON object"),
+        ([*lines[:3], "1" * 5000, *lines[3:]], ":4: not a line of a roll-out: no JSON"),
+        ([*lines[:3], '{"\\ud800": 1}', *lines[3:]], ": kind must be one of"),
     ]
     for text, said in cases:
         path.write_text("\n".join(text) + "\n")
@@ -146,6 +152,30 @@ def test_damaged_logs_are_refused_with_the_line(tmp_path: Path) -> None:
             replay(path)
         assert said in str(caught.value)
         assert "\n" not in str(caught.value)
+        assert "Input" not in str(caught.value)  # pydantic's words
+
+
+def test_a_reason_in_the_words_of_another_version_is_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    opened(path).close()
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(changed(lines, 1, reason="in other words")) + "\n")
+    assert replay(path).decisions[0].reason == "step 1 of 2"
+
+
+def test_bytes_of_a_line_that_was_cut_off_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    rollout = opened(path)
+    rollout.apply(ended())
+    rollout.close()
+    assert "left out" not in render_replay(replay(path))
+    for bad, told in ((b"{", "1 byte are"), (b'{"kind": "sco', "13 bytes are left out")):
+        whole = path.read_bytes()
+        path.write_bytes(whole + bad)
+        text = render_replay(replay(path))
+        assert told.removesuffix(" are") in text
+        assert "Replayed: 1 event and 1 decision, as recorded." in text
+        path.write_bytes(whole)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +282,7 @@ def test_time_that_no_calendar_has_is_refused_with_its_line(tmp_path: Path, t: f
     lines = path.read_text().splitlines()
     for number in range(3):
         path.write_text("\n".join(changed(lines, number, t=t)) + "\n")
-        with pytest.raises(DataError, match=f":{number + 1}: not a line of a roll-out: t: "):
+        with pytest.raises(DataError, match=f":{number + 1}: not a line of a roll-out: t must "):
             replay(path)
 
 

@@ -12,13 +12,14 @@ from model_world import make_folder
 from rollout_service import QUICK
 from service_world import command, until
 
+from ludus.config.schema import ModelConfig
 from ludus.core.errors import ConfigError, LudusError
 from ludus.core.types import Spec
-from ludus.services.model.policy import ModelOverrides
+from ludus.services.model.policy import ModelOverrides, Policy
 from ludus.services.model.rollout.controller import MIN_UNITS, WINDOW
 from ludus.services.model.rollout.events import Ended, RolloutSettings, Variant
 from ludus.services.model.rollout.log import RolloutLog
-from ludus.services.model.serving import Challenge, challenge_of, serve_model
+from ludus.services.model.serving import Challenge, challenge_of, default_log, serve_model
 from ludus.services.server.connections import ConnectionLimits
 
 
@@ -57,6 +58,7 @@ def test_options_become_settings() -> None:
         ({"max_error_increase": 1.0}, "--max-error-increase 1.0: input should be less than 1"),
         ({"step_time": -1.0}, "--step-time -1.0: input should be"),
         ({"feedback_time": 0.0}, "--feedback-time 0.0: input should be"),
+        ({"answer_time": 0.0}, "--answer-time 0.0: input should be"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], said: str) -> None:
@@ -76,6 +78,19 @@ def test_least_and_largest_options_are_taken() -> None:
 def test_option_without_a_challenger_is_refused() -> None:
     with pytest.raises(ConfigError, match="--min-samples has an effect with --challenger only"):
         challenge_of(None, {"min_samples": 10})
+
+
+def policy(origin: str, folder: Path | None = None) -> Policy:
+    name = folder.name if folder else origin.partition("/")[0]
+    return Policy(name, origin, None, None, ModelConfig(path="model"), 0, folder)
+
+
+def test_each_pair_of_models_has_a_log_of_its_own() -> None:
+    one, two, three = (policy(f"support-3/rl-000{number}00") for number in (1, 2, 3))
+    assert default_log(one, two) == "rollout-support-3-rl-000100-support-3-rl-000200.jsonl"
+    here, there = (policy("model", Path(place) / "model") for place in ("/here", "/there"))
+    pairs = [(one, two), (one, three), (two, three), (two, one), (one, here), (one, there)]
+    assert len({default_log(*pair) for pair in pairs}) == len(pairs)
 
 
 def refusal(champion: Path, challenger: Path, log: Path) -> str:
@@ -135,7 +150,7 @@ def test_command_serves_and_its_log_is_replayed(tmp_path: Path, ludus: Any) -> N
             assert sum(variant["requests"] for variant in variants) == 6 * (start + 1)
     told = ludus("replay", str(log)).ok().out
     assert "start" in told
-    assert "18 events give these 1 decisions again." in told
+    assert "Replayed: 18 events and 1 decision, as recorded." in told
 
 
 def test_replay_tells_decisions_and_faults(tmp_path: Path, ludus: Any) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import ssl
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -392,3 +395,40 @@ def test_log_holds_no_keys_and_no_texts(url: str, tmp_path: Path) -> None:
     assert '"ended"' in text
     assert "somebody" not in text
     assert "secret" not in text
+
+
+@pytest.mark.timeout(120)  # the challenger never answers, nor does its thread end
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("place", ["decoder", "sampler"])
+def test_challenger_that_hangs_is_rolled_back(
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    stream: bool,
+) -> None:
+    freed = threading.Event()
+    monkeypatch.setattr("ludus.services.model.engine.CLOSE_S", 0.5)
+
+    async def never(*args: Any, **more: Any) -> Any:
+        await asyncio.Event().wait()
+
+    def change(sampler: Any) -> None:
+        if place == "decoder":
+            sampler.decoder.forward = lambda *args, **more: freed.wait()
+        else:
+            sampler.sample = never
+
+    settings = QUICK.model_copy(update={"answer_s": 3.0})
+    rigged = {Variant.CHALLENGER: change}
+    with challenged(*folders, tmp_path / "log", settings=settings, rigged=rigged) as url:
+        with ThreadPoolExecutor(20) as clients:
+            answers = list(clients.map(lambda _: complete(url, stream=stream), range(80)))
+        late = [answer for answer in answers if "no whole answer in 3 s" in answer.text]
+        assert {answer.headers["x-ludus-variant"] for answer in late} == {"challenger"}
+        assert {answer.status_code for answer in late} == {200 if stream else 504}
+        told = state(url)
+        assert (told["phase"], told["variants"]["champion"]["failed"]) == ("rolled_back", 0)
+        assert httpx.get(f"{url}/health").json()["turns"] == 0
+        assert complete(url).headers["x-ludus-variant"] == "champion"
+    freed.set()
