@@ -261,16 +261,22 @@ class League:
 
         Returns whether there were any.
         """
-        self.close()
+        spare = [member for _, member in self._members]  # each may be processes of its own
+        self._members = []
         infos = sorted(self._store().list(), key=lambda info: info.step)
-        for info in [info for info in infos if info.step <= version][-self._most :]:
-            member = self._make()
-            self._members.append((info.step, member))
-            member.restore(info.path, info.step)
-        found = bool(self._members)
-        if not found:
-            self._join(version, self._backend.present_model(), self._make())
-        return found
+        joined = [info for info in infos if info.step <= version][-self._most :]
+        try:
+            for info in joined:
+                member = spare.pop() if spare else self._make()
+                self._members.append((info.step, member))
+                member.restore(info.path, info.step)
+            if not joined:
+                member = spare.pop() if spare else self._make()
+                self._join(version, self._backend.present_model(), member)
+        finally:
+            for member in spare:
+                member.close()
+        return bool(joined)
 
     def close(self) -> None:
         for _, member in self._members:
