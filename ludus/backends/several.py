@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from ludus.backends.base import Backend
 from ludus.config.policies import POLICY
+from ludus.core.errors import LudusError
 from ludus.core.types import Group, Sample, Spec
 from ludus.judges.base import Judge
 from ludus.models.samplers.base import PolicySampler
@@ -169,8 +170,8 @@ class SeveralPolicies:
     async def _of_all(self, work: Callable[[str, Backend], Coroutine[Any, Any, T]]) -> dict[str, T]:
         """Await work of each policy: at the same time where all train elsewhere, else in turn."""
         if not all(getattr(b, "trains_elsewhere", False) for b in self._all.values()):
-            return {name: await work(name, b) for name, b in self._all.items()}
-        running = [work(name, backend) for name, backend in self._all.items()]
+            return {name: await _named(name, work(name, b)) for name, b in self._all.items()}
+        running = [_named(name, work(name, backend)) for name, backend in self._all.items()]
         done = await asyncio.gather(*running, return_exceptions=True)  # all end before the error
         results: dict[str, T] = {}
         for name, result in zip(self._all, done, strict=True):
@@ -190,3 +191,13 @@ class SeveralPolicies:
     def _restore_followers(self) -> None:
         for follower in self._followers:
             follower.restored(self._main.policy_version)
+
+
+async def _named(name: str, work: Coroutine[Any, Any, T]) -> T:
+    """Await work of a policy, whose errors then name it."""
+    try:
+        return await work
+    except LudusError as error:
+        if name != POLICY and f"policies.{name}" not in str(error):
+            error.args = (f"policies.{name}: {error}",)
+        raise

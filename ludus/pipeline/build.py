@@ -31,6 +31,7 @@ from ludus.models.decoders import native
 from ludus.models.samplers.base import Sampler
 from ludus.pipeline.budget import Timings
 from ludus.pipeline.policies import open_policies
+from ludus.pipeline.policy_checks import check_tokenizers
 from ludus.pipeline.progress import Observer
 from ludus.pipeline.registries import check_judges
 from ludus.pipeline.tokenizer import (
@@ -105,6 +106,7 @@ def build(
     _check_consistency(config, splits.train)
     limits = make_limits(config, splits, endpoints)
     renderers = make_renderers(config, tokenizer)
+    check_tokenizers(config, tokenizer)  # before a back end starts processes
     backend = BACKENDS.build(
         engine_of(config),
         "backend",

@@ -30,6 +30,7 @@ from ludus.pipeline.companions import PLAIN, LaunchOptions, check_options, compa
 from ludus.pipeline.hosted import check_host, trainer_of
 from ludus.pipeline.live import LiveRecord
 from ludus.pipeline.notify import notifying, resolved_urls
+from ludus.pipeline.policy_checks import check_policies
 from ludus.pipeline.progress import Display, Observer
 from ludus.pipeline.registries import check, plugin_files
 from ludus.pipeline.training import BudgetSpent, Trainer
@@ -183,6 +184,7 @@ def _check_all(config: RunConfig, options: LaunchOptions, note: Callable[[str], 
     if config.backend.name == "debug":
         raise ConfigError("backend: debug trains nothing and leaves no run; use `ludus debug`")
     refuse = getattr(BACKENDS.load(config.backend.name), "refuse", None)
+    check_policies(config)
     if refuse is not None:
         refuse(config, BACKENDS.check(config.backend, "backend"))
     check(config)

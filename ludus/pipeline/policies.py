@@ -11,7 +11,6 @@ endpoint   a client
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -33,9 +32,14 @@ from ludus.core.files import atomic_folder, atomic_write
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Spec
 from ludus.models.chat.renderer import Renderer
-from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.models.samplers.base import Sampler
-from ludus.models.vocabulary import fingerprint
+from ludus.pipeline.policy_checks import (
+    START,
+    check_trained,
+    checked_key,
+    require_same_tokenizer,
+    require_tokenizer,
+)
 from ludus.rollout.roles import Player, Role
 from ludus.store.folders import RunFolder
 from ludus.telemetry.logs import get_logger
@@ -133,12 +137,8 @@ class _Opener:
     def _trained(self, name: str, model: Any) -> Backend:
         settings: ModelConfig = self._config.model if model == "same" else model
         config, tokenizer = self._config, self._renderer.tokenizer
-        if settings.context_length < config.model.context_length:
-            raise ConfigError(
-                f"policies.{name}.model.context_length: {settings.context_length} is below that of "
-                f"`model`, {config.model.context_length}: all roles have the same limit"
-            )
-        _require_tokenizer(f"policies.{name}.model", settings.path, tokenizer)
+        check_trained(f"policies.{name}.model", settings, config.model)
+        require_tokenizer(f"policies.{name}.model", settings.path, tokenizer)
         seed = derive_seed(config.seed, "policy", name)
         evaluate = config.evaluate.model_copy(update={"roles": None})
         changes = {"model": settings, "seed": seed, "evaluate": evaluate}
@@ -165,7 +165,7 @@ class _Opener:
     def _fixed(self, name: str, weights: str) -> Fixed:
         where, config = f"policies.{name}", self._config
         tokenizer = self._renderer.tokenizer
-        if weights == "start":
+        if weights == START:
             make_model: Callable[[], Any] = self._start
         else:
             make_model = partial(_loaded, f"{where}.weights", weights, config, tokenizer)
@@ -261,16 +261,22 @@ class League:
 
         Returns whether there were any.
         """
-        self.close()
+        spare = [member for _, member in self._members]  # each may be processes of its own
+        self._members = []
         infos = sorted(self._store().list(), key=lambda info: info.step)
-        for info in [info for info in infos if info.step <= version][-self._most :]:
-            member = self._make()
-            self._members.append((info.step, member))
-            member.restore(info.path, info.step)
-        found = bool(self._members)
-        if not found:
-            self._join(version, self._backend.present_model(), self._make())
-        return found
+        joined = [info for info in infos if info.step <= version][-self._most :]
+        try:
+            for info in joined:
+                member = spare.pop() if spare else self._make()
+                self._members.append((info.step, member))
+                member.restore(info.path, info.step)
+            if not joined:
+                member = spare.pop() if spare else self._make()
+                self._join(version, self._backend.present_model(), member)
+        finally:
+            for member in spare:
+                member.close()
+        return bool(joined)
 
     def close(self) -> None:
         for _, member in self._members:
@@ -315,32 +321,12 @@ def _loaded(where: str, weights: str, config: RunConfig, tokenizer: Any) -> Any:
         policy = load_policy(weights, config.runs_dir, overrides)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    _same_tokenizer(where, policy.tokenizer, tokenizer)
+    require_same_tokenizer(where, policy.tokenizer, tokenizer)
     return policy.model
 
 
 def _endpoint(name: str, settings: FixedEndpointConfig) -> Endpoint:
-    from ludus.models.endpoint.client import Endpoint, check_url
+    from ludus.models.endpoint.client import Endpoint
 
-    where = f"policies.{name}.endpoint"
-    check_url(settings.base_url, f"{where}.base_url")
-    key = None
-    if settings.api_key is not None:
-        key = os.environ.get(settings.api_key[1:])
-        if not key:
-            raise ConfigError(f"{where}.api_key: {settings.api_key} is not set in the environment")
+    key = checked_key(f"policies.{name}.endpoint", settings)
     return Endpoint(settings.base_url, settings.model, key, tokens=False)
-
-
-def _require_tokenizer(where: str, path: str | None, own: Any) -> None:
-    """Errors: ConfigError for a pretrained model with another tokenizer than the run's."""
-    if path is not None:
-        _same_tokenizer(f"{where}.path", load_tokenizer(path), own)
-
-
-def _same_tokenizer(where: str, tokenizer: Any, own: Any) -> None:
-    if fingerprint(tokenizer) != fingerprint(own):
-        raise ConfigError(
-            f"{where}: it has another tokenizer than the run's `model`, so its ids would be other "
-            "tokens: serve it with `ludus serve model`, and name its `endpoint`"
-        )

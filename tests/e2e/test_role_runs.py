@@ -202,6 +202,36 @@ def test_fixed_weights_and_other_opponents_in_evaluation(ludus: Ludus) -> None:
             {"policies": {"rival": {"weights": "no-such-run"}, "old": {"past": {}}}},
             "policies.rival.weights: no-such-run is not a folder",
         ),
+        (
+            {"policies": {"rival": {"weights": "."}, "old": {"past": {}}}},
+            "policies.rival.weights: . is neither a run",
+        ),
+        (
+            {
+                "policies": {
+                    "rival": {
+                        "model": {
+                            "architecture": "qwen3",
+                            "tokenizer": "bpe",
+                            "context_length": 128,
+                        }
+                    },
+                    "old": {"past": {}},
+                }
+            },
+            "policies.rival.model.tokenizer: 'bpe' is another tokenizer than that of `model`",
+        ),
+        (
+            {
+                "policies": {
+                    "rival": {
+                        "endpoint": {"base_url": "http://h/v1", "model": "m", "api_key": "$ABSENT"}
+                    },
+                    "old": {"past": {}},
+                }
+            },
+            "policies.rival.endpoint.api_key: $ABSENT is not set",
+        ),
         ({"roles": {"red": {"policy": 1, "no": 2}}}, "`roles.red`: no policy 'no'"),
         ({"roles": {"red": {"policy": 0}, "blue": "rival"}}, "or names with weights above 0"),
         ({"roles": {"red": {"policy": "x"}}}, "not {'policy': 'x'}"),
@@ -215,3 +245,4 @@ def test_wrong_roles(ludus: Ludus, sections: dict[str, Any], told: str) -> None:
     done = ludus("train", name)
     assert done.code in (1, 2), done.all
     done.refused(done.code, told)
+    assert not ludus.run("duel-1").exists()

@@ -37,6 +37,7 @@ from ludus.backends.ray.learner_group import LearnerGroup, LearnerThread
 from ludus.backends.ray.publication.publisher import Broadcasts, Publisher
 from ludus.backends.ray.publication.weights import Weights, copy_into
 from ludus.backends.ray.sampler_pool import SamplerPool
+from ludus.config.policies import POLICY
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError
 from ludus.core.types import Group, Sample, Spec
@@ -196,12 +197,13 @@ class RayBackend:
         shards = shards_of(args)
         self._config, self._tokenizer = config, renderer.tokenizer
         run_dir = run_dir.resolve()
+        self._policy = _named(config, run_dir)
         namespace = os.environ.get(NAMESPACE_VARIABLE) or run_dir.name
         self._bucket_bytes = bucket_mib * MEBIBYTE
         self._broadcasts: Broadcasts | None = None
         if weights == "broadcast" or (weights == "auto" and on_own_gpus(config, colocated)):
             limit_s = min(broadcast_timeout_s, collective_timeout_s / 3)
-            self._broadcasts = Broadcasts(config.model.device, limit_s)
+            self._broadcasts = Broadcasts(config.model.device, limit_s, self._policy)
         self.checkpoints: CheckpointStore = checkpoint_store(config, run_dir)
         self.policy_version = 0
         self._in_thread = LearnerThread()
@@ -261,12 +263,14 @@ class RayBackend:
             START_S,
             lambda weights: self.sampler.put_again(weights),
             self._broadcasts.end if self._broadcasts is not None else lambda reason: None,
+            self._policy,
         )
         self.learners.start()
         if self._broadcasts is None:
             self.learners.actors[0].touch_store.remote(self._bucket_bytes)
         self._vocabulary = Vocabulary.of(self._tokenizer)
-        self.sampler = self._pool(actors, samplers, actors.check_versions(envs, ready))
+        facts = actors.check_versions(envs, ready)
+        self.sampler = self._pool(self._policy, actors, samplers, facts)
         self._publisher = Publisher(
             self.learners, self.sampler, self._in_thread, self._bucket_bytes, self._broadcasts
         )
@@ -275,7 +279,9 @@ class RayBackend:
         peak = found["peak_flops"] * len(self.learners.actors)
         self.meter = Meter(Away(found["shape"], peak), self.sampler)
 
-    def _pool(self, actors: Actors, samplers: list[Any], facts: Mapping[str, Any]) -> SamplerPool:
+    def _pool(
+        self, policy: str, actors: Actors, samplers: list[Any], facts: Mapping[str, Any]
+    ) -> SamplerPool:
         vocabulary = self._vocabulary
         return SamplerPool(
             samplers,
@@ -284,6 +290,7 @@ class RayBackend:
             lambda: vocabulary.grammars,
             deterministic=self._config.rollout.deterministic,
             max_deaths=self._max_deaths,
+            policy=policy,
         )
 
     # Policies that do not train
@@ -292,7 +299,8 @@ class RayBackend:
         """A policy in sampler actors of its own; `make_model` is called in each of them."""
         group, places = cluster.place(self._fixed_demand, self._placement_deadline_s)
         actors = self._actors_on({"samplers": places["fixed_samplers"]}, make_model=make_model)
-        return FixedSamplers(group, actors, self._model_here, self._bucket_bytes, self._pool)
+        pool = partial(self._pool, f" (policies.{folder.name})")
+        return FixedSamplers(group, actors, self._model_here, self._bucket_bytes, pool)
 
     def present_model(self) -> Any:
         """A model of this process, with the weights of the ranks."""
@@ -430,3 +438,10 @@ class RayBackend:
             self._connected = False
             with suppress(Exception):
                 ray.shutdown()
+
+
+def _named(config: RunConfig, run_dir: Path) -> str:
+    """For messages: the policy, in parentheses, in a run of several."""
+    if run_dir.parent.name == "policies":  # see `open_policies`
+        return f" (policies.{run_dir.name})"
+    return f" ({POLICY})" if config.policies else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager, suppress
@@ -162,7 +163,8 @@ def _told(error: Exception, address: str | None) -> str:
         return (
             f"this Python and the cluster at {address} have other versions of Ray or Python: {text}"
         )
-    told = f"Ray cannot use the cluster at {address or 'this machine'}: {text:.300}"
+    text = textwrap.shorten(text, 300, placeholder=" ...")
+    told = f"Ray cannot use the cluster at {address or 'this machine'}: {text}"
     if not isinstance(error, ConnectionError) or address == "auto":
         return told
     # Ray's error does not name a missing or wrong token: its log does.

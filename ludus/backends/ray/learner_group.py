@@ -86,6 +86,7 @@ class LearnerGroup:
         max_deaths: times that ranks may die before the run stops.
         on_again: gets the published weights, put into the object store again after a death.
         on_lost: gets the reason of a death, before the ranks start anew.
+        policy: for messages, in a run of several: ` (NAME)`.
     """
 
     def __init__(
@@ -96,7 +97,9 @@ class LearnerGroup:
         start_deadline_s: float,
         on_again: Callable[[Weights], None] = lambda weights: None,
         on_lost: Callable[[str], None] = lambda reason: None,
+        policy: str = "",
     ) -> None:
+        self._policy = policy
         self._spawn, self._prepare = spawn, prepare
         self._on_again, self._on_lost = on_again, on_lost
         self._one_at_a_time = threading.RLock()
@@ -241,7 +244,7 @@ class LearnerGroup:
                 failures[references.index(done[0])] = error
                 deadline = deadline or time.monotonic() + SETTLE_S
         if failures:
-            raise _telling(failures, method, len(references), bool(waiting))
+            raise _telling(failures, method, f"{len(references)}{self._policy}", bool(waiting))
         results: list[Any] = ray.get(references)
         return results
 
@@ -252,9 +255,9 @@ def _to_store(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _telling(
-    failures: dict[int, BaseException], method: str, count: int, some_hang: bool
+    failures: dict[int, BaseException], method: str, count: str, some_hang: bool
 ) -> BaseException:
-    """Returns the error that explains the failures of several ranks."""
+    """Returns the error that explains the failures of several ranks, `count` with their policy."""
     from ray.exceptions import RayActorError
 
     for rank, error in failures.items():

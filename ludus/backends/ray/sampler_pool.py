@@ -50,6 +50,7 @@ class SamplerPool:
         spawn: starts the replica of an index, ready to sample the initial weights.
         deterministic: a session's replica derives from its name only.
         max_deaths: replicas that may die before the run stops.
+        policy: for messages, in a run of several: ` (NAME)`.
     """
 
     shares_weights = False
@@ -63,8 +64,10 @@ class SamplerPool:
         *,
         deterministic: bool,
         max_deaths: int,
+        policy: str = "",
     ) -> None:
-        self.replicas = [_replica(i, actor) for i, actor in enumerate(replicas)]
+        self._policy = policy
+        self.replicas = [self._replica(i, actor) for i, actor in enumerate(replicas)]
         self._spawn = spawn
         self._grammars = grammars
         self._deterministic = deterministic
@@ -183,7 +186,7 @@ class SamplerPool:
                 continue
             if version == self.policy_version:
                 break
-        self.replicas[index] = _replica(index, actor)
+        self.replicas[index] = self._replica(index, actor)
 
     # Weights
 
@@ -291,8 +294,7 @@ class SamplerPool:
             if stopped:
                 ray.wait(stopped, num_returns=len(stopped), timeout=SHUTDOWN_S)
         for replica in alive:
-            replica.channel.fail(ActorLost(f"sampler {replica.index} was shut down"))
+            replica.channel.fail(ActorLost(f"{replica.channel.name} was shut down"))
 
-
-def _replica(index: int, actor: Any) -> Replica:
-    return Replica(index, Channel(actor, f"sampler {index}"))
+    def _replica(self, index: int, actor: Any) -> Replica:
+        return Replica(index, Channel(actor, f"sampler {index}{self._policy}"))

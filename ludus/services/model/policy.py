@@ -75,20 +75,38 @@ def load_policy(checkpoint: str, runs_dir: str, overrides: ModelOverrides) -> Po
     Errors: ConfigError if the name is none of these; CheckpointError if the files are damaged.
     """
     path = Path(checkpoint).expanduser()
-    if (path / "manifest.json").is_file() and (path.parent.parent / "config.yaml").is_file():
-        return _of_run(RunFolder(path.parent.parent.resolve()), path.resolve(), overrides)
-    if (path / "config.json").is_file():
+    folder, name = locate(checkpoint, runs_dir)
+    if folder is None:
         return _of_folder(path, overrides)
+    if _is_checkpoint(path):
+        return _of_run(folder, path.resolve(), overrides)
+    return _of_run(folder, find_checkpoint(folder, name).path, overrides)
+
+
+def locate(checkpoint: str, runs_dir: str) -> tuple[RunFolder | None, str | None]:
+    """Returns the run that `load_policy` would read, and the checkpoint's name (None: the newest);
+    no run for a Hugging Face folder. Reads no weights.
+
+    Errors: ConfigError if the name is neither.
+    """
+    path = Path(checkpoint).expanduser()
+    if _is_checkpoint(path):
+        return RunFolder(path.parent.parent.resolve()), path.name
+    if (path / "config.json").is_file():
+        return None, None
     if path.is_dir() and not (path / "config.yaml").is_file():
         raise ConfigError(
             f"{checkpoint} is neither a run, nor a checkpoint in a run's folder, nor a Hugging "
             "Face folder (which has a config.json)"
         )
     try:
-        folder, name = find_run_checkpoint(runs_dir, checkpoint)
+        return find_run_checkpoint(runs_dir, checkpoint)
     except ConfigError as error:
         raise ConfigError(f"{checkpoint} is not a folder, and {error}") from None
-    return _of_run(folder, find_checkpoint(folder, name).path, overrides)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / "manifest.json").is_file() and (path.parent.parent / "config.yaml").is_file()
 
 
 def _of_run(folder: RunFolder, path: Path, overrides: ModelOverrides) -> Policy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 pytest.importorskip("ray", reason="needs the extra ray")
 
 from ludus.backends import BACKENDS
-from ludus.backends.ray.backend import RayBackend
+from ludus.backends.ray.backend import RayBackend, _named
 from ludus.backends.ray.cluster import Demand, connect, facts, require_equal
 from ludus.backends.ray.env_pool import PooledEnv
 from ludus.backends.ray.publication.weights import (
@@ -23,7 +24,9 @@ from ludus.backends.ray.publication.weights import (
     to_bucket,
     verified,
 )
+from ludus.backends.ray.sampler_pool import SamplerPool
 from ludus.config.load import load_config
+from ludus.config.policies import PolicyConfig
 from ludus.config.schema import ModelConfig
 from ludus.core.errors import ConfigError, TrainingError
 from ludus.core.types import Spec
@@ -230,3 +233,21 @@ def test_an_environment_in_a_worker_has_all_calls_of_a_hosted_one() -> None:
     """An inherited one would ask for an environment of this process."""
     calls = {name for name in vars(HostedEnv) if not name.startswith("_")}
     assert calls <= vars(PooledEnv).keys()
+
+
+def test_messages_name_the_policy_in_a_run_of_several() -> None:
+    alone = load_config({"model": {"path": "x"}, "tasks": {"train": "x"}})
+    several = alone.model_copy(update={"policies": {"rival": PolicyConfig(model="same")}})
+    assert _named(alone, Path("runs/a-1")) == ""
+    assert _named(several, Path("runs/a-1")) == " (policy)"
+    rival = _named(alone, Path("runs/a-1/policies/rival"))
+    pool: Any = SamplerPool(
+        [None],
+        Any,
+        8,
+        Any,
+        deterministic=False,
+        max_deaths=1,
+        policy=rival,  # type: ignore[arg-type]
+    )
+    assert pool.replicas[0].channel.name == "sampler 0 (policies.rival)"

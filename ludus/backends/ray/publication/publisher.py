@@ -39,10 +39,11 @@ class Broadcasts:
     Args:
         device: type of the devices of learner rank 0 and of the samplers.
         timeout_s: see `Meeting`.
+        policy: for messages, in a run of several: ` (NAME)`.
     """
 
-    def __init__(self, device: str, timeout_s: float) -> None:
-        self._device, self._timeout_s = device, timeout_s
+    def __init__(self, device: str, timeout_s: float, policy: str = "") -> None:
+        self._device, self._timeout_s, self._policy = device, timeout_s, policy
         self._store: Any = None
         self._meeting: Meeting | None = None
         self._members: list[Any] = []
@@ -64,7 +65,8 @@ class Broadcasts:
         if self._meeting is None or not same:
             self.end("another group takes its place")
             host, port = self._address()
-            names = ("learner rank 0", *(f"sampler {replica.index}" for replica in replicas))
+            others = (replica.channel.name for replica in replicas)
+            names = (f"learner rank 0{self._policy}", *others)
             self._meeting = Meeting(
                 self._count, 0, host, port, names, self._device, self._timeout_s
             )
@@ -248,4 +250,4 @@ class Publisher:
         import ray
 
         ray.kill(replica.channel.actor)
-        self._sampler.lose(replica, ActorLost(f"sampler {replica.index} {reason}"))
+        self._sampler.lose(replica, ActorLost(f"{replica.channel.name} {reason}"))
