@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ludus.backends.ray import cluster
-from ludus.backends.ray.cluster import Place, explained
+from ludus.backends.ray.cluster import Place
 from ludus.backends.ray.env_actor import EnvActor
+from ludus.backends.ray.errors import explained
 from ludus.backends.ray.learner_actor import LearnerActor
 from ludus.backends.ray.sampler_actor import SamplerActor
 from ludus.config.schema import RunConfig

@@ -32,6 +32,7 @@ from ludus.backends.ray.demand import (
     shards_of,
 )
 from ludus.backends.ray.env_pool import EnvPool, PooledJudge, WorkerEnvs
+from ludus.backends.ray.errors import no_room
 from ludus.backends.ray.fixed import FixedSamplers
 from ludus.backends.ray.learner_group import LearnerGroup, LearnerThread
 from ludus.backends.ray.publication.publisher import Broadcasts, Publisher
@@ -360,7 +361,7 @@ class RayBackend:
         try:
             reference = ray.put(value)
         except ray.exceptions.RayError as error:
-            raise cluster.no_room(error) or error from None
+            raise no_room(error) or error from None
         return self.learners.call(method, reference, *args, keep=keep)
 
     async def verify(self, groups: Sequence[Group]) -> None:

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ludus.backends.ray.channel import reason_of
-from ludus.backends.ray.cluster import explained, facts, no_room, require_equal
+from ludus.backends.ray.cluster import facts, require_equal
 from ludus.backends.ray.deaths import Deaths
+from ludus.backends.ray.errors import explained, no_room
 from ludus.backends.ray.publication.weights import Weights
 from ludus.core.errors import LudusError, TrainingError
 from ludus.core.signals import abandon
