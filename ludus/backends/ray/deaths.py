@@ -28,8 +28,8 @@ class Deaths:
         self.num += 1
         if self.num > self.limit:
             raise LudusError(
-                f"{reason}; {self.num} {self.kind} have died, more than backend.args.max_deaths = "
-                f"{self.limit} allows. Resume the run to go on"
+                f"{str(reason).rstrip('.')}; deaths of {self.kind} so far: {self.num}, more than "
+                f"backend.args.max_deaths = {self.limit} allows. Resume the run to go on"
             )
 
 
