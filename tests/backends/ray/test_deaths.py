@@ -42,7 +42,7 @@ async def test_a_replacement_that_dies_too_is_one_more_death() -> None:
 
     replacements = Replacements(replace, deaths := Deaths("samplers", 3))
     replacements.begin(0, "sampler 0 has died")
-    with pytest.raises(LudusError, match=r"while it started; deaths of samplers so far: 4.*max_deaths = 3"):
+    with pytest.raises(LudusError, match=r"started; deaths of samplers so far: 4.*max_deaths = 3"):
         await replacements.wait()
     assert (len(tries), deaths.num) == (3, 4)
 
