@@ -168,7 +168,8 @@ def answers(store: RunStore, run: str, seed: int) -> Callable[[int, int], Iterat
                 begun, place = re.fullmatch(r"rl-(\d+)/g(\d+)", group.id).groups()  # type: ignore[union-attr]
                 tasks[int(begun) * per_step + int(place)] = group.task.id
     latencies = Latencies(LATENCY["p50"], LATENCY["p99"], seed)
-    return lambda group, attempt: latencies.of(tasks[group], attempt)
+    # A simulation may begin a group that the run did not: its latencies are other ones.
+    return lambda group, attempt: latencies.of(tasks.get(group, f"group {group}"), attempt)
 
 
 def scaled(costs: Costs, by: float) -> Costs:

@@ -4,7 +4,8 @@
     python benchmarks/quiet_train.py --wall train babyai-tiny backend.name=ray ...
 
 Other load on the machine does not count, and waiting takes no time. The process computes as on one
-core: what a second thread computes counts too. Environments must not block (BabyAI does not).
+core: what a second thread computes counts too. Environments must not sleep in threads (BabyAI and
+TextCraft do not).
 `--wall` keeps the clock on the wall, for runs of several processes.
 
 The machine's speed is probed all the time, and the cores that other programs use (`speed.py`):
@@ -73,6 +74,20 @@ def install() -> None:
     asyncio.wrap_future = wrap_future  # type: ignore[assignment]
 
 
+def count_threads() -> None:
+    """Have the loop wait for environments that compute in threads of their own."""
+    from ludus.rollout.threads import WorkerThread
+
+    run = WorkerThread.run
+
+    async def counted(self: WorkerThread, *args: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        work = loop.counted(run) if isinstance(loop, Loop) else run
+        return await work(self, *args)
+
+    WorkerThread.run = counted  # type: ignore[method-assign]
+
+
 def note_speed(quiet: bool) -> None:
     """Have each step tell the machine's speed and its other load, outside of the run's time."""
     from speed import OtherLoad, OwnWork, Speedometer
@@ -98,6 +113,7 @@ if __name__ == "__main__":
         sys.argv.remove("--wall")
     else:
         install()
+        count_threads()
     note_speed(quiet=not on_wall)
     from ludus.cli import main
 
