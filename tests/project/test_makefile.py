@@ -64,7 +64,7 @@ def test_continuous_integration_starts_with_make_test() -> None:
         "appworld",
         "verl",
         "site",
+        "test-engines",
         "triton",
         "test-triton",
-        "test-engines",
     ]
