@@ -37,7 +37,7 @@ class FixedPolicy(Protocol):
 
 
 class FixedPolicies(Protocol):
-    """What a back end offers for policies that do not train."""
+    """The part of a back end that makes policies which do not train."""
 
     @property
     def policy_version(self) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
 
+import duel
 import pytest
 from harness import Ludus, Zygote
 
@@ -17,31 +17,17 @@ LIMIT_S = 600  # a guard against a hang
 
 def recipe(ludus: Ludus, won: Path) -> str:
     """`red` and `blue` train; `grey` is an older version, the beginning, or another run's model."""
-    sections: dict[str, Any] = {
-        "agent": "duel:play",
+    base = duel.recipe()
+    changes = {
         "roles": {"red": "policy", "blue": "rival", "grey": {"old": 1, "first": 1, "won": 1}},
         "policies": {
-            "rival": {"model": "same"},
-            "old": {"past": {"every": 1, "most": 2}},
+            **base["policies"],
             "first": {"weights": "start"},
             "won": {"weights": str(won)},
         },
-        "tasks": {
-            "train": {"name": "duel:words", "args": {"num_tasks": 20}},
-            "heldout": {"name": "duel:words", "args": {"num_tasks": 4, "first": 50}},
-        },
-        # One episode at a time: batches, and so the bits, do not depend on time.
-        "rollout": {"deterministic": False, "concurrency": 1, "max_tokens_per_turn": 6},
-        "rl": {
-            "algorithm": "grpo",
-            "steps": 3,
-            "groups_per_step": 3,
-            "group_size": 3,
-            "optimizer": {"lr": 1.0e-2},
-        },
-        "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0},
+        "rl": {**base["rl"], "steps": 3, "groups_per_step": 3, "group_size": 3},
     }
-    return ludus.recipe("duel", context_length=128, **sections)
+    return ludus.recipe("duel", context_length=128, **duel.recipe(**changes))
 
 
 @pytest.fixture(scope="module")

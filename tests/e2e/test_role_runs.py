@@ -6,6 +6,7 @@ import json
 import signal
 from typing import Any
 
+import duel
 import pytest
 import yaml
 from harness import Ludus, Zygote
@@ -17,27 +18,8 @@ DUEL = "duel"
 
 
 def recipe(ludus: Ludus, **sections: Any) -> str:
-    """A recipe: `red` trains, `blue` trains a policy of its own, `grey` is older versions."""
-    base: dict[str, Any] = {
-        "agent": "duel:play",
-        "roles": {"red": "policy", "blue": "rival", "grey": "old"},
-        "policies": {"rival": {"model": "same"}, "old": {"past": {"every": 1, "most": 2}}},
-        "tasks": {
-            "train": {"name": "duel:words", "args": {"num_tasks": 20}},
-            "heldout": {"name": "duel:words", "args": {"num_tasks": 4, "first": 50}},
-        },
-        # One episode at a time: batches, and so the bits, do not depend on time.
-        "rollout": {"deterministic": False, "concurrency": 1, "max_tokens_per_turn": 6},
-        "rl": {
-            "algorithm": "grpo",
-            "steps": 4,
-            "groups_per_step": 2,
-            "group_size": 4,
-            "optimizer": {"lr": 1.0e-2},
-        },
-        "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0},
-    }
-    return ludus.recipe(DUEL, context_length=128, **(base | sections))
+    """Write the recipe of the game, with these sections; returns its name."""
+    return ludus.recipe(DUEL, context_length=128, **duel.recipe(**sections))
 
 
 @pytest.fixture(scope="module")

@@ -25,25 +25,25 @@ def demand_of(config: RunConfig, args: Mapping[str, Any]) -> Demand:
             `colocated`.
     """
 
-    def trained(model: ModelConfig, env_workers: int, name: str = "", *beside: Demand) -> Demand:
+    def trained(model: ModelConfig) -> dict[str, tuple[int, Bundle]]:
         needs = _needs(model, args["cpus"])
-        actors: dict[str, tuple[int, Bundle]] = {
+        return {
             "learner_ranks": (args["learner_ranks"], needs),
             "samplers": (args["samplers"], needs),
-            "env_workers": (env_workers, {"CPU": args["cpus"]}),
         }
-        if name:
-            del actors["env_workers"]
-        return Demand(actors, args["colocated"], name, beside)
 
-    others = [trained(model, 0, f"policies.{name}") for name, model in _trained(config)]
+    colocated = args["colocated"]
+    others = [
+        Demand(trained(model), colocated, f"policies.{name}") for name, model in _trained(config)
+    ]
     for name, policy in config.policies.items():
         if policy.weights is not None:
             others.append(fixed_demand(config, args, f"policies.{name}"))
         elif policy.past is not None:
             one = fixed_demand(config, args, f"policies.{name}.past")
             others.extend([one] * policy.past.most)
-    return trained(config.model, args["env_workers"], "", *others)
+    workers = {"env_workers": (args["env_workers"], {"CPU": args["cpus"]})}
+    return Demand({**trained(config.model), **workers}, colocated, beside=tuple(others))
 
 
 def fixed_demand(config: RunConfig, args: Mapping[str, Any], name: str = "") -> Demand:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ludus.backends.ray import cluster
 from ludus.backends.ray.actors import Actors
-from ludus.backends.ray.publication.weights import Weights, checksum, in_buckets, to_bucket
+from ludus.backends.ray.publication.weights import Weights, in_buckets, to_bucket
 from ludus.backends.ray.sampler_pool import SamplerPool
 from ludus.train.checkpoint.loading import load
 from ludus.train.checkpoint.state import trained_tensors
@@ -49,7 +47,10 @@ class FixedSamplers:
 
     def take(self, model: Any, version: int) -> None:
         """Put the weights into the object store; the samplers get them before their next turn."""
-        self._taken = stored(trained_tensors(model).items(), version, self._bucket_bytes)
+        taken = Weights(version, [], [])
+        for tensors in in_buckets(trained_tensors(model).items(), self._bucket_bytes):
+            taken.put(to_bucket(tensors))
+        self._taken = taken
 
     def restore(self, path: Path, version: int) -> None:
         """Read a checkpoint in this process, so that only this node needs its folder."""
@@ -73,15 +74,3 @@ class FixedSamplers:
     def _leave(self) -> None:
         self._actors.close()
         cluster.release(self._group)
-
-
-def stored(named: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int) -> Weights:
-    """Put tensors into the object store, in buckets, which this process keeps alive."""
-    import ray
-
-    weights = Weights(version, [], [])
-    for tensors in in_buckets(named, bucket_bytes):
-        bucket = to_bucket(tensors)
-        weights.checksums.append(checksum(bucket))
-        weights.buckets.append(ray.put(bucket))
-    return weights

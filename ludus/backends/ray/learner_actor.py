@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ludus.backends.ray.cluster import facts, node_id, store_bytes
 from ludus.backends.ray.publication.broadcast import BroadcastFailed, Meeting, Member, joined
-from ludus.backends.ray.publication.weights import Weights, checksum, in_buckets, to_bucket
+from ludus.backends.ray.publication.weights import Weights, in_buckets, to_bucket
 from ludus.config.schema import RunConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Sample
@@ -130,8 +130,6 @@ class LearnerActor:
         Args:
             meeting: broadcast them to the samplers instead. Where that fails, the result says so.
         """
-        import ray
-
         buckets = self._trainer.weights(bucket_bytes)
         if self._rank:
             for _ in buckets:  # its parts of them
@@ -144,8 +142,7 @@ class LearnerActor:
             bucket = to_bucket(tensors.items(), self._space)
             if self._space is None or len(bucket.data) > len(self._space):
                 self._space = bucket.data
-            weights.checksums.append(checksum(bucket))
-            weights.buckets.append(ray.put(bucket))
+            weights.put(bucket)
         return weights
 
     def _broadcast(

@@ -288,7 +288,7 @@ class Cuda(Env):
 
     @property
     def _best(self) -> Scored | None:
-        """What the best turn so far earned; None: no turn says anything yet."""
+        """The score of the best turn so far; None: no turn says anything yet."""
         scored = (attempt.scored for attempt in self._attempts if attempt.scored)
         return max(scored, key=lambda scored: scored.value, default=None)
 

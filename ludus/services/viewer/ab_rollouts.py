@@ -116,7 +116,7 @@ class RolloutLogs:
         return None if path is None else (_mark(path), locked_by(path))
 
     def _damage(self, name: str, path: Path, until: float) -> str:
-        """What is wrong with a log, with the line; empty if nothing is known."""
+        """The damage of a log, with the line; empty if none is known."""
         if (opened := self._open.get(name)) and opened.log.problem:
             return printable(opened.log.problem)
         mark, (checked, problem) = _mark(path), self._checked.get(name, (None, ""))

@@ -79,6 +79,13 @@ class Weights:
         """True if the object store has the buckets."""
         return len(self.buckets) == len(self.checksums) and not self.fault
 
+    def put(self, bucket: Bucket) -> None:
+        """Put a bucket into the object store, which loses it with this process."""
+        import ray
+
+        self.checksums.append(checksum(bucket))
+        self.buckets.append(ray.put(bucket))
+
     @property
     def checksum(self) -> str:
         return xxhash.xxh3_128_hexdigest("".join(self.checksums).encode())

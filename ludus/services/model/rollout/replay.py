@@ -122,7 +122,7 @@ def _lines(
 
 
 def _fault(raw: bytes) -> str:
-    """What is wrong with a line, in words."""
+    """The fault of a line, in words."""
     try:
         content = json.loads(raw.decode().rstrip())
     except json.JSONDecodeError as error:
