@@ -17,6 +17,7 @@ from ludus.cli import (
     coevolve,
     control,
     data,
+    init,
     jobs,
     look,
     serve,
@@ -71,6 +72,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(train.app)
+app.add_typer(init.app)
 app.add_typer(benchmark.app)
 app.add_typer(coevolve.app)
 app.add_typer(control.app)

@@ -81,13 +81,36 @@ class DemonstrationsConfig(Section):
     )
 
 
+class SFTUntilConfig(Section):
+    """The measured end of SFT: episodes on training tasks without a demonstration, sampled at
+    `rollout.temperature`, as RL will sample them."""
+
+    success: float = Field(
+        0.4, gt=0, le=1, description="End SFT where this share of the episodes succeeds."
+    )
+    patience: int = Field(
+        5,
+        ge=1,
+        description="End SFT where this many measurements in a row are not above the best before "
+        "them, which is at least 0.1.",
+    )
+    every: int = Field(10, ge=1, description="Steps between measurements.")
+    num_tasks: int = Field(32, ge=1, description="Tasks of a measurement, always the same.")
+    samples_per_task: int = Field(4, ge=1, description="Episodes per task.")
+
+
 class SFTConfig(Section):
     """Supervised fine-tuning on demonstrations, or on a file of them."""
 
     data: str | None = Field(
         None, description="A JSON-lines file of conversations; null: the demonstrations."
     )
-    steps: int = Field(300, ge=1, description="Optimizer steps.")
+    steps: int = Field(300, ge=1, description="Optimizer steps; with `until` at most.")
+    until: SFTUntilConfig | None = Field(
+        None,
+        description="Measure the policy while it learns, and end SFT early: RL learns most from a "
+        "policy that succeeds in some episodes and is still undecided. Null: all steps.",
+    )
     episodes_per_step: int = Field(32, ge=1, description="Demonstrations per optimizer step.")
     tokens_per_batch: int = Field(8192, ge=1, description="Maximum tokens of a forward pass.")
     optimizer: OptimizerConfig = Field(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, ClassVar
 
 import reasoning_gym
@@ -69,6 +70,22 @@ characters reach them, which cannot express calls, attributes or powers."""
 EXPRESSIONS = {"basic_arithmetic", "chain_sum", "products"}
 """Data sets whose question is an expression of Python."""
 
+READS_TEXTS = {
+    "arc_1d",
+    "arc_agi",
+    "emoji_mystery",
+    "group_anagrams",
+    "letter_counting",
+    "letter_jumble",
+    "needle_haystack",
+    "sentence_reordering",
+    "spell_backward",
+    "word_sequence_reversal",
+    "word_sorting",
+}
+"""Data sets that read texts or grids when they are made, in 5 to 1,500 ms, and whose entry depends
+on seed + index alone: one of each is made, and its entry number `seed` is the task of that seed."""
+
 Level = Annotated[int, Field(ge=0)]
 
 LONGEST_ANSWER = 20_000
@@ -120,8 +137,9 @@ class Reasoning(OneTool):
             raise EnvError(f"reasoning: task {task.id!r}: data.seed is {seed!r:.40}, not 0 or more")
         self._name = name
         level = self.level.get(name) if isinstance(self.level, dict) else self.level
-        self._dataset = make_dataset(name, seed, level)
-        entry: dict[str, Any] = self._dataset[0]
+        shared = name in READS_TEXTS
+        self._dataset = shared_dataset(name, level) if shared else make_dataset(name, seed, level)
+        entry: dict[str, Any] = self._dataset[seed if shared else 0]
         self._entry = entry
         text = f"{GUIDE}\n\n{entry['question']}" if self.guide else entry["question"]
         return Observation(
@@ -228,6 +246,12 @@ def make_dataset(name: str, seed: int, level: int | None) -> Any:
         return DATASETS[name][0](curriculum.generate_configuration({"seed": seed, "size": 1}))
     except (AssertionError, ValueError) as error:
         raise EnvError(f"reasoning: {name} has no level {level}: {error}") from error
+
+
+@cache
+def shared_dataset(name: str, level: int | None) -> Any:
+    """The data set of seed 0, made once a process. Errors: as `make_dataset`."""
+    return make_dataset(name, 0, level)
 
 
 def answer_in(text: str) -> str:

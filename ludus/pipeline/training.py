@@ -18,6 +18,7 @@ from ludus.core.signals import Terminated
 from ludus.core.types import Group, by_role
 from ludus.evaluate import Evaluation
 from ludus.loop.loop import Stage, run_stage
+from ludus.pipeline import sft_end
 from ludus.pipeline.budget import Budget, Timings
 from ludus.pipeline.build import Run
 from ludus.pipeline.evaluate import evaluate
@@ -144,7 +145,8 @@ class Trainer:
             keep = {resumed.stage: resumed.step - 1, f"evaluate/{resumed.stage}": resumed.step}
             keep[f"{resumed.stage}/{UNTRAINED}"] = resumed.step - 1
             if resumed.stage == "rl":
-                keep |= {"sft": config.sft.steps if config.sft else 0, "evaluate/before": 0}
+                sft_steps = config.sft.steps if config.sft else 0
+                keep |= {"sft": sft_steps, "evaluate/sft": sft_steps, "evaluate/before": 0}
             self._observer.note(
                 f"{folder.id}: resuming after step {resumed.step} of {resumed.stage}"
             )
@@ -179,7 +181,8 @@ class Trainer:
         if checkpoint is not None:
             start = checkpoint.step
             success = self._load(stage, checkpoint)
-            if self._suffices(stage, success) or stage.source.finished or start >= stage.steps:
+            ended = self._suffices(stage, success) or stage.source.finished
+            if ended or self._enough_sft(stage, start) or start >= stage.steps:
                 return stage, stage.steps
         self._observer.stage(name, stage.steps, start)
         self._budget.begin_stage()
@@ -213,11 +216,13 @@ class Trainer:
             num_tasks = evaluation.num_tasks_between or evaluation.num_tasks
             result = await self._evaluate("rl", num_tasks, step)
             success = result.success.value if result else None
+        if enough := await self._measure_sft(stage, step):
+            self._observer.note(f"sft: ends after step {step}: {enough}")
         if finished := stage.source.finished:
             self._observer.note(
                 f"{stage.name}: the last tier of tasks.curriculum met its criteria at step {step}"
             )
-        ended = step == stage.steps or finished or self._suffices(stage, success)
+        ended = step == stage.steps or finished or bool(enough) or self._suffices(stage, success)
         exceeded = None if ended else self._budget.exceeded()
         if ended:
             self._record_untrained(stage, step, await stage.source.close())
@@ -258,6 +263,23 @@ class Trainer:
             return False
         minimum = self.run.config.rl.min_success_to_stop
         return minimum is not None and success >= minimum
+
+    async def _measure_sft(self, stage: Stage, step: int) -> str | None:
+        """Measure the policy where `sft.until` asks for it; returns the reason to end SFT."""
+        until = self.run.config.sft.until if self.run.config.sft else None
+        if stage.name != "sft" or until is None or (step % until.every and step < stage.steps):
+            return None
+        with busy("evaluate"), self.timings.timed("evaluation"):
+            groups, result = await sft_end.measure(self.run, until, step)
+        self._record_evaluation(sft_end.LABEL, step, groups, result)
+        return self._enough_sft(stage, step)
+
+    def _enough_sft(self, stage: Stage, step: int) -> str | None:
+        """Returns the reason why SFT ended at a step by `sft.until`; None: it did not."""
+        until = self.run.config.sft.until if self.run.config.sft else None
+        if stage.name != "sft" or until is None or step % until.every:
+            return None
+        return sft_end.reason_to_end(until, sft_end.measured(self.run, step))
 
     # Results
 
@@ -346,7 +368,7 @@ class Trainer:
         path = run.folder.evaluations / f"{label}-{step:06d}.json"
         atomic_write(path, result.model_dump_json())
         measured = metrics.get(run.config.best_by or "")
-        if label != "rl" and self._saved and measured is not None:
+        if label in ("before", "after") and self._saved and measured is not None:
             # Before and after RL, the checkpoint of these weights is saved already.
             run.backend.checkpoints.set_metric(*self._saved, measured)
         self._observer.note(str(result))

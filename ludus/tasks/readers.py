@@ -15,6 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -140,7 +141,12 @@ DataFields = Annotated[
 ]
 EnvSpec = Annotated[Spec | None, Field(description="Environment; none: without; null: the run's.")]
 JudgeSpec = Annotated[Spec | None, Field(description="Judge; null: the run's.")]
-Limit = Annotated[int | None, Field(ge=1, description="Read only the first rows; null: all.")]
+Limit = Annotated[
+    int | None, Field(ge=1, description="Read only so many rows, after `skip`; null: all.")
+]
+Skip = Annotated[
+    int, Field(ge=0, description="Leave out the first rows: they are another split's.")
+]
 
 
 def read_json(
@@ -155,6 +161,7 @@ def read_json(
     env: EnvSpec = None,
     judge: JudgeSpec = None,
     limit: Limit = None,
+    skip: Skip = 0,
     on_bad_line: OnBadLine = "refuse",
 ) -> TaskList:
     """Read a file of JSON lines: one object a line, UTF-8; empty lines are skipped."""
@@ -164,7 +171,8 @@ def read_json(
         raise DataError(f"{path} {what}")
     mapping = FieldMapping(path, prompt, answer, id, tier, tools, consistency, data, env, judge)
     with file.open("rb") as lines:
-        rows = ((n, line) for n, line in enumerate(lines, start=1) if line.strip())
+        filled = ((n, line) for n, line in enumerate(lines, start=1) if line.strip())
+        rows = islice(filled, skip, None)
         return read_rows(
             rows, lambda n, line: mapping.task(n, parse_line(line)), path, on_bad_line, limit
         )
@@ -185,6 +193,7 @@ def read_hf(
     env: EnvSpec = None,
     judge: JudgeSpec = None,
     limit: Limit = None,
+    skip: Skip = 0,
     on_bad_line: OnBadLine = "refuse",
 ) -> TaskList:
     """Read a Hugging Face data set: a hub name, a saved data set, a data folder or a data file."""
@@ -200,7 +209,8 @@ def read_hf(
             )
     fixed = tools, consistency, data, env, judge
     mapping = FieldMapping(f"{path}/{split}", prompt, answer, id, tier, *fixed)
-    return read_rows(enumerate(rows, start=1), mapping.task, mapping.source, on_bad_line, limit)
+    numbered = islice(enumerate(rows, start=1), skip, None)
+    return read_rows(numbered, mapping.task, mapping.source, on_bad_line, limit)
 
 
 def read_env(

@@ -6,7 +6,7 @@ task; keys of different kinds never match:
     kind     tasks                                              key
     world    of an environment whose resets are cheap           prompt, answer, the world at reset
     prompt   without an environment, or prompt with an answer   prompt and answer
-    data     all others                                         prompt, env, data and answer
+    data     all others                                         prompt, env, data, answer and tier
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def task_key(task: Task, world: str | None = None, *, has_env: bool = False) -> 
         return f"world:{_digest([prompt, task.answer, world])}"
     if prompt and not (has_env and task.answer is None):
         return f"prompt:{_digest([prompt, task.answer])}"
-    return f"data:{fingerprint(task)}"
+    return f"data:{_digest([fingerprint(task), task.tier])}"  # a seed is another task in each tier
 
 
 def _digest(content: Any) -> str:

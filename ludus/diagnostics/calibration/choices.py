@@ -1,0 +1,144 @@
+"""From measurements to a recipe's values. No function here plays, trains or reads a clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ludus.diagnostics.calibration.trials import Trial
+
+MAX_WORDS = 4096
+"""Largest vocabulary of the tokenizer `words`; above it, most of a small model is embeddings."""
+
+UNKNOWN_TURNS = 0.002
+"""Share of unknown tokens in the expert's turns above which `words` cannot write the answers."""
+
+UNKNOWN_PROMPTS = 0.02
+"""Share of unknown tokens in prompts above which `words` hides too much of the task."""
+
+MAX_CONTEXT = 4096
+"""Longest context of a small model on a CPU."""
+
+COMPARE_S = 15.0
+"""Most seconds to compare training and held-out tasks at the start of a run."""
+
+RESERVE_S = 25.0
+"""Seconds of a run's start, report and checkpoints."""
+
+SIGNAL = 0.5
+"""Share of groups with different rewards at which a higher temperature is not needed."""
+
+LONGEST_STEP_S = 5.0
+"""Seconds of an RL step above which it has fewer groups: many steps beat large ones."""
+
+RL_SHARE = 0.6
+"""Least share of the minutes for RL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of the expert's episodes; `turn`: of a single turn of the expert."""
+
+    prompt_max: int
+    turn_mean: float
+    turn_max: int
+    per_turn_max: float
+    episode_mean: float
+    episode_p95: int
+    episode_max: int
+
+
+def percentile(values: Sequence[int], share: float) -> int:
+    """The smallest value that at least `share` of the ascending values do not exceed."""
+    return values[min(len(values) - 1, max(math.ceil(share * len(values)) - 1, 0))]
+
+
+def tokens_per_turn(lengths: Lengths) -> int:
+    """Room for the expert's longest turn, a quarter more, and the token that ends it."""
+    return math.ceil(1.25 * lengths.turn_max) + 1
+
+
+def turns(expert: Sequence[int], own_limit: int) -> int:
+    """Maximum turns: those of 90 % of the expert's episodes and a quarter more, within the
+    environment's own limit. Episodes that fail go on to the limit, and take most of the time."""
+    if expert[-1] == 1 and own_limit == 1:
+        return 1
+    return min(own_limit, max(math.ceil(1.25 * percentile(expert, 0.9)) + 1, 2))
+
+
+def context(lengths: Lengths, max_turns: int, room: int) -> int:
+    """Tokens of the longest prompt and of `max_turns` turns with their observations, in steps of
+    64: `per_turn_max` is that of the expert's episode with the longest turns."""
+    grown = lengths.prompt_max + max_turns * (lengths.per_turn_max + room - lengths.turn_mean)
+    return min(max(64 * math.ceil(grown / 64), 128), MAX_CONTEXT)
+
+
+def groups(step_s: float, groups_per_step: int) -> int:
+    """Groups of a step, so few that a step takes LONGEST_STEP_S; at least 8."""
+    while groups_per_step > 8 and step_s * groups_per_step / 32 > LONGEST_STEP_S:
+        groups_per_step //= 2
+    return groups_per_step
+
+
+def measure_every(trial: Trial, success: float) -> int:
+    """Steps of SFT between measurements that take a quarter of its time; fewer where the trial
+    reached `success` in fewer steps."""
+    wanted = 3 * trial.eval_s / max(trial.sft_step_s, 1e-3)
+    every = min(max(10 * math.ceil(wanted / 10), 10), 100)
+    reached = next((step for step, value in trial.curve if value >= success), None)
+    return every if reached is None else min(every, max(10 * (reached // 20), 10))
+
+
+def training_tasks(distinct: float, reset_s: float) -> int:
+    """Number of training tasks where there are about `distinct` different ones, and each run
+    compares them with the held-out tasks."""
+    affordable = COMPARE_S / max(reset_s, 1e-6)
+    return max(min(6000, int(distinct * 0.6), int(affordable)), 8)
+
+
+def heldout_tasks(distinct: float) -> int:
+    """256 tasks: the 95 % intervals of 50 and 63 % do not overlap."""
+    return max(min(256, int(distinct * 0.25)), 2)
+
+
+def temperature(trial: Trial) -> float:
+    """The lowest temperature at which half of the groups have different rewards; else the one with
+    the most, unless it costs a third of the success."""
+    plain = min(trial.signal, default=1.0)
+    enough = [t for t, share in sorted(trial.signal.items()) if share >= SIGNAL]
+    if enough or not trial.signal:
+        return min(enough, default=plain)
+    keeps = [t for t in trial.signal if trial.success[t] >= trial.success[plain] * 2 / 3]
+    return max(keeps, key=lambda t: (trial.signal[t], -t), default=plain)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Steps of a run within its minutes, and the seconds that they take."""
+
+    sft: int
+    sft_s: float
+    rl: int
+    rl_s: float
+    every: int
+
+
+def steps(trial: Trial, minutes: float, demonstrations_s: float, every: int) -> Steps:
+    """Divide the minutes: demonstrations, SFT up to its measured end, RL for the rest."""
+    total = 60.0 * minutes - RESERVE_S - demonstrations_s
+    measure_s = trial.eval_s / every
+    sft_step = trial.sft_step_s + measure_s
+    most = max(int((1 - RL_SHARE) * total / max(sft_step, 1e-3)), 20)
+    used = min(trial.curve[-1][0] if trial.curve else most, most)
+    evaluations = 4 * max(trial.eval_s, 0.5) * 2
+    left = total - used * sft_step - evaluations
+    rl = int(left / max(trial.rl_step_s, 1e-3))
+    rl = max(min(rl // 10 * 10, 400), 20)
+    return Steps(
+        sft=max(most // 10 * 10, 20),
+        sft_s=used * sft_step,
+        rl=rl,
+        rl_s=rl * trial.rl_step_s,
+        every=max(rl // 40 * 10, 10),
+    )

@@ -1,0 +1,159 @@
+"""Episodes that calibrate a recipe: those of the expert, and those of random actions."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from ludus.core.errors import LudusError, described
+from ludus.core.signals import run
+from ludus.core.types import Message, Spec, Task
+from ludus.data.demonstrations import (
+    EPISODES_PER_JOB,
+    Dropped,
+    Summary,
+    dropped_path,
+    generate_demonstrations,
+    load_demonstrations,
+)
+from ludus.data.expert import Demonstration
+from ludus.envs.base import awaited, limits_of
+from ludus.rollout.host import LocalEnvs
+
+FIRST = 4 * EPISODES_PER_JOB
+"""Episodes that show how long an episode takes: jobs come back whole."""
+
+LONGEST_TURNS = 400
+"""Turns after which an episode of random actions ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """The outcome of an episode; `error`: it failed."""
+
+    tier: str | None
+    reward: float
+    success: bool
+    turns: int
+    step_s: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """Episodes of the expert; `why_none` tells why there are none.
+
+    `failed`: episodes without a demonstration, by kind. `step_s`: wall time of a turn.
+    """
+
+    demonstrations: Sequence[Demonstration] = ()
+    failed: dict[str, int] = field(default_factory=dict)
+    why_none: str = ""
+    seconds: float = 0.0
+
+    @property
+    def num_played(self) -> int:
+        return len(self.demonstrations) + sum(self.failed.values())
+
+    @property
+    def success(self) -> float:
+        return fmean(d.success for d in self.demonstrations) if self.demonstrations else 0.0
+
+    @property
+    def turns(self) -> list[int]:
+        """Turns of each episode, ascending."""
+        return sorted(d.num_turns for d in self.demonstrations)
+
+    @property
+    def rewards(self) -> list[float]:
+        return [d.reward for d in self.demonstrations]
+
+
+def play_expert(
+    env: Spec, tasks: Sequence[Task], folder: Path, seconds: float, workers: int = 2
+) -> Expert:
+    """Let the expert play as many tasks as fit into `seconds`, in processes of its own."""
+    begun = time.perf_counter()
+    first, rate = _batch(env, tasks[:FIRST], folder / "first.jsonl", workers)
+    if not first.demonstrations:
+        return first
+    left = seconds - (time.perf_counter() - begun)
+    number = min(len(tasks) - FIRST, max(int(left * rate), 0))
+    if number <= 0:
+        return first
+    more, _ = _batch(env, tasks[FIRST : FIRST + number], folder / "more.jsonl", workers)
+    failed = {k: first.failed.get(k, 0) + more.failed.get(k, 0) for k in first.failed | more.failed}
+    return Expert(
+        [*first.demonstrations, *more.demonstrations],
+        failed,
+        seconds=first.seconds + more.seconds,
+    )
+
+
+def _batch(env: Spec, tasks: Sequence[Task], path: Path, workers: int) -> tuple[Expert, float]:
+    """Returns the expert's episodes and their number per second, without the workers' start."""
+    times: list[float] = []
+    summary: Summary = generate_demonstrations(
+        env,
+        tasks,
+        path,
+        num_workers=workers,
+        only_successful=False,
+        on_episode=lambda _: times.append(time.perf_counter()),
+    )
+    found = list(load_demonstrations(path))
+    why = ""
+    if not found:
+        dropped = dropped_path(path).read_text(encoding="utf-8").partition("\n")[0]
+        why = Dropped.model_validate_json(dropped).reason if dropped else "it played no episode"
+    later = len(times) - EPISODES_PER_JOB
+    span = times[-1] - times[EPISODES_PER_JOB - 1] if later > 0 else summary.seconds
+    rate = max(later, len(times) if later <= 0 else 0) / max(span, 1e-3)
+    return Expert(found, dict(summary.dropped), why, summary.seconds), rate
+
+
+def play_random(
+    env: Spec, tasks: Sequence[Task], actions: Sequence[str], seconds: float, seed: int = 0
+) -> list[Played]:
+    """Play tasks with actions drawn from `actions`: what a policy gets that knows the words and
+    not when to use them."""
+    rng, envs = random.Random(seed), LocalEnvs(env)
+    played: list[Played] = []
+    begun = time.perf_counter()
+    for task in tasks:
+        if time.perf_counter() - begun > seconds:
+            break
+        played.append(run(_random_episode(envs, task, actions, rng, begun + 2 * seconds)))
+    return played
+
+
+async def _random_episode(
+    envs: LocalEnvs, task: Task, actions: Sequence[str], rng: random.Random, until: float
+) -> Played:
+    env = envs.make(task)
+    reward, turns, success, spent = 0.0, 0, None, 0.0
+    most = min(env.max_turns, LONGEST_TURNS)
+    try:
+        await awaited("reset", env.reset(task))
+        while turns < most and time.perf_counter() < until:
+            action = Message(role="assistant", content=rng.choice(actions))
+            started = time.perf_counter()
+            result = await awaited("step", env.step(action))
+            spent += time.perf_counter() - started
+            turns += 1
+            reward += result.reward or 0.0
+            if result.done:
+                success = result.info.get("success")
+                break
+        if success is None:
+            success = turns > 0 and reward >= limits_of(env)[1] and math.isfinite(reward)
+    except (LudusError, Exception) as error:
+        return Played(task.tier, 0.0, False, turns, error=described(error))
+    finally:
+        await env.close()
+    return Played(task.tier, reward, bool(success), turns, spent / max(turns, 1))

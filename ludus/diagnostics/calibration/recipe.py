@@ -1,0 +1,153 @@
+"""The commented recipe of a calibration: one page, each value with its reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from ludus.config.schema import RunConfig
+from ludus.core.types import Spec
+from ludus.data.conversations import Conversation
+from ludus.diagnostics.calibration.calibrate import Calibration
+
+Line = tuple[str, Any, str]
+"""A key, its value, and the reason; the value None is left out."""
+
+
+def write(c: Calibration) -> str:
+    """The recipe's text."""
+    lines = [
+        f"# Written by `ludus init {c.subject.given}`, from measurements of {c.seconds:.0f} s on "
+        "this machine.",
+        "# All keys: `ludus config`. The comments say what was measured.",
+        f"name: {c.config.name}",
+        *_section("model", _model(c)),
+    ]
+    for key in ("env", "judge"):
+        if (spec := getattr(c.config, key)) is not None:
+            lines.append(f"{key}: {flow(spec)}")
+    for name, section in (
+        ("tasks", _tasks(c)),
+        ("rollout", _rollout(c)),
+        ("demonstrations", _demonstrations(c.config)),
+        ("sft", _sft(c)),
+        ("rl", _rl(c)),
+        ("evaluate", _evaluate(c.config)),
+    ):
+        lines += _section(name, section)
+    return "\n".join(lines) + "\n"
+
+
+def write_conversations(conversations: list[Conversation], path: Path) -> None:
+    """Write the questions and answers of a data set as conversations, for `sft.data`."""
+    from ludus.core.files import atomic_write
+
+    rows = [
+        {"id": c.task.id, "messages": [m.model_dump(exclude_defaults=True) for m in c.messages]}
+        for c in conversations
+    ]
+    atomic_write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def flow(value: Any) -> str:
+    """A value in one line of YAML; small numbers as 3.0e-4, a number to every YAML reader."""
+    if isinstance(value, Spec):
+        value = {"name": value.name, "args": value.args} if value.args else value.name
+    if isinstance(value, float) and 0 < abs(value) < 0.01:
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
+    return text.replace("\n...", "").strip()
+
+
+def _section(name: str, lines: Iterator[Line]) -> list[str]:
+    shown = [
+        f"  {key}: {flow(value)}" + (f"  # {reason}" if reason else "")
+        for key, value, reason in lines
+        if value is not None
+    ]
+    return [f"{name}:", *shown] if shown else []
+
+
+def _model(c: Calibration) -> Iterator[Line]:
+    model, (in_turns, in_prompts) = c.config.model, c.unknown
+    yield "architecture", model.architecture, "from scratch: 4 layers of width 128, 0.8 M weights"
+    yield (
+        "tokenizer",
+        model.tokenizer,
+        f"{c.vocabulary} tokens; unknown in unseen episodes: {in_turns:.2%} of the turns, "
+        f"{in_prompts:.2%} of the prompts",
+    )
+    yield "chat_template", model.chat_template, ""
+    yield (
+        "context_length",
+        model.context_length,
+        f"the expert's episodes: {c.lengths.episode_mean:.0f} tokens, at most "
+        f"{c.lengths.episode_max}",
+    )
+
+
+def _tasks(c: Calibration) -> Iterator[Line]:
+    told = f"about {c.distinct:,.0f}" if c.distinct < 1e6 else "many"
+    yield "train", _spec(c.config.tasks.train), f"{told} different tasks"
+    if c.config.tasks.heldout is not None:
+        yield "heldout", _spec(c.config.tasks.heldout), ""
+
+
+def _spec(spec: Spec) -> dict[str, Any]:
+    return {"name": spec.name, "args": dict(spec.args)}
+
+
+def _rollout(c: Calibration) -> Iterator[Line]:
+    rollout, turns = c.config.rollout, c.expert.turns
+    longest = f"the expert's longest turn: {c.lengths.turn_max}"
+    yield "max_tokens_per_turn", rollout.max_tokens_per_turn, longest
+    yield "max_turns", rollout.max_turns, f"the expert: {fmean(turns):.1f}, at most {turns[-1]}"
+    yield "concurrency", rollout.concurrency, ""
+    shares = [f"{share:.0%} at {at:g}" for at, share in c.trial.signal.items()]
+    yield "temperature", rollout.temperature, f"groups with different rewards: {', '.join(shares)}"
+
+
+def _demonstrations(config: RunConfig) -> Iterator[Line]:
+    if config.demonstrations is not None:
+        yield "num_episodes", config.demonstrations.num_episodes, ""
+        yield "num_workers", config.demonstrations.num_workers, ""
+
+
+def _sft(c: Calibration) -> Iterator[Line]:
+    sft = c.config.sft
+    if sft is None:
+        return
+    yield "data", sft.data, ""
+    yield "steps", sft.steps, "at most"
+    if sft.until is not None:
+        curve = ", ".join(f"{value:.0%} after {step}" for step, value in c.trial.curve[-3:])
+        until = {"success": sft.until.success, "every": sft.until.every}
+        yield "until", until, f"sampled episodes that succeed: {curve} steps"
+    losses = ", ".join(f"{loss:.3f} at {flow(rate)}" for rate, loss in c.trial.losses.items())
+    optimizer = {"lr": sft.optimizer.lr, "warmup_steps": sft.optimizer.warmup_steps}
+    yield "optimizer", optimizer, f"loss in the trial: {losses}"
+
+
+def _rl(c: Calibration) -> Iterator[Line]:
+    rl, step_s = c.config.rl, c.trial.rl_step_s
+    if rl is None:
+        return
+    yield "algorithm", rl.algorithm, ""
+    yield "steps", rl.steps, f"of {step_s:.1f} s: {c.steps.rl_s / 60:.1f} minutes"
+    yield "groups_per_step", rl.groups_per_step, ""
+    yield "group_size", rl.group_size, ""
+    used = ("lr", "eps", "warmup_steps", "schedule")
+    yield "optimizer", {name: getattr(rl.optimizer, name) for name in used}, ""
+
+
+def _evaluate(config: RunConfig) -> Iterator[Line]:
+    yield "every", config.evaluate.every, ""
+    yield "num_tasks_between", config.evaluate.num_tasks_between, ""

@@ -1,0 +1,160 @@
+"""What `ludus init` calibrates for: an environment, a file or data set of questions, an agent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ludus.config.tasks import TasksConfig
+from ludus.core.errors import ConfigError, DataError, did_you_mean
+from ludus.core.types import Spec, Task
+from ludus.envs import ENVS
+from ludus.envs.base import Env
+from ludus.tasks.readers import read_tasks
+
+MAX_TIERS = 4
+"""Levels that a first recipe trains on unless `--tiers` names them: the shortest."""
+
+HELDOUT_SEED = 1_000_000
+"""First seed of the held-out tasks."""
+
+MIN_ROWS = 50
+"""Rows of a data set below which a run can only memorise them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """An environment with tasks from seeds, or the rows of a data set with a judge.
+
+    Args:
+        given: as the user named it.
+        tiers: levels of the environment; empty: it has none.
+        rows: number of the data set's rows; 0: tasks come from seeds.
+        fields: the reader's arguments for the fields of a row.
+    """
+
+    kind: Literal["env", "data"]
+    given: str
+    name: str
+    env: Spec | None = None
+    tiers: Sequence[str] = ()
+    reader: str = "env"
+    rows: int = 0
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    judge: Spec | None = None
+    tasks: Sequence[Task] = ()
+
+    def maker(self) -> Env | None:
+        """The environment; None for a data set."""
+        return ENVS.build(self.env, "env") if self.env else None
+
+    def reader_of(self, num_tasks: int, first: int) -> Spec:
+        """The reader of `num_tasks` tasks from a seed, or a row, on."""
+        if self.kind == "env":
+            args: dict[str, Any] = {"first_seed": first, "num_tasks": num_tasks}
+            if self.tiers:
+                args = {"tiers": list(self.tiers), **args}
+            return Spec(name="env", args=args)
+        skip = {"skip": first} if first else {}
+        return Spec(name=self.reader, args={**self.fields, **skip, "limit": num_tasks})
+
+    def take(self, num_tasks: int, first: int) -> list[Task]:
+        """Tasks from a seed, or a row, on."""
+        if self.kind == "data":
+            return list(self.tasks[first : first + num_tasks])
+        return list(read_tasks(self.reader_of(num_tasks, first), "tasks", maker=self.maker()))
+
+
+def open_subject(
+    given: str, args: Mapping[str, Any], tiers: Sequence[str] | None, split: str = "train"
+) -> Subject:
+    """Find out what a name is. Errors: ConfigError, DataError, MissingDependency."""
+    path = Path(given)
+    if path.suffix in (".jsonl", ".json", ".parquet", ".csv"):
+        return _data(given, path.stem, "json" if path.suffix == ".jsonl" else "hf", args, tiers)
+    known = given in ENVS.names() or ":" in given
+    if not known and (path.is_dir() or given.count("/") == 1):
+        return _data(given, path.name, "hf", {"split": split, **args}, tiers)
+    if not known:
+        near = did_you_mean(given, ENVS.names())
+        raise ConfigError(
+            f"{given!r} is no environment{near}: give its name, FILE.py:Class, a .jsonl, .json, "
+            ".parquet or .csv file, or the name of a data set on the hub (OWNER/NAME)"
+        )
+    env = Spec(name=given, args=dict(args))
+    maker = ENVS.build(env, "env")
+    chosen = list(tiers or ())
+    for tier in chosen:
+        maker.check_tier(tier)
+    name = given.rpartition(":")[2] if ":" in given else given
+    return Subject("env", given, _slug(name, chosen), env, chosen or list(maker.tiers()))
+
+
+def _slug(name: str, tiers: Sequence[str]) -> str:
+    """A run's name of letters, digits and dashes."""
+    text = "-".join([name, *tiers[:1]]).lower()
+    return "".join(c if c.isalnum() and c.isascii() else "-" for c in text).strip("-") or "run"
+
+
+PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query")
+ANSWERS = ("answer", "solution", "target", "output", "label", "response", "completion")
+
+
+def _data(
+    given: str, name: str, reader: str, args: Mapping[str, Any], tiers: Sequence[str] | None
+) -> Subject:
+    if tiers:
+        raise ConfigError("--tiers selects levels of an environment; a data set has rows")
+    fields = {"path": given, **args}
+    columns = _columns(given, reader, fields)
+    for key, names in (("prompt", PROMPTS), ("answer", ANSWERS)):
+        if key in args or key in columns:
+            continue
+        found = next((n for n in names if n in columns), None)
+        if found is None:
+            raise DataError(
+                f"{given} has the fields {', '.join(columns)}: name the one with the {key}: "
+                f"`ludus init {given} {key}=FIELD`"
+            )
+        fields[key] = found
+    tasks = read_tasks(Spec(name=reader, args=fields), given)
+    return Subject(
+        "data", given, _slug(name, ()), None, (), reader, len(tasks), fields, _judge(tasks), tasks
+    )
+
+
+def _columns(given: str, reader: str, fields: Mapping[str, Any]) -> list[str]:
+    """The fields of the first row."""
+    if reader == "hf":
+        from ludus.tasks.readers import load_hf
+
+        rows = load_hf(given, fields.get("name"), fields.get("split", "train"), None)
+        return list(rows.column_names)
+    path = Path(given)
+    if not path.is_file():
+        raise DataError(f"{given} does not exist")
+    with path.open("rb") as lines:
+        for line in lines:
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    break
+                return list(row) if isinstance(row, dict) else []
+    return ["prompt", "answer"]  # the reader says what is wrong with the file
+
+
+def _judge(tasks: Sequence[Task]) -> Spec:
+    """The judge that fits the answers: texts compared whole; numbers by value."""
+    return Spec(name="answer", args={"extract": "whole"})
+
+
+def config_tasks(subject: Subject, num_train: int, num_heldout: int) -> TasksConfig:
+    """The section `tasks` of the recipe."""
+    first = HELDOUT_SEED if subject.kind == "env" else num_train
+    return TasksConfig(
+        train=subject.reader_of(num_train, 0), heldout=subject.reader_of(num_heldout, first)
+    )

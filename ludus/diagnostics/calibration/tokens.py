@@ -1,0 +1,78 @@
+"""Tokens of the expert's episodes, and the tokenizer that fits them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ludus.config.schema import RunConfig
+from ludus.core.types import Task, Trajectory
+from ludus.data.conversations import Conversation, replay_all
+from ludus.diagnostics.calibration.choices import (
+    MAX_WORDS,
+    UNKNOWN_PROMPTS,
+    UNKNOWN_TURNS,
+    Lengths,
+    percentile,
+)
+from ludus.models.chat.tokenizers import UNK
+from ludus.pipeline.tokenizer import make_renderers, make_tokenizer
+
+NO_LIMIT = 10**9
+
+
+def unknown_shares(
+    config: RunConfig, shown: Sequence[Conversation], new: Sequence[Conversation]
+) -> tuple[int, float, float]:
+    """Train a tokenizer on half of the conversations; returns the size of its vocabulary, and the
+    share of unknown tokens in the turns and in the prompts of the other half."""
+    tokenizer = trained(config, shown, ())
+    unknown = tokenizer.convert_tokens_to_ids(UNK)
+    _, trajectories, _ = replay_all(new, make_renderers(config, tokenizer), NO_LIMIT)
+    counts = {True: [0, 0], False: [0, 0]}
+    for segment in (s for t in trajectories for s in t.segments):
+        own = counts[segment.logprobs is not None]
+        own[0] += sum(token == unknown for token in segment.token_ids)
+        own[1] += len(segment.token_ids)
+    (turn, turns), (prompt, prompts) = counts[True], counts[False]
+    return len(tokenizer), turn / max(turns, 1), prompt / max(prompts, 1)
+
+
+def trained(config: RunConfig, shown: Sequence[Conversation], tasks: Sequence[Task]) -> Any:
+    """The tokenizer of a configuration, trained on conversations and the opening of tasks."""
+    return make_tokenizer(config, tasks, [m for item in shown for m in item.messages])
+
+
+def fits_words(size: int, in_turns: float, in_prompts: float) -> bool:
+    """True where the tokenizer `words` loses next to nothing of unseen episodes."""
+    return size <= MAX_WORDS and in_turns <= UNKNOWN_TURNS and in_prompts <= UNKNOWN_PROMPTS
+
+
+def lengths(config: RunConfig, tokenizer: Any, shown: Sequence[Conversation]) -> Lengths:
+    """Tokens of prompts, turns and episodes."""
+    _, trajectories, _ = replay_all(shown, make_renderers(config, tokenizer), NO_LIMIT)
+    prompts = [_prompt(t) for t in trajectories]
+    turns = [len(s.token_ids) for t in trajectories for s in t.segments if s.logprobs is not None]
+    episodes = sorted(t.num_tokens for t in trajectories)
+    return Lengths(
+        prompt_max=max(prompts),
+        turn_mean=sum(turns) / len(turns),
+        turn_max=max(turns),
+        per_turn_max=max(
+            (t.num_tokens - prompt) / max(t.num_turns, 1)
+            for t, prompt in zip(trajectories, prompts, strict=True)
+        ),
+        episode_mean=sum(episodes) / len(episodes),
+        episode_p95=percentile(episodes, 0.95),
+        episode_max=episodes[-1],
+    )
+
+
+def _prompt(trajectory: Trajectory) -> int:
+    """Tokens before the first sampled turn."""
+    total = 0
+    for segment in trajectory.segments:
+        if segment.logprobs is not None:
+            break
+        total += len(segment.token_ids)
+    return total

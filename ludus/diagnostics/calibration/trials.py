@@ -1,0 +1,225 @@
+"""Short trials of a recipe: SFT at several learning rates, then a few steps of RL.
+
+Nothing is kept: the runs live in a temporary folder, and the recipe starts from the beginning.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ludus.config.schema import RunConfig
+from ludus.config.training import SFTUntilConfig
+from ludus.core.signals import run
+from ludus.core.types import Group
+from ludus.data.conversations import Conversation
+from ludus.data.splits import Splits
+from ludus.loop.loop import Stage, run_stage
+from ludus.pipeline import sft_end
+from ludus.pipeline.build import Run, build
+from ludus.pipeline.stages import rl_stage, sft_stage
+from ludus.store.folders import RunFolder
+
+RATES = (1e-3, 2e-3, 4e-3)
+"""Learning rates of SFT that are tried, for a model from scratch."""
+
+RATE_STEPS = 20
+"""Steps of SFT at each rate."""
+
+LAST = 5
+"""Last steps over which a trial's loss is averaged."""
+
+TIE = 0.02
+"""Relative difference of losses below which the lower rate is taken."""
+
+RL_STEPS = 2
+"""Steps of RL that are timed, after one that warms up."""
+
+TEMPERATURES = (1.0, 1.2)
+"""Rollout temperatures that are tried."""
+
+NUM_GROUPS = 32
+"""Groups that are played at each temperature."""
+
+
+@dataclass
+class Trial:
+    """What the trials measured; seconds are wall time.
+
+    Args:
+        losses: loss per token after RATE_STEPS steps of SFT, by learning rate.
+        curve: steps of SFT and success of sampled episodes.
+        signal: share of groups with different rewards, by temperature; `success` likewise.
+        entropy: mean of -log p of the sampled tokens at the end of SFT, in nats.
+        split: seconds of an RL step by part.
+    """
+
+    losses: dict[float, float] = field(default_factory=dict)
+    sft_step_s: float = 0.0
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    signal: dict[float, float] = field(default_factory=dict)
+    success: dict[float, float] = field(default_factory=dict)
+    entropy: float | None = None
+    rl_step_s: float = 0.0
+    split: dict[str, float] = field(default_factory=dict)
+    eval_s: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """The rate with the lowest loss, or a lower one that is as good."""
+        best = min(self.losses.values())
+        return min(rate for rate, loss in self.losses.items() if loss <= best * (1 + TIE))
+
+
+@dataclass
+class _Metrics:
+    """A recorder of a stage that keeps the metrics."""
+
+    rows: list[dict[str, float]] = field(default_factory=list)
+
+    def record(
+        self, stage: str, step: int, groups: Sequence[Group], metrics: dict[str, float]
+    ) -> None:
+        self.rows.append(metrics)
+
+    def mean(self, name: str, last: int) -> float:
+        return fmean(row.get(name, 0.0) for row in self.rows[-last:])
+
+
+def try_out(
+    config: RunConfig,
+    folder: Path,
+    splits: Splits,
+    tokenizer: Any,
+    conversations: Sequence[Conversation],
+    seconds: float,
+    say: Callable[[str], None],
+) -> Trial:
+    """Try the SFT and RL of a recipe in about `seconds`."""
+    return run(_try_out(config, folder, splits, tokenizer, conversations, seconds, say))
+
+
+async def _try_out(
+    config: RunConfig,
+    folder: Path,
+    splits: Splits,
+    tokenizer: Any,
+    conversations: Sequence[Conversation],
+    seconds: float,
+    say: Callable[[str], None],
+) -> Trial:
+    trial, begun = Trial(), time.perf_counter()
+    best: tuple[float, Run, Stage] | None = None
+    for rate in RATES:
+        run_ = build(_at_rate(config, rate), RunFolder(folder), splits, tokenizer, conversations)
+        metrics, stage = _Metrics(), sft_stage(run_, lambda _: None)[0]
+        await _steps(run_, stage, metrics, 0, RATE_STEPS)
+        trial.losses[rate] = metrics.mean("train/loss", LAST)
+        trial.sft_step_s = metrics.mean("time/step_s", RATE_STEPS // 2)
+        say(f"SFT at {rate:g}: loss {trial.losses[rate]:.3f} after {RATE_STEPS} steps")
+        if best is None or trial.losses[rate] < best[0] * (1 - TIE):
+            if best is not None:
+                await _close(best[1])
+            best = trial.losses[rate], run_, stage
+        else:
+            await _close(run_)
+        if time.perf_counter() - begun > seconds / 2:
+            break
+    assert best is not None
+    _, run_, stage = best
+    try:
+        await _sft(run_, stage, trial, begun + 0.7 * seconds, say)
+        await _rl(run_, trial, begun + seconds, say)
+    finally:
+        await _close(run_)
+    return trial
+
+
+def _at_rate(config: RunConfig, rate: float) -> RunConfig:
+    assert config.sft is not None
+    optimizer = config.sft.optimizer.model_copy(update={"lr": rate})
+    return config.model_copy(update={"sft": config.sft.model_copy(update={"optimizer": optimizer})})
+
+
+async def _close(run_: Run) -> None:
+    await run_.collector.close()
+    run_.backend.close()
+
+
+async def _steps(run_: Run, stage: Stage, metrics: _Metrics, start: int, end: int) -> None:
+    """Run the steps of a stage from `start` to `end`; the first call begins it."""
+    if start == 0:
+        run_.backend.begin_stage(stage.settings, stage.algorithm)
+
+    async def before(step: int) -> bool:
+        return step < end
+
+    stage.after_step = before
+    await run_stage(stage, run_.backend, metrics, start)
+
+
+async def _sft(
+    run_: Run, stage: Stage, trial: Trial, until: float, say: Callable[[str], None]
+) -> None:
+    """Continue SFT until its measured end, or the time is over."""
+    settings = (run_.config.sft and run_.config.sft.until) or SFTUntilConfig()
+    step, metrics = RATE_STEPS, _Metrics()
+    while True:
+        started = time.perf_counter()
+        groups, result = await sft_end.measure(run_, settings, step)
+        trial.eval_s = time.perf_counter() - started
+        trial.curve.append((step, result.success.value))
+        trial.entropy = _entropy(groups)
+        say(f"after {step} steps of SFT {result.success.value:.0%} of sampled episodes succeed")
+        ended = sft_end.reason_to_end(settings, [value for _, value in trial.curve])
+        if ended or step >= stage.steps or time.perf_counter() > until:
+            return
+        more = max(settings.every, 10 * (step // 30))  # fewer measurements as it goes on
+        await _steps(run_, stage, metrics, step, step + more)
+        step += more
+
+
+def _entropy(groups: Sequence[Group]) -> float | None:
+    """Mean of -log p over the sampled tokens, in nats."""
+    logprobs = [
+        value
+        for group in groups
+        for trajectory in group.trajectories
+        for segment in trajectory.segments
+        for value in segment.logprobs or ()
+    ]
+    return -fmean(logprobs) if logprobs else None
+
+
+async def _rl(run_: Run, trial: Trial, until: float, say: Callable[[str], None]) -> None:
+    """Play groups at each temperature, then time RL."""
+    rl = run_.config.rl
+    assert rl is not None
+    tasks = sft_end.unseen(run_, NUM_GROUPS)
+    for temperature in TEMPERATURES:
+        collector = run_.collector.with_config("trial", temperature=temperature)
+        groups = await collector.collect(tasks, 0, rl.group_size)
+        trial.signal[temperature] = fmean(
+            len({t.reward for t in group.trajectories}) > 1 for group in groups
+        )
+        scored = [t for group in groups for t in group.trajectories if t.reward is not None]
+        trial.success[temperature] = fmean(t.metrics.get("success", 0.0) for t in scored)
+        say(
+            f"at temperature {temperature:g} {trial.success[temperature]:.0%} succeed, and "
+            f"{trial.signal[temperature]:.0%} of the groups have different rewards"
+        )
+    stage, metrics = rl_stage(run_), _Metrics()
+    await _steps(run_, stage, metrics, 0, 1)
+    if time.perf_counter() < until:
+        await _steps(run_, stage, metrics, 1, 1 + RL_STEPS)
+    last = min(RL_STEPS, len(metrics.rows))
+    trial.rl_step_s = metrics.mean("time/step_s", last)
+    trial.split = {
+        name.removeprefix("time/"): metrics.mean(name, last)
+        for name in metrics.rows[-1]
+        if name.startswith("time/") and name.endswith("_s")
+    }

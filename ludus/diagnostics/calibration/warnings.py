@@ -1,0 +1,108 @@
+"""What measurements foretell: each in words, with its number and what to change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+
+from ludus.diagnostics.calibration.choices import MAX_CONTEXT, Lengths
+from ludus.diagnostics.calibration.episodes import Expert, Played
+from ludus.diagnostics.calibration.trials import Trial
+
+SLOW_S = 0.2
+"""Seconds of an environment's step above which RL mostly waits for it."""
+
+LARGE = 100.0
+"""Size of a reward above which its scale is likely a mistake."""
+
+FEW = 50
+"""Different tasks below which a run can only memorise them."""
+
+
+def of_expert(expert: Expert) -> Iterator[str]:
+    """Yields what the expert's episodes foretell."""
+    if expert.failed:
+        told = ", ".join(f"{count} {kind}" for kind, count in sorted(expert.failed.items()))
+        yield f"{told} of {expert.num_played} episodes of the expert gave no demonstration"
+    if expert.success < 0.9 and expert.demonstrations:
+        yield (
+            f"the expert succeeds in {expert.success:.0%} of its episodes; only these are shown, "
+            "so tasks that it loses have to be learned by RL"
+        )
+    rewards = expert.rewards
+    if broken := [r for r in rewards if not math.isfinite(r)]:
+        yield (
+            f"{len(broken)} of {len(rewards)} episodes have the reward {broken[0]}: RL leaves such "
+            "episodes out; return a finite number"
+        )
+    elif rewards and max(map(abs, rewards)) > LARGE:
+        yield (
+            f"rewards reach {max(rewards, key=abs):g}: GRPO divides by their spread within a "
+            "group, so one outlier hides all other differences; scale them to 0 to 1"
+        )
+
+
+def of_random(played: Sequence[Played], expert: Expert) -> Iterator[str]:
+    """Yields what episodes of random actions foretell."""
+    fine = [p for p in played if not p.error]
+    if failed := [p for p in played if p.error]:
+        yield f"{len(failed)} of {len(played)} episodes of random actions failed: {failed[0].error}"
+    if not fine:
+        return
+    success, rewards = fmean(p.success for p in fine), {p.reward for p in fine}
+    if success > 0.8:
+        yield (
+            f"random actions succeed in {success:.0%} of the episodes: there is little to learn; "
+            "choose harder levels with --tiers"
+        )
+    if len(rewards | set(expert.rewards)) == 1:
+        yield (
+            f"every episode has the reward {next(iter(rewards)):g}, the expert's and those of "
+            "random actions: no group will have different rewards, so RL has nothing to learn from"
+        )
+    if (step_s := fmean(p.step_s for p in fine)) > SLOW_S:
+        turns = fmean(expert.turns) if expert.turns else 1.0
+        yield (
+            f"a step of the environment takes {step_s:.1f} s: a step of RL with 256 episodes of "
+            f"{turns:.0f} turns waits {256 * turns * step_s / 60:.0f} minutes for it if steps run "
+            "one after the other; make it faster, or serve it with many workers (docs/services.md)"
+        )
+
+
+def of_tasks(distinct: float, heldout: int, kind: str) -> Iterator[str]:
+    """Yields what the number of different tasks foretells."""
+    if distinct < FEW:
+        yield (
+            f"there are about {distinct:.0f} different tasks: a run memorises them, and {heldout} "
+            f"held-out tasks give intervals of {100 / math.sqrt(max(heldout, 1)):.0f} points; "
+            + ("add levels or seeds" if kind == "env" else "collect more rows")
+        )
+
+
+def of_lengths(lengths: Lengths, context: int) -> Iterator[str]:
+    """Yields what the tokens of the expert's episodes foretell."""
+    if lengths.episode_max > context:
+        yield (
+            f"the expert's longest episode has {lengths.episode_max} tokens, more than the context "
+            f"of {context} (at most {MAX_CONTEXT} here): such episodes are not shown; shorten "
+            "observations, or train a pretrained model on a GPU"
+        )
+
+
+def of_trial(trial: Trial, steps: int) -> Iterator[str]:
+    """Yields what the trials foretell."""
+    if not trial.curve:
+        return
+    step, success = trial.curve[-1]
+    if success == 0 and not any(trial.signal.values()):
+        yield (
+            f"after {step} steps of SFT no sampled episode succeeds, and no group has different "
+            f"rewards. The recipe has up to {steps} steps; if the last measurement before RL is "
+            "still 0 %, RL cannot help: choose easier levels, give more minutes, or a larger model"
+        )
+    elif trial.signal and max(trial.signal.values()) < 0.1:
+        yield (
+            f"{max(trial.signal.values()):.0%} of the groups have different rewards after {step} "
+            "steps of SFT: RL learns from those alone, so slowly"
+        )

@@ -1,0 +1,75 @@
+"""The measured end of SFT, `sft.until`: the success of sampled episodes while the policy learns.
+
+RL compares the episodes of a group. A policy that never succeeds, or that always does the same,
+gives it nothing to compare; one that succeeds in some episodes and is undecided gives it the most.
+The number of SFT steps to that point differs between environments, and between seeds of one (28.7
+to 74.0 % success after equal steps of babyai-tiny), so it is measured and not fixed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from ludus.config.training import SFTUntilConfig
+from ludus.core.seeds import derive_seed
+from ludus.core.types import Group, Task
+from ludus.evaluate import Evaluation
+from ludus.pipeline.build import Run
+from ludus.pipeline.evaluate import play_heldout
+
+LEAST = 0.1
+"""Success below which SFT goes on although success does not rise: RL would find too little."""
+
+LABEL = "sft"
+"""Label of the measurements: `evaluate/sft` in the store."""
+
+
+def unseen(run: Run, number: int) -> list[Task]:
+    """Training tasks without a conversation in SFT, if there are enough; the same in each call."""
+    shown = {conversation.task.id for conversation in run.conversations if conversation.task}
+    tasks = [task for task in run.splits.train if task.id not in shown]
+    if len(tasks) < number:
+        tasks = list(run.splits.train)
+    seed = derive_seed(run.config.seed, "sft", "until")
+    return random.Random(seed).sample(tasks, min(number, len(tasks)))
+
+
+async def measure(run: Run, until: SFTUntilConfig, step: int) -> tuple[list[Group], Evaluation]:
+    """Play training tasks as RL will: sampled, several episodes of each task."""
+    settings = run.config.evaluate.model_copy(
+        update={
+            "num_tasks": None,
+            "samples_per_task": until.samples_per_task,
+            "temperature": run.config.rollout.temperature,
+        }
+    )
+    tasks = unseen(run, until.num_tasks)
+    groups, result = await play_heldout(run.collector, tasks, run.config.env, settings, LABEL, step)
+    version = run.backend.sampler.policy_version
+    return groups, result.model_copy(update={"policy_version": version})
+
+
+def measured(run: Run, step: int) -> list[float]:
+    """Success of the measurements up to a step, in their order."""
+    files = [(at, path) for label, at, path in run.folder.evaluation_files() if label == LABEL]
+    return [
+        Evaluation.model_validate_json(path.read_bytes()).success.value
+        for at, path in sorted(files)
+        if at <= step
+    ]
+
+
+def reason_to_end(until: SFTUntilConfig, successes: Sequence[float]) -> str | None:
+    """Why SFT ends after these measurements; None: it goes on."""
+    if not successes:
+        return None
+    if successes[-1] >= until.success:
+        return f"{successes[-1]:.0%} of the sampled episodes succeed (until.success)"
+    best = max(successes[: -until.patience], default=0.0)
+    if best >= LEAST and max(successes[-until.patience :]) <= best:
+        return (
+            f"success has not risen above {best:.0%} in {until.patience} measurements "
+            "(until.patience)"
+        )
+    return None
