@@ -252,6 +252,19 @@ def test_adapters_with_dropout_resume_too(
     assert all("lora_" in name for name in tensors)
 
 
+MEASURED = ["sft.until={success: 0.9, patience: 2, every: 4, num_tasks: 4, samples_per_task: 2}"]
+
+
+@pytest.mark.slow
+def test_a_measured_end_of_sft_resumes_too(
+    ludus: Ludus, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    killed_twice_it_is_the_same(ludus, Ludus(zygote, tmp_path_factory.mktemp("until")), MEASURED)
+    steps = [step["at"][:2] for step in ludus.state()["steps"]]
+    assert ("evaluate/sft", 4) in steps
+    assert ("evaluate/sft", 8) in steps
+
+
 @pytest.mark.parametrize("mode", ["float32", "stochastic_rounding"])
 @pytest.mark.slow
 def test_weights_in_bfloat16_resume_too(

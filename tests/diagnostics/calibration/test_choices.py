@@ -1,0 +1,77 @@
+"""Values of a recipe follow from measurements."""
+
+from __future__ import annotations
+
+from ludus.diagnostics.calibration import choices
+from ludus.diagnostics.calibration.choices import Lengths
+from ludus.diagnostics.calibration.trials import Trial
+
+LENGTHS = Lengths(
+    prompt_max=40,
+    turn_mean=3.0,
+    turn_max=4,
+    per_turn_max=20.0,
+    episode_mean=100.0,
+    episode_p95=150,
+    episode_max=180,
+)
+
+
+def test_a_percentile_is_a_value_of_the_list() -> None:
+    values = list(range(1, 11))
+    assert choices.percentile(values, 0.9) == 9
+    assert choices.percentile(values, 1.0) == 10
+    assert choices.percentile([7], 0.5) == 7
+
+
+def test_turns_leave_the_expert_a_quarter_more() -> None:
+    assert choices.turns([4] * 10, own_limit=20) == 6
+    assert choices.turns([4] * 10, own_limit=5) == 5
+    assert choices.turns([1] * 10, own_limit=1) == 1
+
+
+def test_a_context_holds_the_turns_of_a_failing_episode() -> None:
+    room = choices.tokens_per_turn(LENGTHS)
+    assert room == 6
+    assert choices.context(LENGTHS, max_turns=10, room=room) == 320  # 40 + 10 x (20 + 6 - 3)
+    assert choices.context(LENGTHS, max_turns=10_000, room=room) == choices.MAX_CONTEXT
+
+
+def test_training_tasks_leave_worlds_to_hold_out() -> None:
+    assert choices.training_tasks(1e6, 0.0) == 6000
+    assert choices.training_tasks(100, 0.0) == 60
+    assert choices.heldout_tasks(100) == 25
+    assert choices.training_tasks(1e6, 0.05) == 300  # the comparison would take too long
+
+
+def test_a_temperature_rises_only_where_groups_are_alike() -> None:
+    def of(signal: dict[float, float], success: dict[float, float]) -> float:
+        return choices.temperature(Trial(signal=signal, success=success))
+
+    assert of({1.0: 0.6, 1.2: 0.9}, {1.0: 0.3, 1.2: 0.3}) == 1.0
+    assert of({1.0: 0.2, 1.2: 0.4}, {1.0: 0.9, 1.2: 0.8}) == 1.2
+    assert of({1.0: 0.2, 1.2: 0.4}, {1.0: 0.3, 1.2: 0.1}) == 1.0  # it costs too much success
+    assert of({1.0: 0.0, 1.2: 0.0}, {1.0: 0.0, 1.2: 0.0}) == 1.0
+    assert of({}, {}) == 1.0
+
+
+def test_a_slow_step_has_fewer_groups() -> None:
+    assert choices.groups(2.0, 32) == 32
+    assert choices.groups(9.0, 32) == 16
+    assert choices.groups(300.0, 32) == 8
+
+
+def test_the_minutes_are_divided() -> None:
+    trial = Trial(sft_step_s=0.2, curve=[(20, 0.1), (60, 0.5)], rl_step_s=2.0, eval_s=1.0)
+    planned = choices.steps(trial, minutes=10, demonstrations_s=10, every=10)
+    assert planned.rl_s + planned.sft_s < 600
+    assert planned.rl >= 200
+    assert planned.sft >= 60
+    slow = choices.steps(Trial(sft_step_s=30.0, rl_step_s=100.0), 10, 0, 10)
+    assert (slow.sft, slow.rl) == (20, 20)
+
+
+def test_sft_is_measured_rarely_enough() -> None:
+    assert choices.measure_every(Trial(eval_s=1.0, sft_step_s=0.1), 0.4) == 30
+    soon = Trial(eval_s=1.0, sft_step_s=0.1, curve=[(20, 0.5)])
+    assert choices.measure_every(soon, 0.4) == 10  # it was reached in 20 steps

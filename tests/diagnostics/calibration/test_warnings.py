@@ -1,0 +1,52 @@
+"""What measurements foretell, in words with the number."""
+
+from __future__ import annotations
+
+from ludus.data.expert import Demonstration
+from ludus.diagnostics.calibration import warnings
+from ludus.diagnostics.calibration.episodes import Expert, Played
+from ludus.diagnostics.calibration.trials import Trial
+
+
+def expert(*rewards: float, success: bool = True) -> Expert:
+    return Expert(
+        [
+            Demonstration(
+                task_id=str(n), tier=None, messages=[], reward=r, success=success, num_turns=2
+            )
+            for n, r in enumerate(rewards)
+        ]
+    )
+
+
+def test_a_sound_environment_is_not_warned_about() -> None:
+    played = [Played(None, 0.0, False, 5, 0.001), Played(None, 1.0, True, 5, 0.001)]
+    assert list(warnings.of_expert(expert(1.0, 1.0))) == []
+    assert list(warnings.of_random(played, expert(1.0))) == []
+    assert list(warnings.of_tasks(1e6, 256, "env")) == []
+
+
+def test_huge_and_broken_rewards_are_told() -> None:
+    assert "rewards reach 1e+06" in "".join(warnings.of_expert(expert(1.0, 1e6)))
+    assert "1 of 2 episodes have the reward nan" in "".join(
+        warnings.of_expert(expert(1.0, float("nan")))
+    )
+
+
+def test_a_constant_reward_gives_nothing_to_learn() -> None:
+    played = [Played(None, 1.0, True, 5)] * 4
+    told = "".join(warnings.of_random(played, expert(1.0)))
+    assert "random actions succeed in 100%" in told
+    assert "every episode has the reward 1" in told
+
+
+def test_a_slow_environment_is_told_with_the_time_of_a_step() -> None:
+    played = [Played(None, 0.0, False, 5, step_s=2.0)]
+    assert "waits 17 minutes" in "".join(warnings.of_random(played, expert(1.0)))
+
+
+def test_few_tasks_and_no_success_are_told() -> None:
+    assert "about 5 different tasks" in "".join(warnings.of_tasks(5, 1, "data"))
+    nothing = Trial(curve=[(100, 0.0)], signal={1.0: 0.0})
+    assert "RL cannot help" in "".join(warnings.of_trial(nothing, 500))
+    assert list(warnings.of_trial(Trial(curve=[(10, 0.3)], signal={1.0: 0.5}), 500)) == []
