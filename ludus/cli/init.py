@@ -32,6 +32,10 @@ def init(
     out: Annotated[
         Path | None, typer.Option("--out", help="The recipe's file; default: NAME.yaml.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A pretrained model (folder or hub name); default: one from scratch."),
+    ] = None,
     minutes: Annotated[
         float, typer.Option(min=1, help="Minutes that the recipe's run may take on this machine.")
     ] = 10.0,
@@ -49,7 +53,9 @@ def init(
     path = out or Path(f"{found.name}.yaml")
     if path.exists() and not force:
         raise ConfigError(f"{path} exists: name another file with --out, or use --force")
-    calibration = calibrate(found, minutes, seed, lambda text: typer.echo(text, err=True))
+    calibration = calibrate(
+        found, minutes, seed, lambda text: typer.echo(text, err=True), model=model
+    )
     if (sft := calibration.config.sft) is not None and sft.data is not None:
         write_conversations(calibration.conversations, Path(sft.data))
     atomic_write(path, write(calibration))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import tempfile
@@ -14,17 +13,28 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from ludus.config.schema import RunConfig
-from ludus.core.errors import ConfigError, DataError
-from ludus.core.types import Message, Spec, Task
+from ludus.core.errors import ConfigError
+from ludus.core.signals import run
+from ludus.core.types import Message, Task
 from ludus.data.conversations import Conversation, read_conversations
 from ludus.data.expert import Demonstration
-from ludus.data.splits import Splits, read_splits
-from ludus.data.worlds import Worlds
 from ludus.diagnostics.calibration import choices, tokens
 from ludus.diagnostics.calibration import warnings as foretold
 from ludus.diagnostics.calibration.episodes import Expert, Played, play_expert, play_random
-from ludus.diagnostics.calibration.subject import MAX_TIERS, Subject, config_tasks
+from ludus.diagnostics.calibration.first import (
+    base,
+    tokenizer_for,
+    tokenizer_name,
+    with_lengths,
+    with_splits,
+    with_tasks,
+)
+from ludus.diagnostics.calibration.pretrained import with_starting_values
+from ludus.diagnostics.calibration.starting import Start
+from ludus.diagnostics.calibration.subject import MAX_TIERS, Subject
 from ludus.diagnostics.calibration.trials import Trial, try_out
+from ludus.envs.base import awaited
+from ludus.rollout.host import LocalEnvs
 
 EXPERT_S = 20.0
 """Seconds for the expert's episodes."""
@@ -38,19 +48,20 @@ TRIAL_S = 70.0
 NUM_EPISODES = 1600
 """Most episodes of the expert during calibration."""
 
-NUM_WORLDS = 600
-"""Tasks whose worlds are compared, to find out how many different ones there are."""
-
-WORLDS_S = 5.0
-"""Seconds for that comparison."""
-
 MAX_DEMONSTRATIONS = 6000
 """Most demonstrations of a recipe."""
 
 
 @dataclass
 class Calibration:
-    """Measurements and the configuration that follows from them; `warnings` in words."""
+    """Measurements and the configuration that follows from them; `warnings` in words.
+
+    Args:
+        conversations: what SFT shows.
+        distinct: about how many different tasks there are.
+        steps, start: how the minutes are divided; for a pretrained model its starting values.
+        seconds: that the calibration took.
+    """
 
     subject: Subject
     config: RunConfig
@@ -62,21 +73,30 @@ class Calibration:
     unknown: tuple[float, float]
     distinct: float
     trial: Trial
-    steps: choices.Steps
-    seconds: float
+    steps: choices.Steps | None
+    start: Start | None
     warnings: list[str] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 def calibrate(
-    subject: Subject, minutes: float, seed: int, say: Callable[[str], None]
+    subject: Subject,
+    minutes: float,
+    seed: int,
+    say: Callable[[str], None],
+    model: str | None = None,
 ) -> Calibration:
-    """Measure and choose. Errors: ConfigError, DataError where no recipe can learn."""
+    """Measure and choose. `model`: a pretrained one in place of one from scratch.
+
+    Errors: ConfigError, DataError where no recipe can learn.
+    """
     begun = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="ludus-init-"))
     try:
-        return _calibrate(subject, minutes, seed, say, folder, begun)
+        made = _calibrate(subject, minutes, seed, say, model, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    return replace(made, seconds=time.perf_counter() - begun)
 
 
 def _calibrate(
@@ -84,70 +104,85 @@ def _calibrate(
     minutes: float,
     seed: int,
     say: Callable[[str], None],
+    model: str | None,
     folder: Path,
-    begun: float,
 ) -> Calibration:
     if subject.env is not None:
         subject = fewer_tiers(subject, folder, say)
     tasks = subject.take(NUM_EPISODES, 0)
     expert = play(subject, tasks, folder, say)
     good = [d for d in expert.demonstrations if d.success]
-    if not good:
+    if not good and model is None:
         raise ConfigError(no_demonstration(subject, expert))
-    config = base(subject, expert, seed)
-    conversations, _ = read_conversations(config.model_copy(update={"sft": None}), good, tasks)
-    half = max(len(conversations) // 2, 1)
-    config, vocabulary, unknown = tokenizer_for(config, conversations[:half], conversations[half:])
-    say(
-        f"tokenizer: {tokenizer_name(config)}, {vocabulary} tokens; of unseen episodes "
-        f"{unknown[0]:.2%} of the expert's turns and {unknown[1]:.2%} of the prompts are <unk>"
-    )
-    distinct, reset_s = num_distinct(subject, tasks)
-    if subject.kind == "env":
-        num_train = choices.training_tasks(distinct, reset_s)
-        num_heldout = choices.heldout_tasks(distinct)
-    else:
-        num_heldout = max(min(subject.rows // 5, 256), 1)
-        num_train = subject.rows - num_heldout
-    config = config.model_copy(update={"tasks": config_tasks(subject, num_train, num_heldout)})
+    config = base(subject, seed, model, shows=bool(good))
+    shown = conversations_of(config, good, tasks) if good else openings(subject, tasks)
+    half = max(len(shown) // 2, 1)
+    config, vocabulary, unknown = tokenizer_for(config, shown[:half], shown[half:])
+    if model is None:
+        say(
+            f"tokenizer: {tokenizer_name(config)}, {vocabulary} tokens; of unseen episodes "
+            f"{unknown[0]:.2%} of the expert's turns and {unknown[1]:.2%} of the prompts are <unk>"
+        )
+    config, distinct = with_tasks(config, subject, tasks)
     config, splits = with_splits(config)
-    config, lengths = with_lengths(config, subject, expert, conversations)
+    config, lengths = with_lengths(config, subject, expert.turns, shown)
     say(
         f"tokens: prompts to {lengths.prompt_max}, turns {lengths.turn_mean:.1f} to "
         f"{lengths.turn_max}, episodes {lengths.episode_mean:.0f} to {lengths.episode_max}; "
         f"context {config.model.context_length}"
     )
     played: list[Played] = []
-    if subject.env is not None:
+    if subject.env is not None and good:
         actions = sorted({m.content for d in good for m in d.messages if m.role == "assistant"})
         played = play_random(subject.env, tasks[:200], actions, RANDOM_S, seed)
         say(random_line(played))
-    tokenizer = tokens.trained(config, conversations, splits.train)
-    shown = conversations_of(config, good, splits)
-    trial = try_out(config, folder, splits, tokenizer, shown, TRIAL_S, say)
-    rate = expert.num_played / max(expert.seconds, 1e-3) if subject.env else 1e9
-    config, planned = with_choices(config, trial, minutes, rate)
-    heldout = len(splits.heldout)
+    of_training = conversations_of(config, good, splits.train)
+    if model is not None:
+        config, start = with_starting_values(config, minutes, say)
+        trial, planned = Trial(), None
+    else:
+        start = None
+        tokenizer = tokens.trained(config, shown, splits.train)
+        trial = try_out(config, folder, splits, tokenizer, of_training, TRIAL_S, say)
+        rate = expert.num_played / max(expert.seconds, 1e-3) if subject.env else 1e9
+        config, planned = with_choices(config, trial, minutes, rate)
     warnings = [
         *foretold.of_expert(expert),
         *foretold.of_random(played, expert),
-        *foretold.of_tasks(distinct, heldout, subject.kind),
+        *foretold.of_tasks(distinct, len(splits.heldout), subject.kind),
         *foretold.of_lengths(lengths, config.model.context_length),
-        *foretold.of_trial(trial, planned.sft),
+        *foretold.of_trial(trial, config.sft.steps if config.sft else 0),
     ]
     return Calibration(
-        subject, config, shown, expert, played, lengths, vocabulary, unknown, distinct, trial,
-        planned, time.perf_counter() - begun, warnings,
+        subject, config, of_training, expert, played, lengths, vocabulary, unknown, distinct,
+        trial, planned, start, warnings,
     )  # fmt: skip
 
 
 def conversations_of(
-    config: RunConfig, good: Sequence[Demonstration], splits: Splits
+    config: RunConfig, good: Sequence[Demonstration], tasks: Sequence[Task]
 ) -> list[Conversation]:
-    """The demonstrations of training tasks, as SFT shows them."""
-    ids = {task.id for task in splits.train}
+    """The demonstrations of these tasks, as SFT shows them."""
+    ids = {task.id for task in tasks}
     kept = [d for d in good if d.task_id in ids]
-    return read_conversations(config.model_copy(update={"sft": None}), kept, splits.train)[0]
+    return read_conversations(config.model_copy(update={"sft": None}), kept, tasks)[0]
+
+
+def openings(subject: Subject, tasks: Sequence[Task]) -> list[Conversation]:
+    """The openings of a few tasks, for their lengths: there is no expert's turn."""
+    envs = LocalEnvs(subject.env)
+
+    async def read() -> list[Conversation]:
+        found = []
+        for task in tasks[:16]:
+            env = envs.make(task)
+            opening = await awaited("reset", env.reset(task))
+            await env.close()
+            messages = [*task.prompt, *opening.messages, Message(role="assistant", content="ok")]
+            found.append(Conversation(task, messages, None, None))
+        return found
+
+    return run(read())
 
 
 def fewer_tiers(subject: Subject, folder: Path, say: Callable[[str], None]) -> Subject:
@@ -222,127 +257,6 @@ def no_demonstration(subject: Subject, expert: Expert) -> str:
         "`expert_action`, or collect episodes of a large model with `ludus generate-data` and name "
         "the file in `sft.data`"
     )
-
-
-def base(subject: Subject, expert: Expert, seed: int) -> RunConfig:
-    """The recipe before any measurement of tokens."""
-    data: dict[str, Any] = {
-        "name": subject.name,
-        "seed": seed,
-        "model": {
-            "architecture": {"name": "qwen3"},
-            "tokenizer": {"name": "words"},
-            "chat_template": "plain",
-            "context_length": 4096,
-        },
-        "env": subject.env,
-        "judge": subject.judge,
-        "tasks": {"train": subject.reader_of(64, 0)},
-        "demonstrations": {"num_episodes": 1000} if subject.env else None,
-        "sft": {
-            "steps": 1000,
-            "until": {"success": 0.4, "every": 10},
-            "optimizer": {"lr": 2e-3, "warmup_steps": 10},
-        },
-        "rl": {
-            "algorithm": {"name": "grpo", "args": {"entropy_bonus": 0.03}},
-            "steps": 100,
-            "groups_per_step": 32,
-            "group_size": 8,
-            "optimizer": {"lr": 3e-4, "eps": 1e-5, "warmup_steps": 10, "schedule": "linear"},
-        },
-        "rollout": {"concurrency": 256},
-    }
-    if subject.env is None:
-        data["sft"]["data"] = f"{subject.name}.sft.jsonl"
-    return RunConfig.model_validate(data)
-
-
-def tokenizer_for(
-    config: RunConfig, shown: Sequence[Conversation], new: Sequence[Conversation]
-) -> tuple[RunConfig, int, tuple[float, float]]:
-    """`words` where unseen episodes have its words, else `bpe`."""
-    size, in_turns, in_prompts = tokens.unknown_shares(config, shown, new or shown)
-    if tokens.fits_words(size, in_turns, in_prompts):
-        return config, size, (in_turns, in_prompts)
-    model = config.model.model_copy(
-        update={"tokenizer": Spec(name="bpe", args={"vocab_size": 512})}
-    )
-    config = config.model_copy(update={"model": model})
-    size, in_turns, in_prompts = tokens.unknown_shares(config, shown, new or shown)
-    return config, size, (in_turns, in_prompts)
-
-
-def tokenizer_name(config: RunConfig) -> str:
-    """The name of the tokenizer to train."""
-    spec = config.model.tokenizer
-    return spec.name if isinstance(spec, Spec) else str(spec)
-
-
-def num_distinct(subject: Subject, tasks: Sequence[Task]) -> tuple[float, float]:
-    """About how many different tasks there are, by the repetitions among a few hundred; and the
-    seconds to compare one."""
-    if subject.kind == "data":
-        return float(len({t.model_dump_json(include={"prompt"}) for t in subject.tasks})), 0.0
-    worlds, keys, begun = Worlds(subject.env), [], time.perf_counter()
-    for task in tasks[:NUM_WORLDS]:
-        keys.append(worlds.key(task))
-        if time.perf_counter() - begun > WORLDS_S:
-            break
-    seconds = (time.perf_counter() - begun) / len(keys)
-    few, num = keys, len(set(keys))
-    if num == len(few):
-        return 1e6, seconds
-    low, high = float(num), 1e7
-    for _ in range(100):  # expected number of different ones among n draws of N
-        middle = math.sqrt(low * high)
-        expected = middle * (1 - math.exp(-len(few) / middle))
-        low, high = (middle, high) if expected < num else (low, middle)
-    return low, seconds
-
-
-def with_splits(config: RunConfig) -> tuple[RunConfig, Splits]:
-    """The configuration with so few training tasks that held-out tasks are left."""
-    while True:
-        try:
-            return config, read_splits(config)
-        except DataError:
-            train = config.tasks.train
-            number = int(train.args.get("num_tasks", 0)) // 2
-            if number < 8:
-                raise
-            smaller = train.model_copy(update={"args": {**train.args, "num_tasks": number}})
-            tasks = config.tasks.model_copy(update={"train": smaller})
-            config = config.model_copy(update={"tasks": tasks})
-
-
-def with_lengths(
-    config: RunConfig,
-    subject: Subject,
-    expert: Expert,
-    conversations: Sequence[Conversation],
-) -> tuple[RunConfig, choices.Lengths]:
-    """Turns, tokens of a turn and the context, by the expert's episodes."""
-    tokenizer = tokens.trained(config, conversations, ())
-    lengths = tokens.lengths(config, tokenizer, conversations)
-    maker = subject.maker()
-    own_limit = maker.max_turns if maker else 1
-    room = choices.tokens_per_turn(lengths)
-    most = choices.turns(expert.turns, own_limit)
-    context = choices.context(lengths, most, room)
-    rollout = config.rollout.model_copy(
-        update={
-            "max_tokens_per_turn": min(room, context - 1),
-            "max_turns": most if subject.env else None,
-        }
-    )
-    model = config.model.model_copy(update={"context_length": context})
-    batch = max(8192, context)
-    sft = config.sft.model_copy(update={"tokens_per_batch": batch}) if config.sft else None
-    rl = config.rl.model_copy(update={"tokens_per_batch": batch}) if config.rl else None
-    return config.model_copy(
-        update={"model": model, "rollout": rollout, "sft": sft, "rl": rl}
-    ), lengths
 
 
 def random_line(played: Sequence[Played]) -> str:

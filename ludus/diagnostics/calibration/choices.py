@@ -26,6 +26,9 @@ COMPARE_S = 15.0
 RESERVE_S = 25.0
 """Seconds of a run's start, report and checkpoints."""
 
+NUM_HELDOUT = 384
+"""Held-out tasks: the 95 % intervals of 50 and 60.5 % do not overlap."""
+
 SIGNAL = 0.5
 """Share of groups with different rewards at which a higher temperature is not needed."""
 
@@ -98,8 +101,8 @@ def training_tasks(distinct: float, reset_s: float) -> int:
 
 
 def heldout_tasks(distinct: float) -> int:
-    """256 tasks: the 95 % intervals of 50 and 63 % do not overlap."""
-    return max(min(256, int(distinct * 0.25)), 2)
+    """NUM_HELDOUT, or fewer where there are few different tasks."""
+    return max(min(NUM_HELDOUT, int(distinct * 0.25)), 2)
 
 
 def temperature(trial: Trial) -> float:

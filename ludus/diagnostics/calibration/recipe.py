@@ -21,12 +21,14 @@ Line = tuple[str, Any, str]
 
 def write(c: Calibration) -> str:
     """The recipe's text."""
+    learner = c.config.learner.model_dump(exclude_defaults=True)
     lines = [
         f"# Written by `ludus init {c.subject.given}`, from measurements of {c.seconds:.0f} s on "
         "this machine.",
         "# All keys: `ludus config`. The comments say what was measured.",
         f"name: {c.config.name}",
         *_section("model", _model(c)),
+        *([f"learner: {flow(learner)}"] if learner else []),
     ]
     for key in ("env", "judge"):
         if (spec := getattr(c.config, key)) is not None:
@@ -78,10 +80,20 @@ def _section(name: str, lines: Iterator[Line]) -> list[str]:
 
 def _model(c: Calibration) -> Iterator[Line]:
     model, (in_turns, in_prompts) = c.config.model, c.unknown
-    yield "architecture", model.architecture, "from scratch: 4 layers of width 128, 0.8 M weights"
+    scratch = "from scratch: 4 layers of width 128, 0.8 M weights"
+    yield "architecture", model.architecture, scratch
+    yield (
+        "path",
+        model.path,
+        f"starting values: {c.start.name} ({c.start.source})" if c.start else "",
+    )
+    if model.device != "cpu":
+        yield "device", model.device, ""
+    if model.lora is not None:
+        yield "lora", model.lora.model_dump(include={"rank", "alpha"}), ""
     yield (
         "tokenizer",
-        model.tokenizer,
+        model.tokenizer,  # None: the model's own
         f"{c.vocabulary} tokens; unknown in unseen episodes: {in_turns:.2%} of the turns, "
         f"{in_prompts:.2%} of the prompts",
     )
@@ -107,12 +119,14 @@ def _spec(spec: Spec) -> dict[str, Any]:
 
 def _rollout(c: Calibration) -> Iterator[Line]:
     rollout, turns = c.config.rollout, c.expert.turns
-    longest = f"the expert's longest turn: {c.lengths.turn_max}"
+    longest = f"the expert's longest turn: {c.lengths.turn_max}" if turns else ""
     yield "max_tokens_per_turn", rollout.max_tokens_per_turn, longest
-    yield "max_turns", rollout.max_turns, f"the expert: {fmean(turns):.1f}, at most {turns[-1]}"
+    told = f"the expert: {fmean(turns):.1f}, at most {turns[-1]}" if turns else "no expert"
+    yield "max_turns", rollout.max_turns, told
     yield "concurrency", rollout.concurrency, ""
     shares = [f"{share:.0%} at {at:g}" for at, share in c.trial.signal.items()]
-    yield "temperature", rollout.temperature, f"groups with different rewards: {', '.join(shares)}"
+    told = f"groups with different rewards: {', '.join(shares)}" if shares else ""
+    yield "temperature", rollout.temperature, told
 
 
 def _demonstrations(config: RunConfig) -> Iterator[Line]:
@@ -130,18 +144,22 @@ def _sft(c: Calibration) -> Iterator[Line]:
     if sft.until is not None:
         curve = ", ".join(f"{value:.0%} after {step}" for step, value in c.trial.curve[-3:])
         until = {"success": sft.until.success, "every": sft.until.every}
-        yield "until", until, f"sampled episodes that succeed: {curve} steps"
+        told = f"sampled episodes that succeed: {curve} steps" if curve else ""
+        yield "until", until, told
     losses = ", ".join(f"{loss:.3f} at {flow(rate)}" for rate, loss in c.trial.losses.items())
     optimizer = {"lr": sft.optimizer.lr, "warmup_steps": sft.optimizer.warmup_steps}
-    yield "optimizer", optimizer, f"loss in the trial: {losses}"
+    yield "optimizer", optimizer, f"loss in the trial: {losses}" if losses else ""
 
 
 def _rl(c: Calibration) -> Iterator[Line]:
-    rl, step_s = c.config.rl, c.trial.rl_step_s
+    rl = c.config.rl
     if rl is None:
         return
     yield "algorithm", rl.algorithm, ""
-    yield "steps", rl.steps, f"of {step_s:.1f} s: {c.steps.rl_s / 60:.1f} minutes"
+    told = "by the estimate of `ludus plan`"
+    if c.steps is not None:
+        told = f"of {c.trial.rl_step_s:.1f} s: {c.steps.rl_s / 60:.1f} minutes"
+    yield "steps", rl.steps, told
     yield "groups_per_step", rl.groups_per_step, ""
     yield "group_size", rl.group_size, ""
     used = ("lr", "eps", "warmup_steps", "schedule")

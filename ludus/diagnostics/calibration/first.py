@@ -1,0 +1,174 @@
+"""The configuration that a recipe begins with: model, tokenizer, tasks, lengths."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ludus.config.schema import RunConfig
+from ludus.core.errors import DataError
+from ludus.core.types import Spec, Task
+from ludus.data.conversations import Conversation
+from ludus.data.splits import Splits, read_splits
+from ludus.data.worlds import Worlds
+from ludus.diagnostics.calibration import choices, tokens
+from ludus.diagnostics.calibration.pretrained import device
+from ludus.diagnostics.calibration.subject import Subject, config_tasks
+
+NUM_WORLDS = 600
+"""Tasks whose worlds are compared, to find out how many different ones there are."""
+
+FREE_TURN = 200
+"""Tokens of a turn of a pretrained model, where no expert shows how long a turn is."""
+
+WORLDS_S = 5.0
+"""Seconds for that comparison."""
+
+
+def base(subject: Subject, seed: int, model: str | None, *, shows: bool) -> RunConfig:
+    """The recipe before any measurement of tokens. `shows`: there are demonstrations."""
+    data: dict[str, Any] = {
+        "name": subject.name,
+        "seed": seed,
+        "model": {"path": model, "device": device(), "context_length": 4096}
+        if model
+        else {
+            "architecture": {"name": "qwen3"},
+            "tokenizer": {"name": "words"},
+            "chat_template": "plain",
+            "context_length": 4096,
+        },
+        "env": subject.env,
+        "judge": subject.judge,
+        "tasks": {"train": subject.reader_of(64, 0)},
+        "demonstrations": {"num_episodes": 1000} if subject.env and shows else None,
+        "sft": {
+            "steps": 1000,
+            "until": {"success": 0.4, "every": 10},
+            "optimizer": {"lr": 2e-3, "warmup_steps": 10},
+        }
+        if shows
+        else None,
+        "rl": {
+            "algorithm": {"name": "grpo", "args": {"entropy_bonus": 0.03}},
+            "steps": 100,
+            "groups_per_step": 32,
+            "group_size": 8,
+            "optimizer": {"lr": 3e-4, "eps": 1e-5, "warmup_steps": 10, "schedule": "linear"},
+        },
+        "rollout": {"concurrency": 256},
+    }
+    if subject.env is None and shows:
+        data["sft"]["data"] = f"{subject.name}.sft.jsonl"
+    return RunConfig.model_validate(data)
+
+
+def tokenizer_for(
+    config: RunConfig, shown: Sequence[Conversation], new: Sequence[Conversation]
+) -> tuple[RunConfig, int, tuple[float, float]]:
+    """`words` where unseen episodes have its words, else `bpe`; a model's own tokenizer stays."""
+    if config.model.path is not None:
+        return config, len(tokens.trained(config, (), ())), (0.0, 0.0)
+    size, in_turns, in_prompts = tokens.unknown_shares(config, shown, new or shown)
+    if tokens.fits_words(size, in_turns, in_prompts):
+        return config, size, (in_turns, in_prompts)
+    model = config.model.model_copy(
+        update={"tokenizer": Spec(name="bpe", args={"vocab_size": 512})}
+    )
+    config = config.model_copy(update={"model": model})
+    size, in_turns, in_prompts = tokens.unknown_shares(config, shown, new or shown)
+    return config, size, (in_turns, in_prompts)
+
+
+def tokenizer_name(config: RunConfig) -> str:
+    """The name of the tokenizer to train."""
+    spec = config.model.tokenizer
+    return spec.name if isinstance(spec, Spec) else "the model's own"
+
+
+def with_tasks(
+    config: RunConfig, subject: Subject, tasks: Sequence[Task]
+) -> tuple[RunConfig, float]:
+    """The two splits, and about how many different tasks there are."""
+    distinct, reset_s = num_distinct(subject, tasks)
+    if subject.kind == "env":
+        num_train = choices.training_tasks(distinct, reset_s)
+        num_heldout = choices.heldout_tasks(distinct)
+    else:
+        num_heldout = max(min(subject.rows // 5, choices.NUM_HELDOUT), 1)
+        num_train = subject.rows - num_heldout
+    return config.model_copy(
+        update={"tasks": config_tasks(subject, num_train, num_heldout)}
+    ), distinct
+
+
+def num_distinct(subject: Subject, tasks: Sequence[Task]) -> tuple[float, float]:
+    """About how many different tasks there are, by the repetitions among a few hundred; and the
+    seconds to compare one."""
+    if subject.kind == "data":
+        return float(len({t.model_dump_json(include={"prompt"}) for t in subject.tasks})), 0.0
+    worlds, keys, begun = Worlds(subject.env), [], time.perf_counter()
+    for task in tasks[:NUM_WORLDS]:
+        keys.append(worlds.key(task))
+        if time.perf_counter() - begun > WORLDS_S:
+            break
+    seconds = (time.perf_counter() - begun) / len(keys)
+    few, num = keys, len(set(keys))
+    if num == len(few):
+        return 1e6, seconds
+    low, high = float(num), 1e7
+    for _ in range(100):  # expected number of different ones among n draws of N
+        middle = math.sqrt(low * high)
+        expected = middle * (1 - math.exp(-len(few) / middle))
+        low, high = (middle, high) if expected < num else (low, middle)
+    return low, seconds
+
+
+def with_splits(config: RunConfig) -> tuple[RunConfig, Splits]:
+    """The configuration with so few training tasks that held-out tasks are left."""
+    while True:
+        try:
+            return config, read_splits(config)
+        except DataError:
+            train = config.tasks.train
+            number = int(train.args.get("num_tasks", 0)) // 2
+            if number < 8:
+                raise
+            smaller = train.model_copy(update={"args": {**train.args, "num_tasks": number}})
+            tasks = config.tasks.model_copy(update={"train": smaller})
+            config = config.model_copy(update={"tasks": tasks})
+
+
+def with_lengths(
+    config: RunConfig,
+    subject: Subject,
+    expert_turns: Sequence[int],
+    conversations: Sequence[Conversation],
+) -> tuple[RunConfig, choices.Lengths]:
+    """Turns, tokens of a turn and the context, by episodes."""
+    tokenizer = tokens.trained(config, conversations, ())
+    lengths = tokens.lengths(config, tokenizer, conversations)
+    maker = subject.maker()
+    own_limit = maker.max_turns if maker else 1
+    if not expert_turns:  # nobody has shown how long a turn is
+        own = {"turn_max": FREE_TURN, "turn_mean": FREE_TURN, "per_turn_max": 2 * FREE_TURN}
+        lengths = replace(lengths, **own)
+    room = choices.tokens_per_turn(lengths)
+    most = choices.turns(expert_turns, own_limit)
+    context = choices.context(lengths, most, room)
+    rollout = config.rollout.model_copy(
+        update={
+            "max_tokens_per_turn": min(room, context - 1),
+            "max_turns": most if subject.env else None,
+        }
+    )
+    model = config.model.model_copy(update={"context_length": context})
+    batch = max(8192, context)
+    sft = config.sft.model_copy(update={"tokens_per_batch": batch}) if config.sft else None
+    rl = config.rl.model_copy(update={"tokens_per_batch": batch}) if config.rl else None
+    return config.model_copy(
+        update={"model": model, "rollout": rollout, "sft": sft, "rl": rl}
+    ), lengths
