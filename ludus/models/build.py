@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from ludus.config.schema import LoraConfig, ModelConfig
-from ludus.core.errors import CheckpointError, ConfigError, did_you_mean
+from ludus.core.errors import CheckpointError, ConfigError, LudusError, did_you_mean
 from ludus.core.modules import require
 from ludus.models import ARCHITECTURES
 from ludus.models.chat.tokenizers import load_error
@@ -176,12 +176,19 @@ def model_shape(config: ModelConfig, vocab_size: int) -> PreTrainedConfig:
             raise ConfigError(load_error("model.path", config.path, error)) from error
         return pretrained
     assert config.architecture is not None
-    shape: PreTrainedConfig = ARCHITECTURES.build(
-        config.architecture,
-        where="model.architecture",
-        vocab_size=vocab_size,
-        context_length=config.context_length,
-    )
+    try:
+        shape: PreTrainedConfig = ARCHITECTURES.build(
+            config.architecture,
+            where="model.architecture",
+            vocab_size=vocab_size,
+            context_length=config.context_length,
+        )
+    except LudusError:
+        raise
+    except Exception as error:  # of transformers' validators
+        raise ConfigError(
+            f"model.architecture.args: not a {config.architecture.name} model: {_line(error)}"
+        ) from error
     return shape
 
 
@@ -287,7 +294,7 @@ def _check_files(folder: Path) -> None:
         raise ConfigError(f"model.path: {folder} has no weights (*.safetensors)")
     for file in files:
         try:
-            with safe_open(file, framework="pt"):  # type: ignore[no-untyped-call]
+            with safe_open(file, framework="pt"):
                 pass
         except (OSError, SafetensorError) as error:
             raise CheckpointError(

@@ -9,13 +9,15 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any, cast
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import LudusError, described
-from ludus.core.types import Message, Observation, Spec, StepResult, Task
+from ludus.core.types import Message, Observation, StepResult, Task
 from ludus.data.expert import CodeBlocks, Demonstration, run_expert
+from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert, awaited, limits_of
 from ludus.rollout.host import LocalEnvs, check_opening, check_result
 from ludus.rollout.threads import EnvThread, Overdue
@@ -114,7 +116,7 @@ async def play_sample(config: RunConfig, tasks: Sequence[Task]) -> Sample:
         enough = len(expert) >= NUM_EPISODES and any(_succeeded(played) for played in expert)
         if enough or not left() or any(played.overdue for played in expert):
             break
-        expert.append(await one(task, lambda env, task=task: _demonstrate(config, task, env)))
+        expert.append(await one(task, partial(_demonstrate, config)))
     complete = len(expert) >= min(NUM_EPISODES, len(chosen))
     has_expert = any(not played.no_expert for played in expert)
     for task in chosen[: NUM_RANDOM if has_expert else NUM_EPISODES]:
@@ -150,7 +152,7 @@ class _Recorded:
     """An environment whose opening, rewards and times are recorded."""
 
     def __init__(self, env: Env, played: Played) -> None:
-        self._env, self._played = env, played
+        self._env, self._played, self.task = env, played, played.task
         self.stopped = False
         limit = env.max_turns
         played.max_turns = limit if isinstance(limit, int) else 1
@@ -210,7 +212,8 @@ async def _play(
     return played
 
 
-async def _demonstrate(config: RunConfig, task: Task, env: _Recorded) -> Demonstration:
+async def _demonstrate(config: RunConfig, env: _Recorded) -> Demonstration:
+    task = env.task
     settings = settings_of(config.rollout, part_of(task))
     blocks = None
     if settings.format == "code":  # only for its markers: the expert's code is not run
@@ -222,17 +225,16 @@ async def _demonstrate(config: RunConfig, task: Task, env: _Recorded) -> Demonst
 
 async def _wander(env: _Recorded) -> None:
     """Play words that are no expert's."""
-    await env.reset(env._played.task.model_copy(deep=True))
+    await env.reset(env.task.model_copy(deep=True))
     for turn in range(RANDOM_TURNS):
         if (await env.step(Message(role="assistant", content=f"look {turn}"))).done:
             break
 
 
-def at_once(config: RunConfig, spec: Spec | None) -> int:
+def at_once(config: RunConfig) -> int:
     """Returns the episodes that are played at the same time."""
-    from ludus.envs import ENVS
-
     limit = None
-    if spec is not None:
-        limit = ENVS.load(spec.name).at_once(**ENVS.check(spec, "env"))
+    if config.env is not None:
+        env: Any = ENVS.load(config.env.name)
+        limit = env.at_once(**ENVS.check(config.env, "env")) if hasattr(env, "at_once") else None
     return min(config.rollout.concurrency, limit or config.rollout.concurrency)

@@ -186,14 +186,14 @@ def judge_openings(sizes: Sequence[int], config: RunConfig, exact: bool, found: 
     if not long:
         return
     about = "" if exact else " (estimated)"
-    per_turn = config.rollout.max_tokens_per_turn
+    every = len(long) == len(sizes)
+    whose = _all(len(sizes), "tasks") if every else f"{len(long)} of {len(sizes)} tasks"
     text = (
         f"model.context_length: {limit} tokens have no room for a turn after the first prompt of "
-        f"{_all(len(sizes), 'tasks') if len(long) == len(sizes) else f'{len(long)} of {len(sizes)}'}"
-        f"{'' if len(long) == len(sizes) else ' tasks'}: up to {max(long)} tokens{about}: set it to "
-        f"at least {max(long) + per_turn}"
+        f"{whose}: up to {max(long)} tokens{about}: set it to at least "
+        f"{max(long) + config.rollout.max_tokens_per_turn}"
     )
-    (found.faults if len(long) == len(sizes) else found.notes).append(text)
+    (found.faults if every else found.notes).append(text)
 
 
 def _all(count: int, noun: str = "episodes") -> str:

@@ -100,12 +100,12 @@ def judge_rewards(config: RunConfig, sample: Sample, found: Findings) -> None:
             "`success_at` in the class, or scale the rewards"
         )
     random = {played.reward for played in both}
-    if len(finished) > 1 and both and random == {played.reward for played in finished}:
-        if len(random) == 1:
-            found.notes.append(
-                f"env: the expert and random words both earn a reward of {random.pop():g}: where "
-                "all episodes do, groups have no signal and RL trains nothing"
-            )
+    same = random == {played.reward for played in finished}
+    if len(finished) > 1 and len(random) == 1 and same:
+        found.notes.append(
+            f"env: the expert and random words both earn a reward of {random.pop():g}: where all "
+            "episodes do, groups have no signal and RL trains nothing"
+        )
     raised = [p for p in sample.random if p.error and not p.overdue and p.opened]
     worked = any(not played.error for played in sample.expert)
     if raised and worked:
@@ -151,8 +151,15 @@ def slow_steps(config: RunConfig, sample: Sample) -> Iterator[str]:
     most = config.rollout.max_turns if isinstance(config.rollout.max_turns, int) else max(limits)
     turns = min(fmean(lengths), most) if lengths else most
     episodes = rl.groups_per_step * rl.group_size
-    together = min(at_once(config, config.env), episodes)
+    together = min(at_once(config), episodes)
     seconds = max(math.ceil(episodes / together) * turns * step_s, episodes * turns * cpu_s)
+    deadline = config.rollout.episode_deadline_s
+    if turns * step_s > deadline:
+        yield (
+            f"rollout.episode_deadline_s: an episode of {turns:.0f} turns takes about "
+            f"{_duration(turns * step_s)} in the environment alone, and is given up after "
+            f"{deadline:g} s: raise it"
+        )
     if step_s < SLOW_STEP_S and seconds < SLOW_ROLLOUTS_S:
         return
     total = seconds * rl.steps
