@@ -51,8 +51,13 @@ class Count(Env):
         self._at += 1
         right = action.content == self._action + str(self._at)
         ended = self._at == self._turns
+        if ended:
+            self._at = None
         reward = self._reward if ended and (right or self._anyway) else 0.0
         return StepResult(messages=user("next"), reward=reward, terminated=ended)
+
+    async def close(self) -> None:
+        self._at = None
 
     def expert_action(self) -> str:
         if not self._expert:

@@ -94,8 +94,8 @@ def _check_lengths(subject: Subject, outcomes: Sequence[Outcome]) -> None:
     if all(outcome.num_turns > outcome.limit for outcome in ended):
         subject.note(
             "length",
-            f"the expert needs up to {turns} turns and in no episode fewer than max_turns, {limit}: "
-            "episodes are cut before they are solved, unless `rollout.max_turns` allows more",
+            f"the expert needs more than max_turns, {limit}, in all episodes, up to {turns}: they "
+            "are cut before they are solved, unless `rollout.max_turns` allows more",
         )
     if turns >= LONG:
         subject.note(

@@ -122,8 +122,8 @@ def counted(**args: object) -> Spec:
     ("args", "severity", "said"),
     [
         ({"turns": 1}, "note", "length: each episode of the expert ends in its first turn"),
-        ({"turns": 300}, "note", "the expert's episode has 300 turns and 3,"),
-        ({"turns": 300}, "note", "in no episode fewer than max_turns, 20: episodes are cut"),
+        ({"turns": 300}, "note", "the expert's episode has 300 turns and 1,999 characters"),
+        ({"turns": 300}, "note", "needs more than max_turns, 20, in all episodes, up to 300: they"),
         ({"anyway": True}, "note", "and one of random words all earn 1: where all episodes do"),
         ({"reward": 1e6}, "error", "the reward 1e+06 is outside of score_range 0 to 1"),
         (
@@ -150,11 +150,11 @@ async def test_slow_steps_are_told_before_all_other_checks() -> None:
     def report(finding: Finding) -> None:
         findings.append((time.monotonic() - started, finding))
 
-    await check_env(counted(step_s=1.2), report=report)
+    await check_env(counted(step_s=0.25), report=report)
     after_s, first = findings[0]
     assert first.check == "speed"
-    assert "a step takes 1.2 s (mean of 3)" in first.detail
-    assert "an episode of 20 turns takes about 24 s" in first.detail
-    assert "one task is checked, 3 turns of each episode" in first.detail
+    assert "a step takes 0.25 s (mean of 3)" in first.detail
+    assert "an episode of 20 turns takes about 5 s" in first.detail
+    assert "one task is checked, 15 turns of each episode" in first.detail
     assert after_s < 15
     assert all(finding.severity == "note" for _, finding in findings)
