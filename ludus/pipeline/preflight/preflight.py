@@ -79,7 +79,11 @@ def preflight(
     found = Findings()
     if tokenizer is not None:
         renderers = make_renderers(config, tokenizer)
-        _compare(config, splits, conversations, sample, renderers, exact, found)
+        _compare_prompts(config, splits, sample, renderers, exact, found)
+        if conversations:
+            _compare_conversations(config, conversations, renderers, exact, found)
+        if not found.faults and not options.quick:
+            _compare_episodes(config, sample, renderers, exact, found)
         if not options.patient and config.rl is not None:
             run(try_judges(config, splits.train, sample.opened, renderers, found))
     judge_expert(config, sample, found)
@@ -117,30 +121,30 @@ def _estimated_tokenizer(
     return None
 
 
-def _compare(
+def _compare_prompts(
     config: RunConfig,
     splits: Splits,
-    conversations: Sequence[Conversation],
     sample: Sample,
     renderers: TaskRenderers,
     exact: bool,
     found: Findings,
 ) -> None:
-    """Compare sizes with the limits of the recipe."""
-    if conversations:
-        _compare_conversations(config, conversations, renderers, exact, found)
-    if config.agent is not None:  # it writes its own prompts, and decides when to call the model
-        return
-    sizes = opening_sizes(config, _openings(splits, sample), renderers)
-    judge_openings(sizes, config, exact, found)
+    if config.agent is None:  # an agent writes its own prompts
+        sizes = opening_sizes(config, _openings(splits, sample), renderers)
+        judge_openings(sizes, config, exact, found)
+
+
+def _compare_episodes(
+    config: RunConfig, sample: Sample, renderers: TaskRenderers, exact: bool, found: Findings
+) -> None:
+    """Compare the expert's episodes with the limits of the recipe."""
     finished = sample.finished
-    if not finished or len([size for size in sizes if size < config.model.context_length]) == 0:
+    if not finished or config.agent is not None:  # an agent decides when to call the model
         return
     judged = config.judge is not None or any(played.task.judge for played in finished)
-    evaluated = config.rl is not None or config.tasks.heldout is not None
     options: dict[str, Any] = {"judged": judged, "all_played": len(finished) == sample.num_tasks}
     of_turn, whole = token_needs(config, finished, renderers)
-    if evaluated:
+    if config.rl is not None or config.tasks.heldout is not None:
         turns = turn_needs(config, finished)
         result = "Longer episodes are cut"
         judge_needs(turns, found, what="turns", result=result, exact=True, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from ludus.config.schema import RunConfig
@@ -144,7 +144,7 @@ def slow_steps(config: RunConfig, sample: Sample) -> Iterator[str]:
     rl = config.rl
     if not steps or rl is None:
         return
-    step_s = fmean(steps)
+    step_s = median(steps)
     cpu_s = sum(played.cpu_s for played in (*sample.expert, *sample.random)) / len(steps)
     lengths = [len(played.rewards) for played in sample.finished]
     limits = [played.max_turns for played in sample.opened]
@@ -164,7 +164,7 @@ def slow_steps(config: RunConfig, sample: Sample) -> Iterator[str]:
         return
     total = seconds * rl.steps
     yield (
-        f"env: a step takes {step_s:.2g} s (mean of {len(steps)}): the {episodes} episodes of an "
+        f"env: a step takes {step_s:.2g} s (median of {len(steps)}): the {episodes} episodes of an "
         f"RL step, of about {turns:.0f} turns and {together} at a time, take about "
         f"{_duration(seconds)}, all {rl.steps} steps {_duration(total)}, in the environment alone. "
         f"Raise rollout.concurrency or lower rl.groups_per_step, or make the environment faster"

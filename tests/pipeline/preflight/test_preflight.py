@@ -15,6 +15,7 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import CheckpointError, ConfigError, DataError, LudusError
 from ludus.core.types import Trajectory
 from ludus.pipeline import launch
+from ludus.pipeline.companions import LaunchOptions
 from ludus.pipeline.preflight import episodes, judges
 from ludus.pipeline.preflight.preflight import preflight
 
@@ -188,6 +189,14 @@ def test_an_expert_that_needs_more_turns(tmp_path: Path) -> None:
         "preflight: rollout.max_turns: 5 is less than the expert needs in 4 of 8 episodes: 9 "
         "turns. Longer episodes are cut: set rollout.max_turns to at least 9"
     )
+
+
+def test_a_quick_test_may_have_any_limit(tmp_path: Path) -> None:
+    """It learns nothing anyway; its turns are fewer than the recipe's."""
+    config = recipe(tmp_path, rollout={"max_turns": 1, "max_tokens_per_turn": 8})
+    options, notes = LaunchOptions(quick=True), list[str]()
+    preflight(config, launch.read_splits(config), options, notes.append)
+    assert len(notes) == 1
 
 
 @pytest.mark.parametrize(
