@@ -17,7 +17,7 @@ from typing import Any
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, EnvError
 from ludus.core.signals import run
-from ludus.core.types import Message, Task
+from ludus.core.types import Message, Spec, Task
 from ludus.data.conversations import (
     Conversation,
     functions_brought,
@@ -73,8 +73,8 @@ def preflight(
     sample = NOTHING
     if plays and not options.patient and options.env_service is None:
         sample = run(play_sample(config, splits.train))
-    exact = tokenizer is not None
-    if not exact:
+    exact = tokenizer is not None or _by_words(config)
+    if tokenizer is None:
         tokenizer = _estimated_tokenizer(config, splits, conversations, sample)
     found = Findings()
     if tokenizer is not None:
@@ -94,6 +94,12 @@ def preflight(
     for text in found.notes:
         note(f"preflight: {text}")
     note(_summary(sample, time.perf_counter() - started))
+
+
+def _by_words(config: RunConfig) -> bool:
+    """True for a tokenizer that has one token for a word, whatever it was trained on."""
+    own = config.model.tokenizer
+    return (own.name if isinstance(own, Spec) else own) == "words"
 
 
 def _estimated_tokenizer(

@@ -191,6 +191,12 @@ def test_an_expert_that_needs_more_turns(tmp_path: Path) -> None:
     )
 
 
+def test_a_trained_bpe_tokenizer_is_an_estimate(tmp_path: Path) -> None:
+    model = {"tokenizer": {"name": "bpe"}, "context_length": 128}
+    message = refused(recipe(tmp_path, model, env_action="".join(map(chr, range(33, 99)))))
+    assert "tokens in the longest turn (a low estimate: the tokenizer will be" in message
+
+
 def test_a_quick_test_may_have_any_limit(tmp_path: Path) -> None:
     """It learns nothing anyway; its turns are fewer than the recipe's."""
     config = recipe(tmp_path, rollout={"max_turns": 1, "max_tokens_per_turn": 8})
@@ -203,7 +209,7 @@ def test_a_quick_test_may_have_any_limit(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"env_action": "a a a a a a a a "}, "rollout.max_tokens_per_turn: 8 is less than"),
-        ({"env_action": "a a a a a a a a "}, "10 tokens in the longest turn (estimated"),
+        ({"env_action": "a a a a a a a a "}, "10 tokens in the longest turn. Longer turns end"),
         ({"env_opening": "long " * 80}, "model.context_length: 64 tokens have no room for a turn"),
         ({"env_opening": "long " * 50}, "model.context_length: 64 is less than the expert needs"),
         ({"env_expert": False}, "has no expert for the 32 tasks that were tried: nobody can count"),
