@@ -64,9 +64,12 @@ async def try_judges(
 def _judges(config: RunConfig, tasks: Sequence[Task]) -> Iterator[tuple[str, Spec, list[Task]]]:
     """Yields each judge: its place, its spec, some of its tasks."""
     by_judge: dict[str, tuple[Spec, list[Task]]] = {}
+    keys: dict[int, str] = {}  # the tasks of a part share one object
     for task in tasks:
         if (spec := task.judge or config.judge) is not None:
-            by_judge.setdefault(spec.model_dump_json(), (spec, []))[1].append(task)
+            key = keys.setdefault(id(spec), "") or spec.model_dump_json()
+            keys[id(spec)] = key
+            by_judge.setdefault(key, (spec, []))[1].append(task)
     for spec, own in by_judge.values():
         place = "judge" if spec == config.judge else f"the judge of task {own[0].id}"
         yield place, spec, spread(own, NUM_TASKS)

@@ -84,8 +84,9 @@ def preflight(
             _compare_conversations(config, conversations, renderers, exact, found)
         if not found.faults and not options.quick:
             _compare_episodes(config, sample, renderers, exact, found)
-        if not options.patient and config.rl is not None:
-            run(try_judges(config, splits.train, sample.opened, renderers, found))
+        if not options.patient:
+            scored = [*(splits.train if config.rl is not None else ()), *splits.heldout]
+            run(try_judges(config, scored, sample.opened, renderers, found))
     judge_expert(config, sample, found)
     judge_rewards(config, sample, found)
     found.notes += slow_steps(config, sample)

@@ -88,8 +88,8 @@ def judge_rewards(config: RunConfig, sample: Sample, found: Findings) -> None:
     """Add notes on rewards that give no signal, or have an unusual size."""
     if config.judge is not None or config.rl is None:
         return
-    finished = sample.finished
-    both = [played for played in sample.random if not played.error]
+    finished = [played for played in sample.finished if played.task.judge is None]
+    both = [played for played in sample.random if not (played.error or played.task.judge)]
     outside = [p for p in (*finished, *both) if not _within(p)]
     if outside:
         low, high = outside[0].score_range
