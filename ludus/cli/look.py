@@ -197,12 +197,18 @@ def check_env_command(
         float, typer.Option(min=0.1, help="Seconds that a reset or a step may take.")
     ] = 10.0,
 ) -> None:
-    """Check that an environment follows the protocol: deterministic, robust, no output."""
+    """Check that an environment follows the protocol: deterministic, robust, no output.
+
+    Tells what trains badly too: slow steps, equal rewards, long episodes, no expert.
+    """
     from ludus.envs.checks.check import check_env
 
-    findings = run(check_env(spec(name, args), num_tasks=tasks, timeout_s=timeout))
-    for finding in findings:
-        typer.echo(finding)
+    out = sys.stdout  # the checks watch it
+
+    def tell(finding: object) -> None:
+        typer.echo(finding, file=out)
+
+    findings = run(check_env(spec(name, args), num_tasks=tasks, timeout_s=timeout, report=tell))
     if any(finding.severity == "error" for finding in findings):
         raise typer.Exit(1)
     typer.echo(f"{name} follows the protocol")

@@ -68,7 +68,7 @@ def train(
     from ludus.pipeline.companions import LaunchOptions, check_options
     from ludus.pipeline.progress import Display
 
-    display, options = Display(), LaunchOptions(with_env_service, bool(break_at), view)
+    display, options = Display(), LaunchOptions(with_env_service, bool(break_at), view, quick_test)
     in_process = config is not None and config.backend.name == "debug"
     stops = switched_on(break_at or [], display.note, debugger=debugger, here=in_process)
     opened = ExitStack()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,7 +23,8 @@ from transformers import (
 )
 
 from ludus.config.schema import LoraConfig, ModelConfig
-from ludus.core.errors import CheckpointError, ConfigError, MissingDependency, did_you_mean
+from ludus.core.errors import CheckpointError, ConfigError, LudusError, did_you_mean
+from ludus.core.modules import require
 from ludus.models import ARCHITECTURES
 from ludus.models.chat.tokenizers import load_error
 from ludus.models.progress_bars import no_progress_bars
@@ -107,7 +110,7 @@ def build_model(
     Errors: ConfigError for a folder or hub name without a model, a tokenizer with more tokens than
     the model, a context longer than the model's, a missing device, an unknown LoRA target.
     """
-    _check_device(config.device)
+    check_device(config.device)
     set_tf32(config.tf32)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -121,6 +124,38 @@ def build_model(
         if config.lora is not None:
             model = _with_lora(model, config.lora)
     return model.to(config.device)
+
+
+def check_model(config: ModelConfig, tokenizer: Any, *, here: bool = True) -> None:
+    """Check what `build_model` needs, on torch's meta device: allocates and reads no weights.
+
+    Args:
+        tokenizer: None where it is not trained yet.
+        here: the model is built on this machine, so its device and memory count.
+
+    Errors: as `build_model`.
+    """
+    if here:
+        check_device(config.device)
+    size = 1024 if tokenizer is None else Vocabulary.of(tokenizer).size
+    shape = model_shape(config, size)
+    try:
+        model = _on_meta(shape)
+    except Exception as error:  # of each model's own code
+        if config.path is not None:
+            raise ConfigError(load_error("model.path", config.path, error)) from error
+        raise ConfigError(
+            f"model.architecture.args: torch cannot build the model: {_line(error)}"
+        ) from error
+    if config.path is None and here:
+        _check_memory(model)
+    if config.path is not None:
+        _check_files(Path(config.path).expanduser())
+    if tokenizer is not None:
+        _check_fit(config, tokenizer, model)
+    if config.lora is not None:
+        loading(config)
+        _check_lora(model, config.lora)
 
 
 def set_tf32(on: bool) -> None:
@@ -141,12 +176,19 @@ def model_shape(config: ModelConfig, vocab_size: int) -> PreTrainedConfig:
             raise ConfigError(load_error("model.path", config.path, error)) from error
         return pretrained
     assert config.architecture is not None
-    shape: PreTrainedConfig = ARCHITECTURES.build(
-        config.architecture,
-        where="model.architecture",
-        vocab_size=vocab_size,
-        context_length=config.context_length,
-    )
+    try:
+        shape: PreTrainedConfig = ARCHITECTURES.build(
+            config.architecture,
+            where="model.architecture",
+            vocab_size=vocab_size,
+            context_length=config.context_length,
+        )
+    except LudusError:
+        raise
+    except Exception as error:  # of transformers' validators
+        raise ConfigError(
+            f"model.architecture.args: not a {config.architecture.name} model: {_line(error)}"
+        ) from error
     return shape
 
 
@@ -161,7 +203,7 @@ def _from_scratch(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> Pr
     """Initialise in float32, so that all dtypes start from the same weights."""
     shape = model_shape(config, Vocabulary.of(tokenizer).size)
     try:
-        _check_memory(shape)
+        _check_memory(_on_meta(shape))
         model = AutoModelForCausalLM.from_config(
             shape, dtype=torch.float32, attn_implementation="sdpa"
         )
@@ -174,11 +216,16 @@ def _from_scratch(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> Pr
     return model
 
 
-def _check_memory(shape: PreTrainedConfig) -> None:
-    """Refuse a model whose weights alone exceed the machine's memory. Allocates nothing."""
+def _on_meta(shape: PreTrainedConfig) -> PreTrainedModel:
+    """Returns a model without memory for its weights."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        weights = AutoModelForCausalLM.from_config(shape, dtype=torch.float32).parameters()
-    size, memory = 4 * sum(p.numel() for p in weights), _physical_memory()
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    return model
+
+
+def _check_memory(model: PreTrainedModel) -> None:
+    """Refuse a model whose weights alone exceed the machine's memory."""
+    size, memory = 4 * sum(p.numel() for p in model.parameters()), _physical_memory()
     if size > memory:
         raise ConfigError(
             f"model.architecture.args: the model's {size / 4:,.0f} parameters take "
@@ -227,6 +274,35 @@ def _pretrained(config: ModelConfig) -> PreTrainedModel:
     return model
 
 
+def _check_files(folder: Path) -> None:
+    """Check that a folder has all files of its weights, each complete; reads their headers only.
+
+    A hub's name is no folder: its files are checked when they are loaded.
+    """
+    if not folder.is_dir():
+        return
+    indices = [folder / f"{name}.index.json" for name in ("model.safetensors", "pytorch_model.bin")]
+    for index in [file for file in indices if file.is_file()][:1]:
+        parts = set(json.loads(index.read_text("utf-8")).get("weight_map", {}).values())
+        if lacking := sorted(part for part in parts if not (folder / part).is_file()):
+            raise ConfigError(
+                f"model.path: {folder} lacks {len(lacking)} of the {len(parts)} files with its "
+                f"weights, e.g. {lacking[0]}"
+            )
+    files = sorted(folder.glob("*.safetensors"))
+    if not files and not any(folder.glob("*.bin")):
+        raise ConfigError(f"model.path: {folder} has no weights (*.safetensors)")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"model.path: {folder}: its weights cannot be loaded, {file.name} may be "
+                f"truncated: {_line(error)}"
+            ) from error
+
+
 def _check_fit(
     config: ModelConfig, tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel
 ) -> None:
@@ -244,7 +320,8 @@ def _check_fit(
         )
 
 
-def _check_device(name: str) -> None:
+def check_device(name: str) -> None:
+    """Errors: ConfigError for a device that torch does not have."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -258,23 +335,28 @@ def _check_device(name: str) -> None:
         )
 
 
+def _check_lora(model: PreTrainedModel, lora: LoraConfig) -> None:
+    """Errors: MissingDependency without peft, ConfigError for an unknown target."""
+    require("peft", "train", "model.lora")
+    if lora.targets == "all-linear":
+        return
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    for i, target in enumerate(lora.targets):
+        if target.rpartition(".")[2] not in linear:
+            raise ConfigError(
+                f"model.lora.targets[{i}]: the model has no linear module {target!r}"
+                f"{did_you_mean(target, linear)}"
+            )
+
+
 def _with_lora(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
-    try:
-        import peft
-    except ModuleNotFoundError as error:
-        raise MissingDependency("peft", "train", "model.lora") from error
-    if lora.targets != "all-linear":
-        linear = {
-            name.rpartition(".")[2]
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear)
-        }
-        for i, target in enumerate(lora.targets):
-            if target.rpartition(".")[2] not in linear:
-                raise ConfigError(
-                    f"model.lora.targets[{i}]: the model has no linear module {target!r}"
-                    f"{did_you_mean(target, linear)}"
-                )
+    _check_lora(model, lora)
+    import peft
+
     with warnings.catch_warnings():
         # peft reads an attribute of transformers under its deprecated name.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)

@@ -256,11 +256,11 @@ def make_limits(config: RunConfig, splits: Splits, endpoints: Sequence[str] = ()
     from ludus.models.endpoint.client import check_url
 
     judges = (task.judge for task in (*splits.train, *splits.heldout))
-    asked = {check_url(url) for url in (*endpoints, *_urls([config.judge, *judges]))}
+    asked = {check_url(url) for url in (*endpoints, *urls_in([config.judge, *judges]))}
     return Limits(limits, [*functions, *asked])
 
 
-def _urls(value: Any) -> Iterator[str]:
+def urls_in(value: Any) -> Iterator[str]:
     """The endpoints in judges, whose arguments may hold other judges."""
     if isinstance(value, Spec):
         value = value.args
@@ -269,7 +269,7 @@ def _urls(value: Any) -> Iterator[str]:
             yield url
         value = list(value.values())
     for part in value if isinstance(value, list) else ():
-        yield from _urls(part)
+        yield from urls_in(part)
 
 
 def make_collector(

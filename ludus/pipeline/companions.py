@@ -43,17 +43,20 @@ _ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """Processes beside a run. They change no result, so they are no part of the configuration.
+    """Processes beside a run, and its purpose. They change no result, so they are no part of the
+    configuration.
 
     Args:
         env_service: serve this environment of the configuration in a process of its own.
         patient: episodes, steps and calls have no time limits, as somebody debugs them.
         view: serve the live page.
+        quick: a test of the parts: limits under which nothing is learned are allowed.
     """
 
     env_service: str | None = None
     patient: bool = False
     view: bool = False
+    quick: bool = False
 
 
 PLAIN = LaunchOptions()

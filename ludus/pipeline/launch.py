@@ -31,6 +31,8 @@ from ludus.pipeline.hosted import check_host, trainer_of
 from ludus.pipeline.live import LiveRecord
 from ludus.pipeline.notify import notifying, resolved_urls
 from ludus.pipeline.policy_checks import check_policies
+from ludus.pipeline.preflight.parts import check_parts
+from ludus.pipeline.preflight.preflight import preflight
 from ludus.pipeline.progress import Display, Observer
 from ludus.pipeline.registries import check, plugin_files
 from ludus.pipeline.training import BudgetSpent, Trainer
@@ -50,6 +52,7 @@ from ludus.telemetry.logs import get_logger, setup_logging
 from ludus.telemetry.metrics import MetricsLog
 from ludus.telemetry.sinks import build_sinks
 from ludus.telemetry.span_export import exported
+from ludus.train.checkpoint.listing import list_checkpoints
 
 log = get_logger(__name__)
 
@@ -91,6 +94,7 @@ def train(
                 _resume(mirrored, config, observer, skip_damaged, options)
             return mirrored
     splits = read_splits(config)
+    preflight(config, splits, options, observer.note)
     with RunStore.open(config.store, config.runs_dir) as store:
         folder = _create_run(config, store)
         with folder.lock():
@@ -155,6 +159,8 @@ def _resume(
             )
         complete = folder.id in rows and rows[folder.id].status == "completed"
         splits = read_splits(config, folder)
+        if not list_checkpoints(folder.checkpoints):
+            check_parts(config, folder)
         store.reopen_run(folder.id)
         with disk_faults(folder):
             atomic_write(folder.config, dump_config(config))

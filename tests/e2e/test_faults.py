@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import BABYAI, Ludus
+from harness import BABYAI, NO_PREFLIGHT, Ludus
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -144,7 +144,10 @@ def test_a_tokenizer_without_a_chat_template(reference: Ludus, ludus: Ludus) -> 
 
 
 def test_prompts_that_never_fit_stop_the_run(ludus: Ludus) -> None:
-    done = ludus("train", echo(ludus, "TooLong"))
+    told = "no room for a turn after the first prompt of all 8 tasks"
+    ludus("train", echo(ludus, "TooLong")).refused(2, "model.context_length: 32", told)
+    assert not (ludus.cwd / "runs").exists()
+    done = ludus("train", echo(ludus, "TooLong"), setup=NO_PREFLIGHT)
     done.refused(1, "no episode had room for a turn", "model.context_length is 32")
     with ludus.store() as store:
         [reason] = {row.reason for row in store.dropped("echo-1", "rl")}
@@ -155,7 +158,7 @@ def test_prompts_that_never_fit_stop_the_run(ludus: Ludus) -> None:
 
 def test_heldout_prompts_that_never_fit_stop_the_run_before_it_trains(ludus: Ludus) -> None:
     heldout = "tasks.heldout={name: env, args: {num_tasks: 3, first_seed: 100}}"
-    done = ludus("train", echo(ludus, "TooLong"), heldout)
+    done = ludus("train", echo(ludus, "TooLong"), heldout, setup=NO_PREFLIGHT)
     done.refused(1, "nothing to evaluate", "none of them scored", "context_length is 32")
 
 
@@ -179,7 +182,9 @@ def test_conversations_too_long_for_the_context(ludus: Ludus) -> None:
         assert f"sft: {len(dropped)} of 40" in done.err
         assert all("tokens exceed" in row.reason for row in dropped)
     short[0] = "model.context_length=24"
-    ludus("train", BABYAI, *short).refused(1, "sft: 40 of 40 conversations skipped")
+    ludus("train", BABYAI, *short).refused(2, "no room for a turn after the first prompt of all")
+    done = ludus("train", BABYAI, *short, setup=NO_PREFLIGHT)
+    done.refused(1, "sft: 40 of 40 conversations skipped")
 
 
 # Failures during a run
@@ -218,7 +223,7 @@ def test_methods_that_are_not_async(ludus: Ludus) -> None:
     recipe = echo(ludus, "Plain")
     ludus("train", recipe).refused(1, "reset is not async", "write `async def reset`")
     ludus("train", echo(ludus, "PlainStep"), "rl.steps=1").ok()
-    assert "step is not async" in ludus("show", "echo-2").ok().out
+    assert "step is not async" in ludus("show", "echo-1").ok().out
     for name, method in (("Plain", "reset"), ("PlainStep", "step")):
         done = ludus("check-env", f"{BROKEN}:{name}")
         assert done.code == 1
@@ -231,10 +236,10 @@ def test_an_environment_that_is_gone(ludus: Ludus) -> None:
     done = ludus("train", recipe).refused(1, "opens no episode", "the level file is gone")
     plain = ["model.tokenizer=tokenizer", "model.chat_template=null"]
     ludus("train", echo(ludus, "Echo"), "rl.steps=1").ok()
-    shutil.copytree(ludus.run("echo-2") / "tokenizer", ludus.cwd / "tokenizer")
+    shutil.copytree(ludus.run("echo-1") / "tokenizer", ludus.cwd / "tokenizer")
     done = ludus("train", echo(ludus, "Gone"), *plain)
     done.refused(1, "5 steps in a row: no episode could be trained on: 24 x error_env")
-    assert ludus.status("echo-3") == "failed"
+    assert ludus.status("echo-2") == "failed"
     heldout = "tasks.heldout={name: env, args: {num_tasks: 3, first_seed: 100}}"
     ludus("train", echo(ludus, "Gone"), *plain, heldout).refused(
         1, "nothing to evaluate", "the level file is gone"
@@ -278,7 +283,9 @@ def test_advantages_and_scores_that_are_not_finite_are_a_failure(ludus: Ludus) -
     (ludus.cwd / "own.py").write_text(OWN)
     done = ludus("train", echo(ludus, "Echo"), "rl.algorithm=own.py:undefined")
     done.refused(1, "rl, step 0: rl.algorithm: `advantages` of undefined returned nan", "finite")
-    done = ludus("train", echo(ludus, "Echo"), "judge=own.py:Undefined", "rl.steps=2")
+    judged = ["train", echo(ludus, "Echo"), "judge=own.py:Undefined", "rl.steps=2"]
+    ludus(*judged).refused(2, "judge: own.py:Undefined gives no score for a made-up episode")
+    done = ludus(*judged, setup=NO_PREFLIGHT)
     done.refused(1, "rl: 2 steps in a row: no episode could be trained on", "24 x unscorable")
     assert ludus.status("echo-2") == "failed"
 

@@ -94,16 +94,17 @@ def test_killed_and_resumed_it_is_the_same_run(mixed: Ludus, ludus: Ludus) -> No
 
 def test_by_tool_calls_each_task_shows_the_tools_of_its_environment(ludus: Ludus) -> None:
     template = ("model.chat_template=qwen3", "model.context_length=1024", "rl.steps=1")
-    ludus("train", MIXTURE, "rollout.format=tools", *template, *SHORT).ok()
+    tools = ("rollout.format=tools", "rollout.max_tokens_per_turn=64")
+    ludus("train", MIXTURE, *tools, *template, *SHORT).ok()
     tokenizer = load_tokenizer(str(ludus.run(RUN) / "tokenizer"))
-    tools = {"babyai": {"act"}, "crafting": {"craft", "get", "inventory"}}
+    offered = {"babyai": {"act"}, "crafting": {"craft", "get", "inventory"}}
     seen = set()
     with ludus.store() as store:
         for stage in ("sft", "rl"):
             for group in store.groups(RUN, stage, 0):
                 text = tokenizer.decode(group.trajectories[0].segments[0].token_ids)
                 shown = set(re.findall(r'"name":\s*"(\w+)",\s*"desc', text))
-                assert shown == tools[group.task.data["part"]], text
+                assert shown == offered[group.task.data["part"]], text
                 seen.add((stage, group.task.data["part"]))
     assert len(seen) == 4
 

@@ -26,6 +26,8 @@ BABYAI, TEXTCRAFT = str(RECIPES / "babyai.yaml"), str(RECIPES / "textcraft.yaml"
 MIXTURE, SOURCES = str(RECIPES / "mixture.yaml"), str(RECIPES / "sources.yaml")
 SMALLEST = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
 TIMEOUT_S = 120  # a guard against a hang
+NO_PREFLIGHT = "from ludus.pipeline import launch\nlaunch.preflight = lambda *_: None\n"
+"""Setup of a command that finds faults in the run itself, as later tasks may have them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,17 @@ import io
 import random
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout
 from ludus.core.modules import require
 from ludus.core.types import Message, Spec, Task, ToolCall
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert, limits_of
-from ludus.envs.checks.play import MAX_TURNS, Player, Turn, play_in_process
+from ludus.envs.checks.outcomes import Outcome, check_outcomes, check_speed
+from ludus.envs.checks.play import Player, Turn, play_in_process
+from ludus.envs.checks.subject import Finding, Subject
 
 RUBBISH = {
     "an empty action": Message(role="assistant", content=""),
@@ -44,51 +45,25 @@ PROCESS_START_S = 60.0
 """Time allowance for the imports of a new process, in addition to the episode's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A result of a check: an `error` violates the protocol, a `note` is informative."""
-
-    severity: Literal["error", "note"]
-    check: str
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.severity}: {self.check}: {self.detail}"
-
-
-@dataclass
-class _Subject:
-    """The environment under test and the findings so far, without duplicates."""
-
-    spec: Spec | None
-    env_class: Any
-    make: Callable[[], Env]
-    timeout_s: float
-    tasks: list[Task] = field(default_factory=list)
-    findings: dict[Finding, None] = field(default_factory=dict)
-
-    def error(self, check: str, detail: str) -> None:
-        self.findings[Finding("error", check, detail)] = None
-
-    def note(self, check: str, detail: str) -> None:
-        self.findings[Finding("note", check, detail)] = None
-
-
 async def check_env(
     env: Spec | str | type[Env],
     num_tasks: int = 6,
     tasks: Sequence[Task] | None = None,
     timeout_s: float = 10.0,
+    report: Callable[[Finding], object] = lambda _: None,
 ) -> list[Finding]:
     """Check an environment on `num_tasks` of its own tasks, spread over its tiers, or on `tasks`.
 
-    The environment conforms if no finding has severity `error`. `timeout_s` limits each call. The
-    checks watch this process's `sys.stdout` and random states: run nothing else in the process.
+    The environment conforms if no finding has severity `error`. `timeout_s` limits each call.
+    `report` receives each finding when it is found. Where steps are slow, fewer tasks and turns are
+    played. The checks watch this process's `sys.stdout` and random states: run nothing else in the
+    process.
 
     Errors: ConfigError for an unknown name, a wrong argument, or a constructor that raises;
     MissingDependency. Other errors of the environment are findings.
     """
     subject = _subject(env, timeout_s)
+    subject.report = report
     if subject.spec is not None:
         require("pebble", "envs", "the check of determinism: a second process")
     subject.tasks = list(tasks) if tasks is not None else _own_tasks(subject, num_tasks)
@@ -114,19 +89,19 @@ async def check_env(
     return list(subject.findings)
 
 
-def _subject(env: Spec | str | type[Env], timeout_s: float) -> _Subject:
+def _subject(env: Spec | str | type[Env], timeout_s: float) -> Subject:
     if isinstance(env, type):
-        return _Subject(None, env, env, timeout_s)
+        return Subject(None, env, env, timeout_s)
     spec = Spec(name=env) if isinstance(env, str) else env
     args, target = ENVS.check(spec), ENVS.load(spec.name)
     if isinstance(target, type) and not issubclass(target, Env):
         raise ConfigError(
             f"{spec.name!r} is not an environment: derive the class from ludus.envs.base.Env"
         )
-    return _Subject(spec, target, partial(target, **args), timeout_s)
+    return Subject(spec, target, partial(target, **args), timeout_s)
 
 
-def _own_tasks(subject: _Subject, num_tasks: int) -> list[Task]:
+def _own_tasks(subject: Subject, num_tasks: int) -> list[Task]:
     """Tasks of the first seeds, spread over the tiers from the easiest to the hardest."""
     env_class, name = subject.env_class, "tasks"
     try:
@@ -165,10 +140,10 @@ def _random_states() -> dict[str, str]:
     return states
 
 
-Check = Callable[[_Subject, Player], Awaitable[None]]
+Check = Callable[[Subject, Player], Awaitable[None]]
 
 
-async def _guarded(name: str, check: Check, subject: _Subject, player: Player) -> None:
+async def _guarded(name: str, check: Check, subject: Subject, player: Player) -> None:
     try:
         await check(subject, player)
     except EpisodeTimeout:
@@ -177,7 +152,7 @@ async def _guarded(name: str, check: Check, subject: _Subject, player: Player) -
         subject.error(name, f"{type(error).__name__}: {str(error)[:200]}")
 
 
-async def _declarations(subject: _Subject, player: Player) -> None:
+async def _declarations(subject: Subject, player: Player) -> None:
     env = subject.make()
     (low, high), success_at = limits_of(env)
     if not low <= success_at <= high:
@@ -187,7 +162,7 @@ async def _declarations(subject: _Subject, player: Player) -> None:
     await player.close_env(env)
 
 
-async def _determinism(subject: _Subject, player: Player) -> None:
+async def _determinism(subject: Subject, player: Player) -> None:
     for task in subject.tasks:
         first = await player.episode(task)
         second = await player.episode(task, _actions(first))
@@ -203,18 +178,21 @@ async def _determinism(subject: _Subject, player: Player) -> None:
             subject.error("determinism", text)
 
 
-async def _expert(subject: _Subject, player: Player) -> None:
+async def _expert(subject: Subject, player: Player) -> None:
     without: list[str] = []
+    outcomes: list[Outcome] = []
     for task in subject.tasks:
         env = subject.make()
         (low, high), _ = limits_of(env)
         total, done, num_turns = 0.0, False, 0
         try:
-            await player.reset(env, task)
-            while not done and num_turns < MAX_TURNS:
+            opening = await player.reset(env, task)
+            size = sum(len(message.content) for message in opening.messages)
+            while not done and num_turns < player.max_turns:
                 action = await player.expert(env)
                 result = await player.step(env, Message(role="assistant", content=action))
                 total, done, num_turns = total + (result.reward or 0.0), result.done, num_turns + 1
+                size += len(action) + sum(len(message.content) for message in result.messages)
         except NoExpert:
             without.append(task.id)
             continue
@@ -223,15 +201,18 @@ async def _expert(subject: _Subject, player: Player) -> None:
         if not low - 1e-9 <= total <= high + 1e-9:
             text = f"{task.id}: the reward {total:g} is outside of score_range {low:g} to {high:g}"
             subject.error("rewards", text)
+        outcomes.append(Outcome(task, total, num_turns, size, env.max_turns, done))
         if not done:
-            subject.error("expert", f"{task.id}: the episode does not end in {MAX_TURNS} turns")
+            text = f"{task.id}: the episode does not end in {player.max_turns} turns"
+            (subject.note if player.slow else subject.error)("expert", text)
         elif total < env.success_at:
             subject.note("expert", f"{task.id}: the expert lost, with a reward of {total:g}")
     if without:
         subject.note("expert", f"there is none for {', '.join(without)}")
+    await check_outcomes(subject, player, outcomes)
 
 
-async def _rubbish(subject: _Subject, player: Player) -> None:
+async def _rubbish(subject: Subject, player: Player) -> None:
     for name, action in RUBBISH.items():
         env = subject.make()
         await player.reset(env, subject.tasks[0])
@@ -249,7 +230,7 @@ async def _rubbish(subject: _Subject, player: Player) -> None:
             await player.close_env(env)
 
 
-async def _tools(subject: _Subject, player: Player) -> None:
+async def _tools(subject: Subject, player: Player) -> None:
     """Convert an expert's action to a tool call and back."""
     env = subject.make()
     specs = list(env.tools())
@@ -272,7 +253,7 @@ async def _tools(subject: _Subject, player: Player) -> None:
         subject.error("tools", f"text_of(call_of({action!r})) is {env.text_of(call)!r}")
 
 
-async def _life_cycle(subject: _Subject, player: Player) -> None:
+async def _life_cycle(subject: Subject, player: Player) -> None:
     """Steps before reset and after the end are refused; close works twice; reset works after it."""
     env, task = subject.make(), subject.tasks[0]
     await _refuses_step(subject, player, env, "before reset")
@@ -293,7 +274,7 @@ async def _life_cycle(subject: _Subject, player: Player) -> None:
     await player.close_env(env)
 
 
-async def _refuses_step(subject: _Subject, player: Player, env: Env, when: str) -> None:
+async def _refuses_step(subject: Subject, player: Player, env: Env, when: str) -> None:
     try:
         await player.call("step", lambda: env.step(Message(role="assistant", content="x")))
     except EnvError:
@@ -307,7 +288,7 @@ async def _refuses_step(subject: _Subject, player: Player, env: Env, when: str) 
     subject.error("life cycle", text)
 
 
-async def _independence(subject: _Subject, player: Player) -> None:
+async def _independence(subject: Subject, player: Player) -> None:
     """Interleaved episodes, of different tasks and of the same task, do not affect each other."""
     first_tasks = subject.tasks[:4]
     episodes = [await player.episode(task) for task in first_tasks]
@@ -333,6 +314,7 @@ async def _independence(subject: _Subject, player: Player) -> None:
 
 CHECKS: dict[str, Check] = {
     "declarations": _declarations,
+    "speed": check_speed,
     "determinism": _determinism,
     "expert": _expert,
     "rubbish": _rubbish,

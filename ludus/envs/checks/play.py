@@ -33,12 +33,15 @@ class Player:
 
     `report(check, detail)` is called for each violation. Errors: EpisodeTimeout if a call takes
     longer than `timeout_s`. Its thread cannot be killed, so all later calls fail too.
+
+    `max_turns` of an episode are played; fewer where the environment is `slow`.
     """
 
     def __init__(
         self, make: Callable[[], Env], timeout_s: float, report: Callable[[str, str], None]
     ) -> None:
         self.make, self.timeout_s, self.report = make, timeout_s, report
+        self.max_turns, self.slow = MAX_TURNS, False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -126,8 +129,8 @@ class Player:
         """
         opening = await self.reset(env, task)
         yield "", _dump(opening.messages), None, False, False
-        for number in range(MAX_TURNS if actions is None else len(actions)):
-            action = await self._next_action(env, number) if actions is None else actions[number]
+        for number in range(self.max_turns if actions is None else len(actions)):
+            action = await self.next_action(env, number) if actions is None else actions[number]
             if action is None:
                 return
             result = await self.step(env, Message(role="assistant", content=action))
@@ -136,7 +139,8 @@ class Player:
             if result.done:
                 return
 
-    async def _next_action(self, env: Env, turn: int) -> str | None:
+    async def next_action(self, env: Env, turn: int) -> str | None:
+        """The expert's action; without an expert, a few words, and then None."""
         try:
             return await self.expert(env)
         except NoExpert:

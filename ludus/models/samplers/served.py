@@ -78,14 +78,8 @@ class ServedSampler(ABC):
         options: ServerOptions,
     ) -> None:
         self.engine = self.process.engine
-        package = self.engine.lower()
-        if deterministic:
-            raise ConfigError(
-                f"rollout.deterministic: true is not possible with the {package} sampler, whose "
-                "batches depend on timing; set it to false, or use sampler: in_process"
-            )
+        self.check_available(options.python, deterministic)
         self._python = options.python or sys.executable
-        require_package(self._python, package, self.engine)
         self._model, self._tokenizer = model, tokenizer
         self._vocabulary = Vocabulary.of(tokenizer)
         self._never: Sequence[int] = self._vocabulary.absent(num_embeddings(model))
@@ -101,6 +95,18 @@ class ServedSampler(ABC):
         self._starting: asyncio.Task[None] | None = None
         self._cancelled = threading.Event()
         self._turns: dict[str, set[asyncio.Task[Completion]]] = {}
+
+    @classmethod
+    def check_available(cls, python: str | None, deterministic: bool) -> None:
+        """Errors: ConfigError where `python` has no such engine, or batches must not depend on
+        timing."""
+        package = cls.process.engine.lower()
+        if deterministic:
+            raise ConfigError(
+                f"rollout.deterministic: true is not possible with the {package} sampler, whose "
+                "batches depend on timing; set it to false, or use sampler: in_process"
+            )
+        require_package(python or sys.executable, package, cls.process.engine)
 
     def open(self, session: str) -> None:
         """Register an episode."""

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import math
+import re
 import textwrap
+import time
 from pathlib import Path
 
 import faulty_envs as faulty
 import pytest
+from preflight_envs import Count
 from variants import variants
 
 from ludus.core.errors import ConfigError, EnvError
 from ludus.core.types import Message, Spec, Task
 from ludus.envs import base
 from ludus.envs.base import Env
+from ludus.envs.checks import outcomes
 from ludus.envs.checks.check import check_env
+from ludus.envs.checks.subject import Finding
 
 
 @pytest.mark.parametrize(
@@ -108,3 +114,52 @@ async def test_an_environment_without_tasks_of_its_own_is_given_some() -> None:
 async def test_an_unknown_name_is_an_error() -> None:
     with pytest.raises(ConfigError, match="did you mean babyai"):
         await check_env("babyia")
+
+
+def counted(**args: object) -> Spec:
+    return Spec(name="preflight_envs:Count", args=args)
+
+
+@pytest.mark.parametrize(
+    ("args", "severity", "said"),
+    [
+        ({"turns": 1}, "note", "length: each episode of the expert ends in its first turn"),
+        ({"turns": 300}, "note", "the expert's episode has 300 turns and 1,999 characters"),
+        ({"turns": 300}, "note", "needs more than max_turns, 20, in all episodes, up to 300: they"),
+        ({"anyway": True}, "note", "and one of random words all earn 1: where all episodes do"),
+        ({"reward": 1e6}, "error", "the reward 1e+06 is outside of score_range 0 to 1"),
+        (
+            {"reward": 1e6, "anyway": True, "expert": False},
+            "error",
+            "the reward 1e+06 of random words is outside of score_range 0 to 1",
+        ),
+        ({"reward": math.nan}, "error", "rewards: step returned the reward nan"),
+        ({"expert": False}, "note", "expert: there is none for count/short/0"),
+    ],
+)
+async def test_what_trains_badly_is_told(
+    args: dict[str, object], severity: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Count, "tiers", lambda: ["short"])
+    findings = await check_env(counted(**args), num_tasks=2)
+    assert any(said in str(f) and f.severity == severity for f in findings), findings
+
+
+async def test_slow_steps_are_told_before_all_other_checks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outcomes, "SLOW_STEP_S", 0.05)
+    findings: list[tuple[float, Finding]] = []
+    started = time.monotonic()
+
+    def report(finding: Finding) -> None:
+        findings.append((time.monotonic() - started, finding))
+
+    await check_env(counted(step_s=0.1), report=report)
+    after_s, first = findings[0]
+    assert first.check == "speed"
+    assert re.match(r"a step takes 0\.1\d? s \(median of 3\)", first.detail)
+    assert "an episode of 20 turns takes about 2 s" in first.detail
+    assert "one task is checked, 3" in first.detail
+    assert after_s < 15
+    assert all(finding.severity == "note" for _, finding in findings)

@@ -1,0 +1,49 @@
+"""The environment under test, and what is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ludus.core.types import Spec, Task
+from ludus.envs.base import Env
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A result of a check: an `error` violates the protocol, a `note` is informative."""
+
+    severity: Literal["error", "note"]
+    check: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.check}: {self.detail}"
+
+
+@dataclass
+class Subject:
+    """The environment under test and the findings so far, without duplicates.
+
+    `report` receives each finding when it is found.
+    """
+
+    spec: Spec | None
+    env_class: Any
+    make: Callable[[], Env]
+    timeout_s: float
+    report: Callable[[Finding], object] = lambda _: None
+    tasks: list[Task] = field(default_factory=list)
+    findings: dict[Finding, None] = field(default_factory=dict)
+
+    def error(self, check: str, detail: str) -> None:
+        self._add(Finding("error", check, detail))
+
+    def note(self, check: str, detail: str) -> None:
+        self._add(Finding("note", check, detail))
+
+    def _add(self, finding: Finding) -> None:
+        if finding not in self.findings:
+            self.findings[finding] = None
+            self.report(finding)

@@ -1,0 +1,1 @@
+"""Tries the parts of a run before its folder exists."""

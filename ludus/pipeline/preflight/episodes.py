@@ -1,0 +1,240 @@
+"""A few episodes of a recipe's environment before its run: of the expert, and of random words.
+
+Each is played in a worker thread, so an environment that hangs does not stop the command.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+from typing import Any, cast
+
+from ludus.config.schema import RunConfig
+from ludus.core.errors import LudusError, described
+from ludus.core.types import Message, Observation, StepResult, Task
+from ludus.data.expert import CodeBlocks, Demonstration, run_expert
+from ludus.envs import ENVS
+from ludus.envs.base import Env, NoExpert, awaited, limits_of
+from ludus.rollout.host import LocalEnvs, check_opening, check_result
+from ludus.rollout.threads import EnvThread, Overdue
+from ludus.tasks.mixture import part_of, settings_of
+
+NUM_EPISODES = 8
+"""Episodes of the expert, spread over the tiers."""
+
+MAX_EPISODES = 32
+"""Where none of these succeeds, further ones are played, up to this number."""
+
+NUM_RANDOM = 2
+"""Episodes of random words; NUM_EPISODES without an expert."""
+
+RANDOM_TURNS = 5
+"""Turns of an episode of random words."""
+
+PATIENCE_S = 5.0
+"""No further episode is begun after this time."""
+
+DEADLINE_S = 15.0
+"""Episodes under way are given up after this time."""
+
+
+@dataclass(slots=True)
+class Played:
+    """An episode, as far as it went.
+
+    Args:
+        rewards, seconds: of each step. `cpu_s`: processor time of all steps.
+        demonstration: the expert's whole episode.
+        error: the reason why it ended early; `no_expert`, `overdue`: the kind of reason.
+    """
+
+    task: Task
+    opening: list[Message] = field(default_factory=list)
+    opened: bool = False
+    rewards: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0
+    score_range: tuple[float, float] = (0.0, 1.0)
+    max_turns: int = 1
+    demonstration: Demonstration | None = None
+    error: str = ""
+    no_expert: bool = False
+    overdue: bool = False
+
+    @property
+    def reward(self) -> float:
+        """The sum of the step rewards."""
+        return sum(self.rewards)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Episodes that were played before the run.
+
+    `complete`: all tasks with an expert's episode in the run were played, or all that were planned;
+    False: the time was up before.
+    """
+
+    expert: list[Played]
+    random: list[Played]
+    num_tasks: int
+    complete: bool
+
+    @property
+    def finished(self) -> list[Played]:
+        """The expert's whole episodes."""
+        return [played for played in self.expert if played.demonstration is not None]
+
+    @property
+    def opened(self) -> list[Played]:
+        """All episodes that have an opening observation."""
+        return [played for played in (*self.expert, *self.random) if played.opened]
+
+
+async def play_sample(config: RunConfig, tasks: Sequence[Task]) -> Sample:
+    """Play episodes of the tasks that have an environment."""
+    envs = LocalEnvs(config.env)
+    tasks = [task for task in tasks if envs.spec_of(task) is not None]
+    demonstrated = tasks[: config.demonstrations.num_episodes] if config.demonstrations else tasks
+    chosen = spread(demonstrated, MAX_EPISODES)
+    thread, started = EnvThread(), time.monotonic()
+    expert: list[Played] = []
+    random: list[Played] = []
+
+    def left() -> bool:
+        return time.monotonic() - started < PATIENCE_S
+
+    async def one(task: Task, act: Callable[[_Recorded], Awaitable[Any]]) -> Played:
+        deadline = max(DEADLINE_S - (time.monotonic() - started), 0.1)
+        return await _play(envs, thread, task, deadline, act)
+
+    for task in chosen:
+        enough = len(expert) >= NUM_EPISODES and any(_succeeded(played) for played in expert)
+        if enough or not left() or any(played.overdue for played in expert):
+            break
+        expert.append(await one(task, partial(_demonstrate, config)))
+    complete = len(expert) >= min(NUM_EPISODES, len(chosen))
+    has_expert = any(not played.no_expert for played in expert)
+    for task in chosen[: NUM_RANDOM if has_expert else NUM_EPISODES]:
+        if not left() or any(played.overdue for played in (*expert, *random)):
+            break
+        random.append(await one(task, _wander))
+    thread.close()
+    return Sample(expert, random, len(demonstrated), complete)
+
+
+def spread(tasks: Sequence[Task], count: int) -> list[Task]:
+    """Returns at most `count` tasks: of each tier in turn, from its first task on."""
+    tiers: dict[tuple[str | None, str | None], list[Task]] = defaultdict(list)
+    for task in tasks:
+        own = tiers[part_of(task), task.tier]
+        if len(own) < count:
+            own.append(task)
+    chosen = [*tiers.values()]
+    if len(chosen) > NUM_EPISODES:  # the first and the last tier, and some between
+        last = len(chosen) - 1
+        places = [i * last // (NUM_EPISODES - 1) for i in range(NUM_EPISODES)]
+        others = [i for i in range(len(chosen)) if i not in places]
+        chosen = [chosen[i] for i in (*places, *others)]
+    rounds = zip_longest(*chosen)
+    return [task for tasks in rounds for task in tasks if task is not None][:count]
+
+
+def _succeeded(played: Played) -> bool:
+    return played.demonstration is not None and played.demonstration.success
+
+
+class _Recorded:
+    """An environment whose opening, rewards and times are recorded."""
+
+    def __init__(self, env: Env, played: Played) -> None:
+        self._env, self._played, self.task = env, played, played.task
+        self.stopped = False
+        limit = env.max_turns
+        played.max_turns = limit if isinstance(limit, int) else 1
+
+    async def reset(self, task: Task) -> Observation:
+        opening = check_opening(await awaited("reset", self._env.reset(task)))
+        self._played.opening, self._played.opened = list(opening.messages), True
+        self._played.score_range, _ = limits_of(self._env)
+        return opening
+
+    async def step(self, action: Message) -> StepResult:
+        if self.stopped:  # the command does not wait for it any more
+            raise LudusError("given up")
+        started, cpu = time.perf_counter(), time.thread_time()
+        try:
+            result = check_result(await awaited("step", self._env.step(action)))
+        finally:
+            self._played.seconds.append(time.perf_counter() - started)
+            self._played.cpu_s += time.thread_time() - cpu
+        self._played.rewards.append(float(result.reward or 0.0))
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+
+async def _play(
+    envs: LocalEnvs,
+    thread: EnvThread,
+    task: Task,
+    deadline: float,
+    act: Callable[[_Recorded], Awaitable[Any]],
+) -> Played:
+    played = Played(task)
+    made: list[_Recorded] = []
+
+    async def work() -> Any:
+        made.append(_Recorded(envs.make(task), played))
+        try:
+            return await act(made[0])
+        finally:
+            await made[0].close()
+
+    try:
+        result = await thread.run(work, deadline, blocking=True)
+        played.demonstration = result if isinstance(result, Demonstration) else None
+    except NoExpert as error:
+        played.no_expert, played.error = True, str(error)
+    except Overdue:
+        played.overdue, played.error = True, f"it took longer than {deadline:.0f} s"
+        for env in made:
+            env.stopped = True
+    except LudusError as error:
+        played.error = str(error)
+    except Exception as error:
+        played.error = described(error)
+    return played
+
+
+async def _demonstrate(config: RunConfig, env: _Recorded) -> Demonstration:
+    task = env.task
+    settings = settings_of(config.rollout, part_of(task))
+    blocks = None
+    if settings.format == "code":  # only for its markers: the expert's code is not run
+        blocks = CodeBlocks(settings.markers, cast(Any, None), runs=False)
+    return await run_expert(
+        cast(Env, env), task.model_copy(deep=True), settings.format, 0.0, blocks
+    )
+
+
+async def _wander(env: _Recorded) -> None:
+    """Play words that are no expert's."""
+    await env.reset(env.task.model_copy(deep=True))
+    for turn in range(RANDOM_TURNS):
+        if (await env.step(Message(role="assistant", content=f"look {turn}"))).done:
+            break
+
+
+def at_once(config: RunConfig) -> int:
+    """Returns the episodes that are played at the same time."""
+    limit = None
+    if config.env is not None:
+        env: Any = ENVS.load(config.env.name)
+        limit = env.at_once(**ENVS.check(config.env, "env")) if hasattr(env, "at_once") else None
+    return min(config.rollout.concurrency, limit or config.rollout.concurrency)

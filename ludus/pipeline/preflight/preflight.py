@@ -1,0 +1,208 @@
+"""Preflight: tries all parts of a run before demonstrations and before its folder exists.
+
+    check_parts     device, model, sampler, tokenizer, template
+    sft.data        read, and rendered
+    episodes        a few of the expert and of random words, against the limits of the recipe
+    judges          on made-up episodes
+
+Writes nothing. A resumed run is not tried again; one that has no checkpoint checks its parts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ludus.config.schema import RunConfig
+from ludus.core.errors import ConfigError, EnvError
+from ludus.core.signals import run
+from ludus.core.types import Message, Spec, Task
+from ludus.data.conversations import (
+    Conversation,
+    functions_brought,
+    read_conversations,
+    replay_all,
+)
+from ludus.data.splits import Splits
+from ludus.models.chat.by_task import TaskRenderers
+from ludus.pipeline.build import make_limits
+from ludus.pipeline.companions import LaunchOptions
+from ludus.pipeline.preflight.episodes import Played, Sample, play_sample, spread
+from ludus.pipeline.preflight.judges import try_judges
+from ludus.pipeline.preflight.limits import (
+    Findings,
+    judge_needs,
+    judge_openings,
+    opening_sizes,
+    token_needs,
+    turn_needs,
+)
+from ludus.pipeline.preflight.parts import check_parts
+from ludus.pipeline.preflight.rewards import judge_expert, judge_rewards, slow_steps
+from ludus.pipeline.registries import check_judges
+from ludus.pipeline.tokenizer import check_functions, make_renderers, make_tokenizer
+
+NUM_CONVERSATIONS = 64
+"""Conversations of `sft.data` that are rendered."""
+
+NUM_PROMPTS = 16
+"""Tasks without an environment whose prompts are measured."""
+
+NOTHING = Sample([], [], 0, complete=True)
+
+
+def preflight(
+    config: RunConfig, splits: Splits, options: LaunchOptions, note: Callable[[str], None]
+) -> None:
+    """Try the parts of a run; `note` receives warnings.
+
+    The environment is not played with `--break`, whose breakpoints wait for a debugger, nor where
+    its service starts with the run.
+
+    Errors: ConfigError with all faults of the episodes and judges; MissingDependency, DataError,
+    EnvError, ToolError.
+    """
+    started = time.perf_counter()
+    tokenizer = check_parts(config)
+    check_judges(config)
+    check_functions(config, splits.train, splits.heldout)
+    make_limits(config, splits).close()
+    conversations, _ = read_conversations(config, [], splits.train)
+    plays = config.env is not None or any(task.env is not None for task in splits.train)
+    sample = NOTHING
+    if plays and not options.patient and options.env_service is None:
+        sample = run(play_sample(config, splits.train))
+    exact = tokenizer is not None or _by_words(config)
+    if tokenizer is None:
+        tokenizer = _estimated_tokenizer(config, splits, conversations, sample)
+    found = Findings()
+    if tokenizer is not None:
+        renderers = make_renderers(config, tokenizer)
+        _compare_prompts(config, splits, sample, renderers, exact, found)
+        if conversations:
+            _compare_conversations(config, conversations, renderers, exact, found)
+        if not found.faults and not options.quick:
+            _compare_episodes(config, sample, renderers, exact, found)
+        if not options.patient:
+            scored = [*(splits.train if config.rl is not None else ()), *splits.heldout]
+            run(try_judges(config, scored, sample.opened, renderers, found))
+    judge_expert(config, sample, found)
+    judge_rewards(config, sample, found)
+    found.notes += slow_steps(config, sample)
+    if found.faults:
+        raise ConfigError("\n".join(found.faults))
+    for text in found.notes:
+        note(f"preflight: {text}")
+    note(_summary(sample, time.perf_counter() - started))
+
+
+def _by_words(config: RunConfig) -> bool:
+    """True for a tokenizer that has one token for a word, whatever it was trained on."""
+    own = config.model.tokenizer
+    return (own.name if isinstance(own, Spec) else own) == "words"
+
+
+def _estimated_tokenizer(
+    config: RunConfig, splits: Splits, conversations: Sequence[Conversation], sample: Sample
+) -> Any:
+    """A tokenizer of the texts at hand; None where there are none. Errors: EnvError where no
+    episode could be opened, because the run could not train its tokenizer either."""
+    some = conversations[:NUM_CONVERSATIONS]
+    messages = [message for item in some for message in item.messages]
+    messages += [message for played in sample.opened for message in played.opening]
+    for played in sample.finished:
+        assert played.demonstration is not None
+        messages += played.demonstration.messages
+    messages += [m for task in spread(splits.train, NUM_PROMPTS) for m in task.prompt]
+    if messages:
+        return make_tokenizer(config, (), messages, functions_brought(conversations))
+    tried = [*sample.expert, *sample.random]
+    errors = [played for played in tried if played.error and not played.no_expert]
+    if errors and not any(played.overdue for played in tried):
+        name = config.env.name if config.env else tried[0].task.id
+        first = errors[0]
+        raise EnvError(
+            f"environment {name!r} opens no episode: task {first.task.id}: {first.error}"
+        )
+    return None
+
+
+def _compare_prompts(
+    config: RunConfig,
+    splits: Splits,
+    sample: Sample,
+    renderers: TaskRenderers,
+    exact: bool,
+    found: Findings,
+) -> None:
+    if config.agent is None:  # an agent writes its own prompts
+        sizes = opening_sizes(config, _openings(splits, sample), renderers)
+        judge_openings(sizes, config, exact, found)
+
+
+def _compare_episodes(
+    config: RunConfig, sample: Sample, renderers: TaskRenderers, exact: bool, found: Findings
+) -> None:
+    """Compare the expert's episodes with the limits of the recipe."""
+    finished = sample.finished
+    if not finished or config.agent is not None:  # an agent decides when to call the model
+        return
+    judged = config.judge is not None or any(played.task.judge for played in finished)
+    options: dict[str, Any] = {"judged": judged, "all_played": len(finished) == sample.num_tasks}
+    of_turn, whole = token_needs(config, finished, renderers)
+    if config.rl is not None or config.tasks.heldout is not None:
+        turns = turn_needs(config, finished)
+        result = "Longer episodes are cut"
+        judge_needs(turns, found, what="turns", result=result, exact=True, **options)
+        result = "Longer turns end their episodes"
+        what = "tokens in the longest turn"
+        judge_needs(of_turn, found, what=what, result=result, exact=exact, **options)
+    what, result = "tokens in the whole episode", "Longer episodes are cut or left out"
+    judge_needs(whole, found, what=what, result=result, exact=exact, **options)
+
+
+def _openings(splits: Splits, sample: Sample) -> list[tuple[Task, list[Message]]]:
+    openings: dict[str, tuple[Task, list[Message]]] = {}
+    for played in sample.opened:
+        openings.setdefault(played.task.id, (played.task, played.opening))
+    if not openings:
+        return [(task, []) for task in spread(splits.train, NUM_PROMPTS)]
+    return [*openings.values()]
+
+
+def _compare_conversations(
+    config: RunConfig,
+    conversations: Sequence[Conversation],
+    renderers: TaskRenderers,
+    exact: bool,
+    found: Findings,
+) -> None:
+    """Errors: DataError for a conversation that cannot be rendered."""
+    every = max(len(conversations) // NUM_CONVERSATIONS, 1)
+    some = conversations[::every][:NUM_CONVERSATIONS]
+    limit = config.model.context_length
+    _, fitting, excluded = replay_all(some, renderers, limit)
+    if not excluded:
+        return
+    task_id, reason = excluded[0]
+    about = "" if exact else ", estimated"
+    text = f"sft.data: {len(excluded)} of {len(some)} conversations that were tried"
+    text = f"{text} are left out ({task_id}{about}: {reason})"
+    (found.notes if fitting else found.faults).append(text)
+
+
+def _summary(sample: Sample, seconds: float) -> str:
+    parts = []
+    if finished := sample.finished:
+        turns = sorted(len(played.rewards) for played in finished)
+        won = sum(p.demonstration is not None and p.demonstration.success for p in finished)
+        span = f"{turns[0]}" if turns[0] == turns[-1] else f"{turns[0]} to {turns[-1]}"
+        parts.append(f"the expert won {won} of {len(finished)} episodes of {span} turns")
+    elif _without_expert(sample.expert):
+        parts.append("there is no expert")
+    return f"preflight: {seconds:.1f} s" + (f"; {parts[0]}" if parts else "")
+
+
+def _without_expert(expert: Sequence[Played]) -> bool:
+    return bool(expert) and all(played.no_expert for played in expert)
