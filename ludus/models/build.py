@@ -162,9 +162,7 @@ def _from_scratch(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> Pr
     shape = model_shape(config, Vocabulary.of(tokenizer).size)
     try:
         _check_memory(shape)
-        model = AutoModelForCausalLM.from_config(
-            shape, dtype=torch.float32, attn_implementation="sdpa"
-        )
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
     except (RuntimeError, OverflowError) as error:  # a size that torch cannot represent or allocate
         raise ConfigError(
             f"model.architecture.args: torch cannot build the model: {_line(error)}"
@@ -207,7 +205,6 @@ def _pretrained(config: ModelConfig) -> PreTrainedModel:
                 config.path,
                 config=shape,
                 dtype=getattr(torch, config.dtype),
-                attn_implementation="sdpa",
                 output_loading_info=True,
                 **loading(config),
             )
@@ -278,6 +275,8 @@ def _with_lora(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
     with warnings.catch_warnings():
         # peft reads an attribute of transformers under its deprecated name.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        # peft sets ranks for stacked experts, also where no adapter has them.
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern", RuntimeWarning)
         return peft.get_peft_model(
             model,
             peft.LoraConfig(

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ludus.models.decoders.llama import LlamaLayer, NotLlama, read
+from ludus.models.decoders.llama import NotLlama, read
+from ludus.models.decoders.parts import LlamaLayer
 from ludus.train.kernels.attention import active_plan
 from ludus.train.kernels.bindings import Kernels, kernels
 from ludus.train.kernels.tiles import Plan
@@ -60,7 +61,7 @@ class FusedLayers:
         llama = read(model, 1)
         native = kernels(torch.float32)
         dim = llama.head_dim
-        if native is None or dim > native.widest or llama.cosine_TD.shape[1] % 2:
+        if native is None or dim > native.widest or llama.rotary_dim % 2:
             raise NotLlama("no kernels for it")
         if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()):
             raise NotLlama("weights that are not float32 on the CPU")
