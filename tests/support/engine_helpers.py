@@ -112,6 +112,13 @@ def tiny(family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float3
     return model.to(dtype).eval()
 
 
+def conversations_of(vocab: int) -> list[list[int]]:
+    """Prompts with common prefixes, of 1 to 50 tokens."""
+    rng = np.random.default_rng(0)
+    base = rng.integers(1, vocab, 50).tolist()
+    return [base, base, base[:33], [*base[:20], 1, 2, 3], base[:1], [5] * 17, base[:16]]
+
+
 def sampler(model: Any, **options: Any) -> InProcessSampler:
     return InProcessSampler(model, **{"context_length": CONTEXT, **options})
 

@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -22,6 +23,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 V = 97
@@ -51,6 +53,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3_moe": lambda: Qwen3MoeConfig(**WIDE, **EXPERTS, head_dim=12, moe_intermediate_size=16),
     "mixtral": lambda: MixtralConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2),
     "olmoe": lambda: OlmoeConfig(**{**WIDE, "eos_token_id": 0}, **EXPERTS),
+    "window": lambda: MistralConfig(**WIDE, sliding_window=9),
+    "gemma3": lambda: Gemma3TextConfig(
+        **WIDE,
+        head_dim=12,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=9,
+    ),
+    "smollm3": lambda: SmolLM3Config(**{**WIDE, "pad_token_id": 0}, no_rope_layer_interval=2),
     "opt": lambda: OPTConfig(
         vocab_size=V,
         max_position_embeddings=128,

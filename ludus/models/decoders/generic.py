@@ -70,7 +70,8 @@ class GenericDecoder:
     """A `Decoder` that calls the model's own module, or that of a copy.
 
     Args:
-        windows: sliding windows of the layers; None: all layers attend to every position.
+        windows: sliding windows of the layers (`layer_windows`); None: all layers attend to every
+            position.
     """
 
     name = "generic"

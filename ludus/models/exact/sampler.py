@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
 from ludus.models.samplers.sampling import forbid_, sample_tokens
 from ludus.models.vocabulary import Vocabulary
+from ludus.models.windows import layer_windows
 
 
 class ExactSampler(InProcessSampler):
@@ -45,7 +46,8 @@ class ExactSampler(InProcessSampler):
             deterministic=deterministic,
             path="generic",
         )
-        exact_decoder = ExactDecoder(model)
+        windows = layer_windows(model.config.get_text_config(), context_length)
+        exact_decoder = ExactDecoder(model, windows)
         exact_decoder.max_blocks = self.decoder.max_blocks
         self.decoder = self.exact_decoder = exact_decoder
         self._reset()
@@ -62,8 +64,8 @@ class ExactDecoder(GenericDecoder):
 
     name = "exact"
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, windows: Sequence[int]) -> None:
+        super().__init__(model, windows=windows)
         self.tracing = False
         self.records: list[Record] = []
 

@@ -14,7 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_helpers import CONTEXT, FAMILIES, GROUPED, VOCAB, episode, sampler, tiny, tokens
+from engine_helpers import (
+    CONTEXT,
+    FAMILIES,
+    GROUPED,
+    VOCAB,
+    conversations_of,
+    episode,
+    sampler,
+    tiny,
+    tokens,
+)
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
@@ -85,10 +95,7 @@ def made(config: Any, seed: int = 0) -> Any:
 
 
 def conversations(vocab: int = VOCAB) -> list[list[int]]:
-    """Prompts with common prefixes, of 1 to 50 tokens."""
-    rng = np.random.default_rng(0)
-    base = rng.integers(1, vocab, 50).tolist()
-    return [base, base, base[:33], [*base[:20], 1, 2, 3], base[:1], [5] * 17, base[:16]]
+    return conversations_of(vocab)
 
 
 class Reader:
