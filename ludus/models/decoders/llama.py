@@ -24,7 +24,8 @@ from ludus.models.windows import UnknownAttention, layer_windows
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
-"""Rotary types whose frequencies do not depend on the sequence length."""
+"""Rotary types whose frequencies do not depend on the sequence length. Those of "longrope" change
+once, at a length that the config tells."""
 
 _NORMS: dict[frozenset[str], tuple[str | None, ...]] = {
     frozenset(name for name in names if name): names
@@ -210,7 +211,7 @@ def _experts(mlp: Any) -> Experts:
     plain = names == {"gate_up_proj", "down_proj"}
     plain &= getattr(experts, "is_concatenated", False) and not experts.is_transposed
     plain &= {name for name, _ in gate.named_parameters()} == {"weight"}
-    plain &= hasattr(gate, "top_k") and hasattr(gate, "norm_topk_prob")
+    plain &= hasattr(gate, "top_k")
     _require(plain, f"{type(mlp).__name__} has other parts")
     count, _, inner = experts.down_proj.shape
     return Experts(
@@ -221,8 +222,17 @@ def _experts(mlp: Any) -> Experts:
         count=count,
         inner=inner,
         top=int(gate.top_k),
-        normalised=bool(gate.norm_topk_prob),
+        normalised=_normalised(gate),
     )
+
+
+def _normalised(gate: Any) -> bool:
+    """True if the shares of a token's experts add up to 1: Mixtral's do, Qwen3-MoE's may."""
+    try:
+        _, shares, _ = gate(torch.ones_like(gate.weight[:1]))
+        return bool((shares.float().sum() - 1).abs() < 1e-2)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise NotLlama(f"a router of type {type(gate).__name__}: {error}") from None
 
 
 def _unwrapped(module: Any) -> Any:
@@ -278,7 +288,7 @@ def _rotary(
     positions = torch.arange(length, device=device)[None]
     tables: dict[Any, Rotary] = {}
     for kind, name in types.items():
-        _require(name in ROPE_TYPES, f"rotary positions of type {name!r}")
+        _require_constant(name, core.config.rope_parameters, kind, length)
         cosine, sine = module(like, positions, *([] if kind is None else [kind]))
         tables[kind] = Rotary(cosine[0].contiguous(), sine[0].contiguous())
     widths = {table.cosine_TD.shape[1] for table in tables.values()}
@@ -290,6 +300,16 @@ def _rotary(
         for layer, kind in zip(core.layers, kinds, strict=True)
     ]
     return tuple(tables.values()), places
+
+
+def _require_constant(name: Any, parameters: Any, kind: Any, length: int) -> None:
+    """Errors: NotLlama for rotary frequencies that may change within the context."""
+    if name == "longrope":
+        own = parameters if kind is None else parameters[kind]
+        first = own.get("original_max_position_embeddings") or 0
+        _require(length <= first, f"rotary positions of type 'longrope' beyond {first} tokens")
+    else:
+        _require(name in ROPE_TYPES, f"rotary positions of type {name!r}")
 
 
 def _interleaved(attention: Any) -> bool:

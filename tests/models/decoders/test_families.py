@@ -11,9 +11,14 @@ from engine_helpers import COMMON, CONTEXT, GROUPED, episode, sampler, tiny, tok
 from test_decoders import MISSING, NEWER, Reader, check_logits, conversations, made, needs_native
 from test_half import check_near, halves
 from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -34,6 +39,24 @@ from ludus.models.samplers.base import SamplingParams
 from ludus.models.windows import layer_windows
 
 MIXED = ["sliding_attention", "full_attention"]
+
+
+def longrope(original: int) -> Phi3Config:
+    """Phi-3 with other frequencies beyond its original length."""
+    return Phi3Config(
+        **COMMON,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        original_max_position_embeddings=original,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [2.0, 2.1, 2.2, 2.3],
+        },
+    )
+
+
 VARIANTS: dict[str, Any] = {
     "window of 1": lambda: MistralConfig(**GROUPED, sliding_window=1),
     "window of 16": lambda: MistralConfig(**GROUPED, sliding_window=16),
@@ -51,6 +74,10 @@ VARIANTS: dict[str, Any] = {
     ),
     "no positions at all": lambda: SmolLM3Config(**GROUPED, no_rope_layers=[0, 0]),
     "olmo3": lambda: Olmo3Config(**GROUPED, layer_types=MIXED, sliding_window=9),
+    "mixtral": lambda: MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": lambda: OlmoeConfig(
+        **COMMON, num_key_value_heads=2, intermediate_size=16, num_experts=4, num_experts_per_tok=2
+    ),
     "partial rotary": lambda: Phi3Config(
         **{**COMMON, "hidden_size": 64},
         num_key_value_heads=2,
@@ -59,6 +86,7 @@ VARIANTS: dict[str, Any] = {
             "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5
         },
     ),
+    "longrope": lambda: longrope(CONTEXT),
     "normalised shares": lambda: Qwen3MoeConfig(
         **GROUPED, num_experts=37, num_experts_per_tok=5, moe_intermediate_size=20,
         norm_topk_prob=True,
@@ -218,6 +246,22 @@ async def test_episodes_have_the_modules_logprobs(name: str) -> None:
     assert tokens(played[0]) != before
 
 
+@pytest.mark.parametrize("name", ["cohere2", "gpt_oss"])
+def test_windows_on_the_generic_path(name: str) -> None:
+    """Other norms, and attention sinks, which only transformers' own attention has."""
+    config = {
+        "cohere2": lambda: Cohere2Config(**GROUPED, sliding_window=9),
+        "gpt_oss": lambda: GptOssConfig(
+            **GROUPED, sliding_window=9, num_local_experts=4, num_experts_per_tok=2
+        ),
+    }[name]()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    decoder = choose_decoder(model, CONTEXT)
+    assert decoder.name == "generic"
+    check_logits(model, decoder)
+
+
 # What is refused
 
 
@@ -250,6 +294,11 @@ def test_a_trial_leaves_the_windows() -> None:
     decoder = choose_decoder(model, CONTEXT)
     assert model.config.sliding_window == 12
     check_logits(model, decoder)
+
+
+def test_rotary_positions_that_change_take_the_generic_path() -> None:
+    with pytest.raises(NotLlama, match="rotary positions of type 'longrope' beyond 24 tokens"):
+        read(made(longrope(24)), CONTEXT)
 
 
 def test_a_module_that_fails_is_refused() -> None:
