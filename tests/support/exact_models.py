@@ -11,6 +11,7 @@ from transformers import (
     CohereConfig,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
@@ -19,6 +20,7 @@ from transformers import (
     Olmo2Config,
     OlmoeConfig,
     OPTConfig,
+    Phi3Config,
     PhiConfig,
     Qwen2Config,
     Qwen3Config,
@@ -60,6 +62,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         layer_types=["sliding_attention", "full_attention"],
         sliding_window=9,
     ),
+    "phi3": lambda: Phi3Config(**WIDE, pad_token_id=0, eos_token_id=0),
+    "glm4": lambda: Glm4Config(**WIDE, head_dim=12, pad_token_id=0, eos_token_id=0),
     "smollm3": lambda: SmolLM3Config(**{**WIDE, "pad_token_id": 0}, no_rope_layer_interval=2),
     "opt": lambda: OPTConfig(
         vocab_size=V,
@@ -77,7 +81,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 def make(family: str) -> Any:
     torch.manual_seed(0)
     config = FAMILIES[family]()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):

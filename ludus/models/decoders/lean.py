@@ -17,7 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ludus.models.decoders.base import check_inputs
-from ludus.models.decoders.parts import Llama, LlamaLayer, Norm, Rotary, project, soft_cap
+from ludus.models.decoders.parts import (
+    Llama,
+    LlamaLayer,
+    Norm,
+    Rotary,
+    limited_windows,
+    project,
+    soft_cap,
+)
 from ludus.models.decoders.sampling_copy import SamplingCopy
 from ludus.models.kv_cache.padded import PaddedInputs, SlotStore
 from ludus.models.kv_cache.paging import BLOCK
@@ -77,7 +85,7 @@ class LeanDecoder:
             self._copy.refresh()
 
     def limit_windows(self, most: int | None) -> None:
-        self._windows = limited(self._llama, most)
+        self._windows = limited_windows(self._llama, most)
 
     def clear(self) -> None:
         self._keys = [self._new_store() for _ in self._llama.layers]
@@ -238,9 +246,3 @@ def _capped_attention(
     shares_RKGLT = scores_RKGLT.masked_fill(~attn_mask[:, :, None], -torch.inf).softmax(-1)
     result_RKGLD = shares_RKGLT @ v_RKTD[:, :, None].float()
     return result_RKGLD.flatten(1, 2).to(v_RKTD.dtype)
-
-
-def limited(llama: Llama, most: int | None) -> list[int]:
-    """Returns the layers' windows, of at most `most` positions; None: as they are."""
-    windows = [layer.window for layer in llama.layers]
-    return windows if most is None else [min(window, most) for window in windows]

@@ -65,6 +65,14 @@ def project(parts: Sequence[Linear], x: Tensor) -> list[Tensor]:
     return [joint[..., slice(*part.rows)] for part in parts if part.rows is not None]
 
 
+def weights_of(parts: Sequence[Linear]) -> list[Tensor]:
+    """Returns the weights of several layers; a module that they share merges its adapters once."""
+    if len(parts) == 1 or parts[0].rows is None:
+        return [part.weight() for part in parts]
+    joint = Linear(parts[0].module).weight()
+    return [joint[slice(*part.rows)] for part in parts if part.rows is not None]
+
+
 @dataclass(frozen=True)
 class Stacked:
     """A parameter that has the weights of all experts, or of their router, with or without low-rank
@@ -230,3 +238,9 @@ class Llama:
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """Returns cap * tanh(x / cap); x for cap 0."""
     return torch.tanh(x / cap) * cap if cap else x
+
+
+def limited_windows(llama: Llama, most: int | None) -> list[int]:
+    """Returns the layers' windows, of at most `most` positions; None: as they are."""
+    windows = [layer.window for layer in llama.layers]
+    return windows if most is None else [min(window, most) for window in windows]

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ludus.core.errors import ConfigError
 from ludus.models.decoders.generic import GenericDecoder
 from ludus.models.exact.forward import exact, log_softmax
 from ludus.models.exact.trace import Record, Tracer
@@ -28,6 +29,8 @@ class ExactSampler(InProcessSampler):
     Many times slower than `InProcessSampler`.
 
     Args: as for `InProcessSampler`.
+
+    Errors: ConfigError for a model whose attention is not torch's.
     """
 
     def __init__(
@@ -39,6 +42,12 @@ class ExactSampler(InProcessSampler):
         deterministic: bool = True,
         tokenizer: Any = None,
     ) -> None:
+        own = model.config.get_text_config()._attn_implementation
+        if own != "sdpa":
+            raise ConfigError(
+                f"verify: the attention of {type(model).__name__} is {own!r}, and only torch's "
+                "(sdpa) is computed batch-invariantly; set verify: false"
+            )
         super().__init__(
             model,
             context_length=context_length,

@@ -15,9 +15,15 @@ import torch
 from torch import Tensor
 
 from ludus.models.decoders.base import check_inputs
-from ludus.models.decoders.lean import limited
 from ludus.models.decoders.native.bindings import Kernels, Layer, Model, NativeInputs
-from ludus.models.decoders.parts import Experts, Linear, Llama, LlamaLayer
+from ludus.models.decoders.parts import (
+    Experts,
+    Linear,
+    Llama,
+    LlamaLayer,
+    limited_windows,
+    weights_of,
+)
 from ludus.models.kv_cache.paging import BLOCK
 from ludus.models.kv_cache.step_inputs import StepInputs
 
@@ -100,7 +106,7 @@ class NativeDecoder:
             self.kernels.lib.ludus_copy(ctypes.byref(self._model), number, source, target, count)
 
     def limit_windows(self, most: int | None) -> None:
-        for layer, window in zip(self._layers, limited(self._llama, most), strict=True):
+        for layer, window in zip(self._layers, limited_windows(self._llama, most), strict=True):
             layer.window = window
 
     @property
@@ -168,7 +174,7 @@ class NativeDecoder:
             ]
         for name, parts in matrices:
             pair = name == "gate_up"
-            weights = [part.weight() for part in parts]
+            weights = weights_of(parts)
             biases = [part.bias() for part in parts]
             setattr(native, name, self._pack(prefix + name, weights, pair))
             if any(bias is not None for bias in biases):
