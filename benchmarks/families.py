@@ -1,6 +1,7 @@
 """The sampler's fast path against its generic path, and against the plain Llama shape, by family.
 
     python benchmarks/families.py
+    python benchmarks/families.py --torch       without native code
 
 Models of random weights with the same sizes: a family differs from Llama in its own parts only. A
 mixture of experts has as many parameters per token as Llama has. Prompts are longer than the
@@ -45,6 +46,8 @@ from transformers import (
 
 from ludus.config.schema import LoraConfig
 from ludus.models.build import _with_lora
+from ludus.models.decoders.lean import LeanDecoder
+from ludus.models.decoders.llama import read
 from ludus.models.samplers.engine import InProcessSampler
 
 PROMPT, COMPLETION, BATCH, WINDOW, CONTEXT = 64, 64, 16, 48, 256
@@ -189,9 +192,80 @@ def measure(
     return row
 
 
+def without_native_code(sampler: InProcessSampler, model: Any) -> InProcessSampler:
+    """The sampler with the plain torch decoder."""
+    decoder = LeanDecoder(read(model, CONTEXT))
+    decoder.max_blocks = sampler.decoder.max_blocks
+    sampler.decoder = decoder
+    sampler._reset()
+    return sampler
+
+
+def measure_torch(name: str, shape: str, repeats: int, llama: InProcessSampler) -> dict[str, Any]:
+    """The plain torch path, with and without adapters, over that path for Llama."""
+    plain, adapted = make_family(name, shape), make_adapted(name, shape)
+    prompts = prompts_of(plain.config.vocab_size)
+    lean, lora = (without_native_code(make_sampler(m, "auto"), m) for m in (plain, adapted))
+    for model, sampler in ((plain, lean), (adapted, lora)):
+        if (found := deviation(model, sampler, prompts)) > SAME:
+            raise SystemExit(f"{name}, plain torch: {found:.2g} nats off")
+    seconds = alternate(
+        {
+            "llama": lambda: run(llama, prompts),
+            "lean": lambda: run(lean, prompts),
+            "lora": lambda: run(lora, prompts),
+        },
+        repeats,
+    )
+    tokens = BATCH * COMPLETION
+    row = {
+        "family": name,
+        "shape": shape,
+        "seconds": seconds,
+        **{key: Spread.of([tokens / s for s in seconds[key]]) for key in seconds},
+        "over_llama": ratios(seconds["lean"], seconds["llama"]),
+        "lora_over_plain": ratios(seconds["lora"], seconds["lean"]),
+    }
+    print(f"{name}, torch: {row['over_llama'].show('.2f')} times Llama's time", flush=True)
+    return row
+
+
+def publish_torch(rows: list[dict[str, Any]], facts: dict[str, Any], repeats: int) -> None:
+    shown = tabulate(
+        rows,
+        ("family", lambda r: r["family"]),
+        ("plain torch", lambda r: f"{r['lean'].median:,.0f}"),
+        ("time / Llama's", lambda r: r["over_llama"].bold()),
+        ("with adapters", lambda r: f"{r['lora'].median:,.0f}"),
+        ("time / without adapters", lambda r: r["lora_over_plain"].bold()),
+    )
+    text = f"""
+# Model families without native code
+
+The fast path in plain torch, which serves where there is no C compiler, on the 0.9 M models of
+[families.md](families.md): sampled tokens/s, and the time over that of the same path for the plain
+Llama shape. Adapters (LoRA of rank 8 on all linear layers and experts) are computed in each pass.
+Medians (and quartiles) of {repeats} runs in alternating order. Other programs ran on the machine at
+the same time.
+
+{shown}
+
+    python benchmarks/families.py --torch
+"""
+    write("families-torch", text, facts, rows, packages=("peft",))
+
+
 def main() -> None:
-    args = arguments(__doc__ or "")
+    args = arguments(__doc__ or "", torch="the plain torch path")
     facts = machine(args.threads)
+    if args.torch:
+        small = make_family("Llama", "0.9 M")
+        llama = without_native_code(make_sampler(small, "auto"), small)
+        names = ["Gemma 3, windows"] if args.quick else list(FAMILIES)
+        found = [measure_torch(name, "0.9 M", args.repeats, llama) for name in names]
+        if not args.quick:
+            publish_torch(found, facts, args.repeats)
+        return
     shapes = ["0.9 M"] if args.quick else ["0.9 M", "5.8 M"]
     names = ["Gemma 3, windows"] if args.quick else list(FAMILIES)
     rows: list[dict[str, Any]] = []
@@ -260,7 +334,7 @@ generic path computes them in each pass.
 
 {adapted}
 
-Not measured: a GPU, long prompts, the plain torch path.
+Without native code: see [families-torch.md](families-torch.md). Not measured: a GPU, long prompts.
 
     python benchmarks/families.py
 """
