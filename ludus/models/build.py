@@ -204,9 +204,7 @@ def _from_scratch(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> Pr
     shape = model_shape(config, Vocabulary.of(tokenizer).size)
     try:
         _check_memory(_on_meta(shape))
-        model = AutoModelForCausalLM.from_config(
-            shape, dtype=torch.float32, attn_implementation="sdpa"
-        )
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
     except (RuntimeError, OverflowError) as error:  # a size that torch cannot represent or allocate
         raise ConfigError(
             f"model.architecture.args: torch cannot build the model: {_line(error)}"
@@ -254,7 +252,6 @@ def _pretrained(config: ModelConfig) -> PreTrainedModel:
                 config.path,
                 config=shape,
                 dtype=getattr(torch, config.dtype),
-                attn_implementation="sdpa",
                 output_loading_info=True,
                 **loading(config),
             )
@@ -360,6 +357,8 @@ def _with_lora(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
     with warnings.catch_warnings():
         # peft reads an attribute of transformers under its deprecated name.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        # peft sets ranks for stacked experts, also where no adapter has them.
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern", RuntimeWarning)
         return peft.get_peft_model(
             model,
             peft.LoraConfig(

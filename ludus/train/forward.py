@@ -5,7 +5,9 @@ The constructor tests the model and picks the first attention that gives exact r
     tiles   token trees and packed rows with ludus' attention, through transformers' attention
             interface
     dense   the same rows with a dense mask, for models with their own attention
-    none    one sample per row, causal: sliding windows, recurrent layers, custom positions
+    none    one sample per row, causal: recurrent layers, custom positions or masks
+
+Sliding windows and soft caps are part of the first two; the test gives the model a narrow window.
 
 Shape suffixes: R rows, T positions, P places that predict a loss token, N loss tokens, E hidden
 size, V vocabulary.
@@ -25,18 +27,21 @@ from ludus.core.errors import ConfigError
 from ludus.core.types import Sample
 from ludus.models.decoders.llama import NotLlama
 from ludus.models.vocabulary import Vocabulary
+from ludus.models.windows import UnknownAttention, layer_windows, model_masks, narrowed
 from ludus.train.constrained import rescore
 from ludus.train.kernels.attention import attending
 from ludus.train.kernels.compiled import CompiledLayers
 from ludus.train.kernels.fused import FusedLayers
 from ludus.train.kernels.logprobs import Head, backbone, find_head, score_logits
-from ludus.train.kernels.tiles import tiles
+from ludus.train.kernels.tiles import Plan, tiles
 from ludus.train.packing import Layout, MicroBatch, attention_mask, pack
 
 Attention = Literal["tiles", "dense", "none"]
 
 TOLERANCE = 1e-4
 """Relative to the largest hidden state; rounding errors in float32 are about 1e-6."""
+TRIAL_WINDOW = 2
+"""Sliding windows in a trial, whose samples have up to five tokens."""
 UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)
 """Errors of a model that does not support an attention."""
 
@@ -47,7 +52,8 @@ class Forward:
     Args:
         model: the policy.
         temperature: of the rollouts; divides the logits.
-        context_length: length of the longest sample; None: unknown, no sliding window is accepted.
+        context_length: length of the longest sample, which a sliding window may cover; None:
+            unknown.
         settings: of the computation.
         vocabulary: other ids have probability 0, as in the sampler; None: all ids are sampled.
 
@@ -70,8 +76,10 @@ class Forward:
         self.device = next(model.parameters()).device
         self.head: Head | None = find_head(model)
         self._layers: CompiledLayers | FusedLayers | None = None
-        self.attention: Attention = self._find_attention(context_length)
-        self._layers = CompiledLayers(model) if self.settings.compile else self._fused()
+        self._windows: list[int] | None = _windows(model, context_length)
+        with self._trial_windows():
+            self.attention: Attention = self._find_attention()
+            self._layers = CompiledLayers(model) if self.settings.compile else self._fused()
         if self.settings.gradient_checkpointing:
             if not getattr(model, "supports_gradient_checkpointing", False):
                 raise ConfigError(
@@ -105,11 +113,24 @@ class Forward:
         if self.attention != "tiles":
             yield
             return
+        with attending(self.model, self._plan(micro_batch)):
+            yield
+
+    def _plan(self, micro_batch: MicroBatch) -> Plan:
+        """Returns the tiles of all rows as one row, for each kind of layer.
+
+        Recomputed layers keep no weights: they must do the same work twice.
+        """
         keep = not self.settings.gradient_checkpointing
         num_rows, width = micro_batch.ends_RT.shape
         ends_RT = micro_batch.ends_RT + width * torch.arange(num_rows)[:, None]
-        with attending(self.model, tiles(ends_RT.flatten()), keep=keep):
-            yield
+        ends_T, positions_T = ends_RT.flatten(), micro_batch.positions_RT.flatten()
+        by_window = {
+            window: Plan(tiles(ends_T, positions=positions_T, window=window), keep=keep)
+            for window in {*(self._windows or ())} - {0}
+        }
+        windowed = {n: by_window[w] for n, w in enumerate(self._windows or ()) if w}
+        return Plan(tiles(ends_T), keep=keep, windowed=windowed)
 
     def hidden_states(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Returns the last hidden states [P, E] of the places that predict loss tokens, after the
@@ -164,24 +185,45 @@ class Forward:
         hidden_PE, logits_PV = self.hidden_states(micro_batch)
         return hidden_PE, *self.score(hidden_PE, logits_PV, micro_batch)
 
-    def _inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor | None]:
+    def _inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """Returns ids, positions and mask of the rows.
 
         Tiles see all rows as one row. With one sample per row, causal attention never reads the
         padding after the sample: no mask is needed, and torch uses faster kernels.
         """
         ids_RT = micro_batch.token_ids_RT.to(self.device)
-        positions_RT, mask = micro_batch.positions_RT.to(self.device), None
+        positions_RT = micro_batch.positions_RT.to(self.device)
+        mask: Tensor | dict[str, Tensor] | None = None
         if self.attention == "tiles":
             ids_RT, positions_RT = ids_RT.view(1, -1), positions_RT.view(1, -1)
         elif _branches(micro_batch):
-            mask = attention_mask(micro_batch).to(self.device)
+            mask = model_masks(
+                self.model.config.get_text_config(),
+                self._windows or (),
+                self.model.dtype,
+                lambda window: attention_mask(micro_batch, window).to(self.device),
+            )
         else:
             positions_RT = torch.arange(ids_RT.shape[1], device=self.device)[None]
         return {"input_ids": ids_RT, "position_ids": positions_RT, "attention_mask": mask}
 
-    def _find_attention(self, context_length: int | None) -> Attention:
-        if not _attends_to_everything(self.model.config.get_text_config(), context_length):
+    @contextmanager
+    def _trial_windows(self) -> Iterator[None]:
+        """Narrow sliding windows, so that the few tokens of a trial show them."""
+        windows = self._windows
+        if not any(windows or ()):
+            yield
+            return
+        assert windows is not None
+        self._windows = [min(window, TRIAL_WINDOW) for window in windows]
+        try:
+            with narrowed(self.model.config.get_text_config(), TRIAL_WINDOW):
+                yield
+        finally:
+            self._windows = windows
+
+    def _find_attention(self) -> Attention:
+        if self._windows is None:
             return "none"
         choices: tuple[Attention, ...] = ("tiles", "dense")
         # Tiles are many small products, too small for a GPU.
@@ -284,11 +326,9 @@ def _branches(micro_batch: MicroBatch) -> bool:
     return bool(((positions_RT != every_T) & ~padding_RT).any())
 
 
-def _attends_to_everything(config: Any, context_length: int | None) -> bool:
-    """True if every layer sees all positions, by the model's config."""
-    kinds = set(getattr(config, "layer_types", None) or [])
-    window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in kinds if kinds else window is not None
-    if kinds - {"full_attention", "sliding_attention"}:
-        return False
-    return not slides or (context_length is not None and (window or 0) >= context_length)
+def _windows(model: Any, context_length: int | None) -> list[int] | None:
+    """Returns the sliding windows of the layers (0: all positions); None for other layers."""
+    try:
+        return layer_windows(model.config.get_text_config(), context_length)
+    except UnknownAttention:
+        return None

@@ -196,16 +196,20 @@ def pack(
     )
 
 
-def attention_mask(micro_batch: MicroBatch) -> Tensor:
+def attention_mask(micro_batch: MicroBatch, window: int = 0) -> Tensor:
     """Bool [R, 1, T, T], True where the query (third axis) attends to the key (fourth axis).
 
-    A token attends to itself and its past. Padding attends to itself, because a softmax over an
+    A token attends to itself and its past; with a sliding window, to its last `window` positions,
+    its own included. Padding attends to itself, because a softmax over an
     empty row is NaN. The convention is that of `scaled_dot_product_attention` (transformers'
     "sdpa").
     """
     ends_RT = micro_batch.ends_RT
     every_T = torch.arange(ends_RT.shape[1])
     seen_RTT = every_T[:, None] < ends_RT[:, None, :]
+    if window:
+        at_RT = micro_batch.positions_RT
+        seen_RTT = seen_RTT & (at_RT[:, None, :] > at_RT[:, :, None] - window)
     return seen_RTT.tril()[:, None]
 
 

@@ -72,8 +72,8 @@ class ExactForward(Forward):
             self.vocabulary,
         )
 
-    def _find_attention(self, context_length: int | None) -> Attention:
-        found = super()._find_attention(context_length)
+    def _find_attention(self) -> Attention:
+        found = super()._find_attention()
         return "dense" if found == "tiles" else found  # tiles sum in another order
 
 

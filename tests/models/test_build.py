@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_helpers import tiny
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
@@ -17,6 +18,7 @@ from ludus.core.types import Spec
 from ludus.models import ARCHITECTURES
 from ludus.models.build import build_model, merge_lora, set_tf32
 from ludus.models.chat.tokenizers import load_tokenizer, train_tokenizer
+from ludus.models.samplers.engine import InProcessSampler
 from ludus.train.checkpoint.export import export_hf
 
 TINY = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "intermediate_size": 64}
@@ -112,6 +114,18 @@ def test_loading_and_saving_print_nothing(
     build_model(ModelConfig(path=str(tmp_path / "exported"), context_length=64), tokenizer, 0)
     assert transformers_logging.is_progress_bar_enabled(), "a user's own setting stays"
     assert capfd.readouterr() == ("", "")
+
+
+def test_attention_is_torchs_where_the_model_supports_that(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """torch's has no soft caps; transformers refuses it for Gemma 2."""
+    for family, own in (("gemma2", "eager"), ("gemma3", "sdpa")):
+        tiny(family).save_pretrained(tmp_path / family)
+        config = ModelConfig(path=str(tmp_path / family), context_length=64)
+        model = build_model(config, tokenizer, 0)
+        assert model.config._attn_implementation == own
+        assert InProcessSampler(model, context_length=64).decoder.name != "generic"
 
 
 def test_a_pretrained_model_has_no_dropout(

@@ -11,12 +11,16 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -24,6 +28,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from ludus.models.samplers.base import Completion, SamplingParams
@@ -50,7 +55,31 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2": lambda: Qwen2Config(**GROUPED),
     "llama": lambda: LlamaConfig(**GROUPED),
     "gemma": lambda: GemmaConfig(**GROUPED),
-    "gemma3": lambda: Gemma3TextConfig(**GROUPED, sliding_window=CONTEXT),
+    "gemma2": lambda: Gemma2Config(
+        **{**GROUPED, "num_hidden_layers": 3},
+        sliding_window=12,
+        query_pre_attn_scalar=11,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **{**GROUPED, "num_hidden_layers": 3},
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        sliding_window=12,
+        query_pre_attn_scalar=11,
+    ),
+    "glm4": lambda: Glm4Config(**GROUPED, attention_bias=True),
+    "granite": lambda: GraniteConfig(
+        **COMMON,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.5,
+        residual_multiplier=0.6,
+        logits_scaling=1.7,
+    ),
+    "olmo2": lambda: Olmo2Config(**COMMON, num_key_value_heads=2, intermediate_size=48),
+    "smollm3": lambda: SmolLM3Config(**GROUPED, no_rope_layer_interval=2),
     "mistral": lambda: MistralConfig(**GROUPED, sliding_window=None),
     "phi3": lambda: Phi3Config(**COMMON, num_key_value_heads=2, intermediate_size=48),
     "gpt_neox": lambda: GPTNeoXConfig(**COMMON, intermediate_size=48),
@@ -69,12 +98,25 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+EAGER = {"gemma2"}
+"""Families whose soft caps transformers computes with its own attention only."""
+
+
 def tiny(family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     """A model with random weights, in evaluation mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            FAMILIES[family](), attn_implementation="eager" if family in EAGER else "sdpa"
+        )
     return model.to(dtype).eval()
+
+
+def conversations_of(vocab: int) -> list[list[int]]:
+    """Prompts with common prefixes, of 1 to 50 tokens."""
+    rng = np.random.default_rng(0)
+    base = rng.integers(1, vocab, 50).tolist()
+    return [base, base, base[:33], [*base[:20], 1, 2, 3], base[:1], [5] * 17, base[:16]]
 
 
 def sampler(model: Any, **options: Any) -> InProcessSampler:

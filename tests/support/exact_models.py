@@ -9,7 +9,9 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
@@ -18,10 +20,12 @@ from transformers import (
     Olmo2Config,
     OlmoeConfig,
     OPTConfig,
+    Phi3Config,
     PhiConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 V = 97
@@ -51,6 +55,16 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3_moe": lambda: Qwen3MoeConfig(**WIDE, **EXPERTS, head_dim=12, moe_intermediate_size=16),
     "mixtral": lambda: MixtralConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2),
     "olmoe": lambda: OlmoeConfig(**{**WIDE, "eos_token_id": 0}, **EXPERTS),
+    "window": lambda: MistralConfig(**WIDE, sliding_window=9),
+    "gemma3": lambda: Gemma3TextConfig(
+        **WIDE,
+        head_dim=12,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=9,
+    ),
+    "phi3": lambda: Phi3Config(**WIDE, pad_token_id=0, eos_token_id=0),
+    "glm4": lambda: Glm4Config(**WIDE, head_dim=12, pad_token_id=0, eos_token_id=0),
+    "smollm3": lambda: SmolLM3Config(**{**WIDE, "pad_token_id": 0}, no_rope_layer_interval=2),
     "opt": lambda: OPTConfig(
         vocab_size=V,
         max_position_embeddings=128,
@@ -67,7 +81,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 def make(family: str) -> Any:
     torch.manual_seed(0)
     config = FAMILIES[family]()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):

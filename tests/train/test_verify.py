@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from engine_helpers import tiny
 from exact_models import FAMILIES, V, make
 from torch import Tensor
 from variants import variants
 
-from ludus.core.errors import TrainingError
+from ludus.core.errors import ConfigError, TrainingError
 from ludus.core.types import Sample, Segment, Trajectory
 from ludus.models.exact.sampler import ExactSampler
 from ludus.models.exact.trace import first_difference
@@ -78,6 +79,11 @@ async def test_every_token_is_equal(family: str) -> None:
     batch = batch_of(samples, forward.layout)
     assert len(batch.micro_batches) > 1
     assert await verify(forward, batch, VERSION) == count
+
+
+def test_attention_that_is_not_torchs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="verify: the attention of Gemma2ForCausalLM is 'eager'"):
+        ExactSampler(tiny("gemma2"), context_length=CONTEXT)
 
 
 async def test_experts_without_torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,5 +69,9 @@ class Decoder(Protocol):
         Weights of the decoder's own are copied from the model's.
         """
 
+    def limit_windows(self, most: int | None) -> None:
+        """Let layers with a sliding window attend to at most `most` positions, for a trial pass;
+        None: to those of their own window."""
+
     def clear(self) -> None:
         """Free the KV-cache storage."""

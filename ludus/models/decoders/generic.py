@@ -1,11 +1,12 @@
 """Decoder for any Hugging Face causal LM: the model's own forward pass over a paged KV cache.
 
-The slower path. All layers must attend to every position, and the model must take positions and
-attention mask from the caller; `probe` verifies both.
+The slower path. All layers must attend to every position or to a sliding window, and the model must
+take positions and attention mask from the caller; `probe` verifies both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ludus.models.decoders.sampling_copy import SamplingCopy
 from ludus.models.kv_cache.padded import PaddedInputs, SlotStore
 from ludus.models.kv_cache.paging import BLOCK
 from ludus.models.kv_cache.step_inputs import StepInputs
+from ludus.models.windows import model_masks
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -65,16 +67,28 @@ class BlockCache(Cache):  # type: ignore[misc]
 
 
 class GenericDecoder:
-    """A `Decoder` that calls the model's own module, or that of a copy."""
+    """A `Decoder` that calls the model's own module, or that of a copy.
+
+    Args:
+        windows: sliding windows of the layers (`layer_windows`); None: all layers attend to every
+            position.
+    """
 
     name = "generic"
     mixed_batches = False
     max_blocks: int | None = None
 
-    def __init__(self, model: Any, copy: SamplingCopy | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        copy: SamplingCopy | None = None,
+        windows: Sequence[int] | None = None,
+    ) -> None:
         self._model = model if copy is None else copy.module
         self._copy = copy
         self._num_layers = model.config.get_text_config().num_hidden_layers
+        self._windows = list(windows or [0] * self._num_layers)
+        self._most: int | None = None
         self._cache = BlockCache(self._num_layers)
         self._bytes_per_slot = 0
 
@@ -105,11 +119,14 @@ class GenericDecoder:
         padded = PaddedInputs.of(inputs, next(self._model.parameters()).device)
         self._cache.padded = padded
         width = padded.ids_RL.shape[1]
+        most = self._most
+        windows = self._windows if most is None else [min(w, most) for w in self._windows]
+        config, dtype = self._model.config.get_text_config(), self._model.dtype
         columns, column_of_output = torch.unique(padded.output_columns, return_inverse=True)
         last = columns.tolist() == [width - 1]
         logits_RCV: Tensor = self._model(
             input_ids=padded.ids_RL,
-            attention_mask=padded.mask_R1LT,
+            attention_mask=model_masks(config, windows, dtype, padded.mask),
             position_ids=padded.positions_RL,
             past_key_values=self._cache,
             use_cache=True,
@@ -124,6 +141,9 @@ class GenericDecoder:
     def refresh(self) -> None:
         if self._copy is not None:
             self._copy.refresh()
+
+    def limit_windows(self, most: int | None) -> None:
+        self._most = most
 
     def clear(self) -> None:
         self._cache = BlockCache(self._num_layers)

@@ -17,7 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ludus.models.decoders.base import check_inputs
-from ludus.models.decoders.llama import Llama, LlamaLayer, Norm
+from ludus.models.decoders.parts import (
+    Llama,
+    LlamaLayer,
+    Norm,
+    Rotary,
+    limited_windows,
+    project,
+    soft_cap,
+)
 from ludus.models.decoders.sampling_copy import SamplingCopy
 from ludus.models.kv_cache.padded import PaddedInputs, SlotStore
 from ludus.models.kv_cache.paging import BLOCK
@@ -46,7 +54,8 @@ class LeanDecoder:
     def __init__(self, llama: Llama, *, copy: SamplingCopy | None = None) -> None:
         self._llama = llama
         self._copy = copy
-        self._limits = len(llama.embedding.weight), len(llama.cosine_TD)
+        self._limits = len(llama.embedding.weight), llama.context_length
+        self._windows = [layer.window for layer in llama.layers]
         self._factor_dtype = llama.embedding.weight.dtype
         self._residual_dtype = llama.final_norm.scale().dtype
         self._num_slots = 0
@@ -74,6 +83,9 @@ class LeanDecoder:
     def refresh(self) -> None:
         if self._copy is not None:
             self._copy.refresh()
+
+    def limit_windows(self, most: int | None) -> None:
+        self._windows = limited_windows(self._llama, most)
 
     def clear(self) -> None:
         self._keys = [self._new_store() for _ in self._llama.layers]
@@ -104,41 +116,71 @@ class LeanDecoder:
         if llama.model.training:  # adapters may have dropout
             llama.model.eval()
         dtype = self._residual_dtype
-        cosine_N1D = llama.cosine_TD[positions_N, None].to(dtype)
-        sine_N1D = llama.sine_TD[positions_N, None].to(dtype)
+        tables = [
+            Rotary(
+                table.cosine_TD[positions_N, None].to(dtype),
+                table.sine_TD[positions_N, None].to(dtype),
+            )
+            for table in llama.rotary
+        ]
         x_NE = llama.embedding.weight[ids_N].to(dtype)
         if llama.embedding_scale != 1:
             x_NE = x_NE * torch.tensor(llama.embedding_scale, dtype=dtype)
         for number, layer in enumerate(llama.layers):
             h_NE = self._norm(x_NE, layer.attention_norm).to(self._factor_dtype)
-            heads = self._heads(layer, h_NE, cosine_N1D, sine_N1D)
-            x_NE = x_NE + layer.output.module(attend(number, *heads))
+            table = None if layer.rotary is None else tables[layer.rotary]
+            heads = self._heads(layer, h_NE, table)
+            out_NE = layer.output.module(attend(number, *heads))
+            x_NE = x_NE + self._scaled(self._norm(out_NE, layer.attention_post_norm))
             h_NE = self._norm(x_NE, layer.mlp_norm).to(self._factor_dtype)
-            gate = _ACTIVATIONS[llama.activation](layer.gate.module(h_NE))
-            x_NE = x_NE + layer.down.module(gate * layer.up.module(h_NE))
+            out_NE = self._mlp(layer, h_NE)
+            x_NE = x_NE + self._scaled(self._norm(out_NE, layer.mlp_post_norm))
         return x_NE
 
-    def _logits(self, x_RE: Tensor) -> Tensor:
-        h_RE = self._norm(x_RE, self._llama.final_norm).to(self._factor_dtype)
-        logits_RV: Tensor = self._llama.head.module(h_RE)
-        return logits_RV
+    def _mlp(self, layer: LlamaLayer, h_NE: Tensor) -> Tensor:
+        if layer.experts is not None:
+            mixed_NE: Tensor = layer.experts.module(h_NE[None])[0]
+            return mixed_NE
+        assert layer.gate is not None
+        assert layer.up is not None
+        assert layer.down is not None
+        gate, up = project([layer.gate, layer.up], h_NE)
+        down_NE: Tensor = layer.down.module(_ACTIVATIONS[self._llama.activation](gate) * up)
+        return down_NE
 
-    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
+    def _scaled(self, x_NE: Tensor) -> Tensor:
+        scale = self._llama.residual_scale
+        return x_NE if scale == 1 else x_NE * scale
+
+    def _logits(self, x_RE: Tensor) -> Tensor:
+        llama = self._llama
+        h_RE = self._norm(x_RE, llama.final_norm).to(self._factor_dtype)
+        logits_RV: Tensor = llama.head.module(h_RE)
+        if llama.logit_scale != 1:
+            logits_RV = logits_RV * llama.logit_scale
+        return soft_cap(logits_RV, llama.logit_softcap)
+
+    def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
+        if norm is None:
+            return x
         scale = norm.scale()
         return F.rms_norm(x.to(scale.dtype), x.shape[-1:], scale, self._llama.eps)
 
     def _heads(
-        self, layer: LlamaLayer, h_NE: Tensor, cosine_N1D: Tensor, sine_N1D: Tensor
+        self, layer: LlamaLayer, h_NE: Tensor, table: Rotary | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries [N, H, D] and keys [N, K, D], both rotated, and values [N, K, D]."""
-        heads = (h_NE.shape[0], -1, self._llama.head_dim)
-        q_NHD = layer.query.module(h_NE).view(heads)
-        k_NKD = layer.key.module(h_NE).view(heads)
-        v_NKD = layer.value.module(h_NE).view(heads)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            q_NHD = self._norm(q_NHD, layer.query_norm)
-            k_NKD = self._norm(k_NKD, layer.key_norm)
-        q_NHD, k_NKD = (_rotate(x, cosine_N1D, sine_N1D) for x in (q_NHD, k_NKD))
+        llama = self._llama
+        heads = (h_NE.shape[0], -1, llama.head_dim)
+        q, k, v = project([layer.query, layer.key, layer.value], h_NE)
+        if llama.whole_norms:
+            q, k = self._norm(q, layer.query_norm), self._norm(k, layer.key_norm)
+        q_NHD, k_NKD, v_NKD = q.view(heads), k.view(heads), v.view(heads)
+        if not llama.whole_norms:
+            q_NHD, k_NKD = self._norm(q_NHD, layer.query_norm), self._norm(k_NKD, layer.key_norm)
+        if table is not None:
+            rotate = _rotate_pairs if llama.interleaved else _rotate
+            q_NHD, k_NKD = (rotate(x, table.cosine_TD, table.sine_TD) for x in (q_NHD, k_NKD))
         return q_NHD.to(self._factor_dtype), k_NKD.to(self._factor_dtype), v_NKD
 
     def _attention(
@@ -154,11 +196,13 @@ class LeanDecoder:
         if len(q_NHD) < rows * width:
             q_XHD = q_NHD.new_zeros(rows * width, *q_NHD.shape[1:])
             q_XHD[padded.place_N] = q_NHD
-        result_RHLD = F.scaled_dot_product_attention(
+        cap = llama.attention_softcap
+        attend = partial(_capped_attention, cap=cap) if cap else F.scaled_dot_product_attention
+        result_RHLD = attend(
             q_XHD.view(rows, width, *q_NHD.shape[1:]).transpose(1, 2),
             keys.read(padded.slots_RT),
             values.read(padded.slots_RT),
-            attn_mask=padded.mask_R1LT,
+            attn_mask=padded.mask(self._windows[number]),
             scale=llama.attention_scale,
             enable_gqa=llama.heads != llama.kv_heads,
         )
@@ -173,3 +217,32 @@ def _rotate(x_NHD: Tensor, cosine_N1D: Tensor, sine_N1D: Tensor) -> Tensor:
     swapped = torch.cat((-rotated[..., half:], rotated[..., :half]), -1)
     rotated = rotated * cosine_N1D + swapped * sine_N1D
     return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
+
+
+def _rotate_pairs(x_NHD: Tensor, cosine_N1D: Tensor, sine_N1D: Tensor) -> Tensor:
+    """The same of neighbouring dimensions."""
+    rotary = cosine_N1D.shape[-1]
+    rotated, rest = x_NHD[..., :rotary], x_NHD[..., rotary:]
+    cosine, sine = cosine_N1D[..., : rotary // 2], sine_N1D[..., : rotary // 2]
+    a, b = rotated[..., 0::2], rotated[..., 1::2]
+    rotated = torch.stack((a * cosine - b * sine, b * cosine + a * sine), -1).flatten(-2)
+    return torch.cat((rotated, rest), -1)
+
+
+def _capped_attention(
+    q_RHLD: Tensor,
+    k_RKTD: Tensor,
+    v_RKTD: Tensor,
+    *,
+    attn_mask: Tensor,
+    scale: float,
+    enable_gqa: bool,
+    cap: float,
+) -> Tensor:
+    """Attention with a soft cap, which torch's has not; scores are in float32."""
+    rows, _, length, size = q_RHLD.shape
+    q_RKGLD = q_RHLD.reshape(rows, k_RKTD.shape[1], -1, length, size).float()
+    scores_RKGLT = soft_cap(q_RKGLD @ k_RKTD[:, :, None].float().mT * scale, cap)
+    shares_RKGLT = scores_RKGLT.masked_fill(~attn_mask[:, :, None], -torch.inf).softmax(-1)
+    result_RKGLD = shares_RKGLT @ v_RKTD[:, :, None].float()
+    return result_RKGLD.flatten(1, 2).to(v_RKTD.dtype)

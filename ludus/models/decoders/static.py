@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ludus.models.decoders.base import check_inputs
 from ludus.models.decoders.lean import LeanDecoder
-from ludus.models.decoders.llama import Llama
+from ludus.models.decoders.parts import Llama
 from ludus.models.decoders.sampling_copy import SamplingCopy
 from ludus.models.kv_cache.padded import SlotStore
 from ludus.models.kv_cache.paging import BLOCK
@@ -195,6 +195,10 @@ class StaticDecoder(LeanDecoder):
             self._steps.clear()
         self._sources = sources
 
+    def limit_windows(self, most: int | None) -> None:
+        super().limit_windows(most)
+        self._steps.clear()  # graphs hold the windows
+
     def clear(self) -> None:
         """Drop cached keys and values. The storage stays if graphs hold its address."""
         self._groups = PrefixGroups()
@@ -273,17 +277,25 @@ class StaticDecoder(LeanDecoder):
         values.write(v_BKD, inputs.slots_B)
         rows, heads, size = q_BHD.shape
         q_BKGD = q_BHD.view(rows, self._llama.kv_heads, -1, size)
-        scale = self._llama.attention_scale
+        scale, cap = self._llama.attention_scale, self._llama.attention_softcap
+        window = self._windows[number]
 
-        def attend(q_RKXD: Tensor, tables: Tensor, lengths: Tensor) -> PartialAttention:
+        def attend(
+            q_RKXD: Tensor, tables: Tensor, lengths: Tensor, starts_RX: Tensor | None
+        ) -> PartialAttention:
             stored = keys.blocks(tables), values.blocks(tables)
-            return partial_attention(q_RKXD, *stored, lengths, scale)
+            return partial_attention(q_RKXD, *stored, lengths, scale, starts_RX, cap)
 
-        result = attend(q_BKGD, inputs.own_BO, inputs.lengths_B)
+        starts_B1 = inputs.lengths_B[:, None] - window if window else None
+        result = attend(q_BKGD, inputs.own_BO, inputs.lengths_B, starts_B1)
         members = inputs.rows_PM.shape[1]
         if members:
             q_PKXD = q_BKGD[inputs.rows_PM].transpose(1, 2).flatten(2, 3)  # X: M * G
-            shared = attend(q_PKXD, inputs.shared_PS, inputs.lengths_P)
+            starts_PX = None
+            if window:
+                starts_PM = inputs.positions_B[inputs.rows_PM] + 1 - window
+                starts_PX = starts_PM.repeat_interleave(q_BKGD.shape[2], 1)
+            shared = attend(q_PKXD, inputs.shared_PS, inputs.lengths_P, starts_PX)
             place_B = inputs.places_B
             shared = tuple(gather_rows(x, members, place_B) for x in shared)
             result = merge_attention(result, shared, place_B >= 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ludus.core.errors import ConfigError
 from ludus.models.decoders.generic import GenericDecoder
 from ludus.models.exact.forward import exact, log_softmax
 from ludus.models.exact.trace import Record, Tracer
@@ -18,6 +19,7 @@ from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
 from ludus.models.samplers.sampling import forbid_, sample_tokens
 from ludus.models.vocabulary import Vocabulary
+from ludus.models.windows import layer_windows
 
 
 class ExactSampler(InProcessSampler):
@@ -27,6 +29,8 @@ class ExactSampler(InProcessSampler):
     Many times slower than `InProcessSampler`.
 
     Args: as for `InProcessSampler`.
+
+    Errors: ConfigError for a model whose attention is not torch's.
     """
 
     def __init__(
@@ -38,6 +42,12 @@ class ExactSampler(InProcessSampler):
         deterministic: bool = True,
         tokenizer: Any = None,
     ) -> None:
+        own = model.config.get_text_config()._attn_implementation
+        if own != "sdpa":
+            raise ConfigError(
+                f"verify: the attention of {type(model).__name__} is {own!r}, and only torch's "
+                "(sdpa) is computed batch-invariantly; set verify: false"
+            )
         super().__init__(
             model,
             context_length=context_length,
@@ -45,7 +55,8 @@ class ExactSampler(InProcessSampler):
             deterministic=deterministic,
             path="generic",
         )
-        exact_decoder = ExactDecoder(model)
+        windows = layer_windows(model.config.get_text_config(), context_length)
+        exact_decoder = ExactDecoder(model, windows)
         exact_decoder.max_blocks = self.decoder.max_blocks
         self.decoder = self.exact_decoder = exact_decoder
         self._reset()
@@ -62,8 +73,8 @@ class ExactDecoder(GenericDecoder):
 
     name = "exact"
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, windows: Sequence[int]) -> None:
+        super().__init__(model, windows=windows)
         self.tracing = False
         self.records: list[Record] = []
 

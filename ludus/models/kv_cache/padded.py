@@ -6,7 +6,7 @@ are padded on the left), T positions of the longest, W writes, H heads, D head s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,8 @@ class PaddedInputs:
     write_slots_W: Tensor
     output_rows: Tensor
     output_columns: Tensor
+    masks: dict[int, Tensor] = field(default_factory=dict)
+    """Masks of sliding windows, by their size."""
 
     @classmethod
     def of(cls, inputs: StepInputs, device: torch.device) -> PaddedInputs:
@@ -71,6 +73,16 @@ class PaddedInputs:
             output_rows=to_device(row_N[inputs.outputs]),
             output_columns=to_device(column_N[inputs.outputs]),
         )
+
+    def mask(self, window: int = 0) -> Tensor:
+        """Returns the mask [R, 1, L, T] of a sliding window; 0: of all positions."""
+        if not window:
+            return self.mask_R1LT
+        if window not in self.masks:
+            column_T = torch.arange(self.mask_R1LT.shape[3], device=self.mask_R1LT.device)
+            near_R1LT = column_T > self.positions_RL[:, None, :, None] - window
+            self.masks[window] = self.mask_R1LT & near_R1LT
+        return self.masks[window]
 
 
 class SlotStore:

@@ -117,22 +117,44 @@ def round_up(count: int) -> int:
     return 3 * power // 4 if count <= 3 * power // 4 else power
 
 
+LOWEST = -1e30
+"""Maximum of no scores: their weight is 0 once merged with others."""
+
 PartialAttention = tuple[Tensor, ...]
 """Unnormalised attention over a subset of positions, in float32: weighted sum of values [..., D],
 sum of weights [..., 1], and the maximum subtracted from the scores [..., 1]."""
 
 
 def partial_attention(
-    q_RKXD: Tensor, k_YTD: Tensor, v_YTD: Tensor, lengths_R: Tensor, scale: float
+    q_RKXD: Tensor,
+    k_YTD: Tensor,
+    v_YTD: Tensor,
+    lengths_R: Tensor,
+    scale: float,
+    starts_RX: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> PartialAttention:
-    """Attention of X queries per row over the row's first `lengths_R` positions; Y is K * R."""
+    """Attention of X queries per row over the row's first `lengths_R` positions; Y is K * R.
+
+    Args:
+        starts_RX: first position of a query's sliding window, [R, X] or [R, 1]; the window may lie
+            beyond all of the positions.
+        softcap: scores are cap * tanh(score / cap); 0: no cap.
+    """
     rows, heads, queries, size = q_RKXD.shape
     q_YXD = q_RKXD.transpose(0, 1).reshape(heads * rows, queries, size)
     scores_YXT = _product(q_YXD.to(k_YTD.dtype), k_YTD.transpose(1, 2)) * scale
-    masked_RT = torch.arange(k_YTD.shape[1], device=k_YTD.device) >= lengths_R[:, None]
+    if softcap:
+        scores_YXT = torch.tanh(scores_YXT / softcap) * softcap
+    column_T = torch.arange(k_YTD.shape[1], device=k_YTD.device)
+    masked_RXT = (column_T >= lengths_R[:, None])[:, None]
+    if starts_RX is not None:
+        masked_RXT = masked_RXT | (column_T < starts_RX[..., None])
     scores_KRXT = scores_YXT.view(heads, rows, queries, -1)
-    scores_KRXT = scores_KRXT.masked_fill(masked_RT[:, None], -torch.inf)
+    scores_KRXT = scores_KRXT.masked_fill(masked_RXT, -torch.inf)
     max_KRX1 = scores_KRXT.amax(-1, keepdim=True)
+    if starts_RX is not None:
+        max_KRX1 = max_KRX1.clamp(min=LOWEST)  # a query that sees none of the positions
     weights_KRXT = (scores_KRXT - max_KRX1).exp()
     sums_YXD = _product(weights_KRXT.view(scores_YXT.shape).to(v_YTD.dtype), v_YTD)
     parts = (sums_YXD.view(heads, rows, queries, -1), weights_KRXT.sum(-1, keepdim=True), max_KRX1)

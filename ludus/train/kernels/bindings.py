@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,15 @@ class _Attention(ctypes.Structure):
         *[(name, ctypes.c_int64) for name in _NUMBERS],
         *[(name, ctypes.c_void_p) for name in _POINTERS],
         ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
     ]
+
+
+class Scores(NamedTuple):
+    """Attention scores: cap * tanh(scale * q k / cap); cap 0: scale * q k."""
+
+    scale: float
+    cap: float = 0.0
 
 
 class Kernels:
@@ -148,20 +156,22 @@ class Kernels:
         return grad_TV
 
     def attention(
-        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: Plan, scale: float
+        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: Plan, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """Returns attention by tiles [T, H, D] and log-sum-exp [T, H]; heads and tokens may have
         any stride."""
         out_THD = q_THD.new_empty(q_THD.shape)
         total_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-        self._attend("ludus_attention", q_THD, k_TKD, v_TKD, plan, scale, o=out_THD, total=total_TH)
+        self._attend(
+            "ludus_attention", q_THD, k_TKD, v_TKD, plan, scores, o=out_THD, total=total_TH
+        )
         return out_THD, total_TH
 
     def attention_back(
         self,
         qkv: tuple[Tensor, Tensor, Tensor],
         plan: Plan,
-        scale: float,
+        scores: Scores,
         out_THD: Tensor,
         total_TH: Tensor,
         grad_THD: Tensor,
@@ -170,7 +180,7 @@ class Kernels:
         """Write the gradient of queries, add those of keys and values; heads are contiguous."""
         names = ("dq", "dk", "dv")
         self._attend(
-            "ludus_attention_back", *qkv, plan, scale, o=out_THD, total=total_TH, grad=grad_THD,
+            "ludus_attention_back", *qkv, plan, scores, o=out_THD, total=total_TH, grad=grad_THD,
             **dict(zip(names, into, strict=True)),
         )  # fmt: skip
 
@@ -181,7 +191,7 @@ class Kernels:
         k_TKD: Tensor,
         v_TKD: Tensor,
         plan: Plan,
-        scale: float,
+        scores: Scores,
         **tensors: Tensor,
     ) -> None:
         table, spans = plan.table
@@ -195,8 +205,9 @@ class Kernels:
         a.tokens, tensors["keys"] = len(k_TKD), k_TKD.permute(1, 2, 0).contiguous()
         if "grad" in tensors:
             tensors["values"] = v_TKD.permute(1, 2, 0).contiguous()
+        a.softcap = scores.cap
         a.scale, a.tiles, a.spans, a.work = (
-            scale,
+            scores.scale,
             table.ctypes.data,
             spans.ctypes.data,
             work.data_ptr(),

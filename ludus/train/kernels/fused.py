@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ludus.models.decoders.llama import LlamaLayer, NotLlama, read
+from ludus.models.decoders.llama import NotLlama, read
+from ludus.models.decoders.parts import Linear, Llama, LlamaLayer
 from ludus.train.kernels.attention import active_plan
-from ludus.train.kernels.bindings import Kernels, kernels
+from ludus.train.kernels.bindings import Kernels, Scores, kernels
 from ludus.train.kernels.tiles import Plan
 
 
@@ -40,7 +41,7 @@ class Shape:
 
     sizes: tuple[int, int, int]
     eps: float
-    scale: float
+    scores: Scores
     gelu: bool
     offset: float
 
@@ -60,17 +61,18 @@ class FusedLayers:
         llama = read(model, 1)
         native = kernels(torch.float32)
         dim = llama.head_dim
-        if native is None or dim > native.widest or llama.cosine_TD.shape[1] % 2:
+        if native is None or dim > native.widest or llama.rotary_dim % 2:
             raise NotLlama("no kernels for it")
         if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()):
             raise NotLlama("weights that are not float32 on the CPU")
-        offsets = {n.offset for layer in llama.layers for n in _norms(layer)}
+        _require_plain(llama)
+        offsets = {norm.offset for layer in llama.layers for norm in layer.norms()}
         if len(offsets) > 1:
             raise NotLlama("norms of several kinds")
         shape = Shape(
             (llama.heads, llama.kv_heads, dim),
             llama.eps,
-            llama.attention_scale,
+            Scores(llama.attention_scale),
             llama.activation == "gelu_tanh",
             offsets.pop(),
         )
@@ -95,9 +97,21 @@ class FusedLayers:
                 del module.forward
 
 
-def _norms(layer: LlamaLayer) -> list[Any]:
-    norms = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
-    return [norm for norm in norms if norm is not None]
+def _require_plain(llama: Llama) -> None:
+    """Errors: NotLlama for a model whose layers have parts that the operations do not compute."""
+    for layer in llama.layers:
+        other = (
+            (layer.attention_norm is None or layer.mlp_norm is None, "no norm before a branch"),
+            (layer.experts is not None, "experts"),
+            (layer.rotary is None, "layers without positions"),
+        )
+        for found, name in other:
+            if found:
+                raise NotLlama(name)
+    if llama.post_norms or llama.whole_norms:
+        raise NotLlama("other norms")
+    if llama.residual_scale != 1 or llama.attention_softcap or llama.interleaved:
+        raise NotLlama("other constants")
 
 
 def _weights(layer: LlamaLayer) -> tuple[list[Tensor | None], list[Tensor | None]]:
@@ -105,19 +119,27 @@ def _weights(layer: LlamaLayer) -> tuple[list[Tensor | None], list[Tensor | None
 
     Errors: NotLlama for a layer with adapters.
     """
-    linears = (layer.query, layer.key, layer.value, layer.output)
-    mlp = (layer.gate, layer.up, layer.down)
+    linears = [layer.query, layer.key, layer.value, layer.output]
+    mlp = [part for part in (layer.gate, layer.up, layer.down) if part is not None]
     if any(type(linear.module) is not nn.Linear for linear in (*linears, *mlp)):
         raise NotLlama("adapters")
-    head_norms = [n and n.module.weight for n in (layer.query_norm, layer.key_norm)]
+    norms = (layer.attention_norm, layer.query_norm, layer.key_norm, layer.mlp_norm)
+    *attention_norms, mlp_norm = (None if n is None else n.module.weight for n in norms)
     return (
-        [layer.attention_norm.module.weight, *head_norms]
-        + [linear.module.weight for linear in linears]
-        + [linear.module.bias for linear in linears],
-        [layer.mlp_norm.module.weight]
-        + [linear.module.weight for linear in mlp]
-        + [linear.module.bias for linear in mlp],
+        attention_norms
+        + [_rows(linear, linear.module.weight) for linear in linears]
+        + [_rows(linear, linear.module.bias) for linear in linears],
+        [mlp_norm]
+        + [_rows(linear, linear.module.weight) for linear in mlp]
+        + [_rows(linear, linear.module.bias) for linear in mlp],
     )
+
+
+def _rows(linear: Linear, parameter: Tensor | None) -> Tensor | None:
+    """The layer's part of a joint module's parameter."""
+    if parameter is None or linear.rows is None:
+        return parameter
+    return parameter[slice(*linear.rows)]
 
 
 def _call(
@@ -130,6 +152,7 @@ def _call(
     by, rotary = kernels(dtype), options.get("position_embeddings")
     if plan is None or by is None or rotary is None or hidden_states.dtype != torch.float32:
         return type(module).forward(module, hidden_states, *args, **options)
+    plan = plan.of(module.self_attn)
     run = partial(_layer, rotary=rotary, plan=plan, shape=shape, by=by, parts=_weights(layer))
     if getattr(module, "gradient_checkpointing", False) and module.training:
         return module._gradient_checkpointing_func(run, hidden_states)
@@ -177,7 +200,7 @@ class _Attention(torch.autograd.Function):
         h_TE, factor_T = by.norm(x_TE, scale_E, shape.eps)
         qkv = _project(h_TE, matrices[:3], biases[:3])
         rotated, factors = by.rotate(qkv, shape.sizes, norms, shape.eps, cosine_TR, sine_TR)
-        out_THD, total_TH = by.attention(*_heads(rotated, qkv, shape), plan, shape.scale)
+        out_THD, total_TH = by.attention(*_heads(rotated, qkv, shape), plan, shape.scores)
         ctx.save_for_backward(
             x_TE, cosine_TR, sine_TR, scale_E, h_TE, factor_T, qkv, rotated, factors, out_THD,
             total_TH, *norms, *matrices,
@@ -198,7 +221,7 @@ class _Attention(torch.autograd.Function):
         dout_THD = (d_TE @ matrices[3]).view_as(out_THD)
         into = factors.new_zeros(qkv.shape)
         by.attention_back(
-            _heads(rotated, qkv, shape), plan, shape.scale, out_THD, total_TH, dout_THD,
+            _heads(rotated, qkv, shape), plan, shape.scores, out_THD, total_TH, dout_THD,
             _heads(into, into, shape),
         )  # fmt: skip
         dqkv, dnorms = by.rotate_back(qkv, shape.sizes, norms, cosine_TR, sine_TR, factors, into)

@@ -275,7 +275,7 @@ typedef struct {
     const num *grad; /* of o */
     float *dq, *dk, *dv;
     float *work; /* [threads, scratch] */
-    float scale;
+    float scale, softcap; /* scores are cap * tanh(scale * q k / cap); 0: no cap */
 } Attention;
 
 /* Floats per thread for a tile with the given rows (queries times G) and keys. */
@@ -343,6 +343,19 @@ static void hide(const Attention *a, const Tile *tile, float *scores, long wide)
         }
 }
 
+/* tanh: a polynomial near 0 (Cephes), else 1 - 2 / (1 + e^2x). */
+INLINE float tanh_of(float x) {
+    float z = x * x, near = -5.70498872745e-3f * z + 2.06390887954e-2f;
+    near = near * z - 5.37397155531e-2f;
+    near = near * z + 1.33314422036e-1f;
+    near = near * z - 3.33332819422e-1f;
+    return z < 0.390625f ? near * z * x + x : 1 - 2 / (1 + exponential(2 * x));
+}
+
+static void cap_scores(float *scores, long num, float cap) {
+    SIMD for (long j = 0; j < num; j++) scores[j] = cap * tanh_of(scores[j] / cap);
+}
+
 static void attend(const Attention *a, const Tile *tile, long k, float *work) {
     long rows = (tile->stop - tile->start) * a->G, wide = whole(tile->keys), deep = whole(a->D);
     long H = a->K * a->G;
@@ -352,6 +365,7 @@ static void attend(const Attention *a, const Tile *tile, long k, float *work) {
     gather_turned(a, tile, a->keys + k * a->D * a->tokens, keys, wide);
     gather(a, tile, a->v + k * a->v_head, a->v_token, values, deep);
     product(rows, wide, a->D, q, deep, 1, keys, wide, p, wide);
+    if (a->softcap) cap_scores(p, rows * wide, a->softcap);
     hide(a, tile, p, wide);
     for (long n = 0; n < rows; n++) {
         float *s = p + n * wide, top = -INFINITY, sum = 0;
@@ -393,12 +407,18 @@ static void attend_back(const Attention *a, const Tile *tile, long k, float *wor
     }
     gather_turned(a, tile, a->keys + k * D * a->tokens, turned, wide);
     product(rows, wide, D, q, deep, 1, turned, wide, p, wide);
+    if (a->softcap) cap_scores(p, rows * wide, a->softcap);
     hide(a, tile, p, wide);
     gather_turned(a, tile, a->values + k * D * a->tokens, turned, wide);
     product(rows, wide, D, grad, deep, 1, turned, wide, dp, wide);
     for (long n = 0; n < rows; n++) {
         float *s = p + n * wide, *ds = dp + n * wide, d = delta[n];
         float total = a->total[(tile->start + n / a->G) * H + k * a->G + n % a->G];
+        if (a->softcap) /* the slope of the cap; a hidden score has a share of 0 below */
+            SIMD for (long j = 0; j < wide; j++) {
+                float t = s[j] == -INFINITY ? 0 : s[j] / a->softcap;
+                ds[j] = d + (ds[j] - d) * (1 - t * t);
+            }
         SIMD for (long j = 0; j < wide; j++) {
             float e = exponential(s[j] - total);
             s[j] = s[j] == -INFINITY ? 0 : e;

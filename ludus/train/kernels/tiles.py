@@ -7,12 +7,14 @@ token at j. A tile computes only with keys that at least one of its queries sees
     tile A A A      keys P P P P A A A            P in full, A causally
     tile B B B      keys P P P P B B B            A's keys are not read
 
+With a sliding window, a query also sees only the last positions of its own path.
+
 Shape suffixes: T positions, K key heads, D head size, Q queries of a tile, S keys of a tile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -62,11 +64,37 @@ class Tile:
 
 
 class Plan:
-    """The tiles of a pass, and the free space for kept weights."""
+    """The tiles of a pass, and the free space for kept weights.
 
-    def __init__(self, tiles: Sequence[Tile], *, keep: bool = True) -> None:
+    Args:
+        windowed: plans of the layers with a sliding window, by the layer's number.
+    """
+
+    def __init__(
+        self,
+        tiles: Sequence[Tile],
+        *,
+        keep: bool = True,
+        windowed: Mapping[int, Plan] | None = None,
+    ) -> None:
         self.tiles = tiles
         self.free = KEEP if keep else 0
+        self._windowed = windowed
+
+    def of(self, attention: Any, window: int | None = None, length: int = 0) -> Plan:
+        """Returns the plan of a layer's attention module.
+
+        Args:
+            window: of the module, where it tells one.
+            length: of the row.
+
+        Errors: TypeError for a window shorter than the row, where the layers' windows are unknown.
+        """
+        if self._windowed is None:
+            if window is not None and window < length:
+                raise TypeError("tiled attention needs the windows of the layers")
+            return self
+        return self._windowed.get(attention.layer_idx, self) if self._windowed else self
 
     @cached_property
     def table(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -89,21 +117,37 @@ class Plan:
         return True
 
 
-def tiles(ends: Sequence[int] | Tensor, rows: int = ROWS) -> list[Tile]:
+def tiles(
+    ends: Sequence[int] | Tensor,
+    rows: int = ROWS,
+    *,
+    positions: Sequence[int] | Tensor | None = None,
+    window: int = 0,
+) -> list[Tile]:
     """Cut a row into tiles.
 
     Args:
         ends: for each position j, the end of the queries that see it: those from j to ends[j].
+        positions: of the tokens in their samples; only a window needs them.
+        window: positions that a query sees, its own included; 0: all.
     """
     ends_T = np.asarray(ends)
     every_T = np.arange(len(ends_T))
+    at_T = every_T if positions is None else np.asarray(positions)
+    far = window or len(ends_T)
     plan = []
     for start, stop in _cuts(ends_T, rows):
         old_T, until_T = every_T[:start], ends_T[:start]
-        full = old_T[until_T >= stop]
-        part = np.concatenate([old_T[(until_T > start) & (until_T < stop)], every_T[start:stop]])
+        query_at = at_T[start:stop]
+        in_reach_T = at_T[:start] > query_at.min() - far
+        sees_all_T = (until_T >= stop) & (at_T[:start] > query_at.max() - far)
+        full = old_T[sees_all_T]
+        part = old_T[(until_T > start) & in_reach_T & ~sees_all_T]
+        part = np.concatenate([part, every_T[start:stop]])
         query_Q1 = every_T[start:stop, None]
         seen_QS = (part[None] <= query_Q1) & (query_Q1 < ends_T[part][None])
+        if window:
+            seen_QS &= at_T[part][None] > query_at[:, None] - window
         spans = _spans(full) + _spans(part)
         if full.size and spans[len(_spans(full))][0] == full[-1] + 1:  # adjacent: one slice
             middle = len(_spans(full))

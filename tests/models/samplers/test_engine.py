@@ -563,27 +563,33 @@ def from_config(config: Any, **options: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, **options)
 
 
-def test_sliding_window_must_cover_the_context() -> None:
+@pytest.mark.parametrize("path", ["auto", "generic"])
+async def test_sliding_windows_shorter_than_the_context(path: str) -> None:
     config = MistralConfig(**GROUPED, sliding_window=32)
-    model = from_config(config, attn_implementation="sdpa")
-    InProcessSampler(model, context_length=32)
-    with pytest.raises(
-        ConfigError,
-        match=r"cannot serve MistralForCausalLM: it has sliding-window attention over 32 tokens, "
-        r"fewer than model.context_length = 33",
-    ):
-        InProcessSampler(model, context_length=33)
-    config = Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    with pytest.raises(ConfigError, match="sliding-window attention over 8 tokens"):
-        sampler(from_config(config, attn_implementation="sdpa"))
+    other = Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    for model in (from_config(c, attn_implementation="sdpa") for c in (config, other)):
+        params = SamplingParams(max_tokens=20, seed=3)
+        played = await episode(sampler(model, path=path), "a", list(range(1, 41)), [params] * 2)
+        for prompt, _, completion in played:
+            expected = expected_logprobs(model, prompt, completion, params)
+            assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_models_own_attention_serves_too() -> None:
+    model = from_config(Qwen3Config(**GROUPED), attn_implementation="eager")
+    assert sampler(model, path="generic").decoder.name == "generic"
 
 
 @pytest.mark.parametrize(
     ("config", "options", "reason"),
     [
-        (MambaConfig(hidden_size=16, num_hidden_layers=1), {}, "its attention is 'eager'"),
-        (OpenAIGPTConfig(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2), {}, "'eager'"),
-        (Qwen3Config(**GROUPED), {"attn_implementation": "eager"}, "attn_implementation='sdpa'"),
+        (MambaConfig(hidden_size=16, num_hidden_layers=1), {}, "layers of type linear_attention"),
+        (OpenAIGPTConfig(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2), {}, "a trial pass"),
+        (
+            Qwen3Config(**GROUPED),
+            {"attn_implementation": "flex_attention"},
+            "its attention is 'flex_attention'; load it with attn_implementation='sdpa'",
+        ),
         (
             JambaConfig(**GROUPED, use_mamba_kernels=False),
             {"attn_implementation": "sdpa"},
@@ -595,7 +601,7 @@ def test_sliding_window_must_cover_the_context() -> None:
             "layers of type chunked_attention",
         ),
     ],
-    ids=["mamba", "openai-gpt", "eager", "jamba", "llama4"],
+    ids=["mamba", "openai-gpt", "flex", "jamba", "llama4"],
 )
 def test_unsupported_models_are_refused(config: Any, options: Any, reason: str) -> None:
     model = from_config(config, **options)

@@ -81,6 +81,47 @@ def test_tiles_cover_the_mask(length: int, seed: int, rows: int) -> None:
     assert torch.equal(found, dense_mask(ends))
 
 
+def path_positions(ends: list[int]) -> Tensor:
+    """Positions of the tokens on their own paths."""
+    return dense_mask(ends).sum(1) - 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 90), st.integers(0, 10_000), st.integers(1, 40), st.integers(1, 50))
+def test_tiles_of_windows(length: int, seed: int, rows: int, window: int) -> None:
+    ends = random_ends(length, seed)
+    positions = path_positions(ends)
+    found = torch.zeros(length, length, dtype=torch.bool)
+    for tile in tiles(ends, rows, positions=positions, window=window):
+        keys = torch.cat([torch.arange(*span) for span in tile.spans])
+        assert len(keys) == tile.num_keys == len(set(keys.tolist()))
+        found[tile.start : tile.stop, keys[: tile.num_full]] = True
+        found[tile.start : tile.stop, keys[tile.num_full :]] = ~tile.hidden_QS
+    near = positions[None] > positions[:, None] - window
+    assert torch.equal(found, dense_mask(ends) & near)
+
+
+@pytest.mark.parametrize("native", NATIVE)
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_soft_caps(monkeypatch: pytest.MonkeyPatch, cap: float, native: bool) -> None:
+    choose(monkeypatch, native)
+    torch.manual_seed(0)
+    ends = random_ends(150, 1)
+    q = torch.randn(1, 4, 150, 8, requires_grad=True)
+    k, v = (torch.randn(1, 2, 150, 8, requires_grad=True) for _ in range(2))
+    scores = q.unflatten(1, (2, 2)) @ k[:, :, None].mT * 0.3
+    scores = (torch.tanh(scores / cap) * cap).masked_fill(~dense_mask(ends), -torch.inf)
+    expected = (scores.softmax(-1) @ v[:, :, None]).flatten(1, 2).transpose(1, 2)
+    monkeypatch.setattr(attention, "_active", [Plan(tiles(ends, 32))])
+    found, _ = tiled_attention(None, q, k, v, None, scaling=0.3, softcap=cap)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    weights = torch.randn(1, 150, 4, 8)
+    got = torch.autograd.grad((found * weights).sum(), (q, k, v))
+    wanted = torch.autograd.grad((expected * weights).sum(), (q, k, v))
+    for mine, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("native", NATIVE)
 @pytest.mark.parametrize("keep", [0, 1 << 24])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)])
@@ -109,10 +150,13 @@ def test_values_and_gradients(
 
 
 @pytest.mark.parametrize(
-    "extra", [{"dropout": 0.1}, {"softcap": 5.0}, {"s_aux": torch.ones(2)}, {"sliding_window": 4}]
+    "extra", [{"dropout": 0.1}, {"s_aux": torch.ones(2)}, {"sliding_window": 4}]
 )
-def test_what_it_does_not_do_is_refused(extra: dict[str, object]) -> None:
+def test_what_it_does_not_do_is_refused(
+    monkeypatch: pytest.MonkeyPatch, extra: dict[str, object]
+) -> None:
     q = torch.randn(1, 2, 6, 8)
+    monkeypatch.setattr(attention, "_active", [Plan(tiles([6] * 6))])
     with pytest.raises(TypeError):
         tiled_attention(None, q, q, q, None, **extra)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_tree import COMMON, TILED, branching, outcome, require_equal
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 from ludus.train.forward import Forward
 from ludus.train.kernels import logprobs
@@ -21,6 +21,16 @@ FUSED = {
     "gemma": TILED["gemma"],
     "qwen2": Qwen2Config(**COMMON, num_key_value_heads=2),
     "qwen3": Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=8),
+    "phi3": Phi3Config(**COMMON, num_key_value_heads=2),
+    "window": MistralConfig(**COMMON, num_key_value_heads=2, sliding_window=8),
+    "some windows": Qwen3Config(
+        **COMMON,
+        num_key_value_heads=2,
+        head_dim=8,
+        use_sliding_window=True,
+        sliding_window=7,
+        max_window_layers=1,
+    ),
 }
 
 
@@ -42,7 +52,7 @@ def test_layers(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
 
 
 def test_a_scaled_residual_keeps_its_own_layers() -> None:
-    """Granite is built as Llama is, and computes something else: the trial finds it."""
+    """Granite has Llama's modules, and a factor of its own."""
     model = AutoModelForCausalLM.from_config(
         type(TILED["granite"])(**COMMON, num_key_value_heads=2, residual_multiplier=0.5),
         attn_implementation="sdpa",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from learner_helpers import VOCAB, policy
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -27,10 +27,12 @@ from transformers import (
     PreTrainedConfig,
 )
 
+import ludus.train.forward
 from ludus.config.schema import OptimizerConfig
 from ludus.core.types import Sample
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
+from ludus.models.windows import layer_windows
 from ludus.train.algorithms.aggregates import trajectory_mean
 from ludus.train.algorithms.losses import clipped, with_entropy_bonus
 from ludus.train.forward import Forward
@@ -226,17 +228,6 @@ def test_a_dense_mask_serves_too(monkeypatch: pytest.MonkeyPatch) -> None:
     require_equal(outcome(model, samples, "tree", 200), expected)
 
 
-def test_attention_with_extras_takes_one_sample_a_row() -> None:
-    """Gemma 2 caps its scores, and its own attention takes no boolean mask."""
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        **COMMON, num_key_value_heads=2, head_dim=8, sliding_window=64, attn_logit_softcapping=2.0
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    forward = Forward(model, context_length=64)
-    assert (forward.attention, forward.layout) == ("none", "single")
-
-
 def test_dropout_in_attention_is_not_lost() -> None:
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(**COMMON, attention_dropout=0.1), attn_implementation="sdpa"
@@ -246,12 +237,30 @@ def test_dropout_in_attention_is_not_lost() -> None:
     assert torch.equal(torch.get_rng_state(), state), "a trial must not move the random state"
 
 
-def test_sliding_windows_take_one_sample_a_row() -> None:
+@pytest.mark.parametrize("context_length", [None, 8, 9, 40])
+def test_sliding_windows_take_trees(context_length: int | None) -> None:
+    """Shorter than the samples, or than a row of several samples."""
     torch.manual_seed(0)
     config = MistralConfig(**COMMON, num_key_value_heads=2, sliding_window=8)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    assert Forward(model).layout == Forward(model, context_length=9).layout == "single"
-    assert Forward(model, context_length=8).layout == "tree"
+    longest = min(context_length or 24, 24)
+    samples = branching(5, longest=longest)
+    expected = outcome(model, samples, "single", 1000, context_length=context_length)
+    for layout in ("tree", "packed"):
+        found = outcome(model, samples, layout, 200, context_length=context_length)
+        require_equal(found, expected)
+    assert Forward(model, context_length=context_length).layout == "tree"
+    assert model.config.sliding_window == 8
+
+
+def test_other_layers_take_one_sample_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are neither full attention nor a sliding window."""
+    kinds = SimpleNamespace(layer_types=["chunked_attention"])
+    monkeypatch.setattr(
+        ludus.train.forward, "layer_windows", lambda _, length: layer_windows(kinds, length)
+    )
+    forward = Forward(policy())
+    assert (forward.attention, forward.layout) == ("none", "single")
 
 
 async def test_real_rollouts() -> None:

@@ -106,11 +106,18 @@ INLINE void store_output(const float *sums, float inverse, num *out, int left) {
     memcpy(out, found, (left < 2 * LANES ? left : 2 * LANES) * sizeof(num));
 }
 
-/* Attention of one token in up to four query heads that share their keys. */
+/* Soft cap of `length` scaled scores, of whole vectors. */
+INLINE void cap_scores(float *scores, long length, float scale, float cap) {
+    for (long j = 0; j < length; j += LANES)
+        store(scores + j, cap * tanh_vec(load(scores + j) * (scale / cap)));
+}
+
+/* Attention of one token in up to four query heads that share their keys, over `length` positions
+   of which it does not see the first `hidden`, fewer than BLOCK. */
 INLINE void attend(const num *query, int dim, long value_stride, const num *keys,
                    const num *values, const int32_t *table, long key_size, long value_size,
-                   long length, float scale, float *scores, num *shares, long stride, num *out,
-                   const int heads) {
+                   long length, long hidden, float scale, float softcap, float *scores, num *shares,
+                   long stride, num *out, const int heads) {
     long blocks = round_up(length, BLOCK) / BLOCK;
     const num *span[SPAN], *next[SPAN];
     for (int i = 0; i < SPAN; i++) next[i] = keys + table[i < blocks ? i : blocks - 1] * key_size;
@@ -127,8 +134,10 @@ INLINE void attend(const num *query, int dim, long value_stride, const num *keys
     float inverse[4];
     for (int h = 0; h < heads; h++) {
         float *row = scores + h * stride;
+        if (softcap) cap_scores(row, length, scale, softcap);
+        for (long j = 0; j < hidden; j++) row[j] = -INFINITY;
         for (long j = length; j % LANES; j++) row[j] = -INFINITY;
-        inverse[h] = inverse_of(exponentials(row, length, max_of(row, length), scale,
+        inverse[h] = inverse_of(exponentials(row, length, max_of(row, length), softcap ? 1 : scale,
                                              shares + h * stride, (vec){0}));
     }
     for (int c = 0; c < dim; c += 2 * LANES) {
@@ -177,6 +186,8 @@ typedef struct {
     const num *keys, *values;
     float scale, *scores, *sums; /* scratch: [TILE][stride], [TILE][2 * value_stride] */
     num *shares, *queries;       /* scratch: [TILE][CHUNK], [TILE / ROWS][dim / PAIR][ROWS][PAIR] */
+    float softcap;               /* 0: none */
+    long window;                 /* positions that a token sees, its own included; 0: all */
 } Tile;
 
 /* Scores of `rows` rows, from row `r`, against the keys of `blocks` blocks from position `from`. */
@@ -232,7 +243,7 @@ static void attend_tile(const Tile *t, const num *query, const int32_t *table, l
                         int tokens, int heads, num *out) {
     const int dim = t->dim, rows = tokens * heads;
     const long length = last + 1, stride = t->stride;
-    long seen[TILE];
+    long seen[TILE], hidden[TILE]; /* a row sees positions from `hidden` up to `seen` */
     vec tops[TILE], totals[TILE];
     float top[TILE];
     for (int r = 0; r < rows; r++) {
@@ -240,6 +251,7 @@ static void attend_tile(const Tile *t, const num *query, const int32_t *table, l
         num *to = t->queries + r / ROWS * ROWS * dim + r % ROWS * PAIR;
         for (int i = 0; i < dim; i++) to[i / PAIR * PAIR * ROWS + i % PAIR] = from[i];
         seen[r] = length - tokens + 1 + r / heads;
+        hidden[r] = t->window && seen[r] > t->window ? seen[r] - t->window : 0;
         tops[r] = (vec){0} - INFINITY;
         totals[r] = (vec){0};
     }
@@ -247,11 +259,15 @@ static void attend_tile(const Tile *t, const num *query, const int32_t *table, l
         for (int r = 0; r < rows; r += ROWS) {
             int count = rows - r < ROWS ? rows - r : ROWS;
             long blocks = round_up(seen_in(seen[r + count - 1], from), BLOCK) / BLOCK;
-            if (blocks) score_chunk(t, table, from, blocks, r, count);
+            if (blocks && hidden[r] < from + CHUNK)
+                score_chunk(t, table, from, blocks, r, count);
         }
         for (int r = 0; r < rows; r++) {
             float *scores = t->scores + r * stride + from;
-            long count = seen_in(seen[r], from);
+            long count = seen_in(seen[r], from), before = seen_in(hidden[r], from);
+            if (before == CHUNK) continue;
+            if (t->softcap) cap_scores(scores, count, t->scale, t->softcap);
+            for (long j = 0; j < before; j++) scores[j] = -INFINITY;
             for (; count % LANES; count++) scores[count] = -INFINITY;
             for (long j = 0; j < count; j += LANES) tops[r] = larger(load(scores + j), tops[r]);
         }
@@ -262,14 +278,16 @@ static void attend_tile(const Tile *t, const num *query, const int32_t *table, l
         for (int r = 0; r < rows; r++) {
             long count = round_up(seen_in(seen[r], from), LANES);
             num *shares = t->shares + r * CHUNK;
-            totals[r] = exponentials(t->scores + r * stride + from, count, top[r], t->scale,
-                                     shares, totals[r]);
+            if (hidden[r] >= from + CHUNK) count = 0;
+            totals[r] = exponentials(t->scores + r * stride + from, count, top[r],
+                                     t->softcap ? 1 : t->scale, shares, totals[r]);
             if (count < CHUNK) memset(shares + count, 0, (CHUNK - count) * sizeof(num));
         }
         for (int r = 0; r < rows; r += SUMS) {
             int count = rows - r < SUMS ? rows - r : SUMS;
             long positions = seen_in(seen[r + count - 1], from);
-            if (positions) sum_chunk(t, table, from, positions, r, count);
+            if (positions && hidden[r] < from + CHUNK)
+                sum_chunk(t, table, from, positions, r, count);
         }
     }
     for (int r = 0; r < rows; r++) {

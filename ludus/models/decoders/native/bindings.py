@@ -14,20 +14,26 @@ from ludus.models.decoders.native import library
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int32
 _LAYER = (
-    "attention_norm", "mlp_norm", "query_norm", "key_norm", "qkv_bias", "output_bias",
-    "gate_up_bias", "down_bias", "qkv", "output", "gate_up", "down", "keys", "values",
+    "attention_norm", "mlp_norm", "query_norm", "key_norm",
+    "attention_post_norm", "mlp_post_norm", "cosine", "sine",
+    "qkv_bias", "output_bias", "gate_up_bias", "down_bias",
+    "qkv", "output", "gate_up", "down", "router", "keys", "values",
 )  # fmt: skip
 _SIZES = (
     "hidden", "layers", "heads", "kv_heads", "head_dim", "rotary", "inner", "vocab", "activation",
+    "separate", "whole_norms", "interleaved", "experts", "top", "expert_inner", "normalised",
 )  # fmt: skip
-_FLOATS = ("eps", "attention_scale", "embedding_scale")
-_WEIGHTS = ("embeddings", "final_norm", "cosine", "sine", "head")
+_FLOATS = (
+    "eps", "attention_scale", "embedding_scale",
+    "residual_scale", "logit_scale", "attention_softcap", "logit_softcap",
+)  # fmt: skip
+_WEIGHTS = ("embeddings", "final_norm", "head")
 
 
 class Layer(ctypes.Structure):
-    """Pointers to one layer's packed weights, keys and values."""
+    """Pointers to one layer's packed weights, keys and values; its window."""
 
-    _fields_ = [(name, _POINTER) for name in _LAYER]
+    _fields_ = [*[(name, _POINTER) for name in _LAYER], ("window", ctypes.c_int64)]
 
 
 class Model(ctypes.Structure):
@@ -85,6 +91,11 @@ class Kernels:
         """Returns `size` rounded up to a multiple of the panel width."""
         return -(-size // self.panel) * self.panel
 
+    def packed_size(self, outputs: int, inputs: int, pair: bool = False) -> int:
+        """Returns the numbers of a packed matrix; with `pair`, of two of these sizes."""
+        panels = -(-outputs // (self.lanes if pair else self.panel))
+        return panels * -(-inputs // self.pair) * self.pair * self.panel
+
     def pack(
         self, weights: list[Tensor], pair: bool = False, packed: Tensor | None = None
     ) -> Tensor:
@@ -92,20 +103,15 @@ class Kernels:
 
         `packed` is the result for matrices of these sizes, to overwrite.
         """
-        inputs = weights[0].shape[1]
-        depth = -(-inputs // self.pair) * self.pair
-        unit = self.lanes if pair else self.panel
-        outputs = weights[0].shape[0] if pair else sum(len(w) for w in weights)
-        panels = -(-outputs // unit)
+        outputs = len(weights[0]) if pair else sum(len(w) for w in weights)
         if packed is None:
-            packed = torch.zeros(panels * depth * self.panel, dtype=self.dtype)
+            size = self.packed_size(outputs, weights[0].shape[1], pair)
+            packed = torch.zeros(size, dtype=self.dtype)
         start = 0
         for number, weight in enumerate(weights):
             weight = weight.float().contiguous()
             half = number if pair else -1
-            self.lib.ludus_pack(
-                weight.data_ptr(), packed.data_ptr(), len(weight), inputs, start, half
-            )
+            self.lib.ludus_pack(weight.data_ptr(), packed.data_ptr(), *weight.shape, start, half)
             start += 0 if pair else len(weight)
         return packed
 

@@ -1,4 +1,5 @@
-/* Forward pass of a Llama-shaped decoder over the new tokens of many sequences.
+/* Forward pass of a Llama-shaped decoder over the new tokens of many sequences. `model.h` lists the
+   parts in which models differ.
 
    Compiled twice: in float32, and with HALF in bfloat16. There the factors of products (weights,
    activations, keys, values) have 8 bits of precision; sums, norms, softmax and the residual stream
@@ -16,111 +17,15 @@
    panels. */
 
 #include "attention.h"
-#include "vectors.h"
+#include "experts.h"
+#include "model.h"
+#include "products.h"
+#include "sampling.h"
 
 int ludus_panel(void) { return PANEL; }
 int ludus_lanes(void) { return LANES; }
 int ludus_block(void) { return BLOCK; }
 int ludus_pair(void) { return PAIR; }
-
-/* ---------------------------------------------------------------- matrices ------------------- */
-
-/* Pack weight [outputs][inputs] into panels; `from` is the number of outputs already packed. With
-   `pair` 0 or 1 the weight fills the first or second half of each panel (gate and up). */
-void ludus_pack(const float *weight, num *packed, long outputs, long inputs, long from, int pair) {
-    long unit = pair < 0 ? PANEL : LANES;
-    for (long n = 0; n < outputs; n++) {
-        long panel = (from + n) / unit, column = (from + n) % unit + (pair > 0 ? LANES : 0);
-        num *to = packed + panel * round_up(inputs, PAIR) * PANEL + column * PAIR;
-        const float *row = weight + n * inputs;
-        for (long k = 0; k < inputs; k++) to[k / PAIR * PAIR * PANEL + k % PAIR] = narrow(row[k]);
-    }
-}
-
-enum { STORE, ADD, SILU, GELU };
-
-INLINE vec activate(vec x, vec up, int kind) {
-    /* gelu(x), tanh form: x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)) */
-    vec z = x;
-    if (kind == GELU) z = 1.5957691216f * (x + 0.044715f * x * x * x);
-    return x * up / (1.f + exp_vec(-z));
-}
-
-/* `rows` rows of x times one panel. With an activation y is an array of nums, else of floats. */
-INLINE void multiply_tile(const num *x, long x_stride, const num *panel, const float *bias, void *y,
-                 long y_stride, long inputs, int kind, const int rows) {
-    vec sum[ROWS][2];
-    for (int r = 0; r < rows; r++) {
-        sum[r][0] = bias ? load(bias) : (vec){0};
-        sum[r][1] = bias ? load(bias + LANES) : (vec){0};
-    }
-    for (long k = 0; k < inputs; k += PAIR) {
-        nums w0 = load_nums(panel + k * PANEL), w1 = load_nums(panel + k * PANEL + LANES * PAIR);
-        for (int r = 0; r < rows; r++) {
-            nums v = splat(x + r * x_stride + k);
-            sum[r][0] = dot(sum[r][0], v, w0);
-            sum[r][1] = dot(sum[r][1], v, w1);
-        }
-    }
-    for (int r = 0; r < rows; r++) {
-        float *to = (float *)y + r * y_stride;
-        if (kind == STORE) {
-            store(to, sum[r][0]);
-            store(to + LANES, sum[r][1]);
-        } else if (kind == ADD) {
-            store(to, load(to) + sum[r][0]);
-            store(to + LANES, load(to + LANES) + sum[r][1]);
-        } else {
-            store_nums((num *)y + r * y_stride, activate(sum[r][0], sum[r][1], kind));
-        }
-    }
-}
-
-/* y (+)= x W + bias for all rows; with an activation, y = act(gate) * up. Called by all threads. */
-static void multiply(const num *x, long x_stride, const num *packed, const float *bias, void *y,
-                     long y_stride, long rows, long outputs, long inputs, int kind) {
-    long panels = outputs / PANEL;
-    long step = kind >= SILU ? LANES * sizeof(num) : PANEL * sizeof(float);
-    long y_size = kind >= SILU ? sizeof(num) : sizeof(float);
-#define CASE(R)                                                                                  \
-    case R:                                                                                      \
-        multiply_tile(from, x_stride, panel, b, to, y_stride, inputs, kind, R);                  \
-        break;
-#pragma omp for schedule(static)
-    for (long p = 0; p < panels; p++) {
-        const num *panel = packed + p * round_up(inputs, PAIR) * PANEL;
-        const float *b = bias ? bias + p * PANEL : 0;
-        for (long m = 0; m < rows; m += ROWS) {
-            const num *from = x + m * x_stride;
-            char *to = (char *)y + m * y_stride * y_size + p * step;
-            switch (rows - m < ROWS ? rows - m : ROWS) {
-                ROW_CASES
-            }
-        }
-    }
-#undef CASE
-}
-
-/* 1 / rms(x) */
-INLINE float inverse_rms(const float *x, long size, float eps) {
-    vec part = {0};
-    float total = 0;
-    long n = 0;
-    for (; n + LANES <= size; n += LANES) part += load(x + n) * load(x + n);
-    for (int j = 0; n + j < size; j++) part[j] += x[n + j] * x[n + j];
-    for (int j = 0; j < LANES; j++) total += part[j];
-    return 1.f / sqrtf(total / size + eps);
-}
-
-/* y = x / rms(x) * weight */
-INLINE void rms_norm(const float *x, const float *weight, num *y, long size, float eps) {
-    float scale = inverse_rms(x, size, eps);
-    long n = 0;
-    for (; n + LANES <= size; n += LANES) store_nums(y + n, load(x + n) * scale * load(weight + n));
-    for (; n < size; n++) y[n] = narrow(x[n] * scale * weight[n]);
-}
-
-/* ---------------------------------------------------------------- attention ------------------ */
 
 /* Rotary position embedding (half rotation) of the first `rotary` dimensions of a head. */
 INLINE void rotate(float *head, const float *cosine, const float *sine, int rotary) {
@@ -132,30 +37,42 @@ INLINE void rotate(float *head, const float *cosine, const float *sine, int rota
     }
 }
 
-/* ---------------------------------------------------------------- the decoder ---------------- */
+/* The same of neighbouring dimensions. */
+INLINE void rotate_pairs(float *head, const float *cosine, const float *sine, int rotary) {
+    for (int i = 0; i < rotary / 2; i++) {
+        float a = head[2 * i], b = head[2 * i + 1];
+        head[2 * i] = a * cosine[i] - b * sine[i];
+        head[2 * i + 1] = b * cosine[i] + a * sine[i];
+    }
+}
 
-typedef struct {
-    const float *attention_norm, *mlp_norm, *query_norm, *key_norm;
-    const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
-    const num *qkv, *output, *gate_up, *down;
-    num *keys, *values;
-} Layer;
+/* Queries and keys of a token [heads + kv_heads][head_dim]: norms, then rotary positions. */
+INLINE void place_heads(const Model *m, const Layer *w, float *heads, int position) {
+    const long dim = m->head_dim, H = m->heads, KV = m->kv_heads;
+    const float *c = w->cosine ? w->cosine + (long)position * m->rotary : 0;
+    const float *s = w->cosine ? w->sine + (long)position * m->rotary : 0;
+    float whole[2] = {0, 0}; /* factors over all heads */
+    if (m->whole_norms) {
+        if (w->query_norm) whole[0] = inverse_rms(heads, H * dim, m->eps);
+        if (w->key_norm) whole[1] = inverse_rms(heads + H * dim, KV * dim, m->eps);
+    }
+    for (int k = 0; k < H + KV; k++) {
+        float *head = heads + k * dim;
+        const float *norm = k < H ? w->query_norm : w->key_norm;
+        if (norm) {
+            float by = m->whole_norms ? whole[k >= H] : inverse_rms(head, dim, m->eps);
+            if (m->whole_norms) norm += (k < H ? k : k - H) * dim;
+            for (long i = 0; i < dim; i++) head[i] = head[i] * by * norm[i];
+        }
+        if (c && m->interleaved) rotate_pairs(head, c, s, m->rotary);
+        else if (c) rotate(head, c, s, m->rotary);
+    }
+}
 
-typedef struct {
-    int32_t hidden, layers, heads, kv_heads, head_dim, rotary, inner, vocab, activation;
-    float eps, attention_scale, embedding_scale;
-    const float *embeddings, *final_norm, *cosine, *sine;
-    const num *head;
-    const Layer *layer;
-} Model;
-
-/* Inputs of a forward pass: tokens with their positions and rows (each row has a block table),
-   cache writes of tokens to slots, tokens whose logits are returned. See step_inputs.py. */
-typedef struct {
-    int32_t tokens, writes, outputs, table_stride, max_length;
-    const int64_t *ids;
-    const int32_t *positions, *rows, *write_tokens, *write_slots, *tables, *output_tokens;
-} StepInputs;
+/* The first position that a token at `position` sees, rounded down to a block, in blocks. */
+INLINE long first_block(const Layer *w, long position) {
+    return w->window && position + 1 > w->window ? (position + 1 - w->window) / BLOCK : 0;
+}
 
 /* Floats from a row's scores to the next's: an odd number of chunks, else the rows of a tile would
    share few sets of the cache where the length is a power of two. */
@@ -174,7 +91,10 @@ long ludus_scratch(const Model *m, const StepInputs *p, int threads) {
     /* The final norm writes a row per output, over buffers that are no longer read. Outputs may
        outnumber tokens: equal prompts share theirs. */
     long outputs = p->outputs * round_up(m->hidden, PANEL);
-    return p->tokens * row + round_up(p->tokens + 1, PANEL) + PANEL + outputs +
+    if (m->separate) row += round_up(m->hidden, PANEL);
+    float *none = 0, *mixture = 0;
+    if (m->experts) mixture_at(m, p->tokens, none, &mixture);
+    return mixture - none + p->tokens * row + round_up(p->tokens + 1, PANEL) + PANEL + outputs +
            threads * thread_scratch(score_stride(p->max_length), m->head_dim);
 }
 
@@ -189,13 +109,6 @@ static long split_runs(const StepInputs *p, long most, int32_t *starts) {
     starts[runs] = p->tokens;
     return runs;
 }
-
-#ifdef _OPENMP
-#include <omp.h>
-#define THREAD omp_get_thread_num()
-#else
-#define THREAD 0
-#endif
 
 /* Computes logits [outputs][vocab padded to panels]. */
 void ludus_forward(const Model *m, const StepInputs *p, float *scratch, float *logits,
@@ -212,10 +125,15 @@ void ludus_forward(const Model *m, const StepInputs *p, float *scratch, float *l
     int32_t *starts = (int32_t *)scratch;
     const long runs = split_runs(p, TILE / tile_heads, starts);
     const int long_runs = 2 * runs <= N;
-    float *x = scratch + round_up(N + 1, PANEL), *qkv = x + N * x_stride, *all_scores = qkv + N * q_stride;
+    float *x = scratch + round_up(N + 1, PANEL), *branch = x + N * x_stride;
+    float *qkv = branch + (m->separate ? N * x_stride : 0);
+    const Mixture mixture = m->experts ? mixture_at(m, N, qkv, &qkv) : (Mixture){0};
+    float *all_scores = qkv + N * q_stride;
     num *h = (num *)(all_scores + threads * thread_scratch(stride, dim)), *o = h + N * x_stride;
     num *a = o + N * o_stride, *queries = PAIR > 1 ? a + N * a_stride : (num *)qkv;
     const long query_stride = PAIR > 1 ? o_stride : q_stride;
+    float *sum = m->separate ? branch : x;
+    const int add = m->separate ? STORE : ADD;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float *scores = all_scores + THREAD * thread_scratch(stride, dim);
@@ -234,21 +152,11 @@ void ludus_forward(const Model *m, const StepInputs *p, float *scratch, float *l
             const Layer *w = m->layer + l;
 #pragma omp for schedule(static)
             for (long n = 0; n < N; n++)
-                rms_norm(x + n * x_stride, w->attention_norm, h + n * x_stride, D, m->eps);
+                enter_branch(x + n * x_stride, w->attention_norm, h + n * x_stride, D, m->eps);
             multiply(h, x_stride, w->qkv, w->qkv_bias, qkv, q_stride, N, q_stride, D, STORE);
 #pragma omp for schedule(static)
             for (long n = 0; n < N; n++) {
-                const float *c = m->cosine + (long)p->positions[n] * m->rotary;
-                const float *s = m->sine + (long)p->positions[n] * m->rotary;
-                for (int k = 0; k < H + KV; k++) {
-                    float *head = qkv + n * q_stride + k * dim;
-                    const float *norm = k < H ? w->query_norm : w->key_norm;
-                    if (norm) {
-                        float by = inverse_rms(head, dim, m->eps);
-                        for (long i = 0; i < dim; i++) head[i] = head[i] * by * norm[i];
-                    }
-                    rotate(head, c, s, m->rotary);
-                }
+                place_heads(m, w, qkv + n * q_stride, p->positions[n]);
                 if (PAIR > 1)
                     for (long i = 0; i < H * dim; i++)
                         queries[n * query_stride + i] = narrow(qkv[n * q_stride + i]);
@@ -278,39 +186,70 @@ void ludus_forward(const Model *m, const StepInputs *p, float *scratch, float *l
                 const num *values = w->values + k * BLOCK * value_stride;
                 const num *query = queries + n * query_stride + k * group * dim;
                 num *out = o + n * o_stride + k * group * dim;
+                table += first_block(w, p->positions[n]);
+                const long skipped = first_block(w, p->positions[n]) * BLOCK;
+                const long at = p->positions[n] - skipped; /* among the blocks of the table */
                 if (tokens > 1) {
                     const Tile tile = {dim, value_stride, key_size, value_size, stride,
                                        query_stride, o_stride, keys, values, m->attention_scale,
-                                       scores, sums, shares, tile_queries};
+                                       scores, sums, shares, tile_queries,
+                                       m->attention_softcap, w->window};
                     for (long g = 0; g < group; g += tile_heads)
-                        attend_tile(&tile, query + g * dim, table, p->positions[n] + tokens - 1,
-                                    tokens, group - g < tile_heads ? group - g : tile_heads,
+                        attend_tile(&tile, query + g * dim, table, at + tokens - 1, tokens,
+                                    group - g < tile_heads ? group - g : tile_heads,
                                     out + g * dim);
                     continue;
                 }
+                const long hidden = w->window && at >= w->window ? at + 1 - w->window : 0;
 #define CASE(G)                                                                                  \
     case G:                                                                                      \
         attend(query + g * dim, dim, value_stride, keys, values, table, key_size, value_size,    \
-               p->positions[n] + 1, m->attention_scale, scores, row_shares, stride,              \
-               out + g * dim, G);                                                                \
+               at + 1, hidden, m->attention_scale, m->attention_softcap, scores, row_shares,     \
+               stride, out + g * dim, G);                                                        \
         break;
                 for (long g = 0; g < group; g += 4)
                     switch (group - g < 4 ? group - g : 4) { CASE(1) CASE(2) CASE(3) CASE(4) }
 #undef CASE
             }
-            multiply(o, o_stride, w->output, w->output_bias, x, x_stride, N, x_stride, H * dim, ADD);
+            multiply(o, o_stride, w->output, w->output_bias, sum, x_stride, N, x_stride, H * dim,
+                     add);
+            if (m->separate) {
+#pragma omp for schedule(static)
+                for (long n = 0; n < N; n++)
+                    add_branch(x + n * x_stride, branch + n * x_stride, w->attention_post_norm, D,
+                               m->eps, m->residual_scale);
+            }
 #pragma omp for schedule(static)
             for (long n = 0; n < N; n++)
-                rms_norm(x + n * x_stride, w->mlp_norm, h + n * x_stride, D, m->eps);
-            multiply(h, x_stride, w->gate_up, w->gate_up_bias, a, a_stride, N, 2 * a_stride, D,
-                     m->activation);
-            multiply(a, a_stride, w->down, w->down_bias, x, x_stride, N, x_stride, m->inner, ADD);
+                enter_branch(x + n * x_stride, w->mlp_norm, h + n * x_stride, D, m->eps);
+            if (w->router) {
+                mix(m, w, &mixture, h, branch, N);
+            } else {
+                multiply(h, x_stride, w->gate_up, w->gate_up_bias, a, a_stride, N, 2 * a_stride, D,
+                         m->activation);
+                multiply(a, a_stride, w->down, w->down_bias, sum, x_stride, N, x_stride, m->inner,
+                         add);
+            }
+            if (m->separate) {
+#pragma omp for schedule(static)
+                for (long n = 0; n < N; n++)
+                    add_branch(x + n * x_stride, branch + n * x_stride, w->mlp_post_norm, D, m->eps,
+                               m->residual_scale);
+            }
         }
 #pragma omp for schedule(static)
         for (long r = 0; r < p->outputs; r++)
             rms_norm(x + p->output_tokens[r] * x_stride, m->final_norm, h + r * x_stride, D, m->eps);
-        multiply(h, x_stride, m->head, 0, logits, round_up(m->vocab, PANEL), p->outputs,
-                 round_up(m->vocab, PANEL), D, STORE);
+        const long V = round_up(m->vocab, PANEL);
+        multiply(h, x_stride, m->head, 0, logits, V, p->outputs, V, D, STORE);
+        if (m->logit_scale != 1 || m->logit_softcap) {
+#pragma omp for schedule(static)
+            for (long i = 0; i < p->outputs * V; i += LANES) {
+                vec z = load(logits + i) * m->logit_scale;
+                if (m->logit_softcap) z = m->logit_softcap * tanh_vec(z / m->logit_softcap);
+                store(logits + i, z);
+            }
+        }
     }
 }
 
@@ -325,73 +264,4 @@ void ludus_copy(const Model *m, int layer, long from, long to, int count) {
         memcpy(w->values + (to * KV + k) * BLOCK * value_stride,
                w->values + (from * KV + k) * BLOCK * value_stride,
                round_up(count, PAIR) * value_stride * sizeof(num));
-}
-
-/* ---------------------------------------------------------------- sampling ------------------- */
-
-/* Sample one token per row from softmax(logits / temperature) over the first `vocab` ids: invert the
-   cumulative distribution at the row's uniform number. Temperature 0 takes the first maximum. Log-
-   probabilities are of that distribution (temperature 0: of temperature 1). `scratch` holds vocab
-   floats per thread. Returns the first row whose logits are not finite, or -1. */
-long ludus_sample(const float *logits, long stride, long rows, long vocab, const double *temperatures,
-                  const double *uniforms, float *scratch, int64_t *tokens, double *logprobs,
-                  int threads) {
-    long bad = rows;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1) reduction(min : bad)
-    for (long r = 0; r < rows; r++) {
-        const float *l = logits + r * stride;
-        float *e = scratch + THREAD * vocab, best = max_of(l, vocab);
-        float inverse = temperatures[r] > 0 ? (float)(1 / temperatures[r]) : 1.f;
-        for (long j = 0; j < vocab; j += LANES) {
-            long left = vocab - j < LANES ? vocab - j : LANES;
-            vec d = (vec){0} - INFINITY;
-            if (left == LANES) d = load(l + j);
-            else memcpy(&d, l + j, left * sizeof(float));
-            d = d - best;
-            d = exp_vec(blend(d == 0.f, d, d * inverse));
-            if (left == LANES) store(e + j, d);
-            else memcpy(e + j, &d, left * sizeof(float));
-        }
-        /* float32 sums of 64 numbers, added in float64, so the search can skip whole groups. */
-        double total = 0;
-        for (long j = 0; j < vocab; j += 64) total += sum_of(e + j, vocab - j < 64 ? vocab - j : 64);
-        if (!isfinite(total)) {
-            bad = r < bad ? r : bad;
-            continue;
-        }
-        long token = 0;
-        if (temperatures[r] == 0) {
-            while (l[token] != best) token++;
-        } else {
-            double reach = uniforms[r] * total, before = 0;
-            long last = 0;
-            token = -1;
-            for (long j = 0; j < vocab && token < 0; j += 64) {
-                long stop = j + 64 < vocab ? j + 64 : vocab, i = j;
-                float sum = sum_of(e + j, stop - j);
-                if (before + sum <= reach) {
-                    if (sum > 0) last = j;
-                    before += sum;
-                    continue;
-                }
-                double within = before;
-                for (i = j; i < stop && token < 0; i++) {
-                    within += e[i];
-                    if (within > reach) token = i;
-                }
-                if (token < 0) { /* rounding: the last token of nonzero probability */
-                    for (i = j; i < stop; i++)
-                        if (e[i] > 0) token = i;
-                }
-            }
-            if (token < 0)
-                for (long i = last; i < vocab && i < last + 64; i++)
-                    if (e[i] > 0) token = i;
-        }
-        tokens[r] = token;
-        double scale = temperatures[r] > 0 ? 1 / temperatures[r] : 1;
-        double distance = (double)l[token] - best;
-        logprobs[r] = (distance == 0 ? 0 : distance * scale) - log(total);
-    }
-    return bad < rows ? bad : -1;
 }

@@ -15,8 +15,15 @@ import torch
 from torch import Tensor
 
 from ludus.models.decoders.base import check_inputs
-from ludus.models.decoders.llama import Llama, LlamaLayer
 from ludus.models.decoders.native.bindings import Kernels, Layer, Model, NativeInputs
+from ludus.models.decoders.parts import (
+    Experts,
+    Linear,
+    Llama,
+    LlamaLayer,
+    limited_windows,
+    weights_of,
+)
 from ludus.models.kv_cache.paging import BLOCK
 from ludus.models.kv_cache.step_inputs import StepInputs
 
@@ -49,25 +56,10 @@ class NativeDecoder:
             raise ValueError("the native decoder requires an even head size")
         self.kernels, self._exact = Kernels(half), Kernels()
         self._llama = llama
-        self._limits = len(llama.embedding.weight), len(llama.cosine_TD)
+        self._limits = len(llama.embedding.weight), llama.context_length
         self._layers = (Layer * len(llama.layers))()
-        self._model = Model(
-            hidden=llama.hidden,
-            layers=len(llama.layers),
-            heads=llama.heads,
-            kv_heads=llama.kv_heads,
-            head_dim=llama.head_dim,
-            rotary=llama.cosine_TD.shape[1],
-            inner=llama.inner,
-            vocab=llama.vocab,
-            activation=_ACTIVATIONS[llama.activation],
-            eps=llama.eps,
-            attention_scale=llama.attention_scale,
-            embedding_scale=llama.embedding_scale,
-            cosine=llama.cosine_TD.data_ptr(),
-            sine=llama.sine_TD.data_ptr(),
-            layer=self._layers,
-        )
+        self._model = _structure(llama, self._layers)
+        self.limit_windows(None)
         self._weights: dict[str, Tensor] = {}  # the structures point to these
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -112,6 +104,10 @@ class NativeDecoder:
     def copy(self, source: int, target: int, count: int) -> None:
         for number in range(len(self._layers)):
             self.kernels.lib.ludus_copy(ctypes.byref(self._model), number, source, target, count)
+
+    def limit_windows(self, most: int | None) -> None:
+        for layer, window in zip(self._layers, limited_windows(self._llama, most), strict=True):
+            layer.window = window
 
     @property
     def weight_bytes(self) -> int:
@@ -160,18 +156,25 @@ class NativeDecoder:
         return self._logits[:rows, : self._llama.vocab]
 
     def _pack_layer(self, prefix: str, layer: LlamaLayer, native: Layer) -> None:
-        for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm"):
+        names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+        for name in (*names, "query_norm", "key_norm"):
             norm = getattr(layer, name)
             if norm is not None:
                 setattr(native, name, self._floats(prefix + name, norm.scale()))
-        for name, parts in (
-            ("qkv", [layer.query, layer.key, layer.value]),
-            ("output", [layer.output]),
-            ("gate_up", [layer.gate, layer.up]),
-            ("down", [layer.down]),
-        ):
+        if layer.rotary is not None:
+            table = self._llama.rotary[layer.rotary]
+            native.cosine, native.sine = table.cosine_TD.data_ptr(), table.sine_TD.data_ptr()
+        matrices = [("qkv", [layer.query, layer.key, layer.value]), ("output", [layer.output])]
+        if layer.experts is not None:
+            self._pack_experts(prefix, layer.experts, native)
+        else:
+            matrices += [
+                ("gate_up", _present(layer.gate, layer.up)),
+                ("down", _present(layer.down)),
+            ]
+        for name, parts in matrices:
             pair = name == "gate_up"
-            weights = [part.weight() for part in parts]
+            weights = weights_of(parts)
             biases = [part.bias() for part in parts]
             setattr(native, name, self._pack(prefix + name, weights, pair))
             if any(bias is not None for bias in biases):
@@ -181,6 +184,25 @@ class NativeDecoder:
                 ]
                 packed = self._pack(f"{prefix}{name}_bias", columns, pair, self._exact)
                 setattr(native, f"{name}_bias", packed)
+
+    def _pack_experts(self, prefix: str, experts: Experts, native: Layer) -> None:
+        """Pack the router, and the matrices of all experts one after the other."""
+        native.router = self._pack(f"{prefix}router", [experts.router.weight()])
+        gate_up, down = experts.gate_up.weight(), experts.down.weight()
+        for name, size in (
+            ("gate_up", self.kernels.packed_size(experts.inner, self._llama.hidden, True)),
+            ("down", self.kernels.packed_size(self._llama.hidden, experts.inner)),
+        ):
+            packed = self._weights.get(prefix + name)
+            if packed is None:
+                packed = torch.zeros(experts.count, size, dtype=self.kernels.dtype)
+                self._weights[prefix + name] = packed
+            for number in range(experts.count):
+                if name == "gate_up":
+                    self.kernels.pack(list(gate_up[number].chunk(2)), True, packed[number])
+                else:
+                    self.kernels.pack([down[number]], False, packed[number])
+            setattr(native, name, packed.data_ptr())
 
     def _pack(
         self, name: str, weights: list[Tensor], pair: bool = False, kernels: Kernels | None = None
@@ -197,6 +219,41 @@ class NativeDecoder:
             own = self._weights[name] = torch.empty(source.shape)
         own.copy_(source)
         return own.data_ptr()
+
+
+def _structure(llama: Llama, layers: ctypes.Array[Layer]) -> Model:
+    """Returns the model as a C structure, without its weights."""
+    experts = llama.experts
+    return Model(
+        hidden=llama.hidden,
+        layers=len(layers),
+        heads=llama.heads,
+        kv_heads=llama.kv_heads,
+        head_dim=llama.head_dim,
+        rotary=llama.rotary_dim,
+        inner=llama.inner,
+        vocab=llama.vocab,
+        activation=_ACTIVATIONS[llama.activation],
+        separate=llama.post_norms or llama.residual_scale != 1 or experts is not None,
+        whole_norms=llama.whole_norms,
+        interleaved=llama.interleaved,
+        experts=0 if experts is None else experts.count,
+        top=0 if experts is None else experts.top,
+        expert_inner=0 if experts is None else experts.inner,
+        normalised=experts is not None and experts.normalised,
+        eps=llama.eps,
+        attention_scale=llama.attention_scale,
+        embedding_scale=llama.embedding_scale,
+        residual_scale=llama.residual_scale,
+        logit_scale=llama.logit_scale,
+        attention_softcap=llama.attention_softcap,
+        logit_softcap=llama.logit_softcap,
+        layer=layers,
+    )
+
+
+def _present(*parts: Linear | None) -> list[Linear]:
+    return [part for part in parts if part is not None]
 
 
 def _reserved(rows: int, columns: int, dtype: torch.dtype) -> Tensor:

@@ -85,6 +85,17 @@ INLINE vec exp_vec(vec x) {
 #endif
 }
 
+/* tanh(x): a polynomial near 0 (Cephes), else 1 - 2 / (1 + e^2x). */
+INLINE vec tanh_vec(vec x) {
+    vec z = x * x;
+    vec near = -5.70498872745e-3f * z + 2.06390887954e-2f;
+    near = near * z - 5.37397155531e-2f;
+    near = near * z + 1.33314422036e-1f;
+    near = near * z - 3.33332819422e-1f;
+    near = near * z * x + x;
+    return blend(z < 0.390625f, near, 1.f - 2.f / (1.f + exp_vec(2.f * x)));
+}
+
 /* The larger of each pair; `b` where `a` is NaN. */
 INLINE vec larger(vec a, vec b) {
 #ifdef __AVX512F__
