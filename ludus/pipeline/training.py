@@ -20,6 +20,13 @@ from ludus.evaluate import Evaluation
 from ludus.loop.loop import Stage, run_stage
 from ludus.pipeline.budget import Budget, Timings
 from ludus.pipeline.build import Run
+from ludus.pipeline.diagnosis import (
+    Doctor,
+    gain_metrics,
+    sft_metrics,
+    unknown_id,
+    unknown_metrics,
+)
 from ludus.pipeline.evaluate import evaluate
 from ludus.pipeline.progress import Observer
 from ludus.pipeline.stages import rl_stage, sft_stage
@@ -76,6 +83,8 @@ class Trainer:
         self._on_saved = on_saved
         self._skip_damaged = skip_damaged
         self._watchdog = IdleWatchdog(observer.note)
+        self._doctor = Doctor(run.config, run.folder, observer.note)
+        self._unknown = unknown_id(run.tokenizer)
         self._excluded: list[tuple[str, str]] = []
         self._num_episodes = 0
         self._latest: dict[str, float] = {}
@@ -160,6 +169,7 @@ class Trainer:
         for stage, step, path in folder.evaluation_files():
             if step > keep.get(f"evaluate/{stage}", -1):
                 path.unlink()
+        self._doctor.restore(MetricsLog.read(self._metrics.path))
 
     # Stages
 
@@ -278,7 +288,10 @@ class Trainer:
                 sum(t.dropped is not None and not (t.fixed or t.without_turn) for t in trajectories)
             ),
         }
-        metrics |= self._machine_metrics(groups, metrics)
+        metrics |= self._machine_metrics(groups, metrics) | unknown_metrics(groups, self._unknown)
+        if (stage, step) == ("sft", 0):
+            too_long = len(self._excluded)
+            metrics |= sft_metrics(len(run.conversations) - too_long, too_long, run.folder)
         num_steps = getattr(run.config, stage).steps
         metrics |= self._budget.step(metrics["rollout/tokens"], num_steps - step - 1)
         self._latest = metrics
@@ -294,6 +307,7 @@ class Trainer:
         )
         self._metrics.log(stage, step, metrics)
         self._observer.step(stage, step, metrics)
+        self._doctor.step(stage, step, metrics)
         trained = bool(metrics["train/optimizer_steps"])
         self._watchdog.step(stage, groups, trained, num_steps)
 
@@ -337,6 +351,9 @@ class Trainer:
         }
         for part in sorted({o.part for o in result.outcomes if o.part in result.tiers}):
             metrics[f"evaluate/success_{part}"] = result.tiers[part].success.value
+        metrics |= unknown_metrics(groups, self._unknown)
+        if label != "before":
+            metrics |= gain_metrics(run.folder.evaluations / "before-000000.json", result)
         self._latest |= metrics
         self._store.record_step(
             run.folder.id, stage, step, by_role(groups), metrics, seconds=result.seconds
@@ -350,4 +367,5 @@ class Trainer:
             # Before and after RL, the checkpoint of these weights is saved already.
             run.backend.checkpoints.set_metric(*self._saved, measured)
         self._observer.note(str(result))
+        self._doctor.step(stage, step, metrics)
         self._budget.keep()

@@ -45,6 +45,7 @@ class RunFolder:
         self.code = path / "code.json"  # versions, and digests of plug-ins' files
         self.budget = path / "budget.json"  # seconds and tokens spent, over all processes
         self.live = path / "live.json"  # the running step, once a second; absent after the end
+        self.findings = path / "findings.json"  # what the diagnosis told; absent without a finding
         self.report = path / "report.html"
 
     def lock(self) -> IO[str]:
