@@ -133,10 +133,10 @@ def test_evaluate(reference: Ludus) -> None:
     ).ok()
     assert "rl-000005, policy version 29, greedy" in two.out
     assert "sft-000024, policy version 24, greedy" in two.out
-    assert "McNemar" in two.out
+    assert "Bonett-Price" in two.out
     same = reference("evaluate", "tiny-1", "--against", "latest", "--num-tasks", "2").ok().out
     assert "tiny-1/rl-000005 is both models: nothing to compare" in same
-    assert "McNemar" not in same
+    assert "Bonett-Price" not in same
     assert reference.state() == before, "evaluating writes nothing to the run"
 
     reference("evaluate", "tiny-1", "--checkpoint", "rl-5").refused(2, "'rl-5'", "rl-000005")

@@ -84,8 +84,8 @@ def no_signal(history: History, config: RunConfig) -> Found | None:
     elif failed > 0.5:
         text += f": in {percent(failed)} no episode succeeds"
         advice = (
-            "Use easier tiers (`tasks.curriculum`), more demonstrations, or a larger "
-            "`rl.group_size`"
+            "Use easier tiers (`tasks.curriculum`), more demonstrations, a larger `rl.group_size` "
+            f"or a higher `rollout.temperature` (now {config.rollout.temperature:g})"
         )
     else:
         advice = (
