@@ -7,6 +7,7 @@ in the run's folder is written atomically, and a resumed run forgets all steps a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -88,6 +89,7 @@ class Trainer:
         self._excluded: list[tuple[str, str]] = []
         self._num_episodes = 0
         self._latest: dict[str, float] = {}
+        self._record_s = 0.0  # of the step before: its own is not over when it is recorded
         self._saved: tuple[str, int] | None = None
 
     async def train(self) -> None:
@@ -275,6 +277,7 @@ class Trainer:
         self, stage: str, step: int, groups: Sequence[Group], metrics: dict[str, float]
     ) -> None:
         """Record a step: first in the store, then in the sinks, then on the display."""
+        started = time.perf_counter()
         run = self.run
         trajectories = [t for group in groups for t in group.trajectories]
         for name in ("rollout", "train"):
@@ -283,6 +286,7 @@ class Trainer:
         metrics = {
             **metrics,
             "time/elapsed_s": self._budget.spent.seconds,
+            "time/record_s": self._record_s,
             "rollout/episodes_total": float(self._num_episodes),
             "rollout/dropped": float(
                 sum(t.dropped is not None and not (t.fixed or t.without_turn) for t in trajectories)
@@ -310,6 +314,7 @@ class Trainer:
         self._doctor.step(stage, step, metrics)
         trained = bool(metrics["train/optimizer_steps"])
         self._watchdog.step(stage, groups, trained, num_steps)
+        self._record_s = time.perf_counter() - started
 
     def _machine_metrics(
         self, groups: Sequence[Group], metrics: Mapping[str, float]

@@ -158,6 +158,12 @@ def resume_command(folder: RunFolder) -> str:
     return f"ludus train --resume {folder.id}{runs_dir}"
 
 
+def show_command(folder: RunFolder, trajectory: str) -> str:
+    """Returns the command that prints a recorded rollout."""
+    runs_dir = "" if str(folder.path.parent) == "runs" else f" --runs-dir {folder.path.parent}"
+    return f"ludus show {folder.id} {trajectory}{runs_dir}"
+
+
 def find_run(runs_dir: str | Path, run: str) -> RunFolder:
     """Returns an existing run, by id or path. Errors: ConfigError with the nearest id."""
     for folder in (Path(runs_dir) / run, Path(run)):

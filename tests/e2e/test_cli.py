@@ -71,7 +71,8 @@ def test_run_as_a_module_a_second_run_gets_another_id(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "run tiny-2 is complete: runs/tiny-2/report.html" in done.stdout
-    assert "rl: null" in done.stderr, "the resolved configuration is printed"
+    assert "# differs from the defaults:\nname: " in done.stderr
+    assert "all settings: runs/" in done.stderr
     assert (tmp_path / "runs" / "tiny-2" / "report.html").exists()
 
 
