@@ -160,7 +160,7 @@ def key_figures(data: ReportData) -> list[tuple[str, str, str]]:
         figures.append(("Training episodes", f"{episodes:,.0f}", remark))
     if data.timings:
         total = charts.duration(math.fsum(data.timings.values()))
-        figures.append(("Time", total, f"in {len(data.timings)} parts"))
+        figures.append(("Time", total, "all processes, without pauses"))
     return figures
 
 

@@ -236,7 +236,7 @@ def sampler_gap(history: History, config: RunConfig) -> Found | None:
         level,
         f"log-probabilities of sampler and learner differ by {gap:.2g} nats a token",
         "Let both compute in the same precision (`model.dtype`, `sampler.args.dtype`), or correct "
-        "it: `importance` of `rl.algorithm`; `ludus verify` names the operation that differs",
+        "it: `importance_cap` of `rl.algorithm`; `ludus verify` names the operation that differs",
     )
 
 
