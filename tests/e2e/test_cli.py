@@ -22,6 +22,7 @@ FILES = {
     "config.yaml", "demonstrations.jsonl", "demonstrations.dropped.jsonl", "tokenizer",
     "checkpoints", "evaluations", "metrics.jsonl", "log.jsonl", "report.html", "timings.json",
     "budget.json", ".lock", "code.json", "splits.json", "run.json",
+    "findings.json",  # five steps of RL show no gain
 }  # fmt: skip
 
 
@@ -74,6 +75,18 @@ def test_run_as_a_module_a_second_run_gets_another_id(tmp_path: Path) -> None:
     assert "# differs from the defaults:\nname: " in done.stderr
     assert "all settings: runs/" in done.stderr
     assert (tmp_path / "runs" / "tiny-2" / "report.html").exists()
+
+
+def test_findings_are_shown(reference: Ludus) -> None:
+    """Five steps of RL do not show a gain: the diagnosis says so, wherever the run is shown."""
+    text = "success on held-out tasks is not significantly above its start"
+    assert f"warning: evaluation after RL: {text}" in reference("show", "tiny-1").ok().out
+    page = (reference.run() / "report.html").read_text()
+    assert "Success on held-out tasks is not significantly above" in page
+    assert "ludus show tiny-1 evaluate/after-000000/" in page
+    assert "Success over RL steps" in page
+    log = (reference.run() / "log.jsonl").read_text()
+    assert '"kind": "evaluation"' in log
 
 
 def test_runs_and_show(reference: Ludus) -> None:
