@@ -61,6 +61,9 @@ RARE = {"flat": learning.TREND_STEPS, "decline": WINDOW}
 ONCE = {"sharp", "demonstrations"}
 """Kinds that are tested once: they are of the start."""
 
+OF_ALL_STAGES = {"unknown"}
+"""Kinds that are told once, in whatever stage they are found first."""
+
 WATCHED = (
     "rollout/episodes", "rollout/excluded", "rollout/reward", "rollout/success",
     "rollout/groups_with_signal", "rollout/groups_failed", "rollout/groups_solved",
@@ -103,7 +106,8 @@ class Diagnosis:
         return new
 
     def _told(self, stage: str, kind: str) -> int:
-        told = (f.level for f in self.findings if (f.stage, f.kind) == (stage, kind))
+        same = [f for f in self.findings if f.kind == kind]
+        told = (f.level for f in same if f.stage == stage or kind in OF_ALL_STAGES)
         return max(told, default=0)
 
     def _refresh(self, stage: str, present: Mapping[str, int], num_steps: int) -> None:

@@ -9,9 +9,9 @@ from ludus.config.schema import RunConfig
 from ludus.report.diagnosis.findings import WINDOW, Found, History, level_of, mean, percent
 
 START_STEPS = 3
-SHARP = 0.02
-"""Entropy in nats a token at the start of RL. Tiny recipes start between 0.1 and 0.4; at 0.02, a
-turn of 6 tokens has 1.1 likely forms, and the episodes of a group are alike."""
+SHARP = 0.03
+"""Entropy in nats a token at the start of RL. Tiny recipes start between 0.1 and 0.4; at 0.03, a
+turn of 6 tokens has 1.2 likely forms, and the episodes of a group are alike."""
 
 COLLAPSED = (0.9, 0.98)
 """Share of the entropy at the start of RL that is lost. A policy that learns loses 0.6 to 0.9 of
@@ -187,15 +187,20 @@ def decline(history: History, config: RunConfig) -> Found | None:
 
 def drift(history: History, config: RunConfig) -> Found | None:
     """The policy moves far from the one that sampled the episodes of its step."""
-    values = {name: history.mean(f"train/{name}") for name in ("kl", "ratio", "clip_fraction")}
-    kl, clipped = values["kl"] or 0.0, values["clip_fraction"] or 0.0
-    ratio = 1.0 if values["ratio"] is None else values["ratio"]
+    steps = len(history.last("train/ratio"))
+    if steps < START_STEPS:
+        return None
+    kl, ratio, clipped = (
+        mean(history.last(f"train/{name}") or [usual])
+        for name, usual in (("kl", 0.0), ("ratio", 1.0), ("clip_fraction", 0.0))
+    )
     levels = {
         f"a KL divergence of {kl:.2g} nats a token": level_of(kl, KL),
         f"a mean ratio of {ratio:.2g}": level_of(abs(ratio - 1.0), RATIO),
         f"{percent(clipped)} of the tokens clipped": level_of(clipped, CLIPPED),
     }
-    if not (level := max(levels.values())):
+    level = max(levels.values())
+    if level < (1 if steps == WINDOW else 2):  # a few steps suffice for the worst
         return None
     told = " and ".join(text for text, own in levels.items() if own)
     rl = config.rl
@@ -206,7 +211,7 @@ def drift(history: History, config: RunConfig) -> Found | None:
         ways.append(f"a smaller `rl.max_staleness` (now {rl.max_staleness})")
     return Found(
         level,
-        f"the policy drifts from the one that sampled: {told} in the last {WINDOW} steps",
+        f"the policy drifts from the one that sampled: {told} in the last {steps} steps",
         _sentence(" or ".join(ways)),
     )
 

@@ -188,6 +188,21 @@ def test_an_evaluation_is_compared_with_the_start(config: RunConfig) -> None:
     assert "evaluation at step 80: success on held-out tasks is below its start" in str(found)
 
 
+def test_a_strong_drift_is_told_after_three_steps(config: RunConfig) -> None:
+    [found] = told(config, 5, {"train/kl": 1.7})
+    assert (found.kind, found.level, found.where) == ("drift", 2, "rl step 2")
+    assert "1.7 nats a token in the last 3 steps" in found.text
+    assert told(config, 5, {"train/kl": 0.2}) == []
+
+
+def test_unknown_words_are_told_once_for_all_stages(config: RunConfig) -> None:
+    diagnosis = Diagnosis(config)
+    unknown = {"rollout/unknown_tokens": 0.01}
+    assert len(diagnosis.step("evaluate/before", 0, unknown)) == 1
+    assert diagnosis.step("rl", 0, unknown) == []
+    assert len(diagnosis.step("rl", 1, {"rollout/unknown_tokens": 0.2})) == 1  # clearly worse
+
+
 def test_demonstrations_that_sft_leaves_out(config: RunConfig) -> None:
     counts = {"sft/conversations": 60.0, "sft/too_long": 30.0, "sft/failed": 10.0}
     [found] = diagnose(config, [Line("sft", 0, 0.0, counts)]).findings
