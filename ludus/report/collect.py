@@ -192,8 +192,6 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     settings: dict[str, Any] = {"seed": config.seed}
     if config.env:
         settings["environment"] = config.env.name
-    if config.threads:
-        settings["threads"] = config.threads
     if config.sft:
         settings["SFT"] = f"{config.sft.steps} steps of {config.sft.episodes_per_step} episodes"
     if config.rl:

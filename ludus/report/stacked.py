@@ -21,8 +21,8 @@ NAMES = {
     "episodes": "bookkeeping of episodes",
     "evaluate": "evaluation",
     "checkpoint": "checkpoints",
-    "record": "recording: store, metrics, display",
-    "rest": "rest: metrics, garbage collection",
+    "record": "recording results",
+    "rest": "rest of the loop",
 }
 """The parts of a step in their order; `time/idle_s` is split in three."""
 

@@ -407,7 +407,7 @@ def test_the_parts_of_a_step_are_stacked(data):
     assert chart is not None
     assert [part.name for part in chart.parts] == [
         "sampling", "training", "waiting for environments", "bookkeeping of episodes",
-        "checkpoints", "recording: store, metrics, display", "rest: metrics, garbage collection",
+        "checkpoints", "recording results", "rest of the loop",
     ]  # fmt: skip
     assert sum(part.seconds for part in chart.parts) == pytest.approx(chart.seconds)
     assert sum(part.share for part in chart.parts) == pytest.approx(1)
