@@ -115,7 +115,7 @@ other things that the agent sees, and no turn to waste. The first is a [command]
 process an episode, which calls the gateway over HTTP. The second is AgentScope's agent, in ludus' process. A policy of 0.15 million parameters starts from
 random weights, without demonstrations. It trains with GRPO, 16 groups of 8 episodes a step, for 60 steps.
 
-Success on 200 held-out tasks, played greedily; no training task has the same content. Brackets: Wilson intervals (95 %). p: McNemar's exact test on
+Success on 200 held-out tasks, played greedily; no training task has the same content. Brackets: Wilson intervals (95 %). p: Bonett and Price's test on
 the same tasks. Minutes include all evaluations; processor seconds include the programs.
 
 {table(head, rows)}

@@ -188,7 +188,7 @@ def main() -> None:
 # The recipe {name}, {len(folders)} seeds
 
 {evaluations["after RL"].num_tasks} held-out tasks, played greedily. Brackets: Wilson
-intervals (95 %). p: McNemar's exact test on the same tasks.
+intervals (95 %). p: Bonett and Price's test on the same tasks.
 
 {seed_table(folders)}
 

@@ -66,6 +66,7 @@ def show(
     with open_store(runs_dir, store) as opened, recorded(run, runs_dir):
         if trajectory is None:
             show_on_screen(render_run(opened, run))
+            _show_findings(run, runs_dir)
             for line in unfinished(opened, runs_dir, run):
                 typer.echo(line)
         else:
@@ -251,6 +252,20 @@ def doctor(
             checks = run_doctor(runs_dir, lambda name: status.update(f"checking {name}"))
     show_on_screen(render_checks(checks))
     raise typer.Exit(exit_code(checks))
+
+
+def _show_findings(run: str, runs_dir: str) -> None:
+    """Print what the diagnosis found, where the run's folder is here."""
+    from ludus.report.diagnosis import read_findings
+    from ludus.store.folders import find_run
+
+    try:
+        found = read_findings(find_run(runs_dir, run).findings)
+    except ConfigError:
+        return
+    for finding in found:
+        passed = "" if finding.lasting else " (no longer so at the end)"
+        typer.echo(printable(f"warning: {finding}{passed}"))
 
 
 def _decoder(run: str, runs_dir: str) -> Callable[[list[int]], str] | None:

@@ -62,7 +62,7 @@ def train(
     elif given := [flag for flag, on in of_a_start.items() if on]:
         raise ConfigError(f"{given[0]} belongs to the start of a run: a resumed one is as it began")
 
-    from ludus.config.load import dump_config
+    from ludus.config.load import dump_changes
     from ludus.pipeline import launch
     from ludus.pipeline.breakpoints import switched_on
     from ludus.pipeline.companions import LaunchOptions, check_options
@@ -81,13 +81,13 @@ def train(
             )
         else:
             if not in_process:
-                check(config, str(recipe), overrides)  # before the long configuration
+                check(config, str(recipe), overrides)  # before the settings are printed
                 check_options(options, config.env)
             elif with_env_service:
                 raise ConfigError("--with-env-service: `backend: debug` plays in one process")
             elif view:
                 raise ConfigError("--view: `backend: debug` leaves no run to show")
-            typer.echo(dump_config(config), err=True)
+            typer.echo(f"# differs from the defaults:\n{dump_changes(config)}", err=True)
             if in_process:
                 debug(str(recipe), overrides)
                 return

@@ -113,6 +113,12 @@ def dump_config(config: BaseModel) -> str:
     return yaml12.dump(config.model_dump(mode="json"))
 
 
+def dump_changes(config: BaseModel) -> str:
+    """The keys whose values differ from the defaults, as YAML that `load_config` reads back to the
+    same configuration."""
+    return yaml12.dump(config.model_dump(mode="json", exclude_defaults=True))
+
+
 def diff(before: BaseModel, after: BaseModel) -> list[str]:
     """Returns the dotted keys whose values differ, in the order of the configuration."""
     return list(_differences((), before.model_dump(mode="json"), after.model_dump(mode="json")))

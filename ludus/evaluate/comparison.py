@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 from ludus.core.errors import DataError
@@ -16,11 +15,11 @@ _NUM_SHOWN = 3
 def compare(a: Evaluation, b: Evaluation) -> Comparison:
     """Compare two evaluations of the same tasks, task by task.
 
-    Test: McNemar's exact test for success with one episode a task; otherwise, and for scores,
-    Wilcoxon's signed-rank test on the tasks' means (Pratt's handling of ties). Tasks without a
-    score in either evaluation are left out and counted. Interval of a success difference: Bonett
-    and Price 2012 (doi:10.3102/1076998611411915), which adds one better and one worse task; of a
-    score difference: Student's t on the tasks' differences.
+    Interval and p-value of a difference come from one method, so they agree: the interval leaves
+    out 0 if and only if p < 1 - confidence. Success: Bonett and Price 2012
+    (doi:10.3102/1076998611411915), a normal interval and test of the tasks' differences with one
+    better and one worse task added. Score: the paired t interval and test. Tasks without a score
+    in either evaluation are left out and counted.
 
     Errors: DataError for different tasks, success thresholds or confidence levels.
     """
@@ -54,22 +53,15 @@ _Pairs = Sequence[tuple[TaskOutcome, TaskOutcome]]
 
 def _success_difference(pairs: _Pairs, success_at: float, confidence: float) -> Difference:
     from scipy.stats import norm
-    from statsmodels.stats.contingency_tables import mcnemar
 
     before = [_success(x, success_at) for x, _ in pairs]
     after = [_success(y, success_at) for _, y in pairs]
     gains = [y - x for x, y in zip(before, after, strict=True)]
-    binary = all(len(x.rewards) == len(y.rewards) == 1 for x, y in pairs)
-    if binary:
-        counts = Counter(zip(before, after, strict=True))
-        cells = [[counts[1.0, 1.0], counts[1.0, 0.0]], [counts[0.0, 1.0], counts[0.0, 0.0]]]
-        p_value = float(mcnemar(cells, exact=True).pvalue)
-    else:
-        p_value = _wilcoxon(gains)
     padded = [*gains, 1.0, -1.0]
     centre = math.fsum(padded) / len(padded)
     variance = math.fsum((gain - centre) ** 2 for gain in padded) / len(padded)
-    half = float(norm.ppf((1.0 + confidence) / 2.0)) * math.sqrt(variance / len(padded))
+    error = math.sqrt(variance / len(padded))
+    half = float(norm.ppf((1.0 + confidence) / 2.0)) * error
     value = math.fsum(gains) / len(gains)
     return Difference(
         a=math.fsum(before) / len(before),
@@ -77,8 +69,8 @@ def _success_difference(pairs: _Pairs, success_at: float, confidence: float) -> 
         value=value,
         low=max(min(centre - half, value), -1.0),
         high=min(max(centre + half, value), 1.0),
-        p_value=min(p_value, 1.0),
-        test="McNemar exact" if binary else "Wilcoxon signed-rank",
+        p_value=float(2.0 * norm.sf(abs(centre) / error)),
+        test="Bonett-Price",
         num_tasks=len(pairs),
     )
 
@@ -94,19 +86,21 @@ def _score_difference(pairs: _Pairs, confidence: float) -> Difference:
         value=value,
         low=low,
         high=high,
-        p_value=_wilcoxon(gains),
-        test="Wilcoxon signed-rank",
+        p_value=_t_test(gains),
+        test="paired t",
         num_tasks=len(pairs),
     )
 
 
-def _wilcoxon(gains: Sequence[float]) -> float:
-    """Two-sided p-value of gains symmetric about 0; 1 if all gains are 0."""
-    from scipy.stats import wilcoxon
+def _t_test(gains: Sequence[float]) -> float:
+    """Two-sided p-value of Student's t test; 1 if all gains are 0, or there is only one."""
+    from scipy.stats import ttest_1samp
 
-    if not any(gains):
+    if not any(gains) or len(gains) < 2:
         return 1.0
-    return float(wilcoxon(gains, zero_method="pratt").pvalue)
+    if len(set(gains)) == 1:
+        return 0.0
+    return float(ttest_1samp(gains, 0.0).pvalue)
 
 
 def _check_comparable(a: Evaluation, b: Evaluation) -> None:

@@ -112,7 +112,7 @@ class Evaluation(Record):
 
 
 class Difference(Record):
-    """b minus a over the tasks scored in both, with its interval and p-value."""
+    """b minus a over the tasks scored in both, with its interval and p-value: both of `test`."""
 
     a: float
     b: float
@@ -120,7 +120,7 @@ class Difference(Record):
     low: float | None
     high: float | None
     p_value: float
-    test: Literal["McNemar exact", "Wilcoxon signed-rank"]
+    test: Literal["Bonett-Price", "paired t", "McNemar exact", "Wilcoxon signed-rank"]
     num_tasks: int
 
 

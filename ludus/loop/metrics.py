@@ -88,6 +88,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
             "rollout/turns": sum(t.num_turns for t in trainable) / size,
             "rollout/truncated": sum(t.status != "completed" for t in trainable) / size,
         }
+        metrics |= _ends(trainable)
     metrics |= _tool_metrics(everyone)
     if limited := [t for t in everyone if "endpoint_wait_seconds" in t.metrics]:
         total = _total(limited, "endpoint_wait_seconds")
@@ -95,6 +96,29 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     metrics |= _parts(trainable)
     with_signal = [len({t.reward for t in group.trajectories}) > 1 for group in groups]
     metrics["rollout/groups_with_signal"] = sum(with_signal) / max(len(with_signal), 1)
+    if solved := [some for some in map(_solved, groups) if some]:
+        metrics["rollout/groups_failed"] = sum(not any(some) for some in solved) / len(solved)
+        metrics["rollout/groups_solved"] = sum(all(some) for some in solved) / len(solved)
+    return metrics
+
+
+def _solved(group: Group) -> list[bool]:
+    """For each scored episode of a group, whether it succeeded."""
+    return [bool(t.metrics.get("success")) for t in group.trajectories if _is_trainable(t)]
+
+
+def _ends(trainable: Sequence[Trajectory]) -> dict[str, float]:
+    """Shares of the limits that cut episodes; mean turns of those that succeed, and of those that
+    the limit of turns cut."""
+    cut = [t for t in trainable if t.status == "truncated_turns"]
+    long = [t for t in trainable if t.status == "truncated_length"]
+    full = sum("context" in (t.error or "") for t in long)
+    counts = {"turns": len(cut), "length": len(long), "context": full}
+    metrics = {f"rollout/truncated_{end}": n / len(trainable) for end, n in counts.items()}
+    won = [t for t in trainable if t.metrics.get("success")]
+    for name, some in (("success", won), ("truncated", cut)):
+        if some:
+            metrics[f"rollout/turns_of_{name}"] = sum(t.num_turns for t in some) / len(some)
     return metrics
 
 

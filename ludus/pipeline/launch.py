@@ -13,10 +13,13 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
 
+import torch
+
 from ludus import __version__
 from ludus.backends import BACKENDS
 from ludus.config.load import diff, dump_config, load_config, lookup
 from ludus.config.schema import RunConfig
+from ludus.core.code import code_hash
 from ludus.core.errors import ConfigError, LudusError, MirrorError
 from ludus.core.files import atomic_write
 from ludus.core.modules import told
@@ -98,7 +101,7 @@ def train(
     with RunStore.open(config.store, config.runs_dir) as store:
         folder = _create_run(config, store)
         with folder.lock():
-            observer.note(f"run {folder.id} in {folder.path}")
+            observer.note(f"run {folder.id} in {folder.path}; all settings: {folder.config}")
             with (
                 _attended(folder, store, urls, observer),
                 _recorded(folder, config, splits, store, observer, options) as trainer,
@@ -212,6 +215,7 @@ def _create_run(config: RunConfig, store: RunStore) -> RunFolder:
 
 def _insert_row(store: RunStore, folder: RunFolder, config: RunConfig) -> None:
     facts = versions()
+    facts["threads"] = str(config.threads or torch.get_num_threads())
     if config.model.device == "cpu":
         absence = native.absence()
         facts["native code"] = f"none, torch computes: {absence}" if absence else "compiled"
@@ -368,6 +372,7 @@ def versions() -> dict[str, str]:
     """Returns the versions of machine, Python and packages that results depend on."""
     facts = {
         "ludus": __version__,
+        "code": code_hash(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": _processor(),

@@ -7,6 +7,7 @@ in the run's folder is written atomically, and a resumed run forgets all steps a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -21,6 +22,13 @@ from ludus.loop.loop import Stage, run_stage
 from ludus.pipeline import sft_end
 from ludus.pipeline.budget import Budget, Timings
 from ludus.pipeline.build import Run
+from ludus.pipeline.diagnosis import (
+    Doctor,
+    gain_metrics,
+    sft_metrics,
+    unknown_id,
+    unknown_metrics,
+)
 from ludus.pipeline.evaluate import evaluate
 from ludus.pipeline.progress import Observer
 from ludus.pipeline.stages import rl_stage, sft_stage
@@ -77,9 +85,12 @@ class Trainer:
         self._on_saved = on_saved
         self._skip_damaged = skip_damaged
         self._watchdog = IdleWatchdog(observer.note)
+        self._doctor = Doctor(run.config, run.folder, observer.note)
+        self._unknown = unknown_id(run.tokenizer)
         self._excluded: list[tuple[str, str]] = []
         self._num_episodes = 0
         self._latest: dict[str, float] = {}
+        self._record_s = 0.0  # of the step before: its own is not over when it is recorded
         self._saved: tuple[str, int] | None = None
 
     async def train(self) -> None:
@@ -162,6 +173,7 @@ class Trainer:
         for stage, step, path in folder.evaluation_files():
             if step > keep.get(f"evaluate/{stage}", -1):
                 path.unlink()
+        self._doctor.restore(MetricsLog.read(self._metrics.path))
 
     # Stages
 
@@ -287,6 +299,7 @@ class Trainer:
         self, stage: str, step: int, groups: Sequence[Group], metrics: dict[str, float]
     ) -> None:
         """Record a step: first in the store, then in the sinks, then on the display."""
+        started = time.perf_counter()
         run = self.run
         trajectories = [t for group in groups for t in group.trajectories]
         for name in ("rollout", "train"):
@@ -295,12 +308,16 @@ class Trainer:
         metrics = {
             **metrics,
             "time/elapsed_s": self._budget.spent.seconds,
+            "time/record_s": self._record_s,
             "rollout/episodes_total": float(self._num_episodes),
             "rollout/dropped": float(
                 sum(t.dropped is not None and not (t.fixed or t.without_turn) for t in trajectories)
             ),
         }
-        metrics |= self._machine_metrics(groups, metrics)
+        metrics |= self._machine_metrics(groups, metrics) | unknown_metrics(groups, self._unknown)
+        if (stage, step) == ("sft", 0):
+            too_long = len(self._excluded)
+            metrics |= sft_metrics(len(run.conversations) - too_long, too_long, run.folder)
         num_steps = getattr(run.config, stage).steps
         metrics |= self._budget.step(metrics["rollout/tokens"], num_steps - step - 1)
         self._latest = metrics
@@ -316,8 +333,10 @@ class Trainer:
         )
         self._metrics.log(stage, step, metrics)
         self._observer.step(stage, step, metrics)
+        self._doctor.step(stage, step, metrics)
         trained = bool(metrics["train/optimizer_steps"])
         self._watchdog.step(stage, groups, trained, num_steps)
+        self._record_s = time.perf_counter() - started
 
     def _machine_metrics(
         self, groups: Sequence[Group], metrics: Mapping[str, float]
@@ -359,6 +378,9 @@ class Trainer:
         }
         for part in sorted({o.part for o in result.outcomes if o.part in result.tiers}):
             metrics[f"evaluate/success_{part}"] = result.tiers[part].success.value
+        metrics |= unknown_metrics(groups, self._unknown)
+        if label != "before":
+            metrics |= gain_metrics(run.folder.evaluations / "before-000000.json", result)
         self._latest |= metrics
         self._store.record_step(
             run.folder.id, stage, step, by_role(groups), metrics, seconds=result.seconds
@@ -372,4 +394,5 @@ class Trainer:
             # Before and after RL, the checkpoint of these weights is saved already.
             run.backend.checkpoints.set_metric(*self._saved, measured)
         self._observer.note(str(result))
+        self._doctor.step(stage, step, metrics)
         self._budget.keep()

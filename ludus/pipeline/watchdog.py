@@ -1,4 +1,7 @@
-"""Warns when steps produce no gradient or episodes no score; stops where every episode fails."""
+"""Warns when episodes fail or have no score, and nothing trains; stops where every episode fails.
+
+Groups without a signal are not told here: the diagnosis does (`report.diagnosis`).
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ class IdleWatchdog:
         self._num_failed = self._num_failed + 1 if failed else 0
         if failed and self._num_failed >= min(MAX_IDLE_STEPS, num_steps):
             raise DataError(f"{stage}: {_times(self._num_failed)}: {_failure(groups)}")
-        if self._num_idle == MAX_IDLE_STEPS:
+        dropped = any(t.dropped for group in groups for t in group.trajectories)
+        if self._num_idle == MAX_IDLE_STEPS and dropped:
             self._note(f"{stage}: {_times(MAX_IDLE_STEPS)} trained nothing: {_why(groups)}")
 
     def _tell_of_unscored(self, stage: str, groups: Sequence[Group]) -> None:

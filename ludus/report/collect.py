@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from ludus.config.load import load_config
+from ludus.config.load import dump_changes, load_config
 from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError
+from ludus.core.types import Task, Trajectory
 from ludus.evaluate import compare
 from ludus.evaluate.results import Evaluation
 from ludus.report import ReportData, Rollout, write_report
+from ludus.report.diagnosis import diagnose
 from ludus.store import RunStore
-from ludus.store.folders import RunFolder, disk_faults, find_run, read_facts
-from ludus.telemetry.metrics import MetricsLog
+from ludus.store.folders import RunFolder, disk_faults, find_run, read_facts, show_command
+from ludus.store.rows import TrajectoryRow
+from ludus.telemetry.metrics import Line, MetricsLog
+
+MAX_FAILURES = 4
+"""Tiers of which a failed held-out episode is shown."""
 
 NAMES = {"before": "before RL", "after": "after RL", "rl": "RL step {step}"}
 
@@ -28,20 +35,25 @@ def report(folder: RunFolder, store: RunStore) -> Path:
     row = store.run(folder.id)
     evaluations = read_evaluations(folder)
     ends = [evaluations[name] for name in ("before RL", "after RL") if name in evaluations]
+    lines = MetricsLog.read(folder.metrics)
     # By reason, without details of single episodes.
     dropped = Counter(row.reason.split(":")[0] for row in store.dropped(folder.id))
     data = ReportData(
         name=folder.id,
         status=str(row.status) if row.error else "completed",
         started=row.created.strftime("%Y-%m-%d %H:%M UTC"),
-        records=_records(folder),
+        records=_records(lines),
         evaluations=evaluations,
+        evaluated_at=_evaluated_at(folder, lines),
+        evaluated_note=_evaluated_note(config),
+        findings=diagnose(config, lines).findings,
         comparison=compare(*ends) if len(ends) == 2 else None,
         rollouts=_rollouts(folder, store),
         settings=_settings(config),
+        changes=dump_changes(config),
         config=folder.config.read_text(encoding="utf-8"),
         versions={name: str(value) for name, value in row.versions.items()},
-        timings=read_facts(folder.path / "timings.json"),
+        timings=_timings(read_facts(folder.path / "timings.json"), lines),
         dropped=dict(dropped.most_common()),
     )
     return write_report(folder.report, data)
@@ -79,7 +91,34 @@ def _evaluation(path: Path) -> Evaluation:
         ) from None
 
 
-def _records(folder: RunFolder) -> list[dict[str, Any]]:
+def _evaluated_at(folder: RunFolder, lines: Sequence[Line]) -> dict[str, int]:
+    """Returns the RL steps before each evaluation, by display name."""
+    end = max((line.step + 1 for line in lines if line.stage == "rl"), default=0)
+    at = {"before": 0, "after": end}
+    return {
+        NAMES.get(label, label).format(step=step): at.get(label, step)
+        for label, step, _ in folder.evaluation_files()
+    }
+
+
+def _evaluated_note(config: RunConfig) -> str:
+    start = "after SFT" if config.sft else "of the untrained policy"
+    untold = "; the policy before SFT was not evaluated" if config.sft else ""
+    level = f"{100 * config.evaluate.confidence:g} % intervals (Wilson)"
+    return f"Step 0: {start}{untold}. Bars: {level}; those of tiers are in the table."
+
+
+def _timings(seconds: Mapping[str, Any], lines: Sequence[Line]) -> dict[str, float]:
+    """Returns the seconds of each part, with recording taken out of `other`."""
+    timings = {name: float(value) for name, value in seconds.items()}
+    if (other := timings.pop("other", None)) is not None:
+        recorded = math.fsum(line.metrics.get("time/record_s", 0.0) for line in lines)
+        timings["recording"] = min(recorded, other)
+        timings["start, loading, rest"] = other - timings["recording"]
+    return timings
+
+
+def _records(lines: Sequence[Line]) -> list[dict[str, Any]]:
     """Returns the metrics lines, with `time` as the run's elapsed seconds without pauses between
     resumes."""
     return [
@@ -89,14 +128,16 @@ def _records(folder: RunFolder) -> list[dict[str, Any]]:
             "step": line.step,
             "time": line.metrics.get("time/elapsed_s", 0.0),
         }
-        for line in MetricsLog.read(folder.metrics)
+        for line in lines
     ]
 
 
 def _rollouts(folder: RunFolder, store: RunStore) -> list[Rollout]:
-    """Returns the best and the worst episode of the first and the last RL step."""
+    """Returns failures on held-out tasks after RL, and the best and the worst episode of the first
+    and the last RL step."""
     steps = [row.step for row in store.steps(folder.id, "rl")]
-    if not steps:
+    failures = _failures(folder, store)
+    if not steps and not failures:
         return []
     from ludus.models.chat.tokenizers import load_tokenizer  # a run without RL needs none
 
@@ -110,8 +151,12 @@ def _rollouts(folder: RunFolder, store: RunStore) -> list[Rollout]:
             for segment in rollout.segments
         ]
 
-    chosen: list[Rollout] = []
-    for when, step in {"first": steps[0], "last": steps[-1]}.items():
+    def rollout(label: str, task: Task, trajectory: Trajectory, heldout: bool = False) -> Rollout:
+        command = show_command(folder, trajectory.id)
+        return Rollout(label, task, trajectory, texts(trajectory), command, heldout)
+
+    chosen = [rollout(*failure, heldout=True) for failure in failures]
+    for when, step in {"first": steps[0], "last": steps[-1]}.items() if steps else ():
         scored = [
             (trajectory.reward, group.task, trajectory)
             for group in store.groups(folder.id, "rl", step)
@@ -122,8 +167,25 @@ def _rollouts(folder: RunFolder, store: RunStore) -> list[Rollout]:
         ends = {"best": scored[-1], "worst": scored[0]} if scored else {}
         for rank, (_, task, trajectory) in ends.items():
             label = f"{rank} of the {when} RL step ({step})"
-            chosen.append(Rollout(label, task, trajectory, texts(trajectory)))
+            chosen.append(rollout(label, task, trajectory))
     return chosen
+
+
+def _failures(folder: RunFolder, store: RunStore) -> list[tuple[str, Task, Trajectory]]:
+    """Returns label, task and trajectory of a failed held-out episode after RL of each tier, for
+    the tiers with the most failures."""
+    failed: dict[str, list[TrajectoryRow]] = {}
+    for row in store.trajectories(folder.id, "evaluate/after"):
+        if row.status.trainable and row.reward is not None and not row.metrics.get("success"):
+            failed.setdefault(row.tier or "", []).append(row)
+    most = sorted(failed.items(), key=lambda item: (-len(item[1]), item[0]))[:MAX_FAILURES]
+    found = []
+    for tier, rows in most:
+        record = store.record(folder.id, rows[0].id, "evaluate/after")
+        of = f" of {tier}" if tier else ""
+        label = f"held-out failure after RL, 1 of {len(rows)}{of}"
+        found.append((label, record.task, record.trajectory))
+    return found
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:

@@ -21,7 +21,9 @@ from ludus.core.versions import spell_runs
 from ludus.evaluate.results import Comparison, Difference, Estimate, Evaluation
 from ludus.report import charts
 from ludus.report.charts import CURVES, Curve, Record
-from ludus.report.stacked import make_stacked
+from ludus.report.diagnosis.findings import Finding
+from ludus.report.stacked import COLORS, make_stacked
+from ludus.report.success import success_chart, tier_colors
 from ludus.report.templates import assets, environment
 
 MAX_TEXT = 20_000  # characters shown of one segment; the page reports the rest as cut
@@ -31,13 +33,16 @@ MAX_TEXT = 20_000  # characters shown of one segment; the page reports the rest 
 class Rollout:
     """A trajectory to show; `texts` holds each segment's text, or the texts of its tokens.
 
-    With one text per token, sampled tokens show their sampling probability.
+    With one text per token, sampled tokens show their sampling probability. `command` prints the
+    rollout on a terminal. `heldout`: of an evaluation, so nothing of it was trained.
     """
 
     label: str
     task: Task
     trajectory: Trajectory
     texts: Sequence[str | Sequence[str]]
+    command: str = ""
+    heldout: bool = False
 
 
 @dataclass(slots=True)
@@ -49,10 +54,14 @@ class ReportData:
             the start of the run) and `stage/name` metrics. `rollout/episodes` counts the episodes
             of a step.
         evaluations: by name ("after SFT"), in order of time.
+        evaluated_at: RL steps before each evaluation, by its name.
+        evaluated_note: what the evaluations do not show.
+        findings: of the diagnosis; None: it was not made.
         comparison: of the evaluations before and after training; gives the headline.
         timings: seconds of each part of the run, in order.
         dropped: number of rows or episodes excluded from training, by reason.
         settings: the algorithm and the most important settings.
+        changes: the keys of the configuration that differ from the defaults, as YAML.
         versions: of packages and the machine.
     """
 
@@ -62,9 +71,13 @@ class ReportData:
     outcome: str = ""
     records: Sequence[Record] = ()
     evaluations: Mapping[str, Evaluation] = field(default_factory=dict)
+    evaluated_at: Mapping[str, int] = field(default_factory=dict)
+    evaluated_note: str = ""
     comparison: Comparison | None = None
+    findings: Sequence[Finding] | None = None
     rollouts: Sequence[Rollout] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    changes: str = ""
     config: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
@@ -93,11 +106,18 @@ def render(data: ReportData) -> str:
             outcome=data.outcome or headline(data),
             figures=key_figures(data),
             compared=_compared(data),
+            success=success_chart(data.evaluations, data.evaluated_at, data.evaluated_note),
+            tier_colors=tier_colors(data.evaluations),
             charts=curves,
             axes=[axis for axis in ("step", "episodes", "time") if axis in axes],
             sparks=charts.make_sparks(data.records, [chart.curve for chart in curves]),
             stacked=[chart for chart in stacked if chart is not None],
             rollouts=[view(rollout) for rollout in data.rollouts],
+            timings=[
+                (_part_name(part), _part_color(part), seconds)
+                for part, seconds in data.timings.items()
+                if seconds >= 0.05  # else it reads 0.0 s
+            ],
             total=math.fsum(data.timings.values()),
             **assets(),
         )
@@ -108,7 +128,7 @@ def headline(data: ReportData) -> str:
     """Returns the outcome in one sentence; a change is claimed only if the interval excludes 0."""
     if data.comparison is not None:
         d = data.comparison.success
-        level = f"{100 * data.comparison.confidence:g} % interval"
+        level = f"{d.test} {100 * data.comparison.confidence:g}\u202f% interval"
         change = f"{_share(d.a)} to {_share(d.b)}"
         if d.low is not None and d.low > 0:
             text = f"Success on held-out tasks rose from {change}"
@@ -140,7 +160,7 @@ def key_figures(data: ReportData) -> list[tuple[str, str, str]]:
         figures.append(("Training episodes", f"{episodes:,.0f}", remark))
     if data.timings:
         total = charts.duration(math.fsum(data.timings.values()))
-        figures.append(("Time", total, f"in {len(data.timings)} parts"))
+        figures.append(("Time", total, "all processes, without pauses"))
     return figures
 
 
@@ -153,6 +173,20 @@ def _compared(data: ReportData) -> list[tuple[str, Evaluation]]:
         if len(named) == 2:
             return named
     return items[:1] + items[1:][-1:]
+
+
+def _part_name(part: str) -> str:
+    """`rl/train` as `RL: training`."""
+    stage, _, phase = part.rpartition("/")
+    names = {"train": "training", "rollout": "episodes"}
+    return f"{stage.upper()}: {names.get(phase, phase)}" if stage else part
+
+
+def _part_color(part: str) -> int:
+    """The colour that the part of a step has, where it is one."""
+    of = {"rollout": "sample", "evaluation": "evaluate", "checkpoints": "checkpoint"}
+    name = part.rpartition("/")[2]
+    return COLORS.get(of.get(name, name), 8 if name == "recording" else 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +208,11 @@ class RolloutView:
     """One rollout on the page."""
 
     label: str
+    command: str
     task: Task
     trajectory: Trajectory
     trained: bool
+    heldout: bool
     segments: list[SegmentView]
 
 
@@ -186,9 +222,11 @@ def view(rollout: Rollout) -> RolloutView:
     pairs = zip(trajectory.segments, rollout.texts, strict=True)
     return RolloutView(
         label=rollout.label,
+        command=rollout.command,
         task=rollout.task,
         trajectory=trajectory,
-        trained=trajectory.dropped is None and trajectory.status.trainable,
+        trained=trajectory.dropped is None and trajectory.status.trainable and not rollout.heldout,
+        heldout=rollout.heldout,
         segments=[_segment(i, segment, text) for i, (segment, text) in enumerate(pairs)],
     )
 

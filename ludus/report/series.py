@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ludus.report.charts import (
     BOTTOM,
@@ -48,10 +48,13 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of a chart."""
+    """One line of a chart. `color` of the page's palette; None: the next. Without `whiskers`, its
+    intervals are in the table only."""
 
     name: str
     points: Sequence[Point]
+    color: int | None = None
+    whiskers: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +115,13 @@ def make_lines(
     note: str = "",
 ) -> Figure | None:
     """Returns the chart; None without a value. `limits`: the least range of the y axis."""
-    series = [Series(s.name, [p for p in s.points if math.isfinite(p.y)]) for s in series]
+    series = [replace(s, points=[p for p in s.points if math.isfinite(p.y)]) for s in series]
     series = [s for s in series if s.points]
     if not series:
         return None
     points = [point for one in series for point in one.points]
-    values = [value for p in points for value in (p.y, p.low, p.high) if value is not None]
+    ends = [end for s in series if s.whiskers for p in s.points for end in (p.low, p.high)]
+    values = [p.y for p in points] + [end for end in ends if end is not None]
     values += limits or ()
     y_ticks = nice_ticks(min(values), max(values), 5)
     left, right = min(p.x for p in points), max(p.x for p in points)
@@ -135,11 +139,12 @@ def make_lines(
     for number, one in enumerate(series):
         chosen = [one.points[i] for i in thinned(len(one.points), MAX_POINTS)]
         marks = [
-            Mark(px(p.x), py(p.y), _maybe(py, p.low), _maybe(py, p.high), _told(one.name, p, unit))
+            Mark(px(p.x), py(p.y), *_ends(one, p, py), _told(one.name, p, unit))
             for p in (chosen if len(chosen) <= MAX_ROWS else [])
         ]
         path = " ".join(f"{px(p.x)},{py(p.y)}" for p in chosen)
-        lines.append(Line(one.name, number % COLORS, path, marks))
+        color = number if one.color is None else one.color
+        lines.append(Line(one.name, color % COLORS, path, marks))
     return Figure(
         title=title,
         note=note,
@@ -214,8 +219,12 @@ def _y_labels(ticks: Sequence[float], unit: Unit) -> list[tuple[float, str]]:
     ]
 
 
-def _maybe(place: Callable[[float], float], value: float | None) -> float | None:
-    return None if value is None else place(value)
+def _ends(
+    series: Series, point: Point, place: Callable[[float], float]
+) -> tuple[float | None, float | None]:
+    if not series.whiskers or point.low is None or point.high is None:
+        return None, None
+    return place(point.low), place(point.high)
 
 
 def _told(name: str, point: Point, unit: Unit) -> str:

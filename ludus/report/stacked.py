@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,16 +13,24 @@ from ludus.telemetry.occupancy import PARTS
 MAX_COLUMNS = 80
 
 NAMES = {
+    "sample": "sampling",
     "train": "training",
+    "env_wait": "waiting for environments",
+    "tool": "waiting for tools",
+    "judge": "waiting for the judge",
+    "episodes": "bookkeeping of episodes",
     "evaluate": "evaluation",
     "checkpoint": "checkpoints",
-    "sample": "sampling",
-    "judge": "waiting for the judge",
-    "tool": "waiting for tools",
-    "env_wait": "waiting for environments",
-    "idle": "bookkeeping and idle",
+    "record": "recording results",
+    "rest": "rest of the loop",
 }
-ORDER = ("sample", "train", "env_wait", "tool", "judge", "evaluate", "checkpoint", "idle")
+"""The parts of a step in their order; `time/idle_s` is split in three."""
+
+COLORS = {
+    "sample": 0, "train": 1, "evaluate": 2, "env_wait": 3, "tool": 4, "judge": 5, "checkpoint": 6,
+    "episodes": 7, "record": 8, "rest": 9,
+}  # fmt: skip
+"""A part has the same colour in every chart of the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +67,9 @@ def make_stacked(records: Sequence[Record], stage: str) -> Stacked | None:
     rows = [r for r in records if r["stage"] == stage and (r.get("time/wall_s") or 0) > 0]
     if not rows:
         return None
-    present = [part for part in ORDER if any(r.get(f"time/{part}_s") for r in rows)]
-    columns = _columns(rows, present)
+    split = [split_idle(r) for r in rows]
+    present = [part for part in NAMES if any(seconds[part] for seconds in split)]
+    columns = _columns(split, present)
     highest = max(sum(column) for column in columns)
     scale, unit = (1e3, "milliseconds") if highest < 0.5 else (1.0, "seconds")
     y_ticks = charts.nice_ticks(0, highest * scale, 4)
@@ -68,24 +77,37 @@ def make_stacked(records: Sequence[Record], stage: str) -> Stacked | None:
     parts, below = [], [0.0] * len(columns)
     for number, part in enumerate(present):
         above = [low + column[number] for low, column in zip(below, columns, strict=True)]
-        total = sum(r.get(f"time/{part}_s") or 0.0 for r in rows)
+        total = sum(seconds[part] for seconds in split)
         area = _area(below, above, y_ticks[-1] / scale)
-        parts.append(Part(NAMES[part], number, area, total, total / seconds, total / len(rows)))
+        share, per_step = total / seconds, total / len(rows)
+        parts.append(Part(NAMES[part], COLORS[part], area, total, share, per_step))
         below = above
     x = _x_ticks(rows[0]["step"], rows[-1]["step"])
     y = [(_y(tick, y_ticks[-1]), charts.show(tick)) for tick in y_ticks]
     return Stacked(stage, len(rows), parts, seconds, x, y, unit, _facts(rows))
 
 
-def _columns(rows: Sequence[Record], parts: Sequence[str]) -> list[list[float]]:
+def split_idle(row: Record) -> dict[str, float]:
+    """Returns the seconds of each part of a step. Idle time is, as far as it goes: recording of the
+    step before; bookkeeping while episodes are played; the rest."""
+
+    def spent(part: str) -> float:
+        return float(row.get(f"time/{part}_s") or 0.0)
+
+    seconds: dict[str, float] = {part: spent(part) for part in PARTS if part != "idle"}
+    idle = spent("idle")
+    record = min(idle, spent("record"))
+    playing = sum(seconds[part] for part in ("sample", "env_wait", "tool", "judge"))
+    episodes = min(idle - record, max(0.0, spent("rollout") - playing))
+    return {**seconds, "record": record, "episodes": episodes, "rest": idle - record - episodes}
+
+
+def _columns(split: Sequence[Mapping[str, float]], parts: Sequence[str]) -> list[list[float]]:
     """Returns the seconds of each part in each column."""
-    count = min(len(rows), MAX_COLUMNS)
-    edges = [round(i * len(rows) / count) for i in range(count + 1)]
+    count = min(len(split), MAX_COLUMNS)
+    edges = [round(i * len(split) / count) for i in range(count + 1)]
     return [
-        [
-            sum(r.get(f"time/{part}_s") or 0.0 for r in rows[low:high]) / (high - low)
-            for part in parts
-        ]
+        [sum(seconds[part] for seconds in split[low:high]) / (high - low) for part in parts]
         for low, high in pairwise(edges)
     ]
 
@@ -151,4 +173,4 @@ def _facts(rows: Sequence[Record]) -> list[tuple[str, str]]:
     return facts
 
 
-assert set(ORDER) == set(NAMES) == set(PARTS)
+assert set(NAMES) == set(COLORS) == {*PARTS, "episodes", "record", "rest"} - {"idle"}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from ludus.report import charts
 
@@ -26,12 +27,24 @@ def environment(package: str = PACKAGE) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {
+    filters: dict[str, Callable[..., str]] = {
         "duration": charts.duration,
         "percent": lambda value: f"{100 * value:.1f}\u202f%",
         "points": lambda value: f"{100 * value:+.1f}",
+        "codes": codes,
     }
+    made.filters |= filters
     return made
+
+
+def codes(text: str) -> Markup:
+    """Returns a text with its parts in backquotes as code."""
+    parts = [escape(part) for part in text.split("`")]
+    odd = len(parts) % 2 == 1  # else a backquote is open
+    if not odd:
+        return escape(text)
+    code = Markup("<code>{}</code>")
+    return Markup("").join(code.format(p) if i % 2 else p for i, p in enumerate(parts))
 
 
 def assets() -> dict[str, Any]:

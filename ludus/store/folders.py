@@ -45,6 +45,7 @@ class RunFolder:
         self.code = path / "code.json"  # versions, and digests of plug-ins' files
         self.budget = path / "budget.json"  # seconds and tokens spent, over all processes
         self.live = path / "live.json"  # the running step, once a second; absent after the end
+        self.findings = path / "findings.json"  # what the diagnosis told; absent without a finding
         self.report = path / "report.html"
 
     def lock(self) -> IO[str]:
@@ -155,6 +156,12 @@ def resume_command(folder: RunFolder) -> str:
     """Returns the command that resumes a run."""
     runs_dir = "" if str(folder.path.parent) == "runs" else f" --runs-dir {folder.path.parent}"
     return f"ludus train --resume {folder.id}{runs_dir}"
+
+
+def show_command(folder: RunFolder, trajectory: str) -> str:
+    """Returns the command that prints a recorded rollout."""
+    runs_dir = "" if str(folder.path.parent) == "runs" else f" --runs-dir {folder.path.parent}"
+    return f"ludus show {folder.id} {trajectory}{runs_dir}"
 
 
 def find_run(runs_dir: str | Path, run: str) -> RunFolder:

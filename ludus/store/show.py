@@ -142,7 +142,9 @@ def render_trajectory(
     taught = any(map(_taught, trajectory.segments))
     origin = "demonstrated" if taught else "sampled by the policy"
     legend = f"lines that begin with + were {origin}: only they have loss"
-    if row.dropped is not None or not row.status.trainable:
+    if row.stage.startswith("evaluate/"):
+        legend = f"lines that begin with + were {origin}; none has loss: the task is held out"
+    elif row.dropped is not None or not row.status.trainable:
         reason = printable(row.dropped or f"status {row.status.value}")
         legend = f"lines that begin with + were {origin}; none has loss ({reason})"
     return Group(_facts(facts), Text(legend, "dim"), *_turns(trajectory, decode))

@@ -71,9 +71,20 @@ class EventLogger:
         """Log an error with the traceback of the current exception."""
         self._log(logging.ERROR, event, fields, exc_info=True)
 
-    def _log(self, level: int, event: str, fields: dict[str, Any], exc_info: bool = False) -> None:
+    def record(self, event: str, /, **fields: Any) -> None:
+        """Log a warning to the run's file only: the user was told it in another form."""
+        self._log(logging.WARNING, event, fields, file_only=True)
+
+    def _log(
+        self,
+        level: int,
+        event: str,
+        fields: dict[str, Any],
+        exc_info: bool = False,
+        file_only: bool = False,
+    ) -> None:
         if self._logger.isEnabledFor(level):
-            extra = {"fields": {**self._fields, **fields}}
+            extra = {"fields": {**self._fields, **fields}, "file_only": file_only}
             self._logger.log(level, event, exc_info=exc_info, extra=extra, stacklevel=3)
 
 
@@ -95,6 +106,7 @@ def setup_logging(run_dir: Path | None = None, console: Console | None = None) -
     level = _choice("LOG_LEVEL", LEVELS, "info").upper()
     handlers = [_screen(_choice("LOG_FORMAT", FORMATS, "human"), console)]
     handlers[0].setLevel(level)
+    handlers[0].addFilter(lambda record: not getattr(record, "file_only", False))
     if run_dir is not None:
         handlers.append(_file(run_dir / "log.jsonl"))
     shutdown_logging()

@@ -22,6 +22,7 @@ FILES = {
     "config.yaml", "demonstrations.jsonl", "demonstrations.dropped.jsonl", "tokenizer",
     "checkpoints", "evaluations", "metrics.jsonl", "log.jsonl", "report.html", "timings.json",
     "budget.json", ".lock", "code.json", "splits.json", "run.json",
+    "findings.json",  # five steps of RL show no gain
 }  # fmt: skip
 
 
@@ -71,8 +72,21 @@ def test_run_as_a_module_a_second_run_gets_another_id(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "run tiny-2 is complete: runs/tiny-2/report.html" in done.stdout
-    assert "rl: null" in done.stderr, "the resolved configuration is printed"
+    assert "# differs from the defaults:\nname: " in done.stderr
+    assert "all settings: runs/" in done.stderr
     assert (tmp_path / "runs" / "tiny-2" / "report.html").exists()
+
+
+def test_findings_are_shown(reference: Ludus) -> None:
+    """Five steps of RL do not show a gain: the diagnosis says so, wherever the run is shown."""
+    text = "success on held-out tasks is not significantly above its start"
+    assert f"warning: evaluation after RL: {text}" in reference("show", "tiny-1").ok().out
+    page = (reference.run() / "report.html").read_text()
+    assert "Success on held-out tasks is not significantly above" in page
+    assert "ludus show tiny-1 evaluate/after-000000/" in page
+    assert "Success over RL steps" in page
+    log = (reference.run() / "log.jsonl").read_text()
+    assert '"kind": "evaluation"' in log
 
 
 def test_runs_and_show(reference: Ludus) -> None:
@@ -133,10 +147,10 @@ def test_evaluate(reference: Ludus) -> None:
     ).ok()
     assert "rl-000005, policy version 29, greedy" in two.out
     assert "sft-000024, policy version 24, greedy" in two.out
-    assert "McNemar" in two.out
+    assert "Bonett-Price" in two.out
     same = reference("evaluate", "tiny-1", "--against", "latest", "--num-tasks", "2").ok().out
     assert "tiny-1/rl-000005 is both models: nothing to compare" in same
-    assert "McNemar" not in same
+    assert "Bonett-Price" not in same
     assert reference.state() == before, "evaluating writes nothing to the run"
 
     reference("evaluate", "tiny-1", "--checkpoint", "rl-5").refused(2, "'rl-5'", "rl-000005")

@@ -41,7 +41,7 @@ def test_run_folder_and_served_model_agree(reference: Ludus, exported: Path) -> 
     assert row(done) == row(own)
     assert f"tiny@{address}/v1 against tiny-1/rl-000005, 8 tasks" in done
     assert "better on 0 tasks, worse on 0" in done
-    assert "McNemar" in done
+    assert "Bonett-Price" in done
     assert "turns each" in done, "text has no number of tokens"
 
 

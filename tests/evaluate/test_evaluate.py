@@ -199,27 +199,45 @@ def test_json_round_trip():
     assert Comparison.model_validate_json(comparison.model_dump_json()) == comparison
 
 
-def test_mcnemar_by_hand():
-    # 1 lost, 9 won, 10 the same: p = 2 * (C(10,0) + C(10,1)) / 2**10
+def test_a_difference_by_hand():
+    # 1 lost, 9 won, 10 the same
     before = summarise(groups([[1]] + [[0]] * 9 + [[1]] * 5 + [[0]] * 5), label="sft")
     after = summarise(groups([[0]] + [[1]] * 9 + [[1]] * 5 + [[0]] * 5), label="rl")
     comparison = compare(before, after)
     success = comparison.success
     assert (success.a, success.b, success.value) == pytest.approx((0.3, 0.7, 0.4))
-    assert success.test == "McNemar exact"
-    assert success.p_value == pytest.approx(22 / 1024)
+    assert success.test == "Bonett-Price"
     assert (comparison.num_better, comparison.num_worse) == (9, 1)
     # Bonett and Price: p12 = 10/22, p21 = 2/22
-    half = 1.959963984540054 * math.sqrt((12 / 22 - (8 / 22) ** 2) / 22)
+    error = math.sqrt((12 / 22 - (8 / 22) ** 2) / 22)
+    half = 1.959963984540054 * error
     assert ends(success) == pytest.approx((8 / 22 - half, 8 / 22 + half))
+    assert success.p_value == pytest.approx(math.erfc(8 / 22 / error / math.sqrt(2)))
 
 
-def test_several_episodes_a_task_are_compared_by_signed_ranks():
+@pytest.mark.parametrize("seed", range(40))
+def test_interval_and_p_value_never_disagree(seed):
+    draw = random.Random(seed)
+    size, samples, gain = draw.randint(2, 40), draw.choice([1, 3]), draw.choice([0.0, 0.25, 0.5])
+
+    def played_with(chance):
+        rewards = [[float(draw.random() < chance) for _ in range(samples)] for _ in range(size)]
+        return summarise(groups(rewards))
+
+    comparison = compare(played_with(0.3), played_with(0.3 + gain))
+    for difference in (comparison.success, comparison.score):
+        if difference.low is not None and any(ends(difference)):
+            significant = difference.low > 0 or difference.high < 0
+            assert significant == (difference.p_value < 0.05)
+
+
+def test_several_episodes_a_task_are_one_observation():
     draw = random.Random(1)
     before = summarise(groups([[float(draw.random() < 0.4) for _ in range(4)] for _ in range(60)]))
     after = summarise(groups([[float(draw.random() < 0.7) for _ in range(4)] for _ in range(60)]))
     comparison = compare(before, after)
-    assert comparison.success.test == "Wilcoxon signed-rank"
+    assert comparison.success.test == "Bonett-Price"
+    assert comparison.score.test == "paired t"
     assert comparison.success.p_value < 1e-4
     assert 0 < comparison.success.low < comparison.success.value < comparison.success.high
     assert compare(after, before).success.value == pytest.approx(-comparison.success.value)

@@ -12,8 +12,10 @@ from ludus.core.types import Group, Message, Segment, Status, Task, Trajectory
 from ludus.evaluate import compare, summarise
 from ludus.report import ReportData, Rollout, write_report
 from ludus.report.charts import Curve, duration, make_chart, nice_ticks, show, smooth, thinned
+from ludus.report.diagnosis import Finding
 from ludus.report.page import MAX_TEXT, headline, render
-from ludus.report.stacked import MAX_COLUMNS, make_stacked
+from ludus.report.stacked import COLORS, MAX_COLUMNS, make_stacked, split_idle
+from ludus.report.success import HELD_OUT, success_chart, tier_colors
 
 TIERS = ("GoToLocal", "PickupLoc", "UnlockLocal")
 EVIL = "<script>window.hacked = 1</script><img src=http://example.org/x.png onerror=hacked=1>"
@@ -33,7 +35,7 @@ def evaluation(label, chances, seed):
     return summarise(groups, success_at=0.5, label=label, seconds=12.0)
 
 
-def rollout(label, reward, turns=4, **trajectory):
+def rollout(label, reward, turns=4, command="", heldout=False, **trajectory):
     draw = random.Random(turns)
     task = Task(id="GoToLocal-1042", tier="GoToLocal")
     goal = "Mission: go to the red ball.\nYou see a grey wall 2 steps ahead, a red ball 1 left."
@@ -52,7 +54,7 @@ def rollout(label, reward, turns=4, **trajectory):
         segments.append(Segment(2 * turn + 1, [2] * 9, message=told))
         texts += [tokens, reply]
     played = Trajectory("t1", "g1", task.id, segments, reward=reward, **trajectory)
-    return Rollout(label, task, played, texts)
+    return Rollout(label, task, played, texts, command, heldout)
 
 
 def parts(draw):
@@ -65,6 +67,8 @@ def parts(draw):
     return {
         **split,
         "time/wall_s": sum(split.values()),
+        "time/record_s": 0.02,
+        "time/rollout_s": split["time/sample_s"] + split["time/env_wait_s"] + 0.03,
         "rollout/tokens": 15000.0,
         "rollout/unique_tokens": 9000.0,
         "train/tokens": 15000.0,
@@ -136,9 +140,22 @@ def data():
             "after SFT": before,
             "after RL": after,
         },
+        evaluated_at={"untrained": 0, "after SFT": 0, "after RL": 120},
+        evaluated_note="Step 0: after SFT.",
         comparison=compare(before, after),
+        findings=[
+            Finding("turns", "rl", 9, 1, "the limit cut 70 % <b>", "Raise `rollout.max_turns`"),
+            Finding("length", "rl", 12, 1, "tokens cut 30 %", "Raise it", lasting=False),
+        ],
         rollouts=[
-            rollout("First", 0.0, 6, status=Status.TRUNCATED_TURNS),
+            rollout(
+                "First",
+                0.0,
+                6,
+                "ludus show x-1 evaluate/after-000000/g0/e0",
+                True,
+                status=Status.TRUNCATED_TURNS,
+            ),
             rollout("Best", 0.97, 2, scores=SCORES, explanation="5, equal to <5>"),
             rollout("Worst", 0.0, 5, dropped="all rewards of the group are equal"),
             rollout("Broken", None, 1, status=Status.ERROR_ENV, error=f"KeyError: {EVIL}"),
@@ -150,6 +167,7 @@ def data():
             "learning rate": "3e-4",
             "seed": 0,
         },
+        changes="name: babyai-tiny\nseed: 3\n",
         config="name: babyai-tiny\nmodel:\n  architecture: {name: qwen3}\n" + EVIL,
         versions={"ludus": "0.1.0", "torch": "2.13.0+cpu", "machine": "2 cores, x86_64"},
         timings={
@@ -230,6 +248,13 @@ def test_the_page_says_what_happened(page):
         "train/entropy",
         "Scores: correct 1, length -0.25",
         "Judge: 5, equal to &lt;5&gt;",
+        "<b>rl step 9</b> The limit cut 70 % &lt;b&gt;.",
+        "<span>Raise <code>rollout.max_turns</code>.</span>",
+        "Tokens cut 30 %. <em>No longer so at the end.</em>",
+        '<code class="command">ludus show x-1 evaluate/after-000000/g0/e0</code>',
+        "Recipe: all that differs from the defaults",
+        "Success over RL steps",
+        "interval and p-value of one method, Bonett-Price",
     ):
         assert said in text, said
 
@@ -381,7 +406,8 @@ def test_the_parts_of_a_step_are_stacked(data):
     chart = make_stacked(data.records, "rl")
     assert chart is not None
     assert [part.name for part in chart.parts] == [
-        "sampling", "training", "waiting for environments", "checkpoints", "bookkeeping and idle",
+        "sampling", "training", "waiting for environments", "bookkeeping of episodes",
+        "checkpoints", "recording results", "rest of the loop",
     ]  # fmt: skip
     assert sum(part.seconds for part in chart.parts) == pytest.approx(chart.seconds)
     assert sum(part.share for part in chart.parts) == pytest.approx(1)
@@ -407,3 +433,45 @@ def test_a_run_of_one_step_has_its_parts():
     assert chart is not None
     assert [text for _, text in chart.x_ticks] == ["7"]
     assert make_stacked([{"stage": "rl", "step": 0, "time": 0.0}], "rl") is None
+
+
+def test_idle_time_is_split_without_a_rest_that_is_negative():
+    row = {"time/idle_s": 0.5, "time/sample_s": 1.0, "time/env_wait_s": 0.2, "time/rollout_s": 1.5}
+    split = split_idle({**row, "time/record_s": 0.1})
+    assert (split["record"], split["episodes"]) == pytest.approx((0.1, 0.3))
+    assert split["rest"] == pytest.approx(0.1)
+    assert "idle" not in split
+    ahead = split_idle({**row, "time/rollout_s": 0.0, "time/record_s": 9.0})  # played meanwhile
+    assert (ahead["record"], ahead["episodes"], ahead["rest"]) == (0.5, 0.0, 0.0)
+
+
+def test_a_thing_has_one_colour(data):
+    text = render(data)
+    evaluation = COLORS["evaluate"]
+    assert evaluation == HELD_OUT
+    assert f'<i class="key c{evaluation}"></i>evaluation' in text
+    assert f'<i class="key c{HELD_OUT}"></i>all tasks' in text
+    for tier, color in tier_colors(data.evaluations).items():
+        assert text.count(f'<i class="key c{color}"></i>{tier}') == 2  # in the chart and the table
+    [rl, _] = [make_stacked(data.records, stage) for stage in ("rl", "sft")]
+    assert [part.color for part in rl.parts] == [0, 1, 3, 7, 6, 8, 9]
+
+
+def test_success_over_steps_has_all_tasks_and_each_tier(data):
+    chart = success_chart(data.evaluations, data.evaluated_at)
+    assert [line.name for line in chart.lines] == [*sorted(TIERS), "all tasks"]
+    assert all(mark.low is not None for mark in chart.lines[-1].marks)
+    assert all(mark.low is None for line in chart.lines[:-1] for mark in line.marks)
+    assert all("(" in cell for row in chart.table[1:] for cell in row[1:])
+    assert success_chart(data.evaluations, {"after RL": 120}) is None
+
+
+def test_tokens_of_held_out_episodes_are_not_called_trained(data):
+    first = render(data).split('<details class="rollout"')[1]
+    assert "not trained" in first
+    assert "Excluded from training" not in first
+
+
+def test_a_run_without_a_finding_says_so():
+    assert "No warning" in render(ReportData(name="x", findings=[]))
+    assert "Diagnosis" not in render(ReportData(name="x"))

@@ -91,8 +91,8 @@ class Process:
             self.signal(signal.SIGKILL)
             raise AssertionError(f"it hangs:\n{self.stderr.read_text()}")
         err = self.stderr.read_text()
-        if err.startswith("name: "):
-            err = err.partition("\nreport: ")[2]
+        if err.startswith("# differs from the defaults:\n"):
+            err = err.partition("\n\n")[2]
         return Done(code, self.stdout.read_text(), err)
 
 

@@ -54,6 +54,7 @@ def describe_run(source: Source, run: str) -> dict[str, Any]:
     )  # fmt: skip
     return _head(source, head) | {
         "live": source.live(run),
+        "findings": source.findings(run),
         "elapsed_s": number(row.elapsed_s),
         "metrics": store.read(lambda connection: _newest(connection, run)),
         "tools": tools(store, run),

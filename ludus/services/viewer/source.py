@@ -6,13 +6,14 @@ import json
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, func, select
 
 from ludus.core.errors import LudusError
+from ludus.report.diagnosis import read_findings
 from ludus.store import RunStore
 from ludus.store import schema as db
 from ludus.store.folders import RunFolder, unrecorded
@@ -103,6 +104,12 @@ class Source:
                 age = max(0.0, time.time() - state["time"])
                 return {**state, "age_s": round(age, 1), "stale": age > STALE_S}
         return None
+
+    def findings(self, run: str) -> list[dict[str, Any]]:
+        """What the diagnosis found so far; none without the run's folder."""
+        folder = self.folder(run)
+        found = read_findings(folder.findings) if folder is not None else []
+        return [{**asdict(finding), "where": finding.where} for finding in found]
 
     def pulse(self) -> tuple[Any, ...]:
         """A value that changes when a run begins, ends or records a step."""

@@ -13,6 +13,8 @@ import pytest
 from viewer_world import OTHER, RUN, make_runs, trajectory, viewer, write_live
 
 from ludus.core.types import Group, Task
+from ludus.report.diagnosis import Finding
+from ludus.report.diagnosis.diagnosis import write_findings
 from ludus.store import RunStore
 
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
@@ -150,6 +152,21 @@ def test_why_nothing_trained(browser: Any, url: str) -> None:
         page.wait_for_selector("main[data-ready=rollout]")
         assert "Dropped: no signal" in page.locator(".why").inner_text()
         assert page.locator(".segment.trained").count() == 0
+
+
+def test_findings_of_the_diagnosis(browser: Any, tmp_path: Path) -> None:
+    make_runs(tmp_path)
+    found = [
+        Finding("turns", "rl", 9, 1, "the limit of turns cut 70 %", "Raise `rollout.max_turns`"),
+        Finding("drift", "rl", 12, 1, "<b>drift</b>", "Lower it", lasting=False),
+    ]
+    write_findings(tmp_path / RUN / "findings.json", found)
+    with viewer(tmp_path) as url, tab(browser, f"{url}/{VIEWS['run']}", 360) as page:
+        page.wait_for_selector("main[data-ready=run]")
+        lasting, passed = page.locator(".why").all_inner_texts()
+        assert "rl step 9 the limit of turns cut 70 %. Raise `rollout.max_turns`." in lasting
+        assert "<b>drift</b>. No longer so. Lower it." in passed
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
 def test_search_sort_and_keys(browser: Any, url: str) -> None:

@@ -25,6 +25,7 @@ export async function show(page) {
     fill(head, el("h1", {}, run, " ", status(data.status), data.status === "running" && !data.is_live ? badge("no sign of its process", "warn") : null),
       tabs(run, "overview"),
       data.error ? el("p", { class: "problem" }, data.error) : null,
+      data.findings.map((found) => el("p", { class: `why ${found.lasting ? "bad" : ""}` }, el("b", {}, found.where), ` ${found.text}. `, found.lasting ? null : "No longer so. ", el("span", { class: "soft" }, `${found.advice}.`))),
       el("dl", { class: "facts" }, Object.entries({
         started: `${day(data.created)} (${ago(data.created)})`,
         took: data.elapsed_s ? span(data.elapsed_s) : "",

@@ -1,0 +1,141 @@
+"""Diagnosis of a run: checks its metrics step by step, and tells each fault once.
+
+The findings are a function of the configuration and the metrics alone: a resumed run, the report
+and a later `ludus report` come to the same ones by reading `metrics.jsonl`. Nothing here changes
+what is trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from ludus.config.schema import RunConfig
+from ludus.core.files import atomic_write
+from ludus.report.diagnosis import learning, rollouts
+from ludus.report.diagnosis.findings import WINDOW, Check, Finding, History
+from ludus.telemetry.metrics import Line
+
+SFT: dict[str, Check] = {"demonstrations": learning.demonstrations}
+RL: dict[str, Check] = {
+    "fall": learning.sudden_fall,
+    "length": rollouts.cut_by_length,
+    "turns": rollouts.cut_by_turns,
+    "reach": rollouts.out_of_reach,
+    "signal": rollouts.no_signal,
+    "sharp": learning.too_sharp,
+    "entropy": learning.entropy_collapse,
+    "unknown": rollouts.unknown_tokens,
+    "excluded": rollouts.excluded,
+    "decline": learning.decline,
+    "flat": learning.flat,
+    "drift": learning.drift,
+    "gradient": learning.gradient_jump,
+    "sampler": learning.sampler_gap,
+}
+CHECKS: dict[str, dict[str, Check]] = {
+    "sft": SFT,
+    "rl": RL,
+    "evaluate/before": {"unknown": rollouts.unknown_tokens},
+    "evaluate/rl": {"evaluation": learning.loses},
+    "evaluate/after": {"evaluation": learning.no_gain},
+}
+"""The checks after a step of each stage, by kind of finding."""
+
+COVERED = {
+    "length": ("fall",),
+    "turns": ("fall", "length"),
+    "signal": ("fall", "turns", "reach"),
+    "sharp": ("reach",),
+    "entropy": ("fall",),
+    "decline": ("fall",),
+    "flat": ("fall", "length", "turns", "reach", "signal", "decline"),
+}
+"""Kinds that other kinds explain: not told while one of those is present."""
+
+RARE = {"flat": learning.TREND_STEPS, "decline": WINDOW}
+"""Kinds that are tested in every n-th step only."""
+
+ONCE = {"sharp", "demonstrations"}
+"""Kinds that are tested once: they are of the start."""
+
+OF_ALL_STAGES = {"unknown"}
+"""Kinds that are told once, in whatever stage they are found first."""
+
+WATCHED = (
+    "rollout/episodes", "rollout/excluded", "rollout/reward", "rollout/success",
+    "rollout/groups_with_signal", "rollout/groups_failed", "rollout/groups_solved",
+    "rollout/truncated_turns", "rollout/truncated_length", "rollout/truncated_context",
+    "rollout/turns_of_success", "rollout/turns_of_truncated", "rollout/unknown_tokens",
+    "rollout/tokens", "tasks/tier", "train/entropy", "train/grad_norm", "train/kl", "train/ratio",
+    "train/clip_fraction", "train/sampler_gap", "evaluate/gain", "evaluate/gain_low",
+    "evaluate/gain_high", "sft/conversations", "sft/failed", "sft/too_long",
+)  # fmt: skip
+"""The metrics that checks read."""
+
+
+class Diagnosis:
+    """Reads a run's metrics in order; `findings` are those told so far."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.findings: list[Finding] = []
+        self._config = config
+        self._histories: dict[str, History] = {}
+
+    def step(self, stage: str, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+        """Add a step; returns its new findings: a new kind, or one that got clearly worse."""
+        checks = CHECKS.get(stage)
+        if checks is None:
+            return []
+        history = self._histories.setdefault(stage, History(WATCHED))
+        history.add(metrics)
+        new: list[Finding] = []
+        present: dict[str, int] = {}
+        for kind, check in checks.items():
+            covered = any(cover in present for cover in COVERED.get(kind, ()))
+            found = None if covered else check(history, self._config)
+            if found is None:
+                continue
+            present[kind] = found.level
+            if found.level > self._told(stage, kind):
+                new.append(Finding(kind, stage, step, found.level, found.text, found.advice))
+        self._refresh(stage, present, history.num_steps)
+        self.findings += new
+        return new
+
+    def _told(self, stage: str, kind: str) -> int:
+        same = [f for f in self.findings if f.kind == kind]
+        told = (f.level for f in same if f.stage == stage or kind in OF_ALL_STAGES)
+        return max(told, default=0)
+
+    def _refresh(self, stage: str, present: Mapping[str, int], num_steps: int) -> None:
+        """Note which of the stage's findings its newest step still shows."""
+        for index, finding in enumerate(self.findings):
+            tested = finding.kind not in ONCE and not num_steps % RARE.get(finding.kind, 1)
+            if finding.stage != stage or not tested:
+                continue
+            if (lasting := finding.kind in present) != finding.lasting:
+                self.findings[index] = replace(finding, lasting=lasting)
+
+
+def diagnose(config: RunConfig, lines: Iterable[Line]) -> Diagnosis:
+    """Returns the diagnosis after all lines of a run's metrics."""
+    diagnosis = Diagnosis(config)
+    for line in lines:
+        diagnosis.step(line.stage, line.step, line.metrics)
+    return diagnosis
+
+
+def write_findings(path: Path, findings: Iterable[Finding]) -> None:
+    """Write the findings to a run's folder, for the viewer and `ludus show`."""
+    atomic_write(path, json.dumps([asdict(f) for f in findings], indent=1), flush=False)
+
+
+def read_findings(path: Path) -> list[Finding]:
+    """Returns the findings of a run's folder; none where the file is absent or damaged."""
+    try:
+        return [Finding(**found) for found in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError):
+        return []

@@ -1,0 +1,117 @@
+"""Findings, and the history of metrics that they are drawn from."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ludus.config.schema import RunConfig
+
+WINDOW = 10
+"""Steps whose mean is judged: one step's batch says little about the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A fault of a run, told once: when, in words with its number, and what to change.
+
+    Args:
+        step: counted from 0, as in `metrics.jsonl`.
+        level: from 1; a finding of the same kind is told again when its level rises.
+        lasting: false where a later step of the stage no longer shows it.
+    """
+
+    kind: str
+    stage: str
+    step: int
+    level: int
+    text: str
+    advice: str
+    lasting: bool = True
+
+    @property
+    def where(self) -> str:
+        """`sft`; `rl step 12`; `evaluation at step 40`; `evaluation after RL`."""
+        if self.stage.startswith("evaluate/"):
+            label = self.stage.removeprefix("evaluate/")
+            return f"evaluation at step {self.step}" if label == "rl" else f"evaluation {label} RL"
+        return f"{self.stage} step {self.step}"
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text}. {self.advice}."
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The result of a check."""
+
+    level: int
+    text: str
+    advice: str
+
+
+Check = Callable[["History", RunConfig], Found | None]
+
+
+class History:
+    """Metrics of a stage, step by step; NaN where a step lacks one."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.num_steps = 0
+        self._sums = dict.fromkeys(names, 0.0)
+        self._counts = dict.fromkeys(names, 0)
+        self._columns = {name: array("d") for name in names}
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Append a step."""
+        self.num_steps += 1
+        for name, column in self._columns.items():
+            value = metrics.get(name)
+            column.append(float(value) if isinstance(value, int | float) else math.nan)
+            if not math.isnan(column[-1]):
+                self._sums[name] += column[-1]
+                self._counts[name] += 1
+
+    def first(self, name: str, count: int) -> list[float]:
+        """The values of the first `count` steps."""
+        return _known(self._columns[name][:count])
+
+    def last(self, name: str, count: int = WINDOW, before: int = 0) -> list[float]:
+        """The values of `count` steps, the last of which is `before` steps before the newest."""
+        column = self._columns[name]
+        end = len(column) - before
+        return _known(column[max(0, end - count) : max(0, end)])
+
+    def mean(self, name: str, count: int = WINDOW) -> float | None:
+        """The mean over the last `count` steps; None before the stage has so many."""
+        values = self.last(name, count)
+        return mean(values) if len(values) >= count else None
+
+    def total(self, name: str) -> float:
+        """The sum over all steps."""
+        return self._sums[name]
+
+    def overall(self, name: str) -> float | None:
+        """The mean over all steps that have a value."""
+        return self._sums[name] / self._counts[name] if self._counts[name] else None
+
+
+def _known(values: array[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Returns the mean of at least one value."""
+    return math.fsum(values) / len(values)
+
+
+def level_of(value: float, thresholds: Sequence[float]) -> int:
+    """Number of thresholds that a value reaches."""
+    return sum(value >= threshold for threshold in thresholds)
+
+
+def percent(share: float) -> str:
+    """`83 %`; one digit below 10 %."""
+    return f"{100 * share:.1f} %" if 0 < share < 0.1 else f"{100 * share:.0f} %"

@@ -1,0 +1,231 @@
+"""Findings from made metrics: a fault is told with its number and its remedy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from ludus.config.load import load_config
+from ludus.config.schema import RunConfig
+from ludus.report.diagnosis import Diagnosis, Finding, diagnose, read_findings
+from ludus.report.diagnosis.diagnosis import CHECKS, COVERED, ONCE, RARE, WATCHED, write_findings
+from ludus.report.diagnosis.findings import History, percent
+from ludus.telemetry.metrics import Line
+
+RECIPE = "recipes/babyai-tiny.yaml"
+Change = Mapping[str, float] | Callable[[int], Mapping[str, float]]
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return load_config(RECIPE)
+
+
+def sound(step: int, draw: random.Random) -> dict[str, float]:
+    """A step of a run that learns, with numbers as babyai-tiny has them."""
+    success = 0.9 - 0.35 * 0.97**step + draw.gauss(0, 0.04)
+    return {
+        "rollout/episodes": 256.0,
+        "rollout/excluded": 0.0,
+        "rollout/tokens": 27000.0,
+        "rollout/reward": 0.9 * success,
+        "rollout/success": success,
+        "rollout/groups_with_signal": 0.4 + 0.5 * 0.97**step,
+        "rollout/groups_failed": 0.03,
+        "rollout/groups_solved": 0.57 - 0.5 * 0.97**step,
+        "rollout/truncated_turns": 1 - success,
+        "rollout/truncated_length": 0.0,
+        "rollout/truncated_context": 0.0,
+        "rollout/turns_of_success": 4.5,
+        "rollout/turns_of_truncated": 8.0,
+        "rollout/unknown_tokens": 0.0,
+        "train/entropy": 0.08 + 0.35 * 0.95**step,
+        "train/grad_norm": draw.lognormvariate(-0.7, 0.6),
+        "train/kl": 0.003,
+        "train/ratio": 1.0,
+        "train/clip_fraction": 0.02,
+        "train/sampler_gap": 1e-6,
+    }
+
+
+def lines(num_steps: int, change: Change = {}, stage: str = "rl") -> Iterator[Line]:  # noqa: B006
+    draw = random.Random(0)
+    for step in range(num_steps):
+        own = change(step) if callable(change) else change
+        yield Line(stage, step, 0.0, {**sound(step, draw), **own})
+
+
+def told(config: RunConfig, num_steps: int, change: Change) -> list[Finding]:
+    return diagnose(config, lines(num_steps, change)).findings
+
+
+def test_a_run_that_learns_has_no_finding(config: RunConfig) -> None:
+    assert told(config, 400, {}) == []
+
+
+NOTHING = {
+    "rollout/success": 0.0, "rollout/reward": 0.0, "rollout/groups_with_signal": 0.0,
+    "rollout/groups_failed": 1.0, "rollout/groups_solved": 0.0, "rollout/truncated_turns": 0.5,
+}  # fmt: skip
+
+FAULTS: dict[str, tuple[Change, str, int, list[str]]] = {
+    "reach": (NOTHING, "rl step 2", 30, ["no success in 96 groups of 8", "pass@8 is below 3.1 %",
+              "sft.steps", "tasks.curriculum"]),
+    "signal": ({"rollout/groups_with_signal": 0.05, "rollout/groups_failed": 0.6}, "rl step 9", 30,
+               ["95 % of the groups", "in 60 % no episode succeeds", "rl.group_size"]),
+    "turns": ({"rollout/truncated_turns": 0.8, "rollout/turns_of_success": 7.0}, "rl step 9", 30,
+              ["cut 80 %", "after 8.0 turns", "took 7.0", "`rollout.max_turns` (now 8)"]),
+    "length": ({"rollout/truncated_length": 0.4}, "rl step 9", 30,
+               ["cut 40 %", "`rollout.max_tokens_per_turn` (now 6)"]),
+    "unknown": ({"rollout/unknown_tokens": 0.031}, "rl step 0", 30,
+                ["3.1 % of the tokens", "`<unk>`", "model.tokenizer"]),
+    "excluded": ({"rollout/excluded": 64.0}, "rl step 9", 30,
+                 ["25 % of the episodes", "ludus show"]),
+    "fall": (lambda step: {"rollout/success": 0.6 if step < 12 else 0.1, "rollout/truncated_length":
+             0.0 if step < 12 else 0.9, "train/entropy": 0.4 if step < 12 else 0.0,
+             "rollout/groups_with_signal": 0.8 if step < 12 else 0.0}, "rl step 13", 29,
+             ["success fell from 60 % to 27 % in the last 3 steps", "rl.optimizer.lr"]),
+    "sharp": ({"train/entropy": 0.01, "rollout/groups_with_signal": 0.3}, "rl step 2", 9,
+              ["0.010 nats", "rollout.temperature"]),
+    "drift": ({"train/kl": 0.2, "train/clip_fraction": 0.4}, "rl step 9", 30,
+              ["0.2 nats", "40 % of the tokens clipped", "rl.optimizer.lr` (now 0.0003)"]),
+    "sampler": ({"train/sampler_gap": 0.08}, "rl step 9", 30, ["0.08 nats", "model.dtype"]),
+    "gradient": (lambda step: {"train/grad_norm": 40.0 if step > 20 else 0.5}, "rl step 23", 30,
+                 ["80 times, from 0.5 to 40", "max_grad_norm"]),
+    "entropy": (lambda step: {"train/entropy": 0.4 * 0.8**step, "rollout/success": 0.5,
+                "rollout/reward": 0.4, "rollout/groups_with_signal": 0.3}, "rl step 20", 21,
+                ["the entropy fell from", "no longer explores", "entropy_bonus"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_is_told_with_its_number_and_remedy(config: RunConfig, kind: str) -> None:
+    change, where, num_steps, words = FAULTS[kind]
+    found = told(config, num_steps, change)
+    assert [finding.kind for finding in found] == [kind], found
+    assert found[0].where == where
+    for word in words:
+        assert word in str(found[0])
+    assert found[0].lasting
+
+
+def noisy(level: float) -> Change:
+    draw = random.Random(1)
+    return lambda step: {"rollout/reward": level + draw.gauss(0, 0.03), "rollout/success": level}
+
+
+def test_a_reward_that_does_not_rise_is_told_after_50_steps(config: RunConfig) -> None:
+    [found] = told(config, 120, noisy(0.5))
+    assert (found.kind, found.where) == ("flat", "rl step 49")
+    assert "did not rise in 50 steps: 0.5" in found.text
+    assert "Welch's t test" in found.text
+    assert told(config, 120, noisy(0.97)) == []  # nothing is left to gain
+
+
+def test_a_reward_that_falls_is_told_as_that(config: RunConfig) -> None:
+    draw = random.Random(2)
+    found = told(
+        config, 60, lambda step: {"rollout/reward": 0.5 - step / 200 + draw.gauss(0, 0.02)}
+    )
+    assert [f.kind for f in found] == ["decline"]
+
+
+def test_tasks_of_a_curriculum_may_get_harder(config: RunConfig) -> None:
+    def change(step: int) -> dict[str, float]:
+        return {"rollout/reward": 0.6 - step / 300, "tasks/tier": 1.0 + step // 20}
+
+    assert told(config, 60, change) == []
+
+
+def test_rewards_of_degrees_are_a_signal_without_success(config: RunConfig) -> None:
+    partial = {**NOTHING, "rollout/groups_with_signal": 0.9}
+    rising = told(config, 40, lambda step: {**partial, "rollout/reward": step / 100})
+    assert rising == []
+
+
+def test_a_finding_is_told_again_only_when_it_is_clearly_worse(config: RunConfig) -> None:
+    def change(step: int) -> dict[str, float]:
+        cut = 0.0 if step < 10 else 0.4 if step < 40 else 0.95
+        return {"rollout/truncated_length": cut}
+
+    found = told(config, 80, change)
+    assert [(f.kind, f.level, f.step) for f in found] == [("length", 1, 16), ("length", 2, 46)]
+
+
+def test_a_finding_that_passed_says_so(config: RunConfig) -> None:
+    diagnosis = diagnose(config, lines(12, {"rollout/truncated_length": 0.5}))
+    [early] = diagnosis.findings
+    assert early.lasting
+    for line in lines(30):
+        diagnosis.step(line.stage, line.step, line.metrics)
+    assert [f.lasting for f in diagnosis.findings if f.kind == "length"] == [False]
+
+
+def test_metrics_decide_alone_so_a_resumed_run_finds_the_same(config: RunConfig) -> None:
+    every = list(lines(60, lambda step: {**FAULTS["drift"][0], "rollout/truncated_length": 0.4}))
+    resumed = diagnose(config, every[:25])
+    before = len(resumed.findings)
+    assert before == 2
+    later = [f for line in every[25:] for f in resumed.step(line.stage, line.step, line.metrics)]
+    assert later == []  # not told again
+    assert resumed.findings == diagnose(config, every).findings
+
+
+def test_an_evaluation_is_compared_with_the_start(config: RunConfig) -> None:
+    diagnosis = Diagnosis(config)
+    gain = {"evaluate/gain": 0.02, "evaluate/gain_low": -0.01, "evaluate/gain_high": 0.05}
+    assert diagnosis.step("evaluate/rl", 40, gain) == []  # it may still rise
+    [found] = diagnosis.step("evaluate/after", 0, gain)
+    assert str(found).startswith(
+        "evaluation after RL: success on held-out tasks is not significantly above its start: "
+        "+2.0 points (95 % interval -1.0 to +5.0)"
+    )
+    loss = {name: value - 0.1 for name, value in gain.items()}
+    [found] = diagnosis.step("evaluate/rl", 80, loss)
+    assert "evaluation at step 80: success on held-out tasks is below its start" in str(found)
+
+
+def test_a_strong_drift_is_told_after_three_steps(config: RunConfig) -> None:
+    [found] = told(config, 5, {"train/kl": 1.7})
+    assert (found.kind, found.level, found.where) == ("drift", 2, "rl step 2")
+    assert "1.7 nats a token in the last 3 steps" in found.text
+    assert told(config, 5, {"train/kl": 0.2}) == []
+
+
+def test_unknown_words_are_told_once_for_all_stages(config: RunConfig) -> None:
+    diagnosis = Diagnosis(config)
+    unknown = {"rollout/unknown_tokens": 0.01}
+    assert len(diagnosis.step("evaluate/before", 0, unknown)) == 1
+    assert diagnosis.step("rl", 0, unknown) == []
+    assert len(diagnosis.step("rl", 1, {"rollout/unknown_tokens": 0.2})) == 1  # clearly worse
+
+
+def test_demonstrations_that_sft_leaves_out(config: RunConfig) -> None:
+    counts = {"sft/conversations": 60.0, "sft/too_long": 30.0, "sft/failed": 10.0}
+    [found] = diagnose(config, [Line("sft", 0, 0.0, counts)]).findings
+    assert "leaves out 40 % of the demonstrations: 10 that the expert lost" in found.text
+    assert "30 longer than the context" in found.text
+    assert "model.context_length` (now 512)" in found.advice
+
+
+def test_findings_are_kept_in_a_file(tmp_path: Path, config: RunConfig) -> None:
+    path = tmp_path / "findings.json"
+    assert read_findings(path) == []
+    found = told(config, 30, FAULTS["drift"][0])
+    write_findings(path, found)
+    assert read_findings(path) == found
+    path.write_text('[{"kind": 1}]')
+    assert read_findings(path) == []
+
+
+def test_the_tables_name_checks_that_exist() -> None:
+    kinds = {kind for checks in CHECKS.values() for kind in checks}
+    assert {*COVERED, *(k for covers in COVERED.values() for k in covers), *ONCE, *RARE} <= kinds
+    history = History(WATCHED)
+    history.add({})
+    assert history.last(WATCHED[0]) == []
+    assert history.overall(WATCHED[0]) is None
+    assert (percent(0.031), percent(0.83), percent(0.0)) == ("3.1 %", "83 %", "0 %")
