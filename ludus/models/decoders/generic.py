@@ -68,6 +68,7 @@ class GenericDecoder:
     """A `Decoder` that calls the model's own module, or that of a copy."""
 
     name = "generic"
+    batch_invariant = False
     mixed_batches = False
     max_blocks: int | None = None
 

@@ -40,6 +40,7 @@ class LeanDecoder:
     """
 
     name = "lean"
+    batch_invariant = False
     mixed_batches = False
     max_blocks: int | None = None
 
