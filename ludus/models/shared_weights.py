@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
 import tempfile
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,18 +26,23 @@ class SharedWeights:
     def __init__(self, model: Any, fd: int | None = None) -> None:
         self._model = model
         places, size = _layout(model)
-        if fd is None:
-            self._file = tempfile.TemporaryFile(prefix="ludus-weights-")  # noqa: SIM115
-            self._file.truncate(max(size, 1))
-            fd = self._file.fileno()
-        self.fd = fd
-        self._memory = mmap.mmap(fd, max(size, 1))
+        with ExitStack() as stack:
+            if fd is None:
+                file = stack.enter_context(tempfile.TemporaryFile(prefix="ludus-weights-"))
+                file.truncate(size)
+                fd = file.fileno()
+            self.fd = os.dup(fd)
+            self._memory = mmap.mmap(fd, size)
         self._views = [
             torch.frombuffer(
                 self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=start
             ).view(tensor.shape)
             for tensor, start in places
         ]
+
+    def close(self) -> None:
+        """Close the file: no further process can open it. The memory stays."""
+        os.close(self.fd)
 
     @torch.no_grad()
     def write(self) -> None:

@@ -67,6 +67,7 @@ class Player:
         tokenizer = load_tokenizer(str(folder.tokenizer))
         model = build_policy(config.model, tokenizer, config.seed)
         self._weights = SharedWeights(model, weights_fd)
+        self._weights.close()
         self._sampler: Any = make_sampler(config, model, tokenizer, folder.path / "sampler")
         renderers = make_renderers(config, tokenizer)
         self._collector = make_collector(config, self._sampler, renderers, Limits({}, ()))

@@ -52,7 +52,7 @@ def start_processes(
             raise ConfigError(f"rollout.processes: {asked} is not possible: {reason}")
         log.info("one process plays all episodes", reason=reason)
         return None
-    model, sampler = backend.present_model(), backend.sampler
+    model, sampler = local_model(backend), backend.sampler
     if asked is None and weight_bytes(model) > MAX_BYTES:
         log.info("one process plays all episodes", reason="the model is large")
         return None
@@ -60,6 +60,7 @@ def start_processes(
     threads = max(1, (config.threads or torch.get_num_threads()) // size)
     setup = Setup(config, folder.path.resolve(), threads, sys.path)
     processes = [RolloutProcess(MODULE, setup, [weights.fd]) for _ in range(size - 1)]
+    weights.close()
 
     def prepare() -> int:
         weights.write()
@@ -79,6 +80,11 @@ def start_processes(
             torch.set_num_threads(before)
 
     return RolloutProcesses(processes, prepare, count, around)
+
+
+def local_model(backend: Any) -> Any:
+    """The policy of a local back end."""
+    return backend.present_model()
 
 
 def _default(config: RunConfig) -> int:

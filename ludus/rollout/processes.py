@@ -197,8 +197,9 @@ class RolloutProcesses:
         self.count(played.counters)
         for group, trajectories in zip(share, played.trajectories, strict=True):
             group.trajectories = trajectories
-            for trajectory in trajectories if on_episode is not None else ():
-                on_episode(trajectory)
+            if on_episode is not None:
+                for trajectory in trajectories:
+                    on_episode(trajectory)
 
     def _drop(self, process: RolloutProcess, error: ProcessDied) -> None:
         reason = str(error)
