@@ -28,8 +28,9 @@ needs_native = pytest.mark.skipif(bool(native.absence()), reason=f"no kernels: {
 ENVS = f"{Path(ludus.__file__).parents[1]}/tests/support/process_envs.py"
 RECIPE = f"""
 model:
-  architecture: {{name: qwen3, args: {{hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1,
-    head_dim: 16, intermediate_size: 64}}}}
+  architecture:
+    name: qwen3
+    args: {{hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 16}}
   tokenizer: {{name: words}}
   context_length: 128
 env: {{name: "{ENVS}:Count"}}
@@ -67,8 +68,10 @@ async def play(run: Run, step: int = 0) -> list[Group]:
 def told(groups: list[Group]) -> list[Any]:
     """All that a step trains on, and how the episodes ended."""
     return [
-        (t.id, t.status, t.error, t.reward)
-        + tuple((s.token_ids, s.logprobs, s.message, s.reward, s.runs) for s in t.segments)
+        (
+            *(t.id, t.status, t.error, t.reward),
+            *((s.token_ids, s.logprobs, s.message, s.reward, s.runs) for s in t.segments),
+        )
         for group in groups
         for t in group.trajectories
     ]
