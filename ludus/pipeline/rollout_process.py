@@ -14,34 +14,14 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from ludus.config.schema import RunConfig
 from ludus.core.errors import LudusError, described
-from ludus.rollout.processes import Played, Share
+from ludus.rollout.processes import COUNTERS, Played, Setup, Share
 
 PARENT_CHECK_S = 1.0
-
-COUNTERS = ("num_prefill_tokens", "num_prompt_tokens", "num_decode_tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What a rollout process is built from.
-
-    Args:
-        folder: the run's.
-        threads: of torch.
-        path: where modules are found: environments may be the user's.
-    """
-
-    config: RunConfig
-    folder: Path
-    threads: int
-    path: list[str]
 
 
 class Player:

@@ -22,9 +22,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from ludus.config.schema import RolloutConfig
+from ludus.config.schema import RolloutConfig, RunConfig
 from ludus.core.errors import described
 from ludus.core.types import Group, Trajectory
 from ludus.rollout.threads import WorkerThread
@@ -34,6 +35,26 @@ log = get_logger(__name__)
 
 END_S = 5.0
 """Seconds that a process has to end after its connection is closed."""
+
+
+COUNTERS = ("num_prefill_tokens", "num_prompt_tokens", "num_decode_tokens")
+"""Numbers of a sampler that the processes add up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a rollout process is built from.
+
+    Args:
+        folder: the run's.
+        threads: of torch.
+        path: where modules are found: environments may be the user's.
+    """
+
+    config: RunConfig
+    folder: Path
+    threads: int
+    path: list[str]
 
 
 @dataclass(frozen=True, slots=True)
