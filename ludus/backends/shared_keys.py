@@ -45,6 +45,7 @@ def shared_rows(host: str, workers: str) -> list[Key]:
         mapped("rollout.system_prompt"),
         mapped("rollout.max_turns"),
         mapped("rollout.max_tokens_per_turn"),
+        adapted("rollout.processes", note=f"without effect: {workers} play the episodes"),
         mapped("rollout.episode_deadline_s"),
         mapped("rollout.step_deadline_s"),
         mapped("rollout.max_retries"),

@@ -202,6 +202,14 @@ class RolloutConfig(Section):
     top_k: int = Field(0, ge=0, description="Sample among the k likeliest tokens; 0 is off.")
     stop: list[str] = Field(default_factory=list, description="Strings that end a turn.")
     concurrency: int = Field(64, ge=1, description="Episodes played at the same time.")
+    processes: int | None = Field(
+        None,
+        ge=1,
+        le=256,
+        description="Processes that play episodes at the same time, this one included. Results do "
+        "not depend on it. null: one per core, at most 4, in a run of at least 5,000 episodes "
+        "whose environment declares `several_processes`; else 1.",
+    )
     episode_deadline_s: float = Field(
         300.0, gt=0, description="Time limit of an episode, in seconds."
     )

@@ -117,6 +117,10 @@ class Env(ABC):
     """True if `reset` takes a few milliseconds and needs no process and no network. All tasks are
     then reset before a run, to find held-out tasks whose world is a training task's."""
 
+    several_processes: ClassVar[bool] = False
+    """True if a run's episodes may be played in several processes at once, each with its own copy
+    of this module: an episode shares nothing with others, and needs no port and no file."""
+
     agentgym: ClassVar[str | None] = None
     """Key of this environment in `ludus.tasks.agentgym.ITEMS`; None: AgentGym does not have it."""
 

@@ -34,6 +34,7 @@ from ludus.pipeline.policies import open_policies
 from ludus.pipeline.policy_checks import check_tokenizers
 from ludus.pipeline.progress import Observer
 from ludus.pipeline.registries import check_judges
+from ludus.pipeline.rollout_processes import start_processes
 from ludus.pipeline.tokenizer import (
     check_functions,
     formats_of,
@@ -90,6 +91,7 @@ def build(
     on_error: Callable[[EpisodeError], object] | None = None,
     inline: bool = False,
     endpoints: Sequence[str] = (),
+    processes: bool = False,
 ) -> Run:
     """Build all parts of a run. The caller closes `run.backend`; an error here closes it.
 
@@ -98,6 +100,7 @@ def build(
         on_error: receives each error that ended an episode.
         inline: play in the calling thread, without deadlines: for debuggers.
         endpoints: URLs that a limit may name besides those of the judges.
+        processes: start the processes of `rollout.processes`; `folder` has the tokenizer.
 
     Errors: ConfigError, MissingDependency; DataError for a task with an unknown function.
     """
@@ -137,6 +140,8 @@ def build(
             make_envs=backend.make_envs,
             host_judge=backend.host_judge,
         )
+        if processes:
+            collector.processes = start_processes(config, folder, backend)
         opened.pop_all()
     return Run(
         folder=folder,
@@ -340,7 +345,15 @@ def build_training(
         with atomic_folder(folder.tokenizer) as path:
             tokenizer.save_pretrained(path)
     tokenizer = load_tokenizer(str(folder.tokenizer))
-    return build(config, folder, splits, tokenizer, conversations, on_episode=observer.episode)
+    return build(
+        config,
+        folder,
+        splits,
+        tokenizer,
+        conversations,
+        on_episode=observer.episode,
+        processes=not is_hosted(config),
+    )
 
 
 def _demonstrations(

@@ -22,6 +22,7 @@ from ludus.rollout.endpoint_session import EndpointSession
 from ludus.rollout.episode import Episode, run_episode
 from ludus.rollout.host import LocalEnvs
 from ludus.rollout.markers import MarkerSession
+from ludus.rollout.processes import RolloutProcesses
 from ludus.rollout.roles import Player, Role, cast, new_trajectory
 from ludus.rollout.session import TextSession, TokenSession, TurnSession
 from ludus.rollout.threads import EnvThread, run_pool
@@ -62,6 +63,7 @@ class Collector:
         make_envs, host_judge: host environments and the judges of tasks: in this process, or in
             those of a back end.
         gateway: gives the sessions of the agent an address.
+        processes: play a part of what `collect` plays; closed with the collector.
     """
 
     sampler: Sampler | None
@@ -84,6 +86,7 @@ class Collector:
     limits: Limits = field(default_factory=lambda: Limits({}, ()))
     make_envs: Callable[[Spec | None], LocalEnvs] = LocalEnvs
     host_judge: Callable[[Spec, Judge], Judge] = lambda spec, judge: judge
+    processes: RolloutProcesses | None = None
     _judges: dict[str, Judge] = field(default_factory=dict, repr=False)
     _retries: Counter[str] = field(default_factory=Counter, repr=False)
     _agent_renderers: AgentRenderers | None = field(default=None, repr=False)
@@ -99,9 +102,21 @@ class Collector:
             self.lay_out(task, step, number, group_size)
             for number, task in enumerate(tasks, first_group)
         ]
+        if self.processes is None:
+            await self.play(groups)
+        else:
+            await self.processes.play(
+                groups, self.stage, self.config, self._play_with, self.on_episode
+            )
+        return groups
+
+    async def play(self, groups: Sequence[Group]) -> None:
+        """Play groups that are laid out, in this process."""
         episodes = [self.episode(g.task, t) for g in groups for t in g.trajectories]
         await run_pool(episodes, run_episode, self.config.concurrency, inline=self.inline)
-        return groups
+
+    async def _play_with(self, groups: Sequence[Group], config: RolloutConfig) -> None:
+        await replace(self, config=config).play(groups)
 
     async def stream(
         self,
@@ -197,6 +212,8 @@ class Collector:
 
     async def close(self) -> None:
         """Release the tools and the judges, in the event loop of the episodes."""
+        if self.processes is not None:
+            self.processes.close()
         if self.tools is not None:
             await self.tools.close()
         own = [] if self.judge is None else [self.judge]

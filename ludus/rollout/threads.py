@@ -13,8 +13,9 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from ludus.core.errors import EnvError
@@ -230,13 +231,44 @@ class EnvThread:
 
 async def _within(deadline: float | None, work: Awaitable[T]) -> T:
     """Returns the result of `work`. Errors: Overdue; its own TimeoutError is raised unchanged."""
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    steps = work.__await__()
     try:
-        async with asyncio.timeout(deadline) as timer:
-            return await work
+        first = next(steps)
+    except StopIteration as end:  # without a pause: no timer could have fired
+        return end.value  # type: ignore[no-any-return]
+    try:
+        async with asyncio.timeout_at(None if deadline is None else started + deadline) as timer:
+            return await _Begun(steps, first)
     except TimeoutError:
         if timer.expired():
             raise Overdue from None
         raise
+
+
+class _Begun(Generic[T]):
+    """The rest of an awaitable that has paused once, at `first`."""
+
+    def __init__(self, steps: Generator[Any, Any, T], first: Any) -> None:
+        self._steps, self._paused_at = steps, first
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        steps, paused_at = self._steps, self._paused_at
+        while True:
+            try:
+                sent = yield paused_at
+            except GeneratorExit:
+                steps.close()
+                raise
+            except BaseException as error:
+                step = partial(steps.throw, error)
+            else:
+                step = partial(steps.send, sent)
+            try:
+                paused_at = step()
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
 
 
 async def _without_exit(act: Act[T]) -> T:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ludus.envs.babyai.macros import FORWARD, LEFT, PICK_UP, RIGHT, STEPS, TOGGLE
-from ludus.envs.babyai.world import VIEW, Cell, Seen, visible
+from ludus.envs.babyai.world import VIEW, Cell, Seen, look
 
 if TYPE_CHECKING:
     from ludus.envs.babyai.expert import Expert
@@ -43,7 +43,7 @@ def goal_text(mission: str) -> str:
 
 def image_of(world: Any) -> frozenset[tuple[Any, ...]]:
     """The visible cells as minigrid's image observations encode them."""
-    cells = {(c.forward, c.side, c.content and c.content.encode()) for c in visible(world)}
+    cells = {(c.forward, c.side, c.content and c.content.encode()) for c in look(world)}
     return frozenset(cells | {(0, 0, world.carrying and world.carrying.encode())})
 
 
@@ -92,7 +92,7 @@ class View:
 
 def view_of(world: Any) -> View:
     """The view of a minigrid level."""
-    seen = sorted(visible(world), key=lambda c: (c.forward + abs(c.side), -c.forward, c.side))
+    seen = sorted(look(world), key=lambda c: (c.forward + abs(c.side), -c.forward, c.side))
     seen = [cell for cell in seen if cell.kind]
     things = [(cell, _name(cell.content)) for cell in seen if cell.kind != "wall"]
     barriers = [c.forward for c in seen if c.side == 0 and c.kind in ("box", "wall")]

@@ -83,6 +83,7 @@ class BabyAI(OneTool):
     agentgym: ClassVar[str | None] = "babyai"
     blocking: ClassVar[bool] = False  # a step takes microseconds, less than a thread switch
     cheap_reset: ClassVar[bool] = True
+    several_processes: ClassVar[bool] = True
     success_at: ClassVar[float] = 1e-6
 
     def __init__(

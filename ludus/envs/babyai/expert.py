@@ -16,7 +16,7 @@ from typing import Any
 
 from minigrid.utils.baby_ai_bot import BabyAIBot, DisappearedBoxError, GoNextToSubgoal, OpenSubgoal
 
-from ludus.envs.babyai.world import Cell, cell_at, make_level, visible
+from ludus.envs.babyai.world import Cell, cell_at, look, make_level
 from ludus.envs.base import NoExpert
 
 MAX_PLANS = 500
@@ -87,7 +87,7 @@ class Expert:
     def _remember_view(self) -> None:
         seen = self._bot.vis_mask
         seen[tuple(self.world.agent_pos)] = True
-        for cell in visible(self.world):
+        for cell in look(self.world):
             seen[cell.position] = True
 
     def _fix_first_plan(self) -> None:

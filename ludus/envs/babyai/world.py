@@ -8,9 +8,7 @@ counted, so that endless generation stops.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import minigrid  # noqa: F401 - importing it registers the levels
@@ -18,6 +16,7 @@ from gymnasium.envs.registration import load_env_creator
 from minigrid.envs.babyai.core import roomgrid_level
 
 from ludus.core.errors import ConfigError, EnvError, did_you_mean
+from ludus.envs.babyai.copies import Copies
 
 VIEW = 7
 """Side length of the agent's square view, in cells; its own row is included."""
@@ -27,6 +26,9 @@ MAX_DRAWS = 100_000
 
 MAX_ATTEMPTS = 20
 """Derived seeds to try before a level's generation fails."""
+
+COPIES = Copies()
+"""The levels generated last."""
 
 Cell = tuple[int, int]
 
@@ -64,10 +66,19 @@ def make_level(level: str, seed: int) -> Any:
     """Generate a minigrid level, determined by level and seed.
 
     If the generation does not end, the seeds `seed + 2**32`, `seed + 2 * 2**32`, ... are tried in
-    turn. Errors: EnvError for a seed that is not a natural number, or if all seeds fail.
+    turn. Levels are kept, since a group of episodes plays one task: a further call returns a copy.
+    Errors: EnvError for a seed that is not a natural number, or if all seeds fail.
     """
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise EnvError(f"babyai: seed must be a natural number, got {seed!r}")
+    key = level, seed, MAX_DRAWS
+    if (world := COPIES.get(key)) is None:
+        world = _generate(level, seed)
+        COPIES.keep(key, world)
+    return world
+
+
+def _generate(level: str, seed: int) -> Any:
     spec = gymnasium.spec(LEVELS[level])
     for attempt in range(MAX_ATTEMPTS):
         # Instantiate the class: gymnasium.make adds checks that double the cost of a step.
@@ -96,8 +107,7 @@ def _limit_draws(world: Any) -> None:
     world._rand_int = counted
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(NamedTuple):
     """A cell in view: `forward` steps ahead, `side` steps to the right (negative: left)."""
 
     forward: int
@@ -129,46 +139,60 @@ def heading(world: Any) -> Cell:
     return ((1, 0), (0, 1), (-1, 0), (0, -1))[world.agent_dir]
 
 
+HALF = VIEW // 2
+_NEAREST_FIRST = sorted(
+    ((k, side) for k in range(VIEW) for side in range(-HALF, HALF + 1) if k or side),
+    key=lambda place: (place[0] + abs(place[1]), *place),
+)
+_RANKS = {place: rank for rank, place in enumerate(_NEAREST_FIRST)}
+
+
 def look(world: Any) -> list[Seen]:
-    """The cells in view, nearest first, without the agent's own."""
-    return sorted(visible(world), key=lambda c: (c.forward + abs(c.side), c.forward, c.side))
-
-
-def visible(world: Any) -> Iterator[Seen]:
-    """The cells in view, in no particular order, without the agent's own.
+    """The cells in view, nearest first, without the agent's own.
 
     Same visibility as minigrid's `Grid.process_vis`, without its grid copies: row by row away from
     the agent, sight spreads sideways and ahead, except through walls and closed doors.
     """
     cells, width, height = world.grid.grid, world.grid.width, world.grid.height
     ax, ay = int(world.agent_pos[0]), int(world.agent_pos[1])
-    (fx, fy), half = heading(world), VIEW // 2
+    fx, fy = heading(world)
     rx, ry = -fy, fx
-    mask = [[False] * VIEW for _ in range(VIEW + 1)]
-    mask[0][half] = True
-    for k in range(VIEW):
-        row: list[Any] = []
-        inside: list[Cell | None] = []
-        for i in range(VIEW):
-            x, y = ax + fx * k + rx * (i - half), ay + fy * k + ry * (i - half)
-            within = 0 <= x < width and 0 <= y < height
-            inside.append((x, y) if within else None)
-            row.append(cells[y * width + x] if within else None)
-        clear = [
-            place is not None and (cell is None or cell.see_behind())
-            for place, cell in zip(inside, row, strict=True)
-        ]
-        _spread(mask[k], mask[k + 1], clear)
-        for i, place in enumerate(inside):
-            if mask[k][i] and place is not None and (k or i != half):
-                yield Seen(k, i - half, place, row[i])
+    # The sides inside the grid, and the number of rows inside it.
+    at, along, length = (ax, rx, width) if rx else (ay, ry, height)
+    first, last = (-at, length - 1 - at) if along > 0 else (at - length + 1, at)
+    sides = range(max(-HALF, first), min(HALF, last) + 1)
+    at, along, length = (ax, fx, width) if fx else (ay, fy, height)
+    num_rows = min(VIEW, length - at if along > 0 else at + 1)
+    here, ranks = [False] * VIEW, []
+    here[HALF] = True
+    ahead = fy * width + fx
+    for k in range(num_rows):
+        start = ay * width + ax + k * ahead
+        step = ry * width + rx
+        row = {side: cells[start + side * step] for side in sides}
+        here, beyond = _spread(here, row)
+        ranks += [_RANKS[k, side] for side in sides if here[side + HALF] and (k or side)]
+        if not any(beyond):
+            break
+        here = beyond
+    ranks.sort()
+    seen = []
+    for rank in ranks:
+        k, side = _NEAREST_FIRST[rank]
+        x, y = ax + fx * k + rx * side, ay + fy * k + ry * side
+        seen.append(Seen(k, side, (x, y), cells[y * width + x]))
+    return seen
 
 
-def _spread(here: list[bool], ahead: list[bool], clear: list[bool]) -> None:
-    for start, stop, step in ((0, VIEW - 1, 1), (VIEW - 1, 0, -1)):
-        for i in range(start, stop, step):
-            if here[i] and clear[i]:
+def _spread(here: list[bool], row: dict[int, Any]) -> tuple[list[bool], list[bool]]:
+    """Returns the visible sides of a row, and those of the next one."""
+    ahead = [False] * VIEW
+    for sides, step in ((range(-HALF, HALF), 1), (range(HALF, -HALF, -1), -1)):
+        for side in sides:
+            i = side + HALF
+            if here[i] and side in row and ((cell := row[side]) is None or cell.see_behind()):
                 here[i + step] = ahead[i + step] = ahead[i] = True
+    return here, ahead
 
 
 def describe_object(content: Any) -> str:
@@ -209,11 +233,11 @@ def can_toggle(world: Any, content: Any) -> bool:
 
 def walls(cells: list[Seen]) -> list[Seen]:
     """The nearest walls straight ahead, to the left and to the right, as far as in view."""
-    nearest = []
-    for matches in (
-        [c for c in cells if c.side == 0],
-        [c for c in cells if c.forward == 0 and c.side < 0],
-        [c for c in cells if c.forward == 0 and c.side > 0],
-    ):
-        nearest += [c for c in matches if c.kind == "wall"][:1]
-    return nearest
+    nearest: dict[str, Seen] = {}
+    for cell in cells:
+        if cell.content is not None and cell.content.type == "wall":
+            if cell.side == 0:
+                nearest.setdefault("ahead", cell)
+            elif cell.forward == 0:
+                nearest.setdefault("left" if cell.side < 0 else "right", cell)
+    return [nearest[place] for place in ("ahead", "left", "right") if place in nearest]

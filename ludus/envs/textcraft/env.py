@@ -57,6 +57,7 @@ class TextCraft(Env):
     agentgym: ClassVar[str | None] = "textcraft"
     blocking: ClassVar[bool] = False  # a step takes microseconds, less than a thread switch
     cheap_reset: ClassVar[bool] = True
+    several_processes: ClassVar[bool] = True
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     success_at: ClassVar[float] = 1.0
     max_turns: ClassVar[int] = 30

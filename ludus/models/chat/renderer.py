@@ -44,8 +44,11 @@ if TYPE_CHECKING:  # `ludus rollout` and `ludus serve env` work without transfor
 _USER: dict[str, Any] = {"role": "user", "content": "u"}
 _TURN: dict[str, Any] = {"role": "assistant", "content": SENTINEL}
 
-MAX_CACHED, MAX_CACHED_LENGTH = 2048, 4096
-"""Limits of the rendering cache: entries, and characters of an entry's messages."""
+MAX_CACHED, MAX_CACHED_LENGTH = 4_000_000, 4096
+"""Limits of the rendering cache: characters of all entries' messages, and of one entry's."""
+
+MAX_TURNS, MAX_TURN_IDS = 4096, 32
+"""Limits of the cache of decoded turns: entries, and ids of an entry."""
 
 
 class Renderer:
@@ -88,6 +91,8 @@ class Renderer:
         self._tools = self._encoder.tools(tools)
         self._parser = ToolParser(tools) if tools else None
         self._cache: dict[str, list[int]] = {}
+        self._cached_length = 0
+        self._texts: dict[tuple[int, ...], str] = {}
         self._find_end()
         self._probe_turn()
         self._probe_thinking()
@@ -124,7 +129,7 @@ class Renderer:
     def with_tools(self, tools: Sequence[ToolSpec]) -> Renderer:
         """A renderer of the same template that shows other tools; its probes are not repeated."""
         other = copy(self)
-        other.tools, other._cache = tuple(tools), {}
+        other.tools, other._cache, other._cached_length = tuple(tools), {}, 0
         other._tools = self._encoder.tools(tools)
         other._parser = ToolParser(tools) if tools else None
         return other
@@ -170,7 +175,7 @@ class Renderer:
         ids = list(token_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
-        text = self._decode(ids).removeprefix(self._lead)
+        text = self._turn_text(ids).removeprefix(self._lead)
         if self.thinking == "forbid" and (THINK_OPEN in text or THINK_CLOSE in text):
             refusal = f"Thinking is not allowed: answer without {THINK_OPEN} blocks."
             return Parsed(Message(role="assistant", content=text), refusal)
@@ -222,11 +227,25 @@ class Renderer:
         key = f"{kind}: {[message.__dict__ for message in messages]}"
         if len(key) > MAX_CACHED_LENGTH:
             return render()
-        if key not in self._cache:
-            if len(self._cache) >= MAX_CACHED:
-                self._cache.clear()
-            self._cache[key] = render()
-        return list(self._cache[key])
+        ids = self._cache.get(key)
+        if ids is None:
+            if self._cached_length + len(key) > MAX_CACHED:
+                self._cache, self._cached_length = {}, 0
+            ids = self._cache[key] = render()
+            self._cached_length += len(key)
+        return list(ids)
+
+    def _turn_text(self, ids: list[int]) -> str:
+        """The text of a turn; short turns are often alike."""
+        if len(ids) > MAX_TURN_IDS:
+            return self._decode(ids)
+        key = tuple(ids)
+        text = self._texts.get(key)
+        if text is None:
+            if len(self._texts) >= MAX_TURNS:
+                self._texts = {}
+            text = self._texts[key] = self._decode(ids)
+        return text
 
     def _decode(self, ids: list[int]) -> str:
         return str(

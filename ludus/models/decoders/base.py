@@ -39,6 +39,9 @@ class Decoder(Protocol):
     mixed_batches: bool
     """True if prefill and decode rows cost no more in one pass than in two."""
 
+    batch_invariant: bool
+    """True if a token's results are bit-identical in any batch."""
+
     max_blocks: int | None
     """Capacity of the KV cache in blocks; None: unlimited. See `capacity`."""
 

@@ -75,6 +75,7 @@ class GenericDecoder:
     """
 
     name = "generic"
+    batch_invariant = False
     mixed_batches = False
     max_blocks: int | None = None
 

@@ -48,6 +48,7 @@ class LeanDecoder:
     """
 
     name = "lean"
+    batch_invariant = False
     mixed_batches = False
     max_blocks: int | None = None
 

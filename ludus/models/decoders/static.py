@@ -166,6 +166,7 @@ class StaticDecoder(LeanDecoder):
     ) -> None:
         self._device = llama.embedding.weight.device
         self._cuda = self._device.type == "cuda"
+        self.batch_invariant = False
         self.name = "CUDA graphs" if self._cuda else "static"
         self._steps: OrderedDict[Bucket, BucketStep] = OrderedDict()
         self._groups = PrefixGroups()

@@ -85,6 +85,10 @@ def check_turn(
     for id in params.stop_token_ids:
         if not -(2**63) <= id < 2**63:
             raise ValueError(f"stop id {id} is not a 64-bit integer")
+    if set(map(type, prompt_ids)) == {int} and (
+        min(prompt_ids) >= 0 and max(prompt_ids) < num_embeddings
+    ):
+        return
     import numpy as np  # here, because services without a model import this module
 
     ids = np.asarray(prompt_ids)

@@ -18,6 +18,7 @@ from ludus.core.versions import Run
 from ludus.models.kv_cache.paging import BLOCK, Block
 from ludus.models.kv_cache.step_inputs import StepInputs
 from ludus.models.samplers.base import SamplingParams
+from ludus.models.samplers.uniforms import fill_uniforms
 
 Index = NDArray[np.intp]
 
@@ -66,7 +67,8 @@ class DecodeSlots:
         assigned.
         """
         width = params.max_tokens
-        uniforms = np.random.Generator(np.random.Philox(params.seed)).random(width)
+        uniforms = np.empty(width)
+        fill_uniforms(params.seed, uniforms)
         stops = np.array(params.stop_token_ids, np.int64)
         self._grow(width, len(stops))
         slot = self.free.pop()
@@ -126,11 +128,15 @@ class DecodeSlots:
     def sampled_runs(self, slot: int) -> list[Run]:
         """(version, number of tokens) of the slot's tokens, in order."""
         versions = self.versions[slot, : self.num_sampled[slot]]
+        if versions[0] == versions[-1]:  # they never decrease
+            return [(int(versions[0]), len(versions))]
         starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
         return [(int(versions[a]), b - a) for a, b in pairwise(starts)]
 
     def _grow(self, width: int, stops: int) -> None:
         """Make room for a free slot, `width` tokens and `stops` stop ids."""
+        if self.free and width <= self.uniforms.shape[1] and stops <= self.stop_ids.shape[1]:
+            return
         old = len(self.positions)
         size = old if self.free else 2 * (old + 1)
         self.free.extend(range(size - 1, old - 1, -1))

@@ -11,13 +11,12 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 import ludus
@@ -27,6 +26,9 @@ from ludus.models.progress_bars import no_progress_bars
 from ludus.models.quantisation import unpacked_copy
 from ludus.train.checkpoint.folder import checkpoint_folder
 from ludus.train.checkpoint.state import all_tensors, trained_tensors
+
+if TYPE_CHECKING:  # a second to import, and few models have adapters
+    from peft import PeftModel
 
 
 def export_hf(
@@ -59,7 +61,7 @@ def export_hf(
     target = Path(path).expanduser().resolve()
     recover(target.parent, target.name)
     _require_target(target, overwrite)
-    adapted = isinstance(model, PeftModel)
+    adapted = _has_adapters(model)
     base_name = str(getattr(model.config, "_name_or_path", "") or "")
     if adapted and not merge and not base_name:
         raise ConfigError(
@@ -100,6 +102,11 @@ def _require_target(target: Path, overwrite: bool) -> None:
         raise ConfigError(f"{target} holds no model: it is not overwritten")
 
 
+def _has_adapters(model: Any) -> bool:
+    peft = sys.modules.get("peft")  # imported by whoever made a PeftModel
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
 def _merged(model: PeftModel) -> Any:
     """Returns a copy of the model with its adapters merged."""
     with warnings.catch_warnings():
@@ -115,6 +122,8 @@ def _merged(model: PeftModel) -> Any:
 
 def _untie_adapted_embeddings(model: PeftModel) -> None:
     """Untie adapted embeddings; otherwise both uses would get the sum of both deltas."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     base = model.get_base_model()
     inputs, outputs = base.get_input_embeddings(), base.get_output_embeddings()
     if outputs is None or not any(isinstance(m, BaseTunerLayer) for m in (inputs, outputs)):

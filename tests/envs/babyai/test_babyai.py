@@ -16,7 +16,7 @@ from ludus.core.errors import ConfigError, EnvError
 from ludus.core.types import Message, StepResult, Task, ToolCall
 from ludus.envs.babyai import world as babyai_world
 from ludus.envs.babyai.env import PRIMITIVES, BabyAI
-from ludus.envs.babyai.world import LEVELS, make_level, visible
+from ludus.envs.babyai.world import LEVELS, look, make_level
 from ludus.envs.base import NoExpert
 
 STRICT = ("OpenDoorsOrderN2Debug", "OpenDoorsOrderN4Debug")
@@ -100,7 +100,7 @@ def test_sight_is_that_of_minigrid() -> None:
                 for j in range(7)
                 if mask[i, j] and (i, j) != (3, 6)
             }
-            ours = {(c.forward, c.side): c.content for c in visible(world)}
+            ours = {(c.forward, c.side): c.content for c in look(world)}
             outside = theirs.keys() - ours.keys()
             assert ours.keys() <= theirs.keys()
             assert all(theirs[place].type == "wall" for place in outside)

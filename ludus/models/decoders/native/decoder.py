@@ -44,6 +44,7 @@ class NativeDecoder:
     """
 
     name = "native"
+    batch_invariant = True
     mixed_batches = True
     max_blocks: int | None = None
 

@@ -1,7 +1,9 @@
-/* Samples tokens from logits. */
+/* Samples tokens from logits; the random numbers that they need. */
 
 #ifndef SAMPLING_H
 #define SAMPLING_H
+
+#include <stdint.h>
 
 #include "vectors.h"
 
@@ -77,6 +79,49 @@ long ludus_sample(const float *logits, long stride, long rows, long vocab, const
         logprobs[r] = (distance == 0 ? 0 : distance * scale) - log(total);
     }
     return bad < rows ? bad : -1;
+}
+
+/* ---------------------------------------------------------------- random numbers ------------- */
+
+static uint32_t hashed(uint32_t value, uint32_t *constant, uint32_t factor) {
+    value ^= *constant;
+    *constant *= factor;
+    value *= *constant;
+    return value ^ value >> 16;
+}
+
+/* The first `count` numbers of numpy's Generator(Philox(seed)).random(): the key is that of its
+   SeedSequence (O'Neill's seed_seq_fe), the numbers are those of Philox4x64-10 (Salmon et al. 2011)
+   from counter 1 on. */
+void ludus_uniforms(uint64_t seed, long count, double *out) {
+    uint32_t pool[4], words[4], constant = 0x43b0d7e5u;
+    for (int i = 0; i < 4; i++)
+        pool[i] = hashed(i == 0 ? (uint32_t)seed : i == 1 ? (uint32_t)(seed >> 32) : 0, &constant,
+                         0x931e8875u);
+    for (int from = 0; from < 4; from++)
+        for (int to = 0; to < 4; to++) {
+            if (from == to) continue;
+            uint32_t other = hashed(pool[from], &constant, 0x931e8875u);
+            uint32_t mixed = 0xca01f9ddu * pool[to] - 0x4973f715u * other;
+            pool[to] = mixed ^ mixed >> 16;
+        }
+    constant = 0x8b51f9ddu;
+    for (int i = 0; i < 4; i++) words[i] = hashed(pool[i], &constant, 0x58f38dedu);
+    for (long n = 0; n < count; n += 4) {
+        uint64_t key[2] = {words[0] | (uint64_t)words[1] << 32, words[2] | (uint64_t)words[3] << 32};
+        uint64_t x[4] = {(uint64_t)n / 4 + 1, 0, 0, 0};
+        for (int round = 0; round < 10; round++) {
+            unsigned __int128 a = (unsigned __int128)0xD2E7470EE14C6C93u * x[0];
+            unsigned __int128 b = (unsigned __int128)0xCA5A826395121157u * x[2];
+            x[0] = (uint64_t)(b >> 64) ^ x[1] ^ key[0];
+            x[1] = (uint64_t)b;
+            x[2] = (uint64_t)(a >> 64) ^ x[3] ^ key[1];
+            x[3] = (uint64_t)a;
+            key[0] += 0x9E3779B97F4A7C15u;
+            key[1] += 0xBB67AE8584CAA73Bu;
+        }
+        for (long i = n; i < count && i < n + 4; i++) out[i] = (x[i - n] >> 11) * 0x1p-53;
+    }
 }
 
 #endif

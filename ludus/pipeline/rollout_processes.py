@@ -1,0 +1,121 @@
+"""Starts the rollout processes of a run (`rollout.processes`), where its parts allow them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ludus.backends.base import Backend
+from ludus.config.schema import RunConfig
+from ludus.core.errors import ConfigError
+from ludus.envs import ENVS
+from ludus.models.shared_weights import SharedWeights, weight_bytes
+from ludus.rollout.processes import COUNTERS, RolloutProcess, RolloutProcesses, Setup
+from ludus.store.folders import RunFolder
+from ludus.telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+MODULE = "ludus.pipeline.rollout_process"
+
+MOST = 4
+"""Processes by default: each takes about 0.5 GB."""
+
+MAX_BYTES = 256_000_000
+"""Of a model's weights, by default: each process has a copy, and large models keep all cores busy
+in one process."""
+
+MIN_EPISODES = 5000
+"""Of a run, by default: a process takes 4 s of processor time to start."""
+
+
+def start_processes(
+    config: RunConfig, folder: RunFolder, backend: Backend
+) -> RolloutProcesses | None:
+    """Start the processes that play beside this one; None where this one plays all.
+
+    Errors: ConfigError where `rollout.processes` asks for several and a part of the run does not
+    allow them.
+    """
+    asked = config.rollout.processes
+    size = _default(config) if asked is None else asked
+    if size == 1:
+        return None
+    if reason := _obstacle(config, backend):
+        if asked is not None:
+            raise ConfigError(f"rollout.processes: {asked} is not possible: {reason}")
+        log.info("one process plays all episodes", reason=reason)
+        return None
+    model, sampler = local_model(backend), backend.sampler
+    if asked is None and weight_bytes(model) > MAX_BYTES:
+        log.info("one process plays all episodes", reason="the model is large")
+        return None
+    weights = SharedWeights(model)
+    threads = max(1, (config.threads or torch.get_num_threads()) // size)
+    setup = Setup(config, folder.path.resolve(), threads, sys.path)
+    processes = [RolloutProcess(MODULE, setup, [weights.fd]) for _ in range(size - 1)]
+    weights.close()
+
+    def prepare() -> int:
+        weights.write()
+        return sampler.policy_version
+
+    def count(counters: dict[str, int]) -> None:
+        for name in COUNTERS:
+            setattr(sampler, name, getattr(sampler, name) + counters[name])
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    return RolloutProcesses(processes, prepare, count, around)
+
+
+def local_model(backend: Any) -> Any:
+    """The policy of a local back end."""
+    return backend.present_model()
+
+
+def _default(config: RunConfig) -> int:
+    """The number of processes where the configuration gives none."""
+    rl = config.rl
+    if rl is None or rl.steps * rl.groups_per_step * rl.group_size < MIN_EPISODES:
+        return 1
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min(config.threads or cores, cores, MOST)
+
+
+def _obstacle(config: RunConfig, backend: Backend) -> str | None:
+    """The first reason why only this process can play."""
+    sampler: Any = backend.sampler
+    env = ENVS.load(config.env.name) if config.env is not None else None
+    obstacles = {
+        f"backend: {config.backend.name} has processes of its own": config.backend.name != "local",
+        "rollout.deterministic is false": not config.rollout.deterministic,
+        "verify compares one sampler with the learner": config.verify,
+        "rl.max_staleness plays ahead in this process": bool(config.rl and config.rl.max_staleness),
+        "an `agent` plays the episodes": config.agent is not None,
+        "several `roles` play": bool(config.roles or config.policies),
+        "`tools` may hold state": bool(config.tools),
+        "a `judge` may hold state": config.judge is not None,
+        "`traces` are recorded in this process": config.traces is not None,
+        "there is no environment": env is None,
+        f"env: {config.env and config.env.name} does not declare `several_processes`": not getattr(
+            env, "several_processes", False
+        ),
+        "tokens of this sampler depend on their batch": not (
+            hasattr(sampler, "decoder") and sampler.decoder.batch_invariant
+        ),
+    }
+    return next((reason for reason, stands in obstacles.items() if stands), None)

@@ -1,0 +1,214 @@
+"""Several processes play the groups of a step (`rollout.processes`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ludus
+from ludus.config.load import load_config
+from ludus.core.errors import ConfigError
+from ludus.core.types import Group, Status
+from ludus.data.splits import read_splits
+from ludus.models.decoders import native
+from ludus.pipeline import rollout_processes
+from ludus.pipeline.build import Run, build
+from ludus.pipeline.tokenizer import make_tokenizer
+from ludus.rollout import processes as rollout
+from ludus.store.folders import RunFolder
+
+needs_native = pytest.mark.skipif(bool(native.absence()), reason=f"no kernels: {native.absence()}")
+
+ENVS = f"{Path(ludus.__file__).parents[1]}/tests/support/process_envs.py"
+RECIPE = f"""
+model:
+  architecture:
+    name: qwen3
+    args: {{hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 16}}
+  tokenizer: {{name: words}}
+  context_length: 128
+env: {{name: "{ENVS}:Count"}}
+tasks:
+  train: {{name: env, args: {{num_tasks: 12}}}}
+rollout: {{max_tokens_per_turn: 4, max_retries: 0, concurrency: 6}}
+rl: {{steps: 1, groups_per_step: 6, group_size: 2}}
+"""
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    recipe, opened = tmp_path / "recipe.yaml", ExitStack()
+    recipe.write_text(RECIPE)
+    folder, config = RunFolder(tmp_path), load_config(recipe)
+    tokenizer = make_tokenizer(config, read_splits(config).train, ())  # outside of an event loop
+    tokenizer.save_pretrained(folder.tokenizer)
+
+    def make_run(*overrides: str) -> Run:
+        config = load_config(recipe, list(overrides))
+        run = build(config, folder, read_splits(config), tokenizer, processes=True)
+        opened.callback(run.backend.close)
+        if run.collector.processes is not None:
+            opened.callback(run.collector.processes.close)
+        return run
+
+    with opened:
+        yield make_run
+
+
+async def play(run: Run, step: int = 0) -> list[Group]:
+    return await run.collector.collect(run.splits.train[:6], step, 2)
+
+
+def told(groups: list[Group]) -> list[Any]:
+    """All that a step trains on, and how the episodes ended."""
+    return [
+        (
+            *(t.id, t.status, t.error, t.reward),
+            *((s.token_ids, s.logprobs, s.message, s.reward, s.runs) for s in t.segments),
+        )
+        for group in groups
+        for t in group.trajectories
+    ]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@needs_native
+async def test_the_bits_do_not_depend_on_the_number_of_processes(
+    make: Callable[..., Run],
+) -> None:
+    one, two, three = (make(f"rollout.processes={n}") for n in (1, 2, 3))
+    assert one.collector.processes is None
+    assert two.collector.processes is not None
+    seen: list[str] = []
+    two.collector.on_episode = lambda t: seen.append(t.id)
+    for step in range(2):
+        groups = await play(one, step)
+        again = await play(two, step)
+        assert [g.id for g in again] == [g.id for g in groups]
+        assert told(again) == told(groups) == told(await play(three, step))
+    assert sorted(seen[:12]) == sorted(t.id for g in await play(one) for t in g.trajectories)
+    pids = [process.pid for process in two.collector.processes.processes]
+    await two.collector.close()
+    assert not any(map(alive, pids))
+
+
+@needs_native
+async def test_new_weights_reach_all_processes(make: Callable[..., Run]) -> None:
+    one, two = make("rollout.processes=1"), make("rollout.processes=2")
+    before = told(await play(two))
+    for run in (one, two):
+        for parameter in run.backend.present_model().parameters():  # type: ignore[attr-defined]
+            parameter.data.mul_(1.25)
+        assert await run.backend.publish_weights() == 1
+    after = told(await play(two))
+    assert after != before
+    assert after == told(await play(one))
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("fails", "status", "error"),
+    [
+        ("raise", Status.ERROR_ENV, "the environment's reset raised RuntimeError: seed 3 is odd"),
+        ("sleep", Status.ERROR_TIMEOUT, "reset took longer than rollout.step_deadline_s = 0.2 s"),
+    ],
+)
+async def test_failures_of_environments_are_those_of_one_process(
+    make: Callable[..., Run], fails: str, status: Status, error: str
+) -> None:
+    settings = (f"env.args.fails={fails}", "rollout.step_deadline_s=0.2")
+    one, two = (make(f"rollout.processes={n}", *settings) for n in (1, 2))
+    groups = await play(two)
+    failed = groups[3].trajectories[0]
+    assert failed.status is status
+    assert error in (failed.error or "")
+    assert told(groups) == told(await play(one))
+
+
+@needs_native
+async def test_groups_of_a_process_that_dies_are_played_here(make: Callable[..., Run]) -> None:
+    crash = ("env.args.fails=crash", f"env.args.owner={os.getpid()}")
+    two, one = make("rollout.processes=2", *crash), make("rollout.processes=1", *crash)
+    assert two.collector.processes is not None
+    [process] = two.collector.processes.processes
+    assert told(await play(two)) == told(await play(one))
+    assert two.collector.processes.processes == []
+    assert not alive(process.pid)
+    assert told(await play(two, 1)) == told(await play(one, 1))
+
+
+@needs_native
+async def test_a_process_that_cannot_start_is_no_fault_of_the_run(
+    make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = make("rollout.processes=1")
+    monkeypatch.setattr(rollout_processes, "MODULE", "ludus.no_such_module")
+    two = make("rollout.processes=2")
+    assert told(await play(two)) == told(await play(one))
+
+
+@needs_native
+async def test_a_cancelled_step_leaves_no_process(make: Callable[..., Run]) -> None:
+    two = make("rollout.processes=2", "env.args.fails=sleep")
+    assert two.collector.processes is not None
+    [process] = two.collector.processes.processes
+    playing = asyncio.create_task(play(two))
+    await asyncio.sleep(0.3)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert not alive(process.pid)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        (f'env.name="{ENVS}:Alone"', "does not declare `several_processes`"),
+        ("rollout.deterministic=false", "rollout.deterministic is false"),
+        ("sampler.args.path=generic", "tokens of this sampler depend on their batch"),
+        ("judge=answer", "a `judge` may hold state"),
+    ],
+)
+def test_a_run_that_cannot_be_divided_says_so(
+    make: Callable[..., Run], override: str, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.processes: 2 is not possible: .*") as caught:
+        make("rollout.processes=2", override)
+    assert reason in str(caught.value)
+
+
+def test_short_runs_play_in_one_process(make: Callable[..., Run]) -> None:
+    assert make().collector.processes is None
+
+
+def test_an_error_that_cannot_be_pickled_keeps_its_text() -> None:
+    from ludus.pipeline.rollout_process import portable
+
+    class Odd(Exception):
+        def __init__(self, one: int, two: int) -> None:
+            super().__init__(f"{one} and {two}")
+
+    assert str(portable(Odd(1, 2))) == "Odd: 1 and 2"
+    assert isinstance(portable(ConfigError("x")), ConfigError)
+
+
+def test_the_process_gets_only_groups_that_bring_nothing_of_their_own() -> None:
+    from ludus.core.types import Spec, Task
+
+    plain = Group("g", Task(id="t"), [])
+    judged = Group("g", Task(id="t", judge=Spec(name="answer")), [])
+    assert rollout._can_leave(plain)
+    assert not rollout._can_leave(judged)
