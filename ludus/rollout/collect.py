@@ -102,18 +102,22 @@ class Collector:
             self.lay_out(task, step, number, group_size)
             for number, task in enumerate(tasks, first_group)
         ]
-        if self.processes is None:
-            await self.play(groups)
-        else:
+        if self.processes is not None:
             await self.processes.play(
                 groups, self.stage, self.config, self._play_with, self.on_episode
             )
+            return groups
+        episodes, most = self._episodes(groups), self.config.concurrency
+        await run_pool(episodes, run_episode, most, inline=self.inline)
         return groups
 
     async def play(self, groups: Sequence[Group]) -> None:
         """Play groups that are laid out, in this process."""
-        episodes = [self.episode(g.task, t) for g in groups for t in g.trajectories]
-        await run_pool(episodes, run_episode, self.config.concurrency, inline=self.inline)
+        episodes, most = self._episodes(groups), self.config.concurrency
+        await run_pool(episodes, run_episode, most, inline=self.inline)
+
+    def _episodes(self, groups: Sequence[Group]) -> list[Episode]:
+        return [self.episode(g.task, t) for g in groups for t in g.trajectories]
 
     async def _play_with(self, groups: Sequence[Group], config: RolloutConfig) -> None:
         await replace(self, config=config).play(groups)

@@ -45,7 +45,7 @@ model:
 env: {name: textcraft, args: {num_distractors: 0}}
 tasks:
   train: {name: env, args: {tiers: [depth-1], first_seed: 0, num_tasks: 16}}
-rollout: {max_tokens_per_turn: 4, max_turns: 2}
+rollout: {max_tokens_per_turn: 12, max_turns: 2}
 rl: {groups_per_step: 2, group_size: 2}
 """
 
