@@ -183,12 +183,17 @@ class RunConfig(Section):
             raise ValueError("`sft` needs `demonstrations` or `sft.data`")
         if self.demonstrations and not self.env:
             raise ValueError("`demonstrations` needs an `env`")
+        scored = self.env or self.judge or self.agent or _names(self.tasks.train.args)
+        if self.sft and self.sft.until and not scored:
+            raise ValueError(
+                "`sft.until` needs an `env`, a `judge` or an `agent` to score the episodes that it "
+                "measures; leave it out to train all of `sft.steps`"
+            )
         formats = {self.rollout.format, *(part.format for part in self.rollout.parts.values())}
         if "code" in formats:
             self._code()
         elif self.demonstrations and self.demonstrations.code_share < 1:
             raise ValueError("`demonstrations.code_share` needs `rollout.format: code`")
-        scored = self.env or self.judge or self.agent or _names(self.tasks.train.args)
         if self.rl and not scored:
             raise ValueError("`rl` needs an `env`, a `judge` or an `agent` to score episodes")
         for name, stage in {"sft": self.sft, "rl": self.rl}.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -29,9 +30,16 @@ from ludus.rollout.tool_use import joined_functions, read_functions, unknown_fun
 from ludus.tasks.mixture import parts_of_mixture, settings_of
 from ludus.tasks.readers import TaskList
 from ludus.tasks.splits import place_of
+from ludus.telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 NUM_SAMPLE_TASKS = 512
 """Tasks whose opening observations a tokenizer is trained on."""
+
+OBSERVE_S = 60.0
+"""Seconds after which no further task is opened. In an environment that reaches this limit, the
+vocabulary depends on speed. The run stores its tokenizer, so a resumed run has the same."""
 
 NUM_MISTAKES = 6
 """Wrong actions tried on each of these tasks, to collect the words of error messages."""
@@ -118,8 +126,16 @@ async def _observe(
     observed: list[Message] = []
     errors: list[str] = []
     tried = cycle(actions)
-    thread = EnvThread()
-    for task in tasks:
+    thread, begun = EnvThread(), time.perf_counter()
+    for number, task in enumerate(tasks):
+        if time.perf_counter() - begun > OBSERVE_S:
+            log.warning(
+                "a slow environment: the tokenizer reads the openings of fewer tasks",
+                tasks=number,
+                of=len(tasks),
+                seconds=OBSERVE_S,
+            )
+            break
         limit = config.rollout.step_deadline_s
         env = HostedEnv(partial(envs.make, task), thread, limit, prepares=True)
         try:

@@ -33,6 +33,7 @@ from ludus.diagnostics.calibration.pretrained import with_starting_values
 from ludus.diagnostics.calibration.starting import Start
 from ludus.diagnostics.calibration.subject import MAX_TIERS, Subject
 from ludus.diagnostics.calibration.trials import Trial, try_out
+from ludus.diagnostics.calibration.warnings import SLOW_S
 from ludus.envs.base import awaited
 from ludus.rollout.host import LocalEnvs
 
@@ -142,8 +143,11 @@ def _calibrate(
         trial, planned = Trial(), None
     else:
         start = None
-        tokenizer = tokens.trained(config, shown, splits.train)
-        trial = try_out(config, folder, splits, tokenizer, of_training, TRIAL_S, say)
+        slow = any(p.step_s > SLOW_S for p in played)
+        tokenizer = tokens.trained(config, shown, splits.train[: 1 if slow else None])
+        if slow:
+            config = with_few_episodes(config)
+        trial = try_out(config, folder, splits, tokenizer, of_training, TRIAL_S, say, slow=slow)
         rate = expert.num_played / max(expert.seconds, 1e-3) if subject.env else 1e9
         config, planned = with_choices(config, trial, minutes, rate)
     warnings = [
@@ -256,6 +260,22 @@ def no_demonstration(subject: Subject, expert: Expert) -> str:
         "learns an environment's language from demonstrations: give the class a method "
         "`expert_action`, or collect episodes of a large model with `ludus generate-data` and name "
         "the file in `sft.data`"
+    )
+
+
+def with_few_episodes(config: RunConfig) -> RunConfig:
+    """The recipe for an environment whose steps take long: fewer episodes in each step."""
+    assert config.sft is not None
+    assert config.rl is not None
+    until = config.sft.until and config.sft.until.model_copy(
+        update={"num_tasks": 8, "samples_per_task": 2}
+    )
+    few = {"groups_per_step": 8, "group_size": 4}
+    return config.model_copy(
+        update={
+            "sft": config.sft.model_copy(update={"until": until}),
+            "rl": config.rl.model_copy(update=few),
+        }
     )
 
 

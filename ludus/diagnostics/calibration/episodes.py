@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,9 @@ from ludus.data.demonstrations import (
 from ludus.data.expert import Demonstration
 from ludus.envs.base import awaited, limits_of
 from ludus.rollout.host import LocalEnvs
+
+PROBE = 2
+"""Episodes that show whether an episode takes seconds."""
 
 FIRST = 4 * EPISODES_PER_JOB
 """Episodes that show how long an episode takes: jobs come back whole."""
@@ -56,6 +60,16 @@ class Expert:
     why_none: str = ""
     seconds: float = 0.0
 
+    def joined(self, more: Expert) -> Expert:
+        """These episodes and more of them."""
+        failed = Counter(self.failed) + Counter(more.failed)
+        return Expert(
+            [*self.demonstrations, *more.demonstrations],
+            dict(failed),
+            more.why_none if not self.demonstrations else "",
+            self.seconds + more.seconds,
+        )
+
     @property
     def num_played(self) -> int:
         return len(self.demonstrations) + sum(self.failed.values())
@@ -77,22 +91,20 @@ class Expert:
 def play_expert(
     env: Spec, tasks: Sequence[Task], folder: Path, seconds: float, workers: int = 2
 ) -> Expert:
-    """Let the expert play as many tasks as fit into `seconds`, in processes of its own."""
-    begun = time.perf_counter()
-    first, rate = _batch(env, tasks[:FIRST], folder / "first.jsonl", workers)
-    if not first.demonstrations:
-        return first
-    left = seconds - (time.perf_counter() - begun)
-    number = min(len(tasks) - FIRST, max(int(left * rate), 0))
-    if number <= 0:
-        return first
-    more, _ = _batch(env, tasks[FIRST : FIRST + number], folder / "more.jsonl", workers)
-    failed = {k: first.failed.get(k, 0) + more.failed.get(k, 0) for k in first.failed | more.failed}
-    return Expert(
-        [*first.demonstrations, *more.demonstrations],
-        failed,
-        seconds=first.seconds + more.seconds,
-    )
+    """Let the expert play as many tasks as fit into `seconds`, in processes of its own: PROBE,
+    then at most FIRST, then the rest, by the time that those before took."""
+    begun, played, rate = time.perf_counter(), Expert(), 1.0
+    for size in (PROBE, FIRST, len(tasks)):
+        left = seconds - (time.perf_counter() - begun)
+        at = played.num_played
+        number = size if not at else min(size, int(left * rate))
+        if at >= len(tasks) or number <= 0:
+            break
+        more, rate = _batch(env, tasks[at : at + number], folder / f"{at}.jsonl", workers)
+        played = played.joined(more)
+        if not played.demonstrations:
+            break
+    return played
 
 
 def _batch(env: Spec, tasks: Sequence[Task], path: Path, workers: int) -> tuple[Expert, float]:
@@ -113,7 +125,7 @@ def _batch(env: Spec, tasks: Sequence[Task], path: Path, workers: int) -> tuple[
         why = Dropped.model_validate_json(dropped).reason if dropped else "it played no episode"
     later = len(times) - EPISODES_PER_JOB
     span = times[-1] - times[EPISODES_PER_JOB - 1] if later > 0 else summary.seconds
-    rate = max(later, len(times) if later <= 0 else 0) / max(span, 1e-3)
+    rate = (later if later > 0 else len(times)) / max(span, 1e-3)
     return Expert(found, dict(summary.dropped), why, summary.seconds), rate
 
 

@@ -143,7 +143,7 @@ def _sft(c: Calibration) -> Iterator[Line]:
     yield "steps", sft.steps, "at most"
     if sft.until is not None:
         curve = ", ".join(f"{value:.0%} after {step}" for step, value in c.trial.curve[-3:])
-        until = {"success": sft.until.success, "every": sft.until.every}
+        until = {"success": sft.until.success} | sft.until.model_dump(exclude_defaults=True)
         told = f"sampled episodes that succeed: {curve} steps" if curve else ""
         yield "until", until, told
     losses = ", ".join(f"{loss:.3f} at {flow(rate)}" for rate, loss in c.trial.losses.items())

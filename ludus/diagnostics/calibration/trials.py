@@ -45,6 +45,9 @@ TEMPERATURES = (1.0, 1.2)
 NUM_GROUPS = 32
 """Groups that are played at each temperature."""
 
+FEW_GROUPS = 4
+"""The same in a slow environment."""
+
 
 @dataclass
 class Trial:
@@ -98,9 +101,12 @@ def try_out(
     conversations: Sequence[Conversation],
     seconds: float,
     say: Callable[[str], None],
+    *,
+    slow: bool = False,
 ) -> Trial:
-    """Try the SFT and RL of a recipe in about `seconds`."""
-    return run(_try_out(config, folder, splits, tokenizer, conversations, seconds, say))
+    """Try the SFT and RL of a recipe in about `seconds`. `slow`: a step of the environment takes so
+    long that groups are played at one temperature only, and few of them."""
+    return run(_try_out(config, folder, splits, tokenizer, conversations, seconds, say, slow))
 
 
 async def _try_out(
@@ -111,6 +117,7 @@ async def _try_out(
     conversations: Sequence[Conversation],
     seconds: float,
     say: Callable[[str], None],
+    slow: bool,
 ) -> Trial:
     trial, begun = Trial(), time.perf_counter()
     best: tuple[float, Run, Stage] | None = None
@@ -133,7 +140,7 @@ async def _try_out(
     _, run_, stage = best
     try:
         await _sft(run_, stage, trial, begun + 0.7 * seconds, say)
-        await _rl(run_, trial, begun + seconds, say)
+        await _rl(run_, trial, begun + seconds, say, slow)
     finally:
         await _close(run_)
     return trial
@@ -195,12 +202,14 @@ def _entropy(groups: Sequence[Group]) -> float | None:
     return -fmean(logprobs) if logprobs else None
 
 
-async def _rl(run_: Run, trial: Trial, until: float, say: Callable[[str], None]) -> None:
+async def _rl(
+    run_: Run, trial: Trial, until: float, say: Callable[[str], None], slow: bool
+) -> None:
     """Play groups at each temperature, then time RL."""
     rl = run_.config.rl
     assert rl is not None
-    tasks = sft_end.unseen(run_, NUM_GROUPS)
-    for temperature in TEMPERATURES:
+    tasks = sft_end.unseen(run_, FEW_GROUPS if slow else NUM_GROUPS)
+    for temperature in TEMPERATURES[:1] if slow else TEMPERATURES:
         collector = run_.collector.with_config("trial", temperature=temperature)
         groups = await collector.collect(tasks, 0, rl.group_size)
         trial.signal[temperature] = fmean(
