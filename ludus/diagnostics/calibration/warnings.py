@@ -16,6 +16,9 @@ SLOW_S = 0.2
 LARGE = 100.0
 """Size of a reward above which its scale is likely a mistake."""
 
+SOLVED = 0.9
+"""Success of SFT alone above which RL has little to add."""
+
 FEW = 50
 """Different tasks below which a run can only memorise them."""
 
@@ -100,6 +103,11 @@ def of_trial(trial: Trial, steps: int) -> Iterator[str]:
             f"after {step} steps of SFT no sampled episode succeeds, and no group has different "
             f"rewards. The recipe has up to {steps} steps; if the last measurement before RL is "
             "still 0 %, RL cannot help: choose easier levels, give more minutes, or a larger model"
+        )
+    elif success >= SOLVED:
+        yield (
+            f"{success:.0%} of the sampled episodes succeed after {step} steps of SFT, which "
+            "leaves RL little to add: choose harder levels with --tiers, or train with SFT alone"
         )
     elif trial.signal and max(trial.signal.values()) < 0.1:
         yield (
