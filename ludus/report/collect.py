@@ -27,6 +27,7 @@ MAX_FAILURES = 4
 """Tiers of which a failed held-out episode is shown."""
 
 NAMES = {"before": "before RL", "after": "after RL", "rl": "RL step {step}"}
+"""Display names of evaluations on held-out tasks; those of `sft.until` are on training tasks."""
 
 
 def report(folder: RunFolder, store: RunStore) -> Path:
@@ -75,8 +76,9 @@ def read_evaluations(folder: RunFolder) -> dict[str, Evaluation]:
     """
     order = {"before": 0, "rl": 1, "after": 2}
     files = [
-        (order.get(label, 1), step, NAMES.get(label, label).format(step=step), path)
+        (order[label], step, NAMES[label].format(step=step), path)
         for label, step, path in folder.evaluation_files()
+        if label in NAMES
     ]
     return {name: _evaluation(path) for _, _, name, path in sorted(files)}
 
@@ -96,8 +98,9 @@ def _evaluated_at(folder: RunFolder, lines: Sequence[Line]) -> dict[str, int]:
     end = max((line.step + 1 for line in lines if line.stage == "rl"), default=0)
     at = {"before": 0, "after": end}
     return {
-        NAMES.get(label, label).format(step=step): at.get(label, step)
+        NAMES[label].format(step=step): at.get(label, step)
         for label, step, _ in folder.evaluation_files()
+        if label in NAMES
     }
 
 

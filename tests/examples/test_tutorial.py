@@ -26,6 +26,11 @@ SMALL = [
 ]
 
 
+def test_the_example_is_the_page_s_environment() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    assert (PAGE.parents[1] / "examples" / "hanoi.py").read_text(encoding="utf-8").endswith(code)
+
+
 @pytest.mark.slow
 def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = PAGE.read_text(encoding="utf-8")
@@ -44,7 +49,7 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(f"ludus.diagnostics.calibration.{module}.{name}", value)
     made = CliRunner().invoke(app, [*commands[1].split(), "--minutes", "1"])
     assert made.exit_code == 0, made.output
-    assert "100% succeed, 6" in made.output
+    assert "100% succeed" in made.output
     config = load_config("hanoi.yaml")
     assert config.sft is not None
     assert config.sft.until is not None

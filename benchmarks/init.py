@@ -1,0 +1,130 @@
+"""`ludus init` and its recipe, unchanged, on environments chosen before the values were tuned.
+
+    python benchmarks/init.py [--only NAME ...] [--seeds 0 1 2] [--minutes 10] [--folder DIR]
+
+For each environment and seed: `ludus init`, then `ludus train` of the recipe that it wrote, one
+after the other on all cores. Finished runs in DIR are not repeated. Writes
+`docs/benchmarks/init.md`: success on held-out tasks before and after RL, minutes, warnings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, machine, table
+
+from ludus.config.load import load_config
+from ludus.store.folders import RunFolder
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SUBJECTS = {
+    "PickupLoc": ["babyai", "--tiers", "PickupLoc"],
+    "Unlock": ["babyai", "--tiers", "Unlock"],
+    "GoToObjMaze": ["babyai", "--tiers", "GoToObjMaze"],
+    "OpenDoor": ["babyai", "--tiers", "OpenDoor"],
+    "coin": ["textworldexpress", "--tiers", "coin"],
+    "chain_sum": ["reasoning", "--tiers", "chain_sum"],
+    "number_sorting": ["reasoning", "--tiers", "number_sorting"],
+    "spell_backward": ["reasoning", "--tiers", "spell_backward"],
+    "letter_counting": ["reasoning", "--tiers", "letter_counting"],
+    "Hanoi": [f"{EXAMPLES}/hanoi.py:Hanoi"],
+    "HigherOrLower": [f"{EXAMPLES}/own_environment.py:HigherOrLower"],
+}
+"""Named in the plan before any value was tuned; OpenDoor is the fourth level of BabyAI."""
+
+
+def run(name: str, seed: int, minutes: float, folder: Path) -> dict[str, Any]:
+    """Calibrate and train; returns the result, also of a failure."""
+    kept = folder / f"{name}-{seed}.json"
+    if kept.exists():
+        return dict(json.loads(kept.read_text()))
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe, ludus = folder / f"{name}-{seed}.yaml", [sys.executable, "-m", "ludus"]
+    began = time.perf_counter()
+    made = subprocess.run(
+        [*ludus, "init", *SUBJECTS[name], "--out", str(recipe), "--force", "--seed", str(seed),
+         "--minutes", str(minutes)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    result: dict[str, Any] = {"init_s": time.perf_counter() - began, "init": made.stderr}
+    if made.returncode == 0:
+        began = time.perf_counter()
+        runs = folder / "runs"
+        done = subprocess.run(
+            [*ludus, "train", str(recipe), f"name={name}-{seed}", f"runs_dir={runs}"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        result |= {"train_s": time.perf_counter() - began, "log": done.stderr[-4000:]}
+        found = RunFolder(runs / f"{name}-{seed}-1")
+        for label, _, path in found.evaluation_files():
+            if label in ("before", "after"):
+                result[label] = json.loads(path.read_text())["success"]
+        findings = found.path / "findings.json"
+        result["findings"] = json.loads(findings.read_text()) if findings.exists() else []
+        config = load_config(str(recipe))
+        result["rl_steps"] = config.rl.steps if config.rl else 0
+    kept.write_text(json.dumps(result))
+    return result
+
+
+def interval(estimate: dict[str, float] | None) -> str:
+    if not estimate:
+        return "-"
+    value, low, high = (100 * estimate[key] for key in ("value", "low", "high"))
+    return f"{value:.1f} % ({low:.1f} to {high:.1f})"
+
+
+def risen(result: dict[str, Any]) -> str:
+    before, after = result.get("before"), result.get("after")
+    if not before or not after:
+        return "-"
+    return "yes" if after["low"] > before["high"] else "no"
+
+
+def warned(result: dict[str, Any]) -> str:
+    lines = [line for line in result["init"].splitlines() if line.startswith("warning: ")]
+    return "; ".join(line.removeprefix("warning: ").split(":")[0][:110] for line in lines) or "-"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=list(SUBJECTS), choices=list(SUBJECTS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--folder", type=Path, default=Path("build/init"))
+    parser.add_argument("--no-page", action="store_true", help="Only run.")
+    options = parser.parse_args()
+    rows = []
+    for seed in options.seeds:
+        for name in options.only:
+            result = run(name, seed, options.minutes, options.folder)
+            minutes = f"{result['init_s'] / 60:.1f} + {result.get('train_s', 0) / 60:.1f}"
+            rows.append(
+                [name, str(seed), interval(result.get("before")), interval(result.get("after")),
+                 risen(result), str(result.get("rl_steps", "-")), minutes, warned(result)]
+            )  # fmt: skip
+            print(rows[-1], flush=True)
+    if options.no_page:
+        return
+    head = ["environment", "seed", "after SFT", "after RL", "intervals apart", "RL steps",
+            "minutes (init + train)", "warned by init"]  # fmt: skip
+    load = f"load {os.getloadavg()[0]:.1f} at the end"
+    text = (
+        "# `ludus init` and its recipe, unchanged\n\n"
+        "Written by `benchmarks/init.py`. Each row: `ludus init` with nothing but the environment "
+        f"and its level, and `ludus train` of the recipe that it wrote, for {options.minutes:g} "
+        f"minutes. {machine(os.cpu_count() or 1)}; {load}. Success on "
+        "held-out tasks, greedy, with 95 % intervals.\n\n" + table(head, sorted(rows)) + "\n"
+    )
+    (RESULTS / "init.md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
