@@ -21,7 +21,7 @@ from pathlib import Path
 from ludus.core.errors import ToolError, described
 from ludus.sandbox.base import Code, Limits, RunResult, Sandbox
 
-OVERTIME_S = 0.5
+OVERTIME_S = 1.0
 """Seconds that a run may take beyond its limit."""
 ESCAPED = "ESCAPED"
 

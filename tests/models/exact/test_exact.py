@@ -68,7 +68,11 @@ def decoded(model: Any, rows: list[list[int]]) -> list[list[tuple[int, Tensor]]]
     return found
 
 
-@pytest.mark.parametrize("family", variants(FAMILIES, ["qwen3", "gpt2", "mixtral"]))
+WHOLE = [family for family in FAMILIES if family not in ("window", "gemma3")]
+"""Families whose layers attend to all positions, as the mask of `packed` lets them."""
+
+
+@pytest.mark.parametrize("family", variants(WHOLE, ["qwen3", "gpt2", "mixtral"]))
 def test_decoding_and_training_give_the_same_bits(family: str) -> None:
     """tests/train/test_verify.py does it with the sampler and the learner, for each family."""
     model, ids = make(family), rows()
