@@ -155,6 +155,7 @@ def _calibrate(
         *foretold.of_random(played, expert),
         *foretold.of_tasks(distinct, len(splits.heldout), subject.kind),
         *foretold.of_lengths(lengths, config.model.context_length),
+        *foretold.of_turns(expert.turns, config.rollout.max_turns),
         *foretold.of_trial(trial, config.sft.steps if config.sft else 0),
     ]
     return Calibration(
@@ -310,7 +311,7 @@ def with_choices(
     groups = choices.groups(trial.rl_step_s, config.rl.groups_per_step)
     trial.rl_step_s *= groups / config.rl.groups_per_step
     until = until.model_copy(update={"every": choices.measure_every(trial, until.success)})
-    planned = choices.steps(trial, minutes, number / episodes_per_s, until.every)
+    planned = choices.steps(trial, minutes, number / episodes_per_s, until.every, until.success)
     updates: dict[str, Any] = {
         "sft": config.sft.model_copy(
             update={

@@ -20,6 +20,9 @@ UNKNOWN_PROMPTS = 0.02
 MAX_CONTEXT = 4096
 """Longest context of a small model on a CPU."""
 
+MAX_TURNS = 100
+"""Longest episodes of a small model on a CPU."""
+
 COMPARE_S = 15.0
 """Most seconds to compare training and held-out tasks at the start of a run."""
 
@@ -35,8 +38,9 @@ SIGNAL = 0.5
 LONGEST_STEP_S = 5.0
 """Seconds of an RL step above which it has fewer groups: many steps beat large ones."""
 
-RL_SHARE = 0.6
-"""Least share of the minutes for RL."""
+RL_SHARE, RL_SHARE_HARD = 0.6, 0.4
+"""Least share of the minutes for RL; the second where the trial of SFT stayed below half of its
+target: SFT learns faster than RL from nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +67,16 @@ def tokens_per_turn(lengths: Lengths) -> int:
 
 
 def turns(expert: Sequence[int], own_limit: int) -> int:
-    """Maximum turns: those of 90 % of the expert's episodes and a quarter more, within the
-    environment's own limit. Episodes that fail go on to the limit, and take most of the time."""
+    """Maximum turns: those of 90 % of the expert's episodes and a quarter more, at most MAX_TURNS.
+    Episodes that fail go on to the limit, and take most of the time.
+
+    The environment's own limit counts where the expert keeps it; it is a default, which many levels
+    exceed.
+    """
     if expert[-1] == 1 and own_limit == 1:
         return 1
-    return min(own_limit, max(math.ceil(1.25 * percentile(expert, 0.9)) + 1, 2))
+    wanted = max(math.ceil(1.25 * percentile(expert, 0.9)) + 1, 2)
+    return min(wanted, own_limit if expert[-1] <= own_limit else MAX_TURNS)
 
 
 def context(lengths: Lengths, max_turns: int, room: int) -> int:
@@ -127,13 +136,18 @@ class Steps:
     every: int
 
 
-def steps(trial: Trial, minutes: float, demonstrations_s: float, every: int) -> Steps:
-    """Divide the minutes: demonstrations, SFT up to its measured end, RL for the rest."""
+def steps(
+    trial: Trial, minutes: float, demonstrations_s: float, every: int, success: float = 0.4
+) -> Steps:
+    """Divide the minutes: demonstrations, SFT up to its measured end at `success`, RL for the
+    rest."""
     total = 60.0 * minutes - RESERVE_S - demonstrations_s
     measure_s = trial.eval_s / every
     sft_step = trial.sft_step_s + measure_s
-    most = max(int((1 - RL_SHARE) * total / max(sft_step, 1e-3)), 20)
-    used = min(trial.curve[-1][0] if trial.curve else most, most)
+    hard = bool(trial.curve) and trial.curve[-1][1] < success / 2
+    share = RL_SHARE_HARD if hard else RL_SHARE
+    most = max(int((1 - share) * total / max(sft_step, 1e-3)), 20)
+    used = most if hard or not trial.curve else min(trial.curve[-1][0], most)
     evaluations = 4 * max(trial.eval_s, 0.5) * 2
     left = total - used * sft_step - evaluations
     rl = int(left / max(trial.rl_step_s, 1e-3))

@@ -16,6 +16,9 @@ SLOW_S = 0.2
 LARGE = 100.0
 """Size of a reward above which its scale is likely a mistake."""
 
+TOO_LONG = 0.15
+"""Share of the expert's episodes over the limit of turns above which it is told."""
+
 SOLVED = 0.9
 """Success of SFT alone above which RL has little to add."""
 
@@ -90,6 +93,19 @@ def of_lengths(lengths: Lengths, context: int) -> Iterator[str]:
             f"the expert's longest episode has {lengths.episode_max} tokens, more than the context "
             f"of {context} (at most {MAX_CONTEXT} here): such episodes are not shown; shorten "
             "observations, or train a pretrained model on a GPU"
+        )
+
+
+def of_turns(turns: Sequence[int], most: object) -> Iterator[str]:
+    """Yields what the turns of the expert's episodes foretell."""
+    if not turns or not isinstance(most, int):
+        return
+    over = sum(n > most for n in turns) / len(turns)
+    if over > TOO_LONG:
+        yield (
+            f"{over:.0%} of the expert's episodes need more than the {most} turns that a small "
+            f"model can play here (on average {fmean(turns):.0f}, at most {turns[-1]}): their tasks are "
+            "out of reach; choose shorter levels with --tiers"
         )
 
 

@@ -27,6 +27,8 @@ def test_a_percentile_is_a_value_of_the_list() -> None:
 def test_turns_leave_the_expert_a_quarter_more() -> None:
     assert choices.turns([4] * 10, own_limit=20) == 6
     assert choices.turns([4] * 10, own_limit=5) == 5
+    assert choices.turns([40] * 10, own_limit=20) == 51  # a default that the level exceeds
+    assert choices.turns([300] * 10, own_limit=20) == choices.MAX_TURNS
     assert choices.turns([1] * 10, own_limit=1) == 1
 
 
@@ -64,6 +66,9 @@ def test_a_slow_step_has_fewer_groups() -> None:
 def test_the_minutes_are_divided() -> None:
     trial = Trial(sft_step_s=0.2, curve=[(20, 0.1), (60, 0.5)], rl_step_s=2.0, eval_s=1.0)
     planned = choices.steps(trial, minutes=10, demonstrations_s=10, every=10)
+    hard = Trial(sft_step_s=0.2, curve=[(20, 0.0), (60, 0.02)], rl_step_s=2.0, eval_s=1.0)
+    assert choices.steps(hard, 10, 10, 10).sft > planned.sft
+    assert choices.steps(hard, 10, 10, 10).rl < planned.rl
     assert planned.rl_s + planned.sft_s < 600
     assert planned.rl >= 200
     assert planned.sft >= 60

@@ -45,6 +45,13 @@ def test_a_slow_environment_is_told_with_the_time_of_a_step() -> None:
     assert "waits 17 minutes" in "".join(warnings.of_random(played, expert(1.0)))
 
 
+def test_experts_beyond_the_turns_are_told() -> None:
+    assert "50% of the expert's episodes need more than the 100" in "".join(
+        warnings.of_turns([50, 150], 100)
+    )
+    assert list(warnings.of_turns([5] * 10, 8)) == []
+
+
 def test_few_tasks_and_no_success_are_told() -> None:
     assert "about 5 different tasks" in "".join(warnings.of_tasks(5, 1, "data"))
     nothing = Trial(curve=[(100, 0.0)], signal={1.0: 0.0})
