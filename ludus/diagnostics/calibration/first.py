@@ -53,7 +53,7 @@ def base(subject: Subject, seed: int, model: str | None, *, shows: bool) -> RunC
         if shows
         else None,
         "rl": {
-            "algorithm": {"name": "grpo", "args": {"entropy_bonus": 0.03}},
+            "algorithm": {"name": "grpo"},
             "steps": 100,
             "groups_per_step": 32,
             "group_size": 8,
