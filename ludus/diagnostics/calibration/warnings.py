@@ -104,8 +104,8 @@ def of_turns(turns: Sequence[int], most: object) -> Iterator[str]:
     if over > TOO_LONG:
         yield (
             f"{over:.0%} of the expert's episodes need more than the {most} turns that a small "
-            f"model can play here (on average {fmean(turns):.0f}, at most {turns[-1]}): their tasks "
-            "are out of reach; choose shorter levels with --tiers"
+            f"model can play here ({fmean(turns):.0f} on average, at most {turns[-1]}): their "
+            "tasks are out of reach; choose shorter levels with --tiers"
         )
 
 
