@@ -20,7 +20,12 @@ from ludus.data.conversations import Conversation, read_conversations
 from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import choices, tokens
 from ludus.diagnostics.calibration import warnings as foretold
-from ludus.diagnostics.calibration.episodes import Expert, Played, play_expert, play_random
+from ludus.diagnostics.calibration.episodes import (
+    Expert,
+    RandomEpisode,
+    play_expert,
+    play_random,
+)
 from ludus.diagnostics.calibration.first import (
     base,
     tokenizer_for,
@@ -34,8 +39,7 @@ from ludus.diagnostics.calibration.starting import Start
 from ludus.diagnostics.calibration.subject import MAX_TIERS, Subject
 from ludus.diagnostics.calibration.trials import Trial, try_out
 from ludus.diagnostics.calibration.warnings import SLOW_S
-from ludus.envs.base import awaited
-from ludus.rollout.host import LocalEnvs
+from ludus.pipeline.preflight.episodes import play_sample
 
 EXPERT_S = 20.0
 """Seconds for the expert's episodes."""
@@ -68,7 +72,6 @@ class Calibration:
     config: RunConfig
     conversations: list[Conversation]
     expert: Expert
-    random: Sequence[Played]
     lengths: choices.Lengths
     vocabulary: int
     unknown: tuple[float, float]
@@ -116,7 +119,7 @@ def _calibrate(
     if not good and model is None:
         raise ConfigError(no_demonstration(subject, expert))
     config = base(subject, seed, model, shows=bool(good))
-    shown = conversations_of(config, good, tasks) if good else openings(subject, tasks)
+    shown = conversations_of(config, good, tasks) if good else openings(config, tasks)
     half = max(len(shown) // 2, 1)
     config, vocabulary, unknown = tokenizer_for(config, shown[:half], shown[half:])
     if model is None:
@@ -132,10 +135,10 @@ def _calibrate(
         f"{lengths.turn_max}, episodes {lengths.episode_mean:.0f} to {lengths.episode_max}; "
         f"context {config.model.context_length}"
     )
-    played: list[Played] = []
+    played: list[RandomEpisode] = []
     if subject.env is not None and good:
         actions = sorted({m.content for d in good for m in d.messages if m.role == "assistant"})
-        played = play_random(subject.env, tasks[:200], actions, RANDOM_S, seed)
+        played = run(play_random(subject.env, tasks[:200], actions, RANDOM_S, seed))
         say(random_line(played))
     of_training = conversations_of(config, good, splits.train)
     if model is not None:
@@ -147,7 +150,9 @@ def _calibrate(
         tokenizer = tokens.trained(config, shown, splits.train[: 1 if slow else None])
         if slow:
             config = with_few_episodes(config)
-        trial = try_out(config, folder, splits, tokenizer, of_training, TRIAL_S, say, slow=slow)
+        trial = run(
+            try_out(config, folder, splits, tokenizer, of_training, TRIAL_S, say, slow=slow)
+        )
         rate = expert.num_played / max(expert.seconds, 1e-3) if subject.env else 1e9
         config, planned = with_choices(config, trial, minutes, rate)
     warnings = [
@@ -159,8 +164,8 @@ def _calibrate(
         *foretold.of_trial(trial, config.sft.steps if config.sft else 0),
     ]
     return Calibration(
-        subject, config, of_training, expert, played, lengths, vocabulary, unknown, distinct,
-        trial, planned, start, warnings,
+        subject, config, of_training, expert, lengths, vocabulary, unknown, distinct, trial,
+        planned, start, warnings,
     )  # fmt: skip
 
 
@@ -173,21 +178,13 @@ def conversations_of(
     return read_conversations(config.model_copy(update={"sft": None}), kept, tasks)[0]
 
 
-def openings(subject: Subject, tasks: Sequence[Task]) -> list[Conversation]:
+def openings(config: RunConfig, tasks: Sequence[Task]) -> list[Conversation]:
     """The openings of a few tasks, for their lengths: there is no expert's turn."""
-    envs = LocalEnvs(subject.env)
-
-    async def read() -> list[Conversation]:
-        found = []
-        for task in tasks[:16]:
-            env = envs.make(task)
-            opening = await awaited("reset", env.reset(task))
-            await env.close()
-            messages = [*task.prompt, *opening.messages, Message(role="assistant", content="ok")]
-            found.append(Conversation(task, messages, None, None))
-        return found
-
-    return run(read())
+    placeholder = Message(role="assistant", content="ok")
+    return [
+        Conversation(p.task, [*p.task.prompt, *p.opening, placeholder], None, None)
+        for p in run(play_sample(config, tasks[:16])).opened
+    ]
 
 
 def fewer_tiers(subject: Subject, folder: Path, say: Callable[[str], None]) -> Subject:
@@ -280,8 +277,8 @@ def with_few_episodes(config: RunConfig) -> RunConfig:
     )
 
 
-def random_line(played: Sequence[Played]) -> str:
-    """What random actions reach."""
+def random_line(played: Sequence[RandomEpisode]) -> str:
+    """The success, rewards and speed of random actions."""
     failed = [p for p in played if p.error]
     fine = [p for p in played if not p.error]
     if not fine:
@@ -309,7 +306,7 @@ def with_choices(
     wanted = max(2 * step * config.sft.episodes_per_step, 1000) if reached else MAX_DEMONSTRATIONS
     number = int(min(MAX_DEMONSTRATIONS, num_train, max(for_seconds, 64), wanted))
     groups = choices.groups(trial.rl_step_s, config.rl.groups_per_step)
-    trial.rl_step_s *= groups / config.rl.groups_per_step
+    trial = replace(trial, rl_step_s=trial.rl_step_s * groups / config.rl.groups_per_step)
     until = until.model_copy(update={"every": choices.measure_every(trial, until.success)})
     planned = choices.steps(trial, minutes, number / episodes_per_s, until.every, until.success)
     updates: dict[str, Any] = {

@@ -52,7 +52,6 @@ class Lengths:
     turn_max: int
     per_turn_max: float
     episode_mean: float
-    episode_p95: int
     episode_max: int
 
 

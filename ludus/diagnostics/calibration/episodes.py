@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections import Counter
@@ -11,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from ludus.core.errors import LudusError, described
-from ludus.core.signals import run
 from ludus.core.types import Message, Spec, Task
 from ludus.data.demonstrations import (
     EPISODES_PER_JOB,
@@ -23,8 +20,9 @@ from ludus.data.demonstrations import (
     load_demonstrations,
 )
 from ludus.data.expert import Demonstration
-from ludus.envs.base import awaited, limits_of
+from ludus.pipeline.preflight.episodes import Recorded, play_one
 from ludus.rollout.host import LocalEnvs
+from ludus.rollout.threads import EnvThread
 
 PROBE = 2
 """Episodes that show whether an episode takes seconds."""
@@ -37,13 +35,11 @@ LONGEST_TURNS = 400
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """The outcome of an episode; `error`: it failed."""
+class RandomEpisode:
+    """An episode of random actions. `step_s`: mean wall time of a step; `error`: it failed."""
 
-    tier: str | None
     reward: float
     success: bool
-    turns: int
     step_s: float = 0.0
     error: str = ""
 
@@ -129,43 +125,32 @@ def _batch(env: Spec, tasks: Sequence[Task], path: Path, workers: int) -> tuple[
     return Expert(found, dict(summary.dropped), why, summary.seconds), rate
 
 
-def play_random(
+async def play_random(
     env: Spec, tasks: Sequence[Task], actions: Sequence[str], seconds: float, seed: int = 0
-) -> list[Played]:
+) -> list[RandomEpisode]:
     """Play tasks with actions drawn from `actions`: what a policy gets that knows the words and
-    not when to use them."""
-    rng, envs = random.Random(seed), LocalEnvs(env)
-    played: list[Played] = []
+    not when to use them. No episode begins after `seconds`; one under way has as long again."""
+    rng, envs, thread = random.Random(seed), LocalEnvs(env), EnvThread()
+    episodes: list[RandomEpisode] = []
     begun = time.perf_counter()
     for task in tasks:
-        if time.perf_counter() - begun > seconds:
+        spent = time.perf_counter() - begun
+        if spent > seconds or (episodes and episodes[-1].error):
             break
-        played.append(run(_random_episode(envs, task, actions, rng, begun + 2 * seconds)))
-    return played
+        won: list[bool] = []
 
+        async def wander(env: Recorded, won: list[bool] = won) -> None:
+            await env.reset(env.task)
+            for _ in range(min(env.max_turns, LONGEST_TURNS)):
+                message = Message(role="assistant", content=rng.choice(actions))
+                result = await env.step(message)
+                if result.done:
+                    won.append(bool(result.info.get("success", env.won)))
+                    break
 
-async def _random_episode(
-    envs: LocalEnvs, task: Task, actions: Sequence[str], rng: random.Random, until: float
-) -> Played:
-    env = envs.make(task)
-    reward, turns, success, spent = 0.0, 0, None, 0.0
-    most = min(env.max_turns, LONGEST_TURNS)
-    try:
-        await awaited("reset", env.reset(task))
-        while turns < most and time.perf_counter() < until:
-            action = Message(role="assistant", content=rng.choice(actions))
-            started = time.perf_counter()
-            result = await awaited("step", env.step(action))
-            spent += time.perf_counter() - started
-            turns += 1
-            reward += result.reward or 0.0
-            if result.done:
-                success = result.info.get("success")
-                break
-        if success is None:
-            success = turns > 0 and reward >= limits_of(env)[1] and math.isfinite(reward)
-    except (LudusError, Exception) as error:
-        return Played(task.tier, 0.0, False, turns, error=described(error))
-    finally:
-        await env.close()
-    return Played(task.tier, reward, bool(success), turns, spent / max(turns, 1))
+        played = await play_one(envs, thread, task, 2 * seconds - spent, wander)
+        mean = fmean(played.seconds) if played.seconds else 0.0
+        error = "" if played.overdue and played.seconds else played.error
+        episodes.append(RandomEpisode(played.reward, any(won), mean, error))
+    thread.close()
+    return episodes

@@ -157,7 +157,7 @@ def with_lengths(
         own = {"turn_max": FREE_TURN, "turn_mean": FREE_TURN, "per_turn_max": 2 * FREE_TURN}
         lengths = replace(lengths, **own)
     room = choices.tokens_per_turn(lengths)
-    most = choices.turns(expert_turns, own_limit)
+    most = choices.turns(expert_turns or [own_limit], own_limit)
     context = choices.context(lengths, most, room)
     rollout = config.rollout.model_copy(
         update={

@@ -158,7 +158,7 @@ def _rl(c: Calibration) -> Iterator[Line]:
     yield "algorithm", rl.algorithm, ""
     told = "by the estimate of `ludus plan`"
     if c.steps is not None:
-        told = f"of {c.trial.rl_step_s:.1f} s: {c.steps.rl_s / 60:.1f} minutes"
+        told = f"of {c.steps.rl_s / rl.steps:.1f} s: {c.steps.rl_s / 60:.1f} minutes"
     yield "steps", rl.steps, told
     yield "groups_per_step", rl.groups_per_step, ""
     yield "group_size", rl.group_size, ""

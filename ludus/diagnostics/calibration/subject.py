@@ -1,8 +1,7 @@
-"""What `ludus init` calibrates for: an environment, a file or data set of questions, an agent."""
+"""The subject of a calibration: an environment, or a data set of questions with answers."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,16 +12,13 @@ from ludus.core.errors import ConfigError, DataError, did_you_mean
 from ludus.core.types import Spec, Task
 from ludus.envs import ENVS
 from ludus.envs.base import Env
-from ludus.tasks.readers import read_tasks
+from ludus.tasks.readers import load_hf, parse_line, read_tasks
 
 MAX_TIERS = 4
 """Levels that a first recipe trains on unless `--tiers` names them: the shortest."""
 
 HELDOUT_SEED = 1_000_000
 """First seed of the held-out tasks."""
-
-MIN_ROWS = 50
-"""Rows of a data set below which a run can only memorise them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +64,14 @@ class Subject:
         return list(read_tasks(self.reader_of(num_tasks, first), "tasks", maker=self.maker()))
 
 
-def open_subject(
-    given: str, args: Mapping[str, Any], tiers: Sequence[str] | None, split: str = "train"
-) -> Subject:
+def open_subject(given: str, args: Mapping[str, Any], tiers: Sequence[str] | None) -> Subject:
     """Find out what a name is. Errors: ConfigError, DataError, MissingDependency."""
     path = Path(given)
     if path.suffix in (".jsonl", ".json", ".parquet", ".csv"):
         return _data(given, path.stem, "json" if path.suffix == ".jsonl" else "hf", args, tiers)
     known = given in ENVS.names() or ":" in given
     if not known and (path.is_dir() or given.count("/") == 1):
-        return _data(given, path.name, "hf", {"split": split, **args}, tiers)
+        return _data(given, path.name, "hf", args, tiers)
     if not known:
         near = did_you_mean(given, ENVS.names())
         raise ConfigError(
@@ -98,6 +92,9 @@ def _slug(name: str, tiers: Sequence[str]) -> str:
     text = "-".join([name, *tiers[:1]]).lower()
     return "".join(c if c.isalnum() and c.isascii() else "-" for c in text).strip("-") or "run"
 
+
+WHOLE = Spec(name="answer", args={"extract": "whole"})
+"""The judge of a data set: the whole turn is the answer, as in SFT; numbers are equal by value."""
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query")
 ANSWERS = ("answer", "solution", "target", "output", "label", "response", "completion")
@@ -122,15 +119,13 @@ def _data(
         fields[key] = found
     tasks = read_tasks(Spec(name=reader, args=fields), given)
     return Subject(
-        "data", given, _slug(name, ()), None, (), reader, len(tasks), fields, _judge(tasks), tasks
+        "data", given, _slug(name, ()), None, (), reader, len(tasks), fields, WHOLE, tasks
     )
 
 
 def _columns(given: str, reader: str, fields: Mapping[str, Any]) -> list[str]:
     """The fields of the first row."""
     if reader == "hf":
-        from ludus.tasks.readers import load_hf
-
         rows = load_hf(given, fields.get("name"), fields.get("split", "train"), None)
         return list(rows.column_names)
     path = Path(given)
@@ -140,16 +135,10 @@ def _columns(given: str, reader: str, fields: Mapping[str, Any]) -> list[str]:
         for line in lines:
             if line.strip():
                 try:
-                    row = json.loads(line)
+                    return list(parse_line(line))
                 except ValueError:
                     break
-                return list(row) if isinstance(row, dict) else []
     return ["prompt", "answer"]  # the reader says what is wrong with the file
-
-
-def _judge(tasks: Sequence[Task]) -> Spec:
-    """The judge that fits the answers: texts compared whole; numbers by value."""
-    return Spec(name="answer", args={"extract": "whole"})
 
 
 def config_tasks(subject: Subject, num_train: int, num_heldout: int) -> TasksConfig:

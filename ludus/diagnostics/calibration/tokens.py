@@ -13,7 +13,6 @@ from ludus.diagnostics.calibration.choices import (
     UNKNOWN_PROMPTS,
     UNKNOWN_TURNS,
     Lengths,
-    percentile,
 )
 from ludus.models.chat.tokenizers import UNK
 from ludus.pipeline.tokenizer import make_renderers, make_tokenizer
@@ -63,7 +62,6 @@ def lengths(config: RunConfig, tokenizer: Any, shown: Sequence[Conversation]) ->
             for t, prompt in zip(trajectories, prompts, strict=True)
         ),
         episode_mean=sum(episodes) / len(episodes),
-        episode_p95=percentile(episodes, 0.95),
         episode_max=episodes[-1],
     )
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from ludus.config.schema import RunConfig
 from ludus.config.training import SFTUntilConfig
-from ludus.core.signals import run
 from ludus.core.types import Group
 from ludus.data.conversations import Conversation
 from ludus.data.splits import Splits
 from ludus.loop.loop import Stage, run_stage
+from ludus.loop.metrics import group_metrics
 from ludus.pipeline import sft_end
 from ludus.pipeline.build import Run, build
 from ludus.pipeline.stages import rl_stage, sft_stage
@@ -51,14 +51,13 @@ FEW_GROUPS = 4
 
 @dataclass
 class Trial:
-    """What the trials measured; seconds are wall time.
+    """Measurements of the trials; seconds are wall time.
 
     Args:
         losses: loss per token after RATE_STEPS steps of SFT, by learning rate.
         curve: steps of SFT and success of sampled episodes.
         signal: share of groups with different rewards, by temperature; `success` likewise.
-        entropy: mean of -log p of the sampled tokens at the end of SFT, in nats.
-        split: seconds of an RL step by part.
+        rl_step_s: of a step with the groups of the configuration.
     """
 
     losses: dict[float, float] = field(default_factory=dict)
@@ -66,9 +65,7 @@ class Trial:
     curve: list[tuple[int, float]] = field(default_factory=list)
     signal: dict[float, float] = field(default_factory=dict)
     success: dict[float, float] = field(default_factory=dict)
-    entropy: float | None = None
     rl_step_s: float = 0.0
-    split: dict[str, float] = field(default_factory=dict)
     eval_s: float = 0.0
 
     @property
@@ -93,7 +90,7 @@ class _Metrics:
         return fmean(row.get(name, 0.0) for row in self.rows[-last:])
 
 
-def try_out(
+async def try_out(
     config: RunConfig,
     folder: Path,
     splits: Splits,
@@ -106,43 +103,28 @@ def try_out(
 ) -> Trial:
     """Try the SFT and RL of a recipe in about `seconds`. `slow`: a step of the environment takes so
     long that groups are played at one temperature only, and few of them."""
-    return run(_try_out(config, folder, splits, tokenizer, conversations, seconds, say, slow))
-
-
-async def _try_out(
-    config: RunConfig,
-    folder: Path,
-    splits: Splits,
-    tokenizer: Any,
-    conversations: Sequence[Conversation],
-    seconds: float,
-    say: Callable[[str], None],
-    slow: bool,
-) -> Trial:
     trial, begun = Trial(), time.perf_counter()
-    best: tuple[float, Run, Stage] | None = None
-    for rate in RATES:
-        run_ = build(_at_rate(config, rate), RunFolder(folder), splits, tokenizer, conversations)
-        metrics, stage = _Metrics(), sft_stage(run_, lambda _: None)[0]
-        await _steps(run_, stage, metrics, 0, RATE_STEPS)
-        trial.losses[rate] = metrics.mean("train/loss", LAST)
-        trial.sft_step_s = metrics.mean("time/step_s", RATE_STEPS // 2)
-        say(f"SFT at {rate:g}: loss {trial.losses[rate]:.3f} after {RATE_STEPS} steps")
-        if best is None or trial.losses[rate] < best[0] * (1 - TIE):
-            if best is not None:
-                await _close(best[1])
-            best = trial.losses[rate], run_, stage
-        else:
-            await _close(run_)
-        if time.perf_counter() - begun > seconds / 2:
-            break
-    assert best is not None
-    _, run_, stage = best
+    runs: list[tuple[float, Run, Stage]] = []
     try:
-        await _sft(run_, stage, trial, begun + 0.7 * seconds, say)
-        await _rl(run_, trial, begun + seconds, say, slow)
+        for rate in RATES:
+            made = build(
+                _at_rate(config, rate), RunFolder(folder), splits, tokenizer, conversations
+            )
+            metrics, stage = _Metrics(), sft_stage(made, lambda _: None)[0]
+            runs.append((rate, made, stage))
+            await _steps(made, stage, metrics, 0, RATE_STEPS)
+            trial.losses[rate] = metrics.mean("train/loss", LAST)
+            trial.sft_step_s = metrics.mean("time/step_s", RATE_STEPS // 2)
+            say(f"SFT at {rate:g}: loss {trial.losses[rate]:.3f} after {RATE_STEPS} steps")
+            if time.perf_counter() - begun > seconds / 2:
+                break
+        _, best, stage = next(item for item in runs if item[0] == trial.rate)
+        await _sft(best, stage, trial, begun + 0.7 * seconds, say)
+        await _rl(best, trial, begun + seconds, say, slow)
     finally:
-        await _close(run_)
+        for _, made, _ in runs:
+            await made.collector.close()
+            made.backend.close()
     return trial
 
 
@@ -150,11 +132,6 @@ def _at_rate(config: RunConfig, rate: float) -> RunConfig:
     assert config.sft is not None
     optimizer = config.sft.optimizer.model_copy(update={"lr": rate})
     return config.model_copy(update={"sft": config.sft.model_copy(update={"optimizer": optimizer})})
-
-
-async def _close(run_: Run) -> None:
-    await run_.collector.close()
-    run_.backend.close()
 
 
 async def _steps(run_: Run, stage: Stage, metrics: _Metrics, start: int, end: int) -> None:
@@ -177,10 +154,9 @@ async def _sft(
     step, metrics = RATE_STEPS, _Metrics()
     while True:
         started = time.perf_counter()
-        groups, result = await sft_end.measure(run_, settings, step)
+        _, result = await sft_end.measure(run_, settings, step)
         trial.eval_s = time.perf_counter() - started
         trial.curve.append((step, result.success.value))
-        trial.entropy = _entropy(groups)
         say(f"after {step} steps of SFT {result.success.value:.0%} of sampled episodes succeed")
         ended = sft_end.reason_to_end(settings, [value for _, value in trial.curve])
         if ended or step >= stage.steps or time.perf_counter() > until:
@@ -188,18 +164,6 @@ async def _sft(
         more = max(settings.every, 10 * (step // 30))  # fewer measurements as it goes on
         await _steps(run_, stage, metrics, step, step + more)
         step += more
-
-
-def _entropy(groups: Sequence[Group]) -> float | None:
-    """Mean of -log p over the sampled tokens, in nats."""
-    logprobs = [
-        value
-        for group in groups
-        for trajectory in group.trajectories
-        for segment in trajectory.segments
-        for value in segment.logprobs or ()
-    ]
-    return -fmean(logprobs) if logprobs else None
 
 
 async def _rl(
@@ -212,11 +176,9 @@ async def _rl(
     for temperature in TEMPERATURES[:1] if slow else TEMPERATURES:
         collector = run_.collector.with_config("trial", temperature=temperature)
         groups = await collector.collect(tasks, 0, rl.group_size)
-        trial.signal[temperature] = fmean(
-            len({t.reward for t in group.trajectories}) > 1 for group in groups
-        )
-        scored = [t for group in groups for t in group.trajectories if t.reward is not None]
-        trial.success[temperature] = fmean(t.metrics.get("success", 0.0) for t in scored)
+        measured = group_metrics(groups)
+        trial.signal[temperature] = measured["rollout/groups_with_signal"]
+        trial.success[temperature] = measured.get("rollout/success", 0.0)
         say(
             f"at temperature {temperature:g} {trial.success[temperature]:.0%} succeed, and "
             f"{trial.signal[temperature]:.0%} of the groups have different rewards"
@@ -225,10 +187,4 @@ async def _rl(
     await _steps(run_, stage, metrics, 0, 1)
     if time.perf_counter() < until:
         await _steps(run_, stage, metrics, 1, 1 + RL_STEPS)
-    last = min(RL_STEPS, len(metrics.rows))
-    trial.rl_step_s = metrics.mean("time/step_s", last)
-    trial.split = {
-        name.removeprefix("time/"): metrics.mean(name, last)
-        for name in metrics.rows[-1]
-        if name.startswith("time/") and name.endswith("_s")
-    }
+    trial.rl_step_s = metrics.mean("time/step_s", RL_STEPS)

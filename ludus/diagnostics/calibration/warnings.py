@@ -1,4 +1,4 @@
-"""What measurements foretell: each in words, with its number and what to change."""
+"""Warnings that follow from measurements: each with its number and what to change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from ludus.diagnostics.calibration.choices import MAX_CONTEXT, Lengths
-from ludus.diagnostics.calibration.episodes import Expert, Played
+from ludus.diagnostics.calibration.episodes import Expert, RandomEpisode
 from ludus.diagnostics.calibration.trials import Trial
 
 SLOW_S = 0.2
@@ -49,7 +49,7 @@ def of_expert(expert: Expert) -> Iterator[str]:
         )
 
 
-def of_random(played: Sequence[Played], expert: Expert) -> Iterator[str]:
+def of_random(played: Sequence[RandomEpisode], expert: Expert) -> Iterator[str]:
     """Yields what episodes of random actions foretell."""
     fine = [p for p in played if not p.error]
     if failed := [p for p in played if p.error]:

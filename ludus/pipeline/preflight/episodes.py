@@ -108,9 +108,9 @@ async def play_sample(config: RunConfig, tasks: Sequence[Task]) -> Sample:
     def left() -> bool:
         return time.monotonic() - started < PATIENCE_S
 
-    async def one(task: Task, act: Callable[[_Recorded], Awaitable[Any]]) -> Played:
+    async def one(task: Task, act: Callable[[Recorded], Awaitable[Any]]) -> Played:
         deadline = max(DEADLINE_S - (time.monotonic() - started), 0.1)
-        return await _play(envs, thread, task, deadline, act)
+        return await play_one(envs, thread, task, deadline, act)
 
     for task in chosen:
         enough = len(expert) >= NUM_EPISODES and any(_succeeded(played) for played in expert)
@@ -148,7 +148,7 @@ def _succeeded(played: Played) -> bool:
     return played.demonstration is not None and played.demonstration.success
 
 
-class _Recorded:
+class Recorded:
     """An environment whose opening, rewards and times are recorded."""
 
     def __init__(self, env: Env, played: Played) -> None:
@@ -156,6 +156,11 @@ class _Recorded:
         self.stopped = False
         limit = env.max_turns
         played.max_turns = limit if isinstance(limit, int) else 1
+
+    @property
+    def won(self) -> bool:
+        """True if the rewards so far reach the environment's `success_at`."""
+        return self._played.reward >= limits_of(self._env)[1]
 
     async def reset(self, task: Task) -> Observation:
         opening = check_opening(await awaited("reset", self._env.reset(task)))
@@ -179,18 +184,20 @@ class _Recorded:
         return getattr(self._env, name)
 
 
-async def _play(
+async def play_one(
     envs: LocalEnvs,
     thread: EnvThread,
     task: Task,
     deadline: float,
-    act: Callable[[_Recorded], Awaitable[Any]],
+    act: Callable[[Recorded], Awaitable[Any]],
 ) -> Played:
+    """Let `act` play an episode of a task in the environments' thread; an error, or the deadline in
+    seconds, ends it and is in the result."""
     played = Played(task)
-    made: list[_Recorded] = []
+    made: list[Recorded] = []
 
     async def work() -> Any:
-        made.append(_Recorded(envs.make(task), played))
+        made.append(Recorded(envs.make(task), played))
         try:
             return await act(made[0])
         finally:
@@ -212,7 +219,7 @@ async def _play(
     return played
 
 
-async def _demonstrate(config: RunConfig, env: _Recorded) -> Demonstration:
+async def _demonstrate(config: RunConfig, env: Recorded) -> Demonstration:
     task = env.task
     settings = settings_of(config.rollout, part_of(task))
     blocks = None
@@ -223,7 +230,7 @@ async def _demonstrate(config: RunConfig, env: _Recorded) -> Demonstration:
     )
 
 
-async def _wander(env: _Recorded) -> None:
+async def _wander(env: Recorded) -> None:
     """Play words that are no expert's."""
     await env.reset(env.task.model_copy(deep=True))
     for turn in range(RANDOM_TURNS):

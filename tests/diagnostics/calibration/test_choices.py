@@ -12,7 +12,6 @@ LENGTHS = Lengths(
     turn_max=4,
     per_turn_max=20.0,
     episode_mean=100.0,
-    episode_p95=150,
     episode_max=180,
 )
 

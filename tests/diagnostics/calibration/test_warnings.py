@@ -1,10 +1,10 @@
-"""What measurements foretell, in words with the number."""
+"""Warnings that follow from measurements."""
 
 from __future__ import annotations
 
 from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import warnings
-from ludus.diagnostics.calibration.episodes import Expert, Played
+from ludus.diagnostics.calibration.episodes import Expert, RandomEpisode
 from ludus.diagnostics.calibration.trials import Trial
 
 
@@ -20,7 +20,7 @@ def expert(*rewards: float, success: bool = True) -> Expert:
 
 
 def test_a_sound_environment_is_not_warned_about() -> None:
-    played = [Played(None, 0.0, False, 5, 0.001), Played(None, 1.0, True, 5, 0.001)]
+    played = [RandomEpisode(0.0, False, 0.001), RandomEpisode(1.0, True, 0.001)]
     assert list(warnings.of_expert(expert(1.0, 1.0))) == []
     assert list(warnings.of_random(played, expert(1.0))) == []
     assert list(warnings.of_tasks(1e6, 256, "env")) == []
@@ -34,14 +34,14 @@ def test_huge_and_broken_rewards_are_told() -> None:
 
 
 def test_a_constant_reward_gives_nothing_to_learn() -> None:
-    played = [Played(None, 1.0, True, 5)] * 4
+    played = [RandomEpisode(1.0, True)] * 4
     told = "".join(warnings.of_random(played, expert(1.0)))
     assert "random actions succeed in 100%" in told
     assert "every episode has the reward 1" in told
 
 
 def test_a_slow_environment_is_told_with_the_time_of_a_step() -> None:
-    played = [Played(None, 0.0, False, 5, step_s=2.0)]
+    played = [RandomEpisode(0.0, False, step_s=2.0)]
     assert "waits 17 minutes" in "".join(warnings.of_random(played, expert(1.0)))
 
 
