@@ -102,7 +102,9 @@ def _model(c: Calibration) -> Iterator[Line]:
         "context_length",
         model.context_length,
         f"the expert's episodes: {c.lengths.episode_mean:.0f} tokens, at most "
-        f"{c.lengths.episode_max}",
+        f"{c.lengths.episode_max}"
+        if c.expert.demonstrations
+        else f"room for {c.config.rollout.max_turns or 1} turns, which nobody has shown",
     )
 
 

@@ -29,8 +29,8 @@ FEW = 50
 def of_expert(expert: Expert) -> Iterator[str]:
     """Yields what the expert's episodes foretell."""
     if expert.failed:
-        told = ", ".join(f"{count} {kind}" for kind, count in sorted(expert.failed.items()))
-        yield f"{told} of {expert.num_played} episodes of the expert gave no demonstration"
+        told = ", ".join(f"{count} x {kind}" for kind, count in sorted(expert.failed.items()))
+        yield f"of {expert.num_played} episodes of the expert, some gave no demonstration: {told}"
     if expert.success < 0.9 and expert.demonstrations:
         yield (
             f"the expert succeeds in {expert.success:.0%} of its episodes; only these are shown, "
