@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -53,6 +54,10 @@ def init(
     path = out or Path(f"{found.name}.yaml")
     if path.exists() and not force:
         raise ConfigError(f"{path} exists: name another file with --out, or use --force")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(
+            f"--out: {path} cannot be written: name a file in a folder that exists and is yours"
+        )
     calibration = calibrate(
         found, minutes, seed, lambda text: typer.echo(text, err=True), model=model
     )

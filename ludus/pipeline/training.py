@@ -381,7 +381,8 @@ class Trainer:
         metrics |= unknown_metrics(groups, self._unknown)
         if label != "before":
             metrics |= gain_metrics(run.folder.evaluations / "before-000000.json", result)
-        self._latest |= metrics
+        if label != sft_end.LABEL:  # training tasks choose no checkpoint
+            self._latest |= metrics
         self._store.record_step(
             run.folder.id, stage, step, by_role(groups), metrics, seconds=result.seconds
         )

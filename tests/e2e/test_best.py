@@ -42,6 +42,20 @@ def test_every_evaluation_measures_the_checkpoint_of_its_weights(reference: Ludu
 
 
 @pytest.mark.slow
+def test_training_tasks_that_end_sft_measure_no_checkpoint(ludus: Ludus) -> None:
+    until = "sft.until={success: 1.0, every: 2, num_tasks: 2, samples_per_task: 1}"
+    ludus("train", BABYAI, "rl=null", "sft.steps=8", until, "report=false").ok()
+    measured = {
+        path.name: manifest(ludus, path.name).get("metric")
+        for path in (ludus.run() / "checkpoints").iterdir()
+    }
+    assert measured["sft-000008"] == success(ludus, "after-000000")
+    assert [value for name, value in measured.items() if name != "sft-000008"] == [None] * (
+        len(measured) - 1
+    )
+
+
+@pytest.mark.slow
 def test_best_and_latest_name_a_checkpoint_in_every_verb(
     reference: Ludus, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -14,6 +14,7 @@ from ludus.kernels.compiler import PACKAGES, CudaCompiler
 from ludus.kernels.triton.compiler import require_interpreter
 from ludus.kernels.verify.verifier import KernelVerifier
 from ludus.sandbox.base import Limits
+from ludus.sandbox.bubblewrap import jailed
 
 PATIENT = Limits(run_s=120.0, memory_mb=1024, num_processes=16)
 """Machines of tests are busy: only tests of the limits have short ones."""
@@ -28,6 +29,11 @@ def nvrtc(layers: None) -> None:
             version(package)
         except PackageNotFoundError:
             pytest.skip(f"{package} is not installed: pip install 'ludus-rl[kernels]'")
+    if absent := jailed(PACKAGES).absent:
+        pytest.skip(
+            f"the sandbox's user may not read {absent[0]}: root's clone lies in a private folder; "
+            "clone into one that other users may enter (chmod o+x)"
+        )
 
 
 @pytest.fixture(scope="session")
