@@ -54,12 +54,20 @@ def init(
     path = out or Path(f"{found.name}.yaml")
     if path.exists() and not force:
         raise ConfigError(f"{path} exists: name another file with --out, or use --force")
+    data = path.with_suffix(".sft.jsonl")
+    if found.kind == "data" and data.exists() and not force:
+        raise ConfigError(f"{data} exists: name another file with --out, or use --force")
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(
             f"--out: {path} cannot be written: name a file in a folder that exists and is yours"
         )
     calibration = calibrate(
-        found, minutes, seed, lambda text: typer.echo(text, err=True), model=model
+        found,
+        minutes,
+        seed,
+        lambda text: typer.echo(text, err=True),
+        model=model,
+        data_file=str(data),
     )
     if (sft := calibration.config.sft) is not None and sft.data is not None:
         write_conversations(calibration.conversations, Path(sft.data))

@@ -56,10 +56,10 @@ def load_module(name: str) -> ModuleType:
 
     Errors: ModuleNotFoundError; any error that the module itself raises.
     """
-    if not name or name.startswith("."):  # a relative name has no package here
-        raise ModuleNotFoundError(f"no module named {name!r}", name=name)
     if name.endswith(".py"):
         return _load_file(Path(name).expanduser())
+    if not name or name.startswith("."):  # a relative name has no package here
+        raise ModuleNotFoundError(f"no module named {name!r}", name=name)
     here = os.getcwd()
     if here in sys.path or "" in sys.path:
         return import_module(name)

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -23,6 +23,7 @@ from ludus.diagnostics.calibration import warnings as foretold
 from ludus.diagnostics.calibration.episodes import (
     Expert,
     RandomEpisode,
+    play_again,
     play_expert,
     play_random,
 )
@@ -39,6 +40,7 @@ from ludus.diagnostics.calibration.starting import Start
 from ludus.diagnostics.calibration.subject import MAX_TIERS, Subject
 from ludus.diagnostics.calibration.trials import Trial, try_out
 from ludus.diagnostics.calibration.warnings import SLOW_S
+from ludus.diagnostics.plan import shape_of
 from ludus.pipeline.preflight.episodes import play_sample
 
 EXPERT_S = 20.0
@@ -49,6 +51,9 @@ RANDOM_S = 5.0
 
 TRIAL_S = 70.0
 """Seconds for the trials of SFT and RL."""
+
+NUM_REPEATED, REPEAT_S = 8, 4.0
+"""Tasks that the expert plays again, to find episodes that differ; at most so many seconds."""
 
 NUM_EPISODES = 1600
 """Most episodes of the expert during calibration."""
@@ -89,15 +94,20 @@ def calibrate(
     seed: int,
     say: Callable[[str], None],
     model: str | None = None,
+    data_file: str = "sft.jsonl",
 ) -> Calibration:
-    """Measure and choose. `model`: a pretrained one in place of one from scratch.
+    """Measure and choose.
+
+    Args:
+        model: a pretrained one in place of one from scratch.
+        data_file: of the conversations of a data set, which the caller writes.
 
     Errors: ConfigError, DataError where no recipe can learn.
     """
     begun = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="ludus-init-"))
     try:
-        made = _calibrate(subject, minutes, seed, say, model, folder)
+        made = _calibrate(subject, minutes, seed, say, model, data_file, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return replace(made, seconds=time.perf_counter() - begun)
@@ -109,8 +119,13 @@ def _calibrate(
     seed: int,
     say: Callable[[str], None],
     model: str | None,
+    data_file: str,
     folder: Path,
 ) -> Calibration:
+    if model is not None:  # a model that cannot be loaded is told before anything is played
+        first = base(subject, seed, model, data_file, shows=False)
+        tokens.trained(first, (), ())
+        shape_of(first)
     if subject.env is not None:
         subject = fewer_tiers(subject, folder, say)
     tasks = subject.take(NUM_EPISODES, 0)
@@ -118,7 +133,7 @@ def _calibrate(
     good = [d for d in expert.demonstrations if d.success]
     if not good and model is None:
         raise ConfigError(no_demonstration(subject, expert))
-    config = base(subject, seed, model, shows=bool(good))
+    config = base(subject, seed, model, data_file, shows=bool(good))
     shown = conversations_of(config, good, tasks) if good else openings(config, tasks)
     half = max(len(shown) // 2, 1)
     config, vocabulary, unknown = tokenizer_for(config, shown[:half], shown[half:])
@@ -161,7 +176,8 @@ def _calibrate(
         *foretold.of_tasks(distinct, len(splits.heldout), subject.kind),
         *foretold.of_lengths(lengths, config.model.context_length),
         *foretold.of_turns(expert.turns, config.rollout.max_turns),
-        *foretold.of_trial(trial, config.sft.steps if config.sft else 0),
+        *foretold.of_trial(trial, config.sft.steps if config.sft else 0, subject.kind),
+        *repeated(subject, expert, tasks),
     ]
     return Calibration(
         subject, config, of_training, expert, lengths, vocabulary, unknown, distinct, trial,
@@ -253,12 +269,33 @@ def no_demonstration(subject: Subject, expert: Expert) -> str:
             f"none (rewards {min(expert.rewards):g} to {max(expert.rewards):g}): compare them with "
             "the environment's success_at"
         )
+    if "no expert" not in expert.failed:
+        return (
+            f"{subject.given}: all {expert.num_played} episodes of the expert failed: "
+            f"{expert.reason}. `ludus check-env {subject.given}` tells more"
+        )
     return (
-        f"{subject.given}: no episode of an expert: {expert.why_none}. A small model from scratch "
-        "learns an environment's language from demonstrations: give the class a method "
-        "`expert_action`, or collect episodes of a large model with `ludus generate-data` and name "
-        "the file in `sft.data`"
+        f"{subject.given} has no expert: {expert.reason}. A small model from scratch learns an "
+        "environment's language from demonstrations: give the class a method `expert_action`, or "
+        "collect episodes of a large model with `ludus generate-data` and name the file in "
+        "`sft.data`"
     )
+
+
+def repeated(subject: Subject, expert: Expert, tasks: Sequence[Task]) -> Iterator[str]:
+    """Yields a warning where a second play of a task differs from the first."""
+    if subject.env is None or not expert.demonstrations:
+        return
+    first = {d.task_id: d for d in expert.demonstrations}
+    chosen = [task for task in tasks if task.id in first][:NUM_REPEATED]
+    for again in run(play_again(subject.env, chosen, REPEAT_S)):
+        if again.messages != first[again.task_id].messages:
+            yield (
+                f"task {again.task_id} differs when it is played again: the same task has to give "
+                "the same episode, or groups compare luck; derive all randomness from the task "
+                f"(`ludus check-env {subject.given}`)"
+            )
+            return
 
 
 def with_few_episodes(config: RunConfig) -> RunConfig:

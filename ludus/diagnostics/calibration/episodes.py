@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import cast
 
 from ludus.core.types import Message, Spec, Task
 from ludus.data.demonstrations import (
@@ -19,10 +20,14 @@ from ludus.data.demonstrations import (
     generate_demonstrations,
     load_demonstrations,
 )
-from ludus.data.expert import Demonstration
+from ludus.data.expert import Demonstration, run_expert
+from ludus.envs.base import Env
 from ludus.pipeline.preflight.episodes import Recorded, play_one
 from ludus.rollout.host import LocalEnvs
 from ludus.rollout.threads import EnvThread
+
+LONGEST_S = 20.0
+"""Seconds of an episode of the expert at most."""
 
 PROBE = 2
 """Episodes that show whether an episode takes seconds."""
@@ -46,14 +51,16 @@ class RandomEpisode:
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """Episodes of the expert; `why_none` tells why there are none.
+    """Episodes of the expert.
 
-    `failed`: episodes without a demonstration, by kind. `step_s`: wall time of a turn.
+    Args:
+        failed: episodes without a demonstration, by kind; `reason`: of the first of them.
+        seconds: wall time, with the start of the processes.
     """
 
     demonstrations: Sequence[Demonstration] = ()
     failed: dict[str, int] = field(default_factory=dict)
-    why_none: str = ""
+    reason: str = ""
     seconds: float = 0.0
 
     def joined(self, more: Expert) -> Expert:
@@ -62,7 +69,7 @@ class Expert:
         return Expert(
             [*self.demonstrations, *more.demonstrations],
             dict(failed),
-            more.why_none if not self.demonstrations else "",
+            self.reason or more.reason,
             self.seconds + more.seconds,
         )
 
@@ -89,21 +96,48 @@ def play_expert(
 ) -> Expert:
     """Let the expert play as many tasks as fit into `seconds`, in processes of its own: PROBE,
     then at most FIRST, then the rest, by the time that those before took."""
-    begun, played, rate = time.perf_counter(), Expert(), 1.0
+    begun, played, rate, timeout_s = time.perf_counter(), Expert(), 1.0, LONGEST_S
     for size in (PROBE, FIRST, len(tasks)):
         left = seconds - (time.perf_counter() - begun)
         at = played.num_played
         number = size if not at else min(size, int(left * rate))
         if at >= len(tasks) or number <= 0:
             break
-        more, rate = _batch(env, tasks[at : at + number], folder / f"{at}.jsonl", workers)
+        batch = tasks[at : at + number]
+        more, rate = _batch(env, batch, folder / f"{at}.jsonl", workers, timeout_s)
         played = played.joined(more)
         if not played.demonstrations:
             break
+        # An episode that hangs must not take the time of all others.
+        timeout_s = min(max(4 / rate, 2.0), LONGEST_S)
     return played
 
 
-def _batch(env: Spec, tasks: Sequence[Task], path: Path, workers: int) -> tuple[Expert, float]:
+async def play_again(env: Spec, tasks: Sequence[Task], seconds: float) -> list[Demonstration]:
+    """The expert's episodes of tasks, played in this process, as many as fit into `seconds`."""
+    envs, thread, begun = LocalEnvs(env), EnvThread(), time.perf_counter()
+    found: list[Demonstration] = []
+    for task in tasks:
+        left = seconds - (time.perf_counter() - begun)
+        if left <= 0:
+            break
+        played = await play_one(envs, thread, task, left, expert_of)
+        if played.demonstration is not None:
+            found.append(played.demonstration)
+        if played.overdue:
+            break
+    thread.close()
+    return found
+
+
+async def expert_of(env: Recorded) -> Demonstration:
+    """Play the expert of an environment."""
+    return await run_expert(cast(Env, env), env.task)
+
+
+def _batch(
+    env: Spec, tasks: Sequence[Task], path: Path, workers: int, timeout_s: float
+) -> tuple[Expert, float]:
     """Returns the expert's episodes and their number per second, without the workers' start."""
     times: list[float] = []
     summary: Summary = generate_demonstrations(
@@ -111,14 +145,13 @@ def _batch(env: Spec, tasks: Sequence[Task], path: Path, workers: int) -> tuple[
         tasks,
         path,
         num_workers=workers,
+        timeout_s=timeout_s,
         only_successful=False,
         on_episode=lambda _: times.append(time.perf_counter()),
     )
     found = list(load_demonstrations(path))
-    why = ""
-    if not found:
-        dropped = dropped_path(path).read_text(encoding="utf-8").partition("\n")[0]
-        why = Dropped.model_validate_json(dropped).reason if dropped else "it played no episode"
+    dropped = dropped_path(path).read_text(encoding="utf-8").partition("\n")[0]
+    why = Dropped.model_validate_json(dropped).reason if dropped else ""
     later = len(times) - EPISODES_PER_JOB
     span = times[-1] - times[EPISODES_PER_JOB - 1] if later > 0 else summary.seconds
     rate = (later if later > 0 else len(times)) / max(span, 1e-3)
@@ -135,7 +168,7 @@ async def play_random(
     begun = time.perf_counter()
     for task in tasks:
         spent = time.perf_counter() - begun
-        if spent > seconds or (episodes and episodes[-1].error):
+        if spent > seconds:
             break
         won: list[bool] = []
 
@@ -152,5 +185,7 @@ async def play_random(
         mean = fmean(played.seconds) if played.seconds else 0.0
         error = "" if played.overdue and played.seconds else played.error
         episodes.append(RandomEpisode(played.reward, any(won), mean, error))
+        if played.overdue:
+            break
     thread.close()
     return episodes

@@ -28,8 +28,15 @@ WORLDS_S = 5.0
 """Seconds for that comparison."""
 
 
-def base(subject: Subject, seed: int, model: str | None, *, shows: bool) -> RunConfig:
-    """The recipe before any measurement of tokens. `shows`: there are demonstrations."""
+def base(
+    subject: Subject, seed: int, model: str | None, data_file: str, *, shows: bool
+) -> RunConfig:
+    """The recipe before any measurement of tokens.
+
+    Args:
+        data_file: of the conversations of a data set, for `sft.data`.
+        shows: there are demonstrations.
+    """
     data: dict[str, Any] = {
         "name": subject.name,
         "seed": seed,
@@ -62,7 +69,7 @@ def base(subject: Subject, seed: int, model: str | None, *, shows: bool) -> RunC
         "rollout": {"concurrency": 256},
     }
     if subject.env is None and shows:
-        data["sft"]["data"] = f"{subject.name}.sft.jsonl"
+        data["sft"]["data"] = data_file
     return RunConfig.model_validate(data)
 
 

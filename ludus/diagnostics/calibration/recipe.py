@@ -26,7 +26,7 @@ def write(c: Calibration) -> str:
         f"# Written by `ludus init {c.subject.given}`, from measurements of {c.seconds:.0f} s on "
         "this machine.",
         "# All keys: `ludus config`. The comments say what was measured.",
-        f"name: {c.config.name}",
+        f"name: {flow(c.config.name)}",
         *_section("model", _model(c)),
         *([f"learner: {flow(learner)}"] if learner else []),
     ]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from ludus.config.tasks import TasksConfig
-from ludus.core.errors import ConfigError, DataError, did_you_mean
+from ludus.core.errors import ConfigError, DataError, Unscorable, did_you_mean
 from ludus.core.types import Spec, Task
 from ludus.envs import ENVS
 from ludus.envs.base import Env
+from ludus.judges.base import accepted_answers
 from ludus.tasks.readers import load_hf, parse_line, read_tasks
+from ludus.tasks.splits import task_key
 
 MAX_TIERS = 4
 """Levels that a first recipe trains on unless `--tiers` names them: the shortest."""
@@ -96,6 +100,9 @@ def _slug(name: str, tiers: Sequence[str]) -> str:
 WHOLE = Spec(name="answer", args={"extract": "whole"})
 """The judge of a data set: the whole turn is the answer, as in SFT; numbers are equal by value."""
 
+NUM_FIRST = 100
+"""Rows whose fields are looked at."""
+
 PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query")
 ANSWERS = ("answer", "solution", "target", "output", "label", "response", "completion")
 
@@ -118,27 +125,52 @@ def _data(
             )
         fields[key] = found
     tasks = read_tasks(Spec(name=reader, args=fields), given)
+    _check_rows(given, tasks)
     return Subject(
         "data", given, _slug(name, ()), None, (), reader, len(tasks), fields, WHOLE, tasks
     )
 
 
+def _check_rows(given: str, tasks: Sequence[Task]) -> None:
+    """Errors: DataError for rows that nothing can score, that repeat, or that are too few."""
+    unscored = []
+    for task in tasks:
+        try:
+            accepted_answers(task)
+        except Unscorable as error:
+            unscored.append(str(error))
+    if unscored:
+        raise DataError(
+            f"{given}: {len(unscored)} of {len(tasks)} rows cannot be scored, the first: "
+            f"{unscored[0]}: remove them"
+        )
+    different = len({task_key(task) for task in tasks})
+    if different < 2:
+        raise DataError(
+            f"{given}: {len(tasks)} {'row' if len(tasks) == 1 else 'rows'} with one question: a "
+            "run needs at least one to train on and another to hold out"
+        )
+    if different < len(tasks):
+        raise DataError(
+            f"{given}: {len(tasks) - different} of {len(tasks)} rows repeat an earlier one, so "
+            "held-out rows may be training rows: remove them"
+        )
+
+
 def _columns(given: str, reader: str, fields: Mapping[str, Any]) -> list[str]:
-    """The fields of the first row."""
+    """The fields of the first rows."""
     if reader == "hf":
         rows = load_hf(given, fields.get("name"), fields.get("split", "train"), None)
         return list(rows.column_names)
     path = Path(given)
     if not path.is_file():
         raise DataError(f"{given} does not exist")
+    found: dict[str, None] = {}
     with path.open("rb") as lines:
-        for line in lines:
-            if line.strip():
-                try:
-                    return list(parse_line(line))
-                except ValueError:
-                    break
-    return ["prompt", "answer"]  # the reader says what is wrong with the file
+        for line in islice(filter(bytes.strip, lines), NUM_FIRST):
+            with suppress(ValueError):  # the reader says what is wrong with the line
+                found |= dict.fromkeys(parse_line(line))
+    return list(found) or ["prompt", "answer"]
 
 
 def config_tasks(subject: Subject, num_train: int, num_heldout: int) -> TasksConfig:

@@ -5,6 +5,7 @@ Nothing is kept: the runs live in a temporary folder, and the recipe starts from
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -112,7 +113,7 @@ async def try_out(
             )
             metrics, stage = _Metrics(), sft_stage(made, lambda _: None)[0]
             runs.append((rate, made, stage))
-            await _steps(made, stage, metrics, 0, RATE_STEPS)
+            await _steps(made, stage, metrics, 0, RATE_STEPS, begun + seconds / 2)
             trial.losses[rate] = metrics.mean("train/loss", LAST)
             trial.sft_step_s = metrics.mean("time/step_s", RATE_STEPS // 2)
             say(f"SFT at {rate:g}: loss {trial.losses[rate]:.3f} after {RATE_STEPS} steps")
@@ -134,13 +135,15 @@ def _at_rate(config: RunConfig, rate: float) -> RunConfig:
     return config.model_copy(update={"sft": config.sft.model_copy(update={"optimizer": optimizer})})
 
 
-async def _steps(run_: Run, stage: Stage, metrics: _Metrics, start: int, end: int) -> None:
-    """Run the steps of a stage from `start` to `end`; the first call begins it."""
+async def _steps(
+    run_: Run, stage: Stage, metrics: _Metrics, start: int, end: int, until: float = math.inf
+) -> None:
+    """Run the steps of a stage from `start` to `end`, or until a time; the first call begins it."""
     if start == 0:
         run_.backend.begin_stage(stage.settings, stage.algorithm)
 
     async def before(step: int) -> bool:
-        return step < end
+        return step < end and time.perf_counter() < until
 
     stage.after_step = before
     await run_stage(stage, run_.backend, metrics, start)

@@ -22,6 +22,9 @@ TOO_LONG = 0.15
 SOLVED = 0.9
 """Success of SFT alone above which RL has little to add."""
 
+ENOUGH = 10
+"""Episodes of random actions from which something follows, where others failed."""
+
 FEW = 50
 """Different tasks below which a run can only memorise them."""
 
@@ -30,7 +33,10 @@ def of_expert(expert: Expert) -> Iterator[str]:
     """Yields what the expert's episodes foretell."""
     if expert.failed:
         told = ", ".join(f"{count} x {kind}" for kind, count in sorted(expert.failed.items()))
-        yield f"of {expert.num_played} episodes of the expert, some gave no demonstration: {told}"
+        yield (
+            f"of {expert.num_played} episodes of the expert, some gave no demonstration: {told}: "
+            f"{expert.reason}"
+        )
     if expert.success < 0.9 and expert.demonstrations:
         yield (
             f"the expert succeeds in {expert.success:.0%} of its episodes; only these are shown, "
@@ -54,6 +60,8 @@ def of_random(played: Sequence[RandomEpisode], expert: Expert) -> Iterator[str]:
     fine = [p for p in played if not p.error]
     if failed := [p for p in played if p.error]:
         yield f"{len(failed)} of {len(played)} episodes of random actions failed: {failed[0].error}"
+    if len(fine) < ENOUGH and failed:
+        return
     if not fine:
         return
     success, rewards = fmean(p.success for p in fine), {p.reward for p in fine}
@@ -109,7 +117,7 @@ def of_turns(turns: Sequence[int], most: object) -> Iterator[str]:
         )
 
 
-def of_trial(trial: Trial, steps: int) -> Iterator[str]:
+def of_trial(trial: Trial, steps: int, kind: str = "env") -> Iterator[str]:
     """Yields what the trials foretell."""
     if not trial.curve:
         return
@@ -123,7 +131,9 @@ def of_trial(trial: Trial, steps: int) -> Iterator[str]:
     elif success >= SOLVED:
         yield (
             f"{success:.0%} of the sampled episodes succeed after {step} steps of SFT, which "
-            "leaves RL little to add: choose harder levels with --tiers, or train with SFT alone"
+            "leaves RL little to add: "
+            + ("choose harder levels with --tiers" if kind == "env" else "take harder questions")
+            + ", or train with SFT alone"
         )
     elif trial.signal and max(trial.signal.values()) < 0.1:
         yield (

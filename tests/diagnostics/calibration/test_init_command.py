@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ludus.cli import app
+from ludus.diagnostics.calibration.recipe import flow
 
 
 def refusal(*argv: str) -> str:
@@ -34,3 +35,48 @@ def test_wrong_subjects_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "name the one with the prompt" in refusal("rows.jsonl")
     assert "a data set has rows" in refusal("rows.jsonl", "--tiers", "x")
     assert "nothere.jsonl does not exist" in refusal("nothere.jsonl")
+
+
+ROWS = '{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "1 + 2", "answer": "3"}\n'
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        (ROWS + '{"prompt": "2", "answer": null}\n', "1 of 3 rows cannot be scored"),
+        (ROWS + ROWS, "2 of 4 rows repeat an earlier one"),
+        ('{"prompt": "1", "answer": "2"}\n' * 3, "3 rows with one question"),
+        ('{"prompt": "1", "answer": "2"}\n', "1 row with one question"),
+        ('{"prompt": "1"}\n' + ROWS, "has no field 'answer'"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: str, problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    assert problem in refusal("rows.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_conversations_of_another_recipe_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(ROWS)
+    (tmp_path / "mine.sft.jsonl").write_text("precious")
+    assert "mine.sft.jsonl exists" in refusal("rows.jsonl", "--out", "mine.yaml")
+    assert (tmp_path / "mine.sft.jsonl").read_text() == "precious"
+
+
+def test_a_model_that_cannot_be_loaded_is_told_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "no folder ./none" in refusal("textcraft", "--model", "./none")
+
+
+def test_names_are_texts_in_yaml() -> None:
+    assert flow("null") == "'null'"
+    assert flow("123") == "'123'"
+    assert flow(3e-4) == "3.0e-4"

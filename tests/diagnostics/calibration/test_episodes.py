@@ -1,0 +1,84 @@
+"""Episodes of the expert and of random actions, in environments that misbehave."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from ludus.core.types import Spec
+from ludus.diagnostics.calibration.episodes import play_again, play_expert, play_random
+from ludus.envs import ENVS
+
+ENV = """
+import os, time
+from ludus import Env, Message, Observation, StepResult, Task
+
+class Count(Env):
+    max_turns = 3
+    async def reset(self, task):
+        self.seed, self.turns = task.data["seed"], 0
+        salt = os.urandom(8).hex() if NOISE else ""
+        return Observation(messages=[Message(role="user", content=f"go {salt}")])
+    async def step(self, action):
+        if action.content == "raise":
+            raise RuntimeError("boom")
+        if HANGS and self.seed == 3:
+            time.sleep(60)
+        self.turns += 1
+        done = self.turns == 2
+        return StepResult(messages=[Message(role="user", content="on")], reward=1.0 * done,
+                          terminated=done)
+    def expert_action(self):
+        return "walk"
+    @classmethod
+    def task(cls, tier, seed):
+        return Task(id=str(seed), data={"seed": seed})
+"""
+NUMBER = itertools.count()
+
+
+def env(tmp_path: Path, *, noise: bool = False, hangs: bool = False) -> Spec:
+    path = tmp_path / f"env{next(NUMBER)}.py"
+    path.write_text(f"NOISE, HANGS = {noise}, {hangs}\n" + ENV)
+    return Spec(name=f"{path}:Count")
+
+
+def tasks(spec: Spec, count: int) -> list:
+    made = ENVS.build(spec)
+    return [made.task(None, seed) for seed in range(count)]
+
+
+def test_an_expert_that_hangs_in_a_task_leaves_the_others(tmp_path: Path) -> None:
+    spec = env(tmp_path, hangs=True)
+    expert = play_expert(spec, tasks(spec, 12), tmp_path, seconds=30)
+    assert len(expert.demonstrations) == 11
+    assert expert.failed == {"timeout": 1}
+    assert "took longer than" in expert.reason
+    assert expert.turns == [2] * 11
+
+
+async def test_random_actions_go_on_after_an_error(tmp_path: Path) -> None:
+    spec = env(tmp_path)
+    played = await play_random(spec, tasks(spec, 20), ["walk", "raise"], seconds=20)
+    assert len(played) == 20
+    errors = [episode.error for episode in played if episode.error]
+    assert 0 < len(errors) < 20
+    assert "boom" in errors[0]
+    assert {episode.reward for episode in played if not episode.error} == {1.0}
+    assert all(episode.success for episode in played if not episode.error)
+
+
+async def test_an_environment_that_hangs_ends_the_random_play(tmp_path: Path) -> None:
+    spec = env(tmp_path, hangs=True)
+    played = await play_random(spec, tasks(spec, 20), ["walk"], seconds=1)
+    assert len(played) == 4
+    assert "took longer" in played[-1].error
+
+
+async def test_a_second_play_shows_differences(tmp_path: Path) -> None:
+    for noise in (False, True):
+        spec = env(tmp_path, noise=noise)
+        first = await play_again(spec, tasks(spec, 3), seconds=20)
+        second = await play_again(spec, tasks(spec, 3), seconds=20)
+        assert [d.messages for d in first] != [d.messages for d in second] or not noise
+        assert [d.messages for d in first] == [d.messages for d in second] or noise
