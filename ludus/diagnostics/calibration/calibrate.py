@@ -338,9 +338,8 @@ def with_choices(
     assert until is not None
     num_train = num_training_tasks(config)
     for_seconds = 0.1 * 60 * minutes * episodes_per_s
-    step, success = trial.curve[-1] if trial.curve else (0, 0.0)
-    reached = success >= until.success
-    wanted = max(2 * step * config.sft.episodes_per_step, 1000) if reached else MAX_DEMONSTRATIONS
+    expected = choices.expected_sft(trial.curve, until.success)
+    wanted = max(2 * (expected or 10**6) * config.sft.episodes_per_step, 1000)
     number = int(min(MAX_DEMONSTRATIONS, num_train, max(for_seconds, 64), wanted))
     groups = choices.groups(trial.rl_step_s, config.rl.groups_per_step)
     trial = replace(trial, rl_step_s=trial.rl_step_s * groups / config.rl.groups_per_step)

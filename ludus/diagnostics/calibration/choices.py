@@ -38,9 +38,12 @@ SIGNAL = 0.5
 LONGEST_STEP_S = 5.0
 """Seconds of an RL step above which it has fewer groups: many steps beat large ones."""
 
+SFT_TOKENS = 8192
+"""Tokens of a step of SFT above which it has fewer episodes: about a second on one core."""
+
 RL_SHARE, RL_SHARE_HARD = 0.6, 0.4
-"""Least share of the minutes for RL; the second where the trial of SFT stayed below half of its
-target: SFT learns faster than RL from nothing."""
+"""Least share of the minutes for RL; the second where SFT is not expected to reach its target in
+the rest: SFT learns faster than RL from nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,14 @@ def context(lengths: Lengths, max_turns: int, room: int) -> int:
     64: `per_turn_max` is that of the expert's episode with the longest turns."""
     grown = lengths.prompt_max + max_turns * (lengths.per_turn_max + room - lengths.turn_mean)
     return min(max(64 * math.ceil(grown / 64), 128), MAX_CONTEXT)
+
+
+def episodes_per_step(lengths: Lengths, most: int) -> int:
+    """Demonstrations of a step of SFT, so few that a step has SFT_TOKENS tokens; at least 8."""
+    number = most
+    while number > 8 and number * lengths.episode_mean > SFT_TOKENS:
+        number //= 2
+    return number
 
 
 def groups(step_s: float, groups_per_step: int) -> int:
@@ -135,24 +146,42 @@ class Steps:
     every: int
 
 
+def expected_sft(curve: Sequence[tuple[int, float]], success: float) -> int | None:
+    """Steps of SFT until `success`, by a straight line through the last half of the trial's curve;
+    None where that does not rise."""
+    if not curve:
+        return None
+    step, value = curve[-1]
+    if value >= success:
+        return step
+    before, old = next(point for point in reversed([(0, 0.0), *curve]) if point[0] <= step / 2)
+    slope = (value - old) / (step - before)
+    return math.ceil(step + (success - value) / slope) if slope > 0 else None
+
+
 def steps(
     trial: Trial, minutes: float, demonstrations_s: float, every: int, success: float = 0.4
 ) -> Steps:
     """Divide the minutes: demonstrations, SFT up to its measured end at `success`, RL for the
-    rest."""
+    rest. SFT may take half as long again as expected."""
     total = 60.0 * minutes - RESERVE_S - demonstrations_s
-    measure_s = trial.eval_s / every
-    sft_step = trial.sft_step_s + measure_s
-    hard = bool(trial.curve) and trial.curve[-1][1] < success / 2
-    share = RL_SHARE_HARD if hard else RL_SHARE
-    most = max(int((1 - share) * total / max(sft_step, 1e-3)), 20)
-    used = most if hard or not trial.curve else min(trial.curve[-1][0], most)
+    sft_step = max(trial.sft_step_s + trial.eval_s / every, 1e-3)
+    most = max(int((1 - RL_SHARE) * total / sft_step), 20)
+    expected = expected_sft(trial.curve, success)
+    if trial.curve and (expected is None or expected > most):
+        most = used = max(int((1 - RL_SHARE_HARD) * total / sft_step), 20)
+        if expected is not None:
+            used = min(expected, most)
+    elif expected is not None:
+        used, most = expected, min(most, max(expected * 3 // 2, 40))
+    else:
+        used = most
     evaluations = 4 * max(trial.eval_s, 0.5) * 2
     left = total - used * sft_step - evaluations
     rl = int(left / max(trial.rl_step_s, 1e-3))
     rl = max(min(rl // 10 * 10, 400), 20)
     return Steps(
-        sft=max(most // 10 * 10, 20),
+        sft=max(math.ceil(most / 10) * 10, 20),
         sft_s=used * sft_step,
         rl=rl,
         rl_s=rl * trial.rl_step_s,

@@ -155,7 +155,7 @@ def with_lengths(
     expert_turns: Sequence[int],
     conversations: Sequence[Conversation],
 ) -> tuple[RunConfig, choices.Lengths]:
-    """Turns, tokens of a turn and the context, by episodes."""
+    """Turns, tokens of a turn, the context and episodes of a step, by the expert's episodes."""
     tokenizer = tokens.trained(config, conversations, ())
     lengths = tokens.lengths(config, tokenizer, conversations)
     maker = subject.maker()
@@ -174,7 +174,10 @@ def with_lengths(
     )
     model = config.model.model_copy(update={"context_length": context})
     batch = max(8192, context)
-    sft = config.sft.model_copy(update={"tokens_per_batch": batch}) if config.sft else None
+    sft = config.sft
+    if sft is not None:
+        number = choices.episodes_per_step(lengths, sft.episodes_per_step)
+        sft = sft.model_copy(update={"tokens_per_batch": batch, "episodes_per_step": number})
     rl = config.rl.model_copy(update={"tokens_per_batch": batch}) if config.rl else None
     return config.model_copy(
         update={"model": model, "rollout": rollout, "sft": sft, "rl": rl}

@@ -143,6 +143,8 @@ def _sft(c: Calibration) -> Iterator[Line]:
         return
     yield "data", sft.data, ""
     yield "steps", sft.steps, "at most"
+    if sft.episodes_per_step != type(sft).model_fields["episodes_per_step"].default:
+        yield "episodes_per_step", sft.episodes_per_step, "they are long"
     if sft.until is not None:
         curve = ", ".join(f"{value:.0%} after {step}" for step, value in c.trial.curve[-3:])
         until = {"success": sft.until.success} | sft.until.model_dump(exclude_defaults=True)

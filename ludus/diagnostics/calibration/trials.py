@@ -25,8 +25,9 @@ from ludus.pipeline.build import Run, build
 from ludus.pipeline.stages import rl_stage, sft_stage
 from ludus.store.folders import RunFolder
 
-RATES = (1e-3, 2e-3, 4e-3)
-"""Learning rates of SFT that are tried, for a model from scratch."""
+RATES = (2e-3, 1e-3, 4e-3)
+"""Learning rates of SFT that are tried, for a model from scratch; the likeliest first, for where
+time allows only one."""
 
 RATE_STEPS = 20
 """Steps of SFT at each rate."""
@@ -105,25 +106,29 @@ async def try_out(
     """Try the SFT and RL of a recipe in about `seconds`. `slow`: a step of the environment takes so
     long that groups are played at one temperature only, and few of them."""
     trial, begun = Trial(), time.perf_counter()
-    runs: list[tuple[float, Run, Stage]] = []
+    runs: list[tuple[float, Run, Stage, int]] = []
     try:
         for rate in RATES:
             made = build(
                 _at_rate(config, rate), RunFolder(folder), splits, tokenizer, conversations
             )
             metrics, stage = _Metrics(), sft_stage(made, lambda _: None)[0]
-            runs.append((rate, made, stage))
-            await _steps(made, stage, metrics, 0, RATE_STEPS, begun + seconds / 2)
-            trial.losses[rate] = metrics.mean("train/loss", LAST)
+            try:
+                await _steps(made, stage, metrics, 0, RATE_STEPS, begun + seconds / 2)
+            finally:
+                runs.append((rate, made, stage, len(metrics.rows)))
             trial.sft_step_s = metrics.mean("time/step_s", RATE_STEPS // 2)
-            say(f"SFT at {rate:g}: loss {trial.losses[rate]:.3f} after {RATE_STEPS} steps")
+            if len(metrics.rows) < RATE_STEPS and trial.losses:
+                break  # after fewer steps, its loss compares with no other
+            trial.losses[rate] = metrics.mean("train/loss", LAST)
+            say(f"SFT at {rate:g}: loss {trial.losses[rate]:.3f} after {len(metrics.rows)} steps")
             if time.perf_counter() - begun > seconds / 2:
                 break
-        _, best, stage = next(item for item in runs if item[0] == trial.rate)
-        await _sft(best, stage, trial, begun + 0.7 * seconds, say)
+        _, best, stage, step = next(item for item in runs if item[0] == trial.rate)
+        await _sft(best, stage, step, trial, begun + 0.7 * seconds, say)
         await _rl(best, trial, begun + seconds, say, slow)
     finally:
-        for _, made, _ in runs:
+        for _, made, _, _ in runs:
             await made.collector.close()
             made.backend.close()
     return trial
@@ -150,11 +155,16 @@ async def _steps(
 
 
 async def _sft(
-    run_: Run, stage: Stage, trial: Trial, until: float, say: Callable[[str], None]
+    run_: Run,
+    stage: Stage,
+    step: int,
+    trial: Trial,
+    until: float,
+    say: Callable[[str], None],
 ) -> None:
-    """Continue SFT until its measured end, or the time is over."""
+    """Continue SFT from `step` until its measured end, or the time is over."""
     settings = (run_.config.sft and run_.config.sft.until) or SFTUntilConfig()
-    step, metrics = RATE_STEPS, _Metrics()
+    metrics = _Metrics()
     while True:
         started = time.perf_counter()
         _, result = await sft_end.measure(run_, settings, step)

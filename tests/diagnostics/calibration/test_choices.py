@@ -75,6 +75,23 @@ def test_the_minutes_are_divided() -> None:
     assert (slow.sft, slow.rl) == (20, 20)
 
 
+def test_sft_is_expected_to_go_on_as_the_last_half_of_the_trial() -> None:
+    assert choices.expected_sft([(20, 0.1), (40, 0.2)], 0.4) == 80
+    assert choices.expected_sft([(20, 0.02), (30, 0.1), (40, 0.22)], 0.4) == 58
+    assert choices.expected_sft([(20, 0.2)], 0.4) == 40
+    assert choices.expected_sft([(20, 0.5)], 0.4) == 20
+    assert choices.expected_sft([(20, 0.1), (40, 0.05)], 0.4) is None
+    assert choices.expected_sft([], 0.4) is None
+
+
+def test_time_that_sft_will_not_need_goes_to_rl() -> None:
+    rising = [(20, 0.03), (30, 0.10), (40, 0.16)]
+    soon = Trial(sft_step_s=0.6, curve=rising, rl_step_s=2.0, eval_s=2.0)
+    planned = choices.steps(soon, minutes=10, demonstrations_s=10, every=10)
+    assert planned.sft == 120
+    assert planned.rl > 200
+
+
 def test_sft_is_measured_rarely_enough() -> None:
     assert choices.measure_every(Trial(eval_s=1.0, sft_step_s=0.1), 0.4) == 30
     soon = Trial(eval_s=1.0, sft_step_s=0.1, curve=[(20, 0.5)])
