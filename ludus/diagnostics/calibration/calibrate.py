@@ -43,7 +43,7 @@ from ludus.diagnostics.calibration.warnings import SLOW_S
 from ludus.diagnostics.plan import shape_of
 from ludus.pipeline.preflight.episodes import play_sample
 
-EXPERT_S = 20.0
+EXPERT_S = 12.0
 """Seconds for the expert's episodes."""
 
 RANDOM_S = 5.0
@@ -55,8 +55,14 @@ TRIAL_S = 70.0
 NUM_REPEATED, REPEAT_S = 8, 4.0
 """Tasks that the expert plays again, to find episodes that differ; at most so many seconds."""
 
-NUM_EPISODES = 1600
+NUM_EPISODES = 6000
 """Most episodes of the expert during calibration."""
+
+NUM_MEASURED = 1600
+"""Most of them that are measured in tokens."""
+
+TRIAL_TOKENS = 500_000
+"""Tokens of the episodes that the trial of SFT has: with few, it would learn them by heart."""
 
 MAX_DEMONSTRATIONS = 6000
 """Most demonstrations of a recipe."""
@@ -134,7 +140,9 @@ def _calibrate(
     if not good and model is None:
         raise ConfigError(no_demonstration(subject, expert))
     config = base(subject, seed, model, data_file, shows=bool(good))
-    shown = conversations_of(config, good, tasks) if good else openings(config, tasks)
+    shown = (
+        conversations_of(config, good[:NUM_MEASURED], tasks) if good else openings(config, tasks)
+    )
     half = max(len(shown) // 2, 1)
     config, vocabulary, unknown = tokenizer_for(config, shown[:half], shown[half:])
     if model is None:
@@ -166,9 +174,18 @@ def _calibrate(
         if slow:
             config = with_few_episodes(config)
         trial = run(
-            try_out(config, folder, splits, tokenizer, of_training, TRIAL_S, say, slow=slow)
+            try_out(
+                config,
+                folder,
+                splits,
+                tokenizer,
+                of_training[: max(int(TRIAL_TOKENS / lengths.episode_mean), 64)],
+                TRIAL_S,
+                say,
+                slow=slow,
+            )
         )
-        rate = expert.num_played / max(expert.seconds, 1e-3) if subject.env else 1e9
+        rate = expert.per_s if subject.env else 1e9
         config, planned = with_choices(config, trial, minutes, rate)
     warnings = [
         *foretold.of_expert(expert),

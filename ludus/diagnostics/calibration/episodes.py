@@ -6,11 +6,12 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import cast
 
+from ludus.core.signals import run
 from ludus.core.types import Message, Spec, Task
 from ludus.data.demonstrations import (
     EPISODES_PER_JOB,
@@ -35,6 +36,13 @@ PROBE = 2
 FIRST = 4 * EPISODES_PER_JOB
 """Episodes that show how long an episode takes: jobs come back whole."""
 
+HERE_S = 4.0
+"""Seconds of the expert's episodes in this process at most."""
+
+MARGIN = 0.5
+"""Share of the episodes, counted by those in this process, that are played: processes start, and
+share cores."""
+
 LONGEST_TURNS = 400
 """Turns after which an episode of random actions ends."""
 
@@ -56,12 +64,14 @@ class Expert:
     Args:
         failed: episodes without a demonstration, by kind; `reason`: of the first of them.
         seconds: wall time, with the start of the processes.
+        per_s: episodes a second, without that start.
     """
 
     demonstrations: Sequence[Demonstration] = ()
     failed: dict[str, int] = field(default_factory=dict)
     reason: str = ""
     seconds: float = 0.0
+    per_s: float = 1.0
 
     def joined(self, more: Expert) -> Expert:
         """These episodes and more of them."""
@@ -71,6 +81,7 @@ class Expert:
             dict(failed),
             self.reason or more.reason,
             self.seconds + more.seconds,
+            more.per_s,
         )
 
     @property
@@ -94,23 +105,49 @@ class Expert:
 def play_expert(
     env: Spec, tasks: Sequence[Task], folder: Path, seconds: float, workers: int = 2
 ) -> Expert:
-    """Let the expert play as many tasks as fit into `seconds`, in processes of its own: PROBE,
-    then at most FIRST, then the rest, by the time that those before took."""
-    begun, played, rate, timeout_s = time.perf_counter(), Expert(), 1.0, LONGEST_S
-    for size in (PROBE, FIRST, len(tasks)):
+    """Let the expert play as many tasks as fit into `seconds`, in processes of its own.
+
+    Their number follows from episodes in this process. Where those do not end, PROBE tasks are
+    played, then at most FIRST, then the rest, by the time that those before took.
+    """
+    begun, played, timeout_s = time.perf_counter(), Expert(), LONGEST_S
+    sizes: tuple[int, ...] = (PROBE, FIRST, len(tasks))
+    per_s = workers * run(rate_here(env, tasks[:EPISODES_PER_JOB]))
+    if per_s > 0:
+        sizes, timeout_s = (len(tasks),), min(max(4 * workers / per_s, 2.0), LONGEST_S)
+        left = seconds - (time.perf_counter() - begun)
+        tasks = tasks[: max(int(MARGIN * left * per_s), PROBE)]
+    for size in sizes:
         left = seconds - (time.perf_counter() - begun)
         at = played.num_played
-        number = size if not at else min(size, int(left * rate))
+        number = size if not at else min(size, int(left * played.per_s))
         if at >= len(tasks) or number <= 0:
             break
-        batch = tasks[at : at + number]
-        more, rate = _batch(env, batch, folder / f"{at}.jsonl", workers, timeout_s)
+        more = _batch(env, tasks[at : at + number], folder / f"{at}.jsonl", workers, timeout_s)
         played = played.joined(more)
         if not played.demonstrations:
             break
         # An episode that hangs must not take the time of all others.
-        timeout_s = min(max(4 / rate, 2.0), LONGEST_S)
-    return played
+        timeout_s = min(max(4 / played.per_s, 2.0), LONGEST_S)
+    return replace(played, per_s=max(played.per_s, per_s)) if per_s else played
+
+
+async def rate_here(env: Spec, tasks: Sequence[Task]) -> float:
+    """Episodes of the expert a second in this process; 0 where one fails or they take too long.
+    The first, with which an environment may load its files, does not count."""
+    envs, thread, begun = LocalEnvs(env), EnvThread(), time.perf_counter()
+    times: list[float] = []
+    for task in tasks:
+        started = time.perf_counter()
+        if started - begun > HERE_S / 2:
+            break
+        played = await play_one(envs, thread, task, HERE_S, expert_of)
+        if played.demonstration is None:
+            times = []
+            break
+        times.append(time.perf_counter() - started)
+    thread.close()
+    return 1 / max(fmean(times[1:]), 1e-6) if len(times) > 1 else 0.0
 
 
 async def play_again(env: Spec, tasks: Sequence[Task], seconds: float) -> list[Demonstration]:
@@ -135,10 +172,8 @@ async def expert_of(env: Recorded) -> Demonstration:
     return await run_expert(cast(Env, env), env.task)
 
 
-def _batch(
-    env: Spec, tasks: Sequence[Task], path: Path, workers: int, timeout_s: float
-) -> tuple[Expert, float]:
-    """Returns the expert's episodes and their number per second, without the workers' start."""
+def _batch(env: Spec, tasks: Sequence[Task], path: Path, workers: int, timeout_s: float) -> Expert:
+    """The expert's episodes."""
     times: list[float] = []
     summary: Summary = generate_demonstrations(
         env,
@@ -155,7 +190,7 @@ def _batch(
     later = len(times) - EPISODES_PER_JOB
     span = times[-1] - times[EPISODES_PER_JOB - 1] if later > 0 else summary.seconds
     rate = (later if later > 0 else len(times)) / max(span, 1e-3)
-    return Expert(found, dict(summary.dropped), why, summary.seconds), rate
+    return Expert(found, dict(summary.dropped), why, summary.seconds, rate)
 
 
 async def play_random(

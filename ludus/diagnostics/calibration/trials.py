@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
+from ludus.backends.local import LocalBackend
 from ludus.config.schema import RunConfig
 from ludus.config.training import SFTUntilConfig
 from ludus.core.types import Group
-from ludus.data.conversations import Conversation
+from ludus.data.conversations import Conversation, replay_all
 from ludus.data.splits import Splits
 from ludus.loop.loop import Stage, run_stage
 from ludus.loop.metrics import group_metrics
@@ -24,6 +25,7 @@ from ludus.pipeline import sft_end
 from ludus.pipeline.build import Run, build
 from ludus.pipeline.stages import rl_stage, sft_stage
 from ludus.store.folders import RunFolder
+from ludus.train.scoring import Scorer
 
 RATES = (2e-3, 1e-3, 4e-3)
 """Learning rates of SFT that are tried, for a model from scratch; the likeliest first, for where
@@ -32,8 +34,8 @@ time allows only one."""
 RATE_STEPS = 20
 """Steps of SFT at each rate."""
 
-LAST = 5
-"""Last steps over which a trial's loss is averaged."""
+NUM_UNSEEN = 64
+"""Episodes of the expert that a trial of SFT does not show, for the loss; at most a fifth."""
 
 TIE = 0.02
 """Relative difference of losses below which the lower rate is taken."""
@@ -56,7 +58,7 @@ class Trial:
     """Measurements of the trials; seconds are wall time.
 
     Args:
-        losses: loss per token after RATE_STEPS steps of SFT, by learning rate.
+        losses: loss per token of unseen episodes after RATE_STEPS steps of SFT, by learning rate.
         curve: steps of SFT and success of sampled episodes.
         signal: share of groups with different rewards, by temperature; `success` likewise.
         rl_step_s: of a step with the groups of the configuration.
@@ -106,12 +108,12 @@ async def try_out(
     """Try the SFT and RL of a recipe in about `seconds`. `slow`: a step of the environment takes so
     long that groups are played at one temperature only, and few of them."""
     trial, begun = Trial(), time.perf_counter()
+    number = min(NUM_UNSEEN, max(len(conversations) // 5, 1))
+    shown, held = conversations[number:] or conversations, conversations[:number]
     runs: list[tuple[float, Run, Stage, int]] = []
     try:
         for rate in RATES:
-            made = build(
-                _at_rate(config, rate), RunFolder(folder), splits, tokenizer, conversations
-            )
+            made = build(_at_rate(config, rate), RunFolder(folder), splits, tokenizer, shown)
             metrics, stage = _Metrics(), sft_stage(made, lambda _: None)[0]
             try:
                 await _steps(made, stage, metrics, 0, RATE_STEPS, begun + seconds / 2)
@@ -120,8 +122,11 @@ async def try_out(
             trial.sft_step_s = metrics.mean("time/step_s", RATE_STEPS // 2)
             if len(metrics.rows) < RATE_STEPS and trial.losses:
                 break  # after fewer steps, its loss compares with no other
-            trial.losses[rate] = metrics.mean("train/loss", LAST)
-            say(f"SFT at {rate:g}: loss {trial.losses[rate]:.3f} after {len(metrics.rows)} steps")
+            trial.losses[rate] = unseen_loss(made, held)
+            say(
+                f"SFT at {rate:g}: loss {trial.losses[rate]:.3f} on unseen episodes after "
+                f"{len(metrics.rows)} steps"
+            )
             if time.perf_counter() - begun > seconds / 2:
                 break
         _, best, stage, step = next(item for item in runs if item[0] == trial.rate)
@@ -132,6 +137,19 @@ async def try_out(
             await made.collector.close()
             made.backend.close()
     return trial
+
+
+def unseen_loss(made: Run, conversations: Sequence[Conversation]) -> float:
+    """Loss per trained token of conversations that SFT has not shown; NaN where none fits the
+    context."""
+    config, trainer = made.config, cast(LocalBackend, made.backend).trainer
+    assert config.sft is not None
+    tasks, played, _ = replay_all(conversations, made.renderers, config.model.context_length)
+    if not played:
+        return math.nan
+    scorer = Scorer(trainer.learner.forward, config.sft.tokens_per_batch, pad_id=0)
+    scored = scorer([Group("unseen", tasks[0], played)], "learner_logprobs")[0].trajectories
+    return -fmean(p for t in scored for s in t.segments for p in s.learner_logprobs or ())
 
 
 def _at_rate(config: RunConfig, rate: float) -> RunConfig:
