@@ -193,13 +193,19 @@ def _calibrate(
         *foretold.of_tasks(distinct, len(splits.heldout), subject.kind),
         *foretold.of_lengths(lengths, config.model.context_length),
         *foretold.of_turns(expert.turns, config.rollout.max_turns),
-        *foretold.of_trial(trial, config.sft.steps if config.sft else 0, subject.kind),
+        *of_trial(config, trial, subject.kind),
         *repeated(subject, expert, tasks),
     ]
     return Calibration(
         subject, config, of_training, expert, lengths, vocabulary, unknown, distinct, trial,
         planned, start, warnings,
     )  # fmt: skip
+
+
+def of_trial(config: RunConfig, trial: Trial, kind: str) -> Iterator[str]:
+    """Yields what the trials foretell of a recipe with SFT until a measured end."""
+    if config.sft is not None and config.sft.until is not None:
+        yield from foretold.of_trial(trial, config.sft.steps, config.sft.until.success, kind)
 
 
 def conversations_of(
@@ -322,7 +328,7 @@ def with_few_episodes(config: RunConfig) -> RunConfig:
     until = config.sft.until and config.sft.until.model_copy(
         update={"num_tasks": 8, "samples_per_task": 2}
     )
-    few = {"groups_per_step": 8, "group_size": 4}
+    few = {"groups_per_step": 8, "group_size": 4, "minibatches": 1}
     return config.model_copy(
         update={
             "sft": config.sft.model_copy(update={"until": until}),
@@ -374,6 +380,7 @@ def with_choices(
             update={
                 "steps": planned.rl,
                 "groups_per_step": groups,
+                "minibatches": choices.minibatches(groups * config.rl.group_size),
                 "optimizer": config.rl.optimizer.model_copy(
                     update={"warmup_steps": min(10, planned.rl // 5)}
                 ),

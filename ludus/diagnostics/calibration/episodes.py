@@ -113,8 +113,8 @@ def play_expert(
     begun, played, timeout_s = time.perf_counter(), Expert(), LONGEST_S
     sizes: tuple[int, ...] = (PROBE, FIRST, len(tasks))
     per_s = workers * run(rate_here(env, tasks[:EPISODES_PER_JOB]))
-    if per_s > 0:
-        sizes, timeout_s = (len(tasks),), min(max(4 * workers / per_s, 2.0), LONGEST_S)
+    if per_s > 0:  # the first episode of each process loads the environment's files
+        sizes, timeout_s = (len(tasks),), min(4 * workers / per_s + HERE_S, LONGEST_S)
         left = seconds - (time.perf_counter() - begun)
         tasks = tasks[: max(int(MARGIN * left * per_s), PROBE)]
     for size in sizes:

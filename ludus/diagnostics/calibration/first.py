@@ -21,6 +21,15 @@ from ludus.diagnostics.calibration.subject import Subject, config_tasks
 NUM_WORLDS = 600
 """Tasks whose worlds are compared, to find out how many different ones there are."""
 
+BPE_SIZES = (288, 512, 1024)
+"""Vocabularies of the tokenizer `bpe` that are tried: bytes and hardly a merge, and more."""
+
+SHORT_EPISODE = 512
+"""Mean tokens of an episode up to which the smallest of these vocabularies is taken."""
+
+NUM_COUNTED = 200
+"""Episodes that tell how long they are with one of them."""
+
 FREE_TURN = 200
 """Tokens of a turn of a pretrained model, where no expert shows how long a turn is."""
 
@@ -64,6 +73,7 @@ def base(
             "steps": 100,
             "groups_per_step": 32,
             "group_size": 8,
+            "minibatches": 4,
             "optimizer": {"lr": 3e-4, "eps": 1e-5, "warmup_steps": 10, "schedule": "linear"},
         },
         "rollout": {"concurrency": 256},
@@ -76,16 +86,25 @@ def base(
 def tokenizer_for(
     config: RunConfig, shown: Sequence[Conversation], new: Sequence[Conversation]
 ) -> tuple[RunConfig, int, tuple[float, float]]:
-    """`words` where unseen episodes have its words, else `bpe`; a model's own tokenizer stays."""
+    """`words` where unseen episodes have its words, else `bpe` with the fewest merges that keep
+    episodes short; a model's own tokenizer stays.
+
+    Answers with new words are put together from parts. A model from scratch learns that from
+    letters in a third of the steps that it takes from larger parts (docs/log.md).
+    """
     if config.model.path is not None:
         return config, len(tokens.trained(config, (), ())), (0.0, 0.0)
     size, in_turns, in_prompts = tokens.unknown_shares(config, shown, new or shown)
     if tokens.fits_words(size, in_turns, in_prompts):
         return config, size, (in_turns, in_prompts)
-    model = config.model.model_copy(
-        update={"tokenizer": Spec(name="bpe", args={"vocab_size": 512})}
-    )
-    config = config.model_copy(update={"model": model})
+    for vocab_size in BPE_SIZES:
+        spec = Spec(name="bpe", args={"vocab_size": vocab_size})
+        model = config.model.model_copy(update={"tokenizer": spec})
+        config = config.model_copy(update={"model": model})
+        few = shown[:NUM_COUNTED]
+        found = tokens.lengths(config, tokens.trained(config, few, ()), few)
+        if found.episode_mean <= SHORT_EPISODE:
+            break
     size, in_turns, in_prompts = tokens.unknown_shares(config, shown, new or shown)
     return config, size, (in_turns, in_prompts)
 

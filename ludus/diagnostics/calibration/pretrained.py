@@ -79,6 +79,7 @@ def _of(
             "optimizer": optimizer,
             "groups_per_step": start.groups,
             "group_size": start.group_size,
+            "minibatches": 1,
         }
     )
     return config.model_copy(update=updates)

@@ -170,6 +170,8 @@ def _rl(c: Calibration) -> Iterator[Line]:
     yield "steps", rl.steps, told
     yield "groups_per_step", rl.groups_per_step, ""
     yield "group_size", rl.group_size, ""
+    if rl.minibatches > 1:
+        yield "minibatches", rl.minibatches, "optimizer steps of each step"
     used = ("lr", "eps", "warmup_steps", "schedule")
     yield "optimizer", {name: getattr(rl.optimizer, name) for name in used}, ""
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from ludus.diagnostics.calibration.choices import MAX_CONTEXT, Lengths
+from ludus.diagnostics.calibration.choices import MAX_CONTEXT, Lengths, expected_sft
 from ludus.diagnostics.calibration.episodes import Expert, RandomEpisode
 from ludus.diagnostics.calibration.trials import Trial
 
@@ -117,8 +117,12 @@ def of_turns(turns: Sequence[int], most: object) -> Iterator[str]:
         )
 
 
-def of_trial(trial: Trial, steps: int, kind: str = "env") -> Iterator[str]:
-    """Yields what the trials foretell."""
+def of_trial(trial: Trial, steps: int, target: float, kind: str = "env") -> Iterator[str]:
+    """Yields what the trials foretell.
+
+    Args:
+        steps, target: of the recipe's SFT at most, and the success at which it ends.
+    """
     if not trial.curve:
         return
     step, success = trial.curve[-1]
@@ -134,6 +138,14 @@ def of_trial(trial: Trial, steps: int, kind: str = "env") -> Iterator[str]:
             "leaves RL little to add: "
             + ("choose harder levels with --tiers" if kind == "env" else "take harder questions")
             + ", or train with SFT alone"
+        )
+    elif (expected := expected_sft(trial.curve, target)) is None or expected > steps:
+        easier = "choose easier levels with --tiers" if kind == "env" else "take easier questions"
+        yield (
+            f"success was {success:.0%} after {step} steps of SFT in the trial, and is not "
+            f"expected to reach {target:.0%} in the recipe's {steps}: RL begins with few "
+            "successes, and may not raise them in these minutes; "
+            f"{easier}, give more with --minutes, or take a larger model"
         )
     elif trial.signal and max(trial.signal.values()) < 0.1:
         yield (

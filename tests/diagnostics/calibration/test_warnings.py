@@ -55,5 +55,12 @@ def test_experts_beyond_the_turns_are_told() -> None:
 def test_few_tasks_and_no_success_are_told() -> None:
     assert "about 5 different tasks" in "".join(warnings.of_tasks(5, 1, "data"))
     nothing = Trial(curve=[(100, 0.0)], signal={1.0: 0.0})
-    assert "RL cannot help" in "".join(warnings.of_trial(nothing, 500))
-    assert list(warnings.of_trial(Trial(curve=[(10, 0.3)], signal={1.0: 0.5}), 500)) == []
+    assert "RL cannot help" in "".join(warnings.of_trial(nothing, 500, 0.4))
+    assert list(warnings.of_trial(Trial(curve=[(10, 0.3)], signal={1.0: 0.5}), 500, 0.4)) == []
+
+
+def test_a_target_out_of_reach_is_foretold() -> None:
+    flat = Trial(curve=[(290, 0.01), (660, 0.03)], signal={1.0: 0.2})
+    assert "not expected to reach 40%" in "".join(warnings.of_trial(flat, 3000, 0.4))
+    rising = Trial(curve=[(20, 0.02), (40, 0.12)], signal={1.0: 0.2})
+    assert list(warnings.of_trial(rising, 120, 0.4)) == []
