@@ -368,6 +368,8 @@ def with_choices(
     trial = replace(trial, rl_step_s=trial.rl_step_s * groups / config.rl.groups_per_step)
     until = until.model_copy(update={"every": choices.measure_every(trial, until.success)})
     planned = choices.steps(trial, minutes, number / episodes_per_s, until.every, until.success)
+    patience = choices.patience(planned.sft, until.every, until.patience)
+    until = until.model_copy(update={"patience": patience})
     updates: dict[str, Any] = {
         "sft": config.sft.model_copy(
             update={

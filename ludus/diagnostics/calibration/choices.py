@@ -41,6 +41,13 @@ LONGEST_STEP_S = 5.0
 SFT_TOKENS = 8192
 """Tokens of a step of SFT above which it has fewer episodes: about a second on one core."""
 
+MAX_RL_STEPS = 2000
+"""Most steps of RL."""
+
+PATIENCE = 0.2
+"""Share of SFT's steps in which its success may stand still: a measurement has an error of some
+points."""
+
 MINIBATCH = 32
 """Episodes of an optimizer step in RL: four such steps learn faster than one of all (docs/log.md).
 """
@@ -121,6 +128,11 @@ def measure_every(trial: Trial, success: float) -> int:
     return every if reached is None else min(every, max(10 * (reached // 20), 10))
 
 
+def patience(steps: int, every: int, least: int) -> int:
+    """Measurements without a new best success after which SFT ends, at least `least`."""
+    return max(math.ceil(PATIENCE * steps / every), least)
+
+
 def training_tasks(distinct: float, reset_s: float) -> int:
     """Number of training tasks where there are about `distinct` different ones, and each run
     compares them with the held-out tasks."""
@@ -188,7 +200,7 @@ def steps(
     evaluations = 4 * max(trial.eval_s, 0.5) * 2
     left = total - used * sft_step - evaluations
     rl = int(left / max(trial.rl_step_s, 1e-3))
-    rl = max(min(rl // 10 * 10, 400), 20)
+    rl = max(min(rl // 10 * 10, MAX_RL_STEPS), 20)
     return Steps(
         sft=max(math.ceil(most / 10) * 10, 20),
         sft_s=used * sft_step,
