@@ -194,7 +194,15 @@ def test_an_expert_that_needs_more_turns(tmp_path: Path) -> None:
 def test_a_trained_bpe_tokenizer_is_an_estimate(tmp_path: Path) -> None:
     model = {"tokenizer": {"name": "bpe"}, "context_length": 128}
     message = refused(recipe(tmp_path, model, env_action="".join(map(chr, range(33, 99)))))
-    assert "tokens in the longest turn (a low estimate: the tokenizer will be" in message
+    assert "tokens in the longest turn (estimated: the tokenizer will be" in message
+    needed = int(message.partition(" were tried: ")[2].split()[0])
+    near = recipe(
+        tmp_path,
+        {**model, "context_length": 512},
+        env_action="".join(map(chr, range(33, 99))),
+        rollout={"max_tokens_per_turn": needed - 1},
+    )
+    assert not any("max_tokens_per_turn" in note for note in told(near))
 
 
 def test_a_quick_test_may_have_any_limit(tmp_path: Path) -> None:
