@@ -159,10 +159,10 @@ def lines(play: AgentPlay) -> list[str]:
     """The measurements, in words."""
     calls, turns, lengths, rewards = play.calls, play.turns, play.lengths, play.rewards
     return [
-        f"agent: {len(play.episodes)} episodes of {len(play.groups)} tasks, "
-        f"{fmean(calls):.1f} calls (to {calls[-1]}), {play.episode_s:.2g} s an episode among "
-        f"{play.waves[-1][1]} at the same time, of its own {play.own_s:.2g} s; {len(play.failed)} "
-        f"failed, {play.overflown} outgrew the context",
+        f"agent: {len(play.episodes)} episodes of {len(play.groups)} tasks, {fmean(calls):.1f} "
+        f"calls (to {calls[-1]}); {len(play.failed)} failed, {play.overflown} outgrew the context",
+        f"seconds: {play.episode_s:.2g} an episode where {play.waves[-1][1]} play at the same time;"
+        f" one spends {play.own_s:.2g} besides its model's turns",
         f"tokens: first prompts to {lengths.prompt_max}, turns {fmean(turns):.0f} to {turns[-1]} "
         f"({play.cut_turns:.0%} cut at {play.max_tokens}), conversations "
         f"{lengths.episode_mean:.0f} to {lengths.episode_max}",

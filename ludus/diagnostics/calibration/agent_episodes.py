@@ -26,7 +26,7 @@ GROUP_SIZE = 4
 NUM_GROUPS = 4
 """Groups that are played at the same time, after a first one alone."""
 
-MOST_GROUPS = 24
+MOST_GROUPS = 25
 """Groups after which nothing further is played."""
 
 
@@ -59,9 +59,15 @@ class AgentPlay:
         return [t for t in self.episodes if t.reward is not None and t.num_turns]
 
     @property
+    def unfinished(self) -> list[Trajectory]:
+        """Those that the end of the measurement ended."""
+        return [t for t in self.episodes if t.status is Status.ERROR_TIMEOUT]
+
+    @property
     def failed(self) -> list[Trajectory]:
         """Those that an error ended."""
-        return [t for t in self.episodes if t.status.retryable or t.status is Status.UNSCORABLE]
+        failed = [t for t in self.episodes if t.status.retryable or t.status is Status.UNSCORABLE]
+        return [t for t in failed if t.status is not Status.ERROR_TIMEOUT]
 
     @property
     def reasons(self) -> list[tuple[str, int]]:
@@ -93,8 +99,8 @@ class AgentPlay:
     @property
     def overflown(self) -> int:
         """Number of episodes that the context ended."""
-        return sum("context" in (t.error or "") and t.status is Status.TRUNCATED_LENGTH
-                   for t in self.episodes)  # fmt: skip
+        long = [t for t in self.episodes if t.status is Status.TRUNCATED_LENGTH]
+        return sum("context" in (t.error or "") for t in long)
 
     @property
     def rewards(self) -> list[float]:
@@ -131,7 +137,7 @@ class AgentPlay:
     def lengths(self) -> Lengths:
         """Tokens of the first prompts, of turns, and of the longest conversations: an agent that
         edits its history has several in an episode."""
-        rows = [row for t in self.episodes if t.num_turns for row in [_longest(t)]]
+        rows = [_longest(t) for t in self.episodes if t.num_turns]
         turns = self.turns
         return Lengths(
             prompt_max=max(prompt for prompt, _, _ in rows),
@@ -149,7 +155,8 @@ class AgentPlay:
 
 
 def _longest(trajectory: Trajectory) -> tuple[int, int, int]:
-    """Tokens before the first turn, all tokens, and turns of the longest conversation."""
+    """Tokens before the first turn and up to the end of the last, and turns, of the longest
+    conversation."""
     best = (0, 0, 0)
     for leaf in trajectory.leaves():
         path = [trajectory.segments[index] for index in trajectory.path(leaf)]
@@ -157,7 +164,7 @@ def _longest(trajectory: Trajectory) -> tuple[int, int, int]:
         if not sampled:
             continue
         prompt = sum(len(segment.token_ids) for segment in path[: sampled[0]])
-        total = sum(len(segment.token_ids) for segment in path)
+        total = sum(len(segment.token_ids) for segment in path[: sampled[-1] + 1])
         if total > best[1]:
             best = (prompt, total, len(sampled))
     return best
@@ -226,7 +233,7 @@ async def play_agent(
             left = seconds - (time.perf_counter() - begun)
             if left <= (play.waves[-1][0] if play.waves else 0.0):
                 break  # another wave would likely be cut
-            number = NUM_GROUPS if play.groups else 1
+            number = min(NUM_GROUPS, MOST_GROUPS - len(play.groups)) if play.groups else 1
             await _wave(run, play, tasks[len(play.groups) :][:number], left)
             if not play.scored:  # what fails four times, fails
                 break

@@ -79,7 +79,8 @@ def _rollout(c: AgentCalibration) -> Iterator[Line]:
     if c.subject.tool_calls:
         yield "tool_calls", dict(c.subject.tool_calls), ""
     seconds = f"{play.episode_s:.2g} s an episode among {play.waves[-1][1]}"
-    yield "concurrency", rollout.concurrency, f"{seconds}, of its own {play.own_s:.2g} s"
+    besides = f"{play.own_s:.2g} s besides the model's turns"
+    yield "concurrency", rollout.concurrency, f"{seconds}, {besides}"
     if rollout.episode_deadline_s != RolloutConfig().episode_deadline_s:
         longest = f"the longest episode took {play.longest_s:.0f} s"
         yield "episode_deadline_s", rollout.episode_deadline_s, longest

@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ludus.config.registry import Registry
+from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, did_you_mean
 from ludus.core.types import Spec, Task
 from ludus.diagnostics.calibration.subject import (
@@ -21,6 +23,7 @@ from ludus.diagnostics.calibration.subject import (
 from ludus.envs import ENVS
 from ludus.envs.base import Env
 from ludus.judges import JUDGES
+from ludus.rollout.agent_tools import check_agent_tools
 from ludus.rollout.workflow import AGENTS, Agent
 from ludus.tasks import READERS
 from ludus.tasks.readers import read_tasks
@@ -42,18 +45,24 @@ class AgentOptions:
     """Options of the command that only an agent has.
 
     Args:
-        tools: the configuration of a recipe, whose tools the agent uses.
+        tools: a recipe, whose tools the agent uses.
     """
 
     tasks: str | None = None
     env: str | None = None
     judge: str | None = None
-    tools: Any = None
+    tools: RunConfig | None = None
 
     @property
     def given(self) -> list[str]:
         """The options that are set."""
-        return [f"--{name}" for name in ("tasks", *PARTS[1:], "tools") if getattr(self, name)]
+        return [f"--{name}" for name in (*PARTS, "tools") if getattr(self, name) is not None]
+
+    def command(self, given: str, model: str) -> str:
+        """The command with its options, without arguments."""
+        named = {name: getattr(self, name) for name in PARTS if getattr(self, name) is not None}
+        told = [f"--{name} {value}" for name, value in {**named, "model": model}.items()]
+        return " ".join(["ludus init", given, *told])
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,29 +126,49 @@ def open_agent(
             f"agent: {given} is called with ({', '.join(sorted(plays.names))}); it has to take "
             "`task` and `model`: async def __call__(self, task, model)"
         )
+    try:
+        check_agent_tools(plays.play, options.tools is not None)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (`ludus init`: --tools RECIPE)") from None
     if given == "relay":
         raise ConfigError(
             "relay plays several roles, each with its policy, which `ludus init` does not choose: "
             "write `roles` in a recipe of your own (docs/roles.md)"
         )
-    command = " ".join(["ludus init", given, *(f"{k}={v}" for k, v in own.items())])
     if model is None:
         raise ConfigError(
             f"{given} is an agent: its calls are free text, which no expert shows to a model from "
             "scratch: name a pretrained one with --model (a folder, or a name on the hub), or write"
             " a recipe with examples of your own (`sft.data`, docs/maths-agent.md)"
         )
-    tasks = _tasks(given, plays, tiers, options, parts, command)
+    tasks = _tasks(given, plays, tiers, options, parts)
     judge = _judge(options, parts["judge"], tasks)
-    name = given.rpartition(":")[2] if ":" in given else given
-    recipe = options.tools
     return AgentSubject(
-        given, slug(name, ()), command, spec, plays, tasks, judge, options.judge is not None,
-        recipe.tools if recipe else (),
-        recipe.rollout.tool_calls.model_dump(exclude_unset=True) if recipe else {},
-        {n: one.model_dump(exclude_unset=True) for n, one in recipe.limits.items()}
-        if recipe else {},
-    )  # fmt: skip
+        given=given,
+        name=_name(given),
+        command=options.command(given, model),
+        agent=spec,
+        plays=plays,
+        tasks=tasks,
+        judge=judge,
+        chosen=options.judge is not None,
+        **_of_tools(options.tools),
+    )
+
+
+def _of_tools(recipe: RunConfig | None) -> dict[str, Any]:
+    """The tools of a recipe, with their limits."""
+    if recipe is None:
+        return {}
+    limits = {name: one.model_dump(exclude_unset=True) for name, one in recipe.limits.items()}
+    calls = recipe.rollout.tool_calls.model_dump(exclude_unset=True)
+    return {"tools": recipe.tools, "tool_calls": calls, "limits": limits}
+
+
+def _name(given: str) -> str:
+    """The recipe's name: the function's, or the file's where it is just `run`."""
+    file, _, name = given.rpartition(":")
+    return slug(Path(file).stem if file and name in ("run", "main", "agent") else name, ())
 
 
 def _divided(
@@ -171,7 +200,6 @@ def _tasks(
     tiers: Sequence[str] | None,
     options: AgentOptions,
     parts: Mapping[str, dict[str, Any]],
-    command: str,
 ) -> Subject:
     if options.tasks is not None and options.env is not None:
         raise ConfigError(
@@ -198,13 +226,14 @@ def _tasks(
         raise ConfigError(
             f"{given} is an agent, and nothing says which tasks it plays: give {needed}"
         )
-    return _read(given, plays, options.tasks, parts["tasks"], command)
+    return _read(given, plays, options.tasks, parts["tasks"])
 
 
-def _read(given: str, plays: Agent, tasks: str, args: Mapping[str, Any], command: str) -> Subject:
+def _read(given: str, plays: Agent, tasks: str, args: Mapping[str, Any]) -> Subject:
     """The tasks of a file, a data set or a reader."""
     if is_rows(tasks):
-        found = rows_of(tasks, args, f"{command} --tasks {tasks} tasks.", needs_answer=False)
+        command = f"ludus init {given} --tasks {tasks} tasks."
+        found = rows_of(tasks, args, command, needs_answer=False)
     elif ":" in tasks or tasks in READERS.names():
         found = _from_seeds(tasks, args)
     else:

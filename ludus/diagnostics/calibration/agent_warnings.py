@@ -12,6 +12,7 @@ from ludus.core.types import Status
 from ludus.diagnostics.calibration.agent_episodes import AgentPlay
 from ludus.diagnostics.calibration.agent_subject import AgentSubject
 from ludus.diagnostics.calibration.warnings import LARGE
+from ludus.judges import JUDGES
 
 SLOW_S = 2.0
 """Seconds of an episode without its model above which RL mostly waits for the agent."""
@@ -32,8 +33,7 @@ def refuse_fruitless(play: AgentPlay, subject: AgentSubject, seconds: float) -> 
     Errors: ConfigError with the most frequent reason.
     """
     episodes = play.episodes
-    timeouts = sum(t.status is Status.ERROR_TIMEOUT for t in episodes)
-    if timeouts == len(episodes):
+    if len(play.unfinished) == len(episodes):
         called = play.silent < len(episodes)
         raise ConfigError(
             f"{subject.given}: no episode ended within {seconds:.0f} s, "
@@ -46,10 +46,10 @@ def refuse_fruitless(play: AgentPlay, subject: AgentSubject, seconds: float) -> 
             )
         )
     raised = [t for t in play.failed if t.status is not Status.UNSCORABLE]
-    if not play.scored and len(raised) == len(episodes):
+    if raised and len(raised) + len(play.unfinished) == len(episodes):
         reason, number = play.reasons[0]
         raise ConfigError(
-            f"{subject.given}: all {len(episodes)} episodes failed, {number} of them with "
+            f"{subject.given}: none of {len(episodes)} episodes ended well, {number} failed with "
             f"{reason}. A failed episode does not train: catch what is the model's fault, such as "
             "text that does not parse, and return a reward"
         )
@@ -59,21 +59,22 @@ def refuse_fruitless(play: AgentPlay, subject: AgentSubject, seconds: float) -> 
             "nothing to train: call `await model.chat(messages)`, or hand `model.base_url` and "
             "`model.api_key`, or `model.http_client()`, to the agent's own client"
         )
-    if not play.scored:
+    # Without a judge, an episode that a limit cuts has a reward of 0, whatever the agent returns.
+    whole = [t for t in play.scored if t.status is Status.COMPLETED]
+    if not play.scored or (not whole and any(t.status is Status.UNSCORABLE for t in episodes)):
         raise ConfigError(_unscored(play, subject))
 
 
 def _unscored(play: AgentPlay, subject: AgentSubject) -> str:
-    reason = next((told for told, _ in play.reasons), "")
-    if subject.judge is not None:
-        return f"{subject.given}: no episode got a reward: {reason}"
+    unscored = [t for t in play.failed if t.status is Status.UNSCORABLE]
+    reason = (unscored or play.episodes)[0].error or ""
     if subject.tasks.env is None and "no `judge` is configured" in reason:
         return (
-            f"{subject.given}: it returned no reward in {len(play.episodes)} episodes, its tasks "
-            "have no answers, and there is no judge: return a number or an Outcome(reward=...), or "
-            "name a judge with --judge (`ludus config --list` has their names)"
+            f"{subject.given}: it returned no reward in {len(unscored)} of {len(play.episodes)} "
+            f"episodes, and its tasks have neither answers nor a judge: return a number or an"
+            f" Outcome(reward=...), or name a judge with --judge ({', '.join(JUDGES.names())})"
         )
-    return f"{subject.given}: no episode got a reward: {reason}"
+    return f"{subject.given}: no whole episode got a reward: {reason}"
 
 
 def of_play(play: AgentPlay, subject: AgentSubject, config: RunConfig) -> Iterator[str]:
@@ -85,6 +86,11 @@ def of_play(play: AgentPlay, subject: AgentSubject, config: RunConfig) -> Iterat
             f"{len(play.failed)} of {len(episodes)} episodes failed: {told}. Such episodes are "
             "played again, then left out, and their groups compare fewer: catch what is the "
             "model's fault, and return a reward"
+        )
+    if play.unfinished:
+        yield (
+            f"{len(play.unfinished)} of {len(episodes)} episodes had not ended when the "
+            "measurement did: the numbers of calls and tokens are low estimates"
         )
     if quiet := sum(not t.num_turns for t in episodes if not t.status.retryable):
         yield f"{quiet} of {len(episodes)} episodes made no call of the model: they do not train"
@@ -114,11 +120,11 @@ def _of_rewards(play: AgentPlay) -> Iterator[str]:
             "give part of the reward for part of the way, or show examples first (`sft.data`)"
         )
     elif play.signal < LOW_SIGNAL:
+        low = fmean(rewards) < (min(rewards) + max(rewards)) / 2
         yield (
             f"{play.signal:.0%} of {len(play.groups)} groups have different rewards: RL learns "
             f"from those alone, so slowly (mean reward {fmean(rewards):.2f}): take "
-            + ("easier" if fmean(rewards) < sum({min(rewards), max(rewards)}) / 2 else "harder")
-            + " tasks, or a reward for part of the way"
+            f"{'easier' if low else 'harder'} tasks, or give a reward for part of the way"
         )
     if max(map(abs, rewards)) > LARGE:
         yield (

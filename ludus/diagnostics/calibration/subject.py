@@ -90,6 +90,11 @@ def environment(given: str, args: Mapping[str, Any], tiers: Sequence[str] | None
     """An environment and its levels. Errors: ConfigError, MissingDependency."""
     env = Spec(name=given, args=dict(args))
     maker = ENVS.build(env, "env")
+    if not hasattr(maker, "tiers"):
+        raise ConfigError(
+            f"{given} is neither an environment (derive the class from ludus.envs.base.Env) nor an "
+            "agent (a function of `task` and `model`: async def run(task, model))"
+        )
     chosen = list(tiers or ())
     for tier in chosen:
         maker.check_tier(tier)
