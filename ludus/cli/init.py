@@ -85,7 +85,7 @@ def init(
 
     chosen = [name.strip() for name in tiers.split(",")] if tiers else None
     given = spec(subject, args).args
-    options = AgentOptions(tasks, env, judge, recipe_with_tools(tools))
+    options = AgentOptions(tasks, env, judge, recipe_with_tools(tools), tools)
     if is_agent(subject):
         agent = open_agent(subject, given, chosen, options, model)
         path = out or Path(f"{agent.name}.yaml")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -220,7 +220,6 @@ async def play_agent(
     tasks: Sequence[Task],
     folder: Path,
     seconds: float,
-    say: Callable[[str], None],
 ) -> AgentPlay:
     """Play groups of the tasks for about `seconds`: one first, which shows what fails, then several
     at the same time. Episodes under way then end with a timeout."""

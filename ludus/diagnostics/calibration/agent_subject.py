@@ -28,7 +28,7 @@ from ludus.rollout.workflow import AGENTS, Agent
 from ludus.tasks import READERS
 from ludus.tasks.readers import read_tasks
 
-NUM_FIRST = 64
+NUM_FIRST = 256
 """Tasks of a reader that are looked at first."""
 
 SEEDS = {"num_tasks", "first_seed"}
@@ -45,23 +45,26 @@ class AgentOptions:
     """Options of the command that only an agent has.
 
     Args:
-        tools: a recipe, whose tools the agent uses.
+        tools: a recipe, whose tools the agent uses; `recipe`: its name.
     """
 
     tasks: str | None = None
     env: str | None = None
     judge: str | None = None
     tools: RunConfig | None = None
+    recipe: str | None = None
 
     @property
     def given(self) -> list[str]:
         """The options that are set."""
         return [f"--{name}" for name in (*PARTS, "tools") if getattr(self, name) is not None]
 
-    def command(self, given: str, model: str) -> str:
-        """The command with its options, without arguments."""
-        named = {name: getattr(self, name) for name in PARTS if getattr(self, name) is not None}
-        told = [f"--{name} {value}" for name, value in {**named, "model": model}.items()]
+    def command(self, given: str, args: Mapping[str, Any], model: str) -> str:
+        """The command with its arguments and options."""
+        named = {name: getattr(self, name) for name in PARTS} | {"tools": self.recipe}
+        options = {name: value for name, value in named.items() if value is not None}
+        told = [f"{key}={value}" for key, value in args.items()]
+        told += [f"--{name} {value}" for name, value in {**options, "model": model}.items()]
         return " ".join(["ludus init", given, *told])
 
 
@@ -146,7 +149,7 @@ def open_agent(
     return AgentSubject(
         given=given,
         name=_name(given),
-        command=options.command(given, model),
+        command=options.command(given, args, model),
         agent=spec,
         plays=plays,
         tasks=tasks,

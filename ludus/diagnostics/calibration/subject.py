@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -89,7 +90,15 @@ def open_subject(given: str, args: Mapping[str, Any], tiers: Sequence[str] | Non
 def environment(given: str, args: Mapping[str, Any], tiers: Sequence[str] | None) -> Subject:
     """An environment and its levels. Errors: ConfigError, MissingDependency."""
     env = Spec(name=given, args=dict(args))
-    maker = ENVS.build(env, "env")
+    try:
+        maker = ENVS.build(env, "env")
+    except ConfigError as error:
+        if ":" not in given or inspect.isclass(ENVS.load(given)):
+            raise
+        raise ConfigError(
+            f"{error} ({given} is taken as an environment's: an agent is a function of `task` and "
+            "`model`)"
+        ) from None
     if not hasattr(maker, "tiers"):
         raise ConfigError(
             f"{given} is neither an environment (derive the class from ludus.envs.base.Env) nor an "
