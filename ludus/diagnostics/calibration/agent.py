@@ -100,6 +100,7 @@ def _calibrate(
     config, distinct = with_tasks(config, subject.tasks, known)
     config, splits = with_splits(config)
     train = TaskList(splits.train[:NUM_HELDOUT])
+    say(f"the agent plays with {model} for at most {PLAY_S:.0f} s")
     play = run(play_agent(config, tokenizer, train, folder, PLAY_S))
     refuse_fruitless(play, subject, PLAY_S)
     for line in lines(play):

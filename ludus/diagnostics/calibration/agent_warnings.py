@@ -53,6 +53,12 @@ def refuse_fruitless(play: AgentPlay, subject: AgentSubject, seconds: float) -> 
             f"{reason}. A failed episode does not train: catch what is the model's fault, such as "
             "text that does not parse, and return a reward"
         )
+    if play.silent == len(episodes) and play.overflown:
+        raise ConfigError(
+            f"{subject.given}: its first prompts leave no room in the context of {play.context} "
+            "tokens, the longest of a recipe here or the model's own: shorten them (its "
+            "instructions, the schemas of its tools, the task), or take another model"
+        )
     if play.silent == len(episodes):
         raise ConfigError(
             f"{subject.given}: none of its {len(episodes)} episodes called the model, so there is "

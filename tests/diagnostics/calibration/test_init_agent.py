@@ -64,6 +64,10 @@ async def endless(task, model):
         talk += [reply, {"role": "user", "content": "again"}]
 
 
+async def wordy(task, model):
+    await model.chat([{"role": "user", "content": "again " * 400}])
+
+
 async def with_env(task, model, env):
     await env.reset()
 
@@ -202,6 +206,7 @@ def test_warnings(folder: Path) -> None:
         ("raises", "ValueError: the page has no table"),
         ("idle", "none of its 4 episodes called the model"),
         ("quiet", "neither answers nor a judge"),
+        ("wordy", "first prompts leave no room in the context of 256 tokens"),
     ],
 )
 def test_episodes_that_cannot_train_are_refused(folder: Path, name: str, problem: str) -> None:
