@@ -1,15 +1,19 @@
-"""The command `init`: a calibrated recipe for an environment or a data set."""
+"""The command `init`: a calibrated recipe for an environment, a data set or an agent."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ludus.cli.options import spec
+from ludus.cli.options import recipe_with_tools, spec
 from ludus.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ludus.diagnostics.calibration.agent_subject import AgentSubject
+    from ludus.diagnostics.calibration.subject import Subject
 
 app = typer.Typer()
 
@@ -20,12 +24,16 @@ def init(
         str,
         typer.Argument(
             help="An environment (a name, or FILE.py:Class), a file of questions and answers "
-            "(.jsonl, .json, .parquet, .csv), or a data set on the hub."
+            "(.jsonl, .json, .parquet, .csv), a data set on the hub, or your own agent "
+            "(FILE.py:function)."
         ),
     ],
     args: Annotated[
         list[str] | None,
-        typer.Argument(help="Arguments of the environment or of the reader: key=value ..."),
+        typer.Argument(
+            help="Arguments of the environment, the reader or the agent: key=value ...; of an "
+            "agent's tasks, environment and judge: tasks.key=value ..."
+        ),
     ] = None,
     tiers: Annotated[
         str | None, typer.Option(help="Levels to train on, separated by commas.")
@@ -35,7 +43,29 @@ def init(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="A pretrained model (folder or hub name); default: one from scratch."),
+        typer.Option(
+            help="A pretrained model (folder or hub name), which an agent needs; default: one from "
+            "scratch."
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Tasks of an agent: a file of rows, a data set on the hub, or FILE.py:reader."
+        ),
+    ] = None,
+    env: Annotated[
+        str | None, typer.Option(help="Environment of an agent that takes one, with its tasks.")
+    ] = None,
+    judge: Annotated[
+        str | None,
+        typer.Option(
+            help="Judge of an agent that returns no reward; default: `answer`, where its tasks "
+            "have answers."
+        ),
+    ] = None,
+    tools: Annotated[
+        str | None, typer.Option(help="Recipe whose `tools` an agent that takes them has.")
     ] = None,
     minutes: Annotated[
         float, typer.Option(min=1, help="Minutes that the recipe's run may take on this machine.")
@@ -43,37 +73,79 @@ def init(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the trials and of the recipe.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Measure an environment or a data set, and write a recipe for it, in about two minutes."""
-    from ludus.core.files import atomic_write
-    from ludus.diagnostics.calibration.calibrate import calibrate
-    from ludus.diagnostics.calibration.recipe import write, write_conversations
+    """Measure an environment, a data set or an agent, and write a recipe for it, in about two
+    minutes."""
+    from ludus.diagnostics.calibration.agent_subject import (
+        AgentOptions,
+        is_agent,
+        open_agent,
+        refuse_options,
+    )
     from ludus.diagnostics.calibration.subject import open_subject
 
     chosen = [name.strip() for name in tiers.split(",")] if tiers else None
-    found = open_subject(subject, spec(subject, args).args, chosen)
-    path = out or Path(f"{found.name}.yaml")
-    if path.exists() and not force:
-        raise ConfigError(f"{path} exists: name another file with --out, or use --force")
-    data = path.with_suffix(".sft.jsonl")
-    if found.kind == "data" and data.exists() and not force:
-        raise ConfigError(f"{data} exists: name another file with --out, or use --force")
+    given = spec(subject, args).args
+    options = AgentOptions(tasks, env, judge, recipe_with_tools(tools), tools)
+    if is_agent(subject):
+        agent = open_agent(subject, given, chosen, options, model)
+        path = out or Path(f"{agent.name}.yaml")
+        _refuse_files(path, None, force)
+        assert model is not None  # `open_agent` refuses an agent without one
+        text, warnings, seconds = _agent(agent, model, minutes, seed)
+    else:
+        refuse_options(subject, options)
+        found = open_subject(subject, given, chosen)
+        path = out or Path(f"{found.name}.yaml")
+        data = path.with_suffix(".sft.jsonl")
+        _refuse_files(path, data if found.kind == "data" else None, force)
+        text, warnings, seconds = _other(found, model, minutes, seed, data)
+    _finish(path, text, warnings, seconds)
+
+
+def _refuse_files(path: Path, data: Path | None, force: bool) -> None:
+    """Errors: ConfigError for a recipe, or a file of conversations, that may not be written."""
+    for file in (path, data):
+        if file is not None and file.exists() and not force:
+            raise ConfigError(f"{file} exists: name another file with --out, or use --force")
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(
             f"--out: {path} cannot be written: name a file in a folder that exists and is yours"
         )
-    calibration = calibrate(
-        found,
-        minutes,
-        seed,
-        lambda text: typer.echo(text, err=True),
-        model=model,
-        data_file=str(data),
-    )
-    if (sft := calibration.config.sft) is not None and sft.data is not None:
-        write_conversations(calibration.conversations, Path(sft.data))
-    atomic_write(path, write(calibration))
-    for warning in calibration.warnings:
-        typer.echo(f"warning: {warning}", err=True)
-    typer.echo(
-        f"{path}: measured in {calibration.seconds:.0f} s; start it with: ludus train {path}"
-    )
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _agent(
+    subject: AgentSubject, model: str, minutes: float, seed: int
+) -> tuple[str, list[str], float]:
+    """The recipe of an agent, warnings, and the seconds that it took."""
+    from ludus.diagnostics.calibration.agent import calibrate_agent
+    from ludus.diagnostics.calibration.agent_recipe import write_agent
+
+    made = calibrate_agent(subject, model, minutes, seed, _say)
+    return write_agent(made), made.warnings, made.seconds
+
+
+def _other(
+    subject: Subject, model: str | None, minutes: float, seed: int, data: Path
+) -> tuple[str, list[str], float]:
+    """The same of an environment or a data set, whose conversations are written to `data`."""
+    from ludus.diagnostics.calibration.calibrate import calibrate
+    from ludus.diagnostics.calibration.recipe import write, write_conversations
+
+    made = calibrate(subject, minutes, seed, _say, model=model, data_file=str(data))
+    if (sft := made.config.sft) is not None and sft.data is not None:
+        write_conversations(made.conversations, Path(sft.data))
+    return write(made), made.warnings, made.seconds
+
+
+def _finish(path: Path, text: str, warnings: list[str], seconds: float) -> None:
+    """Write the recipe, and tell its warnings and the command that starts it."""
+    from ludus.core.files import atomic_write
+
+    atomic_write(path, text)
+    for warning in warnings:
+        _say(f"warning: {warning}")
+    typer.echo(f"{path}: measured in {seconds:.0f} s; start it with: ludus train {path}")

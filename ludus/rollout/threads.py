@@ -14,7 +14,9 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -185,6 +187,24 @@ def abort_connections() -> None:
     for transport in list(transports.values()):
         transport.abort()
     transports.clear()
+
+
+async def in_daemon(act: Callable[[], T]) -> T:
+    """Returns the result of a function that blocks, in a thread for it alone, with the variables of
+    the context. Unlike the threads of `asyncio.to_thread`, one that hangs holds no process up."""
+    future: Future[T] = Future()
+    context = copy_context()
+
+    def work() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(context.run(act))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="agent", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 class EnvThread:

@@ -45,7 +45,7 @@ from ludus.rollout.agent_env import AgentEnv
 from ludus.rollout.agent_session import Address, AgentSession, CallOptions, CallReply
 from ludus.rollout.agent_tools import AgentTools
 from ludus.rollout.host import LARGEST, HostedEnv
-from ludus.rollout.threads import EnvThread, abort_connections
+from ludus.rollout.threads import EnvThread, abort_connections, in_daemon
 from ludus.rollout.tool_use import EpisodeTools
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ class Agent:
             play = partial(self.play, **{k: v for k, v in given.items() if k in self.names})
             try:
                 if self.blocks:  # in a thread without an event loop: it may run one of its own
-                    return await asyncio.to_thread(play)
+                    return await in_daemon(play)
                 return await play()
             finally:
                 await model.close()

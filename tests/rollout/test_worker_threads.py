@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -60,3 +62,26 @@ async def test_a_call_that_blocks_lets_the_loop_go_on_once_it_has_started():
     thread = EnvThread(wait_for="start")
     assert await thread.run(act, 60, blocking=True)
     thread.close()
+
+
+HANGS = """
+import asyncio
+import time
+
+from ludus.rollout.threads import in_daemon
+
+
+async def main():
+    try:
+        await asyncio.wait_for(in_daemon(lambda: time.sleep(600)), 0.1)
+    except TimeoutError:
+        print(await in_daemon(lambda: "left"))
+
+
+asyncio.run(main())
+"""
+
+
+def test_a_blocking_call_that_hangs_does_not_keep_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, timeout=120)
+    assert done.stdout.strip() == b"left", done.stderr

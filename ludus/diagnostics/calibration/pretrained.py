@@ -53,7 +53,8 @@ def with_starting_values(
     raise ConfigError(
         f"model.path: {config.model.path} needs about {needed / 1e9:.0f} GB even with adapters, "
         f"and this machine has {hardware.memory / 1e9:.0f} GB: name a smaller model with --model, "
-        "leave --model out (a model from scratch), or use a larger machine"
+        + ("" if config.agent else "leave --model out (a model from scratch), ")
+        + "or use a larger machine"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ludus.config.schema import RunConfig
+from ludus.config.schema import ModelConfig, RunConfig
 from ludus.core.types import Spec
 from ludus.data.conversations import Conversation
 from ludus.diagnostics.calibration.calibrate import Calibration
@@ -27,13 +27,14 @@ def write(c: Calibration) -> str:
         "this machine.",
         "# All keys: `ludus config`. The comments say what was measured.",
         f"name: {flow(c.config.name)}",
-        *_section("model", _model(c)),
+        *([f"seed: {c.config.seed}"] if c.config.seed else []),
+        *section("model", _model(c)),
         *([f"learner: {flow(learner)}"] if learner else []),
     ]
     for key in ("env", "judge"):
         if (spec := getattr(c.config, key)) is not None:
             lines.append(f"{key}: {flow(spec)}")
-    for name, section in (
+    for name, part in (
         ("tasks", _tasks(c)),
         ("rollout", _rollout(c)),
         ("demonstrations", _demonstrations(c.config)),
@@ -41,7 +42,7 @@ def write(c: Calibration) -> str:
         ("rl", _rl(c)),
         ("evaluate", _evaluate(c.config)),
     ):
-        lines += _section(name, section)
+        lines += section(name, part)
     return "\n".join(lines) + "\n"
 
 
@@ -69,7 +70,8 @@ def flow(value: Any) -> str:
     return text.replace("\n...", "").strip()
 
 
-def _section(name: str, lines: Iterator[Line]) -> list[str]:
+def section(name: str, lines: Iterator[Line]) -> list[str]:
+    """The lines of a section; none where it is empty."""
     shown = [
         f"  {key}: {flow(value)}" + (f"  # {reason}" if reason else "")
         for key, value, reason in lines
@@ -82,15 +84,8 @@ def _model(c: Calibration) -> Iterator[Line]:
     model, (in_turns, in_prompts) = c.config.model, c.unknown
     scratch = "from scratch: 4 layers of width 128, 0.8 M weights"
     yield "architecture", model.architecture, scratch
-    yield (
-        "path",
-        model.path,
-        f"starting values: {c.start.name} ({c.start.source})" if c.start else "",
-    )
-    if model.device != "cpu":
-        yield "device", model.device, ""
-    if model.lora is not None:
-        yield "lora", model.lora.model_dump(include={"rank", "alpha"}), ""
+    told = f"starting values: {c.start.name} ({c.start.source})" if c.start else ""
+    yield from of_model(model, told)
     yield (
         "tokenizer",
         model.tokenizer,  # None: the model's own
@@ -108,14 +103,24 @@ def _model(c: Calibration) -> Iterator[Line]:
     )
 
 
+def of_model(model: ModelConfig, reason: str) -> Iterator[Line]:
+    """The keys of a pretrained model; `reason`: of its starting values."""
+    yield "path", model.path, reason
+    if model.device != "cpu":
+        yield "device", model.device, ""
+    if model.lora is not None:
+        yield "lora", model.lora.model_dump(include={"rank", "alpha"}), ""
+
+
 def _tasks(c: Calibration) -> Iterator[Line]:
     told = f"about {c.distinct:,.0f}" if c.distinct < 1e6 else "many"
-    yield "train", _spec(c.config.tasks.train), f"{told} different tasks"
+    yield "train", of_task(c.config.tasks.train), f"{told} different tasks"
     if c.config.tasks.heldout is not None:
-        yield "heldout", _spec(c.config.tasks.heldout), ""
+        yield "heldout", of_task(c.config.tasks.heldout), ""
 
 
-def _spec(spec: Spec) -> dict[str, Any]:
+def of_task(spec: Spec) -> dict[str, Any]:
+    """A reader with its arguments."""
     return {"name": spec.name, "args": dict(spec.args)}
 
 

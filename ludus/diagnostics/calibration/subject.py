@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,7 @@ class Subject:
 
     Args:
         given: as the user named it.
+        env: None with the kind `env`: `reader` makes the tasks from seeds, for an agent.
         tiers: levels of the environment; empty: it has none.
         rows: number of the data set's rows; 0: tasks come from seeds.
         fields: the reader's arguments for the fields of a row.
@@ -57,7 +59,8 @@ class Subject:
             args: dict[str, Any] = {"first_seed": first, "num_tasks": num_tasks}
             if self.tiers:
                 args = {"tiers": list(self.tiers), **args}
-            return Spec(name="env", args=args)
+            return Spec(name=self.reader, args={**self.fields, **args})
+        first += int(self.fields.get("skip", 0))
         skip = {"skip": first} if first else {}
         return Spec(name=self.reader, args={**self.fields, **skip, "limit": num_tasks})
 
@@ -70,28 +73,45 @@ class Subject:
 
 def open_subject(given: str, args: Mapping[str, Any], tiers: Sequence[str] | None) -> Subject:
     """Find out what a name is. Errors: ConfigError, DataError, MissingDependency."""
-    path = Path(given)
-    if path.suffix in (".jsonl", ".json", ".parquet", ".csv"):
-        return _data(given, path.stem, "json" if path.suffix == ".jsonl" else "hf", args, tiers)
-    known = given in ENVS.names() or ":" in given
-    if not known and (path.is_dir() or given.count("/") == 1):
-        return _data(given, path.name, "hf", args, tiers)
-    if not known:
+    if is_rows(given):
+        if tiers:
+            raise ConfigError("--tiers selects levels of an environment; a data set has rows")
+        return data_set(given, args)
+    if given not in ENVS.names() and ":" not in given:
         near = did_you_mean(given, ENVS.names())
         raise ConfigError(
             f"{given!r} is no environment{near}: give its name, FILE.py:Class, a .jsonl, .json, "
-            ".parquet or .csv file, or the name of a data set on the hub (OWNER/NAME)"
+            ".parquet or .csv file, the name of a data set on the hub (OWNER/NAME), or an agent "
+            "(FILE.py:function)"
         )
+    return environment(given, args, tiers)
+
+
+def environment(given: str, args: Mapping[str, Any], tiers: Sequence[str] | None) -> Subject:
+    """An environment and its levels. Errors: ConfigError, MissingDependency."""
     env = Spec(name=given, args=dict(args))
-    maker = ENVS.build(env, "env")
+    try:
+        maker = ENVS.build(env, "env")
+    except ConfigError as error:
+        if ":" not in given or inspect.isclass(ENVS.load(given)):
+            raise
+        raise ConfigError(
+            f"{error} ({given} is taken as an environment's: an agent is a function of `task` and "
+            "`model`)"
+        ) from None
+    if not hasattr(maker, "tiers"):
+        raise ConfigError(
+            f"{given} is neither an environment (derive the class from ludus.envs.base.Env) nor an "
+            "agent (a function of `task` and `model`: async def run(task, model))"
+        )
     chosen = list(tiers or ())
     for tier in chosen:
         maker.check_tier(tier)
     name = given.rpartition(":")[2] if ":" in given else given
-    return Subject("env", given, _slug(name, chosen), env, chosen or list(maker.tiers()))
+    return Subject("env", given, slug(name, chosen), env, chosen or list(maker.tiers()))
 
 
-def _slug(name: str, tiers: Sequence[str]) -> str:
+def slug(name: str, tiers: Sequence[str]) -> str:
     """A run's name of letters, digits and dashes."""
     text = "-".join([name, *tiers[:1]]).lower()
     return "".join(c if c.isalnum() and c.isascii() else "-" for c in text).strip("-") or "run"
@@ -107,32 +127,54 @@ PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query")
 ANSWERS = ("answer", "solution", "target", "output", "label", "response", "completion")
 
 
-def _data(
-    given: str, name: str, reader: str, args: Mapping[str, Any], tiers: Sequence[str] | None
-) -> Subject:
-    if tiers:
-        raise ConfigError("--tiers selects levels of an environment; a data set has rows")
+def is_rows(given: str) -> bool:
+    """True for the name of a file of rows, of a folder, or of a data set on the hub."""
+    path = Path(given)
+    if path.suffix in (".jsonl", ".json", ".parquet", ".csv"):
+        return True
+    known = given in ENVS.names() or ":" in given
+    return not known and (path.is_dir() or given.count("/") == 1)
+
+
+def data_set(given: str, args: Mapping[str, Any]) -> Subject:
+    """The rows of a data set, each with an answer. Errors: ConfigError, DataError."""
+    subject = rows_of(given, args, f"ludus init {given} ", needs_answer=True)
+    check_answers(given, subject.tasks)
+    return replace(subject, judge=WHOLE)
+
+
+def rows_of(given: str, args: Mapping[str, Any], command: str, *, needs_answer: bool) -> Subject:
+    """The rows of a data set, whose fields are found by their names.
+
+    Args:
+        command: that names a field, up to the field, for the errors.
+
+    Errors: ConfigError, DataError.
+    """
+    path = Path(given)
+    reader = "json" if path.suffix == ".jsonl" else "hf"
     fields = {"path": given, **args}
     columns = _columns(given, reader, fields)
     for key, names in (("prompt", PROMPTS), ("answer", ANSWERS)):
         if key in args or key in columns:
             continue
         found = next((n for n in names if n in columns), None)
-        if found is None:
+        if found is None and (key == "prompt" or needs_answer):
             raise DataError(
                 f"{given} has the fields {', '.join(columns)}: name the one with the {key}: "
-                f"`ludus init {given} {key}=FIELD`"
+                f"`{command}{key}=FIELD`"
             )
         fields[key] = found
     tasks = read_tasks(Spec(name=reader, args=fields), given)
-    _check_rows(given, tasks)
+    _check_different(given, tasks)
+    name = path.stem if path.suffix in (".jsonl", ".json", ".parquet", ".csv") else path.name
     return Subject(
-        "data", given, _slug(name, ()), None, (), reader, len(tasks), fields, WHOLE, tasks
+        "data", given, slug(name, ()), reader=reader, rows=len(tasks), fields=fields, tasks=tasks
     )
 
 
-def _check_rows(given: str, tasks: Sequence[Task]) -> None:
-    """Errors: DataError for rows that nothing can score, that repeat, or that are too few."""
+def check_answers(given: str, tasks: Sequence[Task]) -> None:
+    """Errors: DataError for rows that nothing can score."""
     unscored = []
     for task in tasks:
         try:
@@ -144,6 +186,10 @@ def _check_rows(given: str, tasks: Sequence[Task]) -> None:
             f"{given}: {len(unscored)} of {len(tasks)} rows cannot be scored, the first: "
             f"{unscored[0]}: remove them"
         )
+
+
+def _check_different(given: str, tasks: Sequence[Task]) -> None:
+    """Errors: DataError for rows that repeat, or that are too few."""
     different = len({task_key(task) for task in tasks})
     if different < 2:
         raise DataError(
