@@ -12,7 +12,7 @@ from ludus.cli.options import recipe_with_tools, spec
 from ludus.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ludus.diagnostics.calibration.agent_subject import AgentSubject
+    from ludus.diagnostics.calibration.agents.subject import AgentSubject
     from ludus.diagnostics.calibration.subject import Subject
 
 app = typer.Typer()
@@ -75,7 +75,7 @@ def init(
 ) -> None:
     """Measure an environment, a data set or an agent, and write a recipe for it, in about two
     minutes."""
-    from ludus.diagnostics.calibration.agent_subject import (
+    from ludus.diagnostics.calibration.agents.subject import (
         AgentOptions,
         is_agent,
         open_agent,
@@ -121,8 +121,8 @@ def _agent(
     subject: AgentSubject, model: str, minutes: float, seed: int
 ) -> tuple[str, list[str], float]:
     """The recipe of an agent, warnings, and the seconds that it took."""
-    from ludus.diagnostics.calibration.agent import calibrate_agent
-    from ludus.diagnostics.calibration.agent_recipe import write_agent
+    from ludus.diagnostics.calibration.agents.calibrate import calibrate_agent
+    from ludus.diagnostics.calibration.agents.recipe import write_agent
 
     made = calibrate_agent(subject, model, minutes, seed, _say)
     return write_agent(made), made.warnings, made.seconds

@@ -8,7 +8,6 @@ choices      from measurements to values
 warnings     what the measurements foretell
 calibrate    all of it
 recipe       the commented file
-
-agent_subject, agent_episodes, agent_warnings, agent, agent_recipe
-             the same for an agent of the user, which plays with a pretrained model
+agents       subject, episodes, warnings, calibrate, recipe of a user's agent, which plays with a
+             pretrained model
 """

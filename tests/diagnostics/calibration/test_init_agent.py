@@ -14,7 +14,7 @@ from ludus.cli import app
 from ludus.config.load import load_config
 from ludus.config.sections import ModelConfig
 from ludus.core.types import Spec
-from ludus.diagnostics.calibration import agent, agent_episodes
+from ludus.diagnostics.calibration.agents import calibrate, episodes
 from ludus.models.build import build_model
 from ludus.models.chat.tokenizers import train_tokenizer
 
@@ -107,8 +107,8 @@ def sums(num_tasks: int, first_seed: int = 0):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with agents, rows and the weights of a tiny model; few and short episodes."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(agent, "MAX_TOKENS", {"cpu": 12, "cuda": 12})
-    monkeypatch.setattr(agent_episodes, "MOST_GROUPS", 5)
+    monkeypatch.setattr(calibrate, "MAX_TOKENS", {"cpu": 12, "cuda": 12})
+    monkeypatch.setattr(episodes, "MOST_GROUPS", 5)
     (tmp_path / "mine.py").write_text(AGENTS)
     rows = [{"question": f"What is {n} + 1 ?", "answer": str(n + 1)} for n in range(20)]
     for name, kept in (("rows", ("question", "answer")), ("bare", ("question",))):
@@ -217,7 +217,7 @@ def test_episodes_that_cannot_train_are_refused(folder: Path, name: str, problem
 
 
 def test_an_agent_that_hangs_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "PLAY_S", 1.0)
+    monkeypatch.setattr(calibrate, "PLAY_S", 1.0)
     message = refusal("mine.py:hangs", "--tasks", "rows.jsonl", "--model", "./model")
     assert "no episode ended within 1 s, and no turn was sampled" in message
 

@@ -16,9 +16,9 @@ from ludus.config.schema import RunConfig
 from ludus.core.signals import run
 from ludus.diagnostics.calibration import tokens
 from ludus.diagnostics.calibration import warnings as foretold
-from ludus.diagnostics.calibration.agent_episodes import AgentPlay, play_agent
-from ludus.diagnostics.calibration.agent_subject import AgentSubject
-from ludus.diagnostics.calibration.agent_warnings import of_play, of_steps, refuse_fruitless
+from ludus.diagnostics.calibration.agents.episodes import AgentPlay, play_agent
+from ludus.diagnostics.calibration.agents.subject import AgentSubject
+from ludus.diagnostics.calibration.agents.warnings import of_play, of_steps, refuse_fruitless
 from ludus.diagnostics.calibration.choices import NUM_HELDOUT, RESERVE_S
 from ludus.diagnostics.calibration.first import with_splits, with_tasks
 from ludus.diagnostics.calibration.pretrained import device, with_starting_values

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from ludus.config.sections import RolloutConfig
-from ludus.diagnostics.calibration.agent import AgentCalibration
+from ludus.diagnostics.calibration.agents.calibrate import AgentCalibration
 from ludus.diagnostics.calibration.recipe import Line, flow, of_model, of_task, section
 
 

@@ -9,8 +9,8 @@ from statistics import fmean
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError
 from ludus.core.types import Status
-from ludus.diagnostics.calibration.agent_episodes import AgentPlay
-from ludus.diagnostics.calibration.agent_subject import AgentSubject
+from ludus.diagnostics.calibration.agents.episodes import AgentPlay
+from ludus.diagnostics.calibration.agents.subject import AgentSubject
 from ludus.diagnostics.calibration.warnings import LARGE
 from ludus.judges import JUDGES
 
