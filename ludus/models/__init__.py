@@ -37,6 +37,11 @@ TOKENIZERS: Registry[object] = Registry(
         "words": Row(
             "ludus.models.chat.tokenizers:words", "train", "one token per word, digit or sign"
         ),
+        "bytes": Row(
+            "ludus.models.chat.tokenizers:byte_level",
+            "train",
+            "one token per byte; for letters and digits",
+        ),
         "bpe": Row(
             "ludus.models.chat.tokenizers:bpe",
             "train",

@@ -145,6 +145,19 @@ class Shares(Digit):
         return result.model_copy(update={"messages": user(f"guess {Shares.guessed}")})
 
 
+class Fickle(Digit):
+    """Its expert begins with another wrong guess in each episode."""
+
+    num_episodes = 0
+
+    async def reset(self, task: Task) -> Observation:
+        Fickle.num_episodes += 1
+        return await super().reset(task)
+
+    def expert_action(self) -> str:
+        return str(self.secret) if self.tries else str(100 + Fickle.num_episodes)
+
+
 class GoesOn(Digit):
     async def step(self, action: Message) -> StepResult:
         return StepResult(messages=user("wrong"), reward=0.0)

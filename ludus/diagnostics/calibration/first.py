@@ -21,11 +21,13 @@ from ludus.diagnostics.calibration.subject import Subject, config_tasks
 NUM_WORLDS = 600
 """Tasks whose worlds are compared, to find out how many different ones there are."""
 
-BPE_SIZES = (288, 512, 1024)
-"""Vocabularies of the tokenizer `bpe` that are tried: bytes and hardly a merge, and more."""
-
-SHORT_EPISODE = 512
-"""Mean tokens of an episode up to which the smallest of these vocabularies is taken."""
+TOKENIZERS = (
+    (Spec(name="bytes"), 256.0),
+    (Spec(name="bpe", args={"vocab_size": 288}), 512.0),
+    (Spec(name="bpe", args={"vocab_size": 512}), 512.0),
+    (Spec(name="bpe", args={"vocab_size": 1024}), math.inf),
+)
+"""Tokenizers that encode any text, from fine to coarse, and the most tokens of a mean episode."""
 
 NUM_COUNTED = 200
 """Episodes that tell how long they are with one of them."""
@@ -86,24 +88,22 @@ def base(
 def tokenizer_for(
     config: RunConfig, shown: Sequence[Conversation], new: Sequence[Conversation]
 ) -> tuple[RunConfig, int, tuple[float, float]]:
-    """`words` where unseen episodes have its words, else `bpe` with the fewest merges that keep
-    episodes short; a model's own tokenizer stays.
+    """`words` where unseen episodes have its words, else the finest of TOKENIZERS with which a
+    mean episode keeps its limit; a model's own tokenizer stays.
 
     Answers with new words are put together from parts. A model from scratch learns that from
-    letters in a third of the steps that it takes from larger parts (docs/log.md).
+    letters in a fraction of the steps that it takes from larger parts (docs/log.md).
     """
     if config.model.path is not None:
         return config, len(tokens.trained(config, (), ())), (0.0, 0.0)
     size, in_turns, in_prompts = tokens.unknown_shares(config, shown, new or shown)
     if tokens.fits_words(size, in_turns, in_prompts):
         return config, size, (in_turns, in_prompts)
-    for vocab_size in BPE_SIZES:
-        spec = Spec(name="bpe", args={"vocab_size": vocab_size})
+    for spec, most in TOKENIZERS:
         model = config.model.model_copy(update={"tokenizer": spec})
         config = config.model_copy(update={"model": model})
         few = shown[:NUM_COUNTED]
-        found = tokens.lengths(config, tokens.trained(config, few, ()), few)
-        if found.episode_mean <= SHORT_EPISODE:
+        if tokens.lengths(config, tokens.trained(config, few, ()), few).episode_mean <= most:
             break
     size, in_turns, in_prompts = tokens.unknown_shares(config, shown, new or shown)
     return config, size, (in_turns, in_prompts)

@@ -169,6 +169,8 @@ async def _determinism(subject: Subject, player: Player) -> None:
         if first != second:
             text = f"{task.id}, twice with the same actions, differs: {_difference(first, second)}"
             subject.error("determinism", text)
+        else:
+            subject.played[task.id] = _actions(first)
     if subject.spec is not None:
         task, limit = subject.tasks[0], subject.timeout_s + PROCESS_START_S
         first = await player.episode(task)
@@ -184,12 +186,13 @@ async def _expert(subject: Subject, player: Player) -> None:
     for task in subject.tasks:
         env = subject.make()
         (low, high), _ = limits_of(env)
-        total, done, num_turns = 0.0, False, 0
+        total, done, num_turns, actions = 0.0, False, 0, list[str]()
         try:
             opening = await player.reset(env, task)
             size = sum(len(message.content) for message in opening.messages)
             while not done and num_turns < player.max_turns:
                 action = await player.expert(env)
+                actions.append(action)
                 result = await player.step(env, Message(role="assistant", content=action))
                 total, done, num_turns = total + (result.reward or 0.0), result.done, num_turns + 1
                 size += len(action) + sum(len(message.content) for message in result.messages)
@@ -201,6 +204,9 @@ async def _expert(subject: Subject, player: Player) -> None:
         if not low - 1e-9 <= total <= high + 1e-9:
             text = f"{task.id}: the reward {total:g} is outside of score_range {low:g} to {high:g}"
             subject.error("rewards", text)
+        before = subject.played.get(task.id, actions)
+        if before != actions:
+            subject.note("expert", f"{task.id}, played twice: {_change(before, actions)}")
         outcomes.append(Outcome(task, total, num_turns, size, env.max_turns, done))
         if not done:
             text = f"{task.id}: the episode does not end in {player.max_turns} turns"
@@ -328,6 +334,20 @@ def _actions(turns: list[Turn]) -> list[str]:
     return [action for action, *_ in turns[1:]]
 
 
+def _change(first: list[str], second: list[str]) -> str:
+    """How two plays of the expert differ, in words."""
+    pairs = enumerate(zip(first, second, strict=False), start=1)
+    found = next(((number, one, other) for number, (one, other) in pairs if one != other), None)
+    what = f"takes {len(first)} turns and then {len(second)}"
+    if found is not None:
+        number, one, other = found
+        what = f"takes, in turn {number}, {_cut(repr(one))} and then {_cut(repr(other))}"
+    return (
+        f"the expert {what}: the same task has to give the same demonstration; derive all "
+        "randomness from the task"
+    )
+
+
 def _difference(first: list[Turn], second: list[Turn]) -> str:
     for number, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
@@ -337,5 +357,8 @@ def _difference(first: list[Turn], second: list[Turn]) -> str:
 
 
 def _short(turn: Turn) -> str:
-    text = repr(turn[1:])
+    return _cut(repr(turn[1:]))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 120 else text[:117] + "..."

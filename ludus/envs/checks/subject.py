@@ -26,7 +26,8 @@ class Finding:
 class Subject:
     """The environment under test and the findings so far, without duplicates.
 
-    `report` receives each finding when it is found.
+    `report` receives each finding when it is found. `played` has the expert's actions by the task's
+    id, of the tasks whose episodes do not differ with the same actions.
     """
 
     spec: Spec | None
@@ -36,6 +37,7 @@ class Subject:
     report: Callable[[Finding], object] = lambda _: None
     tasks: list[Task] = field(default_factory=list)
     findings: dict[Finding, None] = field(default_factory=dict)
+    played: dict[str, list[str]] = field(default_factory=dict)
 
     def error(self, check: str, detail: str) -> None:
         self._add(Finding("error", check, detail))

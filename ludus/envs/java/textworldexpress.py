@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
@@ -34,7 +35,7 @@ ENGINE = Engine(
 )
 
 GAMES: dict[str, int] = {
-    "coin": 3,
+    "coin": 4,
     "simonsays": 6,
     "arithmetic": 6,
     "sorting": 7,
@@ -48,6 +49,12 @@ GAMES: dict[str, int] = {
 FIRST_SEEDS = {"train": 0, "dev": 10_000, "test": 20_000}
 NUM_SEEDS = 1000
 """Number of seeds of a fold in the engine."""
+
+UNSEEDED = frozenset({"coin", "twc"})
+"""Games whose engine draws the gold path from an unseeded generator: another path each time."""
+
+TRIES = 50
+"""Maximum number of walks for a gold path of `twc`, as in the engine."""
 
 GUIDE = """You play a text game: carry out the task with as few commands as you can. Answer with \
 one command a turn, as the list of actions has them."""
@@ -100,7 +107,7 @@ class TextWorldExpress(JvmEnv, OneTool):
         )
 
     def _load(self, session: Session) -> tuple[str, tuple[str, ...]]:
-        session.seed(self._game.seed)  # the gold path is drawn from the engine's own generator
+        session.seed(self._game.seed)  # arithmetic's generator draws from the engine's global one
         return session.run(lambda engine: self._generate(engine, session.jvm.classes))
 
     def _generate(self, engine: Any, classes: Any) -> tuple[str, tuple[str, ...]]:
@@ -110,8 +117,15 @@ class TextWorldExpress(JvmEnv, OneTool):
             _renew_problem(classes, game)
         if error := engine.load(game.name, ""):
             raise EnvError(f"textworldexpress: {game.name}: {error}")
-        state = json.loads(engine.generateNewGameJSON(game.seed, game.fold, True))
-        path = tuple(str(action).lower() for action in engine.getGoldActionSequence())
+        drawn = game.name not in UNSEEDED
+        state = json.loads(engine.generateNewGameJSON(game.seed, game.fold, drawn))
+        if game.name == "coin":
+            path = _way_to_coin(engine.game())
+        else:
+            if game.name == "twc":
+                _draw_tidying(engine, classes, game)
+            actions = classes.java.lang.String.join("\n", engine.getGoldActionSequence())
+            path = tuple(actions.lower().splitlines())
         return f"{engine.getTaskDescription().strip()}\n\n{self._view(state)}", path
 
     def _view(self, state: dict[str, Any]) -> str:
@@ -200,6 +214,48 @@ def _renew_problem(classes: Any, game: Game) -> None:
     places = ((game.seed + number) % size for number in range(size))  # it is the first of them
     place = next(place for place in places if listed[place] == old)
     listed[place] = classes.textworldexpress.preprocessing.SortingProblem(items.get(old))
+
+
+def _way_to_coin(game: Any) -> tuple[str, ...]:
+    """Returns the fewest commands that take the coin; empty: it cannot be reached.
+
+    The engine's own path is a random walk of up to 26 rooms, so it is computed from the map.
+    """
+    # A room's JSON has its neighbours, doors and contents in one call, which is most of the time.
+    walks: list[tuple[int, tuple[str, ...], str, Any]] = [(0, (), "", game.agentLocation)]
+    seen = set[str]()
+    while walks:
+        _, walk, name, find = heappop(walks)  # no two walks are equal, so names are not compared
+        if name in seen:
+            continue
+        place = find()
+        room = json.loads(place.toJSON())
+        if "coin" in room["contents"]:
+            return (*walk, "take coin")
+        seen.add(room["name"])
+        for side in ("North", "South", "East", "West"):
+            there, door = room[f"location{side}"], room[f"door{side}"]
+            if there is not None and there not in seen:
+                closed = door is not None and not door["isOpen"]
+                opening = (f"open door to {side.lower()}",) if closed else ()
+                longer = (*walk, *opening, f"move {side.lower()}")
+                heappush(walks, (len(longer), longer, there, getattr(place, f"location{side}")))
+    return ()
+
+
+def _draw_tidying(engine: Any, classes: Any, game: Game) -> None:
+    """Give the engine a gold path of `twc`, as its `mkGameWithGoldPath` does, but with a seed.
+
+    The engine's agent plays, so each try has its own copy of the game.
+    """
+    generator = classes.scala.util.Random(game.seed)
+    new_agent = classes.textworldexpress.goldagent.TWCGoldAgent
+    for _ in range(TRIES):
+        agent = new_agent(engine.gameGenerator().mkGame(game.seed, game.fold))
+        tried = agent.mkGoldPath(generator)
+        if tried.productElement(0):
+            break
+    getattr(engine, "goldPath_$eq")(tried.productElement(1))  # of a failed try: empty
 
 
 def _named(task: Task) -> Game:

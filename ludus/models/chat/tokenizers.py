@@ -3,6 +3,7 @@
 row    token                                       texts that are encoded losslessly
 words  a word, digit or sign with the space        those of known words, digits and signs;
        before it; a white-space character          anything else is <unk>
+bytes  a byte                                      all
 bpe    a byte sequence                             all
 """
 
@@ -181,6 +182,13 @@ def bpe(
     )
     backend.train_from_iterator((*framing, *texts), trainer)
     return backend
+
+
+def byte_level(
+    texts: Iterable[str], framing: Sequence[str], special_tokens: Sequence[str]
+) -> Tokenizer:
+    """One token per byte; a small model learns to spell, count and reverse letters by it."""
+    return bpe(texts, framing, special_tokens, 256 + len(special_tokens))
 
 
 def _wrap(

@@ -82,6 +82,15 @@ async def test_an_environment_that_hangs_ends_the_checks() -> None:
     assert "step takes longer than 0.3 s" in str(findings[0])
 
 
+async def test_an_expert_that_differs_between_two_plays_of_a_task_is_told() -> None:
+    findings = await check_env(faulty.Fickle, num_tasks=1)
+    assert [(f.severity, f.check) for f in findings] == [("note", "expert")]
+    said = r"digit/0, played twice: the expert takes, in turn 1, '(\d+)' and then '(\d+)': the same"
+    found = re.match(said, findings[0].detail)
+    assert found
+    assert found[1] != found[2]
+
+
 async def test_a_hash_seed_is_seen_through_in_another_process() -> None:
     findings = await check_env(Spec(name="faulty_envs:HashDependent"), num_tasks=1)
     assert [f.check for f in findings] == ["determinism"]

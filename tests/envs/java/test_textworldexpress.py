@@ -43,6 +43,55 @@ async def test_the_expert_wins_every_game(game: str) -> None:
         assert result.info["success"]
 
 
+async def expert_path(env: TextWorldExpress, task: Task) -> list[str]:
+    """The expert's actions in an episode of the task."""
+    await env.reset(task)
+    actions: list[str] = []
+    done = False
+    while not done:
+        actions.append(env.expert_action())
+        done = (await act(env, actions[-1])).done
+    return actions
+
+
+@pytest.mark.parametrize("game", GAMES)
+async def test_a_task_has_one_path_of_the_expert(game: str) -> None:
+    """Also after other tasks, in the other order, and in another JVM."""
+    tasks = [TextWorldExpress.task(game, seed) for seed in range(5)]
+    env, other_jvm = TextWorldExpress(num_jvms=1), TextWorldExpress()
+    first = [await expert_path(env, task) for task in tasks]
+    await expert_path(env, TextWorldExpress.task("arithmetic", 8))
+    assert [await expert_path(env, task) for task in reversed(tasks)] == first[::-1]
+    assert [await expert_path(other_jvm, task) for task in tasks[2:]] == first[2:]
+
+
+async def test_the_expert_walks_straight_to_the_coin() -> None:
+    """It wins, with no room twice and no door opened that it does not go through."""
+    steps = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
+    env = TextWorldExpress()
+    lengths = []
+    for seed in range(20):
+        await env.reset(TextWorldExpress.task("coin", seed))
+        place, rooms, opened, total, done = (0, 0), {(0, 0)}, "", 0.0, False
+        while not done:
+            action = env.expert_action()
+            *what, way = action.split()
+            if what == ["move"]:
+                assert opened in ("", way)
+                place, opened = (place[0] + steps[way][0], place[1] + steps[way][1]), ""
+                assert place not in rooms, seed
+                rooms.add(place)
+            elif action != "take coin":
+                assert what == ["open", "door", "to"]
+                opened = way
+            result = await act(env, action)
+            total, done = total + (result.reward or 0.0), result.done
+        assert (action, opened) == ("take coin", "")
+        assert total == pytest.approx(1.0)
+        lengths.append(result.info["num_steps"])
+    assert sum(lengths) / len(lengths) < 6, "the engine's random walks take 15"
+
+
 async def test_a_capital_in_an_action_s_name_is_found() -> None:
     """The engine has T-shirts, and actions come in lower case."""
     env = TextWorldExpress()

@@ -90,7 +90,16 @@ def test_bpe_keeps_its_size() -> None:
         train_tokenizer(Spec(name="bpe", args={"vocab_size": 100}), TEXTS)
 
 
-@pytest.mark.parametrize("name", ["words", "bpe"])
+def test_bytes_are_single_tokens() -> None:
+    tokenizer = train_tokenizer(Spec(name="bytes"), TEXTS)
+    encoder = Renderer(tokenizer)._encoder
+    for text in ("turn left", "turn left turn left", "für 12", "\n\t{}"):
+        ids = encoder.encode(encoder.defuse(text))
+        assert len(ids) == len(text.encode())
+        assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("name", ["words", "bytes", "bpe"])
 @pytest.mark.parametrize("template", ["plain", "qwen3"])
 def test_trained_tokenizers_support_the_template(name: str, template: str) -> None:
     tokenizer = train_tokenizer(Spec(name=name), TEXTS, template, [TOOL])
