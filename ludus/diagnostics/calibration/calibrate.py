@@ -185,6 +185,7 @@ def _calibrate(
                 slow=slow,
             )
         )
+        trial.chance = success_of(played)
         rate = expert.per_s if subject.env else 1e9
         config, planned = with_choices(config, trial, minutes, rate)
     warnings = [
@@ -337,6 +338,12 @@ def with_few_episodes(config: RunConfig) -> RunConfig:
     )
 
 
+def success_of(played: Sequence[RandomEpisode]) -> float:
+    """The success of random actions; 0 where none was played to its end."""
+    fine = [p.success for p in played if not p.error]
+    return fmean(fine) if fine else 0.0
+
+
 def random_line(played: Sequence[RandomEpisode]) -> str:
     """The success, rewards and speed of random actions."""
     failed = [p for p in played if p.error]
@@ -361,7 +368,7 @@ def with_choices(
     assert until is not None
     num_train = num_training_tasks(config)
     for_seconds = 0.1 * 60 * minutes * episodes_per_s
-    expected = choices.expected_sft(trial.curve, until.success)
+    expected = choices.expected_sft(trial, until.success)
     wanted = max(2 * (expected or 10**6) * config.sft.episodes_per_step, 1000)
     number = int(min(MAX_DEMONSTRATIONS, num_train, max(for_seconds, 64), wanted))
     groups = choices.groups(trial.rl_step_s, config.rl.groups_per_step)

@@ -167,15 +167,17 @@ class Steps:
     every: int
 
 
-def expected_sft(curve: Sequence[tuple[int, float]], success: float) -> int | None:
-    """Steps of SFT until `success`, by a straight line through the last half of the trial's curve;
-    None where that does not rise."""
-    if not curve:
+def expected_sft(trial: Trial, success: float) -> int | None:
+    """Steps of SFT until `success`, by a straight line through the last half of the trial's curve,
+    which begins at the success of random actions; None where that does not rise."""
+    if not trial.curve:
         return None
-    step, value = curve[-1]
+    step, value = trial.curve[-1]
     if value >= success:
         return step
-    before, old = next(point for point in reversed([(0, 0.0), *curve]) if point[0] <= step / 2)
+    before, old = next(
+        point for point in reversed([(0, trial.chance), *trial.curve]) if point[0] <= step / 2
+    )
     slope = (value - old) / (step - before)
     return math.ceil(step + (success - value) / slope) if slope > 0 else None
 
@@ -188,7 +190,7 @@ def steps(
     total = 60.0 * minutes - RESERVE_S - demonstrations_s
     sft_step = max(trial.sft_step_s + trial.eval_s / every, 1e-3)
     most = max(int((1 - RL_SHARE) * total / sft_step), 20)
-    expected = expected_sft(trial.curve, success)
+    expected = expected_sft(trial, success)
     if trial.curve and (expected is None or expected > most):
         most = used = max(int((1 - RL_SHARE_HARD) * total / sft_step), 20)
         if expected is not None:

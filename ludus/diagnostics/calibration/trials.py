@@ -62,6 +62,7 @@ class Trial:
         curve: steps of SFT and success of sampled episodes.
         signal: share of groups with different rewards, by temperature; `success` likewise.
         rl_step_s: of a step with the groups of the configuration.
+        chance: success of random actions.
     """
 
     losses: dict[float, float] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class Trial:
     success: dict[float, float] = field(default_factory=dict)
     rl_step_s: float = 0.0
     eval_s: float = 0.0
+    chance: float = 0.0
 
     @property
     def rate(self) -> float:

@@ -139,7 +139,7 @@ def of_trial(trial: Trial, steps: int, target: float, kind: str = "env") -> Iter
             + ("choose harder levels with --tiers" if kind == "env" else "take harder questions")
             + ", or train with SFT alone"
         )
-    elif (expected := expected_sft(trial.curve, target)) is None or expected > steps:
+    elif (expected := expected_sft(trial, target)) is None or expected > steps:
         easier = "choose easier levels with --tiers" if kind == "env" else "take easier questions"
         yield (
             f"success was {success:.0%} after {step} steps of SFT in the trial, and is not "

@@ -76,12 +76,17 @@ def test_the_minutes_are_divided() -> None:
 
 
 def test_sft_is_expected_to_go_on_as_the_last_half_of_the_trial() -> None:
-    assert choices.expected_sft([(20, 0.1), (40, 0.2)], 0.4) == 80
-    assert choices.expected_sft([(20, 0.02), (30, 0.1), (40, 0.22)], 0.4) == 58
-    assert choices.expected_sft([(20, 0.2)], 0.4) == 40
-    assert choices.expected_sft([(20, 0.5)], 0.4) == 20
-    assert choices.expected_sft([(20, 0.1), (40, 0.05)], 0.4) is None
-    assert choices.expected_sft([], 0.4) is None
+    def expected(*curve: tuple[int, float], chance: float = 0.0) -> int | None:
+        return choices.expected_sft(Trial(curve=list(curve), chance=chance), 0.4)
+
+    assert expected((20, 0.1), (40, 0.2)) == 80
+    assert expected((20, 0.02), (30, 0.1), (40, 0.22)) == 58
+    assert expected((20, 0.2)) == 40
+    assert expected((20, 0.2), chance=0.1) == 60
+    assert expected((20, 0.5)) == 20
+    assert expected((20, 0.1), (40, 0.05)) is None
+    assert expected((20, 0.1), chance=0.1) is None
+    assert expected() is None
 
 
 def test_time_that_sft_will_not_need_goes_to_rl() -> None:
