@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
@@ -48,6 +48,9 @@ TEMPERATURES = (1.0, 1.2)
 
 NUM_GROUPS = 32
 """Groups that are played at each temperature."""
+
+GROUPS_S = 5.0
+"""Seconds of these groups above which there are fewer, and likewise in the timed steps of RL."""
 
 FEW_GROUPS = 4
 """The same in a slow environment."""
@@ -205,7 +208,8 @@ async def _rl(
     """Play groups at each temperature, then time RL."""
     rl = run_.config.rl
     assert rl is not None
-    tasks = sft_end.unseen(run_, FEW_GROUPS if slow else NUM_GROUPS)
+    number = FEW_GROUPS if slow else _affordable(trial, run_.config, NUM_GROUPS)
+    tasks = sft_end.unseen(run_, number)
     for temperature in TEMPERATURES[:1] if slow else TEMPERATURES:
         collector = run_.collector.with_config("trial", temperature=temperature)
         groups = await collector.collect(tasks, 0, rl.group_size)
@@ -216,8 +220,22 @@ async def _rl(
             f"at temperature {temperature:g} {trial.success[temperature]:.0%} succeed, and "
             f"{trial.signal[temperature]:.0%} of the groups have different rewards"
         )
-    stage, metrics = rl_stage(run_), _Metrics()
-    await _steps(run_, stage, metrics, 0, 1)
+    number = rl.groups_per_step if slow else _affordable(trial, run_.config, rl.groups_per_step)
+    smaller = rl.model_copy(update={"groups_per_step": number})
+    timed = replace(run_, config=run_.config.model_copy(update={"rl": smaller}))
+    stage, metrics = rl_stage(timed), _Metrics()
+    await _steps(timed, stage, metrics, 0, 1)
     if time.perf_counter() < until:
-        await _steps(run_, stage, metrics, 1, 1 + RL_STEPS)
-    trial.rl_step_s = metrics.mean("time/step_s", RL_STEPS)
+        await _steps(timed, stage, metrics, 1, 1 + RL_STEPS)
+    trial.rl_step_s = metrics.mean("time/step_s", RL_STEPS) * rl.groups_per_step / number
+
+
+def _affordable(trial: Trial, config: RunConfig, most: int) -> int:
+    """Groups that are played in about GROUPS_S by the measurement of SFT's end; at least 8."""
+    assert config.rl is not None
+    until = (config.sft and config.sft.until) or SFTUntilConfig()
+    each_s = trial.eval_s / (until.num_tasks * until.samples_per_task)
+    number = most
+    while number > 8 and number * config.rl.group_size * each_s > GROUPS_S:
+        number //= 2
+    return number
