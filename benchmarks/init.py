@@ -53,7 +53,12 @@ def run(name: str, seed: int, minutes: float, folder: Path) -> dict[str, Any]:
          "--minutes", str(minutes)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    result: dict[str, Any] = {"init_s": time.perf_counter() - began, "init": made.stderr}
+    result: dict[str, Any] = {
+        "init_s": time.perf_counter() - began,
+        "init": made.stderr,
+        "cores": len(os.sched_getaffinity(0)),
+        "minutes": minutes,
+    }
     if made.returncode == 0:
         began = time.perf_counter()
         runs = folder / "runs"
@@ -70,6 +75,7 @@ def run(name: str, seed: int, minutes: float, folder: Path) -> dict[str, Any]:
         result["findings"] = json.loads(findings.read_text()) if findings.exists() else []
         config = load_config(str(recipe))
         result["rl_steps"] = config.rl.steps if config.rl else 0
+    result["load"] = os.getloadavg()[2]
     kept.write_text(json.dumps(result))
     return result
 
@@ -86,6 +92,10 @@ def risen(result: dict[str, Any]) -> str:
     if not before or not after:
         return "-"
     return "yes" if after["low"] > before["high"] else "no"
+
+
+def where(result: dict[str, Any]) -> str:
+    return f"{result['minutes']:g}, {result['cores']}, {result['load']:.0f}"
 
 
 def warned(result: dict[str, Any]) -> str:
@@ -108,19 +118,22 @@ def main() -> None:
             minutes = f"{result['init_s'] / 60:.1f} + {result.get('train_s', 0) / 60:.1f}"
             rows.append(
                 [name, str(seed), interval(result.get("before")), interval(result.get("after")),
-                 risen(result), str(result.get("rl_steps", "-")), minutes, warned(result)]
+                 risen(result), str(result.get("rl_steps", "-")), minutes, where(result),
+                 warned(result)]
             )  # fmt: skip
             print(rows[-1], flush=True)
     if options.no_page:
         return
     head = ["environment", "seed", "after SFT", "after RL", "intervals apart", "RL steps",
-            "minutes (init + train)", "warned by init"]  # fmt: skip
-    load = f"load {os.getloadavg()[0]:.1f} at the end"
+            "minutes (init + train)", "of, cores, load", "warned by init"]  # fmt: skip
+    facts = machine(os.cpu_count() or 1)
     text = (
         "# `ludus init` and its recipe, unchanged\n\n"
         "Written by `benchmarks/init.py`. Each row: `ludus init` with nothing but the environment "
-        f"and its level, and `ludus train` of the recipe that it wrote, for {options.minutes:g} "
-        f"minutes. {machine(os.cpu_count() or 1)}; {load}. Success on "
+        "and its level, and `ludus train` of the recipe that it wrote. "
+        f"{facts['cores']} cores of {facts['cpu']}, Python {facts['python']}, torch "
+        f"{facts['torch']}; each row tells the minutes that the recipe was for, the "
+        "cores that it had, and the load of the machine in its last quarter of an hour. Success on "
         "held-out tasks, greedy, with 95 % intervals.\n\n" + table(head, sorted(rows)) + "\n"
     )
     (RESULTS / "init.md").write_text(text, encoding="utf-8")
