@@ -127,6 +127,7 @@ def main() -> None:
     head = ["environment", "seed", "after SFT", "after RL", "intervals apart", "RL steps",
             "minutes (init + train)", "of, cores, load", "warned by init"]  # fmt: skip
     facts = machine(os.cpu_count() or 1)
+    left = [name for name in SUBJECTS if name not in {row[0] for row in rows}]
     text = (
         "# `ludus init` and its recipe, unchanged\n\n"
         "Written by `benchmarks/init.py`. Each row: `ludus init` with nothing but the environment "
@@ -134,7 +135,10 @@ def main() -> None:
         f"{facts['cores']} cores of {facts['cpu']}, Python {facts['python']}, torch "
         f"{facts['torch']}; each row tells the minutes that the recipe was for, the "
         "cores that it had, and the load of the machine in its last quarter of an hour. Success on "
-        "held-out tasks, greedy, with 95 % intervals.\n\n" + table(head, sorted(rows)) + "\n"
+        "held-out tasks, greedy, with 95 % intervals.\n\n"
+        + table(head, sorted(rows))
+        + "\n"
+        + (f"\nNot run to the end: {', '.join(left)}.\n" if left else "")
     )
     (RESULTS / "init.md").write_text(text, encoding="utf-8")
 

@@ -44,7 +44,7 @@ SFT_TOKENS = 8192
 MAX_RL_STEPS = 2000
 """Most steps of RL."""
 
-PATIENCE = 0.2
+PATIENCE = 0.5
 """Share of SFT's steps in which its success may stand still: a measurement has an error of some
 points."""
 
