@@ -150,7 +150,7 @@ def _calibrate(
             f"tokenizer: {tokenizer_name(config)}, {vocabulary} tokens; of unseen episodes "
             f"{unknown[0]:.2%} of the expert's turns and {unknown[1]:.2%} of the prompts are <unk>"
         )
-    config, distinct = with_tasks(config, subject, tasks)
+    config, distinct = with_tasks(config, subject, tasks, expert.demonstrations)
     config, splits = with_splits(config)
     config, lengths = with_lengths(config, subject, expert.turns, shown)
     say(
