@@ -41,6 +41,7 @@ from ludus.diagnostics.calibration.subject import MAX_TIERS, Subject
 from ludus.diagnostics.calibration.trials import Trial, try_out
 from ludus.diagnostics.calibration.warnings import SLOW_S
 from ludus.diagnostics.plan import shape_of
+from ludus.pipeline.preflight.again import difference
 from ludus.pipeline.preflight.episodes import play_sample
 
 EXPERT_S = 12.0
@@ -313,12 +314,8 @@ def repeated(subject: Subject, expert: Expert, tasks: Sequence[Task]) -> Iterato
     first = {d.task_id: d for d in expert.demonstrations}
     chosen = [task for task in tasks if task.id in first][:NUM_REPEATED]
     for again in run(play_again(subject.env, chosen, REPEAT_S)):
-        if again.messages != first[again.task_id].messages:
-            yield (
-                f"task {again.task_id} differs when it is played again: the same task has to give "
-                "the same episode, or groups compare luck; derive all randomness from the task "
-                f"(`ludus check-env {subject.given}`)"
-            )
+        if text := difference(first[again.task_id], again):
+            yield f"{text} (`ludus check-env {subject.given}` tells more)"
             return
 
 
