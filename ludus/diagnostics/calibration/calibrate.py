@@ -287,7 +287,7 @@ def answer_of(task: Task) -> str:
 
 
 def no_demonstration(subject: Subject, expert: Expert) -> str:
-    """Why nothing can be learned from this environment's expert, and what to do."""
+    """The reason why nothing can be learned from this environment's expert, and the remedy."""
     if expert.demonstrations:
         return (
             f"{subject.given}: the expert played {expert.num_played} episodes and succeeded in "

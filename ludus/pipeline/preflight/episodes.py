@@ -27,7 +27,7 @@ NUM_EPISODES = 8
 """Episodes of the expert, spread over the tiers."""
 
 MAX_EPISODES = 32
-"""Where none of these succeeds, further ones are played, up to this number."""
+"""Most episodes of the expert: further ones are played where none of these succeeds."""
 
 NUM_AGAIN = 2
 """Episodes of the expert that are played twice."""
