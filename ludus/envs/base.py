@@ -181,7 +181,7 @@ class Env(ABC):
         return {}
 
     def explanation(self) -> str:
-        """How the finished episode was scored, for people who read the rollout; empty: nothing."""
+        """Explains the finished episode's score to people who read the rollout; empty: nothing."""
         return ""
 
     def tools(self) -> Sequence[ToolSpec]:

@@ -61,7 +61,7 @@ def measured(run: Run, step: int) -> list[float]:
 
 
 def reason_to_end(until: SFTUntilConfig, successes: Sequence[float]) -> str | None:
-    """Why SFT ends after these measurements; None: it goes on."""
+    """The reason why SFT ends after these measurements; None: it goes on."""
     if not successes:
         return None
     if successes[-1] >= until.success:

@@ -141,7 +141,7 @@ class HostedEnv:
         return _check_scores(await self._call("scores", act))
 
     async def explanation(self) -> str:
-        """How the finished episode was scored."""
+        """The explanation of the finished episode's score."""
 
         async def act() -> str:
             return str(getattr(self.env, "explanation", str)())

@@ -43,7 +43,7 @@ COUNTERS = ("num_prefill_tokens", "num_prompt_tokens", "num_decode_tokens")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a rollout process is built from.
+    """The parts that a rollout process is built from.
 
     Args:
         folder: the run's.

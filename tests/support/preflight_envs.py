@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Any
+from collections import Counter
+from typing import Any, ClassVar
 
 from ludus.core.errors import EnvError, Unscorable
 from ludus.core.types import Message, Observation, Score, StepResult, Task, Trajectory
@@ -21,6 +22,8 @@ class Count(Env):
     cheap_reset = True
     played = 0
     """Episodes of this process."""
+    resets: ClassVar[Counter[str]] = Counter()
+    """Resets of each task, by what is drawn."""
 
     def __init__(
         self,
@@ -32,15 +35,22 @@ class Count(Env):
         action: str = "",
         opening: str = "count",
         strict: bool = False,
+        drawn: str = "",
     ) -> None:
         self._needed, self._reward, self._anyway, self._step_s = turns, reward, anyway, step_s
         self._expert, self._action, self._opening, self._strict = expert, action, opening, strict
+        self._drawn = drawn
         self._at: int | None = None
 
     async def reset(self, task: Task) -> Observation:
         Count.played += 1
         self._at, self._turns = 0, 9 if task.tier == "long" else self._needed
-        return Observation(messages=user(f"{self._opening} {task.data['seed']}"))
+        self._before = Count.resets[self._drawn + task.id]
+        Count.resets[self._drawn + task.id] += 1
+        if self._drawn == "fails" and self._before:
+            raise EnvError("the world is gone")
+        drawn = f" {Count.played}" if self._drawn == "opening" else ""
+        return Observation(messages=user(f"{self._opening} {task.data['seed']}{drawn}"))
 
     async def step(self, action: Message) -> StepResult:
         if self._at is None:
@@ -54,6 +64,7 @@ class Count(Env):
         if ended:
             self._at = None
         reward = self._reward if ended and (right or self._anyway) else 0.0
+        reward /= 1 + self._before if self._drawn == "reward" else 1
         return StepResult(messages=user("next"), reward=reward, terminated=ended)
 
     async def close(self) -> None:
@@ -63,7 +74,8 @@ class Count(Env):
         if not self._expert:
             raise NoExpert("nobody can count")
         assert self._at is not None
-        return self._action + str(self._at + 1)
+        drawn = f" {Count.played}" if self._drawn == "expert" else ""
+        return self._action + str(self._at + 1) + drawn
 
     @classmethod
     def tiers(cls) -> list[str]:

@@ -41,6 +41,7 @@ from ludus.diagnostics.calibration.subject import MAX_TIERS, Subject
 from ludus.diagnostics.calibration.trials import Trial, try_out
 from ludus.diagnostics.calibration.warnings import SLOW_S
 from ludus.diagnostics.plan import shape_of
+from ludus.pipeline.preflight.again import difference
 from ludus.pipeline.preflight.episodes import play_sample
 
 EXPERT_S = 12.0
@@ -150,7 +151,7 @@ def _calibrate(
             f"tokenizer: {tokenizer_name(config)}, {vocabulary} tokens; of unseen episodes "
             f"{unknown[0]:.2%} of the expert's turns and {unknown[1]:.2%} of the prompts are <unk>"
         )
-    config, distinct = with_tasks(config, subject, tasks)
+    config, distinct = with_tasks(config, subject, tasks, expert.demonstrations)
     config, splits = with_splits(config)
     config, lengths = with_lengths(config, subject, expert.turns, shown)
     say(
@@ -286,7 +287,7 @@ def answer_of(task: Task) -> str:
 
 
 def no_demonstration(subject: Subject, expert: Expert) -> str:
-    """Why nothing can be learned from this environment's expert, and what to do."""
+    """The reason why nothing can be learned from this environment's expert, and the remedy."""
     if expert.demonstrations:
         return (
             f"{subject.given}: the expert played {expert.num_played} episodes and succeeded in "
@@ -313,12 +314,8 @@ def repeated(subject: Subject, expert: Expert, tasks: Sequence[Task]) -> Iterato
     first = {d.task_id: d for d in expert.demonstrations}
     chosen = [task for task in tasks if task.id in first][:NUM_REPEATED]
     for again in run(play_again(subject.env, chosen, REPEAT_S)):
-        if again.messages != first[again.task_id].messages:
-            yield (
-                f"task {again.task_id} differs when it is played again: the same task has to give "
-                "the same episode, or groups compare luck; derive all randomness from the task "
-                f"(`ludus check-env {subject.given}`)"
-            )
+        if text := difference(first[again.task_id], again):
+            yield f"{text} (`ludus check-env {subject.given}` tells more)"
             return
 
 

@@ -167,6 +167,29 @@ async def play_again(env: Spec, tasks: Sequence[Task], seconds: float) -> list[D
     return found
 
 
+async def play_openings(
+    env: Spec, tasks: Sequence[Task], seconds: float
+) -> list[tuple[Task, list[Message]]]:
+    """The opening observations of tasks, as many as fit into `seconds`."""
+    envs, thread, begun = LocalEnvs(env), EnvThread(), time.perf_counter()
+    found: list[tuple[Task, list[Message]]] = []
+
+    async def opens(env: Recorded) -> None:
+        await env.reset(env.task.model_copy(deep=True))
+
+    for task in tasks:
+        left = seconds - (time.perf_counter() - begun)
+        if left <= 0:
+            break
+        played = await play_one(envs, thread, task, left, opens)
+        if played.opened:
+            found.append((task, played.opening))
+        if played.overdue:
+            break
+    thread.close()
+    return found
+
+
 async def expert_of(env: Recorded) -> Demonstration:
     """Play the expert of an environment."""
     return await run_expert(cast(Env, env), env.task)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,14 +11,12 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError
 from ludus.core.types import Spec, Task
 from ludus.data.conversations import Conversation
+from ludus.data.expert import Demonstration
 from ludus.data.splits import Splits, read_splits
-from ludus.data.worlds import Worlds
 from ludus.diagnostics.calibration import choices, tokens
+from ludus.diagnostics.calibration.distinct import num_distinct
 from ludus.diagnostics.calibration.pretrained import device
 from ludus.diagnostics.calibration.subject import Subject, config_tasks
-
-NUM_WORLDS = 600
-"""Tasks whose worlds are compared, to find out how many different ones there are."""
 
 TOKENIZERS = (
     (Spec(name="bytes"), 256.0),
@@ -34,9 +31,6 @@ NUM_COUNTED = 200
 
 FREE_TURN = 200
 """Tokens of a turn of a pretrained model, where no expert shows how long a turn is."""
-
-WORLDS_S = 5.0
-"""Seconds for that comparison."""
 
 
 def base(
@@ -116,10 +110,13 @@ def tokenizer_name(config: RunConfig) -> str:
 
 
 def with_tasks(
-    config: RunConfig, subject: Subject, tasks: Sequence[Task]
+    config: RunConfig,
+    subject: Subject,
+    tasks: Sequence[Task],
+    shown: Sequence[Demonstration] = (),
 ) -> tuple[RunConfig, float]:
     """The two splits, and about how many different tasks there are."""
-    distinct, reset_s = num_distinct(subject, tasks)
+    distinct, reset_s = num_distinct(subject, tasks, shown)
     if subject.kind == "env":
         num_train = choices.training_tasks(distinct, reset_s)
         num_heldout = choices.heldout_tasks(distinct)
@@ -129,28 +126,6 @@ def with_tasks(
     return config.model_copy(
         update={"tasks": config_tasks(subject, num_train, num_heldout)}
     ), distinct
-
-
-def num_distinct(subject: Subject, tasks: Sequence[Task]) -> tuple[float, float]:
-    """About how many different tasks there are, by the repetitions among a few hundred; and the
-    seconds to compare one."""
-    if subject.kind == "data":
-        return float(len({t.model_dump_json(include={"prompt"}) for t in subject.tasks})), 0.0
-    worlds, keys, begun = Worlds(subject.env), [], time.perf_counter()
-    for task in tasks[:NUM_WORLDS]:
-        keys.append(worlds.key(task))
-        if time.perf_counter() - begun > WORLDS_S:
-            break
-    seconds = (time.perf_counter() - begun) / len(keys)
-    few, num = keys, len(set(keys))
-    if num == len(few):
-        return 1e6, seconds
-    low, high = float(num), 1e7
-    for _ in range(100):  # expected number of different ones among n draws of N
-        middle = math.sqrt(low * high)
-        expected = middle * (1 - math.exp(-len(few) / middle))
-        low, high = (middle, high) if expected < num else (low, middle)
-    return low, seconds
 
 
 def with_splits(config: RunConfig) -> tuple[RunConfig, Splits]:

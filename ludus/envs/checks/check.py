@@ -335,7 +335,7 @@ def _actions(turns: list[Turn]) -> list[str]:
 
 
 def _change(first: list[str], second: list[str]) -> str:
-    """How two plays of the expert differ, in words."""
+    """The difference of two plays of the expert, in words."""
     pairs = enumerate(zip(first, second, strict=False), start=1)
     found = next(((number, one, other) for number, (one, other) in pairs if one != other), None)
     what = f"takes {len(first)} turns and then {len(second)}"

@@ -87,7 +87,7 @@ class CudaSource:
 
 
 def given(interface: Interface) -> str:
-    """What a kernel is given, in words: `a: float32 [8, 4]; out: float32 [8]`."""
+    """The arguments of a kernel, in words: `a: float32 [8, 4]; out: float32 [8]`."""
     buffers = [
         f"{name}: {interface.dtypes[name]} {list(shape)}"
         for name, shape in interface.shapes.items()

@@ -1,4 +1,4 @@
-"""What an author of kernels writes and reads: the kernel in a message, and what was found."""
+"""Messages that an author of kernels writes and reads: the kernel, and the findings."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def message_of(kernel: str, language: Language) -> str:
 
 
 def report(verified: Verified, efficiency: Efficiency | None = None) -> str:
-    """What was found, in short plain text: the end, then lines of the compiler, of the analysis,
+    """The findings in short plain text: the end, then lines of the compiler, of the analysis,
     of resources, and of the speed where it was timed."""
     lines = [f"{verified.status}: {_short(verified.message)}"]
     if verified.status is VerifyStatus.COMPILE_ERROR and verified.compiled is not None:

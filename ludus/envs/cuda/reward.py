@@ -25,7 +25,7 @@ from ludus.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is known of a kernel.
+    """The results of a kernel that its reward depends on.
 
     `speedup` None: it was not timed. `efficiency` and `quality`: 0 to 1, of a right kernel.
     `decoy`: it was refused, as a kernel that cheats is. `unbelieved`: it was timed, and the time is

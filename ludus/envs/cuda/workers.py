@@ -41,8 +41,8 @@ STOPPED = {VerifyStatus.TIME_LIMIT, VerifyStatus.MEMORY_LIMIT}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What verifications of a process share. `parallel` None: 2 for each core. `timed`: right
-    kernels are timed on a GPU."""
+    """Resources that the verifications of a process share. `parallel` None: 2 for each core.
+    `timed`: right kernels are timed on a GPU."""
 
     architecture: str = "sm_90"
     trials: int = 5
@@ -136,7 +136,7 @@ def _tell(problem: str) -> None:
 
 
 def _no_timing() -> str:
-    """Why kernels cannot be timed here; empty: they can."""
+    """The reason why kernels cannot be timed here; empty: they can."""
     try:
         import torch
     except ModuleNotFoundError:

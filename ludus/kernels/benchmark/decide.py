@@ -14,7 +14,7 @@ from ludus.core.errors import DataError
 SUSPICIOUS = 10.0
 """Speed-ups above it are flagged, as KernelBench does."""
 MARGIN = 1.15
-"""How far a time may lie beyond the limit of a device: clocks and events are not exact."""
+"""Factor by which a time may lie beyond the limit of a device: clocks and events are not exact."""
 OUTSIDE_SHARE, OUTSIDE_MS = 0.5, 0.3
 """Wall time beyond the events' that is no launch overhead: a share of them, and milliseconds."""
 TICK_MS = 0.0005

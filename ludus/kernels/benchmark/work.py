@@ -73,7 +73,7 @@ class Work:
     scratch: Mapping[str, int]
 
     def header(self) -> dict[str, Any]:
-        """What crosses the pipe beside the cubins."""
+        """The data that cross the pipe beside the cubins."""
         return {
             "scratch": dict(self.scratch),
             "steps": [

@@ -125,7 +125,7 @@ def needed_names(data: bytes) -> tuple[set[str], set[str]]:
 
 
 def forbidden(data: bytes) -> tuple[str, bool]:
-    """What an object must not need, or an empty text; and whether its threads wait."""
+    """The names that an object must not need, or an empty text; True if its threads wait."""
     undefined, sections = needed_names(data)
     if extra := sorted(undefined - ALLOWED):
         return f"it needs {extra[0][:80]}, which no kernel has", False

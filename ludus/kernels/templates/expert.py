@@ -241,7 +241,7 @@ def _is_product(node: ast.AST) -> bool:
 
 
 def _softmax(node: ast.expr) -> ast.expr | None:
-    """What a softmax is of, if the expression is one times a number."""
+    """The argument of a softmax, if the expression is one times a number."""
     match node:
         case ast.BinOp(ast.Call(args=[scaled, *_]) as call) if _function(call) == "softmax":
             return scaled

@@ -74,7 +74,7 @@ class Memory:
 
 
 class Pointer:
-    """What Triton takes for a tensor."""
+    """An object that Triton takes for a tensor."""
 
     def __init__(self, address: int, dtype: str) -> None:
         self.address, self.dtype = address, dtype

@@ -181,8 +181,8 @@ def _argument(reader: LineReader, key: str, node: ast.expr, constant: bool) -> A
 
 
 def variant_of(launch: TritonLaunch, dtypes: Mapping[str, str]) -> Variant:
-    """What is compiled for a launch, as Triton's own launcher would: pointers and integers that are
-    multiples of 16 are told to the compiler, and integers of 1 are constants.
+    """The kernel to compile for a launch, as Triton's own launcher would: pointers and integers
+    that are multiples of 16 are told to the compiler, and integers of 1 are constants.
 
     `dtypes`: of all buffers.
     """

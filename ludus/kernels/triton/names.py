@@ -62,4 +62,4 @@ UNSUPPORTED = {
     "atomic_load": "an ordered load",
     "atomic_store": "an ordered store",
 }
-"""What Triton has, and the interpreter or our rules do not."""
+"""Names that Triton has, and the interpreter or our rules do not."""

@@ -1,4 +1,4 @@
-"""Whether a kernel in Triton computes the right values.
+"""Verification of the values of a kernel in Triton.
 
     async with TritonVerifier() as verifier:
         verified = await verifier.verify(source, KernelProblem.of(task), seed=7)
@@ -159,7 +159,7 @@ class TritonVerifier:
 
 
 def variants_of(plan: TritonPlan, face: Interface) -> list[Variant]:
-    """What has to be compiled for a plan, each once, in the order of the launches.
+    """The kernels to compile for a plan, each once, in the order of the launches.
 
     Errors: DataError for a type that Triton does not have.
     """

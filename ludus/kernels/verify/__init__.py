@@ -1,1 +1,1 @@
-"""Whether a kernel computes what its reference computes."""
+"""Verification that a kernel computes what its reference computes."""

@@ -168,7 +168,7 @@ def _told(found: Array, wanted: Array, wrong: Array, got: bytes, trial: Trial, n
 
 
 def unfit(trials: Sequence[Trial]) -> str:
-    """Why no test of a kernel is possible with a reference, or an empty text.
+    """The reason why a reference cannot test a kernel, or an empty text.
 
     The outputs of most pairs of seeds must differ by more than the tolerance: otherwise an output
     that is written down passes.

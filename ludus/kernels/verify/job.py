@@ -33,7 +33,7 @@ class Ran:
 
 
 class Job:
-    """What is known so far of a kernel."""
+    """The results for a kernel so far."""
 
     def __init__(self, trials: int) -> None:
         self.trials = trials
@@ -91,7 +91,7 @@ class Job:
 
 
 def too_long(source: str) -> str:
-    """Why a source is not read, or an empty text."""
+    """The reason why a source is not read, or an empty text."""
     size = len(source.encode("utf-8", "replace"))
     return f"the source has {size:,} bytes, and {MAX_SOURCE:,} at most are read" * (
         size > MAX_SOURCE

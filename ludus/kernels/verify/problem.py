@@ -33,7 +33,7 @@ class KernelProblem:
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """What a kernel of a problem is given: shape and type of the inputs, the parameters and `out`
+    """Arguments of a problem's kernel: shape and type of the inputs, the parameters and `out`
     by name, and the numbers among the inputs."""
 
     shapes: Mapping[str, tuple[int, ...]]

@@ -31,7 +31,7 @@ class Referred:
 
     @property
     def interface(self) -> Interface:
-        """What a kernel is given."""
+        """The arguments of a kernel."""
         first = self.trials[0]
         tensors = (*first.inputs, first.out)
         return Interface(

@@ -217,7 +217,7 @@ def _text(report: Sequence[str]) -> str:
 
 
 def _said(stderr: str, plan: Plan) -> tuple[VerifyStatus, str]:
-    """What g++ said: of the source (which NVRTC accepted), or of the launches."""
+    """The messages of g++: of the source (which NVRTC accepted), or of the launches."""
     for file, line, message in _PLACE.findall(stderr):
         if file == "launch":
             launch = plan.launches[min(int(line), len(plan.launches)) - 1]

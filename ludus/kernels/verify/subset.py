@@ -1,4 +1,4 @@
-"""What a submission may hold: rules for every source, and the subset of CUDA that the shim runs.
+"""Contents that a submission may have: rules for every source, and the subset of CUDA for the shim.
 
 The source is read by a scanner of its own: comments and texts are left out, cut lines are joined.
 Nothing here is the wall: the object that g++ makes is looked at, and runs in the jail.
@@ -179,8 +179,8 @@ def _known() -> frozenset[str]:
 
 
 def problems(source: str) -> Iterator[Problem]:
-    """What a submission may not hold, in the order of its lines; refusals of all kinds first come
-    where they stand."""
+    """Contents that a submission may not have, in the order of its lines; refusals of all kinds
+    first come where they stand."""
     if (match := TORCH.search(_code(source))) and _TORCH_CODE.search(source):
         line = source[: source.find(match[0])].count("\n") + 1
         reason = "PyTorch code: write CUDA C++ device code, with launch lines"

@@ -1,4 +1,4 @@
-"""Whether a kernel computes the right values: analysis, compiler, then runs on fresh inputs.
+"""Verification of a kernel's values: analysis, compiler, then runs on fresh inputs.
 
     async with KernelVerifier() as verifier:
         verified = await verifier.verify(source, KernelProblem.of(task), seed=7)

@@ -27,7 +27,10 @@ NUM_EPISODES = 8
 """Episodes of the expert, spread over the tiers."""
 
 MAX_EPISODES = 32
-"""Where none of these succeeds, further ones are played, up to this number."""
+"""Most episodes of the expert: further ones are played where none of these succeeds."""
+
+NUM_AGAIN = 2
+"""Episodes of the expert that are played twice."""
 
 NUM_RANDOM = 2
 """Episodes of random words; NUM_EPISODES without an expert."""
@@ -76,13 +79,14 @@ class Sample:
     """Episodes that were played before the run.
 
     `complete`: all tasks with an expert's episode in the run were played, or all that were planned;
-    False: the time was up before.
+    False: the time was up before. `again`: second plays of tasks that the expert finished.
     """
 
     expert: list[Played]
     random: list[Played]
     num_tasks: int
     complete: bool
+    again: Sequence[Played] = ()
 
     @property
     def finished(self) -> list[Played]:
@@ -123,8 +127,14 @@ async def play_sample(config: RunConfig, tasks: Sequence[Task]) -> Sample:
         if not left() or any(played.overdue for played in (*expert, *random)):
             break
         random.append(await one(task, _wander))
+    again: list[Played] = []
+    finished = [played.task for played in expert if played.demonstration is not None]
+    for task in finished[:NUM_AGAIN]:
+        if not left() or any(played.overdue for played in (*expert, *random, *again)):
+            break
+        again.append(await one(task, partial(_demonstrate, config)))
     thread.close()
-    return Sample(expert, random, len(demonstrated), complete)
+    return Sample(expert, random, len(demonstrated), complete, again)
 
 
 def spread(tasks: Sequence[Task], count: int) -> list[Task]:

@@ -43,7 +43,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What an episode needs of a limit. `cut`: index of the first turn that it does not allow;
+    """The need of an episode for a limit. `cut`: index of the first turn that it does not allow;
     None: it allows all."""
 
     played: Played

@@ -2,7 +2,8 @@
 
     check_parts     device, model, sampler, tokenizer, template
     sft.data        read, and rendered
-    episodes        a few of the expert and of random words, against the limits of the recipe
+    episodes        a few of the expert, two of them twice, and of random words, against the limits
+                    of the recipe
     judges          on made-up episodes
 
 Writes nothing. A resumed run is not tried again; one that has no checkpoint checks its parts.
@@ -28,6 +29,7 @@ from ludus.data.splits import Splits
 from ludus.models.chat.by_task import TaskRenderers
 from ludus.pipeline.build import make_limits
 from ludus.pipeline.companions import LaunchOptions
+from ludus.pipeline.preflight.again import judge_again
 from ludus.pipeline.preflight.episodes import Played, Sample, play_sample, spread
 from ludus.pipeline.preflight.judges import try_judges
 from ludus.pipeline.preflight.limits import (
@@ -88,6 +90,7 @@ def preflight(
             scored = [*(splits.train if config.rl is not None else ()), *splits.heldout]
             run(try_judges(config, scored, sample.opened, renderers, found))
     judge_expert(config, sample, found)
+    judge_again(sample, found)
     judge_rewards(config, sample, found)
     found.notes += slow_steps(config, sample)
     if found.faults:

@@ -122,7 +122,7 @@ def _within(played: Played) -> bool:
 
 
 def _of_size(config: RunConfig, reward: float) -> str:
-    """What the algorithm does with rewards of this size."""
+    """The effect of rewards of this size on the algorithm."""
     assert config.rl is not None
     name = config.rl.algorithm.name
     algorithm: Any = ALGORITHMS.build(config.rl.algorithm, "rl.algorithm")

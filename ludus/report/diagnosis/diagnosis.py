@@ -27,6 +27,7 @@ RL: dict[str, Check] = {
     "signal": rollouts.no_signal,
     "sharp": learning.too_sharp,
     "entropy": learning.entropy_collapse,
+    "noise": learning.entropy_rise,
     "unknown": rollouts.unknown_tokens,
     "excluded": rollouts.excluded,
     "decline": learning.decline,
@@ -50,8 +51,8 @@ COVERED = {
     "signal": ("fall", "turns", "reach"),
     "sharp": ("reach",),
     "entropy": ("fall",),
-    "decline": ("fall",),
-    "flat": ("fall", "length", "turns", "reach", "signal", "decline"),
+    "decline": ("fall", "noise"),
+    "flat": ("fall", "length", "turns", "reach", "signal", "noise", "decline"),
 }
 """Kinds that other kinds explain: not told while one of those is present."""
 

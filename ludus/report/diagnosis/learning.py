@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from statistics import median
 
 from ludus.config.schema import RunConfig
@@ -19,6 +20,12 @@ it, so the groups' signal must be gone too (ALIKE), without success as the reaso
 
 ALIKE = 0.5
 SOLVED = 0.8
+
+RISEN = (3.0, 8.0)
+RISEN_NATS = 0.3
+"""Entropy over that at the start of RL, in times, and its least rise in nats a token. Policies that
+learn lose entropy, or at most double it; those that an entropy bonus made noise had 4 to 12 times
+that of their start."""
 
 TREND_STEPS = 50
 """Steps between tests for a rise of the reward: at fewer, the noise of a step hides slow gains."""
@@ -106,6 +113,52 @@ def entropy_collapse(history: History, config: RunConfig) -> Found | None:
         f"Lower `rl.optimizer.lr` (now {_lr(config)}), or add an `entropy_bonus` or a "
         "`kl_coefficient` to `rl.algorithm`",
     )
+
+
+def entropy_rise(history: History, config: RunConfig) -> Found | None:
+    """The policy becomes random: its entropy rises, and rewards do not."""
+    start, now = history.first("train/entropy", WINDOW), history.mean("train/entropy")
+    if now is None or history.num_steps < 2 * WINDOW or mean(start) <= 0:
+        return None
+    if history.last("tasks/tier") or now - mean(start) < RISEN_NATS:
+        return None
+    level = level_of(now / mean(start), RISEN)
+    if not level or _rises(history):
+        return None
+    text = f"the entropy rose from {mean(start):.2g} nats a token at the start of RL to {now:.2g}"
+    success = [values("rollout/success", WINDOW) for values in (history.first, history.last)]
+    if all(success):
+        before, after = (percent(mean(values)) for values in success)
+        went = f"stayed at {after}" if before == after else f"went from {before} to {after}"
+        text += f", and success {went}"
+    else:
+        text += ", and the reward did not rise"
+    return Found(level, f"{text}: the policy turns into noise", _calmer(config))
+
+
+def _rises(history: History) -> bool:
+    """True if the reward of the last steps is above that of the first, beyond chance."""
+    first, last = history.first("rollout/reward", WINDOW), history.last("rollout/reward")
+    if min(len(first), len(last)) < WINDOW:
+        return True  # unknown
+    return welch(first, last) <= TREND_P
+
+
+def _calmer(config: RunConfig) -> str:
+    """Ways to a policy that is less random, by what the recipe has."""
+    ways = []
+    if bonus := config.rl.algorithm.args.get("entropy_bonus") if config.rl else None:
+        ways.append(f"lower `entropy_bonus` of `rl.algorithm` (now {bonus:g}) or leave it out")
+    ways.append(f"lower `rl.optimizer.lr` (now {_lr(config)})")
+    if (temperature := config.rollout.temperature) > 1:
+        ways.append(f"lower `rollout.temperature` (now {temperature:g})")
+    if config.sft is None:
+        start = "an `sft` stage"
+    elif config.sft.until is not None:
+        start = f"a higher `sft.until.success` (now {config.sft.until.success:g})"
+    else:
+        start = f"more `sft.steps` (now {config.sft.steps:,})"
+    return _sentence(f"{', or '.join(ways)}; or let RL begin with more successes: {start}")
 
 
 def _learns(history: History) -> bool:
@@ -277,7 +330,9 @@ def welch(low: list[float], high: list[float]) -> float:
 
     if len(set(low)) == len(set(high)) == 1:  # no variance: the difference is exact
         return 0.0 if high[0] > low[0] else 1.0
-    result = ttest_ind(high, low, equal_var=False, alternative="greater")
+    with warnings.catch_warnings():  # about a variance of 0 in one of the two
+        warnings.simplefilter("ignore", RuntimeWarning)
+        result = ttest_ind(high, low, equal_var=False, alternative="greater")
     return float(result.pvalue)
 
 

@@ -106,7 +106,7 @@ class Source:
         return None
 
     def findings(self, run: str) -> list[dict[str, Any]]:
-        """What the diagnosis found so far; none without the run's folder."""
+        """The diagnosis' findings so far; none without the run's folder."""
         folder = self.folder(run)
         found = read_findings(folder.findings) if folder is not None else []
         return [{**asdict(finding), "where": finding.where} for finding in found]

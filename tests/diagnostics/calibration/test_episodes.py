@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+from ludus.core.signals import run
 from ludus.core.types import Spec
-from ludus.diagnostics.calibration.episodes import play_again, play_expert, play_random
+from ludus.diagnostics.calibration.calibrate import repeated
+from ludus.diagnostics.calibration.episodes import Expert, play_again, play_expert, play_random
+from ludus.diagnostics.calibration.subject import environment
 from ludus.envs import ENVS
 
 ENV = """
@@ -82,3 +85,12 @@ async def test_a_second_play_shows_differences(tmp_path: Path) -> None:
         second = await play_again(spec, tasks(spec, 3), seconds=20)
         assert [d.messages for d in first] != [d.messages for d in second] or not noise
         assert [d.messages for d in first] == [d.messages for d in second] or noise
+
+
+def test_a_task_that_differs_is_told_once(tmp_path: Path) -> None:
+    for noise in (False, True):
+        spec = env(tmp_path, noise=noise)
+        first = Expert(run(play_again(spec, tasks(spec, 3), seconds=20)))
+        told = list(repeated(environment(spec.name, {}, None), first, tasks(spec, 3)))
+        assert len(told) == noise
+        assert all("task 0 differs when it is played again" in text for text in told)

@@ -255,6 +255,28 @@ def test_unusual_episodes_are_told(tmp_path: Path, changes: dict[str, Any], said
     assert any(said in note for note in told(recipe(tmp_path, **changes)))
 
 
+@pytest.mark.parametrize(
+    ("drawn", "said"),
+    [
+        ("opening", "env: task count/short/0 differs when it is played again"),
+        ("reward", "env: task count/short/0 differs when it is played again"),
+        ("expert", "env: the expert acts differently when task count/short/0 is played again"),
+        ("fails", "count/short/0 fails when it is played again: the world is gone"),
+    ],
+)
+def test_a_task_that_differs_when_played_again(tmp_path: Path, drawn: str, said: str) -> None:
+    notes = told(recipe(tmp_path, env_drawn=drawn, env_anyway=True))
+    assert len([note for note in notes if said in note]) == 1, notes
+
+
+def test_no_task_is_played_again_when_the_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes, "PATIENCE_S", 0.0)
+    notes = told(recipe(tmp_path, env_drawn="opening"))
+    assert not any("again" in note for note in notes)
+
+
 def test_a_slow_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episodes, "PATIENCE_S", 1.0)
     rl = {"steps": 100, "groups_per_step": 32, "group_size": 8}

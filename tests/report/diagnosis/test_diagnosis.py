@@ -10,6 +10,7 @@ import pytest
 
 from ludus.config.load import load_config
 from ludus.config.schema import RunConfig
+from ludus.config.training import SFTUntilConfig
 from ludus.report.diagnosis import Diagnosis, Finding, diagnose, read_findings
 from ludus.report.diagnosis.diagnosis import CHECKS, COVERED, ONCE, RARE, WATCHED, write_findings
 from ludus.report.diagnosis.findings import History, percent
@@ -98,6 +99,10 @@ FAULTS: dict[str, tuple[Change, str, int, list[str]]] = {
     "entropy": (lambda step: {"train/entropy": 0.4 * 0.8**step, "rollout/success": 0.5,
                 "rollout/reward": 0.4, "rollout/groups_with_signal": 0.3}, "rl step 20", 21,
                 ["the entropy fell from", "no longer explores", "entropy_bonus"]),
+    "noise": (lambda step: {"train/entropy": 0.4 * 1.08**step, "rollout/success": 0.1 if step < 15
+              else 0.05, "rollout/reward": 0.1 if step < 15 else 0.05}, "rl step 24", 30,
+              ["the entropy rose from 0.58 nats", "to 1.8, and success went from 10 % to 5.0 %",
+               "noise", "rl.optimizer.lr` (now 0.0003)", "rollout.temperature` (now 1.2)"]),
 }  # fmt: skip
 
 
@@ -144,6 +149,57 @@ def test_rewards_of_degrees_are_a_signal_without_success(config: RunConfig) -> N
     partial = {**NOTHING, "rollout/groups_with_signal": 0.9}
     rising = told(config, 40, lambda step: {**partial, "rollout/reward": step / 100})
     assert rising == []
+
+
+def rising(reward: Callable[[int], float], times: float) -> Change:
+    """Entropy that grows within 100 steps, with a reward."""
+
+    def change(step: int) -> dict[str, float]:
+        entropy = 0.4 * (1 + (times - 1) * min(step / 100, 1.0))
+        return {
+            "train/entropy": entropy,
+            "rollout/success": reward(step),
+            "rollout/reward": reward(step),
+        }
+
+    return change
+
+
+def kinds(config: RunConfig, change: Change) -> set[str]:
+    return {finding.kind for finding in told(config, 120, change)}
+
+
+def test_entropy_may_rise_with_the_reward_or_a_little(config: RunConfig) -> None:
+    steady = kinds(config, rising(lambda step: 0.45, 2.0))
+    assert "noise" not in steady  # 0.7 to 1.4 nats in a run whose success rose later
+    assert kinds(config, rising(lambda step: 0.3 + step / 400, 6.0)) == set()
+    assert "noise" in kinds(config, rising(lambda step: 0.3 - step / 1000, 6.0))
+    tiers = told(config, 120, lambda step: {**NOTHING, "train/entropy": step, "tasks/tier": 1.0})
+    assert "noise" not in {finding.kind for finding in tiers}
+
+
+def test_the_advice_against_noise_names_what_the_recipe_has(config: RunConfig) -> None:
+    def advice(**changes: object) -> str:
+        changed = config.model_copy(update=changes)
+        return next(f.advice for f in told(changed, 120, noise) if f.kind == "noise")
+
+    noise = rising(lambda step: 0.3 - step / 1000, 6.0)
+    assert config.rl is not None
+    assert config.sft is not None
+    args = {**config.rl.algorithm.args, "entropy_bonus": 0.03}
+    algorithm = config.rl.algorithm.model_copy(update={"args": args})
+    with_bonus = advice(rl=config.rl.model_copy(update={"algorithm": algorithm}))
+    assert with_bonus.startswith("Lower `entropy_bonus` of `rl.algorithm` (now 0.03) or leave it")
+    algorithm = config.rl.algorithm.model_copy(update={"args": {}})
+    without = advice(rl=config.rl.model_copy(update={"algorithm": algorithm}))
+    assert without.startswith("Lower `rl.optimizer.lr` (now 0.0003)")
+    assert "entropy_bonus" not in without
+    assert "more `sft.steps` (now" in without
+    assert advice(sft=None).endswith("an `sft` stage")
+    until = config.sft.model_copy(update={"until": SFTUntilConfig(success=0.4)})
+    assert advice(sft=until).endswith("a higher `sft.until.success` (now 0.4)")
+    cool = config.rollout.model_copy(update={"temperature": 1.0})
+    assert "temperature" not in advice(rollout=cool)
 
 
 def test_a_finding_is_told_again_only_when_it_is_clearly_worse(config: RunConfig) -> None:

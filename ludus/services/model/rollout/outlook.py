@@ -66,7 +66,7 @@ def _removals(controller: Controller) -> list[Outlook]:
 
 
 def _evidence(controller: Controller, test: str) -> tuple[str, float]:
-    """What a test tells, and its evidence as a part of that which decides, by logarithms."""
+    """The words of a test, and its evidence as a part of that which decides, by logarithms."""
     alpha = controller.settings.alpha
     value = controller.evidence()[test]
     part = math.log(controller.tests[test].best) / math.log(NUM_TESTS / alpha)

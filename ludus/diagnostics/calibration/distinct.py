@@ -1,0 +1,79 @@
+"""Number of different tasks, estimated from the repetitions among a few hundred."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+from ludus.core.signals import run
+from ludus.core.types import Message, Spec, Task
+from ludus.data.expert import Demonstration
+from ludus.data.worlds import Worlds
+from ludus.diagnostics.calibration.episodes import play_openings
+from ludus.diagnostics.calibration.subject import Subject
+from ludus.tasks.splits import task_key
+
+NUM_WORLDS = 600
+"""Tasks whose worlds are compared."""
+
+WORLDS_S = 5.0
+"""Seconds for that comparison; as many again for resets that are not cheap."""
+
+MANY = 1e6
+"""The estimate where no task repeats another."""
+
+
+def num_distinct(
+    subject: Subject, tasks: Sequence[Task], shown: Sequence[Demonstration] = ()
+) -> tuple[float, float]:
+    """About how many different tasks there are, and the seconds in which a run compares one.
+
+    Args:
+        shown: episodes of the expert, which tell worlds apart that open alike.
+    """
+    if subject.kind == "data":
+        return float(len({t.model_dump_json(include={"prompt"}) for t in subject.tasks})), 0.0
+    worlds, keys, begun = Worlds(subject.env), [], time.perf_counter()
+    for task in tasks[:NUM_WORLDS]:
+        keys.append(worlds.key(task))
+        if time.perf_counter() - begun > WORLDS_S:
+            break
+    seconds = (time.perf_counter() - begun) / len(keys)
+    if subject.env is not None and all(key.startswith("data:") for key in keys):
+        keys = played_keys(subject.env, tasks, shown)
+    return estimate(keys), seconds
+
+
+def played_keys(env: Spec, tasks: Sequence[Task], shown: Sequence[Demonstration]) -> list[str]:
+    """Keys of tasks whose environment does not describe its worlds: by their openings; by whole
+    episodes of the expert where these differ after equal openings. Empty: they tell nothing."""
+    resets = run(play_openings(env, tasks[:NUM_WORLDS], WORLDS_S))
+    openings = {task.id: played_key(task, messages) for task, messages in resets}
+    by_id = {task.id: task for task in tasks}
+    known = [d for d in shown if d.task_id in by_id]
+    whole = {d.task_id: played_key(by_id[d.task_id], d.messages) for d in known}
+    if not whole:  # one opening for all tasks may hide what differs
+        return [*openings.values()] if len(set(openings.values())) > 1 else []
+    both = openings.keys() & whole.keys()
+    hidden = len({openings[id] for id in both}) < len({whole[id] for id in both})
+    return [*(whole if hidden or len(whole) > len(openings) else openings).values()]
+
+
+def played_key(task: Task, messages: Sequence[Message]) -> str:
+    """The key of a task by the messages of an episode."""
+    text = "\n".join(f"{message.role}: {message.content}" for message in messages)
+    return task_key(task, text, has_env=True)
+
+
+def estimate(keys: Sequence[str]) -> float:
+    """The number of different tasks among which so many draws repeat as often as these keys."""
+    num = len(set(keys))
+    if num == len(keys):
+        return MANY
+    low, high = float(num), 1e7
+    for _ in range(100):  # expected number of different ones among n draws of N
+        middle = math.sqrt(low * high)
+        expected = middle * (1 - math.exp(-len(keys) / middle))
+        low, high = (middle, high) if expected < num else (low, middle)
+    return low

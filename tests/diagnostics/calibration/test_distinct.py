@@ -1,0 +1,79 @@
+"""The estimate of different tasks, in environments that do not describe their worlds."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ludus.core.signals import run
+from ludus.core.types import Spec
+from ludus.data.expert import Demonstration
+from ludus.diagnostics.calibration import distinct
+from ludus.diagnostics.calibration.distinct import MANY, num_distinct
+from ludus.diagnostics.calibration.episodes import play_again
+from ludus.diagnostics.calibration.subject import environment
+from ludus.envs import ENVS
+
+ENV = """
+import time
+from ludus import Env, Message, Observation, StepResult, Task
+
+class Few(Env):
+    max_turns = 3
+    def __init__(self, worlds: int = 5, hidden: int = 1, reset_s: float = 0.0):
+        self.worlds, self.hidden, self.reset_s = worlds, hidden, reset_s
+    async def reset(self, task):
+        time.sleep(self.reset_s)
+        self.seed = task.data["seed"]
+        return Observation(messages=[Message(role="user", content=f"go {self.seed % self.worlds}")])
+    async def step(self, action):
+        reply = [Message(role="user", content=f"behind it {self.seed % self.hidden}")]
+        return StepResult(messages=reply, reward=1.0, terminated=True)
+    def expert_action(self):
+        return "walk"
+    @classmethod
+    def task(cls, tier, seed):
+        return Task(id=str(seed), data={"seed": seed})
+"""
+
+
+@pytest.fixture
+def name(tmp_path: Path) -> str:
+    path = tmp_path / "few.py"
+    path.write_text(ENV)
+    return f"{path}:Few"
+
+
+def about(name: str, *, shown: bool = True, num: int = 200, **args: float) -> float:
+    subject = environment(name, args, None)
+    tasks = subject.take(num, 0)
+    return num_distinct(subject, tasks, demonstrations(name, args, num) if shown else ())[0]
+
+
+def demonstrations(name: str, args: dict[str, float], num: int) -> list[Demonstration]:
+    spec = Spec(name=name, args=args)
+    tasks = [ENVS.build(spec).task(None, seed) for seed in range(num)]
+    return run(play_again(spec, tasks, 20))
+
+
+def test_few_worlds_are_noticed_without_cheap_resets(name: str) -> None:
+    assert about(name) == pytest.approx(5)
+    assert about(name, shown=False) == pytest.approx(5)
+    assert about(name, worlds=10**6) == MANY
+
+
+def test_worlds_that_open_alike_are_told_apart_by_the_expert(name: str) -> None:
+    assert about(name, worlds=1, hidden=10**6) == MANY
+    assert about(name, worlds=1, hidden=7) == pytest.approx(7)
+    assert about(name, worlds=1) == pytest.approx(1)
+    assert about(name, worlds=1, shown=False) == MANY  # nobody knows
+
+
+def test_slow_resets_end_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distinct, "WORLDS_S", 0.5)
+    begun = time.perf_counter()
+    assert about(name, shown=False, reset_s=0.03) == pytest.approx(5, abs=0.5)
+    assert about(name, shown=False, reset_s=60.0) == MANY
+    assert time.perf_counter() - begun < 5
