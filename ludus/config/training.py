@@ -82,8 +82,8 @@ class DemonstrationsConfig(Section):
 
 
 class SFTUntilConfig(Section):
-    """The measured end of SFT: episodes on training tasks without a demonstration, sampled at
-    `rollout.temperature`, as RL will sample them."""
+    """The measured end of SFT: episodes on training tasks without a demonstration (on all where
+    fewer than 8 have none), sampled at `rollout.temperature`, as RL will sample them."""
 
     success: float = Field(
         0.4, gt=0, le=1, description="End SFT where this share of the episodes succeeds."

@@ -143,7 +143,8 @@ class _Seen:
 
 def _kinds(seen: _Seen, tasks: Sequence[Task], few: bool) -> str:
     """`world`, or `prompt and answer (12) and data (3; ...)`."""
-    why = "resets are not cheap" if few else f"more than {MAX_TASKS} tasks are not reset"
+    undeclared = "its worlds are not: the class declares neither `cheap_reset` nor `world`"
+    why = undeclared if few else f"more than {MAX_TASKS} tasks are not reset"
     names = {"world": "world", "prompt": "prompt and answer", "data": f"data ({why})"}
     counts = Counter(seen.key(task).partition(":")[0] for task in tasks)
     return " and ".join(names[kind] for kind, _ in counts.most_common())

@@ -21,15 +21,19 @@ from ludus.pipeline.evaluate import play_heldout
 LEAST = 0.1
 """Success below which SFT goes on although success does not rise: RL would find too little."""
 
+LEAST_UNSEEN = 8
+"""Training tasks without a demonstration that suffice for a measurement."""
+
 LABEL = "sft"
 """Label of the measurements: `evaluate/sft` in the store."""
 
 
 def unseen(run: Run, number: int) -> list[Task]:
-    """Training tasks without a conversation in SFT, if there are enough; the same in each call."""
+    """Training tasks without a conversation in SFT, the same in each call; where fewer than
+    LEAST_UNSEEN are left, all training tasks."""
     shown = {conversation.task.id for conversation in run.conversations if conversation.task}
     tasks = [task for task in run.splits.train if task.id not in shown]
-    if len(tasks) < number:
+    if len(tasks) < min(number, LEAST_UNSEEN):
         tasks = list(run.splits.train)
     seed = derive_seed(run.config.seed, "sft", "until")
     return random.Random(seed).sample(tasks, min(number, len(tasks)))

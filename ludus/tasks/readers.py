@@ -342,6 +342,10 @@ def load_hf(path: str, name: str | None, split: str, revision: str | None) -> An
     local = Path(path)
     kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
     saved = any((local / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
+    if local.suffix in kinds and not local.is_file():
+        siblings = [item.name for item in local.parent.glob("*") if item.is_file()]
+        near = did_you_mean(local.name, siblings)
+        raise DataError(f"there is no file {path}{near}")
     try:
         if saved:
             loaded = datasets.load_from_disk(path)

@@ -98,7 +98,7 @@ def test_equal_seeds_are_replaced_where_no_world_is_known() -> None:
     env = f"{__file__}:Hidden"
     splits = read_splits(config(env, made(20), made(5, 18)))
     assert [task.data["seed"] for task in splits.heldout] == [23, 24, 20, 21, 22]
-    assert "by data (resets are not cheap)" in splits.note
+    assert "by data (its worlds are not: the class declares neither" in splits.note
     assert "2 equal" in splits.note
 
 

@@ -1,5 +1,6 @@
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from faulty_envs import NoSuchLevel
@@ -8,7 +9,7 @@ from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Spec, Task
 from ludus.envs.base import Env
 from ludus.tasks import READERS
-from ludus.tasks.readers import read_tasks
+from ludus.tasks.readers import load_hf, read_tasks
 
 GOOD = {"prompt": "What is 6 * 7?", "answer": "42", "topic": "arithmetic"}
 
@@ -281,3 +282,10 @@ def test_an_environment_that_cannot_make_a_task_is_told_with_its_line():
     said = r"^tasks.train: 'env' cannot be built: KeyError: 'level' \[faulty_envs.py, line \d+\]"
     with pytest.raises(ConfigError, match=said):
         read_tasks(Spec(name="env", args={"num_tasks": 1}), "tasks.train", maker=NoSuchLevel())
+
+
+def test_a_file_that_does_not_exist_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="needs the extra data")
+    (tmp_path / "rev.jsonl").write_text("{}")
+    with pytest.raises(DataError, match=r"no file .*rev\.json \(did you mean rev\.jsonl\?\)"):
+        load_hf(str(tmp_path / "rev.json"), None, "train", None)

@@ -20,6 +20,7 @@ from ludus.data.conversations import Conversation, read_conversations
 from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import choices, tokens
 from ludus.diagnostics.calibration import warnings as foretold
+from ludus.diagnostics.calibration.distinct import undeclared
 from ludus.diagnostics.calibration.episodes import (
     Expert,
     RandomEpisode,
@@ -165,6 +166,8 @@ def _calibrate(
         played = run(play_random(subject.env, tasks[:200], actions, RANDOM_S, seed))
         say(random_line(played))
     of_training = conversations_of(config, good, splits.train)
+    if subject.kind == "data":
+        of_training = of_training[: len(of_training) - choices.undemonstrated(len(of_training))]
     if model is not None:
         config, start = with_starting_values(config, minutes, say)
         trial, planned = Trial(), None
@@ -193,6 +196,7 @@ def _calibrate(
         *foretold.of_expert(expert),
         *foretold.of_random(played, expert),
         *foretold.of_tasks(distinct, len(splits.heldout), subject.kind),
+        *foretold.of_worlds(distinct, undeclared(subject, tasks)),
         *foretold.of_lengths(lengths, config.model.context_length),
         *foretold.of_turns(expert.turns, config.rollout.max_turns),
         *of_trial(config, trial, subject.kind),
@@ -300,10 +304,10 @@ def no_demonstration(subject: Subject, expert: Expert) -> str:
             f"{expert.reason}. `ludus check-env {subject.given}` tells more"
         )
     return (
-        f"{subject.given} has no expert: {expert.reason}. A small model from scratch learns an "
+        f"{subject.given}: {expert.reason}. A small model from scratch learns an "
         "environment's language from demonstrations: give the class a method `expert_action`, or "
         "collect episodes of a large model with `ludus generate-data` and name the file in "
-        "`sft.data`"
+        "`sft.data`; or train a pretrained model without an expert: --model"
     )
 
 
@@ -367,7 +371,8 @@ def with_choices(
     for_seconds = 0.1 * 60 * minutes * episodes_per_s
     expected = choices.expected_sft(trial, until.success)
     wanted = max(2 * (expected or 10**6) * config.sft.episodes_per_step, 1000)
-    number = int(min(MAX_DEMONSTRATIONS, num_train, max(for_seconds, 64), wanted))
+    demonstrated = num_train - choices.undemonstrated(num_train)
+    number = int(min(MAX_DEMONSTRATIONS, demonstrated, max(for_seconds, 64), wanted))
     groups = choices.groups(trial.rl_step_s, config.rl.groups_per_step)
     trial = replace(trial, rl_step_s=trial.rl_step_s * groups / config.rl.groups_per_step)
     until = until.model_copy(update={"every": choices.measure_every(trial, until.success)})

@@ -32,6 +32,9 @@ RESERVE_S = 25.0
 NUM_HELDOUT = 384
 """Held-out tasks: the 95 % intervals of 50 and 60.5 % do not overlap."""
 
+NUM_UNDEMONSTRATED = 32
+"""Training tasks without a demonstration, as many as a measurement of `sft.until` plays."""
+
 SIGNAL = 0.5
 """Share of groups with different rewards at which a higher temperature is not needed."""
 
@@ -138,6 +141,11 @@ def training_tasks(distinct: float, reset_s: float) -> int:
     compares them with the held-out tasks."""
     affordable = COMPARE_S / max(reset_s, 1e-6)
     return max(min(6000, int(distinct * 0.6), int(affordable)), 8)
+
+
+def undemonstrated(num_train: int) -> int:
+    """Training tasks that SFT does not show, so that its end is measured on them."""
+    return min(NUM_UNDEMONSTRATED, num_train // 5)
 
 
 def heldout_tasks(distinct: float) -> int:

@@ -77,3 +77,8 @@ def estimate(keys: Sequence[str]) -> float:
         expected = middle * (1 - math.exp(-len(keys) / middle))
         low, high = (middle, high) if expected < num else (low, middle)
     return low
+
+
+def undeclared(subject: Subject, tasks: Sequence[Task]) -> bool:
+    """True where an environment does not describe its worlds, so that no run compares them."""
+    return subject.env is not None and Worlds(subject.env).key(tasks[0]).startswith("data:")

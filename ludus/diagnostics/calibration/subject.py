@@ -101,7 +101,7 @@ def environment(given: str, args: Mapping[str, Any], tiers: Sequence[str] | None
         ) from None
     if not hasattr(maker, "tiers"):
         raise ConfigError(
-            f"{given} is neither an environment (derive the class from ludus.envs.base.Env) nor an "
+            f"{given} is neither an environment (derive the class from ludus.Env) nor an "
             "agent (a function of `task` and `model`: async def run(task, model))"
         )
     chosen = list(tiers or ())

@@ -25,6 +25,9 @@ SOLVED = 0.9
 ENOUGH = 10
 """Episodes of random actions from which something follows, where others failed."""
 
+COMPARED = 1e5
+"""Different worlds up to which training and held-out tasks share more than a few."""
+
 FEW = 50
 """Different tasks below which a run can only memorise them."""
 
@@ -91,6 +94,17 @@ def of_tasks(distinct: float, heldout: int, kind: str) -> Iterator[str]:
             f"there are about {distinct:.0f} different tasks: a run memorises them, and {heldout} "
             f"held-out tasks give intervals of {100 / math.sqrt(max(heldout, 1)):.0f} points; "
             + ("add levels or seeds" if kind == "env" else "collect more rows")
+        )
+
+
+def of_worlds(distinct: float, undeclared: bool) -> Iterator[str]:
+    """Yields what equal worlds foretell where a run cannot tell them apart."""
+    if undeclared and distinct < COMPARED:
+        yield (
+            f"different seeds open the same worlds (about {distinct:,.0f} different ones), and the "
+            "class declares neither `cheap_reset` nor `world`: held-out tasks will be training "
+            "tasks, and their success may be memory; set `cheap_reset = True` where resets take "
+            "milliseconds, or define `world()` (docs/tasks.md, Splits)"
         )
 
 

@@ -95,9 +95,7 @@ def _subject(env: Spec | str | type[Env], timeout_s: float) -> Subject:
     spec = Spec(name=env) if isinstance(env, str) else env
     args, target = ENVS.check(spec), ENVS.load(spec.name)
     if isinstance(target, type) and not issubclass(target, Env):
-        raise ConfigError(
-            f"{spec.name!r} is not an environment: derive the class from ludus.envs.base.Env"
-        )
+        raise ConfigError(f"{spec.name!r} is not an environment: derive the class from ludus.Env")
     return Subject(spec, target, partial(target, **args), timeout_s)
 
 

@@ -40,8 +40,8 @@ CHECKS: dict[str, dict[str, Check]] = {
     "sft": SFT,
     "rl": RL,
     "evaluate/before": {"unknown": rollouts.unknown_tokens},
-    "evaluate/rl": {"evaluation": learning.loses},
-    "evaluate/after": {"evaluation": learning.no_gain},
+    "evaluate/rl": {"memory": learning.by_heart, "evaluation": learning.loses},
+    "evaluate/after": {"memory": learning.by_heart, "evaluation": learning.no_gain},
 }
 """The checks after a step of each stage, by kind of finding."""
 
@@ -52,6 +52,7 @@ COVERED = {
     "sharp": ("reach",),
     "entropy": ("fall",),
     "decline": ("fall", "noise"),
+    "evaluation": ("memory",),
     "flat": ("fall", "length", "turns", "reach", "signal", "noise", "decline"),
 }
 """Kinds that other kinds explain: not told while one of those is present."""
@@ -62,7 +63,7 @@ RARE = {"flat": learning.TREND_STEPS, "decline": WINDOW}
 ONCE = {"sharp", "demonstrations"}
 """Kinds that are tested once: they are of the start."""
 
-OF_ALL_STAGES = {"unknown"}
+OF_ALL_STAGES = {"unknown", "memory"}
 """Kinds that are told once, in whatever stage they are found first."""
 
 WATCHED = (
@@ -72,7 +73,8 @@ WATCHED = (
     "rollout/turns_of_success", "rollout/turns_of_truncated", "rollout/unknown_tokens",
     "rollout/tokens", "tasks/tier", "train/entropy", "train/grad_norm", "train/kl", "train/ratio",
     "train/clip_fraction", "train/sampler_gap", "evaluate/gain", "evaluate/gain_low",
-    "evaluate/gain_high", "sft/conversations", "sft/failed", "sft/too_long",
+    "evaluate/gain_high", "evaluate/success", learning.TRAINED, "sft/conversations",
+    "sft/failed", "sft/too_long",
 )  # fmt: skip
 """The metrics that checks read."""
 
@@ -91,6 +93,10 @@ class Diagnosis:
         if checks is None:
             return []
         history = self._histories.setdefault(stage, History(WATCHED))
+        rl = self._histories.get("rl")
+        if stage.startswith("evaluate/") and rl is not None:
+            success = rl.mean("rollout/success")
+            metrics = metrics if success is None else {**metrics, learning.TRAINED: success}
         history.add(metrics)
         new: list[Finding] = []
         present: dict[str, int] = {}

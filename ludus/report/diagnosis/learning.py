@@ -39,6 +39,13 @@ FALL_ERRORS = 5.0
 """Standard errors by which success falls suddenly. A group counts as one observation, of the
 largest variance; the best of many spans of steps is above the mean by chance, hence 5."""
 
+TRAINED = "rl/success"
+"""Success of the training episodes of the last WINDOW steps, beside an evaluation's metrics."""
+
+BY_HEART = (0.25, 0.5)
+"""Success of training episodes, sampled, above that of held-out tasks. In runs whose tasks do not
+repeat, the two differ by less than 0.1."""
+
 CEILING = 0.95
 """Success from which rewards have no room to rise."""
 
@@ -342,3 +349,20 @@ def _lr(config: RunConfig) -> str:
 
 def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
+
+
+def by_heart(history: History, config: RunConfig) -> Found | None:
+    """Training tasks succeed, held-out ones do not."""
+    trained, heldout = history.last(TRAINED, 1), history.last("evaluate/success", 1)
+    if not trained or not heldout:
+        return None
+    if not (level := level_of(trained[0] - heldout[0], BY_HEART)):
+        return None
+    return Found(
+        level,
+        f"training episodes succeed in {percent(trained[0])}, held-out tasks in "
+        f"{percent(heldout[0])}: the policy learns its training tasks by heart, or the held-out "
+        "ones are harder",
+        "Train on more different tasks: more rows, seeds or tiers in `tasks.train`; more RL steps "
+        "do not help",
+    )

@@ -80,7 +80,10 @@ def no_signal(history: History, config: RunConfig) -> Found | None:
     text = f"{percent(equal)} of the groups of the last {steps} steps have equal rewards"
     if solved > 0.5:
         text += f": in {percent(solved)} every episode succeeds"
-        advice = "The tasks are too easy to teach more: use harder `tasks.train` tiers, or stop"
+        advice = (
+            "The training tasks are solved: if held-out success is high too, use harder ones in "
+            "`tasks.train`, or stop; if it is not, train on more different tasks"
+        )
     elif failed > 0.5:
         text += f": in {percent(failed)} no episode succeeds"
         advice = (

@@ -64,3 +64,9 @@ def test_a_target_out_of_reach_is_foretold() -> None:
     assert "not expected to reach 40%" in "".join(warnings.of_trial(flat, 3000, 0.4))
     rising = Trial(curve=[(20, 0.02), (40, 0.12)], signal={1.0: 0.2})
     assert list(warnings.of_trial(rising, 120, 0.4)) == []
+
+
+def test_worlds_that_no_run_compares_are_told() -> None:
+    assert "may be memory" in "".join(warnings.of_worlds(336, undeclared=True))
+    assert list(warnings.of_worlds(336, undeclared=False)) == []
+    assert list(warnings.of_worlds(1e6, undeclared=True)) == []

@@ -13,7 +13,7 @@ from ludus.config.schema import RunConfig
 from ludus.config.training import SFTUntilConfig
 from ludus.report.diagnosis import Diagnosis, Finding, diagnose, read_findings
 from ludus.report.diagnosis.diagnosis import CHECKS, COVERED, ONCE, RARE, WATCHED, write_findings
-from ludus.report.diagnosis.findings import History, percent
+from ludus.report.diagnosis.findings import WINDOW, History, percent
 from ludus.telemetry.metrics import Line
 
 RECIPE = "recipes/babyai-tiny.yaml"
@@ -242,6 +242,17 @@ def test_an_evaluation_is_compared_with_the_start(config: RunConfig) -> None:
     loss = {name: value - 0.1 for name, value in gain.items()}
     [found] = diagnosis.step("evaluate/rl", 80, loss)
     assert "evaluation at step 80: success on held-out tasks is below its start" in str(found)
+
+
+def test_training_tasks_learned_by_heart(config: RunConfig) -> None:
+    diagnosis = Diagnosis(config)
+    gain = {"evaluate/gain": 0.02, "evaluate/gain_low": -0.01, "evaluate/gain_high": 0.05}
+    for step in range(WINDOW):
+        diagnosis.step("rl", step, {"rollout/success": 0.97})
+    assert diagnosis.step("evaluate/rl", 9, {**gain, "evaluate/success": 0.9}) == []
+    [found] = diagnosis.step("evaluate/after", 0, {**gain, "evaluate/success": 0.48})
+    assert found.kind == "memory"  # which explains that there is no gain
+    assert "training episodes succeed in 97 %, held-out tasks in 48 %" in found.text
 
 
 def test_a_strong_drift_is_told_after_three_steps(config: RunConfig) -> None:
