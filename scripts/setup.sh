@@ -40,3 +40,4 @@ echo "Installing ludus and what it needs into .venv (the first time takes some m
 # own of, and needs forty packages more.
 .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps 'openenv==0.10.0'
 touch .venv/.ready
+echo "Done. Next: source .venv/bin/activate && ludus --help; or make demo"

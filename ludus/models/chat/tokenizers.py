@@ -63,6 +63,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
 def load_error(key: str, path: str, error: Exception) -> str:
     """Returns the message for a folder or hub name that cannot be loaded."""
     folder = Path(path).expanduser()
+    if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+        return (
+            f"{key}: {path} is a run of ludus: export its policy with `ludus checkpoint export "
+            f"{folder.name} FOLDER`, and name that folder"
+        )
     if folder.is_dir():
         return f"{key}: cannot load from the folder {path}: {_first_line(error)}"
     siblings = [item.name for item in folder.parent.glob("*") if item.is_dir()]

@@ -155,6 +155,14 @@ def test_saved_and_loaded_beside_a_model_configuration(name: str, tmp_path: Path
         assert loaded.decode(loaded.encode(text)) == tokenizer.decode(tokenizer.encode(text))
 
 
+def test_a_run_s_folder_is_no_model(tmp_path: Path) -> None:
+    run = tmp_path / "mine-1"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("name: mine")
+    with pytest.raises(ConfigError, match=r"is a run of ludus: .*ludus checkpoint export mine-1"):
+        load_tokenizer(str(run))
+
+
 def test_load_errors(tmp_path: Path) -> None:
     (tmp_path / "qwen3-small").mkdir()
     with pytest.raises(ConfigError, match=r"no folder .*did you mean .*qwen3-small"):
