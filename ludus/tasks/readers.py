@@ -29,6 +29,9 @@ from ludus.tasks.splits import Taken
 
 OnBadLine = Literal["refuse", "skip"]
 
+FILE_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+"""Files of rows: the name of their format in `datasets`, by suffix."""
+
 _NUM_SHOWN = 5  # bad lines or ids that an error lists
 _MAX_TRIES = 1000  # seeds to try in place of a held-out task that training has
 
@@ -340,9 +343,8 @@ def load_hf(path: str, name: str | None, split: str, revision: str | None) -> An
     except ModuleNotFoundError as error:
         raise MissingDependency("datasets", "data", "the reader 'hf'") from error
     local = Path(path)
-    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
     saved = any((local / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
-    if local.suffix in kinds and not local.is_file():
+    if local.suffix in FILE_KINDS and not local.is_file():
         siblings = [item.name for item in local.parent.glob("*") if item.is_file()]
         near = did_you_mean(local.name, siblings)
         raise DataError(f"there is no file {path}{near}")
@@ -353,9 +355,9 @@ def load_hf(path: str, name: str | None, split: str, revision: str | None) -> An
                 raise DataError(f"{path} has no split {split!r}{did_you_mean(split, loaded)}")
             return loaded[split] if isinstance(loaded, dict) else loaded
         if local.is_file():
-            kind = kinds.get(local.suffix)
+            kind = FILE_KINDS.get(local.suffix)
             if kind is None:
-                raise DataError(f"{path}: the file type must be one of {', '.join(kinds)}")
+                raise DataError(f"{path}: the file type must be one of {', '.join(FILE_KINDS)}")
             return datasets.load_dataset(kind, data_files={"train": path}, split=split)
         return datasets.load_dataset(path, name, split=split, revision=revision)
     except DataError:

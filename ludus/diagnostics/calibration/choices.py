@@ -199,14 +199,13 @@ def steps(
     sft_step = max(trial.sft_step_s + trial.eval_s / every, 1e-3)
     most = max(int((1 - RL_SHARE) * total / sft_step), 20)
     expected = expected_sft(trial, success)
-    if trial.curve and (expected is None or expected > most):
-        most = used = max(int((1 - RL_SHARE_HARD) * total / sft_step), 20)
-        if expected is not None:
-            used = min(expected, most)
-    elif expected is not None:
-        used, most = expected, min(most, max(expected * 3 // 2, 40))
-    else:
+    if not trial.curve:
         used = most
+    elif expected is None or expected > most:
+        most = max(int((1 - RL_SHARE_HARD) * total / sft_step), 20)
+        used = min(expected or most, most)
+    else:
+        used, most = expected, min(most, max(expected * 3 // 2, 40))
     evaluations = 4 * max(trial.eval_s, 0.5) * 2
     left = total - used * sft_step - evaluations
     rl = int(left / max(trial.rl_step_s, 1e-3))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import cast
+from typing import Any, cast
 
 from ludus.core.signals import run
 from ludus.core.types import Message, Spec, Task
@@ -23,7 +23,7 @@ from ludus.data.demonstrations import (
 )
 from ludus.data.expert import Demonstration, run_expert
 from ludus.envs.base import Env
-from ludus.pipeline.preflight.episodes import Recorded, play_one
+from ludus.pipeline.preflight.episodes import Played, Recorded, play_one
 from ludus.rollout.host import LocalEnvs
 from ludus.rollout.threads import EnvThread
 
@@ -135,59 +135,54 @@ def play_expert(
 async def rate_here(env: Spec, tasks: Sequence[Task]) -> float:
     """Episodes of the expert a second in this process; 0 where one fails or they take too long.
     The first, with which an environment may load its files, does not count."""
-    envs, thread, begun = LocalEnvs(env), EnvThread(), time.perf_counter()
-    times: list[float] = []
-    for task in tasks:
-        started = time.perf_counter()
-        if started - begun > HERE_S / 2:
-            break
-        played = await play_one(envs, thread, task, HERE_S, expert_of)
+    ends = [time.perf_counter()]
+    async for played in _each(env, tasks, HERE_S / 2, HERE_S, expert_of):
         if played.demonstration is None:
-            times = []
-            break
-        times.append(time.perf_counter() - started)
-    thread.close()
-    return 1 / max(fmean(times[1:]), 1e-6) if len(times) > 1 else 0.0
+            return 0.0
+        ends.append(time.perf_counter())
+    number = len(ends) - 2
+    return number / max(ends[-1] - ends[1], 1e-6) if number > 0 else 0.0
 
 
 async def play_again(env: Spec, tasks: Sequence[Task], seconds: float) -> list[Demonstration]:
     """The expert's episodes of tasks, played in this process, as many as fit into `seconds`."""
-    envs, thread, begun = LocalEnvs(env), EnvThread(), time.perf_counter()
-    found: list[Demonstration] = []
-    for task in tasks:
-        left = seconds - (time.perf_counter() - begun)
-        if left <= 0:
-            break
-        played = await play_one(envs, thread, task, left, expert_of)
-        if played.demonstration is not None:
-            found.append(played.demonstration)
-        if played.overdue:
-            break
-    thread.close()
-    return found
+    found = [played async for played in _each(env, tasks, seconds, seconds, expert_of)]
+    return [played.demonstration for played in found if played.demonstration is not None]
 
 
 async def play_openings(
     env: Spec, tasks: Sequence[Task], seconds: float
 ) -> list[tuple[Task, list[Message]]]:
     """The opening observations of tasks, as many as fit into `seconds`."""
-    envs, thread, begun = LocalEnvs(env), EnvThread(), time.perf_counter()
-    found: list[tuple[Task, list[Message]]] = []
 
     async def opens(env: Recorded) -> None:
         await env.reset(env.task.model_copy(deep=True))
 
-    for task in tasks:
-        left = seconds - (time.perf_counter() - begun)
-        if left <= 0:
-            break
-        played = await play_one(envs, thread, task, left, opens)
-        if played.opened:
-            found.append((task, played.opening))
-        if played.overdue:
-            break
-    thread.close()
-    return found
+    found = [played async for played in _each(env, tasks, seconds, seconds, opens)]
+    return [(played.task, played.opening) for played in found if played.opened]
+
+
+async def _each(
+    env: Spec,
+    tasks: Sequence[Task],
+    seconds: float,
+    limit_s: float,
+    act: Callable[[Recorded], Awaitable[Any]],
+) -> AsyncIterator[Played]:
+    """Play tasks in this process, one after the other: none begins after `seconds`, and one under
+    way is given up at `limit_s`, both from the start."""
+    envs, thread, begun = LocalEnvs(env), EnvThread(), time.perf_counter()
+    try:
+        for task in tasks:
+            spent = time.perf_counter() - begun
+            if spent >= seconds:
+                break
+            played = await play_one(envs, thread, task, limit_s - spent, act)
+            yield played
+            if played.overdue:
+                break
+    finally:
+        thread.close()
 
 
 async def expert_of(env: Recorded) -> Demonstration:
@@ -221,29 +216,20 @@ async def play_random(
 ) -> list[RandomEpisode]:
     """Play tasks with actions drawn from `actions`: what a policy gets that knows the words and
     not when to use them. No episode begins after `seconds`; one under way has as long again."""
-    rng, envs, thread = random.Random(seed), LocalEnvs(env), EnvThread()
-    episodes: list[RandomEpisode] = []
-    begun = time.perf_counter()
-    for task in tasks:
-        spent = time.perf_counter() - begun
-        if spent > seconds:
-            break
-        won: list[bool] = []
+    rng, won, episodes = random.Random(seed), set[str](), list[RandomEpisode]()
 
-        async def wander(env: Recorded, won: list[bool] = won) -> None:
-            await env.reset(env.task)
-            for _ in range(min(env.max_turns, LONGEST_TURNS)):
-                message = Message(role="assistant", content=rng.choice(actions))
-                result = await env.step(message)
-                if result.done:
-                    won.append(bool(result.info.get("success", env.won)))
-                    break
+    async def wander(env: Recorded) -> None:
+        await env.reset(env.task)
+        for _ in range(min(env.max_turns, LONGEST_TURNS)):
+            message = Message(role="assistant", content=rng.choice(actions))
+            result = await env.step(message)
+            if result.done:
+                if result.info.get("success", env.won):
+                    won.add(env.task.id)
+                break
 
-        played = await play_one(envs, thread, task, 2 * seconds - spent, wander)
+    async for played in _each(env, tasks, seconds, 2 * seconds, wander):
         mean = fmean(played.seconds) if played.seconds else 0.0
         error = "" if played.overdue and played.seconds else played.error
-        episodes.append(RandomEpisode(played.reward, any(won), mean, error))
-        if played.overdue:
-            break
-    thread.close()
+        episodes.append(RandomEpisode(played.reward, played.task.id in won, mean, error))
     return episodes

@@ -157,11 +157,8 @@ def _sft(c: Calibration) -> Iterator[Line]:
         yield "until", until, told
     losses = ", ".join(f"{loss:.3f} at {flow(rate)}" for rate, loss in c.trial.losses.items())
     optimizer = {"lr": sft.optimizer.lr, "warmup_steps": sft.optimizer.warmup_steps}
-    yield (
-        "optimizer",
-        optimizer,
-        f"loss of unseen episodes in the trial: {losses}" if losses else "",
-    )
+    told = f"loss of unseen episodes in the trial: {losses}" if losses else ""
+    yield "optimizer", optimizer, told
 
 
 def _rl(c: Calibration) -> Iterator[Line]:

@@ -16,7 +16,7 @@ from ludus.core.types import Spec, Task
 from ludus.envs import ENVS
 from ludus.envs.base import Env
 from ludus.judges.base import accepted_answers
-from ludus.tasks.readers import load_hf, parse_line, read_tasks
+from ludus.tasks.readers import FILE_KINDS, load_hf, parse_line, read_tasks
 from ludus.tasks.splits import task_key
 
 MAX_TIERS = 4
@@ -130,7 +130,7 @@ ANSWERS = ("answer", "solution", "target", "output", "label", "response", "compl
 def is_rows(given: str) -> bool:
     """True for the name of a file of rows, of a folder, or of a data set on the hub."""
     path = Path(given)
-    if path.suffix in (".jsonl", ".json", ".parquet", ".csv"):
+    if path.suffix in FILE_KINDS:
         return True
     known = given in ENVS.names() or ":" in given
     return not known and (path.is_dir() or given.count("/") == 1)
@@ -167,7 +167,7 @@ def rows_of(given: str, args: Mapping[str, Any], command: str, *, needs_answer: 
         fields[key] = found
     tasks = read_tasks(Spec(name=reader, args=fields), given)
     _check_different(given, tasks)
-    name = path.stem if path.suffix in (".jsonl", ".json", ".parquet", ".csv") else path.name
+    name = path.stem if path.suffix in FILE_KINDS else path.name
     return Subject(
         "data", given, slug(name, ()), reader=reader, rows=len(tasks), fields=fields, tasks=tasks
     )

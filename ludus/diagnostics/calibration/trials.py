@@ -145,13 +145,13 @@ async def try_out(
 
 
 def unseen_loss(made: Run, conversations: Sequence[Conversation]) -> float:
-    """Loss per trained token of conversations that SFT has not shown; NaN where none fits the
-    context."""
+    """Loss per trained token of conversations that SFT has not shown; infinite where none fits the
+    context, so that all rates are alike."""
     config, trainer = made.config, cast(LocalBackend, made.backend).trainer
     assert config.sft is not None
     tasks, played, _ = replay_all(conversations, made.renderers, config.model.context_length)
     if not played:
-        return math.nan
+        return math.inf
     scorer = Scorer(trainer.learner.forward, config.sft.tokens_per_batch, pad_id=0)
     scored = scorer([Group("unseen", tasks[0], played)], "learner_logprobs")[0].trajectories
     return -fmean(p for t in scored for s in t.segments for p in s.learner_logprobs or ())

@@ -324,6 +324,23 @@ def no_gain(history: History, config: RunConfig) -> Found | None:
     )
 
 
+def by_heart(history: History, config: RunConfig) -> Found | None:
+    """Training tasks succeed, held-out ones do not."""
+    trained, heldout = history.last(TRAINED, 1), history.last("evaluate/success", 1)
+    if not trained or not heldout:
+        return None
+    if not (level := level_of(trained[0] - heldout[0], BY_HEART)):
+        return None
+    return Found(
+        level,
+        f"training episodes succeed in {percent(trained[0])}, held-out tasks in "
+        f"{percent(heldout[0])}: the policy learns its training tasks by heart, or the held-out "
+        "ones are harder",
+        "Train on more different tasks: more rows, seeds or tiers in `tasks.train`; more RL steps "
+        "do not help",
+    )
+
+
 def loses(history: History, config: RunConfig) -> Found | None:
     """An evaluation during RL is below that before RL."""
     found = no_gain(history, config)
@@ -349,20 +366,3 @@ def _lr(config: RunConfig) -> str:
 
 def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
-
-
-def by_heart(history: History, config: RunConfig) -> Found | None:
-    """Training tasks succeed, held-out ones do not."""
-    trained, heldout = history.last(TRAINED, 1), history.last("evaluate/success", 1)
-    if not trained or not heldout:
-        return None
-    if not (level := level_of(trained[0] - heldout[0], BY_HEART)):
-        return None
-    return Found(
-        level,
-        f"training episodes succeed in {percent(trained[0])}, held-out tasks in "
-        f"{percent(heldout[0])}: the policy learns its training tasks by heart, or the held-out "
-        "ones are harder",
-        "Train on more different tasks: more rows, seeds or tiers in `tasks.train`; more RL steps "
-        "do not help",
-    )

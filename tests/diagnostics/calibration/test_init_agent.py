@@ -124,7 +124,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def init(*argv: str) -> str:
-    """What the command prints. It has to succeed."""
+    """The output of the command, which has to succeed."""
     done = CliRunner().invoke(app, ["init", *argv])
     assert done.exit_code == 0, done.exception
     return done.output

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, pstdev
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ludus.config.schema import RunConfig
@@ -75,11 +74,8 @@ def calibrate_agent(
 ) -> AgentCalibration:
     """Measure and choose. Errors: ConfigError, DataError where no recipe can learn."""
     begun = time.perf_counter()
-    folder = Path(tempfile.mkdtemp(prefix="ludus-init-"))
-    try:
-        made = _calibrate(subject, model, minutes, seed, say, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with TemporaryDirectory(prefix="ludus-init-", ignore_cleanup_errors=True) as folder:
+        made = _calibrate(subject, model, minutes, seed, say, Path(folder))
     return replace(made, seconds=time.perf_counter() - begun)
 
 
