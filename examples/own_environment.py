@@ -23,6 +23,7 @@ class HigherOrLower(Env):
     """The agent guesses a hidden number in at most seven turns. Reward 1 for a hit."""
 
     max_turns: ClassVar[int] = 7
+    blocking: ClassVar[bool] = False  # a step takes microseconds: no thread for it
     secret: int | None = None  # None: no open episode
 
     async def reset(self, task: Task) -> Observation:

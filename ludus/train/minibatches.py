@@ -21,6 +21,9 @@ from ludus.train.algorithms.losses import unit_of
 from ludus.train.algorithms.own import calling
 from ludus.train.packing import Batch, Layout, pack
 
+WHOLE_GROUPS = 2
+"""Groups with a gradient in a minibatch, on average, from which on groups are not parted."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
@@ -56,23 +59,42 @@ def to_minibatches(
     parts: list[list[Sample]] = []
     for epoch in range(settings.epochs):
         seed = derive_seed(settings.seed, settings.stage, step, epoch)
-        parts += split(samples, settings.minibatches, seed)
+        parts += split(samples, settings.minibatches, seed, algorithm.regularised)
     if algorithm.regularised:
         return parts
     return [part for part in parts if any(map(_has_gradient, part))]
 
 
-def split(samples: Sequence[Sample], num_minibatches: int, seed: int) -> list[list[Sample]]:
+def split(
+    samples: Sequence[Sample], num_minibatches: int, seed: int, regularised: bool = False
+) -> list[list[Sample]]:
     """Distribute the trajectories over minibatches, in an order that depends on `seed` alone.
 
-    The rollout is the unit: its rows stay together. The trajectories of a group may part, for their
-    advantages are known. Minibatches differ by at most one trajectory, keep the order of the
-    samples, and are not empty.
+    Groups stay together, for they share the tokens of their prompts: each minibatch has as many
+    groups with different rewards as the next, within one. Where too few groups have a gradient
+    (all have, if `regularised`), the trajectories of a group part: their advantages are known. A
+    trajectory's rows always stay together. Minibatches keep the order of the samples, and are not
+    empty.
     """
-    names = list(dict.fromkeys(sample.trajectory_id for sample in samples))
+    groups: dict[str, list[str]] = {}
+    live: set[str] = set()
+    for sample in samples:
+        groups.setdefault(sample.group_id or sample.trajectory_id, []).append(sample.trajectory_id)
+        if _has_gradient(sample):
+            live.add(sample.group_id or sample.trajectory_id)
+    names = list(groups)
+    whole = len(groups if regularised else live) >= WHOLE_GROUPS * num_minibatches
+    if not whole:
+        names = list(dict.fromkeys(sample.trajectory_id for sample in samples))
     if num_minibatches > 1:
         Random(seed).shuffle(names)
-    part_of = {name: number % num_minibatches for number, name in enumerate(names)}
+    if whole:
+        names.sort(key=lambda name: name not in live)
+    part_of = {
+        trajectory: number % num_minibatches
+        for number, name in enumerate(names)
+        for trajectory in (groups[name] if whole else [name])
+    }
     parts: list[list[Sample]] = [[] for _ in range(num_minibatches)]
     for sample in samples:
         parts[part_of[sample.trajectory_id]].append(sample)

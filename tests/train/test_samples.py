@@ -189,6 +189,35 @@ def test_split_depends_on_the_seed_alone() -> None:
     assert split(samples, 3, seed=1) != split(samples, 3, seed=2)
 
 
+def grouped(**advantages: float) -> list[Sample]:
+    """Two trajectories of each group, of these advantages."""
+    return [
+        Sample([1, 2], [False, True], [0, -1], [0, value], f"{name}{number}", name)
+        for number in range(2)
+        for name, value in advantages.items()
+    ]
+
+
+def test_split_keeps_groups_together_and_spreads_those_with_a_gradient() -> None:
+    samples = grouped(a=1, b=0, c=1, d=0, e=-1, f=0, g=1, h=0)
+    parts = split(samples, 2, seed=0)
+    for part in parts:
+        names = Counter(sample.group_id for sample in part)
+        assert set(names.values()) == {2}
+        assert len(names) == 4
+        assert sum(any(sample.advantages) for sample in part) == 4
+    assert parts != split(samples, 2, seed=1)
+
+
+def test_split_parts_groups_where_few_have_a_gradient() -> None:
+    samples = grouped(a=1, b=0, c=0, d=0, e=1, f=1)
+    for regularised in (False, True):
+        parts = split(samples, 2, seed=0, regularised=regularised)
+        assert [len(part) for part in parts] == [6, 6]
+        sizes = {n for part in parts for n in Counter(s.group_id for s in part).values()}
+        assert (sizes == {2}) is regularised
+
+
 @pytest.mark.parametrize(("num_minibatches", "expected"), [(1, [3]), (2, [2, 1]), (5, [1, 1, 1])])
 def test_split_gives_no_empty_part(num_minibatches: int, expected: list[int]) -> None:
     parts = split(named("a", "b", "c"), num_minibatches, seed=0)
