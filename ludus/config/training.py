@@ -55,6 +55,14 @@ class RLOptimizerConfig(OptimizerConfig):
     """AdamW and its schedule, with a lower peak learning rate."""
 
     lr: float = Field(3e-4, gt=0, le=1e30, description="Peak learning rate.")
+    target_kl: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Scale the learning rate so that a step moves the policy by this KL (nats a "
+        "token, at the peak of the schedule). Needs two optimizer steps a step: `minibatches` or "
+        "`epochs`. Null: the schedule alone.",
+    )
 
 
 class DemonstrationsConfig(Section):

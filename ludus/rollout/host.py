@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from bdb import BdbQuit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, Protocol
@@ -283,7 +283,7 @@ class LocalEnvs:
             if spec is self.spec:
                 raise
             raise EnvError(f"task {task.id}: {error}") from error
-        blocking = _is_blocking(env_class, task, args)
+        blocking = is_blocking(env_class, task, args)
         return HostedEnv(
             lambda: env_class(**args),
             thread,
@@ -321,7 +321,8 @@ def has_prepare(env_class: Any) -> bool:
     return getattr(env_class, "prepare", Env.prepare) is not Env.prepare
 
 
-def _is_blocking(env_class: Any, task: Task, args: dict[str, Any]) -> bool:
+def is_blocking(env_class: Any, task: Task, args: Mapping[str, Any]) -> bool:
+    """Returns whether an environment's calls for this task run in worker threads."""
     if hasattr(env_class, "blocks"):
         return bool(env_class.blocks(task, **args))
     return bool(getattr(env_class, "blocking", True))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,6 +34,7 @@ from ludus.train.critic import Critic
 from ludus.train.forward import Forward
 from ludus.train.optimizer import AdamW
 from ludus.train.packing import Batch, MicroBatch
+from ludus.train.trust_region import moved, next_scale
 
 log = get_logger(__name__)
 
@@ -93,6 +94,7 @@ class Learner:
         )
         self.dump_dir = dump_dir
         self.step = 0
+        self.rate_scale = 1.0
         self._pending: list[_Pending] = []
         self._declared: LossFn | None = None  # the loss whose unit was checked
         self.parameters = list(parameters or (p for p in model.parameters() if p.requires_grad))
@@ -148,7 +150,7 @@ class Learner:
         norm = self._clip()
         if not math.isfinite(norm):
             self._refuse(f"the gradient's norm is {norm}")
-        lr = learning_rate(self.config, self.step, self.num_steps)
+        lr = self.rate_scale * learning_rate(self.config, self.step, self.num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -157,6 +159,13 @@ class Learner:
         self._zero_grad()
         self.step += 1
         return {"grad_norm": norm, "lr": lr}
+
+    def adapt(self, steps: Sequence[Mapping[str, float]]) -> None:
+        """Scale the learning rate by how far an iteration's optimizer steps moved the policy."""
+        target = getattr(self.config, "target_kl", None)
+        if target is not None:
+            share = learning_rate(self.config, self.step, self.num_steps) / self.config.lr
+            self.rate_scale = next_scale(self.rate_scale, moved(steps), target, share)
 
     def _clip(self) -> float:
         """Clip the gradient and create the optimizer's state; returns the gradient's norm."""

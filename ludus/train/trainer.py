@@ -155,7 +155,9 @@ class Trainer:
             stale = staleness(part, policy_version)
             return {**metrics, **batch_metrics(batch), "staleness": stale}
 
-        return train_metrics([step(part) for part in parts])
+        steps = [step(part) for part in parts]
+        learner.adapt(steps)
+        return train_metrics(steps)
 
     def train(
         self, samples: list[Sample], algorithm: Algorithm, policy_version: int
@@ -190,6 +192,7 @@ class Trainer:
         everything = {
             "loop": loop,
             "optimizer_step": self.learner.step,
+            "rate_scale": self.learner.rate_scale,
             "policy_version": policy_version,
             "random": random_state(),
             "tokenizer": self._fingerprint,
@@ -215,6 +218,7 @@ class Trainer:
         )
         self._iteration = int(path.name.rpartition("-")[2])  # its name is STAGE-STEP
         self.learner.step = everything["optimizer_step"]
+        self.learner.rate_scale = everything.get("rate_scale", 1.0)
         if self.learner.critic is not None and "critic" in everything:
             self.learner.critic.load_state_dict(everything["critic"])
         if self._reference is not None:

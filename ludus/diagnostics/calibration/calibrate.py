@@ -191,6 +191,7 @@ def _calibrate(
     warnings = [
         *foretold.of_expert(expert),
         *foretold.of_random(played, expert),
+        *foretold.of_threads(played, subject.own_threads(tasks[0])),
         *foretold.of_tasks(distinct, len(splits.heldout), subject.kind),
         *foretold.of_worlds(distinct, undeclared(subject, tasks)),
         *foretold.of_lengths(lengths, config.model.context_length),

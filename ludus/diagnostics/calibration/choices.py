@@ -59,6 +59,9 @@ RL_SHARE, RL_SHARE_HARD = 0.6, 0.4
 """Least share of the minutes for RL; the second where SFT is not expected to reach its target in
 the rest: SFT learns faster than RL from nothing."""
 
+LATER = 2
+"""SFT's most steps over those expected: success rises more slowly than the trial's line."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
@@ -194,7 +197,7 @@ def steps(
     trial: Trial, minutes: float, demonstrations_s: float, every: int, success: float = 0.4
 ) -> Steps:
     """Divide the minutes: demonstrations, SFT up to its measured end at `success`, RL for the
-    rest. SFT may take half as long again as expected."""
+    rest. SFT may take LATER times as long as expected."""
     total = 60.0 * minutes - RESERVE_S - demonstrations_s
     sft_step = max(trial.sft_step_s + trial.eval_s / every, 1e-3)
     most = max(int((1 - RL_SHARE) * total / sft_step), 20)
@@ -205,7 +208,7 @@ def steps(
         most = max(int((1 - RL_SHARE_HARD) * total / sft_step), 20)
         used = min(expected or most, most)
     else:
-        used, most = expected, min(most, max(expected * 3 // 2, 40))
+        used, most = expected, min(most, max(expected * LATER, 40))
     evaluations = 4 * max(trial.eval_s, 0.5) * 2
     left = total - used * sft_step - evaluations
     rl = int(left / max(trial.rl_step_s, 1e-3))

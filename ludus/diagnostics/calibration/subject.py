@@ -16,6 +16,7 @@ from ludus.core.types import Spec, Task
 from ludus.envs import ENVS
 from ludus.envs.base import Env
 from ludus.judges.base import accepted_answers
+from ludus.rollout.host import is_blocking
 from ludus.tasks.readers import FILE_KINDS, load_hf, parse_line, read_tasks
 from ludus.tasks.splits import task_key
 
@@ -52,6 +53,12 @@ class Subject:
     def maker(self) -> Env | None:
         """The environment; None for a data set."""
         return ENVS.build(self.env, "env") if self.env else None
+
+    def own_threads(self, task: Task) -> bool:
+        """True for the user's own class whose steps run in worker threads."""
+        if self.env is None or ":" not in self.env.name:
+            return False
+        return is_blocking(ENVS.load(self.env.name), task, self.env.args)
 
     def reader_of(self, num_tasks: int, first: int) -> Spec:
         """The reader of `num_tasks` tasks from a seed, or a row, on."""

@@ -13,6 +13,9 @@ from ludus.diagnostics.calibration.trials import Trial
 SLOW_S = 0.2
 """Seconds of an environment's step above which RL mostly waits for it."""
 
+FAST_S = 2e-4
+"""Seconds of an environment's step below which a thread for it costs more than the step."""
+
 LARGE = 100.0
 """Size of a reward above which its scale is likely a mistake."""
 
@@ -84,6 +87,17 @@ def of_random(played: Sequence[RandomEpisode], expert: Expert) -> Iterator[str]:
             f"a step of the environment takes {step_s:.1f} s: a step of RL with 256 episodes of "
             f"{turns:.0f} turns waits {256 * turns * step_s / 60:.0f} minutes for it if steps run "
             "one after the other; make it faster, or serve it with many workers (docs/services.md)"
+        )
+
+
+def of_threads(played: Sequence[RandomEpisode], blocking: bool) -> Iterator[str]:
+    """Yields that fast steps wait for the threads in which they run."""
+    fine = [p for p in played if not p.error]
+    if blocking and fine and (step_s := fmean(p.step_s for p in fine)) < FAST_S:
+        yield (
+            f"a step of the environment takes {1000 * step_s:.2g} ms, and handing it to a worker "
+            "thread about 0.3 ms, up to a third of a step of RL: if `reset` and `step` cannot "
+            "hang, set `blocking = False` in the class"
         )
 
 

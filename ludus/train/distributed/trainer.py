@@ -204,7 +204,9 @@ class ShardedTrainer:
         with self._called():
             parts = to_minibatches(samples, algorithm, self._settings, self._iteration)
             self._iteration += 1
-            return train_metrics([self._step(part, algorithm, policy_version) for part in parts])
+            steps = [self._step(part, algorithm, policy_version) for part in parts]
+            self.learner.adapt(steps)
+            return train_metrics(steps)
 
     def _step(
         self, part: list[Sample], algorithm: Algorithm, policy_version: int
@@ -270,6 +272,7 @@ class ShardedTrainer:
             everything = {
                 "loop": loop,
                 "optimizer_step": self.learner.step,
+                "rate_scale": self.learner.rate_scale,
                 "policy_version": policy_version,
             }
             if self.learner.critic is not None:
@@ -299,6 +302,7 @@ class ShardedTrainer:
             everything = self._saving.load(path, learner.optimizer, learner.parts)
             self._iteration = int(path.name.rpartition("-")[2])  # its name is STAGE-STEP
             learner.step = everything["optimizer_step"]
+            learner.rate_scale = everything.get("rate_scale", 1.0)
             if learner.critic is not None and "critic" in everything:
                 learner.critic.load_state_dict(everything["critic"])
             if self._reference is not None:

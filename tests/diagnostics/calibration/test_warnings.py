@@ -45,6 +45,12 @@ def test_a_slow_environment_is_told_with_the_time_of_a_step() -> None:
     assert "waits 17 minutes" in "".join(warnings.of_random(played, expert(1.0)))
 
 
+def test_fast_steps_in_threads_are_told() -> None:
+    played = [RandomEpisode(0.0, False, step_s=2e-5)] * 4
+    assert "`blocking = False`" in "".join(warnings.of_threads(played, blocking=True))
+    assert list(warnings.of_threads(played, blocking=False)) == []
+
+
 def test_experts_beyond_the_turns_are_told() -> None:
     assert "50% of the expert's episodes need more than the 100" in "".join(
         warnings.of_turns([50, 150], 100)

@@ -1,0 +1,42 @@
+"""The learning rate that moves the policy as far as asked: `rl.optimizer.target_kl`.
+
+A fixed rate that suits one policy hardly moves another, or destroys it. After each policy iteration
+the rate is scaled by how far that iteration moved the policy, as in Schulman et al. 2017
+(arXiv:1707.06347, section 4) for a penalty. KL grows with the square of the rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+SLOWEST, FASTEST = 1 / 16, 16.0
+"""Limits of the scale."""
+
+DOWN, UP = 0.5, 1.25
+"""Limits of a change of the scale: a step that was too long is mended at once, a short one slowly,
+for the KL of one iteration is a noisy figure."""
+
+LAST_SHARE = 0.1
+"""Share of the peak rate below which the scale stays: the schedule ends training there."""
+
+
+def moved(steps: Sequence[Mapping[str, float]]) -> float | None:
+    """Mean KL (nats a token) from the policy that sampled, over an iteration's optimizer steps but
+    the first, which begins there; None without such a step, or a loss that does not measure it."""
+    kls = [metrics["kl"] for metrics in steps[1:] if "kl" in metrics]
+    return sum(kls) / len(kls) if kls else None
+
+
+def next_scale(scale: float, kl: float | None, target: float, share: float) -> float:
+    """Returns the factor on the learning rate for the next iteration.
+
+    Args:
+        kl: that `moved` returned.
+        target: the KL to be reached at the peak rate.
+        share: of the schedule's rate in its peak. The target falls with its square.
+    """
+    if kl is None or share < LAST_SHARE:
+        return scale
+    change = math.sqrt(target * share**2 / kl) if kl > 0 else UP
+    return min(max(scale * min(max(change, DOWN), UP), SLOWEST), FASTEST)
