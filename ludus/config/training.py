@@ -161,6 +161,15 @@ class RLConfig(Section):
     )
 
     @model_validator(mode="after")
+    def _measures_kl(self) -> RLConfig:
+        if self.optimizer.target_kl is not None and self.epochs * self.minibatches < 2:
+            raise ValueError(
+                "`optimizer.target_kl` has no effect with one optimizer step a step: it measures "
+                "how far the steps before the last moved the policy; set `minibatches: 2` or more"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ordered(self) -> RLConfig:
         if self.horizon is None:
             return self

@@ -224,23 +224,23 @@ async def test_sampling_on_trains_on_what_there_is(tmp_path: Path, taught: dict[
 
 
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "options"),
     [
-        Spec(name="ppo", args={"critic_lr": 0.01}),
-        Spec(name="grpo", args={"kl_coefficient": 0.5}),
-        Spec(name="dapo"),
+        pytest.param(Spec(name="ppo", args={"critic_lr": 0.01}), {}, id="ppo"),
+        pytest.param(Spec(name="grpo", args={"kl_coefficient": 0.5}), {}, id="grpo"),
+        pytest.param(Spec(name="dapo"), {}, id="dapo"),
+        pytest.param(Spec(name="grpo"), {"target_kl": 1e-3, "minibatches": 2}, id="target_kl"),
     ],
-    ids=lambda spec: spec.name,
 )
 async def test_a_resumed_run_ends_with_the_same_bits(
-    spec: Spec, tmp_path: Path, taught: dict[str, Any]
+    spec: Spec, options: dict[str, Any], tmp_path: Path, taught: dict[str, Any]
 ) -> None:
-    """Critic, reference and the order of tasks included."""
+    """Critic, reference, scale of the learning rate and the order of tasks included."""
     whole, expected = world_of(tmp_path / "whole", taught), Recording()
-    await run_stage(whole.rl(TASKS, 4, spec), whole.backend, expected)
+    await run_stage(whole.rl(TASKS, 4, spec, **options), whole.backend, expected)
 
     first, kept = world_of(tmp_path / "pieces", taught), Recording()
-    stage = first.rl(TASKS, 4, spec)
+    stage = first.rl(TASKS, 4, spec, **options)
     saved = {}
 
     async def after_step(done: int) -> bool:
@@ -250,10 +250,10 @@ async def test_a_resumed_run_ends_with_the_same_bits(
     stage.after_step = after_step
     await run_stage(stage, first.backend, kept)
     again = World(tmp_path / "pieces", seed=9)  # other weights: all comes from the checkpoint
-    stage = again.rl(TASKS, 4, spec)
+    stage = again.rl(TASKS, 4, spec, **options)
     stage.source.load_state_dict(again.backend.load(saved["path"]))
     await run_stage(stage, again.backend, kept, start=2)
-    for name in ("rollout/reward", "train/loss", "train/grad_norm"):
+    for name in ("rollout/reward", "train/loss", "train/grad_norm", "train/lr"):
         assert kept.metric(name) == expected.metric(name)
     pairs = zip(whole.backend.model.parameters(), again.backend.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)

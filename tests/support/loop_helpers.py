@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ludus.backends.local import LocalBackend
-from ludus.config.schema import OptimizerConfig, RunConfig
+from ludus.config.schema import RunConfig
+from ludus.config.training import RLOptimizerConfig
 from ludus.core.types import Group, Message, Observation, Spec, StepResult, Task, Trajectory
 from ludus.envs.base import Env
 from ludus.loop.loop import Stage
@@ -150,10 +151,13 @@ class World:
         *,
         groups_per_step: int,
         after_step: Callable[[int], Awaitable[bool]] | None = None,
+        target_kl: float | None = None,
         **options: Any,
     ) -> Stage:
         row = ALGORITHMS.build(algorithm)
-        settings = TrainSettings(name, steps, OptimizerConfig(lr=lr), 128, **options)
+        settings = TrainSettings(
+            name, steps, RLOptimizerConfig(lr=lr, target_kl=target_kl), 128, **options
+        )
         stage = Stage(settings, groups_per_step, sample_until_signal(source, row), row, after_step)
         self.backend.begin_stage(stage.settings, stage.algorithm)
         return stage

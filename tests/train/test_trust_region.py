@@ -1,0 +1,69 @@
+"""`rl.optimizer.target_kl`: the learning rate follows how far a step moved the policy."""
+
+from __future__ import annotations
+
+import pytest
+from learner_helpers import make_batch, make_samples, policy
+
+from ludus.config.schema import OptimizerConfig, RLConfig
+from ludus.config.training import RLOptimizerConfig
+from ludus.train.algorithms.losses import clipped
+from ludus.train.learner import Learner
+from ludus.train.trust_region import FASTEST, SLOWEST, moved, next_scale
+
+SURROGATE = clipped(0.2, 0.28)
+
+
+def test_the_first_optimizer_step_does_not_count() -> None:
+    assert moved([{"kl": 0.0}, {"kl": 0.1}, {"kl": 0.3}]) == pytest.approx(0.2)
+    assert moved([{"kl": 0.5}]) is None
+    assert moved([{"loss": 1.0}, {"loss": 1.0}]) is None
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [(0.01, 1.0), (0.04, 0.5), (0.9, 0.5), (0.0081, 10 / 9), (1e-6, 1.25), (0.0, 1.25), (None, 1)],
+)
+def test_the_rate_follows_the_root_of_the_ratio_within_limits(
+    kl: float | None, expected: float
+) -> None:
+    assert next_scale(1.0, kl, 0.01, 1.0) == pytest.approx(expected)
+
+
+def test_the_target_falls_with_the_schedule_and_stays_at_its_end() -> None:
+    assert next_scale(1.0, 0.0025, 0.01, 0.5) == pytest.approx(1.0)
+    assert next_scale(3.0, 1e-9, 0.01, 0.05) == 3.0
+
+
+def test_the_scale_has_limits() -> None:
+    low = high = 1.0
+    for _ in range(50):
+        low, high = next_scale(low, 1.0, 0.01, 1.0), next_scale(high, 1e-9, 0.01, 1.0)
+    assert (low, high) == (SLOWEST, FASTEST)
+
+
+def learner_of(config: OptimizerConfig) -> Learner:
+    return Learner(policy(), config, 100)
+
+
+def test_a_policy_that_moved_too_far_is_slowed_down() -> None:
+    learner = learner_of(RLOptimizerConfig(lr=0.05, target_kl=1e-4))
+    batches = [make_batch(make_samples(8, seed)) for seed in (0, 0, 0)]
+    steps = [learner.train_step(batch, SURROGATE) for batch in batches]
+    assert steps[-1]["kl"] > 4e-4
+    learner.adapt(steps)
+    assert learner.train_step(batches[0], SURROGATE)["lr"] == pytest.approx(0.025)
+
+
+def test_without_a_target_the_schedule_decides() -> None:
+    for config in (OptimizerConfig(lr=0.05), RLOptimizerConfig(lr=0.05)):
+        learner = learner_of(config)
+        learner.adapt([{"kl": 0.0}, {"kl": 1.0}])
+        assert learner.rate_scale == 1.0
+
+
+def test_one_optimizer_step_a_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="set `minibatches: 2` or more"):
+        RLConfig.model_validate({"optimizer": {"target_kl": 0.01}})
+    RLConfig.model_validate({"optimizer": {"target_kl": 0.01}, "minibatches": 2})
+    RLConfig.model_validate({"optimizer": {"target_kl": 0.01}, "epochs": 2})
