@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from ludus.diagnostics.calibration.subject import Subject
 
 app = typer.Typer()
+
+MOST_MINUTES = 30 * 24 * 60.0
 
 
 @app.command()
@@ -68,7 +72,12 @@ def init(
         str | None, typer.Option(help="Recipe whose `tools` an agent that takes them has.")
     ] = None,
     minutes: Annotated[
-        float, typer.Option(min=1, help="Minutes that the recipe's run may take on this machine.")
+        float,
+        typer.Option(
+            min=1,
+            max=MOST_MINUTES,
+            help="Minutes that the recipe's run may take on this machine.",
+        ),
     ] = 10.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the trials and of the recipe.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
@@ -89,7 +98,7 @@ def init(
     if is_agent(subject):
         agent = open_agent(subject, given, chosen, options, model)
         path = out or Path(f"{agent.name}.yaml")
-        _refuse_files(path, None, force)
+        _refuse_files(path, None, force, (subject, tasks, env, judge, tools))
         assert model is not None  # `open_agent` refuses an agent without one
         text, warnings, seconds = _agent(agent, model, minutes, seed)
     else:
@@ -97,20 +106,44 @@ def init(
         found = open_subject(subject, given, chosen)
         path = out or Path(f"{found.name}.yaml")
         data = path.with_suffix(".sft.jsonl")
-        _refuse_files(path, data if found.kind == "data" else None, force)
+        _refuse_files(path, data if found.kind == "data" else None, force, (subject,))
         text, warnings, seconds = _other(found, model, minutes, seed, data)
     _finish(path, text, warnings, seconds)
 
 
-def _refuse_files(path: Path, data: Path | None, force: bool) -> None:
-    """Errors: ConfigError for a recipe, or a file of conversations, that may not be written."""
+def _refuse_files(path: Path, data: Path | None, force: bool, read: Sequence[str | None]) -> None:
+    """Refuse files that exist, cannot be written, or are among the files that `init` reads.
+
+    Errors: ConfigError.
+    """
+    inputs = {
+        Path(name.partition(".py:")[0] + ".py" if ".py:" in name else name).resolve()
+        for name in read
+        if name
+    }
     for file in (path, data):
-        if file is not None and file.exists() and not force:
+        if file is None:
+            continue
+        if file.resolve() in inputs:
+            raise ConfigError(f"{file} is read, and would be replaced: name another with --out")
+        if file.exists() and not force:
             raise ConfigError(f"{file} exists: name another file with --out, or use --force")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    if path.is_dir():
+        raise ConfigError(f"--out: {path} is a folder: name a file in it")
+    with _writing(path), tempfile.TemporaryFile(dir=path.parent):  # before two minutes of work
+        pass
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Errors: ConfigError for a file that cannot be written."""
+    try:
+        yield
+    except OSError as error:
         raise ConfigError(
-            f"--out: {path} cannot be written: name a file in a folder that exists and is yours"
-        )
+            f"--out: {path} cannot be written ({error.strerror}): name a file in a folder that "
+            "exists and is yours"
+        ) from error
 
 
 def _say(text: str) -> None:
@@ -137,7 +170,8 @@ def _other(
 
     made = calibrate(subject, minutes, seed, _say, model=model, data_file=str(data))
     if (sft := made.config.sft) is not None and sft.data is not None:
-        write_conversations(made.conversations, Path(sft.data))
+        with _writing(Path(sft.data)):
+            write_conversations(made.conversations, Path(sft.data))
     return write(made), made.warnings, made.seconds
 
 
@@ -145,7 +179,8 @@ def _finish(path: Path, text: str, warnings: list[str], seconds: float) -> None:
     """Write the recipe, and tell its warnings and the command that starts it."""
     from ludus.core.files import atomic_write
 
-    atomic_write(path, text)
+    with _writing(path):
+        atomic_write(path, text)
     for warning in warnings:
         _say(f"warning: {warning}")
     typer.echo(f"{path}: measured in {seconds:.0f} s; start it with: ludus train {path}")

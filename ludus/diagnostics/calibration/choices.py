@@ -73,6 +73,7 @@ class Lengths:
     per_turn_max: float
     episode_mean: float
     episode_max: int
+    episode_min: int = 0
 
 
 def percentile(values: Sequence[int], share: float) -> int:

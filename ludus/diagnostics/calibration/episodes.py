@@ -112,7 +112,12 @@ def play_expert(
     """
     begun, played, timeout_s = time.perf_counter(), Expert(), LONGEST_S
     sizes: tuple[int, ...] = (PROBE, FIRST, len(tasks))
-    per_s = workers * run(rate_here(env, tasks[:EPISODES_PER_JOB]))
+    # One's own code may end its process: first in another than this.
+    own = ":" in env.name
+    alone = _batch(env, tasks[:1], folder / "first.jsonl", 1, timeout_s) if own else None
+    per_s = 0.0
+    if alone is None or alone.demonstrations:
+        per_s = workers * run(rate_here(env, tasks[:EPISODES_PER_JOB]))
     if per_s > 0:  # the first episode of each process loads the environment's files
         sizes, timeout_s = (len(tasks),), min(4 * workers / per_s + HERE_S, LONGEST_S)
         left = seconds - (time.perf_counter() - begun)

@@ -65,9 +65,10 @@ def flow(value: Any) -> str:
         mantissa, exponent = f"{value:.1e}".split("e")
         return f"{mantissa}e{int(exponent)}"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
-    return text.replace("\n...", "").strip()
+        return "{" + ", ".join(f"{flow(key)}: {flow(item)}" for key, item in value.items()) + "}"
+    # In a list, so that a text with `,`, `[` or `}` is quoted: it may stand within a mapping.
+    text = yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=10**6)
+    return text.strip().removeprefix("[").removesuffix("]")
 
 
 def section(name: str, lines: Iterator[Line]) -> list[str]:

@@ -111,11 +111,32 @@ def environment(given: str, args: Mapping[str, Any], tiers: Sequence[str] | None
             f"{given} is neither an environment (derive the class from ludus.Env) nor an "
             "agent (a function of `task` and `model`: async def run(task, model))"
         )
+    known = tiers_of(given, maker)
     chosen = list(tiers or ())
     for tier in chosen:
         maker.check_tier(tier)
     name = given.rpartition(":")[2] if ":" in given else given
-    return Subject("env", given, slug(name, chosen), env, chosen or list(maker.tiers()))
+    return Subject("env", given, slug(name, chosen), env, chosen or known)
+
+
+def tiers_of(given: str, env: Any) -> list[str]:
+    """The levels of an environment. Errors: ConfigError for what is wrong in its class."""
+    try:
+        found = env.tiers()
+    except Exception as error:
+        raise ConfigError(f"{given}: tiers() raised {type(error).__name__}: {error}") from error
+    fine = isinstance(found, Sequence) and not isinstance(found, str | bytes)
+    if not fine or not all(isinstance(tier, str) for tier in found):
+        raise ConfigError(
+            f"{given}: tiers() returned {found!r:.80}; it has to be a tuple of names, easiest "
+            'first: ("easy", "hard"), or () where there are none'
+        )
+    limit = getattr(env, "max_turns", None)
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise ConfigError(
+            f"{given}: max_turns is {limit!r:.80}; it has to be a whole number of at least 1"
+        )
+    return list(found)
 
 
 def slug(name: str, tiers: Sequence[str]) -> str:
@@ -217,7 +238,7 @@ def _columns(given: str, reader: str, fields: Mapping[str, Any]) -> list[str]:
         return list(rows.column_names)
     path = Path(given)
     if not path.is_file():
-        raise DataError(f"{given} does not exist")
+        raise DataError(f"{given} {'is a folder' if path.is_dir() else 'does not exist'}")
     found: dict[str, None] = {}
     with path.open("rb") as lines:
         for line in islice(filter(bytes.strip, lines), NUM_FIRST):

@@ -63,6 +63,7 @@ def lengths(config: RunConfig, tokenizer: Any, shown: Sequence[Conversation]) ->
         ),
         episode_mean=sum(episodes) / len(episodes),
         episode_max=episodes[-1],
+        episode_min=episodes[0],
     )
 
 

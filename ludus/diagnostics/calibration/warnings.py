@@ -158,7 +158,9 @@ def of_trial(trial: Trial, steps: int, target: float, kind: str = "env") -> Iter
         yield (
             f"after {step} steps of SFT no sampled episode succeeds, and no group has different "
             f"rewards. The recipe has up to {steps} steps; if the last measurement before RL is "
-            "still 0 %, RL cannot help: choose easier levels, give more minutes, or a larger model"
+            "still 0 %, RL cannot help: "
+            + ("choose easier levels" if kind == "env" else "take easier questions")
+            + ", give more minutes, or a larger model"
         )
     elif success >= SOLVED:
         yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from ludus.cli import app
@@ -25,6 +26,89 @@ def test_a_file_that_cannot_be_written_is_refused(
     (tmp_path / "old.yaml").write_text("mine")
     assert "old.yaml exists" in refusal("textcraft", "--out", "old.yaml")
     assert (tmp_path / "old.yaml").read_text() == "mine"
+
+
+def test_a_file_that_is_read_is_never_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.sft.jsonl").write_text(ROWS)
+    own = OWN.format(tiers="()", turns=2)
+    (tmp_path / "mine.py").write_text(own)
+    for argv in (
+        ["my.sft.jsonl", "--out", "my.yaml", "--force"],
+        ["my.sft.jsonl", "--out", str(tmp_path / "my.sft.jsonl"), "--force"],
+        ["mine.py:Own", "--out", "mine.py", "--force"],
+    ):
+        assert "is read, and would be replaced" in refusal(*argv)
+    assert (tmp_path / "my.sft.jsonl").read_text() == ROWS
+    assert (tmp_path / "mine.py").read_text() == own
+
+
+OWN = """
+from ludus import Env
+
+class Own(Env):
+    reset = step = None
+    tiers = classmethod(lambda cls: {tiers})
+    max_turns = {turns}
+"""
+
+
+@pytest.mark.parametrize(
+    ("tiers", "turns", "problem"),
+    [
+        ("None", 2, "tiers() returned None"),
+        ("'easy'", 2, "tiers() returned 'easy'"),
+        ("(1, 2)", 2, "tiers() returned (1, 2)"),
+        ("1 / 0", 2, "tiers() raised ZeroDivisionError"),
+        ("()", "'3'", "max_turns is '3'"),
+        ("()", 0, "max_turns is 0"),
+    ],
+)
+def test_what_is_wrong_in_a_class_is_told(
+    tmp_path: Path, tiers: str, turns: object, problem: str
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN.format(tiers=tiers, turns=turns))
+    assert problem in refusal(f"{tmp_path}/mine.py:Own", "--tiers", "1")
+
+
+def test_endless_minutes_are_refused() -> None:
+    for minutes in ("inf", "nan", "1e9", "0"):
+        assert CliRunner().invoke(app, ["init", "textcraft", "--minutes", minutes]).exit_code == 2
+
+
+def test_a_death_of_ones_own_process_is_told(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        """
+import os
+from ludus import Env, Message, Observation, Task
+
+class Own(Env):
+    async def reset(self, task):
+        return Observation(messages=[Message(role="user", content="go")])
+
+    async def step(self, action):
+        os._exit(9)
+
+    def expert_action(self):
+        return "go"
+
+    @classmethod
+    def task(cls, tier, seed):
+        return Task(id=str(seed), data={"seed": seed})
+"""
+    )
+    told = refusal(f"{tmp_path}/mine.py:Own", "--out", f"{tmp_path}/mine.yaml")
+    assert "the worker process died with exit code 9" in told
+
+
+@pytest.mark.parametrize(
+    "text", ["a,b[1].jsonl", "a, b", "{x}", "[", "a: b", "# c", "yes", "1", ""]
+)
+def test_texts_of_a_recipe_are_read_back(text: str) -> None:
+    for value in (text, {"path": text, "n": 1}, {"args": {text: [text, 0.001]}}):
+        assert yaml.safe_load(f"key: {flow(value)}") == {"key": value}
 
 
 def test_wrong_subjects_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
