@@ -80,6 +80,21 @@ def run(name: str, seed: int, minutes: float, folder: Path) -> dict[str, Any]:
     return result
 
 
+def kept_results(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """All results so far, of this and of earlier runs of this program; `found` replaces its own."""
+    file = RESULTS / "init.json"
+    rows = json.loads(file.read_text()) if file.exists() else {}
+    for name, result in found.items():
+        warned = [line for line in result["init"].splitlines() if line.startswith("warning: ")]
+        left = {"init", "log"}
+        rows[name] = {k: v for k, v in result.items() if k not in left} | {
+            "warnings": [line.removeprefix("warning: ") for line in warned],
+            "findings": [f["kind"] for f in result.get("findings", []) if "kind" in f],
+        }
+    file.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n", encoding="utf-8")
+    return rows
+
+
 def interval(estimate: dict[str, float] | None) -> str:
     if not estimate:
         return "-"
@@ -98,9 +113,14 @@ def where(result: dict[str, Any]) -> str:
     return f"{result['minutes']:g}, {result['cores']}, {result['load']:.0f}"
 
 
-def warned(result: dict[str, Any]) -> str:
-    lines = [line for line in result["init"].splitlines() if line.startswith("warning: ")]
-    return "; ".join(line.removeprefix("warning: ").split(":")[0][:110] for line in lines) or "-"
+def row(key: str, result: dict[str, Any]) -> list[str]:
+    name, _, seed = key.rpartition("-")
+    minutes = f"{result['init_s'] / 60:.1f} + {result.get('train_s', 0) / 60:.1f}"
+    warned = "; ".join(text.split(":")[0][:110] for text in result["warnings"]) or "-"
+    return [
+        name, seed, interval(result.get("before")), interval(result.get("after")), risen(result),
+        str(result.get("rl_steps", "-")), minutes, where(result), warned,
+    ]  # fmt: skip
 
 
 def main() -> None:
@@ -111,23 +131,24 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("build/init"))
     parser.add_argument("--no-page", action="store_true", help="Only run.")
     options = parser.parse_args()
-    rows = []
+    found = {}
     for seed in options.seeds:
         for name in options.only:
             result = run(name, seed, options.minutes, options.folder)
-            minutes = f"{result['init_s'] / 60:.1f} + {result.get('train_s', 0) / 60:.1f}"
-            rows.append(
-                [name, str(seed), interval(result.get("before")), interval(result.get("after")),
-                 risen(result), str(result.get("rl_steps", "-")), minutes, where(result),
-                 warned(result)]
-            )  # fmt: skip
-            print(rows[-1], flush=True)
+            found[f"{name}-{seed}"] = result
+            print(
+                name,
+                seed,
+                interval(result.get("before")),
+                interval(result.get("after")),
+                flush=True,
+            )
     if options.no_page:
         return
     head = ["environment", "seed", "after SFT", "after RL", "intervals apart", "RL steps",
             "minutes (init + train)", "of, cores, load", "warned by init"]  # fmt: skip
-    facts = machine(os.cpu_count() or 1)
-    left = [name for name in SUBJECTS if name not in {row[0] for row in rows}]
+    facts, results = machine(os.cpu_count() or 1), kept_results(found)
+    left = [name for name in SUBJECTS if not any(key.startswith(f"{name}-") for key in results)]
     text = (
         "# `ludus init` and its recipe, unchanged\n\n"
         "Written by `benchmarks/init.py`. Each row: `ludus init` with nothing but the environment "
@@ -135,12 +156,12 @@ def main() -> None:
         f"{facts['cores']} cores of {facts['cpu']}, Python {facts['python']}, torch "
         f"{facts['torch']}; each row tells the minutes that the recipe was for, the "
         "cores that it had, and the load of the machine in its last quarter of an hour. Success on "
-        "held-out tasks, greedy, with 95 % intervals.\n\n"
-        + table(head, sorted(rows))
+        "held-out tasks, greedy, with 95 % intervals. Rows of one core had half of the processor "
+        "time that the goal allows (10 minutes on two cores).\n\n"
+        + table(head, [row(key, result) for key, result in sorted(results.items())])
         + "\n"
-        + "\nHanoi's seeds open 114 different positions, so its held-out tasks are positions of "
-        "training: the rise shows learning, not that it carries over.\n"
         + (f"\nNot run to the end: {', '.join(left)}.\n" if left else "")
+        + "\nRaw figures: [init.json](init.json).\n"
     )
     (RESULTS / "init.md").write_text(text, encoding="utf-8")
 
