@@ -33,9 +33,14 @@ if ! suits .venv/bin/python; then
         exit 1
     }
 fi
+names() { # of pip's output, the packages, one line each: an installation takes minutes
+    sed -u -n -e 's/^Collecting \([A-Za-z0-9._-]*\).*/  \1/p' \
+        -e 's/^Installing collected packages:.*/Unpacking them/p'
+}
+
 echo "Installing ludus and what it needs into .venv (the first time takes some minutes)"
-.venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
-    -c constraints.txt -e '.[dev]'
+PYTHONUNBUFFERED=1 .venv/bin/python -m pip install --disable-pip-version-check \
+    --progress-bar off -c constraints.txt -e '.[dev]' 2> >(grep -v '^WARNING' >&2) | names
 # The client of OpenEnv, for its test. The rest of the package is for servers, which ludus has its
 # own of, and needs forty packages more.
 .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps 'openenv==0.10.0'
