@@ -241,7 +241,7 @@ def read_env(
     try:
         for i in range(num_tasks):
             tier = chosen[i % num_tiers]
-            tasks.append(maker.task(tier, first_seed + i // num_tiers))
+            tasks.append(_made(maker, tier, first_seed + i // num_tiers))
             if taken is not None and taken(tasks[-1]):
                 tasks[-1], next_seed[tier] = _further(maker, tier, next_seed[tier], taken)
         return TaskList(tasks)
@@ -251,10 +251,21 @@ def read_env(
         ) from None
 
 
+def _made(maker: TaskMaker, tier: str | None, seed: int) -> Task:
+    """Returns the task of a tier and a seed. Errors: ConfigError for something else."""
+    task: Any = maker.task(tier, seed)
+    if not isinstance(task, Task):
+        name = getattr(maker, "__name__", type(maker).__name__)
+        raise ConfigError(
+            f"{name}.task({tier!r}, {seed}) returned {task!r:.80}; it has to return a Task"
+        )
+    return task
+
+
 def _further(maker: TaskMaker, tier: str | None, seed: int, taken: Taken) -> tuple[Task, int]:
     """Returns the first task from `seed` on that is not taken, and the seed after it."""
     for further in range(seed, seed + _MAX_TRIES):
-        if not taken(task := maker.task(tier, further)):
+        if not taken(task := _made(maker, tier, further)):
             return task, further + 1
     raise DataError(
         f"tier {tier}: training has the tasks of {_MAX_TRIES} seeds in a row, {seed} to "

@@ -186,6 +186,16 @@ def test_tasks_that_are_taken_are_replaced_by_further_seeds_of_their_tier():
         read_tasks(Spec(name="env", args={"num_tasks": 1}), maker=Levels, taken=lambda _: True)
 
 
+def test_a_method_that_makes_no_task_is_named():
+    class Wrong(Levels):
+        @classmethod
+        def task(cls, tier, seed):
+            return {"id": "1"}
+
+    with pytest.raises(ConfigError, match=r"Wrong\.task\('easy', 0\) returned {'id': '1'}; it has"):
+        read_tasks(Spec(name="env", args={"num_tasks": 2}), maker=Wrong)
+
+
 def test_env_tasks_without_tiers_or_environment():
     class Plain(Levels):
         @classmethod
