@@ -93,7 +93,7 @@ def test_time_that_sft_will_not_need_goes_to_rl() -> None:
     rising = [(20, 0.03), (30, 0.10), (40, 0.16)]
     soon = Trial(sft_step_s=0.6, curve=rising, rl_step_s=2.0, eval_s=2.0)
     planned = choices.steps(soon, minutes=10, demonstrations_s=10, every=10)
-    assert planned.sft == 120
+    assert planned.sft == 160
     assert planned.rl > 200
 
 
