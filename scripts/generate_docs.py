@@ -94,7 +94,7 @@ def readme() -> str:
         cells = line.split(" | ")
         cells[2:4] = [_percentages(seeds, when) for when in ("before", "after")]
         minutes = [seed["minutes"] for seed in seeds.values()]
-        first, last = (f"{bound(minutes):.0f}" for bound in (min, max))
+        first, last = f"{min(minutes):.0f}", f"{max(minutes):.0f}"
         cells[4] = f"{first} |" if first == last else f"{first} to {last} |"
         text = text.replace(line, " | ".join(cells))
     head, start, rest = text.partition("<!-- speed: written by `make docs` -->\n")

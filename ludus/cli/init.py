@@ -112,21 +112,18 @@ def init(
 
 
 def _refuse_files(path: Path, data: Path | None, force: bool, read: Sequence[str | None]) -> None:
-    """Refuse files that exist, cannot be written, or are among the files that `init` reads.
+    """Refuse files that exist, cannot be written, or are among the files that `init` reads: those
+    named by `read`, as FILE or FILE:NAME.
 
     Errors: ConfigError.
     """
-    inputs = {
-        Path(name.partition(".py:")[0] + ".py" if ".py:" in name else name).resolve()
-        for name in read
-        if name
-    }
+    inputs = {Path(name.rpartition(":")[0] or name).resolve() for name in read if name}
     for file in (path, data):
-        if file is None:
+        if file is None or not file.exists():
             continue
         if file.resolve() in inputs:
             raise ConfigError(f"{file} is read, and would be replaced: name another with --out")
-        if file.exists() and not force:
+        if not force:
             raise ConfigError(f"{file} exists: name another file with --out, or use --force")
     if path.is_dir():
         raise ConfigError(f"--out: {path} is a folder: name a file in it")

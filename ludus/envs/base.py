@@ -46,8 +46,8 @@ async def awaited(name: str, result: Awaitable[T]) -> T:
 
 
 def declaration_fault(env: Any) -> str | None:
-    """Returns what is wrong with `score_range` or `success_at` of an environment, or of its class,
-    where they may still be properties; None: nothing."""
+    """Returns what is wrong with `score_range`, `success_at` or `max_turns` of an environment, or
+    of its class, where they may still be properties; None: nothing."""
     score_range = getattr(env, "score_range", Env.score_range)
     success_at = getattr(env, "success_at", Env.success_at)
     if not isinstance(score_range, property):
@@ -61,7 +61,15 @@ def declaration_fault(env: Any) -> str | None:
             return f"score_range {score_range} is empty"
     if not isinstance(success_at, property) and not _is_number(success_at):
         return f"success_at is {success_at!r:.80}; it has to be a number"
-    return None
+    max_turns = getattr(env, "max_turns", Env.max_turns)
+    return None if isinstance(max_turns, property) else turns_fault(max_turns)
+
+
+def turns_fault(limit: object) -> str | None:
+    """Returns what is wrong with a turn limit; None: nothing."""
+    if isinstance(limit, int) and not isinstance(limit, bool) and limit >= 1:
+        return None
+    return f"max_turns is {limit!r:.80}; it has to be a whole number of at least 1"
 
 
 def _is_number(value: object) -> bool:
@@ -69,8 +77,8 @@ def _is_number(value: object) -> bool:
 
 
 def limits_of(env: Env) -> tuple[tuple[float, float], float]:
-    """Returns an environment's `score_range` and `success_at`. Errors: EnvError where they are no
-    numbers, or the range is empty."""
+    """Returns an environment's `score_range` and `success_at`. Errors: EnvError where a declaration
+    is wrong."""
     if fault := declaration_fault(env):
         raise EnvError(f"{type(env).__name__}: {fault}")
     low, high = env.score_range

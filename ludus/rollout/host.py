@@ -31,7 +31,7 @@ from ludus.core.types import (
     ToolSpec,
 )
 from ludus.envs import ENVS
-from ludus.envs.base import PREPARE_S, Env, awaited
+from ludus.envs.base import PREPARE_S, Env, awaited, turns_fault
 from ludus.rollout.threads import Act, EnvThread, Overdue, T
 from ludus.telemetry.occupancy import busy
 from ludus.telemetry.traces import execute_tool
@@ -128,8 +128,8 @@ class HostedEnv:
     def max_turns(self) -> int:
         """The environment's own turn limit."""
         limit = self.env.max_turns
-        if not isinstance(limit, int) or limit < 1:
-            raise EnvError(f"max_turns is {limit!r:.80}; it has to be a whole number of at least 1")
+        if fault := turns_fault(limit):
+            raise EnvError(fault)
         return limit
 
     async def scores(self) -> dict[str, float]:

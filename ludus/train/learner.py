@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ludus.config.schema import LearnerConfig, OptimizerConfig
+from ludus.config.training import RLOptimizerConfig
 from ludus.core.errors import ConfigError, TrainingError
 from ludus.models.memory import is_out_of_memory
 from ludus.models.vocabulary import Vocabulary
@@ -161,11 +162,20 @@ class Learner:
         return {"grad_norm": norm, "lr": lr}
 
     def adapt(self, steps: Sequence[Mapping[str, float]]) -> None:
-        """Scale the learning rate by how far an iteration's optimizer steps moved the policy."""
-        target = getattr(self.config, "target_kl", None)
-        if target is not None:
-            share = learning_rate(self.config, self.step, self.num_steps) / self.config.lr
-            self.rate_scale = next_scale(self.rate_scale, moved(steps), target, share)
+        """Scale the learning rate by how far an iteration's optimizer steps moved the policy.
+
+        Errors: ConfigError where the loss does not measure it.
+        """
+        config = self.config
+        if not isinstance(config, RLOptimizerConfig) or config.target_kl is None:
+            return
+        if steps and "kl" not in steps[0]:
+            raise ConfigError(
+                "rl.optimizer.target_kl has no effect: the loss of `rl.algorithm` returns no "
+                '"kl" of each token among its metrics'
+            )
+        share = learning_rate(config, self.step, self.num_steps) / config.lr
+        self.rate_scale = next_scale(self.rate_scale, moved(steps), config.target_kl, share)
 
     def _clip(self) -> float:
         """Clip the gradient and create the optimizer's state; returns the gradient's norm."""

@@ -76,28 +76,19 @@ def split(
     trajectory's rows always stay together. Minibatches keep the order of the samples, and are not
     empty.
     """
-    groups: dict[str, list[str]] = {}
-    live: set[str] = set()
-    for sample in samples:
-        groups.setdefault(sample.group_id or sample.trajectory_id, []).append(sample.trajectory_id)
-        if _has_gradient(sample):
-            live.add(sample.group_id or sample.trajectory_id)
-    names = list(groups)
-    whole = len(groups if regularised else live) >= WHOLE_GROUPS * num_minibatches
-    if not whole:
-        names = list(dict.fromkeys(sample.trajectory_id for sample in samples))
+    unit_of = {s.trajectory_id: s.group_id or s.trajectory_id for s in samples}
+    live = {unit_of[s.trajectory_id] for s in samples if _has_gradient(s)}
+    count = len(set(unit_of.values()) if regularised else live)
+    if count < WHOLE_GROUPS * num_minibatches:
+        unit_of, live = {name: name for name in unit_of}, set()
+    units = list(dict.fromkeys(unit_of.values()))
     if num_minibatches > 1:
-        Random(seed).shuffle(names)
-    if whole:
-        names.sort(key=lambda name: name not in live)
-    part_of = {
-        trajectory: number % num_minibatches
-        for number, name in enumerate(names)
-        for trajectory in (groups[name] if whole else [name])
-    }
+        Random(seed).shuffle(units)
+    units.sort(key=lambda unit: unit not in live)  # stable: the shuffled order among equals
+    part_of = {unit: number % num_minibatches for number, unit in enumerate(units)}
     parts: list[list[Sample]] = [[] for _ in range(num_minibatches)]
     for sample in samples:
-        parts[part_of[sample.trajectory_id]].append(sample)
+        parts[part_of[unit_of[sample.trajectory_id]]].append(sample)
     return [part for part in parts if part]
 
 

@@ -7,6 +7,7 @@ from learner_helpers import make_batch, make_samples, policy
 
 from ludus.config.schema import OptimizerConfig, RLConfig
 from ludus.config.training import RLOptimizerConfig
+from ludus.core.errors import ConfigError
 from ludus.train.algorithms.losses import clipped
 from ludus.train.learner import Learner
 from ludus.train.trust_region import FASTEST, SLOWEST, moved, next_scale
@@ -60,6 +61,13 @@ def test_without_a_target_the_schedule_decides() -> None:
         learner = learner_of(config)
         learner.adapt([{"kl": 0.0}, {"kl": 1.0}])
         assert learner.rate_scale == 1.0
+
+
+def test_a_loss_that_does_not_measure_it_is_refused() -> None:
+    learner = learner_of(RLOptimizerConfig(target_kl=0.01))
+    learner.adapt([])  # all minibatches were left out
+    with pytest.raises(ConfigError, match=r"target_kl has no effect: .* no \"kl\""):
+        learner.adapt([{"loss": 1.0}, {"loss": 1.0}])
 
 
 def test_one_optimizer_step_a_step_is_refused() -> None:

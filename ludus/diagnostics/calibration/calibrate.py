@@ -157,7 +157,11 @@ def _calibrate(
         f"context {config.model.context_length}"
     )
     if lengths.episode_min > config.model.context_length:
-        raise ConfigError(too_long(lengths, config))
+        raise ConfigError(
+            f"every episode exceeds the context: the shortest has {lengths.episode_min} tokens, "
+            f"and the context can have {config.model.context_length} here; shorten prompts and "
+            + ("observations, or choose shorter levels" if subject.env else "answers")
+        )
     played: list[RandomEpisode] = []
     if subject.env is not None and good:
         actions = sorted({m.content for d in good for m in d.messages if m.role == "assistant"})
@@ -205,15 +209,6 @@ def _calibrate(
         subject, config, of_training, expert, lengths, vocabulary, unknown, distinct, trial,
         planned, start, warnings,
     )  # fmt: skip
-
-
-def too_long(lengths: choices.Lengths, config: RunConfig) -> str:
-    """The message for episodes that all exceed the context."""
-    return (
-        f"every episode exceeds the context: the shortest has {lengths.episode_min} tokens, and "
-        f"the context that a small model can train with here {config.model.context_length}; "
-        "shorten prompts and observations, or choose shorter levels with --tiers"
-    )
 
 
 def of_trial(config: RunConfig, trial: Trial, kind: str) -> Iterator[str]:

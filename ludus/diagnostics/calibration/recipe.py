@@ -66,6 +66,10 @@ def flow(value: Any) -> str:
         return f"{mantissa}e{int(exponent)}"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{flow(key)}: {flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    if isinstance(value, str) and not value.isprintable():  # a line break, with its escape
+        return yaml.safe_dump(value, default_style='"', width=10**6).strip()
     # In a list, so that a text with `,`, `[` or `}` is quoted: it may stand within a mapping.
     text = yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=10**6)
     return text.strip().removeprefix("[").removesuffix("]")

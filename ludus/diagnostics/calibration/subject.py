@@ -120,7 +120,7 @@ def environment(given: str, args: Mapping[str, Any], tiers: Sequence[str] | None
 
 
 def tiers_of(given: str, env: Any) -> list[str]:
-    """The levels of an environment. Errors: ConfigError for what is wrong in its class."""
+    """The levels of an environment. Errors: ConfigError for anything else than names."""
     try:
         found = env.tiers()
     except Exception as error:
@@ -130,11 +130,6 @@ def tiers_of(given: str, env: Any) -> list[str]:
         raise ConfigError(
             f"{given}: tiers() returned {found!r:.80}; it has to be a tuple of names, easiest "
             'first: ("easy", "hard"), or () where there are none'
-        )
-    limit = getattr(env, "max_turns", None)
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise ConfigError(
-            f"{given}: max_turns is {limit!r:.80}; it has to be a whole number of at least 1"
         )
     return list(found)
 

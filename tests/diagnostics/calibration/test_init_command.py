@@ -43,6 +43,7 @@ def test_a_file_that_is_read_is_never_replaced(
         assert "is read, and would be replaced" in refusal(*argv)
     assert (tmp_path / "my.sft.jsonl").read_text() == ROWS
     assert (tmp_path / "mine.py").read_text() == own
+    assert "is no environment" in refusal("nothing", "--out", "nothing")
 
 
 OWN = """
@@ -104,7 +105,22 @@ class Own(Env):
 
 
 @pytest.mark.parametrize(
-    "text", ["a,b[1].jsonl", "a, b", "{x}", "[", "a: b", "# c", "yes", "1", ""]
+    "text",
+    [
+        "a,b[1].jsonl",
+        "a, b",
+        "{x}",
+        "[",
+        "a: b",
+        "# c",
+        "yes",
+        "1",
+        "",
+        "a\nb",
+        "\t",
+        "é🙂",
+        "a\u2028b",
+    ],
 )
 def test_texts_of_a_recipe_are_read_back(text: str) -> None:
     for value in (text, {"path": text, "n": 1}, {"args": {text: [text, 0.001]}}):

@@ -21,6 +21,7 @@ from sharded import (
 )
 
 from ludus.config.schema import RunConfig
+from ludus.config.training import RLOptimizerConfig
 from ludus.core.types import Group, Spec
 from ludus.models.build import merge_lora
 from ludus.train import ALGORITHMS
@@ -94,6 +95,10 @@ def test_two_ranks_train_as_one_does(pair: RankPool, tmp_path: Path) -> None:
 
 CASES: dict[str, tuple[Spec, dict[str, Any], dict[str, Any]]] = {
     "minibatches and epochs": (Spec(name="grpo"), {}, {"minibatches": 2, "epochs": 2}),
+    "a rate that follows KL": (
+        Spec(name="grpo"), {},
+        {"minibatches": 3, "optimizer": RLOptimizerConfig(lr=1e-2, target_kl=1e-5)},
+    ),
     "one ratio a trajectory": (Spec(name="gspo"), {}, {"tokens_per_batch": 32}),
     "whole trajectories in one row": (Spec(name="gspo_token"), {}, {"tokens_per_batch": 32}),
     "a critic": (Spec(name="ppo"), {}, {}),
