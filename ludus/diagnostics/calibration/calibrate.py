@@ -212,9 +212,11 @@ def _calibrate(
 
 
 def of_trial(config: RunConfig, trial: Trial, kind: str) -> Iterator[str]:
-    """Yields what the trials foretell of a recipe with SFT until a measured end."""
+    """Yields what is foretold of a recipe with SFT until a measured end, and of its RL."""
     if config.sft is not None and config.sft.until is not None:
         yield from foretold.of_trial(trial, config.sft.steps, config.sft.until.success, kind)
+        if (rl := config.rl) is not None:
+            yield from foretold.of_episodes(rl.steps * rl.groups_per_step * rl.group_size)
 
 
 def conversations_of(

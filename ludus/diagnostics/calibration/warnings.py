@@ -31,6 +31,9 @@ ENOUGH = 10
 COMPARED = 1e5
 """Different worlds up to which training and held-out tasks share more than a few."""
 
+FEW_EPISODES = 5000
+"""Episodes of RL below which little was learned (docs/benchmarks/init.md: PickupLoc, coin)."""
+
 FEW = 50
 """Different tasks below which a run can only memorise them."""
 
@@ -142,6 +145,16 @@ def of_turns(turns: Sequence[int], most: object) -> Iterator[str]:
             f"{over:.0%} of the expert's episodes need more than the {most} turns that a small "
             f"model can play here ({fmean(turns):.0f} on average, at most {turns[-1]}): their "
             "tasks are out of reach; choose shorter levels with --tiers"
+        )
+
+
+def of_episodes(number: int) -> Iterator[str]:
+    """Yields that RL of a model from scratch will have too few episodes."""
+    if number < FEW_EPISODES:
+        yield (
+            f"RL has {number:,} episodes in these minutes. Of four runs with fewer than "
+            f"{FEW_EPISODES:,}, success rose clearly in one and fell in one: give more with "
+            "--minutes, or train with SFT alone"
         )
 
 

@@ -45,6 +45,11 @@ def test_a_slow_environment_is_told_with_the_time_of_a_step() -> None:
     assert "waits 17 minutes" in "".join(warnings.of_random(played, expert(1.0)))
 
 
+def test_few_episodes_of_rl_are_told() -> None:
+    assert "RL has 1,920 episodes" in "".join(warnings.of_episodes(1920))
+    assert list(warnings.of_episodes(5120)) == []
+
+
 def test_fast_steps_in_threads_are_told() -> None:
     played = [RandomEpisode(0.0, False, step_s=2e-5)] * 4
     assert "`blocking = False`" in "".join(warnings.of_threads(played, blocking=True))
