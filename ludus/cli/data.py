@@ -35,7 +35,9 @@ Concurrency = Annotated[int, typer.Option(min=1, max=512, help="Episodes at the 
 
 @app.command()
 def rollout(
-    env: Annotated[str, typer.Argument(help="A registered environment, or module:Class.")],
+    env: Annotated[
+        str, typer.Argument(help="A registered environment, FILE.py:Class, or module:Class.")
+    ],
     args: Annotated[
         list[str] | None, typer.Argument(help="Arguments of the environment: key=value ...")
     ] = None,

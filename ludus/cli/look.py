@@ -189,7 +189,9 @@ def recipes(
 
 @app.command("check-env")
 def check_env_command(
-    name: Annotated[str, typer.Argument(help="A registered environment, or module:Class.")],
+    name: Annotated[
+        str, typer.Argument(help="A registered environment, FILE.py:Class, or module:Class.")
+    ],
     args: Annotated[
         list[str] | None, typer.Argument(help="Arguments of the environment: key=value ...")
     ] = None,

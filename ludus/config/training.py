@@ -20,7 +20,7 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay, on matrices only.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up to the peak.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Schedule after the warm-up, until the stage's last step."
     )

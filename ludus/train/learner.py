@@ -161,21 +161,25 @@ class Learner:
         self.step += 1
         return {"grad_norm": norm, "lr": lr}
 
-    def adapt(self, steps: Sequence[Mapping[str, float]]) -> None:
+    def adapt(self, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Scale the learning rate by how far an iteration's optimizer steps moved the policy.
 
+        Returns the KL, its target and the new scale as `train/NAME`; nothing without a target.
         Errors: ConfigError where the loss does not measure it.
         """
         config = self.config
         if not isinstance(config, RLOptimizerConfig) or config.target_kl is None:
-            return
+            return {}
         if steps and "kl" not in steps[0]:
             raise ConfigError(
                 "rl.optimizer.target_kl has no effect: the loss of `rl.algorithm` returns no "
                 '"kl" of each token among its metrics'
             )
         share = learning_rate(config, self.step, self.num_steps) / config.lr
-        self.rate_scale = next_scale(self.rate_scale, moved(steps), config.target_kl, share)
+        kl, target = moved(steps), config.target_kl * share**2
+        self.rate_scale = next_scale(self.rate_scale, kl, config.target_kl, share)
+        found = {"moved_kl": kl, "target_kl": target, "rate_scale": self.rate_scale}
+        return {f"train/{name}": value for name, value in found.items() if value is not None}
 
     def _clip(self) -> float:
         """Clip the gradient and create the optimizer's state; returns the gradient's norm."""

@@ -156,8 +156,7 @@ class Trainer:
             return {**metrics, **batch_metrics(batch), "staleness": stale}
 
         steps = [step(part) for part in parts]
-        learner.adapt(steps)
-        return train_metrics(steps)
+        return {**train_metrics(steps), **learner.adapt(steps)}
 
     def train(
         self, samples: list[Sample], algorithm: Algorithm, policy_version: int

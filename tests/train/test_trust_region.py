@@ -52,14 +52,17 @@ def test_a_policy_that_moved_too_far_is_slowed_down() -> None:
     batches = [make_batch(make_samples(8, seed)) for seed in (0, 0, 0)]
     steps = [learner.train_step(batch, SURROGATE) for batch in batches]
     assert steps[-1]["kl"] > 4e-4
-    learner.adapt(steps)
+    found = learner.adapt(steps)
+    assert found["train/moved_kl"] == moved(steps)
+    assert found["train/target_kl"] == pytest.approx(1e-4)
+    assert found["train/rate_scale"] == 0.5
     assert learner.train_step(batches[0], SURROGATE)["lr"] == pytest.approx(0.025)
 
 
 def test_without_a_target_the_schedule_decides() -> None:
     for config in (OptimizerConfig(lr=0.05), RLOptimizerConfig(lr=0.05)):
         learner = learner_of(config)
-        learner.adapt([{"kl": 0.0}, {"kl": 1.0}])
+        assert learner.adapt([{"kl": 0.0}, {"kl": 1.0}]) == {}
         assert learner.rate_scale == 1.0
 
 

@@ -19,7 +19,7 @@ from ludus.data.conversations import Conversation, read_conversations
 from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import choices, tokens
 from ludus.diagnostics.calibration import warnings as foretold
-from ludus.diagnostics.calibration.distinct import undeclared
+from ludus.diagnostics.calibration.distinct import by_tier, total, undeclared
 from ludus.diagnostics.calibration.episodes import (
     Expert,
     RandomEpisode,
@@ -34,6 +34,7 @@ from ludus.diagnostics.calibration.first import (
     with_lengths,
     with_splits,
     with_tasks,
+    without_small_tiers,
 )
 from ludus.diagnostics.calibration.pretrained import with_starting_values
 from ludus.diagnostics.calibration.starting import Start
@@ -111,10 +112,13 @@ def calibrate(
 
     Errors: ConfigError, DataError where no recipe can learn.
     """
-    begun = time.perf_counter()
+    begun, load = time.perf_counter(), os.getloadavg()[0]
     with TemporaryDirectory(prefix="ludus-init-", ignore_cleanup_errors=True) as folder:
         made = _calibrate(subject, minutes, seed, say, model, data_file, Path(folder))
-    return replace(made, seconds=time.perf_counter() - begun)
+    warnings = [*made.warnings, *foretold.of_load(load, os.cpu_count() or 1)]
+    if made.steps is not None:
+        warnings += foretold.of_time(made.steps.sft_s + made.steps.rl_s, minutes)
+    return replace(made, warnings=warnings, seconds=time.perf_counter() - begun)
 
 
 def _calibrate(
@@ -148,7 +152,10 @@ def _calibrate(
             f"tokenizer: {tokenizer_name(config)}, {vocabulary} tokens; of unseen episodes "
             f"{unknown[0]:.2%} of the expert's turns and {unknown[1]:.2%} of the prompts are <unk>"
         )
-    config, distinct = with_tasks(config, subject, tasks, expert.demonstrations)
+    tiers, reset_s = by_tier(subject, tasks, expert.demonstrations)
+    subject = without_small_tiers(subject, tiers, say)
+    distinct = total(tiers, subject)
+    config = with_tasks(config, subject, distinct, reset_s)
     config, splits = with_splits(config)
     config, lengths = with_lengths(config, subject, expert.turns, shown)
     say(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ludus.core.signals import run
 from ludus.core.types import Message, Spec, Task
@@ -27,37 +27,57 @@ MANY = 1e6
 def num_distinct(
     subject: Subject, tasks: Sequence[Task], shown: Sequence[Demonstration] = ()
 ) -> tuple[float, float]:
-    """About how many different tasks there are, and the seconds in which a run compares one.
+    """About how many different tasks there are, and the seconds in which a run compares one."""
+    tiers, seconds = by_tier(subject, tasks, shown)
+    return total(tiers, subject), seconds
+
+
+def total(tiers: Mapping[str | None, float], subject: Subject) -> float:
+    """About how many different tasks the tiers of a subject have, by those of each."""
+    kept = [number for tier, number in tiers.items() if not subject.tiers or tier in subject.tiers]
+    return min(sum(kept), MANY)
+
+
+def by_tier(
+    subject: Subject, tasks: Sequence[Task], shown: Sequence[Demonstration] = ()
+) -> tuple[dict[str | None, float], float]:
+    """About how many different tasks each tier has, and the seconds in which a run compares one.
 
     Args:
         shown: episodes of the expert, which tell worlds apart that open alike.
     """
     if subject.kind == "data":
-        return float(len({t.model_dump_json(include={"prompt"}) for t in subject.tasks})), 0.0
-    worlds, keys, begun = Worlds(subject.env), [], time.perf_counter()
+        different = {t.model_dump_json(include={"prompt"}) for t in subject.tasks}
+        return {None: float(len(different))}, 0.0
+    worlds, keys, begun = Worlds(subject.env), {}, time.perf_counter()
     for task in tasks[:NUM_WORLDS]:
-        keys.append(worlds.key(task))
+        keys[task.id] = worlds.key(task)
         if time.perf_counter() - begun > WORLDS_S:
             break
     seconds = (time.perf_counter() - begun) / len(keys)
-    if subject.env is not None and all(key.startswith("data:") for key in keys):
+    if subject.env is not None and all(key.startswith("data:") for key in keys.values()):
         keys = played_keys(subject.env, tasks, shown)
-    return estimate(keys), seconds
+    of_tier: dict[str | None, list[str]] = {}
+    for task in tasks:
+        if task.id in keys:
+            of_tier.setdefault(task.tier, []).append(keys[task.id])
+    return {tier: estimate(own) for tier, own in of_tier.items()} or {None: MANY}, seconds
 
 
-def played_keys(env: Spec, tasks: Sequence[Task], shown: Sequence[Demonstration]) -> list[str]:
-    """Keys of tasks whose environment does not describe its worlds: by their openings; by whole
-    episodes of the expert where these differ after equal openings. Empty: they tell nothing."""
+def played_keys(env: Spec, tasks: Sequence[Task], shown: Sequence[Demonstration]) -> dict[str, str]:
+    """Keys of tasks, by id, whose environment does not describe its worlds: by their openings; by
+    whole episodes of the expert where these differ after equal openings. Empty: they tell nothing.
+    """
     resets = run(play_openings(env, tasks[:NUM_WORLDS], WORLDS_S))
     openings = {task.id: played_key(task, messages) for task, messages in resets}
     by_id = {task.id: task for task in tasks}
     known = [d for d in shown if d.task_id in by_id]
     whole = {d.task_id: played_key(by_id[d.task_id], d.messages) for d in known}
     if not whole:  # one opening for all tasks may hide what differs
-        return [*openings.values()] if len(set(openings.values())) > 1 else []
+        return openings if len(set(openings.values())) > 1 else {}
     both = openings.keys() & whole.keys()
     hidden = len({openings[id] for id in both}) < len({whole[id] for id in both})
-    return [*(whole if hidden or len(whole) > len(openings) else openings).values()]
+    return whole if hidden or len(whole) > len(openings) else openings
 
 
 def played_key(task: Task, messages: Sequence[Message]) -> str:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError
-from ludus.core.types import Spec, Task
+from ludus.core.types import Spec
 from ludus.data.conversations import Conversation
-from ludus.data.expert import Demonstration
 from ludus.data.splits import Splits, read_splits
 from ludus.diagnostics.calibration import choices, tokens
-from ludus.diagnostics.calibration.distinct import num_distinct
 from ludus.diagnostics.calibration.pretrained import device
 from ludus.diagnostics.calibration.subject import Subject, config_tasks
+from ludus.diagnostics.calibration.warnings import FEW
 
 TOKENIZERS = (
     (Spec(name="bytes"), 256.0),
@@ -109,23 +108,32 @@ def tokenizer_name(config: RunConfig) -> str:
     return spec.name if isinstance(spec, Spec) else "the model's own"
 
 
-def with_tasks(
-    config: RunConfig,
-    subject: Subject,
-    tasks: Sequence[Task],
-    shown: Sequence[Demonstration] = (),
-) -> tuple[RunConfig, float]:
-    """The two splits, and about how many different tasks there are."""
-    distinct, reset_s = num_distinct(subject, tasks, shown)
+def without_small_tiers(
+    subject: Subject, distinct: Mapping[str | None, float], say: Callable[[str], None]
+) -> Subject:
+    """The subject without levels of few different tasks, where others have more.
+
+    Each level has as many training tasks as the others, and held-out tasks that training lacks. So
+    a level of five would leave the others a handful to train on.
+    """
+    small = [tier for tier in subject.tiers if distinct.get(tier, FEW) < FEW]
+    kept = [tier for tier in subject.tiers if tier not in small]
+    if not small or not kept:
+        return subject
+    told = ", ".join(f"{tier} (about {distinct[tier]:.0f})" for tier in small)
+    say(f"levels of few different tasks are left out: {told}; the recipe has {', '.join(kept)}")
+    return replace(subject, tiers=kept)
+
+
+def with_tasks(config: RunConfig, subject: Subject, distinct: float, reset_s: float) -> RunConfig:
+    """The two splits, of a subject with about `distinct` different tasks."""
     if subject.kind == "env":
         num_train = choices.training_tasks(distinct, reset_s)
         num_heldout = choices.heldout_tasks(distinct)
     else:
         num_heldout = max(min(subject.rows // 5, choices.NUM_HELDOUT), 1)
         num_train = subject.rows - num_heldout
-    return config.model_copy(
-        update={"tasks": config_tasks(subject, num_train, num_heldout)}
-    ), distinct
+    return config.model_copy(update={"tasks": config_tasks(subject, num_train, num_heldout)})
 
 
 def with_splits(config: RunConfig) -> tuple[RunConfig, Splits]:

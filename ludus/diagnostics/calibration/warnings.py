@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from statistics import fmean
+from statistics import fmean, median
 
 from ludus.diagnostics.calibration.choices import MAX_CONTEXT, Lengths, expected_sft
 from ludus.diagnostics.calibration.episodes import Expert, RandomEpisode
@@ -96,11 +96,31 @@ def of_random(played: Sequence[RandomEpisode], expert: Expert) -> Iterator[str]:
 def of_threads(played: Sequence[RandomEpisode], blocking: bool) -> Iterator[str]:
     """Yields that fast steps wait for the threads in which they run."""
     fine = [p for p in played if not p.error]
-    if blocking and fine and (step_s := fmean(p.step_s for p in fine)) < FAST_S:
+    if blocking and fine and (step_s := median(p.step_s for p in fine)) < FAST_S:
         yield (
             f"a step of the environment takes {1000 * step_s:.2g} ms, and handing it to a worker "
             "thread about 0.3 ms, up to a third of a step of RL: if `reset` and `step` cannot "
             "hang, set `blocking = False` in the class"
+        )
+
+
+def of_load(load: float, cores: int) -> Iterator[str]:
+    """Yields that other programs slowed the measurements. `load`: of the minute before them."""
+    if load > cores:
+        yield (
+            f"the machine was busy (load {load:.1f} on {cores} cores before this began): the "
+            "seconds of a step, and the numbers of steps that follow, are those of a busy machine; "
+            "`ludus init` again when it is quiet"
+        )
+
+
+def of_time(planned_s: float, minutes: float) -> Iterator[str]:
+    """Yields that the least that a recipe needs takes longer than it may."""
+    if planned_s > 1.1 * 60 * minutes:
+        yield (
+            f"the recipe takes about {planned_s / 60:.0f} minutes, more than the {minutes:g} of "
+            "--minutes: fewer steps would teach nothing; make the environment's steps or episodes "
+            "shorter"
         )
 
 

@@ -205,8 +205,7 @@ class ShardedTrainer:
             parts = to_minibatches(samples, algorithm, self._settings, self._iteration)
             self._iteration += 1
             steps = [self._step(part, algorithm, policy_version) for part in parts]
-            self.learner.adapt(steps)
-            return train_metrics(steps)
+            return {**train_metrics(steps), **self.learner.adapt(steps)}
 
     def _step(
         self, part: list[Sample], algorithm: Algorithm, policy_version: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from ludus.core.signals import run
 from ludus.core.types import Spec
 from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import distinct
-from ludus.diagnostics.calibration.distinct import MANY, num_distinct
+from ludus.diagnostics.calibration.distinct import MANY, by_tier, num_distinct, total
 from ludus.diagnostics.calibration.episodes import play_again
+from ludus.diagnostics.calibration.first import without_small_tiers
 from ludus.diagnostics.calibration.subject import environment
 from ludus.envs import ENVS
 
@@ -77,3 +79,41 @@ def test_slow_resets_end_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert about(name, shown=False, reset_s=0.03) == pytest.approx(5, abs=0.5)
     assert about(name, shown=False, reset_s=60.0) == MANY
     assert time.perf_counter() - begun < 5
+
+
+def test_each_level_is_counted_and_those_with_few_tasks_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "levels.py"
+    path.write_text(LEVELS)
+    subject = environment(f"{path}:Levels", {}, None)
+    tiers, _ = by_tier(subject, subject.take(600, 0))
+    assert tiers["tiny"] == pytest.approx(5)
+    assert tiers["small"] == pytest.approx(100, rel=0.3)
+    assert tiers["large"] == MANY
+    told: list[str] = []
+    kept = without_small_tiers(subject, tiers, told.append)
+    assert kept.tiers == ["small", "large"]
+    assert told == [
+        "levels of few different tasks are left out: tiny (about 5); the recipe has small, large"
+    ]
+    assert total({"a": 5.0, "b": 100.0}, replace(subject, tiers=["b"])) == 100
+    assert without_small_tiers(subject, dict.fromkeys(tiers, 5.0), told.append) is subject
+
+
+LEVELS = """
+from ludus import Env, Message, Observation, StepResult, Task
+
+class Levels(Env):
+    cheap_reset = True
+    worlds = {"tiny": 5, "small": 100, "large": 10**9}
+    async def reset(self, task):
+        world = task.data["seed"] * 7919 % self.worlds[task.tier]
+        return Observation(messages=[Message(role="user", content=f"{task.tier} {world}")])
+    async def step(self, action):
+        return StepResult(messages=[], reward=1.0, terminated=True)
+    @classmethod
+    def tiers(cls):
+        return tuple(cls.worlds)
+    @classmethod
+    def task(cls, tier, seed):
+        return Task(id=f"{tier}-{seed}", data={"seed": seed}, tier=tier)
+"""

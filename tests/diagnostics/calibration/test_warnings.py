@@ -50,6 +50,13 @@ def test_few_episodes_of_rl_are_told() -> None:
     assert list(warnings.of_episodes(5120)) == []
 
 
+def test_a_busy_machine_and_too_few_minutes_are_told() -> None:
+    assert "load 5.0 on 2 cores" in "".join(warnings.of_load(5.0, 2))
+    assert list(warnings.of_load(1.8, 2)) == []
+    assert "about 12 minutes, more than the 10 of" in "".join(warnings.of_time(720, 10))
+    assert list(warnings.of_time(600, 10)) == []
+
+
 def test_fast_steps_in_threads_are_told() -> None:
     played = [RandomEpisode(0.0, False, step_s=2e-5)] * 4
     assert "`blocking = False`" in "".join(warnings.of_threads(played, blocking=True))

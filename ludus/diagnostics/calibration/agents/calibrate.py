@@ -19,6 +19,7 @@ from ludus.diagnostics.calibration.agents.episodes import AgentPlay, play_agent
 from ludus.diagnostics.calibration.agents.subject import AgentSubject
 from ludus.diagnostics.calibration.agents.warnings import of_play, of_steps, refuse_fruitless
 from ludus.diagnostics.calibration.choices import NUM_HELDOUT, RESERVE_S
+from ludus.diagnostics.calibration.distinct import num_distinct
 from ludus.diagnostics.calibration.first import with_splits, with_tasks
 from ludus.diagnostics.calibration.pretrained import device, with_starting_values
 from ludus.diagnostics.calibration.starting import Start
@@ -93,7 +94,8 @@ def _calibrate(
     check(config)
     check_judges(config)
     known = subject.tasks.tasks or subject.tasks.take(NUM_HELDOUT, 0)
-    config, distinct = with_tasks(config, subject.tasks, known)
+    distinct, reset_s = num_distinct(subject.tasks, known)
+    config = with_tasks(config, subject.tasks, distinct, reset_s)
     config, splits = with_splits(config)
     train = TaskList(splits.train[:NUM_HELDOUT])
     say(f"the agent plays with {model} for at most {PLAY_S:.0f} s")
