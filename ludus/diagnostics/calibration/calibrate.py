@@ -11,10 +11,10 @@ from statistics import fmean, pstdev
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ludus.config.schema import RunConfig
+from ludus.config.schema import RunConfig, TasksConfig
 from ludus.core.errors import ConfigError
 from ludus.core.signals import run
-from ludus.core.types import Message, Task
+from ludus.core.types import Message, Spec, Task
 from ludus.data.conversations import Conversation, read_conversations
 from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import choices, tokens
@@ -68,6 +68,12 @@ TRIAL_TOKENS = 500_000
 
 MAX_DEMONSTRATIONS = 6000
 """Most demonstrations of a recipe."""
+
+DEMONSTRATIONS_SHARE = 0.2
+"""Share of the minutes in which the expert may play them."""
+
+NUM_BETWEEN = 128
+"""Held-out tasks of an evaluation during RL."""
 
 
 @dataclass
@@ -155,7 +161,8 @@ def _calibrate(
     tiers, reset_s = by_tier(subject, tasks, expert.demonstrations)
     subject = without_small_tiers(subject, tiers, say)
     distinct = total(tiers, subject)
-    config = with_tasks(config, subject, distinct, reset_s)
+    most = choices.MOST_HELDOUT if model is None else choices.NUM_HELDOUT
+    config = with_tasks(config, subject, distinct, reset_s, most)
     config, splits = with_splits(config)
     config, lengths = with_lengths(config, subject, expert.turns, shown)
     say(
@@ -379,8 +386,8 @@ def with_choices(
     assert config.rl is not None
     until = config.sft.until
     assert until is not None
-    num_train = num_training_tasks(config)
-    for_seconds = 0.1 * 60 * minutes * episodes_per_s
+    num_train = num_tasks_of(config.tasks.train)
+    for_seconds = DEMONSTRATIONS_SHARE * 60 * minutes * episodes_per_s
     expected = choices.expected_sft(trial, until.success)
     wanted = max(2 * (expected or 10**6) * config.sft.episodes_per_step, 1000)
     demonstrated = num_train - choices.undemonstrated(num_train)
@@ -388,10 +395,16 @@ def with_choices(
     groups = choices.groups(trial.rl_step_s, config.rl.groups_per_step)
     trial = replace(trial, rl_step_s=trial.rl_step_s * groups / config.rl.groups_per_step)
     until = until.model_copy(update={"every": choices.measure_every(trial, until.success)})
-    planned = choices.steps(trial, minutes, number / episodes_per_s, until.every, until.success)
+    tasks, evaluations_s = fewer_heldout(
+        config.tasks, trial.eval_s / (until.num_tasks * until.samples_per_task), minutes
+    )
+    planned = choices.steps(
+        trial, minutes, number / episodes_per_s, until.every, until.success, evaluations_s
+    )
     patience = choices.patience(planned.sft, until.every, until.patience)
     until = until.model_copy(update={"patience": patience})
     updates: dict[str, Any] = {
+        "tasks": tasks,
         "sft": config.sft.model_copy(
             update={
                 "steps": planned.sft,
@@ -411,7 +424,7 @@ def with_choices(
         ),
         "rollout": config.rollout.model_copy(update={"temperature": choices.temperature(trial)}),
         "evaluate": config.evaluate.model_copy(
-            update={"every": planned.every, "num_tasks_between": 128}
+            update={"every": planned.every, "num_tasks_between": NUM_BETWEEN}
         ),
     }
     if config.demonstrations is not None:
@@ -421,7 +434,19 @@ def with_choices(
     return config.model_copy(update=updates), planned
 
 
-def num_training_tasks(config: RunConfig) -> int:
-    """Number of tasks of `tasks.train`."""
-    args = config.tasks.train.args
-    return int(args.get("num_tasks", args.get("limit", 0)))
+def fewer_heldout(
+    tasks: TasksConfig, episode_s: float, minutes: float
+) -> tuple[TasksConfig, float]:
+    """As many of the held-out tasks as the minutes allow, and the seconds of all evaluations: two
+    of them all, and about four of NUM_BETWEEN during RL."""
+    assert tasks.heldout is not None
+    number = choices.affordable_heldout(num_tasks_of(tasks.heldout), episode_s, minutes)
+    key = "num_tasks" if "num_tasks" in tasks.heldout.args else "limit"
+    fewer = tasks.heldout.model_copy(update={"args": {**tasks.heldout.args, key: number}})
+    seconds = (2 * number + 4 * min(number, NUM_BETWEEN)) * episode_s
+    return tasks.model_copy(update={"heldout": fewer}), seconds
+
+
+def num_tasks_of(reader: Spec) -> int:
+    """Number of tasks of one of the recipe's readers."""
+    return int(reader.args.get("num_tasks", reader.args.get("limit", 0)))

@@ -32,6 +32,13 @@ RESERVE_S = 25.0
 NUM_HELDOUT = 384
 """Held-out tasks: the 95 % intervals of 50 and 60.5 % do not overlap."""
 
+MOST_HELDOUT, HELDOUT_SHARE = 1024, 0.05
+"""Held-out tasks where playing them before and after RL takes this share of the minutes: the
+intervals of 50 and 56.3 % do not overlap."""
+
+LEAST_HELDOUT, HELDOUT_SHARE_SLOW = 64, 0.25
+"""The same of an environment whose episodes take long."""
+
 NUM_UNDEMONSTRATED = 32
 """Training tasks without a demonstration, as many as a measurement of `sft.until` plays."""
 
@@ -59,8 +66,13 @@ RL_SHARE, RL_SHARE_HARD = 0.6, 0.4
 """Least share of the minutes for RL; the second where SFT is not expected to reach its target in
 the rest: SFT learns faster than RL from nothing."""
 
-LATER = 2
-"""SFT's most steps over those expected: success rises more slowly than the trial's line."""
+RL_FALLS = 0.75
+"""Mean seconds of a step of RL over those of the first steps: where success rises, episodes are
+shorter, and fewer groups have different rewards (0.6 to 1.0 in docs/benchmarks/init.md's runs)."""
+
+LIKELY, LATER = 1.5, 4
+"""SFT's likely steps, and its most steps, over those expected: success rises more slowly than the
+trial's line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +164,20 @@ def undemonstrated(num_train: int) -> int:
     return min(NUM_UNDEMONSTRATED, num_train // 5)
 
 
-def heldout_tasks(distinct: float) -> int:
-    """NUM_HELDOUT, or fewer where there are few different tasks."""
-    return max(min(NUM_HELDOUT, int(distinct * 0.25)), 2)
+def heldout_tasks(distinct: float, most: int = NUM_HELDOUT) -> int:
+    """`most`, or fewer where there are few different tasks."""
+    return max(min(most, int(distinct * 0.25)), 2)
+
+
+def affordable_heldout(given: int, episode_s: float, minutes: float) -> int:
+    """Of `given` held-out tasks as many as two evaluations play in HELDOUT_SHARE of the minutes; up
+    to NUM_HELDOUT in HELDOUT_SHARE_SLOW of them; at least LEAST_HELDOUT."""
+
+    def within(share: float) -> int:
+        return int(share * 60 * minutes / (2 * max(episode_s, 1e-6))) // 32 * 32
+
+    few = min(within(HELDOUT_SHARE_SLOW), NUM_HELDOUT)
+    return min(given, max(within(HELDOUT_SHARE), few, LEAST_HELDOUT))
 
 
 def temperature(trial: Trial) -> float:
@@ -195,10 +218,19 @@ def expected_sft(trial: Trial, success: float) -> int | None:
 
 
 def steps(
-    trial: Trial, minutes: float, demonstrations_s: float, every: int, success: float = 0.4
+    trial: Trial,
+    minutes: float,
+    demonstrations_s: float,
+    every: int,
+    success: float = 0.4,
+    evaluations_s: float = 0.0,
 ) -> Steps:
     """Divide the minutes: demonstrations, SFT up to its measured end at `success`, RL for the
-    rest. SFT may take LATER times as long as expected."""
+    rest. SFT may take LATER times as long as expected, if that leaves RL its share.
+
+    Args:
+        evaluations_s: of held-out tasks, before, during and after RL.
+    """
     total = 60.0 * minutes - RESERVE_S - demonstrations_s
     sft_step = max(trial.sft_step_s + trial.eval_s / every, 1e-3)
     most = max(int((1 - RL_SHARE) * total / sft_step), 20)
@@ -209,15 +241,15 @@ def steps(
         most = max(int((1 - RL_SHARE_HARD) * total / sft_step), 20)
         used = min(expected or most, most)
     else:
-        used, most = expected, min(most, max(expected * LATER, 40))
-    evaluations = 4 * max(trial.eval_s, 0.5) * 2
-    left = total - used * sft_step - evaluations
-    rl = int(left / max(trial.rl_step_s, 1e-3))
+        most = min(most, max(expected * LATER, 40))
+        used = min(most, math.ceil(expected * LIKELY))
+    rl_step = max(RL_FALLS * trial.rl_step_s, 1e-3)
+    rl = int((total - used * sft_step - evaluations_s) / rl_step)
     rl = max(min(rl // 10 * 10, MAX_RL_STEPS), 20)
     return Steps(
         sft=max(math.ceil(most / 10) * 10, 20),
         sft_s=used * sft_step,
         rl=rl,
-        rl_s=rl * trial.rl_step_s,
+        rl_s=rl * rl_step,
         every=max(rl // 40 * 10, 10),
     )

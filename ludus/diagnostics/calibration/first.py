@@ -125,13 +125,24 @@ def without_small_tiers(
     return replace(subject, tiers=kept)
 
 
-def with_tasks(config: RunConfig, subject: Subject, distinct: float, reset_s: float) -> RunConfig:
-    """The two splits, of a subject with about `distinct` different tasks."""
+def with_tasks(
+    config: RunConfig,
+    subject: Subject,
+    distinct: float,
+    reset_s: float,
+    most: int = choices.NUM_HELDOUT,
+) -> RunConfig:
+    """The two splits, of a subject with about `distinct` different tasks.
+
+    Args:
+        reset_s: of a task whose world a run compares.
+        most: held-out tasks.
+    """
     if subject.kind == "env":
         num_train = choices.training_tasks(distinct, reset_s)
-        num_heldout = choices.heldout_tasks(distinct)
+        num_heldout = choices.heldout_tasks(distinct, most)
     else:
-        num_heldout = max(min(subject.rows // 5, choices.NUM_HELDOUT), 1)
+        num_heldout = max(min(subject.rows // 5, most), 1)
         num_train = subject.rows - num_heldout
     return config.model_copy(update={"tasks": config_tasks(subject, num_train, num_heldout)})
 

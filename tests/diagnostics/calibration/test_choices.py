@@ -45,6 +45,16 @@ def test_training_tasks_leave_worlds_to_hold_out() -> None:
     assert choices.training_tasks(1e6, 0.05) == 300  # the comparison would take too long
 
 
+def test_held_out_tasks_are_as_many_as_the_minutes_allow() -> None:
+    assert choices.heldout_tasks(1e6, choices.MOST_HELDOUT) == 1024
+    assert choices.affordable_heldout(1024, 0.01, minutes=10) == 1024  # 15 s allow 1,500
+    assert choices.affordable_heldout(1024, 0.02, minutes=10) == 736
+    assert choices.affordable_heldout(1024, 0.1, minutes=10) == choices.NUM_HELDOUT
+    assert choices.affordable_heldout(1024, 0.5, minutes=10) == 128
+    assert choices.affordable_heldout(1024, 9.0, minutes=10) == choices.LEAST_HELDOUT
+    assert choices.affordable_heldout(100, 0.1, minutes=10) == 100
+
+
 def test_a_temperature_rises_only_where_groups_are_alike() -> None:
     def of(signal: dict[float, float], success: dict[float, float]) -> float:
         return choices.temperature(Trial(signal=signal, success=success))
@@ -93,8 +103,11 @@ def test_time_that_sft_will_not_need_goes_to_rl() -> None:
     rising = [(20, 0.03), (30, 0.10), (40, 0.16)]
     soon = Trial(sft_step_s=0.6, curve=rising, rl_step_s=2.0, eval_s=2.0)
     planned = choices.steps(soon, minutes=10, demonstrations_s=10, every=10)
-    assert planned.sft == 160
+    assert planned.sft == 290  # four times the expected steps would leave RL too little
     assert planned.rl > 200
+    quick = choices.steps(Trial(sft_step_s=0.1, curve=rising, rl_step_s=2.0), 10, 10, 10)
+    assert quick.sft == 310  # four times the 77 expected, of which half as many again count
+    assert round(quick.sft_s, 3) == 11.6
 
 
 def test_sft_is_measured_rarely_enough() -> None:
