@@ -120,6 +120,14 @@ class SFTConfig(Section):
         "policy that succeeds in some episodes and is still undecided. Null: all steps.",
     )
     episodes_per_step: int = Field(32, ge=1, description="Demonstrations per optimizer step.")
+    observation_weight: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Weight of the loss of prompts and observations, where a token of the expert "
+        "has 1. To predict what the environment says teaches a model from scratch its words: 0.2 "
+        "in the recipes of `ludus init`. 0: only the expert's turns train.",
+    )
     tokens_per_batch: int = Field(8192, ge=1, description="Maximum tokens of a forward pass.")
     optimizer: OptimizerConfig = Field(
         default_factory=OptimizerConfig, description="The optimizer of this stage."

@@ -28,6 +28,7 @@ from ludus.telemetry.hosts import HOSTS
 from ludus.telemetry.occupancy import busy
 from ludus.train.algorithms.base import Algorithm, Assignment
 from ludus.train.algorithms.credit import with_advantages
+from ludus.train.algorithms.entropy import EntropyControl
 from ludus.train.minibatches import TrainSettings
 from ludus.train.samples import to_samples
 
@@ -73,7 +74,7 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
     Objects that exist at the start (libraries, the model) are hidden from the garbage collector: a
     collection over them takes 0.25 s, in the middle of an environment's step.
     """
-    source, algorithm, clock = stage.source, stage.algorithm, StepClock()
+    source, control, clock = stage.source, EntropyControl(stage.algorithm), StepClock()
     gc.freeze()
     try:
         for step in range(start, stage.steps):
@@ -84,14 +85,16 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
             require_fresh(groups, version, source.max_staleness)
             clock.lap("rollout")
             with busy("train"), _located(stage.name, step):
+                algorithm, bonus = control.at(groups)
                 screening = algorithm.screen(groups)
                 scored = await backend.score(screening.groups, algorithm)
                 credited = credit_by_role(algorithm, scored)
-                trained = await backend.train(to_samples(credited), algorithm)
+                samples = to_samples(credited, algorithm.observation_weight)
+                trained = await backend.train(samples, algorithm)
                 trained["train/policy_version"] = await backend.publish_weights()
             clock.lap("train")
             metrics = group_metrics(taken) | part_metrics(taken) | {"rollout/rounds": 1.0}
-            metrics |= role_metrics(groups) | HOSTS.metrics()
+            metrics |= role_metrics(groups) | HOSTS.metrics() | bonus
             metrics |= source.metrics() | score_metrics(scored) | trained | clock.metrics(groups)
             shown = annotated(groups, credited, screening.excluded)
             recorder.record(stage.name, step, shown, metrics)

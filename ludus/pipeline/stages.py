@@ -8,7 +8,7 @@ from functools import partial
 from ludus.config.schema import RLConfig
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.seeds import derive_seed
-from ludus.core.types import Group, Task, by_role
+from ludus.core.types import Group, Spec, Task, by_role
 from ludus.data.conversations import replay_all
 from ludus.loop.loop import Stage
 from ludus.pipeline.build import Run
@@ -60,7 +60,9 @@ def sft_stage(run: Run, note: Callable[[str], None]) -> tuple[Stage, list[tuple[
         ),
         groups_per_step=settings.episodes_per_step,
         source=ReplaySource(sampler, played),
-        algorithm=ALGORITHMS.build("sft"),
+        algorithm=ALGORITHMS.build(
+            Spec(name="sft", args={"observation_weight": settings.observation_weight})
+        ),
     )
     return stage, excluded
 

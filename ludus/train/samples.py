@@ -14,21 +14,50 @@ from ludus.train.algorithms.base import Assignment
 from ludus.train.algorithms.credit import Advantage, Credit, spread, turns_of
 
 
-def to_samples(assignment: Assignment) -> list[Sample]:
-    """Returns the training rows of the trajectories that have an advantage, in order."""
+def to_samples(assignment: Assignment, observation_weight: float = 0.0) -> list[Sample]:
+    """Returns the training rows of the trajectories that have an advantage, in order.
+
+    Args:
+        observation_weight: advantage of the tokens that were not sampled; above 0, they have a loss
+            too (`sft.observation_weight`).
+    """
     return [
-        row for trajectory, advantage in assignment.pairs for row in rows(trajectory, advantage)
+        row
+        for trajectory, advantage in assignment.pairs
+        for row in rows(trajectory, advantage, observation_weight)
     ]
 
 
-def rows(trajectory: Trajectory, advantage: Advantage) -> list[Sample]:
+def rows(
+    trajectory: Trajectory, advantage: Advantage, observation_weight: float = 0.0
+) -> list[Sample]:
     """Returns the rows of a trajectory. Each sampled token has its loss in exactly one row.
 
-    A row ends with its last loss token. A path without loss tokens of its own gives no row.
+    A row ends with its last sampled token. A path without sampled tokens of its own gives no row.
     `policy_version` is the oldest version that sampled the row's loss tokens; `versions` are those
     of all tokens where they differ.
     """
-    return [_row(trajectory, path, fresh, advantage) for path, fresh in paths(trajectory)]
+    found = [(_row(trajectory, path, fresh, advantage), path) for path, fresh in paths(trajectory)]
+    if observation_weight > 0:
+        known: set[int] = set()
+        for row, path in found:
+            _train_observations(row, trajectory, path, known, observation_weight)
+            known.update(path)
+    return [row for row, _ in found]
+
+
+def _train_observations(
+    row: Sample, trajectory: Trajectory, path: Sequence[int], known: set[int], weight: float
+) -> None:
+    """Give the tokens that were not sampled a loss, but for those of segments that an earlier row
+    has (`known`), and for the row's first token, which nothing predicts."""
+    start = 0
+    for index in path:
+        segment = trajectory.segments[index]
+        for at in range(start, start + len(segment.token_ids)):
+            if not segment.sampled and index not in known and at > 0:
+                row.loss_mask[at], row.advantages[at] = True, weight
+        start += len(segment.token_ids)
 
 
 def paths(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from loop_helpers import LEVERS, PLACES, Recording, World, task
 
-from ludus.core.errors import TrainingError
+from ludus.core.errors import ConfigError, TrainingError
 from ludus.core.types import Group, Score, Segment, Spec, Status, Task, Trajectory
 from ludus.loop.loop import run_stage
 from ludus.loop.metrics import group_metrics, score_metrics
@@ -19,6 +19,7 @@ from ludus.rollout.source import SyncSource
 from ludus.tasks.curriculum import TaskSampler
 from ludus.telemetry.metrics import NAME
 from ludus.telemetry.occupancy import PARTS
+from ludus.train import ALGORITHMS
 from ludus.train.minibatches import train_metrics
 
 EVERYTHING = [(place, lever) for place in PLACES for lever in LEVERS]
@@ -163,6 +164,29 @@ async def test_an_entropy_bonus_trains_where_rewards_are_equal(tmp_path: Path) -
     assert kept.metric("train/optimizer_steps") == [1] * 4
     entropies = kept.metric("train/entropy")
     assert entropies[-1] > entropies[0] + 0.01
+
+
+async def test_an_entropy_target_switches_the_bonus_off_above_it(tmp_path: Path) -> None:
+    async def metrics_with(target: float) -> Recording:
+        world, kept = await taught(tmp_path / str(target)), Recording()
+        row = Spec(name="grpo", args={"entropy_bonus": 0.1, "entropy_target": target})
+        stage = world.rl([task(place, pays="all") for place in PLACES], 3, row)
+        await run_stage(stage, world.backend, kept)
+        return kept
+
+    above = await metrics_with(1e-6)
+    assert above.metric("train/optimizer_steps") == [0] * 3
+    assert above.metric("train/entropy_bonus") == [0] * 3
+    below = await metrics_with(100.0)
+    assert below.metric("train/optimizer_steps") == [1] * 3
+    assert all(0.09 < weight <= 0.1 for weight in below.metric("train/entropy_bonus"))
+    entropies = below.metric("train/entropy")
+    assert entropies[-1] > entropies[0]
+
+
+def test_an_entropy_target_without_a_bonus_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no effect without an entropy_bonus"):
+        ALGORITHMS.build(Spec(name="grpo", args={"entropy_target": 0.1}))
 
 
 async def test_a_group_without_signal_does_not_hold_back_the_others(tmp_path: Path) -> None:

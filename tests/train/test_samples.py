@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core.types import Group, Sample, Segment, Task, Trajectory
+from ludus.train.algorithms.aggregates import advantage_mean
+from ludus.train.algorithms.base import Assignment
 from ludus.train.algorithms.table import DR_GRPO, SFT
 from ludus.train.minibatches import split, staleness
 from ludus.train.samples import rows, to_samples
@@ -110,6 +112,23 @@ def test_a_replaced_turn_trains_as_its_own_row() -> None:
 def test_a_branch_without_sampled_tokens_gives_no_row() -> None:
     tree = trajectory(P0, sampled(0, [8]), Segment(1, [3]), Segment(1, [4]), sampled(0, []))
     assert len(rows(tree, 1.0)) == 1
+
+
+def test_observations_can_train_with_a_weight_of_their_own() -> None:
+    chain = trajectory(P0, sampled(0, [8, 9]), Segment(1, [3]), sampled(2, [2]), Segment(3, [4]))
+    [row] = to_samples(Assignment([(chain, 1.0)], {}), observation_weight=0.2)
+    assert row.token_ids == [5, 6, 7, 8, 9, 3, 2]  # what follows the last turn is left out
+    assert row.loss_mask == [False, True, True, True, True, True, True]
+    assert row.advantages == [0, 0.2, 0.2, 1, 1, 0.2, 1]
+    assert advantage_mean([row]) == [[pytest.approx(a / 3.6) for a in row.advantages]]
+    assert SFT.aggregate([row]) == [[0.0, *[1 / 6] * 6]]
+
+
+def test_an_observation_that_two_rows_share_trains_once() -> None:
+    tree = trajectory(P0, sampled(0, [8]), Segment(1, [3]), sampled(2, [2]), sampled(0, [1]))
+    first, second = rows(tree, 1.0, observation_weight=0.5)
+    assert first.loss_mask == [False, True, True, True, True, True]
+    assert second.loss_mask == [False, False, False, True]
 
 
 def test_a_demonstration_has_no_version() -> None:

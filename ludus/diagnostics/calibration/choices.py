@@ -36,6 +36,10 @@ MOST_HELDOUT, HELDOUT_SHARE = 1024, 0.05
 """Held-out tasks where playing them before and after RL takes this share of the minutes: the
 intervals of 50 and 56.3 % do not overlap."""
 
+FEW_HELDOUT = 128
+"""Held-out tasks up to which they are a larger share of few different tasks: 31 of 127 numbers to
+guess would leave intervals of 17 points."""
+
 LEAST_HELDOUT, HELDOUT_SHARE_SLOW = 64, 0.25
 """The same of an environment whose episodes take long."""
 
@@ -156,7 +160,8 @@ def training_tasks(distinct: float, reset_s: float) -> int:
     """Number of training tasks where there are about `distinct` different ones, and each run
     compares them with the held-out tasks."""
     affordable = COMPARE_S / max(reset_s, 1e-6)
-    return max(min(6000, int(distinct * 0.6), int(affordable)), 8)
+    share = 0.6 if distinct * 0.25 > FEW_HELDOUT else 0.5
+    return max(min(6000, int(distinct * share), int(affordable)), 8)
 
 
 def undemonstrated(num_train: int) -> int:
@@ -165,8 +170,9 @@ def undemonstrated(num_train: int) -> int:
 
 
 def heldout_tasks(distinct: float, most: int = NUM_HELDOUT) -> int:
-    """`most`, or fewer where there are few different tasks."""
-    return max(min(most, int(distinct * 0.25)), 2)
+    """`most`, or fewer where there are few different tasks: a quarter, up to FEW_HELDOUT two
+    fifths of them."""
+    return max(min(most, max(int(distinct * 0.25), min(int(distinct * 0.4), FEW_HELDOUT))), 2)
 
 
 def affordable_heldout(given: int, episode_s: float, minutes: float) -> int:

@@ -12,6 +12,7 @@ The rollout is the unit: the rows of a trajectory share its weight. Weights of t
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -39,6 +40,12 @@ def token_mean(samples: Sequence[Sample]) -> list[list[float]]:
     """
     total = max(_loss_tokens(samples).total(), 1)
     return [_weights(s, 1 / total) for s in samples]
+
+
+def advantage_mean(samples: Sequence[Sample]) -> list[list[float]]:
+    """Mean over all tokens, weighted by their advantages, which are at least 0: those of SFT."""
+    total = math.fsum(a for s in samples for a in s.advantages) or 1.0
+    return [[a / total for a in s.advantages] for s in samples]
 
 
 def constant_length(length: float) -> Aggregate:

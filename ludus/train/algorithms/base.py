@@ -83,6 +83,19 @@ class Importance:
 
 
 @dataclass(frozen=True, slots=True)
+class EntropyFloor:
+    """An entropy bonus of 0 at `target` (nats a token) that grows to `weight` at an entropy of 0;
+    see `algorithms.entropy`."""
+
+    weight: float
+    target: float
+
+    def share(self, entropy: float | None) -> float:
+        """Share of the weight at an entropy; 0 where it is unknown."""
+        return 0.0 if entropy is None else min(max(1 - entropy / self.target, 0.0), 1.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Screening:
     """The trainable trajectories by group, and the reason for each other trajectory by its id."""
 
@@ -118,6 +131,8 @@ class Algorithm:
         critic_lr: learning rate of the critic; None: no critic.
         importance: correction for a sampler that differs from the learner.
         needs_consistency: whether each task needs `Task.consistency`.
+        entropy_floor: bonus that depends on the policy's entropy; None: none.
+        observation_weight: advantage of tokens that were not sampled; 0: they have no loss.
     """
 
     name: str
@@ -135,6 +150,8 @@ class Algorithm:
     critic_lr: float | None = None
     importance: Importance | None = None
     needs_consistency: bool = False
+    entropy_floor: EntropyFloor | None = None
+    observation_weight: float = 0.0
 
     def __post_init__(self) -> None:
         for part in ("advantages", "loss", "aggregate"):

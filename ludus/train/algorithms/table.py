@@ -21,6 +21,7 @@ from ludus.train.algorithms.advantages import (
     ones,
 )
 from ludus.train.algorithms.aggregates import (
+    advantage_mean,
     constant_length,
     token_mean,
     trajectory_mean,
@@ -362,6 +363,13 @@ def ppo(
     )
 
 
-def sft() -> Algorithm:
+def sft(
+    observation_weight: Annotated[
+        float,
+        Field(ge=0, le=1, description="Weight of the tokens that the expert did not write."),
+    ] = 0.0,
+) -> Algorithm:
     """Cross-entropy on demonstrations, averaged over tokens."""
-    return SFT
+    if not observation_weight:
+        return SFT
+    return replace(SFT, aggregate=advantage_mean, observation_weight=observation_weight)

@@ -13,12 +13,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ludus.train.algorithms.base import Algorithm, Importance, ReferenceKl
+from ludus.core.errors import ConfigError
+from ludus.train.algorithms.base import Algorithm, EntropyFloor, Importance, ReferenceKl
 from ludus.train.algorithms.losses import KlKind, with_entropy_bonus, with_reference_kl
 
 Entropy = Annotated[
     float,
     Field(ge=0, description="Weight of the entropy bonus; above 0, every sampled token trains."),
+]
+EntropyTarget = Annotated[
+    float | None,
+    Field(
+        gt=0,
+        description="Entropy in nats a token at which the bonus is 0; below it, the bonus grows, "
+        "to `entropy_bonus` at an entropy of 0. Null: the bonus is constant.",
+    ),
 ]
 KlCoefficient = Annotated[
     float, Field(ge=0, description="Weight of the divergence from a frozen reference; 0: none.")
@@ -51,6 +60,7 @@ def with_terms(
     row: Algorithm,
     *,
     entropy_bonus: Entropy = 0.0,
+    entropy_target: EntropyTarget = None,
     kl_coefficient: KlCoefficient = 0.0,
     kl_kind: Kind = "k3",
     kl_in: KlIn = "loss",
@@ -58,14 +68,18 @@ def with_terms(
     importance_cap: Cap = 0.0,
     importance_level: Level = "token",
 ) -> Algorithm:
-    """Returns `row` with the given terms."""
+    """Returns `row` with the given terms. Errors: ConfigError for a term without effect."""
     if kl_coefficient:
         kl = ReferenceKl(kl_coefficient, kl_kind, kl_in, kl_reference)
         row = replace(row, reference=kl)
         if kl_in == "loss":
             loss = with_reference_kl(row.loss, kl_coefficient, kl_kind)
             row = replace(row, loss=loss, regularised=True)
-    if entropy_bonus:
+    if entropy_target is not None:
+        if not entropy_bonus:
+            raise ConfigError("entropy_target has no effect without an entropy_bonus above 0")
+        row = replace(row, entropy_floor=EntropyFloor(entropy_bonus, entropy_target))
+    elif entropy_bonus:
         loss = with_entropy_bonus(row.loss, entropy_bonus)
         row = replace(row, loss=loss, regularised=True)
     if importance_cap:

@@ -40,8 +40,10 @@ def test_a_context_holds_the_turns_of_a_failing_episode() -> None:
 
 def test_training_tasks_leave_worlds_to_hold_out() -> None:
     assert choices.training_tasks(1e6, 0.0) == 6000
-    assert choices.training_tasks(100, 0.0) == 60
-    assert choices.heldout_tasks(100) == 25
+    assert choices.training_tasks(1000, 0.0) == 600
+    assert choices.heldout_tasks(1000) == 250
+    assert choices.training_tasks(100, 0.0) == 50
+    assert choices.heldout_tasks(100) == 40
     assert choices.training_tasks(1e6, 0.05) == 300  # the comparison would take too long
 
 
