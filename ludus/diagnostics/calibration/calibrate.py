@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -71,6 +72,9 @@ MAX_DEMONSTRATIONS = 6000
 
 DEMONSTRATIONS_SHARE = 0.2
 """Share of the minutes in which the expert may play them."""
+
+TOLD = 0.1
+"""Success of one answer to all tasks above which it is told."""
 
 NUM_BETWEEN = 128
 """Held-out tasks of an evaluation during RL."""
@@ -193,6 +197,10 @@ def _calibrate(
         tokenizer = tokens.trained(config, shown, splits.train[: 1 if slow else None])
         if slow:
             config = with_few_episodes(config)
+        if (one := success_of_one_answer(good)) > TOLD:
+            say(f"one answer to all tasks succeeds in {one:.0%}")
+        chance = max(success_of(played), one)
+        config = with_target(config, chance)
         trial = run(
             try_out(
                 config,
@@ -205,7 +213,7 @@ def _calibrate(
                 slow=slow,
             )
         )
-        trial.chance = success_of(played)
+        trial.chance = chance
         rate = expert.per_s if subject.env else 1e9
         config, planned = with_choices(config, trial, minutes, rate)
     warnings = [
@@ -362,6 +370,22 @@ def success_of(played: Sequence[RandomEpisode]) -> float:
     """The success of random actions; 0 where none was played to its end."""
     fine = [p.success for p in played if not p.error]
     return fmean(fine) if fine else 0.0
+
+
+def success_of_one_answer(good: Sequence[Demonstration]) -> float:
+    """The success of a policy that always gives the expert's most frequent answer, where episodes
+    have one turn; else 0."""
+    answers = Counter(d.messages[-1].content for d in good if d.num_turns == 1)
+    [(_, most)] = answers.most_common(1) or [("", 0)]
+    return most / len(good) if good and answers.total() == len(good) else 0.0
+
+
+def with_target(config: RunConfig, chance: float) -> RunConfig:
+    """The recipe whose SFT ends at a success that a policy has not by chance."""
+    assert config.sft is not None
+    assert config.sft.until is not None
+    until = config.sft.until.model_copy(update={"success": choices.target(chance)})
+    return config.model_copy(update={"sft": config.sft.model_copy(update={"until": until})})
 
 
 def random_line(played: Sequence[RandomEpisode]) -> str:

@@ -28,6 +28,10 @@ TOKENIZERS = (
 NUM_COUNTED = 200
 """Episodes that tell how long they are with one of them."""
 
+OBSERVATION_WEIGHT = 0.2
+"""Weight of prompts and observations in SFT of a model from scratch, which learns the words of an
+environment from what it reads too (docs/log.md)."""
+
 FREE_TURN = 200
 """Tokens of a turn of a pretrained model, where no expert shows how long a turn is."""
 
@@ -58,7 +62,8 @@ def base(
         "demonstrations": {"num_episodes": 1000} if subject.env and shows else None,
         "sft": {
             "steps": 1000,
-            "until": {"success": 0.4, "every": 10},
+            "until": {"success": choices.TARGET, "every": 10},
+            "observation_weight": 0.0 if model else OBSERVATION_WEIGHT,
             "optimizer": {"lr": 2e-3, "warmup_steps": 10},
         }
         if shows

@@ -155,10 +155,13 @@ def _sft(c: Calibration) -> Iterator[Line]:
     yield "steps", sft.steps, "at most"
     if sft.episodes_per_step != type(sft).model_fields["episodes_per_step"].default:
         yield "episodes_per_step", sft.episodes_per_step, "they are long"
+    if sft.observation_weight:
+        yield "observation_weight", sft.observation_weight, "prompts and observations train too"
     if sft.until is not None:
         curve = ", ".join(f"{value:.0%} after {step}" for step, value in c.trial.curve[-3:])
         until = {"success": sft.until.success} | sft.until.model_dump(exclude_defaults=True)
-        told = f"sampled episodes that succeed: {curve} steps" if curve else ""
+        by_chance = f"by chance {c.trial.chance:.0%}, " if c.trial.chance else ""
+        told = f"sampled episodes that succeed: {by_chance}{curve} steps" if curve else ""
         yield "until", until, told
     losses = ", ".join(f"{loss:.3f} at {flow(rate)}" for rate, loss in c.trial.losses.items())
     optimizer = {"lr": sft.optimizer.lr, "warmup_steps": sft.optimizer.warmup_steps}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from ludus.core.types import Message
+from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import choices
+from ludus.diagnostics.calibration.calibrate import success_of_one_answer
 from ludus.diagnostics.calibration.choices import Lengths
 from ludus.diagnostics.calibration.trials import Trial
 
@@ -110,6 +113,28 @@ def test_time_that_sft_will_not_need_goes_to_rl() -> None:
     quick = choices.steps(Trial(sft_step_s=0.1, curve=rising, rl_step_s=2.0), 10, 10, 10)
     assert quick.sft == 310  # four times the 77 expected, of which half as many again count
     assert round(quick.sft_s, 3) == 11.6
+
+
+def test_sft_goes_on_beyond_what_chance_reaches() -> None:
+    assert choices.target(0.0) == 0.4
+    assert choices.target(0.35) == 0.61
+
+    def played(*answers: str, turns: int = 1) -> list[Demonstration]:
+        return [
+            Demonstration(
+                task_id=str(n),
+                tier=None,
+                messages=[Message(role="user", content="?"), Message(role="assistant", content=a)],
+                reward=1.0,
+                success=True,
+                num_turns=turns,
+            )
+            for n, a in enumerate(answers)
+        ]
+
+    assert success_of_one_answer(played("1", "2", "1", "3")) == 0.5
+    assert success_of_one_answer(played("1", "1", turns=2)) == 0.0
+    assert success_of_one_answer([]) == 0.0
 
 
 def test_sft_is_measured_rarely_enough() -> None:
