@@ -55,12 +55,28 @@ class _Verbs(typer.core.TyperGroup):
     """Prints a message on Ctrl-C and SIGTERM; typer prints nothing."""
 
     def invoke(self, ctx: Any) -> Any:
+        raised: list[KeyboardInterrupt] = []
+
+        def stop_here(stop: KeyboardInterrupt) -> NoReturn:
+            raised.append(stop)
+            raise_stop(stop)
+
         try:
-            with handling(raise_stop):
+            with handling(stop_here):
                 return super().invoke(ctx)
         except KeyboardInterrupt as stop:
-            typer.echo(f"ludus: {str(stop) or 'stopped'}", err=True)
-            raise typer.Exit(exit_code(stop)) from None
+            _end(stop)
+        except (typer.Exit, LudusError):
+            raise
+        except Exception:
+            if not raised:
+                raise
+            _end(raised[0])  # an import swallowed it (torch's of numpy), and failed later
+
+
+def _end(stop: KeyboardInterrupt) -> NoReturn:
+    typer.echo(f"ludus: {str(stop) or 'stopped'}", err=True)
+    raise typer.Exit(exit_code(stop)) from None
 
 
 app = typer.Typer(

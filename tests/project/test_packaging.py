@@ -119,7 +119,7 @@ def test_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert set(metadata.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
     assert wheel.read(f"{folder}/entry_points.txt").decode().split() == [
-        "[console_scripts]", "ludus", "=", "ludus.cli:main",
+        "[console_scripts]", "ludus", "=", "ludus.__main__:main",
     ]  # fmt: skip
     licences = {f"{folder}/licenses/LICENSE", f"{folder}/licenses/NOTICE"}
     assert licences <= set(wheel.namelist())
