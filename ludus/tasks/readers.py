@@ -173,6 +173,11 @@ def read_json(
         what = "is a folder, not a file" if file.is_dir() else "does not exist"
         raise DataError(f"{path} {what}")
     mapping = FieldMapping(path, prompt, answer, id, tier, tools, consistency, data, env, judge)
+
+    def make(number: int, line: bytes) -> Task:
+        return mapping.task(number, parse_line(line))
+
+    check_encoding(file)
     with file.open("rb") as lines:
         filled = ((n, line) for n, line in enumerate(lines, start=1) if line.strip())
         rows = islice(filled, skip, None)
@@ -311,14 +316,29 @@ def read_rows(
     return TaskList(tasks, bad_lines, rows=numbers)
 
 
+def check_encoding(file: Path) -> None:
+    """Refuse a file in UTF-16 or UTF-32, of which each line would be malformed.
+
+    Errors: DataError.
+    """
+    with file.open("rb") as opened:
+        encoding = json.detect_encoding(opened.read(4))
+    if not encoding.startswith("utf-8"):
+        raise DataError(
+            f"{file} is in {encoding.upper()}, and has to be in UTF-8: "
+            f"`iconv -f {encoding.upper()} -t UTF-8 {file} > NEW_FILE` converts it"
+        )
+
+
 def parse_line(line: bytes) -> dict[str, Any]:
     """The object of a line of JSON. Errors: ValueError with the reason for any other line."""
     try:
-        row = json.loads(line.decode("utf-8-sig"), parse_constant=_no_constant)
+        row = json.loads(line.decode("utf-8-sig").rstrip("\r\n"), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 (byte {error.start})") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error.msg} at column {error.colno}") from None
+        what = error.msg.removesuffix(" at")
+        raise ValueError(f"is not JSON: {what} at column {error.colno}") from None
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     if not isinstance(row, dict):
@@ -369,6 +389,8 @@ def load_hf(path: str, name: str | None, split: str, revision: str | None) -> An
             kind = FILE_KINDS.get(local.suffix)
             if kind is None:
                 raise DataError(f"{path}: the file type must be one of {', '.join(FILE_KINDS)}")
+            if kind != "parquet":
+                check_encoding(local)
             return datasets.load_dataset(kind, data_files={"train": path}, split=split)
         return datasets.load_dataset(path, name, split=split, revision=revision)
     except DataError:

@@ -128,6 +128,34 @@ def test_a_malformed_line_is_refused_or_skipped_with_number_and_reason(lines, ba
     assert skipped.reason.startswith(reason)
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"prompt": "x", "ans', "Unterminated string starting at column 17"),
+        (b'{"prompt": "x", "answer":\r', "Expecting value at column 26"),
+        (b'{"prompt": "x"', "Expecting ',' delimiter at column 15"),
+        (b'{"prompt": "\t"}', "Invalid control character at column 13"),
+    ],
+)
+def test_a_line_that_is_cut_off_has_its_number_and_column(lines, line, reason):
+    with pytest.raises(DataError) as refused:
+        read(lines(GOOD, line))
+    assert str(refused.value).endswith(f"line 2 is not JSON: {reason}")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
+def test_another_encoding_is_told_once(tmp_path, encoding):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(GOOD)}\n" * 9, encoding=encoding)
+    with pytest.raises(DataError) as refused:
+        read(str(path))
+    name = encoding.upper()
+    assert str(refused.value) == (
+        f"{path} is in {name}, and has to be in UTF-8: `iconv -f {name} -t UTF-8 {path} > "
+        "NEW_FILE` converts it"
+    )
+
+
 def test_many_bad_lines_are_counted_and_the_first_named(lines):
     path = lines(GOOD, *[b"x"] * 9)
     with pytest.raises(DataError, match=r"9 malformed lines .*line 2 .*line 6 .*; and 4 more$"):
