@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from ludus.core.errors import MissingDependency, described
-from ludus.core.sources import is_foreign, siblings
+from ludus.core.sources import is_foreign, is_of_ludus, siblings
 
 DISTRIBUTION = "ludus-rl"
 
@@ -74,7 +74,8 @@ def load_module(name: str) -> ModuleType:
 def told(error: BaseException) -> str:
     """Returns type, message and place of an error that a user's code raised.
 
-    A syntax error has its place in itself; its traceback ends in Python's own import.
+    A syntax error has its place in itself; its traceback ends in Python's own import. A place
+    within ludus is left out: the user cannot change it.
     """
     if isinstance(error, SyntaxError) and error.filename:
         place: tuple[str, int | None] | None = (error.filename, error.lineno)
@@ -83,6 +84,8 @@ def told(error: BaseException) -> str:
         frames = traceback.extract_tb(error.__traceback__)
         real = [frame for frame in frames if not frame.filename.startswith("<")]
         frame = own_frame(error) or (real[-1] if real else None)
+        if frame is not None and is_of_ludus(Path(frame.filename).resolve()):
+            frame = None
         place = (frame.filename, frame.lineno) if frame else None
         message = described(error)
     where = f" [{Path(place[0]).name}, line {place[1]}]" if place else ""

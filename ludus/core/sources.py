@@ -43,8 +43,12 @@ def siblings(file: Path) -> list[Path]:
 def is_foreign(path: Path) -> bool:
     """True for a file of Python, of ludus or of an installed package."""
     python = Path(sysconfig.get_path("stdlib")).resolve()
-    ludus = Path(__file__).resolve().parents[1]
-    return bool(_INSTALLED & set(path.parts)) or python in path.parents or ludus in path.parents
+    return bool(_INSTALLED & set(path.parts)) or python in path.parents or is_of_ludus(path)
+
+
+def is_of_ludus(path: Path) -> bool:
+    """True for a file of ludus."""
+    return Path(__file__).resolve().parents[1] in path.parents
 
 
 def _imports(path: Path, roots: list[Path]) -> Iterator[Path]:

@@ -13,6 +13,7 @@ from ludus.backends import BACKENDS
 from ludus.config.registry import Registry, Row
 from ludus.core.errors import ConfigError, MissingDependency
 from ludus.core.types import Spec
+from ludus.envs import ENVS
 from ludus.judges import JUDGES
 from ludus.models import ARCHITECTURES, SAMPLERS
 from ludus.telemetry.sinks import SINKS
@@ -163,6 +164,17 @@ def test_a_partial_is_a_plug_in(tmp_path):
     assert registry().build(Spec(name=name, args={"size": 2})) == (2, 0.3)
     assert registry().build(Spec(name=name, args={"size": 2, "clip": 0.5})) == (2, 0.5)
     assert "args.size must be a whole number" in complaint({"name": name, "args": {"size": "x"}})
+
+
+def test_an_argument_of_any_type_is_named_alone(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    assert complaint({"name": f"{tmp_path}/own.py:needy"}).endswith("args.size is required")
+
+
+def test_a_place_within_ludus_is_not_told(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("from ludus import Env\nclass Own(Env): pass\n")
+    with pytest.raises(ConfigError, match=r"with abstract methods reset, step$"):
+        ENVS.build(f"{tmp_path}/own.py:Own")
 
 
 @pytest.mark.parametrize(
