@@ -62,7 +62,7 @@ def make_tokenizer(
     if isinstance(spec, str) and spec in TOKENIZERS.names() and not Path(spec).is_dir():
         spec = Spec(name=spec)
     if not isinstance(spec, Spec):
-        return load_tokenizer(spec or str(model.path))
+        return load_tokenizer(spec) if spec else load_tokenizer(str(model.path), "model.path")
     sources = list(messages)
     if tasks:  # a task without a demonstration may have words of its own
         actions = mistakes([m for m in sources if m.role == "assistant"])

@@ -37,8 +37,8 @@ WORDS = r" ?[^\W\d]+| ?\d| ?[^\w\s]|\s"
 white-space character. Every text is a concatenation of these."""
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of a Hugging Face folder or hub name.
+def load_tokenizer(path: str, key: str = "model.tokenizer") -> PreTrainedTokenizerFast:
+    """Load the tokenizer of a Hugging Face folder or hub name, which the config's `key` names.
 
     Errors: ConfigError where the folder does not exist (with the nearest name), the hub cannot be
     reached, there is no tokenizer, or its chat template has a wrong syntax.
@@ -49,10 +49,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # of transformers' readers and validators
-        raise ConfigError(load_error("model.tokenizer", path, error)) from error
+        raise ConfigError(load_error(key, path, error)) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers made one up
         raise ConfigError(
-            f"model.tokenizer: {path} has no tokenizer (no token but special ones); name "
+            f"{key}: {path} has no tokenizer (no token but special ones); name "
             "another folder in model.tokenizer, or add its files, such as tokenizer.json"
         )
     if isinstance(tokenizer.chat_template, str):

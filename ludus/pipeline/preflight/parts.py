@@ -60,7 +60,7 @@ def _tokenizer(model: ModelConfig, folder: RunFolder | None) -> Any:
     named = model.tokenizer
     if isinstance(named, Spec) or (named in TOKENIZERS.names() and not Path(str(named)).is_dir()):
         return None
-    return load_tokenizer(named or str(model.path))
+    return load_tokenizer(named) if named else load_tokenizer(str(model.path), "model.path")
 
 
 def _check_policy(where: str, model: ModelConfig, tokenizer: Any, here: bool) -> None:

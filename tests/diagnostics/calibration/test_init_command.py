@@ -173,7 +173,7 @@ def test_a_model_that_cannot_be_loaded_is_told_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "no folder ./none" in refusal("textcraft", "--model", "./none")
+    assert "model.path: there is no folder ./none" in refusal("textcraft", "--model", "./none")
 
 
 def test_names_are_texts_in_yaml() -> None:
