@@ -26,6 +26,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from pydantic import BaseModel, ValidationError
+
 from ludus.core.errors import ConfigError, EnvError, did_you_mean
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
 
@@ -35,14 +37,58 @@ PREPARE_S = 300.0
 """Time limit of `Env.prepare`, in seconds."""
 
 
+RESULTS: dict[str, type[BaseModel]] = {
+    "Message": Message,
+    "Observation": Observation,
+    "StepResult": StepResult,
+}
+"""What an environment's methods construct, by name."""
+
+RIGHT = {
+    "messages": "a list of Messages",
+    "reward": "a number or None",
+    "terminated": "True or False",
+    "truncated": "True or False",
+    "info": "a dict",
+    "role": "system, user, assistant or tool",
+    "content": "a text",
+}
+"""What their fields hold."""
+
+
 async def awaited(name: str, result: Awaitable[T]) -> T:
-    """Returns the awaited result of a method. Errors: EnvError where the method is not async."""
+    """Returns the awaited result of a method. Errors: EnvError where the method is not async, or
+    constructs a result with a wrong field."""
     if not inspect.isawaitable(result):
         raise EnvError(
             f"the environment's {name} is not async (it returned {type(result).__name__}): write "
             f"`async def {name}`"
         )
-    return await result
+    try:
+        return await result
+    except ValidationError as error:
+        if (fault := _construction_fault(error)) is None:
+            raise
+        # Of a coroutine: Class.method.
+        own = ".".join(getattr(result, "__qualname__", name).split(".")[-2:])
+        raise EnvError(f"{own}: {fault}") from error
+
+
+def _construction_fault(error: ValidationError) -> str | None:
+    """Returns what is wrong with a result that an environment constructs; None: it is another
+    class's error."""
+    if (model := RESULTS.get(error.title)) is None:
+        return None
+    first = error.errors(include_url=False)[0]
+    field = str(first["loc"][0]) if first["loc"] else ""
+    if field not in model.model_fields:
+        return f"{error.title} has no field {field!r}{did_you_mean(field, model.model_fields)}"
+    right = RIGHT.get(field, "of its type")
+    if first["type"] == "missing" and len(first["loc"]) == 1:
+        return f"{error.title} needs `{field}`, {right}"
+    value = f"{first['input']!r:.80}"
+    what = f"{field}={value}" if len(first["loc"]) == 1 else f"{value} in {field}"
+    return f"{error.title} has {what}; it has to be {right}"
 
 
 def declaration_fault(env: Any) -> str | None:

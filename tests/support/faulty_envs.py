@@ -54,6 +54,11 @@ class Digit(Env):
         return Task(id=f"digit/{seed}", data={"seed": seed})
 
 
+class Praises(Digit):
+    async def step(self, action: Message) -> StepResult:
+        return StepResult(messages=user("well done"), reward="good")  # type: ignore[arg-type]
+
+
 class Hangs(Digit):
     async def step(self, action: Message) -> StepResult:
         while True:

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
+from ludus.core.errors import ConfigError
 from ludus.core.signals import run
 from ludus.core.types import Message, Spec, Task
 from ludus.data.demonstrations import (
@@ -130,11 +131,25 @@ def play_expert(
             break
         more = _batch(env, tasks[at : at + number], folder / f"{at}.jsonl", workers, timeout_s)
         played = played.joined(more)
+        check_openings(env, tasks, more.demonstrations)
         if not played.demonstrations:
             break
         # An episode that hangs must not take the time of all others.
         timeout_s = min(max(4 / played.per_s, 2.0), LONGEST_S)
     return replace(played, per_s=max(played.per_s, per_s)) if per_s else played
+
+
+def check_openings(env: Spec, tasks: Sequence[Task], shown: Sequence[Demonstration]) -> None:
+    """Errors: ConfigError for an episode that begins with the expert's turn: there is nothing that
+    a model could answer."""
+    asked = {task.id for task in tasks if task.prompt}
+    for one in shown:
+        if one.task_id not in asked and one.messages and one.messages[0].role == "assistant":
+            raise ConfigError(
+                f"{env.name}: reset returned no messages for task {one.task_id}, which has no "
+                "prompt either, so a model has nothing to answer: return an Observation with at "
+                'least one message, such as Message(role="user", content=...)'
+            )
 
 
 async def rate_here(env: Spec, tasks: Sequence[Task]) -> float:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import pytest
+
+from ludus.core.errors import ConfigError
 from ludus.core.signals import run
-from ludus.core.types import Spec
+from ludus.core.types import Message, Spec, Task
 from ludus.diagnostics.calibration.calibrate import repeated
 from ludus.diagnostics.calibration.episodes import Expert, play_again, play_expert, play_random
 from ludus.diagnostics.calibration.subject import environment
@@ -58,6 +61,48 @@ def test_an_expert_that_hangs_in_a_task_leaves_the_others(tmp_path: Path) -> Non
     assert expert.failed == {"timeout": 1}
     assert "took longer than" in expert.reason
     assert expert.turns == [2] * 11
+
+
+SILENT = """
+class Silent(Count):
+    async def reset(self, task):
+        await super().reset(task)
+        return Observation(messages=[])
+
+class Text(Count):
+    async def step(self, action):
+        return StepResult(reward="good")
+
+class Words(Count):
+    async def reset(self, task):
+        return Observation(messages=["go"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Text", "EnvError: Text.step: StepResult has reward='good'; it has to be a number or No"),
+        ("Words", "EnvError: Words.reset: Observation has 'go' in messages; it has to be a list o"),
+    ],
+)
+def test_a_wrong_result_is_told_in_a_line(tmp_path: Path, name: str, told: str) -> None:
+    path = tmp_path / f"env{next(NUMBER)}.py"
+    path.write_text(f"NOISE = HANGS = False\n{ENV}{SILENT}")
+    spec = Spec(name=f"{path}:{name}")
+    reason = play_expert(spec, tasks(spec, 2), tmp_path, seconds=30).reason
+    assert reason.startswith(told)
+    assert "\n" not in reason
+
+
+def test_a_reset_without_messages_is_named(tmp_path: Path) -> None:
+    path = tmp_path / f"env{next(NUMBER)}.py"
+    path.write_text(f"NOISE = HANGS = False\n{ENV}{SILENT}")
+    spec = Spec(name=f"{path}:Silent")
+    with pytest.raises(ConfigError, match=r"py:Silent: reset returned no messages for task 0, wh"):
+        play_expert(spec, tasks(spec, 2), tmp_path, seconds=30)
+    asked = [Task(id="0", data={"seed": 0}, prompt=[Message(role="user", content="?")])]
+    assert play_expert(spec, asked, tmp_path, seconds=30).demonstrations
 
 
 async def test_random_actions_go_on_after_an_error(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ async def test_a_faultless_environment_has_no_findings() -> None:
 FAULTS: list[tuple[type[Env], str, str]] = [
     (faulty.RaisesOnRubbish, "rubbish", "an empty action raised ValueError"),
     (faulty.ReturnsRubbish, "expert", "step returned a str, not a StepResult"),
+    (faulty.Praises, "expert", "Praises.step: StepResult has reward='good'; it has to be a number"),
     (faulty.AnswersAsAssistant, "messages", "assistant message"),
     (faulty.Prints, "standard output", "'a step"),
     (faulty.NotDeterministic, "determinism", "the opening"),
