@@ -170,6 +170,8 @@ def spec(name: str, args: list[str] | None) -> Any:
         key, equals, value = item.partition("=")
         if not equals or not key:
             raise ConfigError(f"{item!r}: write arguments as key=value")
+        if key in pairs:
+            raise ConfigError(f"{item}: {key} is given twice; give it once")
         pairs[key], _ = yaml12.parse(value, item)
     return Spec(name=name, args=pairs)
 

@@ -27,6 +27,9 @@ from ludus.core.types import Spec
 PathKey = tuple[str | int, ...]
 """A place in a configuration: ("metrics", 0, "args", "port")."""
 
+ANYTHING = "anything"
+"""The words of a type that admits every value."""
+
 _PLAIN = {bool: "true or false", int: "a whole number", float: "a number"}
 _LIMITS = {
     "gt": "> {}",
@@ -138,7 +141,7 @@ class Type:
         if kind is Path:
             return "a path"
         if kind is Any or kind is object:
-            return "anything"
+            return ANYTHING
         if self.model() is not None:
             return "a section"
         return getattr(kind, "__name__", str(kind))
@@ -256,7 +259,8 @@ def _line(item: ErrorDetails, path: PathKey, model: Any, place: str, noun: str) 
     if item["type"] == "extra_forbidden":
         return f"{where} is not {noun}{_nearest_key(path, model, place)}"
     if item["type"] == "missing":
-        return f"{where} is required" + (f": {at.words()}" if at else "")
+        words = at.words() if at else ANYTHING
+        return f"{where} is required" + ("" if words == ANYTHING else f": {words}")
     if item["type"] in ("value_error", "assertion_error"):
         text = str(item["ctx"]["error"])
         return f"{where}: {text}" if where else text

@@ -153,6 +153,7 @@ class Row:
     pass
 def grown(size: int, clip: float = 0.2): return (size, clip)
 def hidden(size: Decimal): return size
+def needy(size): return size
 value = Row()
 part = partial(grown, clip=0.3)
 """

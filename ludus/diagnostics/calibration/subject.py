@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -94,11 +95,17 @@ def open_subject(given: str, args: Mapping[str, Any], tiers: Sequence[str] | Non
     return environment(given, args, tiers)
 
 
-def environment(given: str, args: Mapping[str, Any], tiers: Sequence[str] | None) -> Subject:
-    """An environment and its levels. Errors: ConfigError, MissingDependency."""
+def environment(
+    given: str, args: Mapping[str, Any], tiers: Sequence[str] | None, prefix: str = ""
+) -> Subject:
+    """An environment and its levels; `prefix`: of its arguments in the command.
+
+    Errors: ConfigError, MissingDependency.
+    """
     env = Spec(name=given, args=dict(args))
     try:
-        maker = ENVS.build(env, "env")
+        with as_arguments(given, "env", prefix):
+            maker = ENVS.build(env, "env")
     except ConfigError as error:
         if ":" not in given or inspect.isclass(ENVS.load(given)):
             raise
@@ -117,6 +124,27 @@ def environment(given: str, args: Mapping[str, Any], tiers: Sequence[str] | None
         maker.check_tier(tier)
     name = given.rpartition(":")[2] if ":" in given else given
     return Subject("env", given, slug(name, chosen), env, chosen or known)
+
+
+@contextmanager
+def as_arguments(given: str, place: str, prefix: str = "") -> Iterator[None]:
+    """Name a plug-in's arguments as the command takes them: `env.args.size` is `size=...`.
+
+    Errors: ConfigError.
+    """
+
+    def as_given(found: re.Match[str]) -> str:
+        within, name, required, kind = found.groups()
+        if required:
+            words = f" ({kind.removeprefix(': ')})" if kind else ""
+            return f"{given} needs `{prefix}{name}=...`{words}"
+        return f"{within}{prefix}{name}" if within else f"{given}: {prefix}{name}"
+
+    try:
+        yield
+    except ConfigError as error:
+        key = rf"(?m)(?:^|([ (])){re.escape(place)}\.args\.(\w+)( is required(: .+)?$)?"
+        raise ConfigError(re.sub(key, as_given, str(error))) from error
 
 
 def tiers_of(given: str, env: Any) -> list[str]:

@@ -79,6 +79,43 @@ def test_endless_minutes_are_refused() -> None:
         assert CliRunner().invoke(app, ["init", "textcraft", "--minutes", minutes]).exit_code == 2
 
 
+SIZED = """
+from ludus import Env
+
+class Own(Env):
+    reset = step = None
+    def __init__(self, size, depth: int = 1):
+        pass
+
+class Typed(Own):
+    def __init__(self, size: int):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "told"),
+    [
+        ("Own", [], "mine.py:Own needs `size=...`"),
+        ("Typed", [], "mine.py:Typed needs `size=...` (a whole number)"),
+        ("Typed", ["size=x"], "mine.py:Typed: size must be a whole number, got 'x'"),
+        ("Own", ["size=2", "dpth=1"], "mine.py:Own: dpth is not an argument (did you mean depth?)"),
+    ],
+)
+def test_arguments_are_told_as_the_command_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, args: list[str], told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(SIZED)
+    assert refusal(f"mine.py:{name}", *args) == told
+
+
+def test_an_argument_that_is_given_twice_is_refused() -> None:
+    assert (
+        refusal("textcraft", "guide=1", "guide=2") == "guide=2: guide is given twice; give it once"
+    )
+
+
 def test_a_death_of_ones_own_process_is_told(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         """

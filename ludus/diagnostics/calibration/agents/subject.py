@@ -14,6 +14,7 @@ from ludus.core.errors import ConfigError, did_you_mean
 from ludus.core.types import Spec, Task
 from ludus.diagnostics.calibration.subject import (
     Subject,
+    as_arguments,
     check_answers,
     environment,
     is_rows,
@@ -123,7 +124,8 @@ def open_agent(
     """Find an agent, its tasks and its judge. Errors: ConfigError, DataError, MissingDependency."""
     own, parts = _divided(args, options)
     spec = Spec(name=given, args=own)
-    plays = Agent.build(spec)
+    with as_arguments(given, "agent"):
+        plays = Agent.build(spec)
     if not {"task", "model"} <= plays.names:
         raise ConfigError(
             f"agent: {given} is called with ({', '.join(sorted(plays.names))}); it has to take "
@@ -214,7 +216,7 @@ def _tasks(
                 f"--env: {given} takes no `env`: write async def run(task, model, env), or name "
                 "its tasks with --tasks"
             )
-        return environment(options.env, parts["env"], tiers)
+        return environment(options.env, parts["env"], tiers, "env.")
     if tiers:
         raise ConfigError(
             "--tiers selects levels of an environment, which an agent has with --env alone"
@@ -237,6 +239,11 @@ def _read(given: str, plays: Agent, tasks: str, args: Mapping[str, Any]) -> Subj
     if is_rows(tasks):
         command = f"ludus init {given} --tasks {tasks} tasks."
         found = rows_of(tasks, args, command, needs_answer=False)
+    elif tasks == "env":
+        raise ConfigError(
+            "--tasks env: these are the tasks of an environment: name it in place of --tasks, with "
+            "--env, for an agent that takes an `env`"
+        )
     elif ":" in tasks or tasks in READERS.names():
         found = _from_seeds(tasks, args)
     else:
@@ -267,7 +274,8 @@ def _from_seeds(name: str, args: Mapping[str, Any]) -> Subject:
     if set_here := SEEDS & set(args):
         raise ConfigError(f"tasks.{min(set_here)}: `ludus init` sets it, for both splits")
     first = Spec(name=name, args={**args, "num_tasks": NUM_FIRST, "first_seed": 0})
-    tasks = read_tasks(first, "--tasks")
+    with as_arguments(name, "--tasks", "tasks."):
+        tasks = read_tasks(first, "--tasks")
     return Subject(
         "env", name, slug(name.rpartition(":")[2], ()), reader=name, fields=args, tasks=tasks
     )
@@ -279,7 +287,9 @@ def _judge(options: AgentOptions, args: Mapping[str, Any], tasks: Subject) -> Sp
     known: Sequence[Task] = tasks.tasks
     if options.judge is not None:
         judge = Spec(name=options.judge, args=dict(args))
-        if hasattr(JUDGES.build(judge, "judge"), "score_groups"):
+        with as_arguments(options.judge, "judge", "judge."):
+            built = JUDGES.build(judge, "judge")
+        if hasattr(built, "score_groups"):
             raise ConfigError(
                 f"--judge: {options.judge} scores the episodes of a step together, and `ludus init`"
                 " plays few: leave it out, and set `judge` in the recipe"
