@@ -101,6 +101,7 @@ def init(
         _refuse_files(path, None, force, (subject, tasks, env, judge, tools))
         assert model is not None  # `open_agent` refuses an agent without one
         text, warnings, seconds = _agent(agent, model, minutes, seed)
+        warnings = [*agent.tasks.warnings, *warnings]
     else:
         refuse_options(subject, options)
         found = open_subject(subject, given, chosen)
@@ -108,6 +109,7 @@ def init(
         data = path.with_suffix(".sft.jsonl")
         _refuse_files(path, data if found.kind == "data" else None, force, (subject,))
         text, warnings, seconds = _other(found, model, minutes, seed, data)
+        warnings = [*found.warnings, *warnings]
     _finish(path, text, warnings, seconds)
 
 

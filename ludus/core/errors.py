@@ -149,6 +149,12 @@ def first_fault(error: ValidationError, whole: str = "it") -> str:
     return f"{place}: {first['msg']}" if place else str(first["msg"])
 
 
+def counted(number: float, noun: str, plural: str = "") -> str:
+    """`1 row`, `1,200 rows`; `plural` where it is not the noun with an s."""
+    shown = f"{number:,.0f}"
+    return f"{shown} {noun if shown == '1' else plural or noun + 's'}"
+
+
 def did_you_mean(name: str, choices: Iterable[str], full: str = "{}") -> str:
     """` (did you mean X?)`; the choices, where no name is near; empty without choices."""
     known = sorted(choices)

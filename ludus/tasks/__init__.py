@@ -30,7 +30,7 @@ READERS: Registry[list[Task]] = Registry(
         "mixture": Row("ludus.tasks.mixture:read_mixture", "", "several readers, in exact ratios"),
         "prompts": Row("ludus.tasks.prompts:read_prompts", "", "constant prompts, repeated"),
     },
-    context=frozenset({"maker", "on_bad_line", "place", "taken"}),
+    context=frozenset({"maker", "on_bad_line", "place", "skipped_by", "taken"}),
 )
 """A reader is a function from a config's arguments to a list of tasks. `context` holds the
 arguments that `read_tasks` supplies."""

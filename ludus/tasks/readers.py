@@ -32,6 +32,9 @@ OnBadLine = Literal["refuse", "skip"]
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 """Files of rows: the name of their format in `datasets`, by suffix."""
 
+SKIPPED_BY = "tasks.on_bad_line: skip"
+"""The setting of a recipe that skips malformed rows."""
+
 _NUM_SHOWN = 5  # bad lines or ids that an error lists
 _MAX_TRIES = 1000  # seeds to try in place of a held-out task that training has
 
@@ -92,11 +95,13 @@ def read_tasks(
     maker: TaskMaker | None = None,
     on_bad_line: OnBadLine = "refuse",
     taken: Taken | None = None,
+    skipped_by: str = SKIPPED_BY,
 ) -> TaskList:
     """Read the tasks of a reader's spec. `where` is its config path, for errors.
 
     Args:
         maker: the run's environment, for readers that take tasks from it.
+        skipped_by: the setting that skips malformed lines, for the error.
         taken: tasks to leave out; readers that make tasks from seeds make others in their place,
             other readers ignore it.
 
@@ -105,7 +110,7 @@ def read_tasks(
     """
     place = where or f"reader {spec.name!r}"
     context = {"maker": maker, "on_bad_line": on_bad_line, "place": place, "taken": taken}
-    read = READERS.build(spec, where, **context)
+    read = READERS.build(spec, where, **context, skipped_by=skipped_by)
     given: Any = read
     found = list(given) if isinstance(given, Iterable) else [given]
     if wrong := [task for task in found if not isinstance(task, Task)]:
@@ -166,6 +171,7 @@ def read_json(
     limit: Limit = None,
     skip: Skip = 0,
     on_bad_line: OnBadLine = "refuse",
+    skipped_by: str = SKIPPED_BY,
 ) -> TaskList:
     """Read a file of JSON lines: one object a line, UTF-8; empty lines are skipped."""
     file = Path(path)
@@ -181,9 +187,7 @@ def read_json(
     with file.open("rb") as lines:
         filled = ((n, line) for n, line in enumerate(lines, start=1) if line.strip())
         rows = islice(filled, skip, None)
-        return read_rows(
-            rows, lambda n, line: mapping.task(n, parse_line(line)), path, on_bad_line, limit
-        )
+        return read_rows(rows, make, path, on_bad_line, limit, skipped_by)
 
 
 def read_hf(
@@ -203,6 +207,7 @@ def read_hf(
     limit: Limit = None,
     skip: Skip = 0,
     on_bad_line: OnBadLine = "refuse",
+    skipped_by: str = SKIPPED_BY,
 ) -> TaskList:
     """Read a Hugging Face data set: a hub name, a saved data set, a data folder or a data file."""
     rows = load_hf(path, name, split, revision)
@@ -218,7 +223,7 @@ def read_hf(
     fixed = tools, consistency, data, env, judge
     mapping = FieldMapping(f"{path}/{split}", prompt, answer, id, tier, *fixed)
     numbered = islice(enumerate(rows, start=1), skip, None)
-    return read_rows(numbered, mapping.task, mapping.source, on_bad_line, limit)
+    return read_rows(numbered, mapping.task, mapping.source, on_bad_line, limit, skipped_by)
 
 
 def read_env(
@@ -285,7 +290,7 @@ def read_rows(
     source: str,
     on_bad_line: OnBadLine,
     limit: int | None,
-    skip: str = "tasks.on_bad_line: skip",
+    skip: str = SKIPPED_BY,
 ) -> TaskList:
     """Make a task of each numbered row, up to `limit`; refuse or report the malformed rows.
 

@@ -122,6 +122,13 @@ def _tasks(c: Calibration) -> Iterator[Line]:
     yield "train", of_task(c.config.tasks.train), f"{told} different tasks"
     if c.config.tasks.heldout is not None:
         yield "heldout", of_task(c.config.tasks.heldout), ""
+    yield from of_bad_lines(c.config)
+
+
+def of_bad_lines(config: RunConfig) -> Iterator[Line]:
+    """The key that skips malformed rows, where there are any."""
+    if config.tasks.on_bad_line == "skip":
+        yield "on_bad_line", "skip", ""
 
 
 def of_task(spec: Spec) -> dict[str, Any]:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import inspect
 import re
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ludus.config.tasks import TasksConfig
-from ludus.core.errors import ConfigError, DataError, Unscorable, did_you_mean
+from ludus.core.errors import ConfigError, DataError, did_you_mean
 from ludus.core.types import Spec, Task
+from ludus.diagnostics.calibration.rows import check_answers, check_different, of_rows
 from ludus.envs import ENVS
 from ludus.envs.base import Env
-from ludus.judges.base import accepted_answers
 from ludus.rollout.host import is_blocking
-from ludus.tasks.readers import FILE_KINDS, load_hf, parse_line, read_tasks
-from ludus.tasks.splits import task_key
+from ludus.tasks.readers import FILE_KINDS, OnBadLine, load_hf, parse_line, read_tasks
 
 MAX_TIERS = 4
 """Levels that a first recipe trains on unless `--tiers` names them: the shortest."""
@@ -38,6 +38,8 @@ class Subject:
         tiers: levels of the environment; empty: it has none.
         rows: number of the data set's rows; 0: tasks come from seeds.
         fields: the reader's arguments for the fields of a row.
+        malformed: of each malformed row that is skipped, the number of tasks before it.
+        warnings: what the rows foretell.
     """
 
     kind: Literal["env", "data"]
@@ -50,6 +52,13 @@ class Subject:
     fields: Mapping[str, Any] = field(default_factory=dict)
     judge: Spec | None = None
     tasks: Sequence[Task] = ()
+    malformed: Sequence[int] = ()
+    warnings: Sequence[str] = ()
+
+    @property
+    def on_bad_line(self) -> OnBadLine:
+        """What a reader of its rows does with a malformed one."""
+        return "skip" if self.malformed else "refuse"
 
     def maker(self) -> Env | None:
         """The environment; None for a data set."""
@@ -68,6 +77,8 @@ class Subject:
             if self.tiers:
                 args = {"tiers": list(self.tiers), **args}
             return Spec(name=self.reader, args={**self.fields, **args})
+        if first:
+            first += sum(before <= first for before in self.malformed)
         first += int(self.fields.get("skip", 0))
         skip = {"skip": first} if first else {}
         return Spec(name=self.reader, args={**self.fields, **skip, "limit": num_tasks})
@@ -205,6 +216,9 @@ def rows_of(given: str, args: Mapping[str, Any], command: str, *, needs_answer: 
     path = Path(given)
     reader = "json" if path.suffix == ".jsonl" else "hf"
     fields = {"path": given, **args}
+    on_bad_line = fields.pop("on_bad_line", "refuse")
+    if on_bad_line not in get_args(OnBadLine):
+        raise ConfigError(f"on_bad_line must be one of refuse, skip, got {on_bad_line!r}")
     columns = _columns(given, reader, fields)
     for key, names in (("prompt", PROMPTS), ("answer", ANSWERS)):
         if key in args or key in columns:
@@ -216,42 +230,23 @@ def rows_of(given: str, args: Mapping[str, Any], command: str, *, needs_answer: 
                 f"`{command}{key}=FIELD`"
             )
         fields[key] = found
-    tasks = read_tasks(Spec(name=reader, args=fields), given)
-    _check_different(given, tasks)
+    spec, skips = Spec(name=reader, args=fields), f"{command}on_bad_line=skip"
+    with as_arguments(given, given, command.rpartition(" ")[2]):
+        tasks = read_tasks(spec, given, on_bad_line=on_bad_line, skipped_by=skips)
+    check_different(given, tasks)
     name = path.stem if path.suffix in FILE_KINDS else path.name
+    numbers = [tasks.rows[task.id] for task in tasks]
     return Subject(
-        "data", given, slug(name, ()), reader=reader, rows=len(tasks), fields=fields, tasks=tasks
+        "data",
+        given,
+        slug(name, ()),
+        reader=reader,
+        rows=len(tasks),
+        fields=fields,
+        tasks=tasks,
+        malformed=[bisect(numbers, bad.number) for bad in tasks.skipped],
+        warnings=list(of_rows(given, tasks)),
     )
-
-
-def check_answers(given: str, tasks: Sequence[Task]) -> None:
-    """Errors: DataError for rows that nothing can score."""
-    unscored = []
-    for task in tasks:
-        try:
-            accepted_answers(task)
-        except Unscorable as error:
-            unscored.append(str(error))
-    if unscored:
-        raise DataError(
-            f"{given}: {len(unscored)} of {len(tasks)} rows cannot be scored, the first: "
-            f"{unscored[0]}: remove them"
-        )
-
-
-def _check_different(given: str, tasks: Sequence[Task]) -> None:
-    """Errors: DataError for rows that repeat, or that are too few."""
-    different = len({task_key(task) for task in tasks})
-    if different < 2:
-        raise DataError(
-            f"{given}: {len(tasks)} {'row' if len(tasks) == 1 else 'rows'} with one question: a "
-            "run needs at least one to train on and another to hold out"
-        )
-    if different < len(tasks):
-        raise DataError(
-            f"{given}: {len(tasks) - different} of {len(tasks)} rows repeat an earlier one, so "
-            "held-out rows may be training rows: remove them"
-        )
 
 
 def _columns(given: str, reader: str, fields: Mapping[str, Any]) -> list[str]:
@@ -274,5 +269,7 @@ def config_tasks(subject: Subject, num_train: int, num_heldout: int) -> TasksCon
     """The section `tasks` of the recipe."""
     first = HELDOUT_SEED if subject.kind == "env" else num_train
     return TasksConfig(
-        train=subject.reader_of(num_train, 0), heldout=subject.reader_of(num_heldout, first)
+        train=subject.reader_of(num_train, 0),
+        heldout=subject.reader_of(num_heldout, first),
+        on_bad_line=subject.on_bad_line,
     )

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from ludus.cli import app
 from ludus.diagnostics.calibration.recipe import flow
+from ludus.diagnostics.calibration.subject import config_tasks, open_subject
+from ludus.tasks.readers import read_tasks
 
 
 def refusal(*argv: str) -> str:
@@ -182,6 +184,10 @@ ROWS = '{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "1 + 2", "answer": "3"}\n
     [
         (ROWS + '{"prompt": "2", "answer": null}\n', "1 of 3 rows cannot be scored"),
         (ROWS + ROWS, "2 of 4 rows repeat an earlier one"),
+        (
+            ROWS + ROWS.splitlines()[0],
+            "1 of 3 rows repeats an earlier one, so held-out rows may be training",
+        ),
         ('{"prompt": "1", "answer": "2"}\n' * 3, "3 rows with one question"),
         ('{"prompt": "1", "answer": "2"}\n', "1 row with one question"),
         ('{"prompt": "1"}\n' + ROWS, "has no field 'answer'"),
@@ -194,6 +200,44 @@ def test_rows_that_cannot_be_used_are_refused(
     (tmp_path / "rows.jsonl").write_text(rows)
     assert problem in refusal("rows.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_malformed_rows_are_skipped_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    good = [f'{{"prompt": "{n}", "answer": "{n}"}}\n' for n in range(8)]
+    lines = ["no\n", *good[:2], "\n", "{\n", *good[2:5], "[]\n", *good[5:], "7\n"]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    told = refusal("rows.jsonl")
+    assert "4 malformed lines (`ludus init rows.jsonl on_bad_line=skip` skips them)" in told
+    assert "on_bad_line must be one of refuse, skip" in refusal("rows.jsonl", "on_bad_line=no")
+
+    subject = open_subject("rows.jsonl", {"on_bad_line": "skip"}, None)
+    assert subject.warnings == [
+        "rows.jsonl: 4 malformed rows left out, the first: line 1 is not JSON: Expecting value at "
+        "column 1"
+    ]
+    for number in range(1, 8):  # the two splits share no row, and leave none out
+        tasks = config_tasks(subject, number, 8 - number)
+        assert tasks.heldout is not None
+        train = read_tasks(tasks.train, on_bad_line=tasks.on_bad_line)
+        heldout = read_tasks(tasks.heldout, on_bad_line=tasks.on_bad_line)
+        assert [task.answer for task in (*train, *heldout)] == [str(n) for n in range(8)]
+
+
+def test_rows_whose_answers_contradict_each_other_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = '{"prompt": "1  + 1", "answer": ["3", "4"]}\n'
+    (tmp_path / "rows.jsonl").write_text(ROWS + more)
+    assert open_subject("rows.jsonl", {}, None).warnings == [
+        "rows.jsonl: 1 question has different answers in 2 rows, and nothing can learn both: "
+        "'1 + 1' has '2' in line 1 and ['3', '4'] in line 3; keep one of them"
+    ]
+    (tmp_path / "rows.jsonl").write_text(ROWS + more.replace("4", "2"))
+    assert open_subject("rows.jsonl", {}, None).warnings == []
 
 
 def test_conversations_of_another_recipe_are_kept(

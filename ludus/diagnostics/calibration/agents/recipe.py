@@ -7,7 +7,14 @@ from statistics import fmean
 
 from ludus.config.sections import RolloutConfig
 from ludus.diagnostics.calibration.agents.calibrate import AgentCalibration
-from ludus.diagnostics.calibration.recipe import Line, flow, of_model, of_task, section
+from ludus.diagnostics.calibration.recipe import (
+    Line,
+    flow,
+    of_bad_lines,
+    of_model,
+    of_task,
+    section,
+)
 
 
 def write_agent(c: AgentCalibration) -> str:
@@ -60,6 +67,7 @@ def _tasks(c: AgentCalibration) -> Iterator[Line]:
     yield "train", of_task(c.config.tasks.train), f"{told} different tasks"
     if c.config.tasks.heldout is not None:
         yield "heldout", of_task(c.config.tasks.heldout), ""
+    yield from of_bad_lines(c.config)
 
 
 def _rollout(c: AgentCalibration) -> Iterator[Line]:

@@ -12,10 +12,10 @@ from ludus.config.registry import Registry
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, did_you_mean
 from ludus.core.types import Spec, Task
+from ludus.diagnostics.calibration.rows import check_answers
 from ludus.diagnostics.calibration.subject import (
     Subject,
     as_arguments,
-    check_answers,
     environment,
     is_rows,
     rows_of,
