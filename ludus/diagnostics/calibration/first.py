@@ -172,14 +172,18 @@ def with_lengths(
     subject: Subject,
     expert_turns: Sequence[int],
     conversations: Sequence[Conversation],
-) -> tuple[RunConfig, choices.Lengths]:
+) -> tuple[RunConfig, tokens.ShownLengths]:
     """Turns, tokens of a turn, the context and episodes of a step, by the expert's episodes."""
     tokenizer = tokens.trained(config, conversations, ())
     lengths = tokens.lengths(config, tokenizer, conversations)
     maker = subject.maker()
     own_limit = maker.max_turns if maker else 1
     if not expert_turns:  # nobody has shown how long a turn is
-        own = {"turn_max": FREE_TURN, "turn_mean": FREE_TURN, "per_turn_max": 2 * FREE_TURN}
+        own: dict[str, Any] = {
+            "turn_max": FREE_TURN,
+            "turn_mean": FREE_TURN,
+            "per_turn_max": 2 * FREE_TURN,
+        }
         lengths = replace(lengths, **own)
     room = choices.tokens_per_turn(lengths)
     most = choices.turns(expert_turns or [own_limit], own_limit)

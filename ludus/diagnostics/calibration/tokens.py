@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, TypeVar
 
 from ludus.config.schema import RunConfig
 from ludus.core.types import Task, Trajectory
@@ -17,7 +20,32 @@ from ludus.diagnostics.calibration.choices import (
 from ludus.models.chat.tokenizers import UNK
 from ludus.pipeline.tokenizer import make_renderers, make_tokenizer
 
+Number = TypeVar("Number", int, float)
+
 NO_LIMIT = 10**9
+
+OUTLIER = 4.0
+"""Times the 99th percentile above which the longest sets no size: all other episodes would pay for
+one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownLengths(Lengths):
+    """Tokens of the expert's episodes, without those beyond OUTLIER, which only `episode_max` and
+    `episodes` have.
+
+    Args:
+        episodes: tokens of each, ascending.
+    """
+
+    episodes: Sequence[int] = ()
+
+
+def longest(values: Sequence[Number]) -> Number:
+    """The largest value; the 99th percentile where it exceeds OUTLIER times that."""
+    ascending = sorted(values)
+    most = ascending[math.ceil(0.99 * len(ascending)) - 1]
+    return ascending[-1] if ascending[-1] <= OUTLIER * most else most
 
 
 def unknown_shares(
@@ -47,23 +75,27 @@ def fits_words(size: int, in_turns: float, in_prompts: float) -> bool:
     return size <= MAX_WORDS and in_turns <= UNKNOWN_TURNS and in_prompts <= UNKNOWN_PROMPTS
 
 
-def lengths(config: RunConfig, tokenizer: Any, shown: Sequence[Conversation]) -> Lengths:
+def lengths(config: RunConfig, tokenizer: Any, shown: Sequence[Conversation]) -> ShownLengths:
     """Tokens of prompts, turns and episodes."""
     _, trajectories, _ = replay_all(shown, make_renderers(config, tokenizer), NO_LIMIT)
     prompts = [_prompt(t) for t in trajectories]
     turns = [len(s.token_ids) for t in trajectories for s in t.segments if s.logprobs is not None]
     episodes = sorted(t.num_tokens for t in trajectories)
-    return Lengths(
-        prompt_max=max(prompts),
-        turn_mean=sum(turns) / len(turns),
-        turn_max=max(turns),
-        per_turn_max=max(
-            (t.num_tokens - prompt) / max(t.num_turns, 1)
-            for t, prompt in zip(trajectories, prompts, strict=True)
+    turn_max, episode_most = longest(turns), longest(episodes)
+    return ShownLengths(
+        prompt_max=longest(prompts),
+        turn_mean=fmean(n for n in turns if n <= turn_max),
+        turn_max=turn_max,
+        per_turn_max=longest(
+            [
+                (t.num_tokens - prompt) / max(t.num_turns, 1)
+                for t, prompt in zip(trajectories, prompts, strict=True)
+            ]
         ),
-        episode_mean=sum(episodes) / len(episodes),
+        episode_mean=fmean(n for n in episodes if n <= episode_most),
         episode_max=episodes[-1],
         episode_min=episodes[0],
+        episodes=episodes,
     )
 
 

@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
-from ludus.diagnostics.calibration.choices import MAX_CONTEXT, Lengths, expected_sft
+from ludus.core.errors import counted
+from ludus.diagnostics.calibration.choices import MAX_CONTEXT, expected_sft
 from ludus.diagnostics.calibration.episodes import Expert, RandomEpisode
+from ludus.diagnostics.calibration.tokens import ShownLengths
 from ludus.diagnostics.calibration.trials import Trial
 
 SLOW_S = 0.2
@@ -145,13 +147,17 @@ def of_worlds(distinct: float, undeclared: bool) -> Iterator[str]:
         )
 
 
-def of_lengths(lengths: Lengths, context: int) -> Iterator[str]:
+def of_lengths(lengths: ShownLengths, context: int) -> Iterator[str]:
     """Yields what the tokens of the expert's episodes foretell."""
     if lengths.episode_max > context:
+        long = sum(tokens > context for tokens in lengths.episodes)
+        most = f" (at most {MAX_CONTEXT} here)" if context >= MAX_CONTEXT else ""
+        remedy = "or train a pretrained model on a GPU" if most else "or raise model.context_length"
         yield (
-            f"the expert's longest episode has {lengths.episode_max} tokens, more than the context "
-            f"of {context} (at most {MAX_CONTEXT} here): such episodes are not shown; shorten "
-            "observations, or train a pretrained model on a GPU"
+            f"{long:,} of {counted(len(lengths.episodes), 'episode')} of the expert "
+            f"{'exceeds' if long == 1 else 'exceed'} the context of {context} tokens{most}, the "
+            f"longest with {lengths.episode_max:,}: such episodes are not shown; shorten prompts "
+            f"or observations, {remedy}"
         )
 
 
