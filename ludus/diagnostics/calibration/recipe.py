@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from ludus.config.schema import ModelConfig, RunConfig
+from ludus.core.errors import counted
 from ludus.core.types import Spec
 from ludus.data.conversations import Conversation
 from ludus.diagnostics.calibration.calibrate import Calibration
@@ -118,8 +119,9 @@ def of_model(model: ModelConfig, reason: str) -> Iterator[Line]:
 
 
 def _tasks(c: Calibration) -> Iterator[Line]:
-    told = f"about {c.distinct:,.0f}" if c.distinct < 1e6 else "many"
-    yield "train", of_task(c.config.tasks.train), f"{told} different tasks"
+    few = c.distinct < 1e6
+    told = f"about {counted(c.distinct, 'different task')}" if few else "many different tasks"
+    yield "train", of_task(c.config.tasks.train), told
     if c.config.tasks.heldout is not None:
         yield "heldout", of_task(c.config.tasks.heldout), ""
     yield from of_bad_lines(c.config)

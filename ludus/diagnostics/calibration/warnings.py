@@ -45,8 +45,8 @@ def of_expert(expert: Expert) -> Iterator[str]:
     if expert.failed:
         told = ", ".join(f"{count} x {kind}" for kind, count in sorted(expert.failed.items()))
         yield (
-            f"of {expert.num_played} episodes of the expert, some gave no demonstration: {told}: "
-            f"{expert.reason}"
+            f"of {counted(expert.num_played, 'episode')} of the expert, some gave no "
+            f"demonstration: {told}: {expert.reason}"
         )
     if expert.success < 0.9 and expert.demonstrations:
         yield (
@@ -56,7 +56,8 @@ def of_expert(expert: Expert) -> Iterator[str]:
     rewards = expert.rewards
     if broken := [r for r in rewards if not math.isfinite(r)]:
         yield (
-            f"{len(broken)} of {len(rewards)} episodes have the reward {broken[0]}: RL leaves such "
+            f"{len(broken)} of {counted(len(rewards), 'episode')} "
+            f"{'has' if len(broken) == 1 else 'have'} the reward {broken[0]}: RL leaves such "
             "episodes out; return a finite number"
         )
     elif rewards and max(map(abs, rewards)) > LARGE:
@@ -70,7 +71,10 @@ def of_random(played: Sequence[RandomEpisode], expert: Expert) -> Iterator[str]:
     """Yields what episodes of random actions foretell."""
     fine = [p for p in played if not p.error]
     if failed := [p for p in played if p.error]:
-        yield f"{len(failed)} of {len(played)} episodes of random actions failed: {failed[0].error}"
+        yield (
+            f"{len(failed)} of {counted(len(played), 'episode')} of random actions failed: "
+            f"{failed[0].error}"
+        )
     if len(fine) < ENOUGH and failed:
         return
     if not fine:
@@ -90,8 +94,9 @@ def of_random(played: Sequence[RandomEpisode], expert: Expert) -> Iterator[str]:
         turns = fmean(expert.turns) if expert.turns else 1.0
         yield (
             f"a step of the environment takes {step_s:.1f} s: a step of RL with 256 episodes of "
-            f"{turns:.0f} turns waits {256 * turns * step_s / 60:.0f} minutes for it if steps run "
-            "one after the other; make it faster, or serve it with many workers (docs/services.md)"
+            f"{counted(turns, 'turn')} waits {counted(256 * turns * step_s / 60, 'minute')} for "
+            "it if steps run one after the other; make it faster, or serve it with many workers "
+            "(docs/services.md)"
         )
 
 
@@ -120,18 +125,20 @@ def of_time(planned_s: float, minutes: float) -> Iterator[str]:
     """Yields that the least that a recipe needs takes longer than it may."""
     if planned_s > 1.1 * 60 * minutes:
         yield (
-            f"the recipe takes about {planned_s / 60:.0f} minutes, more than the {minutes:g} of "
-            "--minutes: fewer steps would teach nothing; make the environment's steps or episodes "
-            "shorter"
+            f"the recipe takes about {counted(planned_s / 60, 'minute')}, more than the "
+            f"{minutes:g} of --minutes: fewer steps would teach nothing; make the environment's "
+            "steps or episodes shorter"
         )
 
 
 def of_tasks(distinct: float, heldout: int, kind: str) -> Iterator[str]:
     """Yields what the number of different tasks foretells."""
     if distinct < FEW:
+        there = "there is about" if round(distinct) == 1 else "there are about"
         yield (
-            f"there are about {distinct:.0f} different tasks: a run memorises them, and {heldout} "
-            f"held-out tasks give intervals of {100 / math.sqrt(max(heldout, 1)):.0f} points; "
+            f"{there} {counted(distinct, 'different task')}: a run memorises them, and "
+            f"{counted(heldout, 'held-out task')} give{'s' if heldout == 1 else ''} intervals of "
+            f"{100 / math.sqrt(max(heldout, 1)):.0f} points; "
             + ("add levels or seeds" if kind == "env" else "collect more rows")
         )
 

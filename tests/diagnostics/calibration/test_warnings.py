@@ -29,7 +29,7 @@ def test_a_sound_environment_is_not_warned_about() -> None:
 
 def test_huge_and_broken_rewards_are_told() -> None:
     assert "rewards reach 1e+06" in "".join(warnings.of_expert(expert(1.0, 1e6)))
-    assert "1 of 2 episodes have the reward nan" in "".join(
+    assert "1 of 2 episodes has the reward nan" in "".join(
         warnings.of_expert(expert(1.0, float("nan")))
     )
 
@@ -83,6 +83,9 @@ def test_experts_beyond_the_turns_are_told() -> None:
 
 def test_few_tasks_and_no_success_are_told() -> None:
     assert "about 5 different tasks" in "".join(warnings.of_tasks(5, 1, "data"))
+    told = "".join(warnings.of_tasks(1.2, 1, "data"))
+    assert "there is about 1 different task: " in told
+    assert "and 1 held-out task gives intervals of 100 points" in told
     nothing = Trial(curve=[(100, 0.0)], signal={1.0: 0.0})
     assert "RL cannot help" in "".join(warnings.of_trial(nothing, 500, 0.4))
     assert list(warnings.of_trial(Trial(curve=[(10, 0.3)], signal={1.0: 0.5}), 500, 0.4)) == []

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from ludus.config.sections import RolloutConfig
+from ludus.core.errors import counted
 from ludus.diagnostics.calibration.agents.calibrate import AgentCalibration
 from ludus.diagnostics.calibration.recipe import (
     Line,
@@ -63,8 +64,9 @@ def _model(c: AgentCalibration) -> Iterator[Line]:
 
 
 def _tasks(c: AgentCalibration) -> Iterator[Line]:
-    told = f"about {c.distinct:,.0f}" if c.distinct < 1e6 else "many"
-    yield "train", of_task(c.config.tasks.train), f"{told} different tasks"
+    few = c.distinct < 1e6
+    told = f"about {counted(c.distinct, 'different task')}" if few else "many different tasks"
+    yield "train", of_task(c.config.tasks.train), told
     if c.config.tasks.heldout is not None:
         yield "heldout", of_task(c.config.tasks.heldout), ""
     yield from of_bad_lines(c.config)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from ludus.config.schema import RunConfig
-from ludus.core.errors import ConfigError
+from ludus.core.errors import ConfigError, counted
 from ludus.core.types import Status
 from ludus.diagnostics.calibration.agents.episodes import AgentPlay
 from ludus.diagnostics.calibration.agents.subject import AgentSubject
@@ -38,7 +38,7 @@ def refuse_fruitless(play: AgentPlay, subject: AgentSubject, seconds: float) -> 
         raise ConfigError(
             f"{subject.given}: no episode ended within {seconds:.0f} s, "
             + (
-                f"in which {len(play.turns)} turns were sampled: the model or the agent is too "
+                f"in which {counted(len(play.turns), 'turn')} ended: the model or the agent is too "
                 "slow on this machine: take a smaller model, fewer calls, or a GPU"
                 if called
                 else "and no turn was sampled: the agent hangs before its first call, or the model "
@@ -120,15 +120,17 @@ def of_play(play: AgentPlay, subject: AgentSubject, config: RunConfig) -> Iterat
 def _of_rewards(play: AgentPlay) -> Iterator[str]:
     rewards = play.rewards
     if len(set(rewards)) == 1:
+        all_of_them = f"all {len(rewards)} episodes have" if len(rewards) > 1 else "the episode has"
         yield (
-            f"all {len(rewards)} episodes have the reward {rewards[0]:g}: RL compares the episodes "
-            "of a group, so there is nothing to learn from: take easier tasks or a stronger model, "
-            "give part of the reward for part of the way, or show examples first (`sft.data`)"
+            f"{all_of_them} the reward {rewards[0]:g}: RL compares the episodes of a group, so "
+            "there is nothing to learn from: take easier tasks or a stronger model, give part of "
+            "the reward for part of the way, or show examples first (`sft.data`)"
         )
     elif play.signal < LOW_SIGNAL:
         low = fmean(rewards) < (min(rewards) + max(rewards)) / 2
         yield (
-            f"{play.signal:.0%} of {len(play.groups)} groups have different rewards: RL learns "
+            f"{play.signal:.0%} of {counted(len(play.groups), 'group')} "
+            f"{'has' if len(play.groups) == 1 else 'have'} different rewards: RL learns "
             f"from those alone, so slowly (mean reward {fmean(rewards):.2f}): take "
             f"{'easier' if low else 'harder'} tasks, or give a reward for part of the way"
         )
@@ -161,7 +163,7 @@ def of_steps(config: RunConfig, step_s: float, minutes: float) -> Iterator[str]:
     if (steps := config.rl.steps) < FEW_STEPS:
         wanted = math.ceil(100 * step_s / 60)
         yield (
-            f"{steps} {'step' if steps == 1 else 'steps'} of RL of {step_s:.0f} s fit into "
-            f"{minutes:g} minutes, too few to learn: 100 take about {wanted} minutes (--minutes), "
-            "a smaller model or a GPU less"
+            f"{counted(steps, 'step')} of RL of {step_s:.0f} s fit into the {minutes:g} of "
+            f"--minutes, too few to learn: 100 take about {counted(wanted, 'minute')}, a smaller "
+            "model or a GPU less"
         )
