@@ -103,12 +103,16 @@ class Evaluation(Record):
             for reason, x in self.excluded.items()
         )
 
-    def __str__(self) -> str:
+    @property
+    def remarks(self) -> str:
+        """The mean score, where it is not the success, and the excluded episodes; else empty."""
         left_out = f", {self.num_excluded} episodes left out" if self.num_excluded else ""
         left_out += f": {self.left_out}" if self.num_excluded else ""
         graded = abs(self.score.value - self.success.value) > 1e-9  # more than 0 and 1
-        score = f", mean score {self.score.value:.3f}" if graded else ""
-        return f"success {self.success} of {self.num_tasks} tasks{score}{left_out}"
+        return (f", mean score {self.score.value:.3f}" if graded else "") + left_out
+
+    def __str__(self) -> str:
+        return f"success {self.success} of {self.num_tasks} tasks{self.remarks}"
 
 
 class Difference(Record):

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from ludus.core.errors import printable
 from ludus.core.types import Trajectory
+from ludus.evaluate import Evaluation
 from ludus.telemetry.occupancy import PARTS
 
 WIDE = 132
@@ -160,6 +161,22 @@ def summary(stage: str, metrics: dict[str, float]) -> str:
         cost, projected = metrics["budget/cost"], metrics["budget/projected_cost"]
         parts.append(f"cost {cost:.2f} of about {projected:.2f}")
     return "  ".join(parts)
+
+
+def evaluation_line(label: str, step: int, result: Evaluation, last_stage: str) -> str:
+    """Returns an evaluation in one line, which begins with its tasks and its time.
+
+    Args:
+        label: `before`, `rl` or `after`, of held-out tasks; `sft`, of training tasks.
+        last_stage: of the run: `sft` or `rl`.
+    """
+    if label == "sft":
+        tasks = f"{result.num_tasks} training tasks{result.remarks}"
+        return f"sft.until, step {step}: {result.success} of sampled episodes succeed ({tasks})"
+    when = {"before": "before RL", "after": f"after {last_stage.upper()}"}.get(
+        label, f"step {step}"
+    )
+    return f"held-out, {when}: {result}"
 
 
 def time_split(metrics: dict[str, float]) -> str:

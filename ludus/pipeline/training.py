@@ -30,7 +30,7 @@ from ludus.pipeline.diagnosis import (
     unknown_metrics,
 )
 from ludus.pipeline.evaluate import evaluate
-from ludus.pipeline.progress import Observer
+from ludus.pipeline.progress import Observer, evaluation_line
 from ludus.pipeline.stages import rl_stage, sft_stage
 from ludus.pipeline.watchdog import IdleWatchdog
 from ludus.store import RunStore
@@ -394,6 +394,7 @@ class Trainer:
         if label in ("before", "after") and self._saved and measured is not None:
             # Before and after RL, the checkpoint of these weights is saved already.
             run.backend.checkpoints.set_metric(*self._saved, measured)
-        self._observer.note(str(result))
+        last_stage = "rl" if run.config.rl else "sft"
+        self._observer.note(evaluation_line(label, step, result, last_stage))
         self._doctor.step(stage, step, metrics)
         self._budget.keep()

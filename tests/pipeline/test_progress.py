@@ -10,9 +10,10 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from ludus.core.types import Trajectory
+from ludus.core.types import Group, Task, Trajectory
+from ludus.evaluate import summarise
 from ludus.pipeline import progress
-from ludus.pipeline.progress import Display, summary, time_split
+from ludus.pipeline.progress import Display, evaluation_line, summary, time_split
 
 METRICS = {
     "rollout/success": 0.456,
@@ -201,3 +202,18 @@ def test_parts_below_one_percent_are_omitted() -> None:
         "sample 100%"
     )
     assert time_split({}) == ""
+
+
+def test_the_line_of_an_evaluation_begins_with_its_tasks_and_its_time() -> None:
+    played = [
+        Group(str(i), Task(id=str(i)), [Trajectory("", "", "", reward=i % 2)]) for i in (0, 1)
+    ]
+    result = summarise(played)
+    assert evaluation_line("sft", 20, result, "rl") == (
+        "sft.until, step 20: 50.0 % (9.5 to 90.5) of sampled episodes succeed (2 training tasks)"
+    )
+    held_out = "success 50.0 % (9.5 to 90.5) of 2 tasks"
+    assert evaluation_line("before", 0, result, "rl") == f"held-out, before RL: {held_out}"
+    assert evaluation_line("rl", 40, result, "rl") == f"held-out, step 40: {held_out}"
+    assert evaluation_line("after", 0, result, "rl") == f"held-out, after RL: {held_out}"
+    assert evaluation_line("after", 0, result, "sft") == f"held-out, after SFT: {held_out}"
