@@ -136,7 +136,9 @@ def entropy_rise(history: History, config: RunConfig) -> Found | None:
     success = [values("rollout/success", WINDOW) for values in (history.first, history.last)]
     if all(success):
         before, after = (percent(mean(values)) for values in success)
-        went = f"stayed at {after}" if before == after else f"went from {before} to {after}"
+        went = f"stayed at {after}"
+        if before != after:
+            went = f"went from {before} in the first {WINDOW} steps to {after} in the last {WINDOW}"
         text += f", and success {went}"
     else:
         text += ", and the reward did not rise"
@@ -333,9 +335,9 @@ def by_heart(history: History, config: RunConfig) -> Found | None:
         return None
     return Found(
         level,
-        f"training episodes succeed in {percent(trained[0])}, held-out tasks in "
-        f"{percent(heldout[0])}: the policy learns its training tasks by heart, or the held-out "
-        "ones are harder",
+        f"of the training episodes of the last {WINDOW} steps {percent(trained[0])} succeed, of "
+        f"the held-out tasks {percent(heldout[0])}: the policy learns its training tasks by heart, "
+        "or the held-out ones are harder",
         "Train on more different tasks: more rows, seeds or tiers in `tasks.train`; more RL steps "
         "do not help",
     )
