@@ -57,6 +57,9 @@ COVERED = {
 }
 """Kinds that other kinds explain: not told while one of those is present."""
 
+AFTER_OTHERS = {"evaluation"}
+"""Kinds whose advice comes after that of other findings, where there are any."""
+
 RARE = {"flat": learning.TREND_STEPS, "decline": WINDOW}
 """Kinds that are tested in every n-th step only."""
 
@@ -107,7 +110,11 @@ class Diagnosis:
                 continue
             present[kind] = found.level
             if found.level > self._told(stage, kind):
-                new.append(Finding(kind, stage, step, found.level, found.text, found.advice))
+                advice = found.advice
+                others = any(f.lasting and f.kind != kind for f in (*self.findings, *new))
+                if kind in AFTER_OTHERS and others:
+                    advice = f"See the other findings; else {advice[0].lower()}{advice[1:]}"
+                new.append(Finding(kind, stage, step, found.level, found.text, advice))
         self._refresh(stage, present, history.num_steps)
         self.findings += new
         return new

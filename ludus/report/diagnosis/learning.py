@@ -10,6 +10,8 @@ from ludus.config.schema import RunConfig
 from ludus.report.diagnosis.findings import WINDOW, Found, History, level_of, mean, percent
 
 START_STEPS = 3
+"""Steps of RL below which nothing is said of it: `--quick-test` has two."""
+
 SHARP = 0.03
 """Entropy in nats a token at the start of RL. Tiny recipes start between 0.1 and 0.4; at 0.03, a
 turn of 6 tokens has 1.2 likely forms, and the episodes of a group are alike."""
@@ -309,6 +311,8 @@ def sampler_gap(history: History, config: RunConfig) -> Found | None:
 
 def no_gain(history: History, config: RunConfig) -> Found | None:
     """An evaluation is not above that before RL."""
+    if config.rl is not None and config.rl.steps < START_STEPS:
+        return None  # `--quick-test`
     names = ("gain", "gain_low", "gain_high")
     found = [history.last(f"evaluate/{name}", 1) for name in names]
     if not all(found):
@@ -321,8 +325,8 @@ def no_gain(history: History, config: RunConfig) -> Found | None:
         2 if high < 0 else 1,
         f"success on held-out tasks {verdict} its start: {gain:+.1f} points "
         f"({100 * config.evaluate.confidence:g} % interval {low:+.1f} to {high:+.1f})",
-        "See the other findings, if any; else train longer (`rl.steps`), or evaluate more tasks "
-        "(`evaluate.num_tasks`), whose interval is narrower",
+        "Train longer (`rl.steps`), or evaluate more tasks (`evaluate.num_tasks`), whose interval "
+        "is narrower",
     )
 
 

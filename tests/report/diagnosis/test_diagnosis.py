@@ -11,6 +11,7 @@ import pytest
 from ludus.config.load import load_config
 from ludus.config.schema import RunConfig
 from ludus.config.training import SFTUntilConfig
+from ludus.pipeline.quick import quick
 from ludus.report.diagnosis import Diagnosis, Finding, diagnose, read_findings
 from ludus.report.diagnosis.diagnosis import CHECKS, COVERED, ONCE, RARE, WATCHED, write_findings
 from ludus.report.diagnosis.findings import WINDOW, History, percent
@@ -243,6 +244,30 @@ def test_an_evaluation_is_compared_with_the_start(config: RunConfig) -> None:
     loss = {name: value - 0.1 for name, value in gain.items()}
     [found] = diagnosis.step("evaluate/rl", 80, loss)
     assert "evaluation at step 80: success on held-out tasks is below its start" in str(found)
+
+
+def test_other_findings_are_named_only_where_there_are_some(config: RunConfig) -> None:
+    gain = {"evaluate/gain": 0.02, "evaluate/gain_low": -0.01, "evaluate/gain_high": 0.05}
+    [alone] = Diagnosis(config).step("evaluate/after", 0, gain)
+    assert alone.advice.startswith("Train longer (`rl.steps`)")
+    cut = diagnose(config, lines(12, {"rollout/truncated_length": 0.5}))
+    assert [finding.kind for finding in cut.findings] == ["length"]
+    [after] = cut.step("evaluate/after", 0, gain)
+    assert after.advice.startswith("See the other findings; else train longer (`rl.steps`)")
+    passed = diagnose(
+        config, lines(40, lambda step: {"rollout/truncated_length": 0.5 * (step < 12)})
+    )
+    assert [finding.lasting for finding in passed.findings] == [False]
+    [after] = passed.step("evaluate/after", 0, gain)
+    assert after.advice == alone.advice
+
+
+def test_a_quick_test_proves_nothing(config: RunConfig) -> None:
+    """Two steps of RL and a few held-out tasks."""
+    gain = {"evaluate/gain": -0.5, "evaluate/gain_low": -0.9, "evaluate/gain_high": -0.1}
+    small, _ = quick(config)
+    assert Diagnosis(small).step("evaluate/after", 0, gain) == []
+    assert Diagnosis(config).step("evaluate/after", 0, gain) != []
 
 
 def test_training_tasks_learned_by_heart(config: RunConfig) -> None:
