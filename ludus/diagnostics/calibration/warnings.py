@@ -18,6 +18,9 @@ SLOW_S = 0.2
 FAST_S = 2e-4
 """Seconds of an environment's step below which a thread for it costs more than the step."""
 
+EASY = 0.8
+"""Success of random actions above which there is little to learn."""
+
 LARGE = 100.0
 """Size of a reward above which its scale is likely a mistake."""
 
@@ -80,7 +83,7 @@ def of_random(played: Sequence[RandomEpisode], expert: Expert) -> Iterator[str]:
     if not fine:
         return
     success, rewards = fmean(p.success for p in fine), {p.reward for p in fine}
-    if success > 0.8:
+    if success > EASY:
         yield (
             f"random actions succeed in {success:.0%} of the episodes: there is little to learn; "
             "choose harder levels with --tiers"
@@ -134,9 +137,9 @@ def of_time(planned_s: float, minutes: float) -> Iterator[str]:
 def of_tasks(distinct: float, heldout: int, kind: str) -> Iterator[str]:
     """Yields what the number of different tasks foretells."""
     if distinct < FEW:
-        there = "there is about" if round(distinct) == 1 else "there are about"
+        whose = "the recipe's levels and seeds have" if kind == "env" else "the rows have"
         yield (
-            f"{there} {counted(distinct, 'different task')}: a run memorises them, and "
+            f"{whose} about {counted(distinct, 'different task')}: a run memorises them, and "
             f"{counted(heldout, 'held-out task')} give{'s' if heldout == 1 else ''} intervals of "
             f"{100 / math.sqrt(max(heldout, 1)):.0f} points; "
             + ("add levels or seeds" if kind == "env" else "collect more rows")
@@ -144,8 +147,9 @@ def of_tasks(distinct: float, heldout: int, kind: str) -> Iterator[str]:
 
 
 def of_worlds(distinct: float, undeclared: bool) -> Iterator[str]:
-    """Yields what equal worlds foretell where a run cannot tell them apart."""
-    if undeclared and distinct < COMPARED:
+    """Yields what equal worlds foretell where a run cannot tell them apart; of fewer than FEW,
+    `of_tasks` tells."""
+    if undeclared and FEW <= distinct < COMPARED:
         yield (
             f"different seeds open the same worlds (about {distinct:,.0f} different ones), and the "
             "class declares neither `cheap_reset` nor `world`: held-out tasks will be training "
@@ -209,6 +213,8 @@ def of_trial(trial: Trial, steps: int, target: float, kind: str = "env") -> Iter
             + ", give more minutes, or a larger model"
         )
     elif success >= SOLVED:
+        if trial.chance > EASY:  # `of_random` tells
+            return
         yield (
             f"{success:.0%} of the sampled episodes succeed after {step} steps of SFT, which "
             "leaves RL little to add: "

@@ -102,3 +102,16 @@ def test_worlds_that_no_run_compares_are_told() -> None:
     assert "may be memory" in "".join(warnings.of_worlds(336, undeclared=True))
     assert list(warnings.of_worlds(336, undeclared=False)) == []
     assert list(warnings.of_worlds(1e6, undeclared=True)) == []
+
+
+def test_one_cause_is_told_once() -> None:
+    few = [*warnings.of_tasks(20, 5, "env"), *warnings.of_worlds(20, undeclared=True)]
+    assert len(few) == 1
+    assert few[0].startswith("the recipe's levels and seeds have about 20 different tasks")
+    lucky = [RandomEpisode(1.0, True)] * 9 + [RandomEpisode(0.0, False)]
+    solved = Trial(curve=[(20, 0.97)], signal={1.0: 0.1}, chance=0.9)
+    easy = [*warnings.of_random(lucky, expert(1.0)), *warnings.of_trial(solved, 500, 0.4)]
+    assert len(easy) == 1
+    assert "random actions succeed in 90%" in easy[0]
+    learned = Trial(curve=[(20, 0.97)], signal={1.0: 0.1}, chance=0.1)
+    assert "leaves RL little to add" in "".join(warnings.of_trial(learned, 500, 0.4))
