@@ -174,8 +174,8 @@ def tiers_of(given: str, env: Any) -> list[str]:
 
 
 def slug(name: str, tiers: Sequence[str]) -> str:
-    """A run's name of letters, digits and dashes."""
-    text = "-".join([name, *tiers[:1]]).lower()
+    """A run's name of letters, digits and dashes; with the level where there is one."""
+    text = "-".join([name, *tiers] if len(tiers) == 1 else [name]).lower()
     return "".join(c if c.isalnum() and c.isascii() else "-" for c in text).strip("-") or "run"
 
 

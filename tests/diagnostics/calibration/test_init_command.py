@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from ludus.cli import app
 from ludus.diagnostics.calibration.recipe import flow
-from ludus.diagnostics.calibration.subject import config_tasks, open_subject
+from ludus.diagnostics.calibration.subject import config_tasks, environment, open_subject
 from ludus.tasks.readers import read_tasks
 
 
@@ -255,6 +255,15 @@ def test_a_model_that_cannot_be_loaded_is_told_first(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert "model.path: there is no folder ./none" in refusal("textcraft", "--model", "./none")
+
+
+def test_a_recipe_has_the_name_of_its_one_level() -> None:
+    def name(*tiers: str) -> str:
+        return environment("textcraft", {}, tiers).name
+
+    assert name() == "textcraft"
+    assert name("depth-2") == "textcraft-depth-2"
+    assert name("depth-2", "depth-3", "depth-4") == "textcraft", "not that of the first level"
 
 
 def test_names_are_texts_in_yaml() -> None:
