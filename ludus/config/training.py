@@ -102,7 +102,9 @@ class SFTUntilConfig(Section):
         description="End SFT where this many measurements in a row are not above the best before "
         "them, which is at least 0.1.",
     )
-    every: int = Field(10, ge=1, description="Steps between measurements.")
+    every: int = Field(
+        10, ge=1, description="Steps between measurements; at most the stage's `steps`."
+    )
     num_tasks: int = Field(32, ge=1, description="Tasks of a measurement, always the same.")
     samples_per_task: int = Field(4, ge=1, description="Episodes per task.")
 
@@ -132,6 +134,15 @@ class SFTConfig(Section):
     optimizer: OptimizerConfig = Field(
         default_factory=OptimizerConfig, description="The optimizer of this stage."
     )
+
+    @model_validator(mode="after")
+    def _measured(self) -> SFTConfig:
+        if self.until is not None and self.until.every > self.steps:
+            raise ValueError(
+                f"`until.every` ({self.until.every}) must be at most `steps` ({self.steps}): SFT "
+                "would be over before its first measurement"
+            )
+        return self
 
 
 class RLConfig(Section):

@@ -54,6 +54,10 @@ def limited(section: Mapping[str, Any], limits: Mapping[str, Mapping[str, Any]])
                 if isinstance(own.get(key), int)
             }
             result[name] = {**own, **small}
+    sft = result.get("sft") or {}
+    if isinstance(until := sft.get("until"), Mapping) and "every" in until and "steps" in sft:
+        every = min(until["every"], sft["steps"])
+        result["sft"] = {**sft, "until": {**until, "every": every}}
     return result
 
 

@@ -361,6 +361,11 @@ def test_the_last_override_wins_and_takes_the_blame():
             "character",
         ),
         (
+            "sft={data: x, steps: 10, until: {every: 20}}",
+            "override sft={data: x, steps: 10, until: {every: 20}}: sft: `until.every` (20) must "
+            "be at most `steps` (10): SFT would be over before its first measurement",
+        ),
+        (
             "sft.steps=99999999999999999999",
             "override sft.steps=99999999999999999999: sft.steps must be within 64 bits, got "
             "99999999999999999999",

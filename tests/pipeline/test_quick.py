@@ -41,6 +41,14 @@ def test_each_recipe_has_a_quick_version(name: str) -> None:
     assert notes[0].startswith("a few steps and episodes")
 
 
+def test_measurements_of_sft_are_not_rarer_than_its_end() -> None:
+    config, notes = quick(recipe("babyai-tiny", "sft.until={every: 20}"))
+    assert config.sft is not None
+    assert config.sft.until is not None
+    assert config.sft.until.every == config.sft.steps == 2
+    assert "sft.until.every: 20 -> 2" in notes
+
+
 def test_what_differs_is_told() -> None:
     _, notes = quick(recipe("cuda-qwen3-4b", "backend=ray", "metrics=[tensorboard]"))
     assert notes[0].endswith("of a tiny model from scratch in place of Qwen/Qwen3-4B")

@@ -51,7 +51,7 @@ def short_run(config: RunConfig, steps: int, runs_dir: Path) -> RunConfig:
         count = min(config.demonstrations.num_episodes, NUM_DEMONSTRATIONS)
         changes["demonstrations"] = config.demonstrations.model_copy(update={"num_episodes": count})
     if config.sft:
-        changes["sft"] = config.sft.model_copy(update={"steps": steps})
+        changes["sft"] = config.sft.model_copy(update={"steps": steps, "until": None})
     if config.rl:
         changes["rl"] = config.rl.model_copy(update={"steps": steps, "min_success_to_stop": None})
     return config.model_copy(update=changes)

@@ -93,11 +93,23 @@ def preflight(
     judge_again(sample, found)
     judge_rewards(config, sample, found)
     found.notes += slow_steps(config, sample)
+    found.notes += _few_heldout(config, splits)
     if found.faults:
         raise ConfigError("\n".join(found.faults))
     for text in found.notes:
         note(f"preflight: {text}")
     note(_summary(sample, time.perf_counter() - started))
+
+
+def _few_heldout(config: RunConfig, splits: Splits) -> list[str]:
+    """Notes that a limit of the tasks of an evaluation has no effect."""
+    between, number = config.evaluate.num_tasks_between, len(splits.heldout)
+    if between is None or not 0 < number < between:
+        return []
+    return [
+        f"evaluate.num_tasks_between: there are {number} held-out tasks, fewer than {between}: "
+        "each evaluation plays all of them; lower it, or leave it out"
+    ]
 
 
 def _by_words(config: RunConfig) -> bool:

@@ -154,7 +154,7 @@ def test_the_profiled_run_is_short(tmp_path: Path) -> None:
             "env": "babyai",
             "tasks": {"train": ENV_TASKS, "heldout": ENV_TASKS},
             "demonstrations": {"num_episodes": 5000},
-            "sft": {"steps": 300},
+            "sft": {"steps": 300, "until": {"every": 20}},
             "rl": {"steps": 100, "min_success_to_stop": 0.9},
             "evaluate": {"num_tasks": 4, "every": 2, "temperature": 0.5},
             "checkpoint": {"metric": "evaluate/success"},
@@ -167,6 +167,7 @@ def test_the_profiled_run_is_short(tmp_path: Path) -> None:
     assert short.demonstrations
     assert (short.rl.steps, short.sft.steps, short.demonstrations.num_episodes) == (7, 7, 64)
     assert (short.tasks.heldout, short.runs_dir, short.report) == (None, str(tmp_path), False)
+    assert short.sft.until is None, "it evaluates nothing"
 
 
 def test_the_parts_of_the_stage_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:

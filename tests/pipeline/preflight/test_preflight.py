@@ -96,6 +96,18 @@ def test_a_good_recipe_is_told_in_a_line(tmp_path: Path) -> None:
     assert line.endswith("s; the expert won 8 of 8 episodes of 3 turns")
 
 
+def test_a_limit_above_the_number_of_held_out_tasks_is_told(tmp_path: Path) -> None:
+    def of(between: int) -> str:
+        heldout = {"name": "env", "args": {"num_tasks": 5, "first_seed": 900, "tiers": ["short"]}}
+        train = {"name": "env", "args": {"num_tasks": 40, "tiers": ["short"]}}
+        config = recipe(tmp_path, tasks={"train": train, "heldout": heldout})
+        evaluate = config.evaluate.model_copy(update={"num_tasks_between": between})
+        return "\n".join(told(config.model_copy(update={"evaluate": evaluate})))
+
+    assert "evaluate.num_tasks_between: there are 5 held-out tasks, fewer than 6" in of(6)
+    assert "num_tasks_between" not in of(5)
+
+
 # Model, tokenizer, device, template, sampler
 
 
