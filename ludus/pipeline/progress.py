@@ -179,6 +179,24 @@ def evaluation_line(label: str, step: int, result: Evaluation, last_stage: str) 
     return f"held-out, {when}: {result}"
 
 
+def stop_line(kept: tuple[str, int] | None, complete: tuple[str, int] | None, command: str) -> str:
+    """Returns what a stop within a step loses, and how the run goes on.
+
+    Args:
+        kept, complete: stage and number of steps of the newest checkpoint, and of the newest
+            complete step; None: there is none yet.
+        command: resumes the run.
+    """
+    lost = "the running step"
+    if complete is not None and complete != kept:
+        stage, steps = complete
+        number = steps - (kept[1] if kept and kept[0] == stage else 0)
+        lost += f" and {number} complete {'step' if number == 1 else 'steps'} of {stage}"
+        lost += " without a checkpoint"
+    start = f"after step {kept[1]} of {kept[0]}" if kept else "from its start"
+    return f"stopping at once; lost: {lost}; `{command}` goes on {start}"
+
+
 def time_split(metrics: dict[str, float]) -> str:
     """Returns a step's wall time by part from 1 %, largest first: `sample 55% train 38%`."""
     wall = metrics.get("time/wall_s", 0.0)

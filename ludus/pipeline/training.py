@@ -30,10 +30,11 @@ from ludus.pipeline.diagnosis import (
     unknown_metrics,
 )
 from ludus.pipeline.evaluate import evaluate
-from ludus.pipeline.progress import Observer, evaluation_line
+from ludus.pipeline.progress import Observer, evaluation_line, stop_line
 from ludus.pipeline.stages import rl_stage, sft_stage
 from ludus.pipeline.watchdog import IdleWatchdog
 from ludus.store import RunStore
+from ludus.store.folders import resume_command
 from ludus.telemetry.metrics import MetricsLog
 from ludus.telemetry.occupancy import busy
 from ludus.train.checkpoint.listing import CheckpointInfo
@@ -92,6 +93,8 @@ class Trainer:
         self._latest: dict[str, float] = {}
         self._record_s = 0.0  # of the step before: its own is not over when it is recorded
         self._saved: tuple[str, int] | None = None
+        self._kept: tuple[str, int] | None = None  # stage and steps of the newest checkpoint
+        self._recorded: tuple[str, int] | None = None  # of the newest step
 
     async def train(self) -> None:
         """Run all remaining stages and evaluations.
@@ -136,10 +139,15 @@ class Trainer:
         self._num_signals += 1
         let_go()  # a step that waits at a breakpoint would never finish
         if not self._in_stage or self._stop is not None:
+            if self._in_stage and self._num_signals == 2:
+                command = resume_command(self.run.folder)
+                self._observer.note(stop_line(self._kept, self._recorded, command))
             return False
         self._stop = stop
         again = "another signal" if isinstance(stop, Terminated) else "Ctrl-C again"
-        self._observer.note(f"finishing this step, then saving; {again} stops at once")
+        self._observer.note(
+            f"finishing this step, then saving; {again} stops at once, without saving"
+        )
         return True
 
     def _newest(self) -> tuple[CheckpointInfo | None, dict[str, int]]:
@@ -192,6 +200,7 @@ class Trainer:
         start = 0
         if checkpoint is not None:
             start = checkpoint.step
+            self._kept = name, start
             success = self._load(stage, checkpoint)
             ended = self._suffices(stage, success) or stage.source.finished
             if ended or self._enough_sft(stage, start) or start >= stage.steps:
@@ -260,7 +269,7 @@ class Trainer:
         last = stage.name == "rl" or config.rl is None
         metric = self._latest.get(config.best_by or "") if last else None
         self.run.backend.save(stage.name, step, state, metric, pin=pin)
-        self._saved = stage.name, step
+        self._saved = self._kept = stage.name, step
         self._on_saved()
 
     @property
@@ -332,6 +341,7 @@ class Trainer:
             dropped=self._excluded if (stage, step) == ("sft", 0) else (),
         )
         self._metrics.log(stage, step, metrics)
+        self._recorded = stage, step + 1
         self._observer.step(stage, step, metrics)
         self._doctor.step(stage, step, metrics)
         trained = bool(metrics["train/optimizer_steps"])

@@ -119,7 +119,9 @@ def test_interrupted_once_it_saves_twice_it_stops_at_once(ludus: Ludus, referenc
     assert [path.name for path in (ludus.run() / "checkpoints").iterdir()] == ["sft-000003"]
 
     twice = "strike('ludus.train.learner:Learner.train_step', 3, 'interrupt twice')"
-    go_on(ludus, setup=twice).refused(130, "finishing this step", again)
+    lost = "lost: the running step and 1 complete step of sft without a checkpoint"
+    goes_on = f"`{again}` goes on after step 4 of sft"
+    go_on(ludus, setup=twice).refused(130, "finishing this step", f"{lost}; {goes_on}", again)
     assert ludus.metrics()[-1]["step"] == 4, "it stopped inside of step 5"
 
     rollout = "strike('ludus.rollout.collect:run_episode', 10, 'interrupt')"

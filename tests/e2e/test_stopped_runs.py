@@ -141,7 +141,10 @@ def test_the_second_signal_does_not_wait_for_the_learner_s_thread(
     os.kill(process.pid, number)
     process.until("finishing this step")
     os.kill(process.pid, number)
-    assert f"stopped; resume with: {AGAIN}" in one_sentence(process.wait(), number)
+    done = process.wait()
+    assert f"stopped; resume with: {AGAIN}" in one_sentence(done, number)
+    if number != signal.SIGHUP:  # its terminal is gone
+        assert f"lost: the running step; `{AGAIN}` goes on after step 1 of rl" in done.err
     assert ludus.status() == "interrupted"
     ludus("checkpoint", "check", "tiny-1").ok()
     assert [path.name for path in (ludus.run() / "checkpoints").iterdir()] == ["rl-000001"]

@@ -13,7 +13,7 @@ from rich.console import Console
 from ludus.core.types import Group, Task, Trajectory
 from ludus.evaluate import summarise
 from ludus.pipeline import progress
-from ludus.pipeline.progress import Display, evaluation_line, summary, time_split
+from ludus.pipeline.progress import Display, evaluation_line, stop_line, summary, time_split
 
 METRICS = {
     "rollout/success": 0.456,
@@ -217,3 +217,19 @@ def test_the_line_of_an_evaluation_begins_with_its_tasks_and_its_time() -> None:
     assert evaluation_line("rl", 40, result, "rl") == f"held-out, step 40: {held_out}"
     assert evaluation_line("after", 0, result, "rl") == f"held-out, after RL: {held_out}"
     assert evaluation_line("after", 0, result, "sft") == f"held-out, after SFT: {held_out}"
+
+
+def test_a_stop_at_once_says_what_is_lost() -> None:
+    def told(kept: tuple[str, int] | None, complete: tuple[str, int] | None) -> str:
+        return stop_line(kept, complete, "ludus train --resume x-1")
+
+    assert told(("rl", 40), ("rl", 43)) == (
+        "stopping at once; lost: the running step and 3 complete steps of rl without a checkpoint; "
+        "`ludus train --resume x-1` goes on after step 40 of rl"
+    )
+    assert "and 1 complete step of rl without" in told(("sft", 24), ("rl", 1))
+    assert told(("rl", 40), ("rl", 40)).startswith("stopping at once; lost: the running step; `")
+    assert told(("sft", 24), ("sft", 24)).endswith("goes on after step 24 of sft")
+    assert told(None, None).endswith(
+        "lost: the running step; `ludus train --resume x-1` goes on from its start"
+    )
