@@ -141,6 +141,13 @@ def set_limits(
     env.score_range = score_range  # type: ignore[misc]
 
 
+def is_blocking(env_class: Any, task: Task, args: Mapping[str, Any]) -> bool:
+    """Returns whether an environment's calls for this task run in worker threads."""
+    if hasattr(env_class, "blocks"):
+        return bool(env_class.blocks(task, **args))
+    return bool(getattr(env_class, "blocking", True))
+
+
 class NoExpert(Exception):
     """The environment, level or state has no scripted expert."""
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from bdb import BdbQuit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ from ludus.core.types import (
     ToolSpec,
 )
 from ludus.envs import ENVS
-from ludus.envs.base import PREPARE_S, Env, awaited, turns_fault
+from ludus.envs.base import PREPARE_S, Env, awaited, is_blocking, turns_fault
 from ludus.rollout.threads import Act, EnvThread, Overdue, T
 from ludus.telemetry.occupancy import busy
 from ludus.telemetry.traces import execute_tool
@@ -319,10 +319,3 @@ class LocalEnvs:
 def has_prepare(env_class: Any) -> bool:
     """Returns whether an environment of this class has to be prepared."""
     return getattr(env_class, "prepare", Env.prepare) is not Env.prepare
-
-
-def is_blocking(env_class: Any, task: Task, args: Mapping[str, Any]) -> bool:
-    """Returns whether an environment's calls for this task run in worker threads."""
-    if hasattr(env_class, "blocks"):
-        return bool(env_class.blocks(task, **args))
-    return bool(getattr(env_class, "blocking", True))

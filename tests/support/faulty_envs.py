@@ -28,6 +28,7 @@ class Digit(Env):
     """Guess a digit: without fault. The other classes are this one with one thing changed."""
 
     secret: int | None = None
+    blocking = False
 
     async def reset(self, task: Task) -> Observation:
         self.secret, self.tries = task.data["seed"] % 10, 0
@@ -59,7 +60,15 @@ class Praises(Digit):
         return StepResult(messages=user("well done"), reward="good")  # type: ignore[arg-type]
 
 
+class Blocking(Digit):
+    """Without fault, but with a worker thread for its steps of microseconds."""
+
+    blocking = True
+
+
 class Hangs(Digit):
+    blocking = True
+
     async def step(self, action: Message) -> StepResult:
         while True:
             time.sleep(0.01)

@@ -17,8 +17,7 @@ from ludus.core.errors import ConfigError, DataError, did_you_mean
 from ludus.core.types import Spec, Task
 from ludus.diagnostics.calibration.rows import check_answers, check_different, of_rows
 from ludus.envs import ENVS
-from ludus.envs.base import Env
-from ludus.rollout.host import is_blocking
+from ludus.envs.base import Env, is_blocking
 from ludus.tasks.readers import FILE_KINDS, OnBadLine, load_hf, parse_line, read_tasks
 
 MAX_TIERS = 4

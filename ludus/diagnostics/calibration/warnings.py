@@ -11,12 +11,10 @@ from ludus.diagnostics.calibration.choices import MAX_CONTEXT, expected_sft
 from ludus.diagnostics.calibration.episodes import Expert, RandomEpisode
 from ludus.diagnostics.calibration.tokens import ShownLengths
 from ludus.diagnostics.calibration.trials import Trial
+from ludus.envs.checks.outcomes import needless_thread
 
 SLOW_S = 0.2
 """Seconds of an environment's step above which RL mostly waits for it."""
-
-FAST_S = 2e-4
-"""Seconds of an environment's step below which a thread for it costs more than the step."""
 
 EASY = 0.8
 """Success of random actions above which there is little to learn."""
@@ -106,12 +104,8 @@ def of_random(played: Sequence[RandomEpisode], expert: Expert) -> Iterator[str]:
 def of_threads(played: Sequence[RandomEpisode], blocking: bool) -> Iterator[str]:
     """Yields that fast steps wait for the threads in which they run."""
     fine = [p for p in played if not p.error]
-    if blocking and fine and (step_s := median(p.step_s for p in fine)) < FAST_S:
-        yield (
-            f"a step of the environment takes {1000 * step_s:.2g} ms, and handing it to a worker "
-            "thread about 0.3 ms, up to a third of a step of RL: if `reset` and `step` cannot "
-            "hang, set `blocking = False` in the class"
-        )
+    if blocking and fine and (text := needless_thread(median(p.step_s for p in fine))):
+        yield text
 
 
 def of_load(load: float, cores: int) -> Iterator[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ludus.core.types import Message, Task
-from ludus.envs.base import Env, limits_of
+from ludus.envs.base import Env, is_blocking, limits_of
 from ludus.envs.checks.play import Player
 from ludus.envs.checks.subject import Subject
 
@@ -20,6 +20,9 @@ SLOW_STEP_S = 0.5
 
 SLOW_TURNS_S = 4.0
 """Seconds of the turns that are played of each episode of a slow environment."""
+
+FAST_STEP_S = 2e-4
+"""Seconds of a step below which a thread for it costs more than the step."""
 
 RANDOM_TURNS = 20
 """Turns of an episode of random words."""
@@ -50,15 +53,18 @@ async def check_speed(subject: Subject, player: Player) -> None:
         action = await player.next_action(env, len(steps))
         if action is None or len(steps) >= env.max_turns:
             break
-        started = time.perf_counter()
         result = await player.step(env, Message(role="assistant", content=action))
-        steps.append(time.perf_counter() - started)
+        steps.append(player.call_s)
         if result.done:
             break
     await player.close_env(env)
-    if not steps or median(steps) < SLOW_STEP_S:
+    if not steps:
         return
     step_s = median(steps)
+    if _in_threads(subject) and (text := needless_thread(step_s)):
+        subject.note("speed", text)
+    if step_s < SLOW_STEP_S:
+        return
     player.slow, player.max_turns = True, max(int(SLOW_TURNS_S / step_s), 1)
     del subject.tasks[1:]
     subject.note(
@@ -67,6 +73,24 @@ async def check_speed(subject: Subject, player: Player) -> None:
         f"episode of {env.max_turns} turns takes about {env.max_turns * step_s:.0f} s, and a step "
         f"of RL plays hundreds. Here, one task is checked, {player.max_turns} "
         f"{'turn' if player.max_turns == 1 else 'turns'} of each episode",
+    )
+
+
+def _in_threads(subject: Subject) -> bool:
+    """True for the user's own class whose steps run in worker threads."""
+    spec = subject.spec
+    own = spec is not None and ":" in spec.name
+    return own and is_blocking(subject.env_class, subject.tasks[0], spec.args if spec else {})
+
+
+def needless_thread(step_s: float) -> str | None:
+    """Returns what is wrong with a worker thread for steps of so many seconds; None: nothing."""
+    if step_s >= FAST_STEP_S:
+        return None
+    return (
+        f"a step of the environment takes {1000 * step_s:.2g} ms, and handing it to a worker "
+        "thread about 0.3 ms, up to a third of a step of RL: if `reset` and `step` cannot hang, "
+        "set `blocking = False` in the class"
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import math
 import multiprocessing
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
@@ -34,14 +35,15 @@ class Player:
     `report(check, detail)` is called for each violation. Errors: EpisodeTimeout if a call takes
     longer than `timeout_s`. Its thread cannot be killed, so all later calls fail too.
 
-    `max_turns` of an episode are played; fewer where the environment is `slow`.
+    `max_turns` of an episode are played; fewer where the environment is `slow`. `call_s`: seconds
+    of the newest call, in its thread.
     """
 
     def __init__(
         self, make: Callable[[], Env], timeout_s: float, report: Callable[[str, str], None]
     ) -> None:
         self.make, self.timeout_s, self.report = make, timeout_s, report
-        self.max_turns, self.slow = MAX_TURNS, False
+        self.max_turns, self.slow, self.call_s = MAX_TURNS, False, 0.0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -64,7 +66,11 @@ class Player:
             raise self._hang
 
         async def run() -> T:
-            return await awaited(what, function())
+            started = time.perf_counter()
+            try:
+                return await awaited(what, function())
+            finally:
+                self.call_s = time.perf_counter() - started
 
         future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._loop))
         done, _ = await asyncio.wait([future], timeout=timeout_s)

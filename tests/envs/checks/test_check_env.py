@@ -126,6 +126,23 @@ async def test_an_unknown_name_is_an_error() -> None:
         await check_env("babyia")
 
 
+@pytest.mark.parametrize(("name", "told"), [("Blocking", 1), ("Digit", 0)])
+async def test_a_needless_thread_is_told(
+    name: str, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outcomes, "FAST_STEP_S", 60.0)
+    findings = await check_env(Spec(name=f"faulty_envs:{name}"), num_tasks=1)
+    assert len(findings) == told, findings
+    for finding in findings:
+        assert str(finding).startswith("note: speed: a step of the environment takes ")
+        assert finding.detail.endswith("cannot hang, set `blocking = False` in the class")
+
+
+def test_steps_that_are_worth_a_thread_are_not_told() -> None:
+    assert outcomes.needless_thread(2e-5) is not None
+    assert outcomes.needless_thread(5e-4) is None
+
+
 def counted(**args: object) -> Spec:
     return Spec(name="preflight_envs:Count", args=args)
 
