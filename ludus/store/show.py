@@ -88,6 +88,7 @@ def render_run(store: RunStore, run_id: str) -> RenderableType:
             "status": run.status.value,
             "started": _moment(run.created),
             "took": _took(run),
+            "held-out success": _heldout(store, run),
             "versions": ", ".join(f"{name} {version}" for name, version in run.versions.items()),
             "error": run.error,
         }
@@ -243,6 +244,35 @@ def _message(message: Message) -> str:
 
 
 # Parts of a run
+
+
+def _heldout(store: RunStore, run: RunRow) -> str:
+    """Success on held-out tasks before RL and in the newest evaluation since, with the paired gain;
+    empty where none was evaluated."""
+    found = {
+        label: steps[-1]
+        for label in ("before", "rl", "after")
+        if (steps := store.steps(run.id, f"evaluate/{label}"))
+    }
+    told = []
+    if before := found.get("before"):
+        told.append(f"{_percent(before.metrics.get('evaluate/success'))} before RL")
+    if newest := found.get("after") or found.get("rl"):
+        when = f"at step {newest.step}"
+        if "after" in found:
+            when = "after" if before else f"after {'RL' if run.config.get('rl') else 'SFT'}"
+        told.append(f"{_percent(newest.metrics.get('evaluate/success'))} {when}")
+        names = (f"evaluate/gain{end}" for end in ("", "_low", "_high"))
+        gain, low, high = (newest.metrics.get(name) for name in names)
+        if gain is not None and low is not None and high is not None:
+            level = 100 * (run.config.get("evaluate") or {}).get("confidence", 0.95)
+            told[-1] += f" (paired gain {100 * gain:+.1f} points, {level:g} % interval "
+            told[-1] += f"{100 * low:.1f} to {100 * high:.1f})"
+    return ", ".join(told)
+
+
+def _percent(share: float | None) -> str:
+    return "?" if share is None else f"{100 * share:.1f} %"
 
 
 def _stages(stages: list[StageSummary]) -> Table:

@@ -173,6 +173,30 @@ def test_a_run_at_a_glance(local: RunStore) -> None:
     assert "sft 2, rl 1" in runs, "numbers of steps, not the last one's, which counts from 0"
 
 
+def test_held_out_success_before_and_after_rl_is_told_first(local: RunStore) -> None:
+    def line() -> str:
+        lines = text_of(render_run(local, "run-1"), width=140).splitlines()[:8]
+        return " ".join(next((x for x in lines if x.startswith("held-out")), "").split())
+
+    assert line() == ""
+    local.record_step("run-1", "evaluate/before", 0, [], {"evaluate/success": 0.513})
+    assert line() == "held-out success 51.3 % before RL"
+    gain = {"evaluate/gain": 0.125, "evaluate/gain_low": 0.084, "evaluate/gain_high": 0.166}
+    local.record_step("run-1", "evaluate/rl", 40, [], {"evaluate/success": 0.6})
+    assert line() == "held-out success 51.3 % before RL, 60.0 % at step 40"
+    local.record_step("run-1", "evaluate/after", 0, [], {"evaluate/success": 0.638, **gain})
+    assert line() == (
+        "held-out success 51.3 % before RL, 63.8 % after (paired gain +12.5 points, 95 % interval "
+        "8.4 to 16.6)"
+    )
+
+
+def test_held_out_success_of_a_run_without_rl(local: RunStore) -> None:
+    local.record_step("run-1", "evaluate/after", 0, [], {"evaluate/success": 0.5})
+    shown = " ".join(text_of(render_run(local, "run-1"), width=140).split())
+    assert "held-out success 50.0 % after SFT" in shown
+
+
 def test_a_pause_does_not_count_as_time_of_a_run(local: RunStore) -> None:
     """The budget counts the time of a run; it continues where a resumed run goes on."""
     local.record_step("run-1", "sft", 0, [], {"time/elapsed_s": 60.0})
