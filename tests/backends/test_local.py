@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from variants import variants
 
 from ludus.backends import BACKENDS
 from ludus.backends.conformance import CHECKS, Check
@@ -105,7 +106,7 @@ HALF: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("lora", "changes"),
-    [(False, {}), (True, {}), (False, HALF), (True, HALF)],
+    variants([(False, {}), (True, {}), (False, HALF), (True, HALF)], [(False, {}), (True, HALF)]),
     ids=["full", "lora with dropout", "bfloat16 copy", "bfloat16 copy of lora"],
 )
 async def test_a_resumed_run_is_the_uninterrupted_one(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 from harness import BABYAI, Ludus
 
 AHEAD = [
@@ -25,6 +26,7 @@ def test_it_may_be_switched_on_and_off_between_checkpoints(ludus: Ludus) -> None
     assert len(set(ids)) == len(ids)
 
 
+@pytest.mark.slow
 def test_killed_and_interrupted_it_goes_on(ludus: Ludus) -> None:
     again = "ludus train --resume tiny-1"
     kill = "strike('ludus.rollout.prefetch:PrefetchSource.take', 3, 'kill')"

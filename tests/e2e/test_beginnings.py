@@ -12,6 +12,7 @@ from harness import BABYAI, Ludus
 SHORT = ["rl=null", "sft.steps=1", "demonstrations.num_episodes=6", "tasks.heldout=null"]
 
 
+@pytest.mark.slow
 def test_two_folders_of_runs_share_a_store(ludus: Ludus) -> None:
     url = f"store=sqlite:///{ludus.cwd}/shared.db"
     first = ludus("train", BABYAI, *SHORT, url, "--runs-dir", "a").ok()
@@ -63,6 +64,7 @@ def test_ctrl_c_during_set_up_where_a_script_ignores_it(ludus: Ludus) -> None:
     ludus("train", BABYAI, setup=ignore + strike).refused(130, "ludus train --resume tiny-1")
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_it_was_recorded_is_explained(ludus: Ludus) -> None:
     """The folder is there, the store has no row; then a row that says running for ever."""
     kill = "strike('ludus.store.store:RunStore.create_run', 1, 'kill')"

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 
+import pytest
 from harness import BABYAI, Ludus
 
 from ludus.core.processes import identify
@@ -53,6 +54,7 @@ def test_the_service_ends_with_a_killed_run_and_the_run_goes_on_with_another(lud
     assert not (ludus.run() / ".processes.json").exists()
 
 
+@pytest.mark.slow
 def test_the_service_ends_with_an_interrupted_run(ludus: Ludus) -> None:
     process = ludus.start(*SERVED, "sft.steps=100000")
     process.until("sft: 100000")

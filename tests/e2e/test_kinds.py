@@ -154,6 +154,7 @@ def test_two_runs_share_a_store_by_url(ludus: Ludus) -> None:
     assert "complete already" in ludus("train", "--resume", "tiny-1").ok().err
 
 
+@pytest.mark.slow
 def test_another_runs_folder_and_a_recipe_in_python(ludus: Ludus) -> None:
     """A run is found by its path too, from wherever it is resumed."""
     (ludus.cwd / "recipe.py").write_text(
@@ -173,6 +174,7 @@ def test_another_runs_folder_and_a_recipe_in_python(ludus: Ludus) -> None:
     done.refused(130, "ludus train --resume tiny-1 --runs-dir deep/runs")
 
 
+@pytest.mark.slow
 def test_a_good_evaluation_ends_the_stage_and_stays_its_end(ludus: Ludus) -> None:
     enough = ["rl.min_success_to_stop=0.01", "rl.steps=9"]
     ludus("train", BABYAI, *enough).ok()

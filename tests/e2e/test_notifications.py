@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from harness import BABYAI, Ludus
 from message_receiver import inbox
+from variants import variants
 
 BRIEF = ["sft.steps=2", "rl=null"]
 
@@ -47,7 +48,7 @@ def test_a_failed_and_an_interrupted_run_are_told(ludus: Ludus) -> None:
     assert done.code == 143
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "ludus kill"])
+@pytest.mark.parametrize("how", variants(["SIGKILL", "ludus kill"], ["SIGKILL"]))
 def test_a_killed_run_is_told(ludus: Ludus, how: str) -> None:
     hangs = "import signal, time\nfrom ludus.train.learner import Learner\n"
     hangs += "def step(*_, **__):\n    signal.signal(15, signal.SIG_IGN)\n"

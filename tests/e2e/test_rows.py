@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from harness import TEXTCRAFT, Ludus
 from safetensors.torch import load_file
 
@@ -13,6 +14,7 @@ HORIZON = "rl.horizon=[[0, 1], [1, 2]]"
 SINGLES = ("rl.group_size=1", "rl.groups_per_step=4", "checkpoint.every=1")
 
 
+@pytest.mark.slow
 def test_critic_reference_and_horizon_are_resumed_to_the_same_bits(
     ludus: Ludus, tmp_path: Path
 ) -> None:
@@ -37,6 +39,7 @@ def test_critic_reference_and_horizon_are_resumed_to_the_same_bits(
     assert not any("critic" in key for key in whole)  # no part of the policy
 
 
+@pytest.mark.slow
 def test_a_reference_of_other_tokens_stops_the_run_with_its_place(ludus: Ludus) -> None:
     ludus("train", TEXTCRAFT, "rl=null", "sft.steps=1").ok()
     ludus("checkpoint", "export", "craft-1", "elsewhere").ok()

@@ -9,6 +9,7 @@ import urllib.request
 
 import pytest
 from harness import BABYAI, Ludus, Process
+from variants import variants
 
 from ludus.core.processes import identify
 
@@ -20,7 +21,7 @@ def page_of(process: Process) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("store", ["null", "sqlite:///elsewhere.db"])
+@pytest.mark.parametrize("store", variants(["null", "sqlite:///elsewhere.db"], ["null"]))
 def test_the_page_shows_the_run_and_ends_with_it(ludus: Ludus, store: str) -> None:
     process = ludus.start("train", BABYAI, "--view", f"store={store}", "sft.steps=100000")
     url = page_of(process)

@@ -123,6 +123,7 @@ def test_wandb_keeps_an_offline_run(tmp_path):
     assert axes["rl/rollout/success"] == "rl/step"
 
 
+@pytest.mark.slow
 def test_wandb_goes_on_under_the_same_id(tmp_path):
     for step in range(2):
         with run_with(tmp_path, "wandb") as metrics:

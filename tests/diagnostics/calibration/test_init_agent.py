@@ -169,12 +169,17 @@ def test_a_judge_scores_an_agent_that_returns_nothing(folder: Path) -> None:
     assert recipe["judge"] == "answer"
     assert recipe["seed"] == 3
     assert recipe["tasks"]["train"]["name"] == "mine.py:sums"
+
+
+@pytest.mark.slow
+def test_a_judge_that_is_named(folder: Path) -> None:
     named = ("--judge", "answer", "judge.extract=number", "--force")
     init("mine.py:quiet", *named, "--tasks", "rows.jsonl", "--model", "./model")
     recipe = yaml.safe_load((folder / "quiet.yaml").read_text())
     assert recipe["judge"] == {"name": "answer", "args": {"extract": "number"}}
 
 
+@pytest.mark.slow
 def test_a_class_and_an_environment(folder: Path) -> None:
     init("mine.py:Asks", "--tasks", "bare.jsonl", "--model", "./model")
     assert load_config("asks.yaml").agent == Spec(name="mine.py:Asks")
@@ -189,14 +194,17 @@ def test_a_class_and_an_environment(folder: Path) -> None:
 
 
 def test_warnings(folder: Path) -> None:
-    given = ("--tasks", "rows.jsonl", "--model", "./model")
     told = init(
         "mine.py:constant", "--tasks", "rows.jsonl", "--judge", "answer", "--model", "model"
     )
     assert "episodes have the reward 0.5" in told
     assert "--judge: it was never asked" in told
     assert "too few to learn" not in told
-    told = init("mine.py:endless", *given)
+
+
+@pytest.mark.slow
+def test_conversations_that_outgrow_the_context_are_told(folder: Path) -> None:
+    told = init("mine.py:endless", "--tasks", "rows.jsonl", "--model", "./model")
     assert "20 of 20 episodes outgrew the context of 256 tokens" in told
 
 

@@ -324,13 +324,17 @@ def test_a_judge_without_a_score(tmp_path: Path, judge: dict[str, Any], said: st
     assert said in message
 
 
-def test_a_judge_without_answers_or_service(tmp_path: Path) -> None:
+def test_a_judge_without_answers(tmp_path: Path) -> None:
     rows = [{"prompt": f"say {n}"} for n in range(6)]
     config = judged(tmp_path, "answer", rows)
     config.tasks.train.args["answer"] = None
     message = refused(config)
     assert "no answer" in message
     assert "Set the reader's `answer` to the field that holds the answer" in message
+
+
+@pytest.mark.slow  # the judge asks again
+def test_a_judge_without_its_service(tmp_path: Path) -> None:
     url = "http://127.0.0.1:1/v1"
     model = {"name": "model", "args": {"base_url": url, "model": "m"}}
     message = refused(judged(tmp_path, model))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,6 +14,7 @@ import httpx
 import pytest
 from ab_rollout_logs import opened, play
 from test_viewer_page import tab, until
+from variants import variants
 from viewer_world import make_runs, viewer
 
 from ludus.services.viewer import ab_rollouts
@@ -114,8 +116,10 @@ def test_a_service_that_has_the_log_open_is_named(tmp_path: Path) -> None:
             assert asked(url, tmp_path / "link.jsonl")["service"] == os.getpid()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    variants(product([1280, 360], ["light", "dark"]), [(1280, "light"), (360, "dark")]),
+)
 def test_the_page_of_a_rollout(browser: Any, tmp_path: Path, width: int, scheme: str) -> None:
     path = made(make_runs(tmp_path), num=4000, good=(0.3, 0.7))
     with viewer(tmp_path) as url, tab(browser, url, width, scheme) as page:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
+from variants import variants
 from viewer_world import OTHER, RUN, make_runs, trajectory, viewer, write_live
 
 from ludus.core.types import Group, Task
@@ -71,8 +73,10 @@ def until(page: Any, expression: str) -> None:
         page.wait_for_timeout(50)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    variants(product([1280, 360], ["light", "dark"]), [(1280, "light"), (360, "dark")]),
+)
 def test_every_view(browser: Any, url: str, width: int, scheme: str) -> None:
     with tab(browser, f"{url}/{VIEWS['']}", width, scheme) as page:
         for name, address in VIEWS.items():
