@@ -14,6 +14,7 @@ AHEAD = [
 ]
 
 
+@pytest.mark.slow
 def test_it_may_be_switched_on_and_off_between_checkpoints(ludus: Ludus) -> None:
     interrupt = "strike('ludus.rollout.{}:run_episode', 20, 'interrupt')"
     ludus("train", BABYAI, setup=interrupt.format("collect")).refused(130, "finishing this step")

@@ -186,6 +186,7 @@ def test_a_good_evaluation_ends_the_stage_and_stays_its_end(ludus: Ludus) -> Non
     assert [line["step"] for line in ludus.metrics() if line["stage"] == "rl"] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_by_the_metric_that_is_asked_for(ludus: Ludus) -> None:
     keep = ["checkpoint.metric=rollout/reward", "checkpoint.every=1", "checkpoint.keep_last=1"]
     ludus("train", BABYAI, *keep, "rl.steps=6", "evaluate.every=0").ok()

@@ -54,6 +54,7 @@ def tasks(spec: Spec, count: int) -> list:
     return [made.task(None, seed) for seed in range(count)]
 
 
+@pytest.mark.slow  # it waits for a time limit
 def test_an_expert_that_hangs_in_a_task_leaves_the_others(tmp_path: Path) -> None:
     spec = env(tmp_path, hangs=True)
     expert = play_expert(spec, tasks(spec, 12), tmp_path, seconds=30)

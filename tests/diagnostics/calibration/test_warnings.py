@@ -84,7 +84,7 @@ def test_experts_beyond_the_turns_are_told() -> None:
 def test_few_tasks_and_no_success_are_told() -> None:
     assert "about 5 different tasks" in "".join(warnings.of_tasks(5, 1, "data"))
     told = "".join(warnings.of_tasks(1.2, 1, "data"))
-    assert "there is about 1 different task: " in told
+    assert "the rows have about 1 different task: " in told
     assert "and 1 held-out task gives intervals of 100 points" in told
     nothing = Trial(curve=[(100, 0.0)], signal={1.0: 0.0})
     assert "RL cannot help" in "".join(warnings.of_trial(nothing, 500, 0.4))

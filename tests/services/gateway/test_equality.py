@@ -14,6 +14,7 @@ import torch
 from equal_agents import APIS, FRAMEWORKS, PROGRAM, Game, Play, talking
 from played_envs import task_of
 from rollout_world import World, demonstration, teach
+from variants import variants
 
 from ludus.config.schema import OptimizerConfig
 from ludus.core.types import Group, Spec, Trajectory
@@ -145,8 +146,11 @@ def only(kept: set[str], groups: list[Group]) -> list[Group]:
     return found
 
 
-@pytest.mark.parametrize(("style", "thinking"), STYLES)
-@pytest.mark.parametrize("api", APIS)
+EVERY = [(api, *style) for api in APIS for style in STYLES]
+HARDEST = [case for case in EVERY if case[0] == "model.chat" or case[1:] in STYLES[2:]]
+
+
+@pytest.mark.parametrize(("api", "style", "thinking"), variants(EVERY, HARDEST))
 async def test_apis(taught: World, api: str, style: str, thinking: str) -> None:
     expected = await built_in(taught, style, thinking)
     assert any(t.num_turns > 2 for group in expected for t in group.trajectories)
