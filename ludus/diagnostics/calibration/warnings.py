@@ -37,6 +37,9 @@ COMPARED = 1e5
 FEW_EPISODES = 5000
 """Episodes of RL below which little was learned (docs/benchmarks/init.md: PickupLoc, coin)."""
 
+FEW_HELDOUT = 100
+"""Held-out tasks below which the intervals hide most of what a run gains."""
+
 FEW = 50
 """Different tasks below which a run can only memorise them."""
 
@@ -137,6 +140,12 @@ def of_tasks(distinct: float, heldout: int, kind: str) -> Iterator[str]:
             f"{counted(heldout, 'held-out task')} give{'s' if heldout == 1 else ''} intervals of "
             f"{100 / math.sqrt(max(heldout, 1)):.0f} points; "
             + ("add levels or seeds" if kind == "env" else "collect more rows")
+        )
+    elif heldout < FEW_HELDOUT:
+        yield (
+            f"{heldout} held-out tasks have intervals of +-{98 / math.sqrt(heldout):.0f} points: "
+            f"a rise of less than about {196 / math.sqrt(heldout):.0f} points cannot be told from "
+            "chance; " + ("add levels or seeds" if kind == "env" else "collect more rows")
         )
 
 

@@ -86,6 +86,9 @@ def test_few_tasks_and_no_success_are_told() -> None:
     told = "".join(warnings.of_tasks(1.2, 1, "data"))
     assert "the rows have about 1 different task: " in told
     assert "and 1 held-out task gives intervals of 100 points" in told
+    assert "49 held-out tasks have intervals of +-14 points" in "".join(
+        warnings.of_tasks(127, 49, "env")
+    )
     nothing = Trial(curve=[(100, 0.0)], signal={1.0: 0.0})
     assert "RL cannot help" in "".join(warnings.of_trial(nothing, 500, 0.4))
     assert list(warnings.of_trial(Trial(curve=[(10, 0.3)], signal={1.0: 0.5}), 500, 0.4)) == []
