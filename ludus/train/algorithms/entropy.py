@@ -6,9 +6,9 @@ into noise. So the bonus is 0 while the entropy is at its target or above, and g
 
     bonus = entropy_bonus x (1 - entropy / entropy_target)
 
-He et al. 2025, "Skywork Open Reasoner 1" (arXiv:2505.22312), section 4, keep an entropy by a weight
-that they raise and lower step by step; this one has no state of its own, so a resumed run needs
-none.
+He et al. 2025, "Skywork Open Reasoner 1" (arXiv:2505.22312), keep an entropy by a weight that is
+raised and lowered step by step. This one follows from the step's own episodes, so a resumed run
+has no state to restore.
 """
 
 from __future__ import annotations
