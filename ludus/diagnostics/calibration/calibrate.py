@@ -375,7 +375,11 @@ def success_of(played: Sequence[RandomEpisode]) -> float:
 def success_of_one_answer(good: Sequence[Demonstration]) -> float:
     """The success of a policy that always gives the expert's most frequent answer, where episodes
     have one turn; else 0."""
-    answers = Counter(d.messages[-1].content for d in good if d.num_turns == 1)
+    answers = Counter(
+        next(m.content for m in reversed(d.messages) if m.role == "assistant")
+        for d in good
+        if d.num_turns == 1
+    )
     [(_, most)] = answers.most_common(1) or [("", 0)]
     return most / len(good) if good and answers.total() == len(good) else 0.0
 

@@ -124,7 +124,11 @@ def test_sft_goes_on_beyond_what_chance_reaches() -> None:
             Demonstration(
                 task_id=str(n),
                 tier=None,
-                messages=[Message(role="user", content="?"), Message(role="assistant", content=a)],
+                messages=[
+                    Message(role="user", content="?"),
+                    Message(role="assistant", content=a),
+                    Message(role="user", content="right"),  # what an environment says to the answer
+                ],
                 reward=1.0,
                 success=True,
                 num_turns=turns,
