@@ -75,6 +75,7 @@ def run(name: str, seed: int, minutes: float, folder: Path) -> dict[str, Any]:
         result["findings"] = json.loads(findings.read_text()) if findings.exists() else []
         config = load_config(str(recipe))
         result["rl_steps"] = config.rl.steps if config.rl else 0
+        result["observation_weight"] = config.sft.observation_weight if config.sft else 0.0
     result["load"] = os.getloadavg()[2]
     kept.write_text(json.dumps(result))
     return result
@@ -119,7 +120,8 @@ def row(key: str, result: dict[str, Any]) -> list[str]:
     warned = "; ".join(text.split(":")[0][:110] for text in result["warnings"]) or "-"
     return [
         name, seed, interval(result.get("before")), interval(result.get("after")), risen(result),
-        str(result.get("rl_steps", "-")), minutes, where(result), warned,
+        str(result.get("rl_steps", "-")), minutes, where(result),
+        f"{result.get('observation_weight', 0.0):g}", warned,
     ]  # fmt: skip
 
 
@@ -146,7 +148,8 @@ def main() -> None:
     if options.no_page:
         return
     head = ["environment", "seed", "after SFT", "after RL", "intervals apart", "RL steps",
-            "minutes (init + train)", "of, cores, load", "warned by init"]  # fmt: skip
+            "minutes (init + train)", "of, cores, load", "observations",
+            "warned by init"]  # fmt: skip
     facts, results = machine(os.cpu_count() or 1), kept_results(found)
     left = [name for name in SUBJECTS if not any(key.startswith(f"{name}-") for key in results)]
     text = (
@@ -157,7 +160,8 @@ def main() -> None:
         f"{facts['torch']}; each row tells the minutes that the recipe was for, the "
         "cores that it had, and the load of the machine in its last quarter of an hour. Success on "
         "held-out tasks, greedy, with 95 % intervals. Rows of one core had half of the processor "
-        "time that the goal allows (10 minutes on two cores).\n\n"
+        "time that the goal allows (10 minutes on two cores). Observations: "
+        "`sft.observation_weight` of the recipe; rows with 0 are of earlier recipes of `init`.\n\n"
         + table(head, [row(key, result) for key, result in sorted(results.items())])
         + "\n"
         + (f"\nNot run to the end: {', '.join(left)}.\n" if left else "")
