@@ -46,6 +46,21 @@ def test_sft_alone_then_rl_on_top_of_it(ludus: Ludus) -> None:
     assert versions == [7, 8]
 
 
+def test_sft_on_observations_and_rl_with_an_entropy_target(ludus: Ludus) -> None:
+    target = "rl.algorithm={name: grpo, args: {entropy_bonus: 0.1, entropy_target: 9.0}}"
+    ludus("train", BABYAI, "sft.observation_weight=0.2", "sft.steps=3", target, "rl.steps=1").ok()
+    lines = ludus.metrics()
+    for line in (line for line in lines if line["stage"] == "sft"):
+        unread = line["rollout/episodes"]  # the first token of each: nothing predicts it
+        assert line["rollout/sampled_tokens"] < line["train/loss_tokens"]
+        assert line["train/loss_tokens"] <= line["train/tokens"] - unread
+    [rl] = [line for line in lines if line["stage"] == "rl"]
+    assert rl["train/loss_tokens"] <= rl["rollout/sampled_tokens"]
+    assert 0 < rl["train/entropy_bonus"] <= 0.1
+    faulty = "rl.algorithm={name: grpo, args: {entropy_target: 9.0}}"
+    ludus("train", BABYAI, faulty).refused(2, "entropy_target has no effect")
+
+
 def test_rl_alone_needs_no_expert(ludus: Ludus) -> None:
     """Its tokenizer is trained on what the environment says first."""
     alone = ["demonstrations=null", "sft=null", "rl.steps=2", "evaluate.every=0"]
