@@ -45,7 +45,7 @@ NOTES = """
 - HigherOrLower: 127 numbers. With seed 0, held-out numbers were training numbers; with 1 and 2, 31
   numbers were held out, too few to tell a gain (`init` now holds out two fifths, and says so).
 """
-"""What the table does not show."""
+"""Remarks on rows of the table."""
 
 
 def run(name: str, seed: int, minutes: float, folder: Path) -> dict[str, Any]:

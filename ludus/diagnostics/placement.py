@@ -7,6 +7,7 @@ from typing import Any
 from ludus.backends import BACKENDS
 from ludus.backends.ray.backend import RayBackend
 from ludus.config.schema import RunConfig
+from ludus.core.errors import counted
 from ludus.core.types import Spec
 from ludus.envs import ENVS
 from ludus.envs.base import Env
@@ -50,12 +51,12 @@ def _ray(config: RunConfig, args: dict[str, Any]) -> list[tuple[str, str]]:
     each = ", a GPU each" if gpu else ""
     several = any(policy.model is not None for policy in config.policies.values())
     of_each = " of each policy" if several else ""
-    rows = [("learner", f"{_number(ranks, 'rank')}{of_each}{each}: {_trained(config)}")]
+    rows = [("learner", f"{counted(ranks, 'rank')}{of_each}{each}: {_trained(config)}")]
     if config.rl is not None:
         how = ", on the ranks' GPUs" if gpu and shared else each
-        rows.append(("samplers", f"{_number(samplers, 'process', 'processes')}{of_each}{how}"))
+        rows.append(("samplers", f"{counted(samplers, 'process', 'processes')}{of_each}{how}"))
         rows.append(("reference", _reference(config, "the ranks")))
-        fixed = _number(args.get("fixed_samplers", 1), "process", "processes")
+        fixed = counted(args.get("fixed_samplers", 1), "process", "processes")
         for name, policy in config.policies.items():
             if policy.past is not None:
                 versions = f" for each of {policy.past.most} older versions"
@@ -64,7 +65,7 @@ def _ray(config: RunConfig, args: dict[str, Any]) -> list[tuple[str, str]]:
                 rows.append((f"policy {name}", f"{fixed}{each}: {policy.weights}"))
             elif policy.endpoint is not None:
                 rows.append((f"policy {name}", policy.endpoint.base_url))
-    host = _number(workers, "worker") if workers else "the process that starts the run"
+    host = counted(workers, "worker") if workers else "the process that starts the run"
     rows.append(("environment", f"{host}{_work(config)}"))
     if config.judge is not None:
         rows.append(("judge", f"{host}: {config.judge.name}"))
@@ -113,7 +114,3 @@ def of_class(env: Spec, name: str) -> Any:
     """The result of a class method of an environment, or else of `Env`, for its arguments."""
     method = getattr(ENVS.load(env.name), name, getattr(Env, name))
     return method(**ENVS.check(env, "env"))
-
-
-def _number(count: int, noun: str, several: str = "") -> str:
-    return f"{count} {noun if count == 1 else several or f'{noun}s'}"

@@ -42,7 +42,7 @@ RESULTS: dict[str, type[BaseModel]] = {
     "Observation": Observation,
     "StepResult": StepResult,
 }
-"""What an environment's methods construct, by name."""
+"""Results that an environment's methods construct, by name."""
 
 RIGHT = {
     "messages": "a list of Messages",
@@ -53,7 +53,7 @@ RIGHT = {
     "role": "system, user, assistant or tool",
     "content": "a text",
 }
-"""What their fields hold."""
+"""Values of their fields, in words."""
 
 
 async def awaited(name: str, result: Awaitable[T]) -> T:

@@ -17,7 +17,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from ludus.core.errors import printable
+from ludus.core.errors import counted, printable
 from ludus.core.types import Trajectory
 from ludus.evaluate import Evaluation
 from ludus.telemetry.occupancy import PARTS
@@ -191,8 +191,7 @@ def stop_line(kept: tuple[str, int] | None, complete: tuple[str, int] | None, co
     if complete is not None and complete != kept:
         stage, steps = complete
         number = steps - (kept[1] if kept and kept[0] == stage else 0)
-        lost += f" and {number} complete {'step' if number == 1 else 'steps'} of {stage}"
-        lost += " without a checkpoint"
+        lost += f" and {counted(number, 'complete step')} of {stage} without a checkpoint"
     start = f"after step {kept[1]} of {kept[0]}" if kept else "from its start"
     return f"stopping at once; lost: {lost}; `{command}` goes on {start}"
 

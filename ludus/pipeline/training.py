@@ -92,8 +92,7 @@ class Trainer:
         self._num_episodes = 0
         self._latest: dict[str, float] = {}
         self._record_s = 0.0  # of the step before: its own is not over when it is recorded
-        self._saved: tuple[str, int] | None = None
-        self._kept: tuple[str, int] | None = None  # stage and steps of the newest checkpoint
+        self._saved: tuple[str, int] | None = None  # stage and steps of the newest checkpoint
         self._recorded: tuple[str, int] | None = None  # of the newest step
 
     async def train(self) -> None:
@@ -141,7 +140,7 @@ class Trainer:
         if not self._in_stage or self._stop is not None:
             if self._in_stage and self._num_signals == 2:
                 command = resume_command(self.run.folder)
-                self._observer.note(stop_line(self._kept, self._recorded, command))
+                self._observer.note(stop_line(self._saved, self._recorded, command))
             return False
         self._stop = stop
         again = "another signal" if isinstance(stop, Terminated) else "Ctrl-C again"
@@ -200,7 +199,6 @@ class Trainer:
         start = 0
         if checkpoint is not None:
             start = checkpoint.step
-            self._kept = name, start
             success = self._load(stage, checkpoint)
             ended = self._suffices(stage, success) or stage.source.finished
             if ended or self._enough_sft(stage, start) or start >= stage.steps:
@@ -269,7 +267,7 @@ class Trainer:
         last = stage.name == "rl" or config.rl is None
         metric = self._latest.get(config.best_by or "") if last else None
         self.run.backend.save(stage.name, step, state, metric, pin=pin)
-        self._saved = self._kept = stage.name, step
+        self._saved = stage.name, step
         self._on_saved()
 
     @property

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from ludus.config.schema import RunConfig, TasksConfig
+from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError
 from ludus.core.signals import run
-from ludus.core.types import Message, Spec, Task
+from ludus.core.types import Message, Task
 from ludus.data.conversations import Conversation, read_conversations
 from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import choices, tokens
@@ -27,6 +25,9 @@ from ludus.diagnostics.calibration.episodes import (
     play_again,
     play_expert,
     play_random,
+    random_line,
+    success_of,
+    success_of_one_answer,
 )
 from ludus.diagnostics.calibration.first import (
     base,
@@ -41,6 +42,12 @@ from ludus.diagnostics.calibration.pretrained import with_starting_values
 from ludus.diagnostics.calibration.starting import Start
 from ludus.diagnostics.calibration.subject import MAX_TIERS, Subject
 from ludus.diagnostics.calibration.trials import Trial, try_out
+from ludus.diagnostics.calibration.tuned import (
+    num_tasks_of,
+    with_choices,
+    with_few_episodes,
+    with_target,
+)
 from ludus.diagnostics.calibration.warnings import SLOW_S
 from ludus.diagnostics.plan import shape_of
 from ludus.pipeline.preflight.again import difference
@@ -67,17 +74,8 @@ NUM_MEASURED = 1600
 TRIAL_TOKENS = 500_000
 """Tokens of the episodes that the trial of SFT has: with few, it would learn them by heart."""
 
-MAX_DEMONSTRATIONS = 6000
-"""Most demonstrations of a recipe."""
-
-DEMONSTRATIONS_SHARE = 0.2
-"""Share of the minutes in which the expert may play them."""
-
 TOLD = 0.1
 """Success of one answer to all tasks above which it is told."""
-
-NUM_BETWEEN = 128
-"""Held-out tasks of an evaluation during RL."""
 
 
 @dataclass
@@ -220,7 +218,7 @@ def _calibrate(
         *foretold.of_expert(expert),
         *foretold.of_random(played, expert),
         *foretold.of_threads(played, subject.own_threads(tasks[0])),
-        *foretold.of_tasks(distinct, len(splits.heldout), subject.kind),
+        *foretold.of_tasks(distinct, num_tasks_of(config.tasks.heldout), subject.kind),
         *foretold.of_worlds(distinct, undeclared(subject, tasks)),
         *foretold.of_lengths(lengths, config.model.context_length),
         *foretold.of_turns(expert.turns, config.rollout.max_turns),
@@ -348,133 +346,3 @@ def repeated(subject: Subject, expert: Expert, tasks: Sequence[Task]) -> Iterato
         if text := difference(first[again.task_id], again):
             yield f"{text} (`ludus check-env {subject.given}` tells more)"
             return
-
-
-def with_few_episodes(config: RunConfig) -> RunConfig:
-    """The recipe for an environment whose steps take long: fewer episodes in each step."""
-    assert config.sft is not None
-    assert config.rl is not None
-    until = config.sft.until and config.sft.until.model_copy(
-        update={"num_tasks": 8, "samples_per_task": 2}
-    )
-    few = {"groups_per_step": 8, "group_size": 4, "minibatches": 1}
-    return config.model_copy(
-        update={
-            "sft": config.sft.model_copy(update={"until": until}),
-            "rl": config.rl.model_copy(update=few),
-        }
-    )
-
-
-def success_of(played: Sequence[RandomEpisode]) -> float:
-    """The success of random actions; 0 where none was played to its end."""
-    fine = [p.success for p in played if not p.error]
-    return fmean(fine) if fine else 0.0
-
-
-def success_of_one_answer(good: Sequence[Demonstration]) -> float:
-    """The success of a policy that always gives the expert's most frequent answer, where episodes
-    have one turn; else 0."""
-    answers = Counter(
-        next(m.content for m in reversed(d.messages) if m.role == "assistant")
-        for d in good
-        if d.num_turns == 1
-    )
-    [(_, most)] = answers.most_common(1) or [("", 0)]
-    return most / len(good) if good and answers.total() == len(good) else 0.0
-
-
-def with_target(config: RunConfig, chance: float) -> RunConfig:
-    """The recipe whose SFT ends at a success that a policy has not by chance."""
-    assert config.sft is not None
-    assert config.sft.until is not None
-    until = config.sft.until.model_copy(update={"success": choices.target(chance)})
-    return config.model_copy(update={"sft": config.sft.model_copy(update={"until": until})})
-
-
-def random_line(played: Sequence[RandomEpisode]) -> str:
-    """The success, rewards and speed of random actions."""
-    failed = [p for p in played if p.error]
-    fine = [p for p in played if not p.error]
-    if not fine:
-        return f"random actions: every episode failed, {failed[0].error}" if failed else ""
-    rewards = [p.reward for p in fine]
-    return (
-        f"random actions: {fmean(p.success for p in fine):.0%} of {len(fine)} episodes succeed, "
-        f"reward {fmean(rewards):.2f} (standard deviation {pstdev(rewards):.2f}), a step of the "
-        f"environment takes {1000 * fmean(p.step_s for p in fine):.2g} ms"
-    )
-
-
-def with_choices(
-    config: RunConfig, trial: Trial, minutes: float, episodes_per_s: float
-) -> tuple[RunConfig, choices.Steps]:
-    """Learning rate, temperature and steps, by the trials."""
-    assert config.sft is not None
-    assert config.rl is not None
-    until = config.sft.until
-    assert until is not None
-    num_train = num_tasks_of(config.tasks.train)
-    for_seconds = DEMONSTRATIONS_SHARE * 60 * minutes * episodes_per_s
-    expected = choices.expected_sft(trial, until.success)
-    wanted = max(2 * (expected or 10**6) * config.sft.episodes_per_step, 1000)
-    demonstrated = num_train - choices.undemonstrated(num_train)
-    number = int(min(MAX_DEMONSTRATIONS, demonstrated, max(for_seconds, 64), wanted))
-    groups = choices.groups(trial.rl_step_s, config.rl.groups_per_step)
-    trial = replace(trial, rl_step_s=trial.rl_step_s * groups / config.rl.groups_per_step)
-    until = until.model_copy(update={"every": choices.measure_every(trial, until.success)})
-    tasks, evaluations_s = fewer_heldout(
-        config.tasks, trial.eval_s / (until.num_tasks * until.samples_per_task), minutes
-    )
-    planned = choices.steps(
-        trial, minutes, number / episodes_per_s, until.every, until.success, evaluations_s
-    )
-    patience = choices.patience(planned.sft, until.every, until.patience)
-    until = until.model_copy(update={"patience": patience})
-    updates: dict[str, Any] = {
-        "tasks": tasks,
-        "sft": config.sft.model_copy(
-            update={
-                "steps": planned.sft,
-                "until": until,
-                "optimizer": config.sft.optimizer.model_copy(update={"lr": trial.rate}),
-            }
-        ),
-        "rl": config.rl.model_copy(
-            update={
-                "steps": planned.rl,
-                "groups_per_step": groups,
-                "minibatches": choices.minibatches(groups * config.rl.group_size),
-                "optimizer": config.rl.optimizer.model_copy(
-                    update={"warmup_steps": min(10, planned.rl // 5)}
-                ),
-            }
-        ),
-        "rollout": config.rollout.model_copy(update={"temperature": choices.temperature(trial)}),
-        "evaluate": config.evaluate.model_copy(
-            update={"every": planned.every, "num_tasks_between": NUM_BETWEEN}
-        ),
-    }
-    if config.demonstrations is not None:
-        updates["demonstrations"] = config.demonstrations.model_copy(
-            update={"num_episodes": max(number, 1), "num_workers": os.cpu_count() or 2}
-        )
-    return config.model_copy(update=updates), planned
-
-
-def fewer_heldout(
-    tasks: TasksConfig, episode_s: float, minutes: float
-) -> tuple[TasksConfig, float]:
-    """As many of the held-out tasks as the minutes allow, and the seconds of all evaluations: two
-    of them all, and about four of NUM_BETWEEN during RL."""
-    assert tasks.heldout is not None
-    number = choices.affordable_heldout(num_tasks_of(tasks.heldout), episode_s, minutes)
-    key = "num_tasks" if "num_tasks" in tasks.heldout.args else "limit"
-    fewer = tasks.heldout.model_copy(update={"args": {**tasks.heldout.args, key: number}})
-    seconds = (2 * number + 4 * min(number, NUM_BETWEEN)) * episode_s
-    return tasks.model_copy(update={"heldout": fewer}), seconds
-
-
-def num_tasks_of(reader: Spec) -> int:
-    """Number of tasks of one of the recipe's readers."""
-    return int(reader.args.get("num_tasks", reader.args.get("limit", 0)))

@@ -85,7 +85,13 @@ trial's line."""
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of the expert's episodes; `turn`: of a single turn of the expert."""
+    """Tokens of the expert's episodes; `turn`: of a single turn of the expert.
+
+    Those far longer than all others set no size: only `episode_max` and `episodes` have them.
+
+    Args:
+        episodes: tokens of each, ascending.
+    """
 
     prompt_max: int
     turn_mean: float
@@ -94,6 +100,7 @@ class Lengths:
     episode_mean: float
     episode_max: int
     episode_min: int = 0
+    episodes: Sequence[int] = ()
 
 
 def percentile(values: Sequence[int], share: float) -> int:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any, cast
 
 from ludus.core.errors import ConfigError
@@ -253,3 +253,35 @@ async def play_random(
         error = "" if played.overdue and played.seconds else played.error
         episodes.append(RandomEpisode(played.reward, played.task.id in won, mean, error))
     return episodes
+
+
+def success_of(played: Sequence[RandomEpisode]) -> float:
+    """The success of random actions; 0 where none was played to its end."""
+    fine = [p.success for p in played if not p.error]
+    return fmean(fine) if fine else 0.0
+
+
+def success_of_one_answer(good: Sequence[Demonstration]) -> float:
+    """The success of a policy that always gives the expert's most frequent answer, where episodes
+    have one turn; else 0."""
+    answers = Counter(
+        next(m.content for m in reversed(d.messages) if m.role == "assistant")
+        for d in good
+        if d.num_turns == 1
+    )
+    [(_, most)] = answers.most_common(1) or [("", 0)]
+    return most / len(good) if good and answers.total() == len(good) else 0.0
+
+
+def random_line(played: Sequence[RandomEpisode]) -> str:
+    """The success, rewards and speed of random actions."""
+    failed = [p for p in played if p.error]
+    fine = [p for p in played if not p.error]
+    if not fine:
+        return f"random actions: every episode failed, {failed[0].error}" if failed else ""
+    rewards = [p.reward for p in fine]
+    return (
+        f"random actions: {fmean(p.success for p in fine):.0%} of {len(fine)} episodes succeed, "
+        f"reward {fmean(rewards):.2f} (standard deviation {pstdev(rewards):.2f}), a step of the "
+        f"environment takes {1000 * fmean(p.step_s for p in fine):.2g} ms"
+    )

@@ -172,7 +172,7 @@ def with_lengths(
     subject: Subject,
     expert_turns: Sequence[int],
     conversations: Sequence[Conversation],
-) -> tuple[RunConfig, tokens.ShownLengths]:
+) -> tuple[RunConfig, choices.Lengths]:
     """Turns, tokens of a turn, the context and episodes of a step, by the expert's episodes."""
     tokenizer = tokens.trained(config, conversations, ())
     lengths = tokens.lengths(config, tokenizer, conversations)

@@ -168,8 +168,7 @@ def _sft(c: Calibration) -> Iterator[Line]:
         yield "observation_weight", sft.observation_weight, "prompts and observations train too"
     if sft.until is not None:
         curve = ", ".join(f"{value:.0%} after {step}" for step, value in c.trial.curve[-3:])
-        own = sft.until.model_copy(update={"every": min(sft.until.every, sft.steps)})
-        until = {"success": own.success} | own.model_dump(exclude_defaults=True)
+        until = {"success": sft.until.success} | sft.until.model_dump(exclude_defaults=True)
         by_chance = f"by chance {c.trial.chance:.0%}, " if c.trial.chance else ""
         told = f"sampled episodes that succeed: {by_chance}{curve} steps" if curve else ""
         yield "until", until, told
@@ -198,8 +197,4 @@ def _rl(c: Calibration) -> Iterator[Line]:
 
 def _evaluate(config: RunConfig) -> Iterator[Line]:
     yield "every", config.evaluate.every, ""
-    between, heldout = config.evaluate.num_tasks_between, config.tasks.heldout
-    args = heldout.args if heldout else {}
-    number = args.get("num_tasks", args.get("limit"))
-    fewer = between is not None and (number is None or between < number)
-    yield "num_tasks_between", between if fewer else None, ""  # without it, all
+    yield "num_tasks_between", config.evaluate.num_tasks_between, ""  # without it, all

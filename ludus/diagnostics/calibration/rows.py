@@ -1,4 +1,4 @@
-"""What is wrong with the rows of a data set: what is refused, and what is told."""
+"""Faults of a data set's rows: those that are refused, and those that are told."""
 
 from __future__ import annotations
 

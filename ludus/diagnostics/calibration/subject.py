@@ -56,7 +56,7 @@ class Subject:
 
     @property
     def on_bad_line(self) -> OnBadLine:
-        """What a reader of its rows does with a malformed one."""
+        """Treatment of a malformed row by the reader."""
         return "skip" if self.malformed else "refuse"
 
     def maker(self) -> Env | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -27,18 +26,6 @@ NO_LIMIT = 10**9
 OUTLIER = 4.0
 """Times the 99th percentile above which the longest sets no size: all other episodes would pay for
 one."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShownLengths(Lengths):
-    """Tokens of the expert's episodes, without those beyond OUTLIER, which only `episode_max` and
-    `episodes` have.
-
-    Args:
-        episodes: tokens of each, ascending.
-    """
-
-    episodes: Sequence[int] = ()
 
 
 def longest(values: Sequence[Number]) -> Number:
@@ -75,14 +62,14 @@ def fits_words(size: int, in_turns: float, in_prompts: float) -> bool:
     return size <= MAX_WORDS and in_turns <= UNKNOWN_TURNS and in_prompts <= UNKNOWN_PROMPTS
 
 
-def lengths(config: RunConfig, tokenizer: Any, shown: Sequence[Conversation]) -> ShownLengths:
+def lengths(config: RunConfig, tokenizer: Any, shown: Sequence[Conversation]) -> Lengths:
     """Tokens of prompts, turns and episodes."""
     _, trajectories, _ = replay_all(shown, make_renderers(config, tokenizer), NO_LIMIT)
     prompts = [_prompt(t) for t in trajectories]
     turns = [len(s.token_ids) for t in trajectories for s in t.segments if s.logprobs is not None]
     episodes = sorted(t.num_tokens for t in trajectories)
     turn_max, episode_most = longest(turns), longest(episodes)
-    return ShownLengths(
+    return Lengths(
         prompt_max=longest(prompts),
         turn_mean=fmean(n for n in turns if n <= turn_max),
         turn_max=turn_max,

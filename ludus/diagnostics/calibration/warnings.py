@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
 from ludus.core.errors import counted
-from ludus.diagnostics.calibration.choices import MAX_CONTEXT, expected_sft
+from ludus.diagnostics.calibration.choices import MAX_CONTEXT, Lengths, expected_sft
 from ludus.diagnostics.calibration.episodes import Expert, RandomEpisode
-from ludus.diagnostics.calibration.tokens import ShownLengths
 from ludus.diagnostics.calibration.trials import Trial
 from ludus.envs.checks.outcomes import needless_thread
 
@@ -161,7 +160,7 @@ def of_worlds(distinct: float, undeclared: bool) -> Iterator[str]:
         )
 
 
-def of_lengths(lengths: ShownLengths, context: int) -> Iterator[str]:
+def of_lengths(lengths: Lengths, context: int) -> Iterator[str]:
     """Yields what the tokens of the expert's episodes foretell."""
     if lengths.episode_max > context:
         long = sum(tokens > context for tokens in lengths.episodes)

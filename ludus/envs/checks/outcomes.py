@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from ludus.core.errors import counted
 from ludus.core.types import Message, Task
 from ludus.envs.base import Env, is_blocking, limits_of
 from ludus.envs.checks.play import Player
@@ -71,8 +72,8 @@ async def check_speed(subject: Subject, player: Player) -> None:
         "speed",
         f"a step takes {step_s:.2g} s (median of {len(steps)}) and a reset {reset_s:.2g} s: an "
         f"episode of {env.max_turns} turns takes about {env.max_turns * step_s:.0f} s, and a step "
-        f"of RL plays hundreds. Here, one task is checked, {player.max_turns} "
-        f"{'turn' if player.max_turns == 1 else 'turns'} of each episode",
+        f"of RL plays hundreds. Here, one task is checked, {counted(player.max_turns, 'turn')} of "
+        "each episode",
     )
 
 

@@ -40,11 +40,10 @@ class EntropyControl:
             return self.algorithm, {}
         level = round(LEVELS * floor.share(sampled_entropy(groups)))
         weight = floor.weight * level / LEVELS
-        if level not in self._made:
+        if level and level not in self._made:
             loss = with_entropy_bonus(self.algorithm.loss, weight)
-            tuned = replace(self.algorithm, loss=loss, regularised=True)
-            self._made[level] = tuned if level else self.algorithm
-        return self._made[level], {"train/entropy_bonus": weight}
+            self._made[level] = replace(self.algorithm, loss=loss, regularised=True)
+        return self._made.get(level, self.algorithm), {"train/entropy_bonus": weight}
 
 
 def sampled_entropy(groups: Sequence[Group]) -> float | None:

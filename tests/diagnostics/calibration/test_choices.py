@@ -5,8 +5,8 @@ from __future__ import annotations
 from ludus.core.types import Message
 from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import choices
-from ludus.diagnostics.calibration.calibrate import success_of_one_answer
 from ludus.diagnostics.calibration.choices import Lengths
+from ludus.diagnostics.calibration.episodes import success_of_one_answer
 from ludus.diagnostics.calibration.trials import Trial
 
 LENGTHS = Lengths(

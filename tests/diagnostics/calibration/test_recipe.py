@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import yaml
 
@@ -13,21 +13,24 @@ from ludus.diagnostics.calibration.calibrate import Calibration
 from ludus.diagnostics.calibration.first import base
 from ludus.diagnostics.calibration.subject import Subject, config_tasks
 from ludus.diagnostics.calibration.trials import Trial
+from ludus.diagnostics.calibration.tuned import with_choices
 
 TEXTCRAFT = Subject("env", "textcraft", "textcraft", Spec(name="textcraft"), ["depth-1"])
 
 
-def config_of(heldout: int, **evaluate: int) -> RunConfig:
+def config_of(heldout: int) -> RunConfig:
     config = base(TEXTCRAFT, 0, None, "sft.jsonl", shows=True)
-    evaluates = config.evaluate.model_copy(update=evaluate)
-    tasks = config_tasks(TEXTCRAFT, 64, heldout)
-    return config.model_copy(update={"tasks": tasks, "evaluate": evaluates})
+    return config.model_copy(update={"tasks": config_tasks(TEXTCRAFT, 64, heldout)})
+
+
+def tuned(heldout: int, **measured: Any) -> RunConfig:
+    trial = Trial(losses={2e-3: 1.0}, rl_step_s=1.0, **measured)
+    return with_choices(config_of(heldout), trial, minutes=10, episodes_per_s=1e9)[0]
 
 
 def test_no_limit_of_the_held_out_tasks_without_effect() -> None:
     def between(heldout: int) -> object:
-        config = config_of(heldout, every=10, num_tasks_between=128)
-        text = "\n".join(recipe.section("evaluate", recipe._evaluate(config)))
+        text = "\n".join(recipe.section("evaluate", recipe._evaluate(tuned(heldout))))
         return yaml.safe_load(text)["evaluate"].get("num_tasks_between")
 
     assert between(384) == 128
@@ -37,14 +40,10 @@ def test_no_limit_of_the_held_out_tasks_without_effect() -> None:
 
 def test_sft_is_measured_before_it_ends() -> None:
     class Measured:
-        config = config_of(8)
+        config = tuned(8, sft_step_s=1.0, eval_s=40.0, curve=[(5, 0.35)])
         trial = Trial()
 
     assert Measured.config.sft is not None
-    until = Measured.config.sft.until
-    assert until is not None
-    update = {"steps": 40, "until": until.model_copy(update={"every": 100})}
-    sft = Measured.config.sft.model_copy(update=update)
-    Measured.config = Measured.config.model_copy(update={"sft": sft})
+    assert Measured.config.sft.steps == 40
     written = {key: value for key, value, _ in recipe._sft(cast(Calibration, Measured))}
     assert written["until"] == {"success": 0.4, "every": 40}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import warnings
+from ludus.diagnostics.calibration.choices import Lengths
 from ludus.diagnostics.calibration.episodes import Expert, RandomEpisode
-from ludus.diagnostics.calibration.tokens import ShownLengths
 from ludus.diagnostics.calibration.trials import Trial
 
 
@@ -66,7 +66,7 @@ def test_fast_steps_in_threads_are_told() -> None:
 
 def test_episodes_beyond_the_context_are_counted() -> None:
     episodes = [*[20] * 98, 5000, 9000]
-    lengths = ShownLengths(10, 5, 5, 5, 20, 9000, 20, episodes)
+    lengths = Lengths(10, 5, 5, 5, 20, 9000, 20, episodes)
     told = "".join(warnings.of_lengths(lengths, 128))
     assert "2 of 100 episodes of the expert exceed the context of 128 tokens, the longest " in told
     assert "with 9,000: such episodes are not shown" in told
