@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -125,7 +126,7 @@ def test_a_marked_process_is_found_while_it_is_being_executed(
             environ.write_bytes(f"A=1\0{MARK}=m1\0".encode())
 
     monkeypatch.setattr(processes, "PROC", tmp_path)
-    monkeypatch.setattr("time.sleep", sleep)
+    monkeypatch.setattr(processes, "time", SimpleNamespace(sleep=sleep))
     assert marked("m1") == [Process(7, 99, "sleep")]
     assert waited == [0.0, processes.EXEC_WAITS_S[1]]
 
