@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ludus.core.errors import LudusError, described
-from ludus.rollout.processes import COUNTERS, Played, Setup, Share
+from ludus.rollout.processes import COUNTERS, Played, Queue, Setup, Share
 
 PARENT_CHECK_S = 1.0
 
@@ -27,7 +27,7 @@ PARENT_CHECK_S = 1.0
 class Player:
     """Plays shares with a model and a sampler of its own."""
 
-    def __init__(self, setup: Setup, weights_fd: int) -> None:
+    def __init__(self, setup: Setup, weights_fd: int, queue: Queue) -> None:
         import torch
 
         from ludus.backends.local import make_sampler
@@ -51,6 +51,7 @@ class Player:
         self._sampler: Any = make_sampler(config, model, tokenizer, folder.path / "sampler")
         renderers = make_renderers(config, tokenizer)
         self._collector = make_collector(config, self._sampler, renderers, Limits({}, ()))
+        self._queue = queue
         gc.freeze()  # as `loop.run_stage`
 
     async def play(self, share: Share) -> Played:
@@ -59,9 +60,11 @@ class Player:
         self._sampler.publish(share.version)
         before = {name: getattr(self._sampler, name) for name in COUNTERS}
         collector = replace(self._collector, stage=share.stage, config=share.config)
-        await collector.play(share.groups)
+        taken: list[int] = []
+        await collector.play(share.episodes(self._queue, taken))
         counters = {name: getattr(self._sampler, name) - before[name] for name in COUNTERS}
-        return Played([group.trajectories for group in share.groups], counters)
+        every = [t for group in share.groups for t in group.trajectories]
+        return Played({number: every[number] for number in taken}, counters)
 
 
 def portable(error: Exception) -> Exception:
@@ -75,12 +78,13 @@ def portable(error: Exception) -> Exception:
 
 
 def main() -> None:
-    """Serve the connection whose number is the first argument."""
+    """Serve the connection. Arguments: file descriptors of it, the weights and the queue."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     connection, weights_fd = Connection(int(sys.argv[1])), int(sys.argv[2])
+    queue = Queue(int(sys.argv[3]))
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
-        player = Player(connection.recv(), weights_fd)
+        player = Player(connection.recv(), weights_fd, queue)
     except Exception as error:
         connection.send(described(error))
         return

@@ -15,7 +15,7 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError
 from ludus.envs import ENVS
 from ludus.models.shared_weights import SharedWeights, weight_bytes
-from ludus.rollout.processes import COUNTERS, RolloutProcess, RolloutProcesses, Setup
+from ludus.rollout.processes import COUNTERS, Queue, RolloutProcess, RolloutProcesses, Setup
 from ludus.store.folders import RunFolder
 from ludus.telemetry.logs import get_logger
 
@@ -58,7 +58,9 @@ def start_processes(
     weights = SharedWeights(model)
     threads = max(1, (config.threads or torch.get_num_threads()) // size)
     setup = Setup(config, folder.path.resolve(), threads, sys.path)
-    processes = [RolloutProcess(MODULE, setup, [weights.fd]) for _ in range(size - 1)]
+    queue = Queue()
+    fds = [weights.fd, queue.fd]
+    processes = [RolloutProcess(MODULE, setup, fds) for _ in range(size - 1)]
     weights.close()
 
     def prepare() -> int:
@@ -78,7 +80,7 @@ def start_processes(
         finally:
             torch.set_num_threads(before)
 
-    return RolloutProcesses(processes, prepare, count, around)
+    return RolloutProcesses(processes, queue, prepare, count, around)
 
 
 def local_model(backend: Any) -> Any:

@@ -107,20 +107,18 @@ class Collector:
                 groups, self.stage, self.config, self._play_with, self.on_episode
             )
             return groups
-        episodes, most = self._episodes(groups), self.config.concurrency
-        await run_pool(episodes, run_episode, most, inline=self.inline)
+        await self.play((group.task, t) for group in groups for t in group.trajectories)
         return groups
 
-    async def play(self, groups: Sequence[Group]) -> None:
-        """Play groups that are laid out, in this process."""
-        episodes, most = self._episodes(groups), self.config.concurrency
-        await run_pool(episodes, run_episode, most, inline=self.inline)
+    async def play(self, laid_out: Iterable[tuple[Task, Trajectory]]) -> None:
+        """Play episodes that are laid out, in this process. Each is taken when it begins."""
+        episodes = (self.episode(task, trajectory) for task, trajectory in laid_out)
+        await run_pool(episodes, run_episode, self.config.concurrency, inline=self.inline)
 
-    def _episodes(self, groups: Sequence[Group]) -> list[Episode]:
-        return [self.episode(g.task, t) for g in groups for t in g.trajectories]
-
-    async def _play_with(self, groups: Sequence[Group], config: RolloutConfig) -> None:
-        await replace(self, config=config).play(groups)
+    async def _play_with(
+        self, laid_out: Iterable[tuple[Task, Trajectory]], config: RolloutConfig
+    ) -> None:
+        await replace(self, config=config).play(laid_out)
 
     async def stream(
         self,

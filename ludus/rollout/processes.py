@@ -1,33 +1,38 @@
-"""Rollout processes: each plays a part of the groups, with a sampler and environments of its own.
+"""Rollout processes: each plays a part of the episodes, with a sampler and environments of its own.
 
-    this process     groups 0 2 4 ...     samples, steps environments, keeps books
-    process 1        groups 1 3 5 ...     the same, at the same time
+    this process     episodes   0 to  95     samples, steps environments, keeps books
+    process 1        episodes  96 to 191     the same, at the same time
+    the first free   episodes 192 to 255     one by one
 
 Python runs on one core of a process, so a step's episodes take half the time with two. Results do
-not depend on the number of processes: seeds derive from the names of the episodes, and a token's
-results do not depend on its batch. Only samplers with that property may be used.
+not depend on the number of processes, or on who plays what: seeds derive from the names of the
+episodes, and a token's results do not depend on its batch. Only samplers with that property may be
+used.
 
 Consumes groups that are laid out, and the policy's weights; waits for all processes; is unblocked
-by the slowest; produces the groups' trajectories, in place. If a process dies, its groups are
+by the slowest; produces the groups' trajectories, in place. If a process dies, its episodes are
 played here, with the same result, and the run continues without it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from array import array
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ludus.config.schema import RolloutConfig, RunConfig
 from ludus.core.errors import described
-from ludus.core.types import Group, Trajectory
+from ludus.core.types import Group, Task, Trajectory
 from ludus.rollout.threads import WorkerThread
 from ludus.telemetry.logs import get_logger
 
@@ -57,21 +62,67 @@ class Setup:
     path: list[str]
 
 
+FIRST = 0.75
+"""Part of the episodes that is divided beforehand: the rest evens out what episodes of different
+lengths, and trajectories on their way between processes, cost."""
+
+MOST_QUEUED = 1000
+"""Episodes that are not divided beforehand: as integers, they fit into any pipe."""
+
+
+class Queue:
+    """The numbers of the episodes that are left, each taken by one process: a pipe of integers."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        if fd is None:
+            fd, self._write = os.pipe()
+            os.set_blocking(fd, False)
+        self.fd = fd
+
+    def put(self, numbers: Iterable[int]) -> None:
+        """Add up to MOST_QUEUED numbers to an empty queue."""
+        os.write(self._write, array("i", numbers).tobytes())
+
+    def take(self) -> int | None:
+        """Returns a number that no other process gets; None: none is left."""
+        try:
+            taken = os.read(self.fd, array("i").itemsize)
+        except BlockingIOError:
+            return None
+        return array("i", taken)[0] if taken else None
+
+    def close(self) -> None:
+        os.close(self.fd)
+        os.close(self._write)
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The groups that one process plays."""
+    """The groups of a step, and the episodes that a process plays before it takes from the queue.
+
+    Episodes are numbered through all groups.
+    """
 
     stage: str
     config: RolloutConfig
     groups: list[Group]
+    first: range
     version: int
+
+    def episodes(self, queue: Queue, taken: list[int]) -> Iterator[tuple[Task, Trajectory]]:
+        """Yields the episodes that this process plays, when it begins them; adds their numbers to
+        `taken`."""
+        every = [(group.task, t) for group in self.groups for t in group.trajectories]
+        for number in chain(self.first, iter(queue.take, None)):
+            taken.append(number)
+            yield every[number]
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """The trajectories of a share, a list per group; what the sampler has computed for them."""
+    """The trajectories that a process has played, by number; what its sampler has computed."""
 
-    trajectories: list[list[Trajectory]]
+    trajectories: dict[int, Trajectory]
     counters: dict[str, int]
 
 
@@ -153,16 +204,19 @@ class RolloutProcess:
 
 @dataclass(slots=True)
 class RolloutProcesses:
-    """Divides groups among this process and others.
+    """Divides the episodes among this process and others.
 
     Args:
         processes: the others.
-        prepare: called before the groups are played; hands the weights over, returns their version.
-        count: called with the counters of a share that another process played.
+        queue: its `fd` is inherited by the others.
+        prepare: called before the episodes are played; hands the weights over, returns their
+            version.
+        count: called with the counters of what another process played.
         around: context of the playing: this process computes on its part of the cores.
     """
 
     processes: list[RolloutProcess]
+    queue: Queue
     prepare: Callable[[], int]
     count: Callable[[dict[str, int]], None]
     around: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -172,55 +226,54 @@ class RolloutProcesses:
         groups: Sequence[Group],
         stage: str,
         config: RolloutConfig,
-        play_here: Callable[[Sequence[Group], RolloutConfig], Awaitable[None]],
+        play_here: Callable[[Iterable[tuple[Task, Trajectory]], RolloutConfig], Awaitable[None]],
         on_episode: Callable[[Trajectory], None] | None,
     ) -> None:
         """Play all groups. Errors: the first that concerns the run; no process is left then."""
-        size = 1 + len(self.processes)
-        config = config.model_copy(update={"concurrency": -(-config.concurrency // size)})
-        others = [g for g in groups if _can_leave(g)]
-        shares = [others[number::size] for number in range(1, size)]
-        away = {g.id for share in shares for g in share}
+        shared = [g for g in groups if _can_leave(g)]
+        own = [(g.task, t) for g in groups if not _can_leave(g) for t in g.trajectories]
+        total, size = sum(len(g.trajectories) for g in shared), 1 + len(self.processes)
+        first = max(int(FIRST * total), total - MOST_QUEUED) // size
+        concurrency = max(1, min(-(-config.concurrency // size), first))
+        config = config.model_copy(update={"concurrency": concurrency})
         version = self.prepare()
-        asked = [
-            asyncio.create_task(process.play(Share(stage, config, share, version)))
-            for process, share in zip(self.processes, shares, strict=True)
-            if share
+        shares = [
+            Share(stage, config, shared, range(n * first, (n + 1) * first), version)
+            for n in range(size)
         ]
-        busy = [(p, s) for p, s in zip(self.processes, shares, strict=True) if s]
-        lost: list[Group] = []
+        if self.processes:
+            self.queue.put(range(size * first, total))
+        asked = [
+            asyncio.create_task(process.play(share))
+            for process, share in zip(self.processes, shares[1:], strict=True)
+        ]
+        taken: list[int] = []
+        left = dict(enumerate((g, n) for g in shared for n in range(len(g.trajectories))))
         try:
             with self.around():
-                await play_here([g for g in groups if g.id not in away], config)
-            for (process, share), reply in zip(busy, asked, strict=True):
+                await play_here(chain(own, shares[0].episodes(self.queue, taken)), config)
+            for process, reply in zip([*self.processes], asked, strict=True):
                 try:
                     played = await reply
                 except ProcessDied as error:
-                    lost += share
                     self._drop(process, error)
                     continue
-                self._take(share, played, on_episode)
+                self.count(played.counters)
+                for number, trajectory in played.trajectories.items():
+                    group, member = left.pop(number)
+                    group.trajectories[member] = trajectory
+                    if on_episode is not None:
+                        on_episode(trajectory)
         except BaseException:
             for reply in asked:
                 reply.cancel()
             self.close()  # they may be playing still
             await asyncio.gather(*asked, return_exceptions=True)
             raise
-        if lost:
-            await play_here(lost, config)
-
-    def _take(
-        self,
-        share: Sequence[Group],
-        played: Played,
-        on_episode: Callable[[Trajectory], None] | None,
-    ) -> None:
-        self.count(played.counters)
-        for group, trajectories in zip(share, played.trajectories, strict=True):
-            group.trajectories = trajectories
-            if on_episode is not None:
-                for trajectory in trajectories:
-                    on_episode(trajectory)
+        for number in taken:
+            del left[number]
+        if left:  # a process died
+            await play_here([(g.task, g.trajectories[n]) for g, n in left.values()], config)
 
     def _drop(self, process: RolloutProcess, error: ProcessDied) -> None:
         reason = str(error)
@@ -229,10 +282,12 @@ class RolloutProcesses:
         process.close()
 
     def close(self) -> None:
-        """End all processes; groups are played here from then on. Idempotent."""
+        """End all processes; episodes are played here from then on. Idempotent."""
         processes, self.processes = self.processes, []
         for process in processes:
             process.close()
+        if processes:
+            self.queue.close()
 
 
 def _can_leave(group: Group) -> bool:

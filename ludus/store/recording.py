@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, Table, and_, delete, insert
@@ -73,7 +73,7 @@ class StepWriter:
             ],
         )
         trees = [
-            {"trajectory_key": key, **asdict(tree)}
+            {"trajectory_key": key, **tree.columns()}
             for key, tree in zip(keys, self.trees, strict=True)
         ]
         if trees:
@@ -98,9 +98,12 @@ def tools_of(trajectory: Trajectory) -> dict[str, int]:
     calls: Counter[str] = Counter()
     results: Counter[str] = Counter()
     for message in (s.message for s in trajectory.segments if s.message is not None):
-        calls.update(call.name[:MAX_TOOL_CHARS] for call in message.tool_calls)
+        if message.tool_calls:
+            calls.update(call.name[:MAX_TOOL_CHARS] for call in message.tool_calls)
         if message.role == "tool" and message.name:
             results[message.name[:MAX_TOOL_CHARS]] += 1
+    if not calls and not results:
+        return {}
     found = calls + Counter({name: n for name, n in results.items() if name not in calls})
     return dict(found.most_common(MAX_TOOLS))
 

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ludus.core.types import Message, Sample, Segment, Spec, Status, StepResult, Task, Trajectory
+from ludus.core.types import (
+    Constraint,
+    Message,
+    Sample,
+    Segment,
+    Spec,
+    Status,
+    StepResult,
+    Task,
+    ToolCall,
+    Trajectory,
+)
 
 
 def tree() -> Trajectory:
@@ -110,3 +124,37 @@ def test_done_means_terminated_or_truncated():
 def test_loss_tokens_of_a_sample():
     sample = Sample([5, 8, 9], [False, True, True], [0, -0.1, -0.7], [0, 0.5, 0.5], "t")
     assert sample.num_loss_tokens == 2
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message(role="user", content="hello"),
+        Message(role="assistant"),
+        Message(role="assistant", content="", tool_calls=[ToolCall(name="add")]),
+        Message(role="tool", content="3", tool_call_id="1", name="add"),
+        Message(role="assistant", content="x", thinking="y"),
+    ],
+)
+def test_messages_survive_pickling(message: Message) -> None:
+    again = pickle.loads(pickle.dumps(message))
+    assert again == message
+    assert again.model_fields_set == message.model_fields_set
+    assert again.model_copy(update={"content": "z"}).content == "z"
+
+
+def test_a_tool_call_that_was_added_later_survives_pickling() -> None:
+    message = Message(role="assistant", content="x")
+    message.tool_calls.append(ToolCall(name="add"))
+    assert pickle.loads(pickle.dumps(message)) == message
+
+
+def test_segments_survive_pickling() -> None:
+    segments = [
+        *tree().segments,
+        Segment(0, [1], [-1.0], Message(role="user", content="q"), 3, 0.5, {"a": 1.0}),
+        Segment(0, [1], [-1.0], values=[0.5, 0.25], constraint=Constraint("g", (1, 2))),
+    ]
+    assert pickle.loads(pickle.dumps(segments)) == segments
+    assert copy.copy(segments[-1]) == segments[-1]
+    assert copy.deepcopy(segments) == segments

@@ -210,6 +210,44 @@ def test_an_error_that_cannot_be_pickled_keeps_its_text() -> None:
     assert isinstance(portable(ConfigError("x")), ConfigError)
 
 
+def test_a_queue_gives_each_number_once() -> None:
+    queue = rollout.Queue()
+    queue.put(range(rollout.MOST_QUEUED))
+    other = rollout.Queue(queue.fd)  # as a child has it
+    taken = [(queue, other)[n % 2].take() for n in range(rollout.MOST_QUEUED)]
+    assert taken == [*range(rollout.MOST_QUEUED)]
+    assert queue.take() is None
+    assert other.take() is None
+    queue.put([7])
+    assert other.take() == 7
+    queue.close()
+
+
+@needs_native
+async def test_both_processes_play_their_own_episodes_and_the_rest(
+    make: Callable[..., Run],
+) -> None:
+    two = make("rollout.processes=2")
+    processes = two.collector.processes
+    assert processes is not None
+    shares: list[rollout.Share] = []
+    played: list[rollout.Played] = []
+    [process] = processes.processes
+    play_there = process.play
+
+    async def play_and_tell(share: rollout.Share) -> rollout.Played:
+        shares.append(share)
+        played.append(await play_there(share))
+        return played[-1]
+
+    process.play = play_and_tell  # type: ignore[method-assign]
+    groups = await play(two)
+    assert all(t.num_turns for group in groups for t in group.trajectories)
+    assert shares[0].first == range(4, 8)
+    assert {*range(4, 8)} <= {*played[0].trajectories}
+    assert not {*range(4)} & {*played[0].trajectories}
+
+
 def test_the_process_gets_only_groups_that_bring_nothing_of_their_own() -> None:
     from ludus.core.types import Spec, Task
 
