@@ -63,8 +63,7 @@ class Player:
         taken: list[int] = []
         await collector.play(share.episodes(self._queue, taken))
         counters = {name: getattr(self._sampler, name) - before[name] for name in COUNTERS}
-        every = [t for group in share.groups for t in group.trajectories]
-        return Played({number: every[number] for number in taken}, counters)
+        return Played({number: share.groups[number].trajectories for number in taken}, counters)
 
 
 def portable(error: Exception) -> Exception:

@@ -22,7 +22,7 @@ from ludus.rollout.endpoint_session import EndpointSession
 from ludus.rollout.episode import Episode, run_episode
 from ludus.rollout.host import LocalEnvs
 from ludus.rollout.markers import MarkerSession
-from ludus.rollout.processes import RolloutProcesses
+from ludus.rollout.processes import RolloutProcesses, episodes_of
 from ludus.rollout.roles import Player, Role, cast, new_trajectory
 from ludus.rollout.session import TextSession, TokenSession, TurnSession
 from ludus.rollout.threads import EnvThread, run_pool
@@ -107,13 +107,17 @@ class Collector:
                 groups, self.stage, self.config, self._play_with, self.on_episode
             )
             return groups
-        await self.play((group.task, t) for group in groups for t in group.trajectories)
+        episodes = self._episodes(episodes_of(groups))
+        await run_pool(episodes, run_episode, self.config.concurrency, inline=self.inline)
         return groups
 
     async def play(self, laid_out: Iterable[tuple[Task, Trajectory]]) -> None:
         """Play episodes that are laid out, in this process. Each is taken when it begins."""
-        episodes = (self.episode(task, trajectory) for task, trajectory in laid_out)
+        episodes = self._episodes(laid_out)
         await run_pool(episodes, run_episode, self.config.concurrency, inline=self.inline)
+
+    def _episodes(self, laid_out: Iterable[tuple[Task, Trajectory]]) -> Iterator[Episode]:
+        return (self.episode(task, trajectory) for task, trajectory in laid_out)
 
     async def _play_with(
         self, laid_out: Iterable[tuple[Task, Trajectory]], config: RolloutConfig

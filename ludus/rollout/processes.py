@@ -1,8 +1,8 @@
-"""Rollout processes: each plays a part of the episodes, with a sampler and environments of its own.
+"""Rollout processes: each plays a part of the groups, with a sampler and environments of its own.
 
-    this process     episodes   0 to  95     samples, steps environments, keeps books
-    process 1        episodes  96 to 191     the same, at the same time
-    the first free   episodes 192 to 255     one by one
+    this process     groups  0 to 11     samples, steps environments, keeps books
+    process 1        groups 12 to 23     the same, at the same time
+    the first free   groups 24 to 31     one by one
 
 Python runs on one core of a process, so a step's episodes take half the time with two. Results do
 not depend on the number of processes, or on who plays what: seeds derive from the names of the
@@ -10,7 +10,7 @@ episodes, and a token's results do not depend on its batch. Only samplers with t
 used.
 
 Consumes groups that are laid out, and the policy's weights; waits for all processes; is unblocked
-by the slowest; produces the groups' trajectories, in place. If a process dies, its episodes are
+by the slowest; produces the groups' trajectories, in place. If a process dies, its groups are
 played here, with the same result, and the run continues without it.
 """
 
@@ -63,15 +63,15 @@ class Setup:
 
 
 FIRST = 0.75
-"""Part of the episodes that is divided beforehand: the rest evens out what episodes of different
+"""Part of the groups that is divided beforehand: the rest evens out what episodes of different
 lengths, and trajectories on their way between processes, cost."""
 
 MOST_QUEUED = 1000
-"""Episodes that are not divided beforehand: as integers, they fit into any pipe."""
+"""Groups that are not divided beforehand: as integers, they fit into any pipe."""
 
 
 class Queue:
-    """The numbers of the episodes that are left, each taken by one process: a pipe of integers."""
+    """The numbers of the groups that are left, each taken by one process: a pipe of integers."""
 
     def __init__(self, fd: int | None = None) -> None:
         if fd is None:
@@ -98,10 +98,8 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The groups of a step, and the episodes that a process plays before it takes from the queue.
-
-    Episodes are numbered through all groups.
-    """
+    """The groups of a step, and the numbers of those that a process plays before it takes from the
+    queue."""
 
     stage: str
     config: RolloutConfig
@@ -110,19 +108,21 @@ class Share:
     version: int
 
     def episodes(self, queue: Queue, taken: list[int]) -> Iterator[tuple[Task, Trajectory]]:
-        """Yields the episodes that this process plays, when it begins them; adds their numbers to
-        `taken`."""
-        every = [(group.task, t) for group in self.groups for t in group.trajectories]
+        """Yields the episodes that this process plays, when it begins them; adds the numbers of
+        their groups to `taken`."""
         for number in chain(self.first, iter(queue.take, None)):
             taken.append(number)
-            yield every[number]
+            group = self.groups[number]
+            for trajectory in group.trajectories:
+                yield group.task, trajectory
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """The trajectories that a process has played, by number; what its sampler has computed."""
+    """The trajectories that a process has played, by the number of their group; what its sampler
+    has computed."""
 
-    trajectories: dict[int, Trajectory]
+    trajectories: dict[int, list[Trajectory]]
     counters: dict[str, int]
 
 
@@ -204,13 +204,12 @@ class RolloutProcess:
 
 @dataclass(slots=True)
 class RolloutProcesses:
-    """Divides the episodes among this process and others.
+    """Divides groups among this process and others.
 
     Args:
         processes: the others.
         queue: its `fd` is inherited by the others.
-        prepare: called before the episodes are played; hands the weights over, returns their
-            version.
+        prepare: called before the groups are played; hands the weights over, returns their version.
         count: called with the counters of what another process played.
         around: context of the playing: this process computes on its part of the cores.
     """
@@ -230,28 +229,33 @@ class RolloutProcesses:
         on_episode: Callable[[Trajectory], None] | None,
     ) -> None:
         """Play all groups. Errors: the first that concerns the run; no process is left then."""
+        if not self.processes:
+            await play_here(episodes_of(groups), config)
+            return
         shared = [g for g in groups if _can_leave(g)]
-        own = [(g.task, t) for g in groups if not _can_leave(g) for t in g.trajectories]
-        total, size = sum(len(g.trajectories) for g in shared), 1 + len(self.processes)
+        own = [g for g in groups if not _can_leave(g)]
+        total, size = len(shared), 1 + len(self.processes)
         first = max(int(FIRST * total), total - MOST_QUEUED) // size
-        concurrency = max(1, min(-(-config.concurrency // size), first))
+        # No more at the same time than were divided: else the first to start takes all the rest.
+        begun = max(sum(len(g.trajectories) for g in [*own, *shared[:first]]), 1)
+        concurrency = min(-(-config.concurrency // size), begun)
         config = config.model_copy(update={"concurrency": concurrency})
         version = self.prepare()
         shares = [
             Share(stage, config, shared, range(n * first, (n + 1) * first), version)
             for n in range(size)
         ]
-        if self.processes:
-            self.queue.put(range(size * first, total))
+        self.queue.put(range(size * first, total))
         asked = [
             asyncio.create_task(process.play(share))
             for process, share in zip(self.processes, shares[1:], strict=True)
         ]
         taken: list[int] = []
-        left = dict(enumerate((g, n) for g in shared for n in range(len(g.trajectories))))
+        left = dict(enumerate(shared))
         try:
             with self.around():
-                await play_here(chain(own, shares[0].episodes(self.queue, taken)), config)
+                shared_here = shares[0].episodes(self.queue, taken)
+                await play_here(chain(episodes_of(own), shared_here), config)
             for process, reply in zip([*self.processes], asked, strict=True):
                 try:
                     played = await reply
@@ -259,11 +263,11 @@ class RolloutProcesses:
                     self._drop(process, error)
                     continue
                 self.count(played.counters)
-                for number, trajectory in played.trajectories.items():
-                    group, member = left.pop(number)
-                    group.trajectories[member] = trajectory
+                for number, trajectories in played.trajectories.items():
+                    left.pop(number).trajectories = trajectories
                     if on_episode is not None:
-                        on_episode(trajectory)
+                        for trajectory in trajectories:
+                            on_episode(trajectory)
         except BaseException:
             for reply in asked:
                 reply.cancel()
@@ -273,7 +277,7 @@ class RolloutProcesses:
         for number in taken:
             del left[number]
         if left:  # a process died
-            await play_here([(g.task, g.trajectories[n]) for g, n in left.values()], config)
+            await play_here(episodes_of(left.values()), config)
 
     def _drop(self, process: RolloutProcess, error: ProcessDied) -> None:
         reason = str(error)
@@ -282,12 +286,17 @@ class RolloutProcesses:
         process.close()
 
     def close(self) -> None:
-        """End all processes; episodes are played here from then on. Idempotent."""
+        """End all processes; groups are played here from then on. Idempotent."""
         processes, self.processes = self.processes, []
         for process in processes:
             process.close()
         if processes:
             self.queue.close()
+
+
+def episodes_of(groups: Iterable[Group]) -> Iterator[tuple[Task, Trajectory]]:
+    """The episodes of groups that are laid out."""
+    return ((group.task, t) for group in groups for t in group.trajectories)
 
 
 def _can_leave(group: Group) -> bool:
