@@ -28,6 +28,7 @@ from ludus.data.splits import read_splits
 from ludus.envs.base import NoExpert
 from ludus.pipeline.build import build
 from ludus.pipeline.registries import check, check_judges
+from ludus.pipeline.stages import sft_algorithm
 from ludus.pipeline.tokenizer import check_functions, make_renderers, make_tokenizer
 from ludus.rollout.collect import Collector
 from ludus.rollout.host import LocalEnvs
@@ -38,7 +39,7 @@ from ludus.tasks.curriculum import TaskSampler
 from ludus.tasks.mixture import part_of, settings_of
 from ludus.tools.toolbox import Toolbox
 from ludus.train import ALGORITHMS
-from ludus.train.algorithms.base import Assignment
+from ludus.train.algorithms.base import Algorithm
 from ludus.train.samples import to_samples
 from ludus.train.scoring import assume_start
 
@@ -84,7 +85,7 @@ def _debug(config: RunConfig, num_tasks: int, console: Console) -> None:
         if tasks:
             source = ReplaySource(TaskSampler(tasks, shuffle=False), trajectories)
             groups = run_async(source.take(len(tasks), 0, 0))
-            _show(console, "SFT", groups, ALGORITHMS.build("sft").assign(groups), tokenizer)
+            _show(console, "SFT", groups, sft_algorithm(config.sft), tokenizer)
         for task_id, reason in excluded:
             console.print(Text(f"SFT: {task_id} skipped: {reason}", "yellow"))
     if config.rl:
@@ -103,7 +104,7 @@ def _debug(config: RunConfig, num_tasks: int, console: Console) -> None:
         groups = by_role(groups)
         if algorithm.asks_models:
             groups = assume_start(groups)
-        _show(console, "RL", groups, algorithm.assign(groups), tokenizer)
+        _show(console, "RL", groups, algorithm, tokenizer)
     console.print("debug: nothing was trained, nothing was saved")
 
 
@@ -158,11 +159,12 @@ def _demonstrations(config: RunConfig, tasks: Sequence[Task]) -> list[Demonstrat
 
 
 def _show(
-    console: Console, stage: str, groups: Sequence[Group], assignment: Assignment, tokenizer: Any
+    console: Console, stage: str, groups: Sequence[Group], algorithm: Algorithm, tokenizer: Any
 ) -> None:
     """Print each trajectory's turns, then its training rows token by token."""
+    assignment = algorithm.assign(groups)
     rows: dict[str, list[Sample]] = {}
-    for sample in to_samples(assignment):
+    for sample in to_samples(assignment, algorithm.observation_weight):
         rows.setdefault(sample.trajectory_id, []).append(sample)
     everyone = [t for group in groups for t in group.trajectories]
     several = len({trajectory.role for trajectory in everyone}) > 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ludus.config.schema import RLConfig
+from ludus.config.schema import RLConfig, SFTConfig
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Spec, Task, by_role
@@ -60,11 +60,15 @@ def sft_stage(run: Run, note: Callable[[str], None]) -> tuple[Stage, list[tuple[
         ),
         groups_per_step=settings.episodes_per_step,
         source=ReplaySource(sampler, played),
-        algorithm=ALGORITHMS.build(
-            Spec(name="sft", args={"observation_weight": settings.observation_weight})
-        ),
+        algorithm=sft_algorithm(settings),
     )
     return stage, excluded
+
+
+def sft_algorithm(settings: SFTConfig) -> Algorithm:
+    """Returns the algorithm of SFT: what has a loss, and with which weight."""
+    args = {"observation_weight": settings.observation_weight}
+    return ALGORITHMS.build(Spec(name="sft", args=args))
 
 
 def rl_stage(run: Run) -> Stage:

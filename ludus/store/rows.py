@@ -38,6 +38,12 @@ class RunRow:
     last_step: datetime | None
     elapsed_s: float | None
 
+    def observation_weight(self, stage: str) -> float:
+        """Weight of prompts and observations in a stage's loss, where sampled tokens have 1."""
+        sft = self.config.get("sft") or {}
+        weight: float = sft.get("observation_weight", 0.0) if stage == "sft" else 0.0
+        return weight
+
 
 @dataclass(frozen=True, slots=True)
 class StepRow:

@@ -143,6 +143,9 @@ def render_trajectory(
     taught = any(map(_taught, trajectory.segments))
     origin = "demonstrated" if taught else "sampled by the policy"
     legend = f"lines that begin with + were {origin}: only they have loss"
+    if weight := store.run(run_id).observation_weight(row.stage):
+        legend = f"lines that begin with + were {origin}: they have loss with weight 1, all others "
+        legend += f"with {weight:g} (sft.observation_weight)"
     if row.stage.startswith("evaluate/"):
         legend = f"lines that begin with + were {origin}; none has loss: the task is held out"
     elif row.dropped is not None or not row.status.trainable:

@@ -92,6 +92,20 @@ def test_turns_and_rows_are_printed(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["recipe.yaml"], "nothing is written"
 
 
+def test_rows_of_sft_have_the_weight_of_observations(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=80, color_system=None, _environ={})
+    weight = "sft.observation_weight=0.25"
+    debug(load_config(recipe(tmp_path), [weight]), 1, console)
+    first, _, rl = console.file.getvalue().partition("RL rl-0")  # type: ignore[attr-defined]
+    assert "training row 1: 16 tokens, 15 with a loss" in first, "nothing predicts the first token"
+    rows = re.findall(r"^ +\d+ +\d+ +([01]) +\S+ +(\S+)  ('.*')", first, re.M)
+    assert [token for _, advantage, token in rows if advantage == "1.0000"] == [
+        "'1'", "'<|end|>'", "'2'", "'<|end|>'"
+    ]  # fmt: skip
+    assert [mask + " " + advantage for mask, advantage, _ in rows].count("1 0.2500") == 11
+    assert "0.2500" not in rl, "RL trains sampled tokens alone"
+
+
 def test_rows_are_columns_of_at_most_80(tmp_path: Path):
     lines = shown(tmp_path).splitlines()
     assert max(map(len, lines)) <= 80

@@ -243,6 +243,18 @@ def test_a_demonstration_is_not_shown_as_sampled(local: RunStore) -> None:
     assert "[1] assistant, turn 1: demonstrated 2 tokens\n" in shown
 
 
+def test_a_demonstration_whose_observations_train_is_told_so(local: RunStore) -> None:
+    local.create_run("run-2", "demo", {"sft": {"observation_weight": 0.2}}, {})
+    segments = [Segment(-1, [1], None), Segment(0, [2, 3], [0.0, 0.0])]
+    group = Group("g", Task(id="x"), [Trajectory("t", "g", "x", segments, reward=1.0)])
+    local.record_step("run-2", "sft", 0, [group], {})
+    shown = text_of(render_trajectory(local, "run-2", "t"), width=200)
+    assert (
+        "lines that begin with + were demonstrated: they have loss with weight 1, all others with "
+        "0.2 (sft.observation_weight)"
+    ) in shown
+
+
 def test_an_empty_store_says_what_to_do(tmp_path: Path) -> None:
     with RunStore.open(None, tmp_path) as store:
         assert "ludus train" in text_of(render_runs(store), width=300)

@@ -47,6 +47,7 @@ def describe(store: RunStore, run: str, id_: str, decode: Decode | None) -> dict
         "task": _task(record),
         "why": why_untrained(record),
         "trains": trains(row),
+        "observation_weight": store.run(run).observation_weight(row.stage),
         "has": {
             "logprob": any(s.logprobs for s in trajectory.segments),
             "entropy": any(s.entropies for s in trajectory.segments),

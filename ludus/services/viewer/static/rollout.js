@@ -115,7 +115,7 @@ function piece(segment, data, turns, scale, place) {
   const after = segment.parent === segment.index - 1 ? "" : segment.parent < 0 ? (segment.index ? "new root" : "") : `branch: continues after [${segment.parent}]`;
   const facts = [count(segment.num_tokens, "token")];
   if (segment.sampled) facts.push(trained ? "trained" : "sampled, no loss");
-  else facts.push("given, no loss");
+  else facts.push(data.trains && data.observation_weight ? `given, trained with weight ${num(data.observation_weight)}` : "given, no loss");
   if (segment.constrained) facts.push("follows a schema");
   if (segment.versions) facts.push(`policy ${segment.versions}`);
   if (segment.mean_logprob !== null && segment.mean_logprob !== undefined) facts.push(`mean logprob ${num(segment.mean_logprob, 3)}`);
@@ -174,7 +174,7 @@ function listen(main, signal) {
     const logprob = segment.logprobs?.[i];
     showTip(event.clientX, event.clientY,
       el("b", {}, JSON.stringify(segment.texts ? segment.texts[i] : "").slice(0, 80)), el("div", {}, `id ${segment.ids[i]}, token ${num(segment.offset + i)} of [${segment.index}]`),
-      typeof logprob === "number" ? el("div", {}, `logprob ${num(logprob)}, p ${num(Math.exp(logprob), 3)}`) : el("div", {}, "given, no loss"),
+      typeof logprob === "number" ? el("div", {}, `logprob ${num(logprob)}, p ${num(Math.exp(logprob), 3)}`) : el("div", {}, "given"),
       segment.entropies ? el("div", {}, `entropy ${num(segment.entropies[i])} nats`) : null,
       segment.advantages ? el("div", {}, `advantage ${num(segment.advantages[i])}`) : null);
     return null;
