@@ -13,7 +13,8 @@ _NUM_SHOWN = 3
 
 
 def compare(a: Evaluation, b: Evaluation) -> Comparison:
-    """Compare two evaluations of the same tasks, task by task.
+    """Compare two evaluations task by task. Where the tasks of one are some of the other's, those
+    of both count.
 
     Interval and p-value of a difference come from one method, so they agree: the interval leaves
     out 0 if and only if p < 1 - confidence. Success: Bonett and Price 2012
@@ -21,11 +22,12 @@ def compare(a: Evaluation, b: Evaluation) -> Comparison:
     better and one worse task added. Score: the paired t interval and test. Tasks without a score
     in either evaluation are left out and counted.
 
-    Errors: DataError for different tasks, success thresholds or confidence levels.
+    Errors: DataError where each has tasks that the other lacks; for different success thresholds or
+    confidence levels.
     """
     _check_comparable(a, b)
     others = {outcome.task_id: outcome for outcome in b.outcomes}
-    pairs = [(outcome, others[outcome.task_id]) for outcome in a.outcomes]
+    pairs = [(x, others[x.task_id]) for x in a.outcomes if x.task_id in others]
     both = [(x, y) for x, y in pairs if x.rewards and y.rewards]
     if not both:
         raise DataError("no task was scored in both evaluations")
@@ -44,6 +46,7 @@ def compare(a: Evaluation, b: Evaluation) -> Comparison:
         num_better=sum(gain > 0 for gain in gains),
         num_worse=sum(gain < 0 for gain in gains),
         num_left_out=len(pairs) - len(both),
+        num_unpaired=max(len(a.outcomes), len(b.outcomes)) - len(pairs),
         tiers={tier: _success_difference(some, at, level) for tier, some in by_tier.items()},
     )
 
@@ -112,6 +115,8 @@ def _check_comparable(a: Evaluation, b: Evaluation) -> None:
     ours, theirs = ({o.task_id: o.fingerprint for o in e.outcomes} for e in (a, b))
     only_a = [task_id for task_id in ours if task_id not in theirs]
     only_b = [task_id for task_id in theirs if task_id not in ours]
+    if not (only_a and only_b):  # one evaluation had more tasks
+        only_a = only_b = []
     changed = [id for id in ours if id in theirs and ours[id] != theirs[id]]
     differences = [
         f"{len(ids)} {what} ({', '.join(ids[:_NUM_SHOWN])}{', ...' * (len(ids) > _NUM_SHOWN)})"

@@ -129,7 +129,12 @@ class Difference(Record):
 
 
 class Comparison(Record):
-    """Two evaluations on the same tasks. Tiers have no correction for multiple tests."""
+    """Two evaluations on the same tasks. Tiers have no correction for multiple tests.
+
+    Args:
+        num_left_out: tasks that were not scored in both.
+        num_unpaired: tasks that one of them did not play.
+    """
 
     a: str
     b: str
@@ -140,3 +145,4 @@ class Comparison(Record):
     num_worse: int
     num_left_out: int
     tiers: dict[str, Difference]
+    num_unpaired: int = 0

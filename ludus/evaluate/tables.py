@@ -57,6 +57,7 @@ def render_comparison(comparison: Comparison) -> RenderableType:
     table.add_row("success", *_difference_cells(c.success, percent=True), style="bold")
     table.add_row("score", *_difference_cells(c.score, percent=False))
     left_out = f"; {c.num_left_out} not scored in both" if c.num_left_out else ""
+    left_out += f"; {c.num_unpaired} played in one alone" if c.num_unpaired else ""
     return Rows(table, f"  better on {c.num_better} tasks, worse on {c.num_worse}{left_out}")
 
 

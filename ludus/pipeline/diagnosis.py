@@ -87,11 +87,9 @@ def gain_metrics(before: Path, result: Evaluation) -> dict[str, float]:
     if not before.exists():
         return {}
     start = Evaluation.model_validate_json(before.read_bytes())
-    tasks = {outcome.task_id for outcome in result.outcomes}
-    shared = [outcome for outcome in start.outcomes if outcome.task_id in tasks]
     try:
-        gain = compare(start.model_copy(update={"outcomes": shared}), result).success
-    except DataError:  # nothing was scored in both, or the settings changed
+        gain = compare(start, result).success
+    except DataError:  # nothing was scored in both, or tasks or settings changed
         return {}
     ends = {"_low": gain.low, "_high": gain.high}
     known = {f"evaluate/gain{end}": value for end, value in ends.items() if value is not None}

@@ -29,6 +29,7 @@ from ludus.models.decoders import native
 from ludus.pipeline.breakpoints import patient
 from ludus.pipeline.budget import Budget, Timings
 from ludus.pipeline.build import Run, build_training
+from ludus.pipeline.changes import refuse_changes
 from ludus.pipeline.companions import PLAIN, LaunchOptions, check_options, companions
 from ludus.pipeline.hosted import check_host, trainer_of
 from ludus.pipeline.live import LiveRecord
@@ -145,11 +146,7 @@ def _resume(
     for key in changes:
         observer.note(f"changed: {key} from {lookup(before, key)} to {lookup(config, key)}")
     with RunStore.open(config.store, folder.path.parent) as store:
-        if "env.name" in changes:
-            raise ConfigError(
-                f"env.name: run {folder.id} is of {lookup(before, 'env.name')}, not of "
-                f"{lookup(config, 'env.name')}: start a new run for another environment"
-            )
+        refuse_changes(folder, before, config, changes)
         rows = {row.id: row for row in store.runs()}
         if folder.id not in rows:
             _insert_row(store, folder, config)

@@ -15,7 +15,7 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError
 from ludus.core.types import Task, Trajectory
 from ludus.evaluate import compare
-from ludus.evaluate.results import Evaluation
+from ludus.evaluate.results import Comparison, Evaluation
 from ludus.report import ReportData, Rollout, write_report
 from ludus.report.diagnosis import diagnose
 from ludus.store import RunStore
@@ -35,7 +35,7 @@ def report(folder: RunFolder, store: RunStore) -> Path:
     config = load_config(folder.config)
     row = store.run(folder.id)
     evaluations = read_evaluations(folder)
-    ends = [evaluations[name] for name in ("before RL", "after RL") if name in evaluations]
+    comparison, uncompared = compared(evaluations)
     lines = MetricsLog.read(folder.metrics)
     # By reason, without details of single episodes.
     dropped = Counter(row.reason.split(":")[0] for row in store.dropped(folder.id))
@@ -48,7 +48,8 @@ def report(folder: RunFolder, store: RunStore) -> Path:
         evaluated_at=_evaluated_at(folder, lines),
         evaluated_note=_evaluated_note(config),
         findings=diagnose(config, lines).findings,
-        comparison=compare(*ends) if len(ends) == 2 else None,
+        comparison=comparison,
+        uncompared=uncompared,
         rollouts=_rollouts(folder, store),
         settings=_settings(config),
         changes=dump_changes(config),
@@ -81,6 +82,18 @@ def read_evaluations(folder: RunFolder) -> dict[str, Evaluation]:
         if label in NAMES
     ]
     return {name: _evaluation(path) for _, _, name, path in sorted(files)}
+
+
+def compared(evaluations: Mapping[str, Evaluation]) -> tuple[Comparison | None, str]:
+    """Returns the comparison of before and after RL, or why there is none, as after a change of the
+    held-out tasks: a run has its report all the same."""
+    ends = [evaluations[name] for name in ("before RL", "after RL") if name in evaluations]
+    if len(ends) < 2:
+        return None, ""
+    try:
+        return compare(*ends), ""
+    except DataError as error:
+        return None, str(error)
 
 
 def _evaluation(path: Path) -> Evaluation:

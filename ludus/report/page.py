@@ -58,6 +58,7 @@ class ReportData:
         evaluated_note: what the evaluations do not show.
         findings: of the diagnosis; None: it was not made.
         comparison: of the evaluations before and after training; gives the headline.
+        uncompared: why there is none, where there are such evaluations.
         timings: seconds of each part of the run, in order.
         dropped: number of rows or episodes excluded from training, by reason.
         settings: the algorithm and the most important settings.
@@ -74,6 +75,7 @@ class ReportData:
     evaluated_at: Mapping[str, int] = field(default_factory=dict)
     evaluated_note: str = ""
     comparison: Comparison | None = None
+    uncompared: str = ""
     findings: Sequence[Finding] | None = None
     rollouts: Sequence[Rollout] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -136,11 +138,20 @@ def headline(data: ReportData) -> str:
             text = f"Success on held-out tasks fell from {change}"
         else:
             text = f"Success on held-out tasks did not change significantly, from {change}"
-        return f"{text}: {_points(d)} ({level} {_range(d)}, {d.num_tasks} tasks)."
+        return f"{text}: {_points(d)} ({level} {_range(d)}, {_tasks(data.comparison)})."
     if data.evaluations:
         last = list(data.evaluations.values())[-1]
-        return f"Success on held-out tasks: {_share(last.success.value)}{_ends(last.success)}."
+        why = f" Not compared with before RL: {data.uncompared}" if data.uncompared else ""
+        return f"Success on held-out tasks: {_share(last.success.value)}{_ends(last.success)}.{why}"
     return "No held-out tasks were evaluated in this run."
+
+
+def _tasks(comparison: Comparison) -> str:
+    """The number of tasks compared, and of those that one of the evaluations did not play."""
+    number = f"{comparison.success.num_tasks} tasks"
+    if not comparison.num_unpaired:
+        return number
+    return f"{number} of both evaluations; {comparison.num_unpaired} were played in one alone"
 
 
 def key_figures(data: ReportData) -> list[tuple[str, str, str]]:

@@ -144,7 +144,8 @@ def test_a_complete_run_is_left_alone_and_may_be_given_more_steps(
     assert {path for path in files if files[path] != after[path]} <= {ludus.run() / ".lock"}
     assert_same(ludus, reference)
 
-    done = ludus("train", "--resume", "tiny-1", "rl.steps=7", "rollout.temperature=0.9").ok()
+    more = ("rl.steps=7", "rollout.temperature=0.9", "evaluate.num_tasks=3")
+    done = ludus("train", "--resume", "tiny-1", *more).ok()
     assert "changed: rl.steps from 5 to 7" in done.err
     assert "changed: rollout.temperature from 1.0 to 0.9" in done.err
     assert "resuming after step 5 of rl" in done.err
@@ -153,6 +154,8 @@ def test_a_complete_run_is_left_alone_and_may_be_given_more_steps(
     assert ludus.state()["steps"][:29] == reference.state()["steps"][:29]
     with ludus.store() as store:
         assert store.run("tiny-1").status == "completed"
+    report = (ludus.run() / "report.html").read_text()
+    assert "3 tasks of both evaluations; 5 were played in one alone" in report
 
     ludus("train", "--resume", "tiny-1", "rl=null").refused(2, "rl", "rl-000007")
 
@@ -176,6 +179,9 @@ def test_what_cannot_be_resumed_is_refused(ludus: Ludus, reference: Ludus) -> No
     assert (ludus.run() / "evaluations" / "after-000000.json").exists()
     ludus("train", "--resume", "tiny-1", "env=textcraft").refused(
         2, "env.name: run tiny-1 is of babyai, not of textcraft", "start a new run"
+    )
+    ludus("train", "--resume", "tiny-1", "sft.observation_weight=0.5").refused(
+        2, "sft.observation_weight: SFT of run tiny-1 has ended (RL is at step 5)", "new run"
     )
     assert ludus.status() == "completed"
     assert_same(ludus, reference)
@@ -290,6 +296,7 @@ def test_changed_code_of_a_plug_in_is_told_on_resume(ludus: Ludus) -> None:
     ludus("train", BABYAI, *own, "report=false", "tasks.heldout=null").ok()
     resume = ("train", "--resume", "tiny-1")
     same = ludus(*resume, "sft.steps=2").ok()
+    ludus(*resume, "sft.episodes_per_step=3").refused(2, "has ended (after step 2)", "no effect")
     assert "changed since the run started" not in same.err
     file.write_text(code + "\n# another reward\n")
     told = ludus(*resume, "sft.steps=3").ok()

@@ -260,12 +260,23 @@ def test_tasks_without_a_score_on_one_side_are_left_out_and_counted():
     assert comparison.score.low is None
 
 
+def test_the_tasks_of_both_are_compared_where_one_has_more():
+    few, many = summarise(groups([[0.0], [1.0]])), summarise(groups([[1.0]] * 6))
+    for a, b, gain in ((few, many, 0.5), (many, few, -0.5)):
+        comparison = compare(a, b)
+        assert comparison.success.num_tasks == 2
+        assert comparison.success.value == gain
+        assert comparison.num_unpaired == 4
+    assert compare(many, many).num_unpaired == 0
+
+
 def test_other_tasks_are_refused_by_name():
     a = summarise(groups([[1.0]] * 6), label="sft")
-    with pytest.raises(DataError, match=r"4 only in sft \(task-2, task-3, task-4, \.\.\.\)"):
-        compare(a, summarise(groups([[1.0]] * 2)))
+    others = groups([[1.0]] * 7)
+    with pytest.raises(DataError, match=r"4 only in sft \(task-0, task-1, task-2, \.\.\.\)"):
+        compare(a, summarise(others[4:]))
     with pytest.raises(DataError, match=r"1 only in the second \(task-6\)"):
-        compare(a, summarise(groups([[1.0]] * 7)))
+        compare(a, summarise(others[4:]))
     changed = groups([[1.0]] * 6)
     changed[3].task = changed[3].task.model_copy(update={"data": {}})
     with pytest.raises(DataError, match=r"1 with the same id but different content \(task-3\)"):

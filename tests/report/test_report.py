@@ -12,6 +12,7 @@ from ludus.core.types import Group, Message, Segment, Status, Task, Trajectory
 from ludus.evaluate import compare, summarise
 from ludus.report import ReportData, Rollout, write_report
 from ludus.report.charts import Curve, duration, make_chart, nice_ticks, show, smooth, thinned
+from ludus.report.collect import compared
 from ludus.report.diagnosis import Finding
 from ludus.report.page import MAX_TEXT, headline, render
 from ludus.report.stacked import COLORS, MAX_COLUMNS, make_stacked, split_idle
@@ -284,6 +285,17 @@ def test_the_headline_claims_only_what_the_interval_shows(data):
     assert "did not change significantly" in said(before, before)
     only = headline(ReportData(name="x", evaluations={"after": after}))
     assert only.startswith("Success on held-out tasks: 8")
+    few = before.model_copy(update={"outcomes": before.outcomes[:200]})
+    assert "197 tasks of both evaluations; 100 were played in one alone)" in said(few, after)
+
+
+def test_evaluations_that_cannot_be_compared_leave_a_report_that_says_why(data):
+    before, after = data.evaluations["after SFT"], data.evaluations["after RL"]
+    other = after.model_copy(update={"success_at": 0.9})
+    comparison, why = compared({"before RL": before, "after RL": other})
+    assert comparison is None
+    text = headline(ReportData(name="x", evaluations={"b": before, "a": other}, uncompared=why))
+    assert "Not compared with before RL: the evaluations differ in success_at: 0.5 and 0.9" in text
 
 
 def test_texts_beyond_reason_are_cut_and_counted(tmp_path):
