@@ -276,7 +276,8 @@ def _line(item: ErrorDetails, path: PathKey, model: Any, place: str, noun: str) 
 
 
 def _nearest_key(path: PathKey, model: Any, place: str) -> str:
-    """The nearest key of the same section, else the same key of another section."""
+    """The nearest key of the same section, else the same key of another section, else where to
+    look for an argument of a plug-in."""
     section = type_at(model, path[:-1])
     branches = section.branches() if section else []
     owners = [owner for branch in branches if (owner := branch.model())]
@@ -286,9 +287,13 @@ def _nearest_key(path: PathKey, model: Any, place: str) -> str:
     hint = did_you_mean(name, keys, f"{parent}.{{}}" if parent else "{}")
     if "did you mean" in hint:
         return hint
+    if owners == [Spec]:
+        return f" (known: args, name): did you mean the plug-in's argument, {parent}.args.{name}?"
     keys_below = walk(model) if isinstance(model, type) and issubclass(model, BaseModel) else ()
     elsewhere = [key for key in keys_below if key[-1] == name and type_at(model, key)]
-    return f" (did you mean {dotted(elsewhere[0], place)}?)" if elsewhere else hint
+    if elsewhere:
+        return f" (did you mean {dotted(elsewhere[0], place)}?)"
+    return hint or f": a plug-in's argument? `ludus config {name}` tells its place"
 
 
 def walk(model: type[BaseModel], path: PathKey = ()) -> Iterator[PathKey]:

@@ -165,10 +165,40 @@ def _one_plugin(name: str, registries: Registries, known: list[str]) -> Renderab
         registry = _outside(name, registries)
         registry.arguments(name)  # raises where it cannot be read
         parts.append(_plugin_shown(plugin(registry, name)))
+    near = did_you_mean(name, known)
+    below = any(name.startswith(f"{path}.") for path in registries)
+    if not parts and (below or "did you mean" not in near):  # it may read all plug-ins
+        parts = _of_argument(name, registries)
     if not parts:
-        near = did_you_mean(name, known) or ": `ludus config` lists all keys"
+        near = near or ": `ludus config` lists all keys"
         raise ConfigError(f"{name} is not a key, a section or a plug-in{near}")
     return Group(*parts)
+
+
+def _of_argument(name: str, registries: Registries) -> list[RenderableType]:
+    """Returns the argument of plug-ins that a key ends with, and the keys that set it; empty: there
+    is none. `entropy_target` is one of most algorithms, as `rl.algorithm.args.entropy_target`.
+    """
+    argument, parts = name.rpartition(".")[2], list[RenderableType]()
+    grouped = _by_registry(registries)
+    of_path = [g for g in grouped if any(name.startswith(f"{path}.") for path in g[0])]
+    # Those of back ends import what takes seconds, so they come last.
+    for paths, registry in of_path or sorted(grouped, key=lambda g: "backend" in g[0]):
+        if parts and "backend" in paths:
+            break
+        owners: list[str] = []
+        found: Entry | None = None
+        for each in plugins(registry):
+            for entry in each.arguments:
+                if entry.key == argument:
+                    owners.append(each.name)
+                    found = found or entry
+        if found is not None:
+            own = [path for path in paths if name.startswith(f"{path}.")] or paths
+            key = " or ".join(f"{path}.args.{argument}" for path in own)
+            parts.append(Text(f"An argument of {', '.join(owners)}; set it as {key}:\n", "bold"))
+            parts.append(_grid([found], "argument"))
+    return parts
 
 
 def _outside(name: str, registries: Registries) -> Registry[Any]:

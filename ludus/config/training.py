@@ -59,9 +59,9 @@ class RLOptimizerConfig(OptimizerConfig):
         None,
         gt=0,
         le=1,
-        description="Scale the learning rate so that a step moves the policy by this KL (nats a "
-        "token, at the peak of the schedule). Needs two optimizer steps a step: `minibatches` or "
-        "`epochs`. Null: the schedule alone.",
+        description="Scale the learning rate so that an RL step moves the policy by this KL (nats "
+        "a token) at the peak of the schedule; in warm-up and decay by less. An RL step needs at "
+        "least two optimizer steps (`minibatches`, `epochs`). Null: the schedule alone.",
     )
 
 
@@ -128,7 +128,8 @@ class SFTConfig(Section):
         le=1,
         description="Weight of the loss of prompts and observations, where a token of the expert "
         "has 1. To predict what the environment says teaches a model from scratch its words: 0.2 "
-        "in the recipes of `ludus init`. 0: only the expert's turns train.",
+        "in the recipes of `ludus init`. Values near 1 hurt: with 1 and few steps, the demo lost "
+        "half of its success. 0: only the expert's turns train.",
     )
     tokens_per_batch: int = Field(8192, ge=1, description="Maximum tokens of a forward pass.")
     optimizer: OptimizerConfig = Field(
@@ -183,8 +184,9 @@ class RLConfig(Section):
     def _measures_kl(self) -> RLConfig:
         if self.optimizer.target_kl is not None and self.epochs * self.minibatches < 2:
             raise ValueError(
-                "`optimizer.target_kl` has no effect with one optimizer step a step: it measures "
-                "how far the steps before the last moved the policy; set `minibatches: 2` or more"
+                "`optimizer.target_kl` has no effect where an RL step has one optimizer step: it "
+                "measures how far those before the last moved the policy; set `minibatches: 2` or "
+                "more"
             )
         return self
 

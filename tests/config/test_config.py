@@ -157,6 +157,14 @@ def test_a_fault_is_told_exactly(recipe, text, message):
     assert complaint(recipe(text)) == message
 
 
+def test_an_argument_beside_args_is_told_with_its_key(recipe):
+    said = complaint(recipe(""), ["env.name=guess", "env.size=3"])
+    assert said == (
+        "override env.size=3: env.size is not a key (known: args, name): did you mean the "
+        "plug-in's argument, env.args.size?"
+    )
+
+
 def test_all_faults_are_told_at_once(recipe):
     path = recipe("rollout:\n  max_truns: 3\n  top_p: 2\nreport: yes\nbogus: 1")
     assert complaint(path, ["rl.steps=0", "seed=x"]).splitlines() == [
@@ -165,7 +173,8 @@ def test_all_faults_are_told_at_once(recipe):
         f"{path}: rollout.max_truns is not a key (did you mean rollout.max_turns?) [line 4]",
         "override rl.steps=0: rl.steps must be a whole number >= 1, got 0",
         f"{path}: report must be true or false, got 'yes' [line 6]",
-        f"{path}: bogus is not a key [line 7]",
+        f"{path}: bogus is not a key: a plug-in's argument? `ludus config bogus` tells its place "
+        "[line 7]",
     ]
 
 

@@ -14,6 +14,7 @@ from ludus.config.reference import config_reference, keys, plugins, show_referen
 from ludus.config.registry import Registry, Row
 from ludus.config.schema import RLConfig
 from ludus.core.errors import ConfigError
+from ludus.train import ALGORITHMS
 
 AGENT = ("task", "model", "env", "tools")
 
@@ -162,6 +163,17 @@ def test_an_unknown_key_is_told_with_the_nearest():
         str(caught.value)
         == "rl.stpes is not a key, a section or a plug-in (did you mean rl.steps?)"
     )
+
+
+def test_an_argument_of_plugins_is_found_by_its_name():
+    """Also under the key where a reader of the documentation looks for it."""
+
+    names = ("entropy_target", "rl.algorithm.entropy_target", "rl.algorithm.args.entropy_target")
+    for name in names:
+        console = Console(width=200, no_color=True)
+        with console.capture() as capture:
+            console.print(show_reference(name, {"rl.algorithm": ALGORITHMS}))
+        assert "set it as rl.algorithm.args.entropy_target:" in capture.get()
 
 
 def test_a_file_of_another_kind_hides_what_ludus_supplies(tmp_path):

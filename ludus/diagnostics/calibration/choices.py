@@ -63,8 +63,8 @@ PATIENCE = 0.5
 points."""
 
 MINIBATCH = 32
-"""Episodes of an optimizer step in RL: four such steps learn faster than one of all (docs/log.md).
-"""
+"""Fewest episodes of an optimizer step in RL. Four steps learn faster than one of all episodes
+(docs/log.md)."""
 
 RL_SHARE, RL_SHARE_HARD = 0.6, 0.4
 """Least share of the minutes for RL; the second where SFT is not expected to reach its target in
@@ -149,7 +149,7 @@ def groups(step_s: float, groups_per_step: int) -> int:
 
 
 def minibatches(episodes: int) -> int:
-    """Optimizer steps of an RL step: one for each MINIBATCH episodes, at most 4."""
+    """Optimizer steps of an RL step: 4, or fewer, so that each has MINIBATCH episodes."""
     return max(min(episodes // MINIBATCH, 4), 1)
 
 

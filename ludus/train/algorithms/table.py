@@ -366,7 +366,7 @@ def ppo(
 def sft(
     observation_weight: Annotated[
         float,
-        Field(ge=0, le=1, description="Weight of the tokens that the expert did not write."),
+        Field(ge=0, le=1, description="Weight of tokens that the expert did not write; 1 hurts."),
     ] = 0.0,
 ) -> Algorithm:
     """Cross-entropy on demonstrations, averaged over tokens."""
