@@ -21,6 +21,14 @@ REMEDIES = {
 }
 
 
+class NoField(ValueError):
+    """A row has not the field that it should have; `name`: of the field, `known`: the row's."""
+
+    def __init__(self, name: str, known: list[str], remedy: str) -> None:
+        super().__init__(f"has no field {name!r}{did_you_mean(name, known)}: {remedy}")
+        self.name, self.known, self.remedy = name, known, remedy
+
+
 @dataclass(frozen=True, slots=True)
 class FieldMapping:
     """Maps the fields of a row to the fields of a task."""
@@ -55,7 +63,7 @@ class FieldMapping:
     def _field(self, row: dict[str, Any], name: str, key: str) -> Any:
         if name not in row:
             remedy = REMEDIES.get(key, REMEDY).format(key=key)
-            raise ValueError(f"has no field {name!r}{did_you_mean(name, row)}: {remedy}")
+            raise NoField(name, list(row), remedy)
         return row[name]
 
     def _text(self, row: dict[str, Any], name: str, key: str) -> str:

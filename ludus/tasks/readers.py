@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from pydantic import Field
 from ludus.core.errors import ConfigError, DataError, MissingDependency, did_you_mean
 from ludus.core.types import Spec, Task
 from ludus.tasks import READERS
-from ludus.tasks.fields import REMEDIES, REMEDY, FieldMapping
+from ludus.tasks.fields import REMEDIES, REMEDY, FieldMapping, NoField
 from ludus.tasks.splits import Taken
 
 OnBadLine = Literal["refuse", "skip"]
@@ -36,6 +36,7 @@ SKIPPED_BY = "tasks.on_bad_line: skip"
 """The setting of a recipe that skips malformed rows."""
 
 _NUM_SHOWN = 5  # bad lines or ids that an error lists
+_MOST_FIELDS = 20  # of a row that an error lists
 _MAX_TRIES = 1000  # seeds to try in place of a held-out task that training has
 
 
@@ -156,6 +157,11 @@ Skip = Annotated[
     int, Field(ge=0, description="Leave out the first rows: they are another split's.")
 ]
 
+LeaveOut = Annotated[
+    list[int] | None,
+    Field(description="Numbers of rows to leave out, from 1 as in messages; null: none."),
+]
+
 
 def read_json(
     path: Path_,
@@ -170,6 +176,7 @@ def read_json(
     judge: JudgeSpec = None,
     limit: Limit = None,
     skip: Skip = 0,
+    leave_out: LeaveOut = None,
     on_bad_line: OnBadLine = "refuse",
     skipped_by: str = SKIPPED_BY,
 ) -> TaskList:
@@ -186,7 +193,7 @@ def read_json(
     check_encoding(file)
     with file.open("rb") as lines:
         filled = ((n, line) for n, line in enumerate(lines, start=1) if line.strip())
-        rows = islice(filled, skip, None)
+        rows = _but(leave_out, islice(filled, skip, None))
         return read_rows(rows, make, path, on_bad_line, limit, skipped_by)
 
 
@@ -206,6 +213,7 @@ def read_hf(
     judge: JudgeSpec = None,
     limit: Limit = None,
     skip: Skip = 0,
+    leave_out: LeaveOut = None,
     on_bad_line: OnBadLine = "refuse",
     skipped_by: str = SKIPPED_BY,
 ) -> TaskList:
@@ -222,7 +230,7 @@ def read_hf(
             )
     fixed = tools, consistency, data, env, judge
     mapping = FieldMapping(f"{path}/{split}", prompt, answer, id, tier, *fixed)
-    numbered = islice(enumerate(rows, start=1), skip, None)
+    numbered = _but(leave_out, islice(enumerate(rows, start=1), skip, None))
     return read_rows(numbered, mapping.task, mapping.source, on_bad_line, limit, skipped_by)
 
 
@@ -303,6 +311,7 @@ def read_rows(
     tasks: list[Task] = []
     numbers: dict[str, int] = {}
     bad_lines: list[BadLine] = []
+    lacking: NoField | None = None
     for number, row in rows:
         if limit is not None and len(tasks) >= limit:
             break
@@ -311,7 +320,13 @@ def read_rows(
                 tasks.append(task)
                 numbers[task.id] = number
         except ValueError as error:
+            lacking = error if isinstance(error, NoField) else lacking
             bad_lines.append(BadLine(source, number, str(error)))
+    if lacking is not None and not tasks:  # not the rows are wrong, but the name of the field
+        raise DataError(
+            f"{source}: no row has the field {lacking.name!r} (fields: "
+            f"{', '.join(lacking.known[:_MOST_FIELDS]) or 'none'}): {lacking.remedy}"
+        )
     if bad_lines and on_bad_line == "refuse":
         raise DataError(
             f"{source}: {len(bad_lines)} malformed {'line' if len(bad_lines) == 1 else 'lines'} "
@@ -319,6 +334,14 @@ def read_rows(
             + _listed(f"line {bad.number} {bad.reason}" for bad in bad_lines)
         )
     return TaskList(tasks, bad_lines, rows=numbers)
+
+
+def _but(
+    leave_out: Sequence[int] | None, rows: Iterable[tuple[int, Any]]
+) -> Iterator[tuple[int, Any]]:
+    """The numbered rows but these."""
+    left_out = frozenset(leave_out or ())
+    return (row for row in rows if row[0] not in left_out)
 
 
 def check_encoding(file: Path) -> None:

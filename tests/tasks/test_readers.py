@@ -89,7 +89,7 @@ def test_a_row_names_the_tools_of_its_task(lines):
     for wrong in ("a", [1], {"a": 1}):
         with pytest.raises(DataError, match=r"line 1 field 'has' must be a list of names or null"):
             read(lines({**GOOD, "has": wrong}), tools="has")
-    with pytest.raises(DataError, match=r"line 1 has no field 'tools'"):
+    with pytest.raises(DataError, match=r"no row has the field 'tools' \(fields: prompt"):
         read(lines(GOOD), tools="tools")
 
 

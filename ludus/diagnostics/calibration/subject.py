@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from bisect import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -15,10 +15,26 @@ from typing import Any, Literal, get_args
 from ludus.config.tasks import TasksConfig
 from ludus.core.errors import ConfigError, DataError, did_you_mean
 from ludus.core.types import Spec, Task
-from ludus.diagnostics.calibration.rows import check_answers, check_different, of_rows
+from ludus.diagnostics.calibration.rows import (
+    Rows,
+    check_answers,
+    check_different,
+    of_rows,
+    repeated,
+    unscorable,
+)
 from ludus.envs import ENVS
 from ludus.envs.base import Env, is_blocking
-from ludus.tasks.readers import FILE_KINDS, OnBadLine, load_hf, parse_line, read_tasks
+from ludus.tasks import READERS
+from ludus.tasks.readers import (
+    FILE_KINDS,
+    BadLine,
+    OnBadLine,
+    TaskList,
+    load_hf,
+    parse_line,
+    read_tasks,
+)
 
 MAX_TIERS = 4
 """Levels that a first recipe trains on unless `--tiers` names them: the shortest."""
@@ -37,7 +53,8 @@ class Subject:
         tiers: levels of the environment; empty: it has none.
         rows: number of the data set's rows; 0: tasks come from seeds.
         fields: the reader's arguments for the fields of a row.
-        malformed: of each malformed row that is skipped, the number of tasks before it.
+        gaps: of each row that is left out, the number of tasks before it.
+        on_bad_line: treatment of a malformed row by the reader.
         warnings: what the rows foretell.
     """
 
@@ -51,13 +68,9 @@ class Subject:
     fields: Mapping[str, Any] = field(default_factory=dict)
     judge: Spec | None = None
     tasks: Sequence[Task] = ()
-    malformed: Sequence[int] = ()
+    gaps: Sequence[int] = ()
+    on_bad_line: OnBadLine = "refuse"
     warnings: Sequence[str] = ()
-
-    @property
-    def on_bad_line(self) -> OnBadLine:
-        """Treatment of a malformed row by the reader."""
-        return "skip" if self.malformed else "refuse"
 
     def maker(self) -> Env | None:
         """The environment; None for a data set."""
@@ -77,7 +90,7 @@ class Subject:
                 args = {"tiers": list(self.tiers), **args}
             return Spec(name=self.reader, args={**self.fields, **args})
         if first:
-            first += sum(before <= first for before in self.malformed)
+            first += sum(before <= first for before in self.gaps)
         first += int(self.fields.get("skip", 0))
         skip = {"skip": first} if first else {}
         return Spec(name=self.reader, args={**self.fields, **skip, "limit": num_tasks})
@@ -199,25 +212,43 @@ def is_rows(given: str) -> bool:
 
 def data_set(given: str, args: Mapping[str, Any]) -> Subject:
     """The rows of a data set, each with an answer. Errors: ConfigError, DataError."""
-    subject = rows_of(given, args, f"ludus init {given} ", needs_answer=True)
-    check_answers(given, subject.tasks)
+    subject = rows_of(
+        given, args, f"ludus init {given} ", needs_answer=True, compared=lambda _: True
+    )
     return replace(subject, judge=WHOLE)
 
 
-def rows_of(given: str, args: Mapping[str, Any], command: str, *, needs_answer: bool) -> Subject:
+def rows_of(
+    given: str,
+    args: Mapping[str, Any],
+    command: str,
+    *,
+    needs_answer: bool,
+    compared: Callable[[Sequence[Task]], bool],
+) -> Subject:
     """The rows of a data set, whose fields are found by their names.
+
+    With `on_bad_line=skip`, malformed rows are left out, and those that nothing can score or that
+    repeat an earlier one.
 
     Args:
         command: that names a field, up to the field, for the errors.
+        compared: whether a judge compares with the answers of these rows.
 
     Errors: ConfigError, DataError.
     """
     path = Path(given)
     reader = "json" if path.suffix == ".jsonl" else "hf"
+    args = {key.removeprefix("tasks."): value for key, value in args.items()}  # as in a recipe
     fields = {"path": given, **args}
     on_bad_line = fields.pop("on_bad_line", "refuse")
     if on_bad_line not in get_args(OnBadLine):
         raise ConfigError(f"on_bad_line must be one of refuse, skip, got {on_bad_line!r}")
+    known = {*READERS.arguments(reader).model_fields, "on_bad_line"}
+    for key in args:
+        if key not in known:
+            place = f"{command.rpartition(' ')[2]}{key}"
+            raise ConfigError(f"{given}: {place} is not an argument{did_you_mean(key, known)}")
     columns = _columns(given, reader, fields)
     for key, names in (("prompt", PROMPTS), ("answer", ANSWERS)):
         if key in args or key in columns:
@@ -232,9 +263,20 @@ def rows_of(given: str, args: Mapping[str, Any], command: str, *, needs_answer: 
     spec, skips = Spec(name=reader, args=fields), f"{command}on_bad_line=skip"
     with as_arguments(given, given, command.rpartition(" ")[2]):
         tasks = read_tasks(spec, given, on_bad_line=on_bad_line, skipped_by=skips)
-    check_different(given, tasks)
+    malformed = tasks.skipped
+    left_out = {"malformed": malformed}
+    if on_bad_line == "skip":
+        tasks, others = _without(given, tasks, compared)
+        left_out |= others
+        if bad := [row.number for rows in others.values() for row in rows]:
+            fields["leave_out"] = sorted({*bad, *(fields.get("leave_out") or ())})
+    rows = Rows(tasks.rows, skips)
+    if compared(tasks):
+        check_answers(given, tasks, rows)
+    check_different(given, tasks, rows)
     name = path.stem if path.suffix in FILE_KINDS else path.name
     numbers = [tasks.rows[task.id] for task in tasks]
+    gone = {*(fields.get("leave_out") or ()), *(row.number for row in malformed)}
     return Subject(
         "data",
         given,
@@ -243,9 +285,23 @@ def rows_of(given: str, args: Mapping[str, Any], command: str, *, needs_answer: 
         rows=len(tasks),
         fields=fields,
         tasks=tasks,
-        malformed=[bisect(numbers, bad.number) for bad in tasks.skipped],
-        warnings=list(of_rows(given, tasks)),
+        gaps=[bisect(numbers, number) for number in sorted(gone)],
+        on_bad_line="skip" if malformed else "refuse",
+        warnings=list(of_rows(given, tasks, left_out)),
     )
+
+
+def _without(
+    given: str, tasks: TaskList, compared: Callable[[Sequence[Task]], bool]
+) -> tuple[TaskList, dict[str, list[BadLine]]]:
+    """The rows but those that nothing can score, or that repeat an earlier one; and these."""
+    left_out: dict[str, list[BadLine]] = {}
+    for kind, find in (("unscorable", unscorable), ("repeated", repeated)):
+        bad = find(tasks) if kind == "repeated" or compared(tasks) else []
+        left_out[kind] = [BadLine(given, tasks.rows[task.id], why) for task, why in bad]
+        ids = {task.id for task, _ in bad}
+        tasks = TaskList((task for task in tasks if task.id not in ids), rows=tasks.rows)
+    return tasks, left_out
 
 
 def _columns(given: str, reader: str, fields: Mapping[str, Any]) -> list[str]:

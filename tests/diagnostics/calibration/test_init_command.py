@@ -183,7 +183,13 @@ ROWS = '{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "1 + 2", "answer": "3"}\n
     ("rows", "problem"),
     [
         (ROWS + '{"prompt": "2", "answer": null}\n', "1 of 3 rows cannot be scored"),
+        (
+            ROWS + '{"prompt": "2", "answer": ""}\n',
+            "remove it (line 3), or leave it out with `ludus init rows.jsonl on_bad_line=skip`",
+        ),
         (ROWS + ROWS, "2 of 4 rows repeat an earlier one"),
+        (ROWS + 3 * ROWS, "remove them (lines 3, 4, 5, 6, 7 and 1 more), or leave them out with"),
+        (ROWS.replace("prompt", "question") * 2, "2 of 4 rows repeat an earlier one"),
         (
             ROWS + ROWS.splitlines()[0],
             "1 of 3 rows repeats an earlier one, so held-out rows may be training",
@@ -224,6 +230,42 @@ def test_malformed_rows_are_skipped_on_request(
         train = read_tasks(tasks.train, on_bad_line=tasks.on_bad_line)
         heldout = read_tasks(tasks.heldout, on_bad_line=tasks.on_bad_line)
         assert [task.answer for task in (*train, *heldout)] == [str(n) for n in range(8)]
+
+
+def test_rows_that_cannot_be_scored_or_repeat_are_left_out_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the recipe's reader too: the two splits share no row."""
+    monkeypatch.chdir(tmp_path)
+    good = [f'{{"prompt": "{n}", "answer": "{n}"}}\n' for n in range(8)]
+    empty, null = '{"prompt": "x", "answer": " "}\n', '{"prompt": "y", "answer": null}\n'
+    lines = [null, *good[:2], "\n", *good[:3], empty, "no\n", *good[3:], *good[:1], empty]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    subject = open_subject("rows.jsonl", {"tasks.on_bad_line": "skip"}, None)
+    assert subject.warnings == [
+        "rows.jsonl: 1 malformed row, 3 unscorable rows, 3 repeated rows left out, the first: line "
+        "1 task rows.jsonl:1 has no answer; its judge compares with an answer that is a text, a "
+        "number or a list of these"
+    ]
+    for number in range(1, 8):
+        tasks = config_tasks(subject, number, 8 - number)
+        assert tasks.heldout is not None
+        train = read_tasks(tasks.train, on_bad_line=tasks.on_bad_line)
+        heldout = read_tasks(tasks.heldout, on_bad_line=tasks.on_bad_line)
+        assert [task.answer for task in (*train, *heldout)] == [str(n) for n in range(8)]
+
+
+def test_wrong_arguments_of_rows_are_told_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(ROWS)
+    assert "did you mean on_bad_line?" in refusal("rows.jsonl", "on_bad_lin=skip")
+    assert "leave_out, limit, on_bad_line, path," in refusal("rows.jsonl", "zzz=1")
+    assert (
+        "rows.jsonl: no row has the field 'promt' (fields: prompt, answer): set the reader's "
+        "`prompt` to the field that holds it"
+    ) in refusal("rows.jsonl", "prompt=promt")
 
 
 def test_rows_whose_answers_contradict_each_other_are_told(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -231,14 +232,17 @@ def _tasks(
         raise ConfigError(
             f"{given} is an agent, and nothing says which tasks it plays: give {needed}"
         )
-    return _read(given, plays, options.tasks, parts["tasks"])
+    return _read(given, plays, options.tasks, parts["tasks"], options.judge)
 
 
-def _read(given: str, plays: Agent, tasks: str, args: Mapping[str, Any]) -> Subject:
+def _read(
+    given: str, plays: Agent, tasks: str, args: Mapping[str, Any], judge: str | None
+) -> Subject:
     """The tasks of a file, a data set or a reader."""
     if is_rows(tasks):
         command = f"ludus init {given} --tasks {tasks} tasks."
-        found = rows_of(tasks, args, command, needs_answer=False)
+        compared = partial(_compared, judge)
+        found = rows_of(tasks, args, command, needs_answer=False, compared=compared)
     elif tasks == "env":
         raise ConfigError(
             "--tasks env: these are the tasks of an environment: name it in place of --tasks, with "
@@ -281,6 +285,12 @@ def _from_seeds(name: str, args: Mapping[str, Any]) -> Subject:
     )
 
 
+def _compared(judge: str | None, tasks: Sequence[Task]) -> bool:
+    """True where the judge `answer` compares with the answers of these tasks."""
+    elsewhere = judge is not None or any(task.env or task.judge for task in tasks)
+    return not elsewhere and any(task.answer is not None for task in tasks)
+
+
 def _judge(options: AgentOptions, args: Mapping[str, Any], tasks: Subject) -> Spec | None:
     """The judge that is named; else `answer` where the tasks have answers and nothing else would
     score the episodes of an agent that returns no reward."""
@@ -295,9 +305,7 @@ def _judge(options: AgentOptions, args: Mapping[str, Any], tasks: Subject) -> Sp
                 " plays few: leave it out, and set `judge` in the recipe"
             )
         return judge
-    if tasks.env is not None or any(task.env or task.judge for task in known):
-        return None
-    if not any(task.answer is not None for task in known):
+    if tasks.env is not None or not _compared(None, known):
         return None
     check_answers(tasks.given, known)
     return Spec(name="answer")
