@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ MOST_MINUTES = 30 * 24 * 60.0
 
 @app.command()
 def init(
+    context: typer.Context,
     subject: Annotated[
         str,
         typer.Argument(
@@ -94,13 +96,14 @@ def init(
 
     chosen = [name.strip() for name in tiers.split(",")] if tiers else None
     given = spec(subject, args).args
+    written: list[Path] = []
     options = AgentOptions(tasks, env, judge, recipe_with_tools(tools), tools)
     if is_agent(subject):
         agent = open_agent(subject, given, chosen, options, model)
         path = out or Path(f"{agent.name}.yaml")
         _refuse_files(path, None, force, (subject, tasks, env, judge, tools))
         assert model is not None  # `open_agent` refuses an agent without one
-        text, warnings, seconds = _agent(agent, model, minutes, seed)
+        text, warnings, seconds = _agent(agent, model, minutes, seed, command_of(context))
         warnings = [*agent.tasks.warnings, *warnings]
     else:
         refuse_options(subject, options)
@@ -108,9 +111,26 @@ def init(
         path = out or Path(f"{found.name}.yaml")
         data = path.with_suffix(".sft.jsonl")
         _refuse_files(path, data if found.kind == "data" else None, force, (subject,))
-        text, warnings, seconds = _other(found, model, minutes, seed, data)
+        text, warnings, seconds = _other(found, model, minutes, seed, data, command_of(context))
         warnings = [*found.warnings, *warnings]
-    _finish(path, text, warnings, seconds)
+        written += [data] if data.exists() and found.kind == "data" else []
+    _finish(path, text, warnings, seconds, written)
+
+
+def command_of(context: typer.Context) -> str:
+    """The command with its arguments, and the options that differ from their defaults, as a shell
+    reads it."""
+    words = ["ludus", str(context.info_name)]
+    for parameter in context.command.params:
+        value = context.params.get(str(parameter.name))
+        if value is None or value == parameter.get_default(context):
+            continue
+        if parameter.param_type_name == "argument":
+            words += map(str, value if isinstance(value, list | tuple) else [value])
+        else:
+            words += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
+    text = shlex.join(words)
+    return text if text.isprintable() else ascii(text)  # in one line
 
 
 def _refuse_files(path: Path, data: Path | None, force: bool, read: Sequence[str | None]) -> None:
@@ -150,18 +170,18 @@ def _say(text: str) -> None:
 
 
 def _agent(
-    subject: AgentSubject, model: str, minutes: float, seed: int
+    subject: AgentSubject, model: str, minutes: float, seed: int, command: str
 ) -> tuple[str, list[str], float]:
     """The recipe of an agent, warnings, and the seconds that it took."""
     from ludus.diagnostics.calibration.agents.calibrate import calibrate_agent
     from ludus.diagnostics.calibration.agents.recipe import write_agent
 
     made = calibrate_agent(subject, model, minutes, seed, _say)
-    return write_agent(made), made.warnings, made.seconds
+    return write_agent(made, command), made.warnings, made.seconds
 
 
 def _other(
-    subject: Subject, model: str | None, minutes: float, seed: int, data: Path
+    subject: Subject, model: str | None, minutes: float, seed: int, data: Path, command: str
 ) -> tuple[str, list[str], float]:
     """The same of an environment or a data set, whose conversations are written to `data`."""
     from ludus.diagnostics.calibration.calibrate import calibrate
@@ -171,15 +191,20 @@ def _other(
     if (sft := made.config.sft) is not None and sft.data is not None:
         with _writing(Path(sft.data)):
             write_conversations(made.conversations, Path(sft.data))
-    return write(made), made.warnings, made.seconds
+    return write(made, command), made.warnings, made.seconds
 
 
-def _finish(path: Path, text: str, warnings: list[str], seconds: float) -> None:
-    """Write the recipe, and tell its warnings and the command that starts it."""
+def _finish(
+    path: Path, text: str, warnings: list[str], seconds: float, beside: Sequence[Path]
+) -> None:
+    """Write the recipe, and tell its warnings, the files `beside` it and the command that starts
+    it."""
     from ludus.core.files import atomic_write
 
     with _writing(path):
         atomic_write(path, text)
     for warning in warnings:
         _say(f"warning: {warning}")
+    for file in beside:
+        typer.echo(f"{file}: questions and answers for SFT, which the recipe reads")
     typer.echo(f"{path}: measured in {seconds:.0f} s; start it with: ludus train {path}")

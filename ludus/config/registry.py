@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from ludus.config.messages import explain
 from ludus.core.errors import ConfigError, LudusError, MissingDependency, did_you_mean
+from ludus.core.files import searched
 from ludus.core.modules import load_module, own_frame, told
 from ludus.core.types import Spec
 
@@ -95,7 +96,7 @@ class Registry(Generic[T]):
                 raise MissingDependency(missing, row.extra, f"{self.kind} {name!r}") from error
             reason = f"cannot import {module_name} (no module named {missing!r})"
             if missing == module_name and module_name.endswith(".py"):
-                reason = f"there is no file {module_name}"
+                reason = f"there is no file {module_name}{searched(module_name)}"
             raise ConfigError(f"{self.kind} {name!r}: {reason}") from error
         except LudusError:
             raise

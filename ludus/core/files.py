@@ -27,6 +27,11 @@ _LEFTOVER = re.compile(r"\.(tmp|old)-(.+)-(\d+)")
 _in_progress: set[Path] = set()
 
 
+def searched(path: str | Path) -> str:
+    """` in FOLDER` for a relative path, which counts from the folder of the command; else empty."""
+    return "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+
+
 class InUse(Exception):
     """Another process holds the lock; `owner` is its id, or `?`."""
 

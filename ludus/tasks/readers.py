@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import Field
 
 from ludus.core.errors import ConfigError, DataError, MissingDependency, did_you_mean
+from ludus.core.files import searched
 from ludus.core.types import Spec, Task
 from ludus.tasks import READERS
 from ludus.tasks.fields import REMEDIES, REMEDY, FieldMapping, NoField
@@ -183,7 +184,7 @@ def read_json(
     """Read a file of JSON lines: one object a line, UTF-8; empty lines are skipped."""
     file = Path(path)
     if not file.is_file():
-        what = "is a folder, not a file" if file.is_dir() else "does not exist"
+        what = "is a folder, not a file" if file.is_dir() else f"does not exist{searched(file)}"
         raise DataError(f"{path} {what}")
     mapping = FieldMapping(path, prompt, answer, id, tier, tools, consistency, data, env, judge)
 
@@ -406,7 +407,7 @@ def load_hf(path: str, name: str | None, split: str, revision: str | None) -> An
     if local.suffix in FILE_KINDS and not local.is_file():
         siblings = [item.name for item in local.parent.glob("*") if item.is_file()]
         near = did_you_mean(local.name, siblings)
-        raise DataError(f"there is no file {path}{near}")
+        raise DataError(f"there is no file {path}{searched(local)}{near}")
     try:
         if saved:
             loaded = datasets.load_from_disk(path)

@@ -214,12 +214,13 @@ def _calibrate(
         trial.chance = chance
         rate = expert.per_s if subject.env else 1e9
         config, planned = with_choices(config, trial, minutes, rate)
+    unseen = undeclared(subject, tasks)
     warnings = [
         *foretold.of_expert(expert),
         *foretold.of_random(played, expert),
         *foretold.of_threads(played, subject.own_threads(tasks[0])),
-        *foretold.of_tasks(distinct, num_tasks_of(config.tasks.heldout), subject.kind),
-        *foretold.of_worlds(distinct, undeclared(subject, tasks)),
+        *foretold.of_tasks(distinct, num_tasks_of(config.tasks.heldout), subject.kind, unseen),
+        *foretold.of_worlds(distinct, unseen),
         *foretold.of_lengths(lengths, config.model.context_length),
         *foretold.of_turns(expert.turns, config.rollout.max_turns),
         *of_trial(config, trial, subject.kind),

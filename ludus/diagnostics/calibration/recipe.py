@@ -20,12 +20,11 @@ Line = tuple[str, Any, str]
 """A key, its value, and the reason; the value None is left out."""
 
 
-def write(c: Calibration) -> str:
-    """The recipe's text."""
+def write(c: Calibration, command: str) -> str:
+    """The recipe's text. `command`: that was called."""
     learner = c.config.learner.model_dump(exclude_defaults=True)
     lines = [
-        f"# Written by `ludus init {c.subject.given}`, from measurements of {c.seconds:.0f} s on "
-        "this machine.",
+        f"# Written by `{command}`, from measurements of {c.seconds:.0f} s on this machine.",
         "# All keys: `ludus config`. The comments say what was measured.",
         f"name: {flow(c.config.name)}",
         *([f"seed: {c.config.seed}"] if c.config.seed else []),
@@ -121,6 +120,8 @@ def of_model(model: ModelConfig, reason: str) -> Iterator[Line]:
 def _tasks(c: Calibration) -> Iterator[Line]:
     few = c.distinct < 1e6
     told = f"about {counted(c.distinct, 'different task')}" if few else "many different tasks"
+    if c.subject.kind == "data":
+        told = f"of {counted(c.subject.rows, 'row')}; the last are held out"
     yield "train", of_task(c.config.tasks.train), told
     if c.config.tasks.heldout is not None:
         yield "heldout", of_task(c.config.tasks.heldout), ""
@@ -193,6 +194,8 @@ def _rl(c: Calibration) -> Iterator[Line]:
         yield "minibatches", rl.minibatches, "optimizer steps of each step"
     used = ("lr", "eps", "warmup_steps", "schedule")
     yield "optimizer", {name: getattr(rl.optimizer, name) for name in used}, ""
+    if c.config.evaluate.every:
+        yield "# min_success_to_stop", 0.95, "would end RL where an evaluation reaches it"
 
 
 def _evaluate(config: RunConfig) -> Iterator[Line]:

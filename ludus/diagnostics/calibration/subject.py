@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from ludus.config.tasks import TasksConfig
 from ludus.core.errors import ConfigError, DataError, did_you_mean
+from ludus.core.files import searched
 from ludus.core.types import Spec, Task
 from ludus.diagnostics.calibration.rows import (
     Rows,
@@ -311,7 +312,8 @@ def _columns(given: str, reader: str, fields: Mapping[str, Any]) -> list[str]:
         return list(rows.column_names)
     path = Path(given)
     if not path.is_file():
-        raise DataError(f"{given} {'is a folder' if path.is_dir() else 'does not exist'}")
+        what = "is a folder" if path.is_dir() else f"does not exist{searched(path)}"
+        raise DataError(f"{given} {what}")
     found: dict[str, None] = {}
     with path.open("rb") as lines:
         for line in islice(filter(bytes.strip, lines), NUM_FIRST):

@@ -39,6 +39,13 @@ FEW_EPISODES = 5000
 FEW_HELDOUT = 100
 """Held-out tasks below which the intervals hide most of what a run gains."""
 
+UNDECLARED = (
+    "The class declares neither `cheap_reset` nor `world`: held-out tasks will be training tasks, "
+    "and their success may be memory; set `cheap_reset = True` where resets take milliseconds, or "
+    "define `world()` (docs/tasks.md, Splits)"
+)
+"""Of an environment where different seeds open the same worlds."""
+
 FEW = 50
 """Different tasks below which a run can only memorise them."""
 
@@ -130,21 +137,31 @@ def of_time(planned_s: float, minutes: float) -> Iterator[str]:
         )
 
 
-def of_tasks(distinct: float, heldout: int, kind: str) -> Iterator[str]:
-    """Yields what the number of different tasks foretells."""
+def of_tasks(distinct: float, heldout: int, kind: str, undeclared: bool = False) -> Iterator[str]:
+    """Yields what the number of different tasks foretells. `undeclared`: a run cannot tell whether
+    two seeds open one world."""
+    # They were counted over thousands of seeds, so further seeds open the same.
+    more = "add levels, or let the environment make more different worlds; more seeds open the same"
     if distinct < FEW:
         whose = "the recipe's levels and seeds have" if kind == "env" else "the rows have"
         yield (
             f"{whose} about {counted(distinct, 'different task')}: a run memorises them, and "
             f"{counted(heldout, 'held-out task')} give{'s' if heldout == 1 else ''} intervals of "
             f"{100 / math.sqrt(max(heldout, 1)):.0f} points; "
-            + ("add levels or seeds" if kind == "env" else "collect more rows")
+            + (more if kind == "env" else "collect more rows")
+            + (f". {UNDECLARED}" if undeclared else "")
         )
     elif heldout < FEW_HELDOUT:
+        if kind != "env":
+            remedy = "collect more rows"
+        elif distinct < 4 * FEW_HELDOUT:
+            remedy = more
+        else:  # fewer than there are: the minutes allow no more
+            remedy = "give more --minutes"
         yield (
             f"{heldout} held-out tasks have intervals of +-{98 / math.sqrt(heldout):.0f} points: "
             f"a rise of less than about {196 / math.sqrt(heldout):.0f} points cannot be told from "
-            "chance; " + ("add levels or seeds" if kind == "env" else "collect more rows")
+            f"chance; {remedy}"
         )
 
 
@@ -153,10 +170,8 @@ def of_worlds(distinct: float, undeclared: bool) -> Iterator[str]:
     `of_tasks` tells."""
     if undeclared and FEW <= distinct < COMPARED:
         yield (
-            f"different seeds open the same worlds (about {distinct:,.0f} different ones), and the "
-            "class declares neither `cheap_reset` nor `world`: held-out tasks will be training "
-            "tasks, and their success may be memory; set `cheap_reset = True` where resets take "
-            "milliseconds, or define `world()` (docs/tasks.md, Splits)"
+            f"different seeds open the same worlds (about {distinct:,.0f} different ones). "
+            + UNDECLARED
         )
 
 

@@ -325,9 +325,18 @@ def no_gain(history: History, config: RunConfig) -> Found | None:
         2 if high < 0 else 1,
         f"success on held-out tasks {verdict} its start: {gain:+.1f} points "
         f"({100 * config.evaluate.confidence:g} % interval {low:+.1f} to {high:+.1f})",
-        "Train longer (`rl.steps`), or evaluate more tasks (`evaluate.num_tasks`), whose interval "
-        "is narrower",
+        f"Train longer (`rl.steps`), or {_more_heldout(config)}: their interval is narrower",
     )
+
+
+def _more_heldout(config: RunConfig) -> str:
+    """How to evaluate more tasks: more of the held-out ones, where not all are evaluated."""
+    number, heldout = config.evaluate.num_tasks, config.tasks.heldout
+    args = heldout.args if heldout else {}
+    most = args.get("num_tasks", args.get("limit"))
+    if number is None or (isinstance(most, int) and number >= most):
+        return "hold out more tasks (`tasks.heldout`), for all that there are were evaluated"
+    return "evaluate more tasks (`evaluate.num_tasks`)"
 
 
 def by_heart(history: History, config: RunConfig) -> Found | None:

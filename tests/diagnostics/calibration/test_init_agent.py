@@ -151,7 +151,7 @@ def test_the_recipe_of_an_agent_trains(folder: Path, ludus: Ludus) -> None:
     assert config.model.context_length <= 256
     assert config.rl is not None
     text = (folder / "twice.yaml").read_text()
-    assert text.startswith("# Written by `ludus init mine.py:twice least=3 --tasks rows.jsonl")
+    assert text.startswith("# Written by `ludus init mine.py:twice least=3 --model ./model --tasks")
     for name in ("mine.py", "rows.jsonl", "twice.yaml"):
         (ludus.cwd / name).write_bytes((folder / name).read_bytes())
     if ludus.cwd != folder:

@@ -173,7 +173,8 @@ def test_wrong_subjects_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "rows.jsonl").write_text('{"q": "1 + 1", "a": "2"}\n')
     assert "name the one with the prompt" in refusal("rows.jsonl")
     assert "a data set has rows" in refusal("rows.jsonl", "--tiers", "x")
-    assert "nothere.jsonl does not exist" in refusal("nothere.jsonl")
+    assert f"nothere.jsonl does not exist in {tmp_path}" in refusal("nothere.jsonl")
+    assert f"there is no file nothere.csv in {tmp_path}" in refusal("nothere.csv", "prompt=q")
 
 
 ROWS = '{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "1 + 2", "answer": "3"}\n'
@@ -266,6 +267,27 @@ def test_wrong_arguments_of_rows_are_told_by_their_names(
         "rows.jsonl: no row has the field 'promt' (fields: prompt, answer): set the reader's "
         "`prompt` to the field that holds it"
     ) in refusal("rows.jsonl", "prompt=promt")
+
+
+def test_the_whole_command_is_in_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my rows.jsonl").write_text(ROWS)
+    seen: list[str] = []
+
+    def calibrated(*given: object) -> tuple[str, list[str], float]:
+        seen.append(str(given[-1]))
+        Path(str(given[-2])).write_text("")
+        return "name: x\n", [], 1.0
+
+    monkeypatch.setattr("ludus.cli.init._other", calibrated)
+    argv = ["my rows.jsonl", "prompt=prompt", "--minutes", "3", "--out", "a.yaml", "--force"]
+    done = CliRunner().invoke(app, ["init", *argv])
+    assert done.exit_code == 0, done.output
+    assert seen == ["ludus init 'my rows.jsonl' prompt=prompt --out a.yaml --minutes 3.0 --force"]
+    assert "a.sft.jsonl: questions and answers for SFT, which the recipe reads" in done.output
+    assert "a.yaml: measured in 1 s; start it with: ludus train a.yaml" in done.output
 
 
 def test_rows_whose_answers_contradict_each_other_are_told(

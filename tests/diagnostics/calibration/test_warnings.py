@@ -89,6 +89,7 @@ def test_few_tasks_and_no_success_are_told() -> None:
     assert "49 held-out tasks have intervals of +-14 points" in "".join(
         warnings.of_tasks(127, 49, "env")
     )
+    assert "give more --minutes" in "".join(warnings.of_tasks(1e6, 64, "env"))
     nothing = Trial(curve=[(100, 0.0)], signal={1.0: 0.0})
     assert "RL cannot help" in "".join(warnings.of_trial(nothing, 500, 0.4))
     assert list(warnings.of_trial(Trial(curve=[(10, 0.3)], signal={1.0: 0.5}), 500, 0.4)) == []
@@ -108,8 +109,10 @@ def test_worlds_that_no_run_compares_are_told() -> None:
 
 
 def test_one_cause_is_told_once() -> None:
-    few = [*warnings.of_tasks(20, 5, "env"), *warnings.of_worlds(20, undeclared=True)]
+    few = [*warnings.of_tasks(20, 5, "env", True), *warnings.of_worlds(20, undeclared=True)]
     assert len(few) == 1
+    assert "more seeds open the same. The class declares neither `cheap_reset` nor" in few[0]
+    assert "cheap_reset" not in "".join(warnings.of_tasks(20, 5, "env"))
     assert few[0].startswith("the recipe's levels and seeds have about 20 different tasks")
     lucky = [RandomEpisode(1.0, True)] * 9 + [RandomEpisode(0.0, False)]
     solved = Trial(curve=[(20, 0.97)], signal={1.0: 0.1}, chance=0.9)

@@ -246,6 +246,19 @@ def test_an_evaluation_is_compared_with_the_start(config: RunConfig) -> None:
     assert "evaluation at step 80: success on held-out tasks is below its start" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("number", "told"), [(None, "hold out"), (512, "hold out"), (128, "evaluate")]
+)
+def test_more_tasks_are_evaluated_only_where_there_are_more(
+    config: RunConfig, number: int | None, told: str
+) -> None:
+    evaluation = config.evaluate.model_copy(update={"num_tasks": number})
+    changed = config.model_copy(update={"evaluate": evaluation})
+    gain = {"evaluate/gain": 0.02, "evaluate/gain_low": -0.01, "evaluate/gain_high": 0.05}
+    [found] = Diagnosis(changed).step("evaluate/after", 0, gain)
+    assert f"or {told} more tasks" in found.advice
+
+
 def test_other_findings_are_named_only_where_there_are_some(config: RunConfig) -> None:
     gain = {"evaluate/gain": 0.02, "evaluate/gain_low": -0.01, "evaluate/gain_high": 0.05}
     [alone] = Diagnosis(config).step("evaluate/after", 0, gain)

@@ -18,12 +18,11 @@ from ludus.diagnostics.calibration.recipe import (
 )
 
 
-def write_agent(c: AgentCalibration) -> str:
-    """The recipe's text."""
+def write_agent(c: AgentCalibration, command: str) -> str:
+    """The recipe's text. `command`: that was called."""
     config, learner = c.config, c.config.learner.model_dump(exclude_defaults=True)
     lines = [
-        f"# Written by `{c.subject.command}`, from measurements of {c.seconds:.0f} s on this "
-        "machine.",
+        f"# Written by `{command}`, from measurements of {c.seconds:.0f} s on this machine.",
         "# All keys: `ludus config`. The comments say what was measured.",
         f"name: {flow(config.name)}",
         *([f"seed: {config.seed}"] if config.seed else []),
