@@ -270,7 +270,7 @@ def test_no_task_is_kept(augment: Callable[..., int], tmp_path: Path, capsys: An
         (None, (), "seeds.jsonl does not exist"),
         ("", (), "gives no task"),
         ("{", (), "line 1 is not JSON"),
-        ('{"prompt": "x"}', (), "has no field 'answer'"),
+        ('{"prompt": "x"}', (), "no row has the field 'answer'"),
         ('{"prompt": "x", "answer": null}', (), "seeds.jsonl:1: the answer must be a text or a"),
         ('{"prompt": "a <question> b", "answer": 1}', (), "cannot be shown to the model"),
         ('{"prompt": "x", "answer": "}"}', (), "cannot be shown to the model"),
