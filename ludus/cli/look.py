@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -262,10 +263,10 @@ def _show_findings(run: str, runs_dir: str) -> None:
     from ludus.store.folders import find_run
 
     try:
-        found = read_findings(find_run(runs_dir, run).findings)
+        path = find_run(runs_dir, run).findings
     except ConfigError:
         return
-    for finding in found:
+    for finding in read_findings(path, partial(typer.echo, err=True)):
         passed = "" if finding.lasting else " (no longer so at the end)"
         typer.echo(printable(f"warning: {finding}{passed}"))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ludus.core.errors import printable
+from ludus.core.errors import DataError, printable
 
 
 class Record(BaseModel):
@@ -146,3 +147,14 @@ class Comparison(Record):
     num_left_out: int
     tiers: dict[str, Difference]
     num_unpaired: int = 0
+
+
+def read_evaluation(path: Path) -> Evaluation:
+    """Returns an evaluation of a run's folder. Errors: DataError for a damaged file."""
+    try:
+        return Evaluation.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        raise DataError(
+            f"{path} is no evaluation of a run: restore the file, or remove it to leave the "
+            "evaluation out of the report"
+        ) from None

@@ -11,7 +11,8 @@ from ludus.core.errors import DataError
 from ludus.core.types import Group
 from ludus.data.demonstrations import dropped_path
 from ludus.evaluate import Evaluation, compare
-from ludus.report.diagnosis import Diagnosis, diagnose
+from ludus.evaluate.results import read_evaluation
+from ludus.report.diagnosis import Diagnosis, diagnose, read_findings
 from ludus.report.diagnosis.diagnosis import write_findings
 from ludus.store.folders import RunFolder
 from ludus.telemetry.logs import get_logger
@@ -33,6 +34,7 @@ class Doctor:
 
     def restore(self, lines: Iterable[Line]) -> None:
         """Begin with the steps that a resumed run keeps; their findings are not told again."""
+        read_findings(self._folder.findings, self._note)
         self._diagnosis = diagnose(self._config, lines)
         self._write()
 
@@ -86,7 +88,7 @@ def gain_metrics(before: Path, result: Evaluation) -> dict[str, float]:
     RL, over the tasks of both. Empty without that evaluation."""
     if not before.exists():
         return {}
-    start = Evaluation.model_validate_json(before.read_bytes())
+    start = read_evaluation(before)
     try:
         gain = compare(start, result).success
     except DataError:  # nothing was scored in both, or tasks or settings changed

@@ -25,6 +25,7 @@ from ludus.core.files import atomic_write
 from ludus.core.modules import told
 from ludus.core.signals import exit_code, handling, raise_stop, run
 from ludus.data.splits import Splits, read_splits
+from ludus.evaluate.results import read_evaluation
 from ludus.models.decoders import native
 from ludus.pipeline.breakpoints import patient
 from ludus.pipeline.budget import Budget, Timings
@@ -157,6 +158,8 @@ def _resume(
             observer.note(
                 f"changed since the run started: {change}; earlier results are of the old"
             )
+        for *_, path in folder.evaluation_files():
+            read_evaluation(path)  # a damaged one would end the run after its training
         complete = folder.id in rows and rows[folder.id].status == "completed"
         splits = read_splits(config, folder)
         if not list_checkpoints(folder.checkpoints):
@@ -313,7 +316,7 @@ def _recorded(
                 atomic_write(folder.config, dump_config(before))
         if intact:
             observer.note(f"run {folder.id} stays as it was: complete")
-        else:
+        elif not folder.removed:
             observer.note(f"run {folder.id} failed; once that is fixed: {resume_command(folder)}")
         if mirror is not None and not isinstance(error, MirrorError):
             with suppress(MirrorError):  # the first error counts

@@ -15,6 +15,7 @@ from ludus.config.training import SFTUntilConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Task
 from ludus.evaluate import Evaluation
+from ludus.evaluate.results import read_evaluation
 from ludus.pipeline.build import Run
 from ludus.pipeline.evaluate import play_heldout
 
@@ -57,11 +58,7 @@ async def measure(run: Run, until: SFTUntilConfig, step: int) -> tuple[list[Grou
 def measured(run: Run, step: int) -> list[float]:
     """Success of the measurements up to a step, in their order."""
     files = [(at, path) for label, at, path in run.folder.evaluation_files() if label == LABEL]
-    return [
-        Evaluation.model_validate_json(path.read_bytes()).success.value
-        for at, path in sorted(files)
-        if at <= step
-    ]
+    return [read_evaluation(path).success.value for at, path in sorted(files) if at <= step]
 
 
 def reason_to_end(until: SFTUntilConfig, successes: Sequence[float]) -> str | None:

@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from ludus.config.load import dump_changes, load_config
 from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError
 from ludus.core.types import Task, Trajectory
 from ludus.evaluate import compare
-from ludus.evaluate.results import Comparison, Evaluation
+from ludus.evaluate.results import Comparison, Evaluation, read_evaluation
 from ludus.report import ReportData, Rollout, write_report
 from ludus.report.diagnosis import diagnose
 from ludus.store import RunStore
@@ -81,7 +79,7 @@ def read_evaluations(folder: RunFolder) -> dict[str, Evaluation]:
         for label, step, path in folder.evaluation_files()
         if label in NAMES
     ]
-    return {name: _evaluation(path) for _, _, name, path in sorted(files)}
+    return {name: read_evaluation(path) for _, _, name, path in sorted(files)}
 
 
 def compared(evaluations: Mapping[str, Evaluation]) -> tuple[Comparison | None, str]:
@@ -94,16 +92,6 @@ def compared(evaluations: Mapping[str, Evaluation]) -> tuple[Comparison | None, 
         return compare(*ends), ""
     except DataError as error:
         return None, str(error)
-
-
-def _evaluation(path: Path) -> Evaluation:
-    try:
-        return Evaluation.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError):
-        raise DataError(
-            f"{path} is no evaluation of a run: restore the file, or remove it to leave the "
-            "evaluation out of the report"
-        ) from None
 
 
 def _evaluated_at(folder: RunFolder, lines: Sequence[Line]) -> dict[str, int]:

@@ -48,6 +48,11 @@ class RunFolder:
         self.findings = path / "findings.json"  # what the diagnosis told; absent without a finding
         self.report = path / "report.html"
 
+    @property
+    def removed(self) -> bool:
+        """True where the folder is gone, or was made anew by what was saved since."""
+        return not self.config.exists()
+
     def lock(self) -> IO[str]:
         """Lock the run until the returned file is closed or the process ends.
 
@@ -181,6 +186,11 @@ def disk_faults(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and folder.removed:
+            raise LudusError(
+                f"the run's folder {folder.path} was removed while the run trained; nothing can be "
+                "saved"
+            ) from error
         if error.errno not in DISK_FAULTS:
             raise
         raise LudusError(

@@ -9,6 +9,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from harness import BABYAI, NO_PREFLIGHT, Ludus
@@ -431,3 +432,43 @@ def test_a_run_that_was_tampered_with(ludus: Ludus, reference: Ludus) -> None:
     ludus("evaluate", "tiny-1").refused(2, "has no checkpoint yet")
     (ludus.run() / "metrics.jsonl").write_text("{}\n")
     ludus("report", "tiny-1").refused(1, "metrics.jsonl: line 1 is not a line of metrics")
+
+
+def test_a_damaged_evaluation_stops_a_resume_before_it_trains(
+    ludus: Ludus, reference: Ludus
+) -> None:
+    shutil.copytree(reference.cwd / "runs", ludus.cwd / "runs")
+    before = ludus.run() / "evaluations" / "before-000000.json"
+    before.write_bytes(before.read_bytes()[:20])
+    lines = (ludus.run() / "metrics.jsonl").read_text()
+    told = ["before-000000.json is no evaluation of a run: restore the file"]
+    ludus("train", "--resume", "tiny-1", "rl.steps=9").refused(1, *told)
+    ludus("report", "tiny-1").refused(1, *told)
+    assert (ludus.run() / "metrics.jsonl").read_text() == lines
+    before.unlink()
+    ludus("train", "--resume", "tiny-1", "rl.steps=9").ok()
+
+
+def test_damaged_findings_are_told(ludus: Ludus, reference: Ludus) -> None:
+    shutil.copytree(reference.cwd / "runs", ludus.cwd / "runs")
+    (ludus.run() / "findings.json").write_text('[{"kind"')
+    assert "findings.json is damaged" in ludus("show", "tiny-1").ok().err
+    assert "findings.json is damaged" in ludus("train", "--resume", "tiny-1", "rl.steps=9").ok().err
+    assert "findings.json is damaged" not in ludus("show", "tiny-1").ok().err
+
+
+def test_a_folder_that_is_removed_while_its_run_trains(ludus: Ludus) -> None:
+    gone = """
+        import shutil
+        from ludus.pipeline.training import Trainer
+        record = Trainer.record
+
+        def remove(self, *given):
+            shutil.rmtree(self.run.folder.path)
+            record(self, *given)
+
+        Trainer.record = remove
+    """
+    done = ludus("train", BABYAI, setup=dedent(gone))
+    done.refused(1, "the run's folder runs/tiny-1 was removed while the run trained")
+    assert "--resume" not in done.err

@@ -8,7 +8,7 @@ what is trained.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -147,9 +147,16 @@ def write_findings(path: Path, findings: Iterable[Finding]) -> None:
     atomic_write(path, json.dumps([asdict(f) for f in findings], indent=1), flush=False)
 
 
-def read_findings(path: Path) -> list[Finding]:
-    """Returns the findings of a run's folder; none where the file is absent or damaged."""
+def read_findings(path: Path, tell: Callable[[str], object] = lambda _: None) -> list[Finding]:
+    """Returns the findings of a run's folder; none where the file is absent or damaged. `tell`
+    receives what is wrong with a damaged one."""
     try:
         return [Finding(**found) for found in json.loads(path.read_text(encoding="utf-8"))]
+    except FileNotFoundError:
+        return []
     except (OSError, ValueError, TypeError):
+        tell(
+            f"{path} is damaged: the findings are left out. The run writes it again when it is "
+            "resumed, and `ludus report` finds them in the metrics"
+        )
         return []
